@@ -1,0 +1,42 @@
+# Each target is sufficient by itself on a machine with Python 3.11 and pip: the environment is made on first use.
+
+PYTHON     ?= $(shell python3.11 -c 'import sys; print(sys.executable)' 2>/dev/null || command -v python3)
+DEMO_ARGS  ?=
+TEST_ARGS  ?=
+BENCH_ARGS ?=
+
+VENV      := .venv
+BIN       := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test lint bench clean
+
+help:  ## Show the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+demo: $(INSTALLED)  ## Train a small GPT on real text with ZeRO-3 in bf16 on two processes
+	$(BIN)/zeroaccel launch --num_processes 2 examples/train_gpt.py $(DEMO_ARGS)
+
+test: lint  ## Lint, check the types and run every test
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+lint: $(INSTALLED)  ## Check style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(INSTALLED)  ## Compare step times with other engines on this machine
+	$(BIN)/python benchmarks/step_time.py $(BENCH_ARGS)
+
+clean:  ## Remove the environment and everything built
+	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch goes in first and alone, at the version the tests run on; what depends on it then finds it and fetches no other.
+# The stamp is written last, so an installation that broke off is taken up again.
+$(INSTALLED): pyproject.toml setup.cfg constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[hf,dev]'
+	touch $@

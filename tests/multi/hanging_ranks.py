@@ -1,0 +1,118 @@
+"""A job whose ranks part on purpose, run as a script by `test_comm_hangs.py`: ``hanging_ranks.py SCENARIO``."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import torch
+
+from zeroaccel.comm.collectives import Collectives
+from zeroaccel.comm.topology import init_process_group
+
+PART = 1000
+
+
+class Layers:
+    """Something that communicates as a model does: one gather and one reduction per layer."""
+
+    def __init__(self) -> None:
+        self.collectives = Collectives(init_process_group())
+        self.rank, self.world_size = self.collectives.rank, self.collectives.world_size
+
+    def unshard(self, name: str, part: int = PART) -> None:
+        self.collectives.journal.phase = "forward"
+        self.collectives.all_gather(torch.empty(part * self.world_size), torch.ones(part), f"unshard {name}").wait()
+
+    def reduce(self, name: str) -> None:
+        self.collectives.journal.phase = "backward"
+        flat = torch.ones(PART * self.world_size)
+        self.collectives.reduce_scatter(torch.empty(PART), flat, f"reduce {name}", 1 / self.world_size).wait()
+
+    def step(self, number: int) -> None:
+        self.collectives.journal.step = number
+        self.unshard("layers.0")
+        self.unshard("layers.1")
+        self.reduce("layers.1")
+        self.reduce("layers.0")
+
+
+def branches(model: Layers) -> None:
+    model.step(0)
+    model.unshard("layers.0")
+    if model.rank == 0:
+        model.unshard("vision_tower")
+    else:
+        model.unshard("layers.1")
+
+
+def kinds(model: Layers) -> None:
+    model.step(0)
+    if model.rank == 0:
+        model.collectives.barrier("save checkpoint")
+    else:
+        model.step(1)
+
+
+def fewer_batches(model: Layers) -> None:
+    for number in range(3 if model.rank == model.world_size - 1 else 4):
+        model.step(number)
+
+
+def fewer_batches_on_first(model: Layers) -> None:
+    for number in range(3 if model.rank == 0 else 4):
+        model.step(number)
+
+
+def sleeping(model: Layers) -> None:
+    model.step(0)
+    if model.rank == 1:
+        evaluate()
+    model.step(1)
+
+
+def evaluate() -> None:
+    time.sleep(100)
+
+
+def exception(model: Layers) -> None:
+    model.step(0)
+    if model.rank == 1:
+        raise ValueError("batch 7 has no labels")
+    model.step(1)
+
+
+def killed(model: Layers) -> None:
+    model.step(0)
+    if model.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    model.step(1)
+
+
+def killed_first(model: Layers) -> None:
+    model.step(0)
+    if model.rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    model.step(1)
+
+
+def sizes(model: Layers) -> None:
+    model.step(0)
+    model.unshard("layers.0", part=PART + model.rank)
+
+
+def foreign_barrier(model: Layers) -> None:
+    model.step(0)
+    if model.rank == 1:
+        torch.distributed.barrier()
+    model.step(1)
+
+
+if __name__ == "__main__":
+    job = Layers()
+    try:
+        globals()[sys.argv[1]](job)
+    finally:
+        print(f"rank {job.rank} cleaned up", flush=True)

@@ -1,0 +1,290 @@
+"""The rules of CONTRIBUTING.md that a program can check, each a function from parsed files to violations.
+
+`test_house_rules.py` runs them on the tree, and on planted violations. Sorted `__all__`, line length and the like are
+ruff's; here is what ruff cannot know: which part of the package may do what.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import PurePosixPath
+
+__all__ = [
+    "PACKAGE_RULES",
+    "TREE_RULES",
+    "Rule",
+    "Source",
+    "collectives_are_called_in_comm",
+    "every_environment_reader_in_the_table_is_one",
+    "files_stay_short",
+    "hooks_are_registered_in_one_file",
+    "imports_have_no_circle",
+    "imports_point_down",
+    "module_name",
+    "names_say_something",
+    "nothing_is_left_open",
+    "process_groups_are_made_in_one_file",
+    "public_modules_have_all",
+    "stages_are_compared_in_config_only",
+    "the_environment_is_read_where_the_table_says",
+]
+
+LAYERS = (
+    ("errors", "logs", "templates"),
+    ("config",),
+    ("comm", "ops", "offload"),
+    ("zero",),
+    ("checkpoint",),
+    ("(faces)",),  # every other module directly in zeroaccel/, and the package itself
+    ("compat",),
+    ("cli",),
+)
+
+# Who may read the environment, and for what. Everything else gets what it needs as an argument.
+ENVIRONMENT_READERS = {
+    "zeroaccel/logs.py": "RANK, known before there is a process group, and the log level",
+}
+
+MAX_LINES = 600
+NAMELESS = {"util", "utils", "helper", "helpers", "manager", "misc", "common"}
+COLLECTIVES = re.compile(
+    r"(all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|reduce|gather|scatter|i?send|i?recv|batch_isend|barrier"
+    r"|monitored_barrier)(_|$)"
+)
+GROUP_MAKERS = re.compile(r"(init_process_group|new_group|new_subgroups\w*|init_device_mesh|split_group)$")
+OPEN_ENDS = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X", "HA" + "CK")) + r")\b")
+
+
+class Source:
+    """One Python file of the tree, parsed.
+
+    Args:
+        path: relative to the root of the tree, with forward slashes.
+        text: its contents.
+    """
+
+    def __init__(self, path: str, text: str) -> None:
+        self.path = PurePosixPath(path)
+        self.text = text
+        self.tree = ast.parse(text, path)
+
+    @property
+    def folder(self) -> str:
+        """The folder this file belongs to: "comm" for zeroaccel/comm/..., "" for zeroaccel/*.py, "cli" for cli/..."""
+        parts = self.path.parts
+        return parts[0] if parts[0] != "zeroaccel" else "/".join(parts[1:-1]).split("/")[0]
+
+    def at(self, node: ast.AST | int, complaint: str) -> str:
+        line = node if isinstance(node, int) else getattr(node, "lineno", 1)
+        return f"{self.path}:{line}: {complaint}"
+
+
+Rule = Callable[[Mapping[str, Source]], Iterable[str]]  # from files by module name (or path) to "path:line: complaint"
+
+
+def module_name(path: PurePosixPath) -> str:
+    """The name a file of the package is imported by: cli/main.py is zeroaccel.cli.main."""
+    parts = path.with_suffix("").parts
+    parts = parts[:-1] if parts[-1] == "__init__" else parts
+    return ".".join(parts if parts[0] == "zeroaccel" else ("zeroaccel", *parts))
+
+
+def _layer(module: str) -> int:
+    """The height of a module of the package; a module may import from its own height and below."""
+    part = module.split(".")[1] if "." in module else "(faces)"
+    return next((height for height, parts in enumerate(LAYERS) if part in parts), LAYERS.index(("(faces)",)))
+
+
+def _imports(source: Source, modules: Iterable[str]) -> Iterator[tuple[ast.stmt, str]]:
+    """The modules of the package that a file imports anywhere, in a function or for typing included."""
+    known = set(modules)
+    here = module_name(source.path)
+    package = here if source.path.name == "__init__.py" else here.rpartition(".")[0]
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                parent = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*parent, base] if base else parent)
+            # `from package import name` means the module of that name where there is one.
+            targets = [f"{base}.{alias.name}" if f"{base}.{alias.name}" in known else base for alias in node.names]
+        else:
+            continue
+        for target in targets:
+            if target == "zeroaccel" or target.startswith("zeroaccel."):
+                yield node, target
+
+
+def imports_point_down(package: Mapping[str, Source]) -> Iterator[str]:
+    for name, source in package.items():
+        for node, target in _imports(source, package):
+            if _layer(target) > _layer(name):
+                yield source.at(node, f"{name} imports {target}, which is above it")
+
+
+def imports_have_no_circle(package: Mapping[str, Source]) -> Iterator[str]:
+    edges = {name: {target for _, target in _imports(source, package)} - {name} for name, source in package.items()}
+    try:
+        graphlib.TopologicalSorter(edges).prepare()
+    except graphlib.CycleError as error:
+        yield "modules import each other: " + " -> ".join(reversed(error.args[1]))
+
+
+def hooks_are_registered_in_one_file(package: Mapping[str, Source]) -> Iterator[str]:
+    for source in _outside(package, "zeroaccel/zero/hooks.py"):
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Attribute) and re.fullmatch(r"register_\w*hook", node.attr):
+                yield source.at(node, f"{node.attr} belongs in zero/hooks.py")
+
+
+def collectives_are_called_in_comm(package: Mapping[str, Source]) -> Iterator[str]:
+    for source in package.values():
+        if source.folder != "comm":
+            for node, name in _names_of_torch_distributed(source.tree):
+                if COLLECTIVES.match(name):
+                    yield source.at(node, f"torch.distributed.{name} belongs in comm/")
+
+
+def process_groups_are_made_in_one_file(package: Mapping[str, Source]) -> Iterator[str]:
+    for source in _outside(package, "zeroaccel/comm/topology.py"):
+        for node, name in _names_of_torch_distributed(source.tree):
+            if GROUP_MAKERS.match(name):
+                yield source.at(node, f"torch.distributed.{name} belongs in comm/topology.py")
+
+
+def the_environment_is_read_where_the_table_says(package: Mapping[str, Source]) -> Iterator[str]:
+    for source in package.values():
+        for node in ast.walk(source.tree):
+            if _reads_environment(node) and str(source.path) not in ENVIRONMENT_READERS:
+                yield source.at(node, "reads the environment; take an argument, or give a reason in the table")
+
+
+def every_environment_reader_in_the_table_is_one(package: Mapping[str, Source]) -> Iterator[str]:
+    readers = {str(source.path) for source in package.values() if any(map(_reads_environment, ast.walk(source.tree)))}
+    for path in sorted(set(ENVIRONMENT_READERS) - readers):
+        yield f"{path}: is in the table of readers of the environment and reads nothing from it"
+
+
+def public_modules_have_all(package: Mapping[str, Source]) -> Iterator[str]:
+    for source in package.values():
+        if source.path.stem.startswith("_") and source.path.stem != "__init__":
+            continue
+        lists = [node for node in source.tree.body if _assigned(node) == "__all__"]
+        if not lists:
+            if source.path.stem != "__init__" or len(source.tree.body) > 1:
+                yield source.at(1, "has no __all__")
+            continue
+        names = ast.literal_eval(lists[-1].value)  # type: ignore[attr-defined]
+        if len(names) != len(set(names)):
+            yield source.at(lists[-1], "__all__ names something twice")
+        if private := [name for name in names if name.startswith("_") and not name.startswith("__")]:
+            yield source.at(lists[-1], f"__all__ offers private names: {private}")
+
+
+def stages_are_compared_in_config_only(package: Mapping[str, Source]) -> Iterator[str]:
+    for source in package.values():
+        if source.folder not in ("zero", "comm", "ops", "offload", "checkpoint"):
+            continue
+        for node in ast.walk(source.tree):
+            operands: list[ast.expr] = []
+            if isinstance(node, ast.Compare):
+                operands = [node.left, *node.comparators]
+            elif isinstance(node, ast.Match):
+                operands = [node.subject]
+            if any(re.search(r"(^|_)stage$", _last_name(operand)) for operand in operands):
+                yield source.at(node, "asks for the stage; a stage is data: ask ShardPlan or TierPlan")
+
+
+def files_stay_short(files: Mapping[str, Source]) -> Iterator[str]:
+    for source in files.values():
+        if (length := len(source.text.splitlines())) > MAX_LINES:
+            yield source.at(1, f"{length} lines, more than {MAX_LINES}: more than one reason to change")
+
+
+def names_say_something(files: Mapping[str, Source]) -> Iterator[str]:
+    for source in files.values():
+        for part in source.path.with_suffix("").parts:
+            if NAMELESS & set(part.lower().split("_")):
+                yield source.at(1, f"{part!r} says nothing about what is in it")
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.ClassDef) and NAMELESS & set(re.findall(r"[a-z]+", _spaced(node.name))):
+                yield source.at(node, f"class {node.name}: the name says nothing about what it is")
+
+
+def nothing_is_left_open(files: Mapping[str, Source]) -> Iterator[str]:
+    for source in files.values():
+        for number, line in enumerate(source.text.splitlines(), start=1):
+            if found := OPEN_ENDS.search(line):
+                yield source.at(number, f"{found.group()}: finish it or file it")
+
+
+def _outside(package: Mapping[str, Source], path: str) -> Iterator[Source]:
+    return (source for source in package.values() if str(source.path) != path)
+
+
+def _names_of_torch_distributed(tree: ast.Module) -> Iterator[tuple[ast.AST, str]]:
+    """What a file takes from torch.distributed or its submodules, whatever it calls them: (node, name) pairs."""
+    modules = {"torch.distributed"}  # dotted expressions that mean a module of torch.distributed
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules |= {alias.asname for alias in node.names if alias.asname and _distributed(alias.name)}
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if _distributed(f"{node.module}.{alias.name}"):
+                    modules.add(alias.asname or alias.name)
+                    yield node, alias.name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            owner = _dotted(node.value)
+            if any(f"{owner}.".startswith(f"{module}.") for module in modules):
+                yield node, node.attr
+
+
+def _distributed(name: str) -> bool:
+    return name == "torch.distributed" or name.startswith("torch.distributed.")
+
+
+def _reads_environment(node: ast.AST) -> bool:
+    if isinstance(node, ast.Attribute):
+        return _dotted(node) in ("os.environ", "os.environb", "os.getenv")
+    names = {alias.name for alias in node.names} if isinstance(node, ast.ImportFrom) and node.module == "os" else set()
+    return bool(names & {"environ", "environb", "getenv"})
+
+
+def _assigned(node: ast.stmt) -> str:
+    if isinstance(node, ast.AnnAssign):
+        return _last_name(node.target)
+    return _last_name(node.targets[0]) if isinstance(node, ast.Assign) else ""
+
+
+def _last_name(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _dotted(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute) and (owner := _dotted(node.value)):
+        return f"{owner}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _spaced(camel: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z][a-z])", " ", camel).lower()
+
+
+PACKAGE_RULES: tuple[Rule, ...] = (
+    imports_point_down,
+    imports_have_no_circle,
+    hooks_are_registered_in_one_file,
+    collectives_are_called_in_comm,
+    process_groups_are_made_in_one_file,
+    the_environment_is_read_where_the_table_says,
+    every_environment_reader_in_the_table_is_one,
+    public_modules_have_all,
+    stages_are_compared_in_config_only,
+)
+TREE_RULES: tuple[Rule, ...] = (files_stay_short, names_say_something, nothing_is_left_open)

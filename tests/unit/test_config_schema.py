@@ -1,0 +1,224 @@
+"""The declared format: which spellings and values each key takes, and what an editor is told about it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pathlib
+import sys
+from typing import Any
+
+import pydantic
+import pytest
+
+from zeroaccel.config import Config, load_config
+from zeroaccel.config.canonical import Canonical
+from zeroaccel.config.section import ConfigSection, field_paths, nested_section, spellings
+from zeroaccel.errors import ConfigError
+
+
+def _sections(section: type[ConfigSection] = Config) -> dict[str, type[ConfigSection]]:
+    found = {section.__name__: section}
+    for field in section.model_fields.values():
+        nested = nested_section(field)
+        if nested is not None:
+            found |= _sections(nested)
+    return found
+
+
+def _renamed() -> list[tuple[tuple[str, ...], str, str]]:
+    """(path of the section, name, other spelling) of every key that has more than one name."""
+    found = []
+    for path in field_paths(Config):
+        section: type[ConfigSection] = Config
+        for part in path[:-1]:
+            section = nested_section(section.model_fields[part]) or section
+        found += [(path[:-1], path[-1], mark.name) for mark in spellings(section.model_fields[path[-1]])]
+    return found
+
+
+def _wrap(path: tuple[str, ...], value: object) -> dict[str, Any]:
+    for part in reversed(path):
+        value = {part: value}
+    assert isinstance(value, dict)
+    return value
+
+
+def test_defaults_of_an_empty_config() -> None:
+    config = load_config({})
+    zero = config.zero_optimization
+    assert (zero.stage, zero.reduce_bucket_size, zero.sub_group_size) == (0, 500_000_000, 1_000_000_000)
+    assert (zero.prefetch_bucket_size, zero.param_persistence_threshold) == (50_000_000, 100_000)
+    assert (zero.max_live_parameters, zero.max_reuse_distance) == (1_000_000_000, 1_000_000_000)
+    assert zero.model_persistence_threshold == sys.maxsize
+    assert config.precision == "fp32"
+    assert config.optimizer is None
+    assert config.managed_gradient_accumulation is True
+    assert config.steps_per_print is None
+
+
+def test_clipping_is_off_unless_asked_for() -> None:
+    assert load_config({}).gradient_clipping == 0.0
+    assert load_config({"gradient_clipping": "auto"}).gradient_clipping == 0.0
+    assert load_config({"gradient_clipping": 1}).gradient_clipping == 1.0
+
+
+def test_every_default_is_accepted_when_written_out() -> None:
+    """The whole default config, as JSON, is a legal config with the same values."""
+    written = json.loads(Config().model_dump_json(exclude={"optimizer", "scheduler"}))
+    assert load_config(written) == Config()
+
+
+NOT_THE_DEFAULT: dict[str, Any] = {
+    "bf16": {"enabled": True},
+    "tensor_parallel": {"tp_grain_size": 2},
+    "seq_parallel_communication_data_type": "bf16",
+    "gather_16bit_weights_on_model_save": True,
+    "use_all_reduce_for_fetch_params": True,
+    "allgather_sequential": True,
+    "replace_with_kernel_inject": True,
+}
+
+
+@pytest.mark.parametrize(("path", "name", "other"), _renamed())
+def test_both_spellings_reach_one_attribute(path: tuple[str, ...], name: str, other: str) -> None:
+    value = NOT_THE_DEFAULT.get(name, 7)
+    tree = Canonical(Config, _wrap(path, {name: value})).tree
+    assert tree == _wrap(path, {name: value})
+    assert Canonical(Config, _wrap(path, {other: value})).tree == tree
+    assert Config.model_validate(tree) != Config()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "prefetch_bucket_size",
+        "param_persistence_threshold",
+        "model_persistence_threshold",
+        "max_live_parameters",
+        "max_reuse_distance",
+        "gather_16bit_weights_on_model_save",
+        "gather_fp16_weights_on_model_save",
+        "module_granularity_threshold",
+        "use_all_reduce_for_fetch_params",
+        "allgather_sequential",
+    ],
+)
+def test_stage_3_keys_have_their_long_spelling(name: str) -> None:
+    long = {other for path, _, other in _renamed() if path == ("zero_optimization",)}
+    assert f"stage3_{name}" in long
+
+
+@pytest.mark.parametrize("number", [500_000_000, 5e8])
+def test_whole_floats_are_integers(number: float) -> None:
+    size = load_config({"zero_optimization": {"reduce_bucket_size": number}}).zero_optimization.reduce_bucket_size
+    assert size == 500_000_000
+    assert type(size) is int
+
+
+@pytest.mark.parametrize("number", ["5e8", "500", 1.5, True, None, [1], float("inf"), float("nan"), 0, -1])
+def test_sizes_refuse_what_is_no_positive_whole_number(number: object) -> None:
+    with pytest.raises(ConfigError, match=r"^zero_optimization\.reduce_bucket_size: expected a "):
+        load_config({"zero_optimization": {"reduce_bucket_size": number}})
+
+
+@pytest.mark.parametrize("flag", ["true", "yes", 1, 0, None])
+def test_flags_are_true_or_false_only(flag: object) -> None:
+    with pytest.raises(ConfigError, match=r"^dump_state: expected true or false, got "):
+        load_config({"dump_state": flag})
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [("fp16", "fp16"), ("BF16", "bf16"), ("torch.float32", "fp32"), ("half", "fp16"), ("none", None), (None, None)],
+)
+def test_dtypes_have_one_name_each(written: str | None, read: str | None) -> None:
+    assert load_config({"communication_data_type": written}).communication_data_type == read
+
+
+def test_torch_dtypes_in_a_dict_are_understood() -> None:
+    torch = pytest.importorskip("torch")
+    assert load_config({"communication_data_type": torch.bfloat16}).communication_data_type == "bf16"
+
+
+def test_steps_per_print_of_infinity_is_never() -> None:
+    assert load_config({"steps_per_print": float("inf")}).steps_per_print is None
+    assert load_config('{"steps_per_print": Infinity}').steps_per_print is None
+    assert load_config({"steps_per_print": 10}).steps_per_print == 10
+
+
+def test_a_leaf_module_may_be_a_single_name() -> None:
+    assert load_config({"zero_optimization": {"leaf_module": {"classes": "Block"}}}).zero_optimization.leaf_module == (
+        load_config({"zero_optimization": {"leaf_module": {"classes": ["Block"]}}}).zero_optimization.leaf_module
+    )
+
+
+def test_words_are_read_in_any_case() -> None:
+    config = load_config(
+        {"checkpoint": {"tag_validation": "Warn"}, "gradient_allreduce_op": "SUM", "log_level": "INFO"}
+    )
+    assert config.checkpoint.tag_validation == "warn"
+    assert config.gradient_allreduce_op == "sum"
+    assert config.log_level == "info"
+
+
+def test_paths_may_be_path_objects() -> None:
+    section = {"device": "none", "nvme_path": pathlib.Path("/local")}
+    offload = load_config({"zero_optimization": {"offload_optimizer": section}}).zero_optimization.offload_optimizer
+    assert offload is not None
+    assert offload.nvme_path == "/local"
+
+
+def test_the_config_is_immutable() -> None:
+    config = load_config({})
+    with pytest.raises(pydantic.ValidationError, match="frozen"):
+        config.train_batch_size = 3  # type: ignore[misc]
+    with pytest.raises(pydantic.ValidationError, match="frozen"):
+        config.zero_optimization.stage = 3  # type: ignore[misc]
+
+
+def test_a_copy_keeps_its_origin() -> None:
+    config = load_config({"zero_optimization": {"reduce_scatter": True, "stage": "auto"}})
+    twin = copy.deepcopy(config)
+    assert twin == config
+    assert (twin.notes, twin.unresolved, twin.raw) == (config.notes, config.unresolved, config.raw)
+
+
+def test_equality_is_of_values_not_of_spelling() -> None:
+    assert load_config({"bfloat16": {"enabled": True}}) == load_config({"bf16": {"enabled": True}})
+    assert load_config({"bf16": {"enabled": True}}) != load_config({})
+
+
+@pytest.mark.parametrize("section", _sections().values(), ids=_sections())
+def test_every_key_is_described(section: type[ConfigSection]) -> None:
+    for name, field in section.model_fields.items():
+        assert field.description, f"{section.__name__}.{name} has no description"
+        assert len(field.description) > 5
+
+
+@pytest.mark.parametrize("value", [None, "x", [1], {1: 2}, float("nan")], ids=repr)
+def test_any_value_anywhere_is_taken_or_a_config_error(value: object) -> None:
+    refused = 0
+    for path in field_paths(Config):
+        try:
+            load_config(_wrap(path, value))
+        except ConfigError:
+            refused += 1
+    assert refused > 100
+
+
+def test_json_schema_serves_an_editor() -> None:
+    schema = Config.model_json_schema()
+    json.dumps(schema)
+    assert schema["additionalProperties"] is False
+    size = schema["properties"]["train_batch_size"]
+    assert {"const": "auto"} in size["anyOf"]
+    assert size["description"].startswith("Samples per optimizer step")
+    zero = schema["$defs"]["ZeroOptimization"]["properties"]
+    assert zero["stage3_prefetch_bucket_size"] == zero["prefetch_bucket_size"]
+    assert zero["prefetch_bucket_size"]["default"] == 50_000_000
+    assert zero["stage3_gather_fp16_weights_on_model_save"]["deprecated"] is True
+    assert zero["cpu_offload"]["deprecated"] is True
+    assert "deprecated" not in zero["stage3_max_live_parameters"]
+    stages = schema["$defs"]["Pipeline"]["properties"]["stages"]
+    assert "anyOf" not in stages, "auto is this key's own value"

@@ -1,0 +1,216 @@
+"""The table of keys: complete, without leftovers, and obeyed."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from zeroaccel.config import load_config, support, tier_plan
+from zeroaccel.config.schema import Config
+from zeroaccel.config.section import ConfigSection, field_paths, nested_section
+from zeroaccel.config.support import KEYS, Kind, Standing
+from zeroaccel.errors import ConfigError
+
+FIELDS = {".".join(path) for path in field_paths(Config)}
+REFUSED = [name for name, standing in KEYS.items() if standing.kind is Kind.REFUSED]
+MOOT = [name for name, standing in KEYS.items() if standing.kind is Kind.MOOT]
+ON_VALUES: dict[str, Any] = {"device": "cpu", "autotp_size": 2}
+
+
+def _wrap(name: str, value: object) -> dict[str, Any]:
+    for part in reversed(name.split(".")):
+        value = {part: value}
+    assert isinstance(value, dict)
+    return value
+
+
+def _section_of(name: str) -> type[ConfigSection]:
+    section: type[ConfigSection] = Config
+    for part in name.split(".")[:-1]:
+        nested = nested_section(section.model_fields[part])
+        assert nested is not None
+        section = nested
+    return section
+
+
+def _switched(name: str, *, on: bool) -> dict[str, Any]:
+    """A config in which one refused key is on, or given and off."""
+    standing, leaf = KEYS[name], name.split(".")[-1]
+    field = _section_of(name).model_fields[leaf]
+    if standing.switch:
+        off = {"device": "none", "autotp_size": 0}.get(standing.switch, False)
+        return _wrap(f"{name}.{standing.switch}", ON_VALUES.get(standing.switch, True) if on else off)
+    if name == "pipeline":
+        return _wrap(name, {"stages": 2} if on else {})
+    if nested_section(field) is not None:
+        return _wrap(name, {} if on else None)
+    default = field.get_default()
+    if default is None:
+        return _wrap(name, {"enabled": on})
+    return _wrap(name, (not default if isinstance(default, bool) else default + 3) if on else default)
+
+
+def _standing(name: str) -> Standing | None:
+    """The line that decides about a key: its own, or that of a section above that is moot or refused as a whole."""
+    if name in KEYS:
+        return KEYS[name]
+    above = name
+    while "." in above:
+        above = above.rpartition(".")[0]
+        if above in KEYS:
+            return KEYS[above] if KEYS[above].kind is not Kind.WORKS else None
+    return None
+
+
+def test_every_field_of_the_schema_is_in_the_table() -> None:
+    assert [name for name in sorted(FIELDS) if _standing(name) is None] == []
+
+
+def test_every_line_of_the_table_is_a_field() -> None:
+    assert set(KEYS) - FIELDS == set()
+
+
+def test_every_line_that_does_not_work_has_a_reason() -> None:
+    for name, standing in KEYS.items():
+        assert bool(standing.reason) == (standing.kind is not Kind.WORKS), name
+        assert not standing.switch or standing.switch in {path.rpartition(".")[2] for path in FIELDS}, name
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_key_is_refused_by_name_when_it_is_on(name: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config(_switched(name, on=True))
+    standing = KEYS[name]
+    path = f"{name}.{standing.switch}" if standing.switch else name
+    assert f"{path}: {standing.reason}; " in str(caught.value)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_key_is_accepted_when_it_is_off(name: str) -> None:
+    load_config(_switched(name, on=False))
+
+
+@pytest.mark.parametrize("name", [name for name in REFUSED if KEYS[name].switch])
+def test_other_keys_of_a_section_that_is_off_do_not_matter(name: str) -> None:
+    section = nested_section(_section_of(name).model_fields[name.split(".")[-1]])
+    switch = KEYS[name].switch
+    assert section is not None
+    counts = {key: 3 for key, field in section.model_fields.items() if type(field.default) is int and key != switch}
+    off: object = {"device": "none", "autotp_size": 0}.get(switch, False)
+    load_config(_wrap(name, {switch: off, **counts}))
+
+
+@pytest.mark.parametrize("name", MOOT)
+def test_a_moot_key_leaves_one_note(name: str) -> None:
+    field = _section_of(name).model_fields[name.split(".")[-1]]
+    default = field.get_default()
+    value: object = not default if isinstance(default, bool) else {"vocabulary_size": 8}.get(name, default)
+    if nested_section(field) is not None:
+        value = {}
+    if name == "zero_optimization.cpu_offload_use_pin_memory":
+        value = True
+    tree = _wrap(name, value)
+    if name.startswith("optimizer"):
+        tree["optimizer"]["type"] = "Adam"
+    notes = load_config(tree).notes
+    assert f"{name}: {KEYS[name].reason}" in notes
+    assert sum(note.startswith(f"{name}: ") for note in notes) == 1
+
+
+def test_keys_that_work_leave_no_note() -> None:
+    assert load_config({"zero_optimization": {"stage": 2, "overlap_comm": True}, "gradient_clipping": 1.0}).notes == ()
+
+
+def test_a_note_uses_the_spelling_that_was_written() -> None:
+    config = load_config({"zero_optimization": {"stage3_allgather_sequential": True}})
+    assert config.notes == (
+        "zero_optimization.stage3_allgather_sequential: each unit is gathered straight into place, without copies",
+    )
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"amp": False},
+        {"amp": None},
+        {"elasticity": {}},
+        {"elasticity": {"enabled": False, "max_train_batch_size": 2000}},
+        {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": False}}}},
+        {"sparse_gradients": False},
+        {"aio": {"block_size": 2048}},
+        {"activation_checkpointing": {"partition_activations": False, "number_checkpoints": 4}},
+        {"autotuning": {"enabled": False, "fast": False}},
+        {"checkpoint": {"tag_validation": "fail", "load_universal": True}},
+    ],
+)
+def test_sections_that_are_off_are_accepted(tree: dict[str, Any]) -> None:
+    load_config(tree)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"amp": True},
+        {"sparse_attention": {"mode": "fixed"}},
+        {"elasticity": {"enabled": True}},
+        {"weight_quantization": {}},
+        {"datastates_ckpt": {"host_cache_size": 16}},
+        {"zero_optimization": {"zenflow": {}}},
+        {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}},
+    ],
+)
+def test_sections_that_are_on_without_saying_so_are_refused(tree: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        load_config(tree)
+
+
+def test_making_a_feature_available_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "zero_optimization.offload_optimizer"
+    tree = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    with pytest.raises(ConfigError):
+        load_config(tree)
+    works = dataclasses.replace(KEYS[name], kind=Kind.WORKS, reason="", switch="")
+    monkeypatch.setattr(support, "KEYS", {**KEYS, name: works})
+    assert tier_plan(load_config(tree)).optimizer == "host"
+
+
+def test_a_config_as_training_libraries_hand_it_over() -> None:
+    """The dict that Accelerate passes on: both precisions, infinity, empty offload sections, and keys it fills in."""
+    config = load_config(
+        {
+            "train_batch_size": 16,
+            "train_micro_batch_size_per_gpu": 4,
+            "gradient_accumulation_steps": 2,
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "none", "nvme_path": None},
+                "offload_param": {"device": "none", "nvme_path": None},
+                "stage3_gather_16bit_weights_on_model_save": False,
+                "overlap_comm": True,
+                "contiguous_gradients": True,
+                "reduce_bucket_size": 4096.0,
+                "stage3_prefetch_bucket_size": 3686,
+                "stage3_param_persistence_threshold": 640,
+                "sub_group_size": 1e9,
+            },
+            "gradient_clipping": 1.0,
+            "steps_per_print": float("inf"),
+            "fp16": {"enabled": False, "auto_cast": True, "loss_scale": 0, "loss_scale_window": 1000},
+            "bf16": {"enabled": True},
+            "communication_data_type": "fp32",
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "wall_clock_breakdown": False,
+            "tensor_parallel": {"autotp_size": 0},
+            "zero_optimization.reduce_bucket_size": 64 * 64,
+            "zero_optimization.stage3_param_persistence_threshold": 10 * 64,
+            "zero_optimization.stage3_prefetch_bucket_size": 0.9 * 64 * 64,
+        }
+    )
+    assert config.precision == "bf16"
+    assert config.steps_per_print is None
+    assert config.zero_optimization.reduce_bucket_size == 4096
+    assert config.zero_optimization.prefetch_bucket_size == 3686
+    assert config.unresolved == ()

@@ -1,0 +1,137 @@
+"""The gradient norm: right, and the same to the last bit however the elements are spread."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from zeroaccel.ops import dispatch, l2_norm, norms
+from zeroaccel.ops.norms import max_abs, norm_exponent, norm_from, square_sums
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def gradient(numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal values over six orders of magnitude, with zeros among them."""
+    random = torch.Generator().manual_seed(numel)
+    scale = 10.0 ** (torch.rand(numel, generator=random) * 6 - 4)
+    values = torch.randn(numel, generator=random) * scale
+    values[::7] = 0
+    return values.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_is_the_l2_norm(dtype: torch.dtype) -> None:
+    tensors = [gradient(numel, dtype) for numel in (1, 1000, 20_011)]
+    wanted = torch.cat(tensors).double().norm().item()
+    assert l2_norm(tensors) == pytest.approx(wanted, rel=1e-13)
+
+
+def test_any_spread_gives_the_same_bits() -> None:
+    values = gradient(9001)
+    whole = l2_norm([values])
+    shuffled = values[torch.randperm(9001, generator=torch.Generator().manual_seed(1))]
+    assert l2_norm(list(shuffled.split(17))) == whole
+    assert l2_norm([torch.cat([values, torch.zeros(63)])]) == whole  # padding
+    parts = [list(shuffled[:1234].split(100)), [shuffled[1234:]]]  # two ranks, and what they would exchange
+    exponent = norm_exponent(max(max_abs(part) for rank in parts for part in rank))
+    sums = [[square_sums(part, exponent) for part in rank] for rank in parts]
+    high = sum(high for rank in sums for high, _ in rank)
+    low = sum(low for rank in sums for _, low in rank)
+    assert norm_from(high, low, exponent) == whole
+
+
+def test_a_sum_of_floats_would_not() -> None:
+    """Shows that the values of the test above are hard enough: torch's norm depends on their order."""
+    values = gradient(9001)
+    random = torch.Generator().manual_seed(1)
+    orders = {values[torch.randperm(9001, generator=random)].norm().item() for _ in range(20)}
+    assert len(orders) > 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_torch_path_gives_equal_integers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(norms, "_TILE_NUMEL", 1000)
+    values = gradient(10_007, dtype)
+    exponent = norm_exponent(max_abs(values))
+    in_tiles = norms._square_sums_in_tiles(values, math.ldexp(1.0, 25 - exponent))
+    assert in_tiles == square_sums(values, exponent)
+    assert min(in_tiles) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gpu_gives_equal_integers(dtype: torch.dtype) -> None:
+    values = gradient(10_007, dtype)
+    values[5] = 0.1
+    exponent = norm_exponent(max_abs(values))
+    assert max_abs(values.cuda()) == max_abs(values)
+    assert square_sums(values.cuda(), exponent) == square_sums(values, exponent)
+    values[5] = math.nan
+    assert max_abs(values.cuda()) == math.inf
+
+
+def test_threads_do_not_change_the_integers(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = gradient(10_007)
+    alone = max_abs(values), square_sums(values, 10)
+    monkeypatch.setattr(dispatch, "_MIN_SPAN_NUMEL", 100)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert (max_abs(values), square_sums(values, 10)) == alone
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_max_abs_is_the_largest_magnitude(dtype: torch.dtype) -> None:
+    values = gradient(1003, dtype)
+    assert max_abs(values) == values.abs().max().item()
+    values[500] = -values.abs().max() * 2
+    assert max_abs(values) == -values[500].item()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_inf_and_nan_are_seen_and_survive_a_max(dtype: torch.dtype, bad: float) -> None:
+    values = gradient(1003, dtype)
+    values[1001] = bad
+    assert max_abs(values) == math.inf
+    assert max(1.0, max_abs(values)) == max(max_abs(values), 1.0) == math.inf
+    assert l2_norm([gradient(10, dtype), values]) == math.inf
+
+
+def test_nothing_and_zeros_have_norm_zero() -> None:
+    assert l2_norm([]) == l2_norm([torch.empty(0)]) == l2_norm([torch.zeros(5), torch.empty(0)]) == 0.0
+
+
+@pytest.mark.parametrize("value", [2.0**-149, 1e-38, 1.0, torch.finfo(torch.float32).max])
+def test_the_ends_of_the_range_neither_vanish_nor_overflow(value: float) -> None:
+    values = torch.full((400,), value)
+    assert l2_norm([values]) == 20 * values[0].item()
+
+
+def test_one_element_is_its_own_norm() -> None:
+    for value in gradient(300).tolist():
+        assert l2_norm([torch.tensor([value])]) == pytest.approx(abs(value), rel=1e-14)
+
+
+@pytest.mark.parametrize("exponent", [-140, 0, 7, 128])
+def test_two_to_the_38_elements_fit_in_two_int64(exponent: int) -> None:
+    largest = torch.nextafter(torch.tensor([2.0**exponent]), torch.zeros(1))  # of inf, that is the largest number
+    assert norm_exponent(largest.item()) == exponent
+    high, low = square_sums(largest, exponent)
+    assert high * 2**38 < 2**63
+    assert high > 2**24  # and no bit of the range is given away
+    assert 0 <= low < 2**25
+
+
+def test_small_elements_beside_a_large_one_keep_the_stated_bound() -> None:
+    values = torch.full((100_001,), 2.0**-26)  # each square is a quarter of the unit, and vanishes
+    values[0] = 1.0
+    wanted = values.double().norm().item()
+    assert abs(l2_norm([values]) / wanted - 1) <= len(values) * 2.0**-50
+
+
+def test_an_exponent_of_something_infinite_is_our_own_mistake() -> None:
+    with pytest.raises(AssertionError, match="not finite"):
+        norm_exponent(math.inf)

@@ -1,0 +1,85 @@
+"""`sum_ranks`: the sum over ranks in rank order, in float32, rounded once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from zeroaccel.ops import dispatch, sum_ranks
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def expected(chunks: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    total = chunks[0].float()
+    for chunk in chunks[1:]:
+        total = total + chunk.float()
+    return (total * torch.tensor(scale, dtype=torch.float32)).to(dtype)
+
+
+def random_chunks(ranks: int, numel: int, dtype: torch.dtype) -> Tensor:
+    return (torch.randn(ranks, numel, generator=torch.Generator().manual_seed(ranks)) * 3).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_the_sum_is_float32_in_rank_order(ranks: int, dtype: torch.dtype) -> None:
+    chunks = random_chunks(ranks, 5003, dtype)  # more than two blocks, and a tail
+    out = torch.empty(5003, dtype=dtype)
+    sum_ranks(out, chunks, 1 / 3)
+    assert torch.equal(out, expected(chunks, 1 / 3, dtype))
+
+
+def test_another_order_of_ranks_would_be_seen() -> None:
+    chunks = torch.tensor([[1e8], [-1e8], [1.0]])
+    out = torch.empty(1)
+    sum_ranks(out, chunks, 1.0)
+    assert out.item() == 1.0
+    sum_ranks(out, chunks.flip(0).contiguous(), 1.0)
+    assert out.item() == 0.0
+
+
+def test_sixteen_bit_chunks_are_rounded_once_not_once_per_rank() -> None:
+    chunks = torch.full((3, 1), 1.0, dtype=torch.bfloat16)
+    chunks[0] = 256.0  # in bfloat16, 256 + 1 is 256
+    out = torch.empty(1, dtype=torch.bfloat16)
+    sum_ranks(out, chunks, 1.0)
+    assert out.item() == 258.0
+
+
+@pytest.mark.parametrize("row", [0, 2])
+def test_out_may_be_one_of_the_chunks(row: int) -> None:
+    chunks = random_chunks(3, 4999, torch.bfloat16)
+    wanted = expected(chunks, 0.5, torch.bfloat16)
+    sum_ranks(chunks[row], chunks, 0.5)
+    assert torch.equal(chunks[row], wanted)
+
+
+def test_out_may_be_wider_than_the_chunks() -> None:
+    chunks = random_chunks(2, 100, torch.bfloat16)
+    out = torch.empty(100)
+    sum_ranks(out, chunks, 1.0)
+    assert torch.equal(out, expected(chunks, 1.0, torch.float32))
+
+
+def test_a_sum_of_nothing_is_nothing() -> None:
+    sum_ranks(torch.empty(0), torch.empty(2, 0), 1.0)
+
+
+def test_a_chunk_of_another_size_is_refused() -> None:
+    with pytest.raises(AssertionError, match="shape of a chunk"):
+        sum_ranks(torch.empty(3), torch.empty(2, 4), 1.0)
+
+
+def test_threads_do_not_change_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = random_chunks(3, 10_007, torch.bfloat16)
+    alone = torch.empty(10_007, dtype=torch.bfloat16)
+    sum_ranks(alone, chunks, 1 / 3)
+    calls: list[tuple[int, int]] = []
+    monkeypatch.setattr(dispatch, "_MIN_SPAN_NUMEL", 100)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    dispatch.in_spans(10_007, lambda start, stop: calls.append((start, stop)))
+    sum_ranks(chunks[1], chunks, 1 / 3)
+    assert len(calls) == 3
+    assert torch.equal(chunks[1], alone)

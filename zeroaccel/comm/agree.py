@@ -1,0 +1,68 @@
+"""Questions on which the ranks must come to one answer before any of them goes on.
+
+An exception that only one rank raises leaves the others in a collective; here they learn of it and raise too.
+"""
+
+from __future__ import annotations
+
+import pickle
+
+from zeroaccel.comm.collectives import Collectives
+from zeroaccel.comm.verdict import first_difference, rank_list
+
+__all__ = ["agree_or_raise", "disagreement_report"]
+
+
+def agree_or_raise(collectives: Collectives, error: Exception | None, label: str) -> None:
+    """Raises on every rank if any rank has an error; returns on every rank otherwise. (all ranks)
+
+    Args:
+        error: this rank's, or None.
+        label: what was checked, the same on all ranks.
+
+    Raises:
+        Exception: of the class of the lowest failing rank's error, with the messages of all of them.
+    """
+    if collectives.world_size == 1:
+        if error is not None:
+            raise error
+        return
+    everyone: list[tuple[bytes, str] | None] = collectives.gather_objects(_portable(error), label)
+    failed = {rank: failure for rank, failure in enumerate(everyone) if failure is not None}
+    if not failed:
+        return
+    ranks_by_message: dict[str, list[int]] = {}
+    for rank, (_, message) in failed.items():
+        ranks_by_message.setdefault(message, []).append(rank)
+    text = "\n".join(f"{message} [{rank_list(ranks)}]" for message, ranks in ranks_by_message.items())
+    kind = pickle.loads(failed[min(failed)][0])
+    raise _instance(kind, text) from error
+
+
+def disagreement_report(collectives: Collectives) -> str:
+    """Where the ranks' histories part: the first collective that is not the same on all of them. (all ranks)
+
+    To be called when their digests differ. The same text on every rank.
+    """
+    everyone = collectives.gather_objects(collectives.journal.recent(per_kind=128), "compare histories")
+    difference = first_difference(dict(enumerate(everyone)))
+    if not difference:
+        return "the ranks have gone through different collectives, longer ago than they remember"
+    return f"the ranks have gone through different collectives: {difference}"
+
+
+def _portable(error: Exception | None) -> tuple[bytes, str] | None:
+    """(pickled class, message): an exception itself may hold what no other process can load."""
+    if error is None:
+        return None
+    try:
+        return pickle.dumps(type(error)), str(error)
+    except (pickle.PicklingError, AttributeError):  # a class made inside a function has no name to find it by
+        return pickle.dumps(RuntimeError), f"{type(error).__name__}: {error}"
+
+
+def _instance(kind: type[Exception], message: str) -> Exception:
+    try:
+        return kind(message)
+    except TypeError:  # a class that wants other arguments
+        return RuntimeError(f"{kind.__name__}: {message}")

@@ -1,0 +1,175 @@
+"""The collectives of the engine: what is gathered or summed, over which group, in which order.
+
+Movement is left to `exchange.py`, waiting and failing to `work.py`, ranks and groups come from `topology.py`. Nothing
+here knows what the tensors mean; the caller's label says it, to whoever has to read about a hang.
+
+Letters: W = world size, S = elements per rank. In host memory every sum runs in the order of the ranks, in fp32, and
+is rounded once: it depends neither on timing nor on where in a tensor an element lies.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from zeroaccel.comm.exchange import DirectExchange, exchange_over
+from zeroaccel.comm.journal import Entry, Journal
+from zeroaccel.comm.scratch import Scratch
+from zeroaccel.comm.topology import Topology
+from zeroaccel.comm.work import DONE, AverageWork, DeviceWork, MessageWork, RankSumWork, Supervisor, Work
+from zeroaccel.ops.reduce import sum_ranks
+
+__all__ = ["Collectives", "Work"]
+
+
+class Collectives:
+    """The collectives of one topology. All ranks call the same ones, in the same order, with the same labels.
+
+    Gathers and reductions may interleave differently on different ranks, since they use separate groups.
+
+    Args:
+        topology: shared with every other engine of the process.
+
+    Attributes:
+        rank, world_size: of this process.
+        journal: what has been issued; the engine sets its `phase` and `step`.
+    """
+
+    rank: int
+    world_size: int
+    journal: Journal
+
+    def __init__(self, topology: Topology) -> None:
+        self.rank = topology.rank
+        self.world_size = topology.world_size
+        self.journal = topology.journal
+        self._supervisor = Supervisor(topology.journal, topology.watchdog)
+        self._scratch = Scratch()
+        if self.world_size > 1:
+            devices = {"cpu", topology.device.type}
+            self._gathers = {device: exchange_over(topology.gather_group, device) for device in devices}
+            self._reductions = {device: exchange_over(topology.reduce_group, device) for device in devices}
+            self._control = exchange_over(topology.control_group, "cpu")
+
+    def all_gather(self, out: Tensor, shard: Tensor, label: str) -> Work:
+        """out[r*S:(r+1)*S] = shard of rank r. Over the gather group; sends (W-1)*S elements.
+
+        Args:
+            out: (W*S,), contiguous.
+            shard: (S,), of the dtype of `out`; may be this rank's part of `out`. Must stay as it is until `wait`.
+            label: what it is for, the same on all ranks: "unshard layers.3".
+        """
+        assert out.numel() == self.world_size * shard.numel() and out.dtype == shard.dtype, (
+            f"{label}: a gather of {self.world_size} x {shard.numel()} {shard.dtype} into {out.numel()} {out.dtype}"
+        )
+        if self.world_size == 1:
+            if out.data_ptr() != shard.data_ptr():
+                out.copy_(shard)
+            return DONE
+        entry = self._supervisor.issue("gather", "all_gather", label, out)
+        if out.numel() == 0:
+            return self._nothing_to_move(entry)
+        exchange = self._gathers[out.device.type]
+        pending = self._supervisor.start(entry, exchange.all_gather, out, shard)
+        if isinstance(exchange, DirectExchange):
+            return MessageWork(self._supervisor, entry, pending)
+        return DeviceWork(self._supervisor, entry, pending, out.device)
+
+    def reduce_scatter(self, out: Tensor, flat: Tensor, label: str, scale: float = 1.0) -> Work:
+        """out = round(scale * sum over ranks of their flat[rank*S:(rank+1)*S]). Over the reduce group.
+
+        In host memory this rank adds the parts up, during `wait`. On an accelerator the backend adds, in the dtype of
+        `flat` and in an order of its own. Sends (W-1)*S elements.
+
+        Args:
+            out: (S,), of any floating dtype.
+            flat: (W*S,), contiguous. Must stay as it is until `wait`.
+            label: what it is for, the same on all ranks: "reduce layers.3".
+            scale: the factor, usually 1/W.
+        """
+        assert flat.numel() == self.world_size * out.numel(), (
+            f"{label}: a reduction of {flat.numel()} elements into {self.world_size} x {out.numel()}"
+        )
+        if self.world_size == 1:
+            _scale_into(out, flat, scale)
+            return DONE
+        entry = self._supervisor.issue("reduce", "reduce_scatter", label, flat)
+        if flat.numel() == 0:
+            return self._nothing_to_move(entry)
+        exchange = self._reductions[flat.device.type]
+        if isinstance(exchange, DirectExchange):
+            parts = self._scratch.take(flat.numel(), flat.dtype)
+            pending = self._supervisor.start(entry, exchange.reduce_scatter, parts, flat)
+            return RankSumWork(self._supervisor, entry, pending, self._scratch, parts, out, scale)
+        average = out if out.dtype == flat.dtype else torch.empty_like(out, dtype=flat.dtype)
+        pending = self._supervisor.start(entry, exchange.reduce_scatter, average, flat)
+        return AverageWork(self._supervisor, entry, pending, average, out, scale * self.world_size)
+
+    def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"], label: str) -> None:
+        """Replaces `tensor` by its sum or maximum over the ranks, the same bits on all of them. Blocks.
+
+        Over the control group, for small tensors: a tensor on an accelerator goes through host memory. The sum runs
+        in the order of the ranks and in the dtype of `tensor`; a NaN anywhere makes the maximum NaN.
+        """
+        if self.world_size == 1:
+            return
+        rows = self._gather_rows(tensor.detach().reshape(-1).cpu(), f"all_reduce {op}", label)
+        # A running sum has one order, whatever the shape; `sum` chooses one by the shape.
+        result = rows.cumsum(0)[-1] if op == "sum" else rows.amax(0)
+        tensor.detach().copy_(result.view(tensor.shape))
+
+    def broadcast(self, tensor: Tensor, src: int, label: str) -> None:
+        """Replaces `tensor` by that of rank `src`. Blocks. Over the gather group; contiguous tensors only."""
+        assert tensor.is_contiguous(), f"{label}: a broadcast of a tensor that is not contiguous"
+        if self.world_size == 1:
+            return
+        entry = self._supervisor.issue("gather", f"broadcast from {src}", label, tensor)
+        if tensor.numel() == 0:
+            self._nothing_to_move(entry)
+            return
+        exchange = self._gathers[tensor.device.type]
+        pending = self._supervisor.start(entry, exchange.broadcast, tensor.detach().view(-1), src)
+        self._supervisor.wait(entry, pending)
+
+    def gather_objects(self, obj: Any, label: str) -> list[Any]:
+        """The `obj` of every rank, by rank, on every rank. Pickled; over the control group. Blocks."""
+        if self.world_size == 1:
+            return [obj]
+        payload = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
+        own_size = torch.tensor([payload.numel()])
+        sizes: list[int] = self._gather_rows(own_size, "gather_objects", f"{label}, sizes").view(-1).tolist()
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: payload.numel()] = payload
+        rows = self._gather_rows(padded, "gather_objects", label)
+        return [pickle.loads(row[:size].numpy().tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+    def barrier(self, label: str) -> None:
+        """Returns once every rank has called it. Over the control group."""
+        if self.world_size > 1:
+            self._gather_rows(torch.zeros(1, dtype=torch.uint8), "barrier", label)
+
+    def _gather_rows(self, own: Tensor, op: str, label: str) -> Tensor:
+        """The (n,) tensors of all ranks as (W, n). Blocks. Over the control group; sends (W-1)*n elements."""
+        entry = self._supervisor.issue("control", op, label, own)
+        rows = own.new_empty(self.world_size, own.numel())
+        if own.numel() == 0:
+            self._nothing_to_move(entry)
+        else:
+            pending = self._supervisor.start(entry, self._control.all_gather, rows.view(-1), own)
+            self._supervisor.wait(entry, pending)
+        return rows
+
+    def _nothing_to_move(self, entry: Entry) -> Work:
+        self.journal.finish(entry)
+        return DONE
+
+
+def _scale_into(out: Tensor, flat: Tensor, scale: float) -> None:
+    """The reduction over one rank: out = round(scale * flat), with the rounding of the sum over several."""
+    if out.device.type == "cpu":
+        sum_ranks(out, flat.view(1, -1), scale)
+    else:
+        out.copy_(flat.float() * scale)

@@ -1,0 +1,86 @@
+"""What the launcher and the user say through environment variables; the only place in `comm` that reads them.
+
+The names are those of torchrun, which every launcher of PyTorch jobs sets, and ZEROACCEL_COLLECTIVE_TIMEOUT.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from datetime import timedelta
+
+from zeroaccel.errors import ConfigError
+
+__all__ = ["launcher_keeps_store", "limit_seconds", "place_in_job", "place_on_machine", "rendezvous_address"]
+
+_DEFAULT_LIMIT_SECONDS = 600.0
+_NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_HOW_TO_START = "start the script with `zeroaccel launch --num_processes N script.py`, or set them on every rank"
+
+
+def place_in_job() -> tuple[int, int]:
+    """(rank, world size); (0, 1) where nothing is said of a job.
+
+    Raises:
+        ConfigError: something is said, but not all that is needed to find the other ranks.
+    """
+    environ = os.environ
+    if not environ.get("WORLD_SIZE") and not environ.get("RANK"):
+        return 0, 1
+    if environ.get("WORLD_SIZE") == "1" and environ.get("RANK", "0") == "0":
+        return 0, 1  # there is nobody to find
+    if missing := [name for name in _NEEDED if not environ.get(name)]:
+        given = " and ".join(f"{name}={environ[name]}" for name in _NEEDED if environ.get(name))
+        raise ConfigError(
+            f"environment: {given} set, but not {', '.join(missing)}",
+            fix=f"{_HOW_TO_START}; to run as one process, unset RANK and WORLD_SIZE",
+        )
+    rank, world_size = _integer("RANK"), _integer("WORLD_SIZE")
+    _integer("MASTER_PORT")
+    if not 0 <= rank < world_size:
+        raise ConfigError("environment: RANK", expected=f"0 to {world_size - 1} (WORLD_SIZE - 1)", got=rank)
+    return rank, world_size
+
+
+def rendezvous_address() -> str:
+    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+
+
+def place_on_machine() -> tuple[int, int] | None:
+    """(local rank, local world size), or None where the launcher does not say both."""
+    if os.environ.get("LOCAL_RANK") and os.environ.get("LOCAL_WORLD_SIZE"):
+        return _integer("LOCAL_RANK"), _integer("LOCAL_WORLD_SIZE")
+    return None
+
+
+def launcher_keeps_store() -> bool:
+    """Whether the rendezvous store lives in the launcher, and not in rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def limit_seconds(timeout: float | timedelta | None) -> float:
+    """How long a collective may wait: as given, else as the environment says, else 600. Infinite for 0.
+
+    Raises:
+        ConfigError: not a number of seconds.
+    """
+    where = "timeout"
+    value: float | str | None = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if value is None:
+        where = "environment: ZEROACCEL_COLLECTIVE_TIMEOUT"
+        value = os.environ.get("ZEROACCEL_COLLECTIVE_TIMEOUT") or _DEFAULT_LIMIT_SECONDS
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not seconds >= 0:
+        raise ConfigError(where, expected="a number of seconds, or 0 for no limit", got=value)
+    return seconds or math.inf
+
+
+def _integer(name: str) -> int:
+    text = os.environ[name]
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"environment: {name}", expected="an integer", got=text, fix=_HOW_TO_START) from None

@@ -1,0 +1,137 @@
+"""How flat tensors travel within one process group: one class per kind of backend, both with the same three moves.
+
+Letters: W = world size, S = elements per rank. Nothing here waits, sums or keeps books; `collectives.py` does.
+
+[Note: direct exchange]
+On gloo every rank posts one receive from and one send to each peer, and the bytes go straight between the caller's
+tensors. Measured with torch 2.13 on 2 ranks with a thread each, median of interleaved rounds, against gloo's own
+all-gather: 0.22 against 0.33 ms for 64 KiB, 9-11 against 34 ms for 32 MiB (its collectives stage large tensors in
+fresh memory); as a reduce-scatter with the sum done here, 11 against 47 ms for 32 MiB of bf16. A direct message is
+also an untyped run of bytes, so every dtype travels, and its tag says which call it belongs to, so that ranks that
+have parted never mix data: gloo takes a shorter message for a complete one and ends the process on a longer one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+__all__ = ["DirectExchange", "Exchange", "Messenger", "NativeExchange", "Pending", "exchange_over", "messenger"]
+
+
+class Pending(Protocol):
+    """What torch.distributed returns for a communication under way."""
+
+    def wait(self, timeout: timedelta = ...) -> bool: ...
+
+    def is_completed(self) -> bool: ...
+
+
+class Messenger(Protocol):
+    """The part of a backend that passes messages between two ranks of its group."""
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int, /) -> Pending: ...
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int, /) -> Pending: ...
+
+
+def messenger(group: dist.ProcessGroup) -> Messenger:
+    """The group's backend for host memory. Not `dist.isend`, whose bookkeeping costs more than the message."""
+    return cast(Messenger, group._get_backend(torch.device("cpu")))
+
+
+class Exchange(Protocol):
+    """A move is complete when every returned work has been waited for, and its tensors must live until then."""
+
+    def all_gather(self, out: Tensor, shard: Tensor, tag: int) -> Sequence[Pending]:
+        """out[r*S:(r+1)*S] = shard of rank r.  out: (W*S,), shard: (S,), may be this rank's part of `out`."""
+
+    def reduce_scatter(self, out: Tensor, flat: Tensor, tag: int) -> Sequence[Pending]:
+        """Brings this rank's part of every rank's `flat`, (W*S,), into `out`; in which form, the class says."""
+
+    def broadcast(self, tensor: Tensor, src: int, tag: int) -> Sequence[Pending]:
+        """tensor = that of rank `src`."""
+
+
+class DirectExchange:
+    """Point-to-point messages between all pairs, for gloo. See [Note: direct exchange].
+
+    A rank sends and receives (W-1)*S elements in 2*(W-1) messages.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.rank, self.world_size = group.rank(), group.size()
+        gloo = messenger(group)
+        self._send, self._recv = gloo.send, gloo.recv
+        # Each rank starts with another peer, so that no rank is everybody's first.
+        ahead = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
+        self._targets, self._sources = ahead, ahead[::-1]
+
+    def all_gather(self, out: Tensor, shard: Tensor, tag: int) -> Sequence[Pending]:
+        parts = _split(out, shard.numel())
+        works = [self._recv([parts[peer]], peer, tag) for peer in self._sources]
+        works += [self._send([shard], peer, tag) for peer in self._targets]
+        own = parts[self.rank]
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)
+        return works
+
+    def reduce_scatter(self, out: Tensor, flat: Tensor, tag: int) -> Sequence[Pending]:
+        """`out` is (W*S,): the parts as they come, in the order of the ranks, not summed."""
+        numel = out.numel() // self.world_size
+        parts, slots = _split(flat, numel), _split(out, numel)
+        works = [self._recv([slots[peer]], peer, tag) for peer in self._sources]
+        works += [self._send([parts[peer]], peer, tag) for peer in self._targets]
+        slots[self.rank].copy_(parts[self.rank])
+        return works
+
+    def broadcast(self, tensor: Tensor, src: int, tag: int) -> Sequence[Pending]:
+        """Along a binomial tree rooted at `src`: log2(W) hops. Blocks until this rank has its copy."""
+        place = (self.rank - src) % self.world_size  # in the tree, the root being 0
+        reach = 1
+        while reach < self.world_size and not place & reach:
+            reach *= 2
+        if place:
+            self._recv([tensor], (self.rank - reach) % self.world_size, tag).wait()
+        works = []
+        while reach := reach // 2:
+            if place + reach < self.world_size:
+                works.append(self._send([tensor], (self.rank + reach) % self.world_size, tag))
+        return works
+
+
+class NativeExchange:
+    """The backend's own collectives, for NCCL and its like. They match calls by order alone; tags are not used."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.rank, self.world_size = group.rank(), group.size()
+
+    def all_gather(self, out: Tensor, shard: Tensor, tag: int) -> Sequence[Pending]:
+        return (dist.all_gather_into_tensor(out, shard, group=self._group, async_op=True),)
+
+    def reduce_scatter(self, out: Tensor, flat: Tensor, tag: int) -> Sequence[Pending]:
+        """`out` is (S,): the average over the ranks. Not the sum, which in fp16 could overflow before it is scaled."""
+        work = dist.reduce_scatter_tensor(out, flat, op=dist.ReduceOp.AVG, group=self._group, async_op=True)
+        return (work,)
+
+    def broadcast(self, tensor: Tensor, src: int, tag: int) -> Sequence[Pending]:
+        source = dist.get_global_rank(self._group, src)
+        return (dist.broadcast(tensor, source, group=self._group, async_op=True),)
+
+
+def _split(flat: Tensor, numel: int) -> tuple[Tensor, ...]:
+    parts: tuple[Tensor, ...] = flat.split(numel)  # type: ignore[no-untyped-call]
+    return parts
+
+
+def exchange_over(group: dist.ProcessGroup, device: str) -> DirectExchange | NativeExchange:
+    """What suits the backend that `group` has for tensors on `device`."""
+    if device == "cpu" and group._get_backend(torch.device(device)).name() == "gloo":
+        return DirectExchange(group)
+    return NativeExchange(group)

@@ -1,0 +1,241 @@
+"""Who takes part: the only place that creates process groups and picks a rank's device.
+
+A `Topology` is made once per default group and shared by all engines of the process. It has a group for gathers, one
+for reductions and one for control, because ranks may start a gather and a reduction in different orders. It starts
+the `Watchdog`; it does not communicate beyond what making groups takes.
+"""
+
+from __future__ import annotations
+
+import math
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from zeroaccel.comm.environment import (
+    launcher_keeps_store,
+    limit_seconds,
+    place_in_job,
+    place_on_machine,
+    rendezvous_address,
+)
+from zeroaccel.comm.exchange import messenger
+from zeroaccel.comm.farewell import announce_end_through
+from zeroaccel.comm.journal import Journal
+from zeroaccel.comm.side_channel import SideChannel
+from zeroaccel.comm.watchdog import Watchdog
+from zeroaccel.errors import CollectiveError, ConfigError, EngineStateError
+
+__all__ = ["Topology", "current_topology", "destroy", "init_process_group"]
+
+_BACKSTOP_SECONDS = 60.0  # how much later than the watchdog the backend's own timeout strikes
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The ranks of a job and how they are connected.
+
+    Attributes:
+        local_rank, local_world_size: among the ranks on this machine.
+        device: where this rank computes.
+        backend: of the default group, as torch names it.
+        gather_group, reduce_group: on `device`'s backend, and on gloo for tensors in host memory.
+        control_group: on gloo.
+        journal: of the collectives of these groups.
+        watchdog: of this rank; None when there is nobody to wait for.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    device: torch.device
+    backend: str
+    gather_group: dist.ProcessGroup
+    reduce_group: dist.ProcessGroup
+    control_group: dist.ProcessGroup
+    journal: Journal
+    watchdog: Watchdog | None
+
+
+_current: tuple[dist.ProcessGroup, Topology] | None = None
+_made_default_group = False
+_generation = 0
+
+
+def init_process_group(backend: str | None = None, timeout: float | timedelta | None = None) -> Topology:
+    """Joins the job described by torchrun's environment variables; without any, this process is the whole job.
+
+    A default group that exists already is taken as it is. (all ranks)
+
+    Args:
+        backend: of the default group; by default NCCL for CUDA tensors where there is CUDA, and gloo.
+        timeout: seconds a collective may wait for the other ranks, 0 for no limit. By default
+            ZEROACCEL_COLLECTIVE_TIMEOUT, or 600.
+
+    Raises:
+        ConfigError: the environment is incomplete or contradictory.
+        CollectiveError: the ranks did not find each other.
+    """
+    global _made_default_group
+    limit = limit_seconds(timeout)
+    if not dist.is_initialized():
+        rank, world_size = place_in_job()
+        backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+        if world_size == 1:
+            dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+        else:
+            _rendezvous(backend, rank, world_size, limit)
+        _made_default_group = True
+        topology = current_topology(limit)
+        if topology.device.type == "cuda":
+            torch.cuda.set_device(topology.device)
+        return topology
+    return current_topology(limit)
+
+
+def current_topology(timeout: float | timedelta | None = None) -> Topology:
+    """The topology of the default group, made at the first call. (all ranks)
+
+    Args:
+        timeout: as for `init_process_group`; changes the limit of a topology that exists.
+
+    Raises:
+        EngineStateError: there is no default group.
+    """
+    global _current
+    if not dist.is_initialized():
+        raise EngineStateError("process group", expected="an initialised one", fix="call init_process_group() first")
+    default = dist.group.WORLD
+    assert default is not None, "torch.distributed is initialised without a default group"
+    if _current is None or _current[0] is not default:
+        _dismiss()
+        _current = default, _build(default, limit_seconds(timeout))
+    elif timeout is not None and _current[1].watchdog is not None:
+        _current[1].watchdog.limit = limit_seconds(timeout)
+    return _current[1]
+
+
+def destroy() -> None:
+    """Says farewell to the other ranks and gives the groups back; the default group only if this module made it."""
+    global _current, _made_default_group
+    current, _current = _current, None
+    if current is None:
+        return
+    default, topology = current
+    if topology.watchdog is not None:
+        topology.watchdog.leave("closed its process groups")
+    if not dist.is_initialized() or dist.group.WORLD is not default:
+        return
+    if _made_default_group:
+        _made_default_group = False
+        dist.destroy_process_group()
+        return
+    for group in _distinct(topology):
+        if group is not default:
+            dist.destroy_process_group(group)
+
+
+def _dismiss() -> None:
+    """Ends the watchdog of a topology whose default group somebody has destroyed."""
+    if _current is not None and _current[1].watchdog is not None:
+        _current[1].watchdog.leave("closed its process groups")
+
+
+def _build(default: dist.ProcessGroup, limit: float) -> Topology:
+    global _generation
+    _generation += 1
+    rank, world_size = default.rank(), default.size()
+    backend = str(dist.get_backend_config(default))
+    accelerated = "nccl" in backend
+    journal = Journal()
+    if world_size == 1:
+        device = _device(0) if accelerated else torch.device("cpu")
+        return Topology(0, 1, 0, 1, device, backend, default, default, default, journal, None)
+    simulated = "fake" in backend  # torch's group without peers, for measurements
+    patience = _patience(limit)
+    control = dist.new_group(backend="fake" if simulated else "gloo", timeout=patience)
+    local_rank, local_world_size = _local_place(rank, world_size, control, alone=simulated)
+    device = _device(local_rank) if accelerated else torch.device("cpu")
+    data_backend = "cpu:gloo,cuda:nccl" if accelerated else None  # None: as the default group
+    gather, reduce = (dist.new_group(backend=data_backend, timeout=patience) for _ in range(2))
+    watchdog = None
+    if not simulated:
+        store = dist.distributed_c10d._get_default_store()
+        channel = SideChannel(store, rank, world_size, _generation, launcher_keeps_store=launcher_keeps_store())
+        watchdog = Watchdog(journal, channel, limit, _interrupter((gather, reduce, control), device))
+        announce_end_through(watchdog)
+    return Topology(
+        rank, world_size, local_rank, local_world_size, device, backend, gather, reduce, control, journal, watchdog
+    )
+
+
+def _rendezvous(backend: str, rank: int, world_size: int, limit: float) -> None:
+    address = rendezvous_address()
+    try:
+        dist.init_process_group(backend, rank=rank, world_size=world_size, timeout=_patience(limit))
+    except dist.DistError as error:
+        reason = str(error).splitlines()[0]
+        raise CollectiveError(
+            f"rank {rank} of {world_size} did not meet the others at {address}: {reason}",
+            fix="check that every rank is started with this address and WORLD_SIZE, and that the port is free",
+        ) from error
+
+
+def _local_place(rank: int, world_size: int, control: dist.ProcessGroup, *, alone: bool) -> tuple[int, int]:
+    """(local rank, local world size): as the launcher says, else by comparing host names."""
+    if alone:
+        return 0, 1
+    if (place := place_on_machine()) is not None:
+        return place
+    hosts: list[str] = [""] * world_size
+    dist.all_gather_object(hosts, socket.gethostname(), group=control)
+    return hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
+
+
+def _device(local_rank: int) -> torch.device:
+    available = torch.cuda.device_count()
+    if local_rank >= available:
+        raise ConfigError(
+            "environment: LOCAL_RANK",
+            expected=f"less than the {available} visible CUDA devices",
+            got=local_rank,
+            fix="start at most one process per device, or check CUDA_VISIBLE_DEVICES",
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _patience(limit: float) -> timedelta:
+    """The backend's own timeout: the watchdog is to come first."""
+    return timedelta(seconds=limit + _BACKSTOP_SECONDS) if math.isfinite(limit) else timedelta(days=365)
+
+
+def _distinct(topology: Topology) -> Sequence[dist.ProcessGroup]:
+    return tuple({id(g): g for g in (topology.gather_group, topology.reduce_group, topology.control_group)}.values())
+
+
+def _interrupter(groups: Sequence[dist.ProcessGroup], device: torch.device) -> Callable[[], None]:
+    """A function that breaks the groups' connections, so that whoever waits on them raises.
+
+    gloo closes a group's connections when an operation on it times out. A receive that nobody sends to does that on
+    demand, and from another thread than the one that waits.
+    """
+
+    def interrupt() -> None:
+        for group in groups:
+            peer = (group.rank() + 1) % group.size()
+            try:
+                never_sent = messenger(group).recv([torch.empty(1)], peer, 0)
+                never_sent.wait(timedelta(milliseconds=1))
+            except RuntimeError:
+                pass  # the purpose of it; or they are closed already
+        if device.type == "cuda":
+            for group in groups[:2]:
+                group._get_backend(device).abort()
+
+    return interrupt

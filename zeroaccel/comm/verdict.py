@@ -1,0 +1,180 @@
+"""From where every rank stands to one message that says how they came apart. Pure: no network, no threads.
+
+`watchdog.py` collects the positions and prints what `compose` makes of them; `agree.py` uses `first_difference` alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+from zeroaccel.comm.journal import KINDS, Call, Kind
+
+__all__ = ["Alarm", "Position", "Verdict", "compose", "first_difference", "rank_list"]
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where one rank is.
+
+    Attributes:
+        waiting: the collective its longest-blocked thread is in, since `waited_seconds`; None when in none.
+        finished: the collective it completed last.
+        issued: how many collectives it has issued, by kind.
+        recent: its newest calls of each kind, oldest first.
+        where: "file:line in function" of its main thread; empty once it has left.
+        left: how it left the job ("exited normally", "exited with ValueError: ..."), empty while it runs.
+        failed: whether it left by an exception.
+    """
+
+    rank: int
+    waiting: Call | None = None
+    waited_seconds: float = 0.0
+    finished: Call | None = None
+    issued: Mapping[str, int] = field(default_factory=dict)
+    recent: Sequence[Call] = ()
+    phase: str = ""
+    step: int = -1
+    where: str = ""
+    left: str = ""
+    failed: bool = False
+
+    def has_issued(self, call: Call) -> bool:
+        return self.issued.get(call.kind, 0) >= call.seq
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str | bytes) -> Position:
+        fields = json.loads(text)
+        for name in ("waiting", "finished"):
+            fields[name] = Call(*fields[name]) if fields[name] else None
+        fields["recent"] = tuple(Call(*call) for call in fields["recent"])
+        return Position(**fields)
+
+
+@dataclass(frozen=True)
+class Alarm:
+    """Why a rank calls the job off.
+
+    Attributes:
+        headline: what it saw, as the first line of the message.
+        timed_out: whether the limit had passed, or the ranks were known to have parted before it did.
+    """
+
+    rank: int
+    headline: str
+    timed_out: bool
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The message all ranks end with."""
+
+    text: str
+    timed_out: bool
+
+
+def compose(alarm: Alarm, positions: Mapping[int, Position], world_size: int) -> str:
+    """The whole message.
+
+    Args:
+        positions: of the ranks that answered or said farewell; the others are named as silent.
+    """
+    lines = [f"{alarm.headline}."]
+    described: dict[str, list[int]] = {}
+    for rank in range(world_size):
+        described.setdefault(_describe(positions.get(rank)), []).append(rank)
+    lines += [f"  {rank_list(ranks)}: {text}" for text, ranks in described.items()]
+    if difference := first_difference({rank: position.recent for rank, position in positions.items()}):
+        lines.append(f"  First difference: {difference}.")
+    silent = [rank for rank in range(world_size) if rank not in positions]
+    lines.append(f"  {_advice(positions.values(), silent, difference)}")
+    return "\n".join(lines)
+
+
+def first_difference(recent: Mapping[int, Sequence[Call]]) -> str:
+    """The earliest collective of each kind that is not the same on all ranks that issued it; "" when there is none.
+
+    Args:
+        recent: per rank its newest calls. Only numbers that at least two ranks still remember can be compared.
+    """
+    found = [text for kind in KINDS if (text := _first_of_kind(kind, recent))]
+    return "; ".join(found)
+
+
+def _first_of_kind(kind: Kind, recent: Mapping[int, Sequence[Call]]) -> str:
+    by_seq: dict[int, dict[int, Call]] = {}
+    for rank, calls in recent.items():
+        for call in calls:
+            if call.kind == kind:
+                by_seq.setdefault(call.seq, {})[rank] = call
+    for seq in sorted(by_seq):
+        calls_here = by_seq[seq]
+        reference = calls_here[min(calls_here)]
+        if not all(call.same_as(reference) for call in calls_here.values()):
+            return f"{kind} #{seq} is {_variants(calls_here)}"
+    return ""
+
+
+def _variants(calls: Mapping[int, Call]) -> str:
+    variants: dict[tuple[str, str, int, str], list[int]] = {}
+    for rank in sorted(calls):
+        call = calls[rank]
+        variants.setdefault((call.op, call.label, call.numel, call.dtype), []).append(rank)
+    return ", ".join(
+        f'{op} "{label}"{f" of {numel} x {dtype}" if dtype else ""} on {rank_list(ranks)}'
+        for (op, label, numel, dtype), ranks in variants.items()
+    )
+
+
+def _describe(position: Position | None) -> str:
+    """What follows "rank 3: ", in one line."""
+    if position is None:
+        return "no answer; its process is gone, stopped, or stuck inside native code"
+    step = f", in step {position.step}" if position.step >= 0 else ""
+    if position.left:
+        last = f", after {position.finished}" if position.finished else ", before any collective"
+        return f"{position.left}{step}{last}"
+    where = f"; main thread at {position.where}" if position.where else ""
+    if position.waiting is not None:
+        return f"waiting for {position.waiting}{step}{where}"
+    last = f"last finished {position.finished}" if position.finished else "none finished yet"
+    return f"in no collective{step}; {last}{where}"
+
+
+def _advice(positions: Iterable[Position], silent: Sequence[int], difference: str) -> str:
+    positions = list(positions)
+    left = [position.rank for position in positions if position.left]
+    outside = [position.rank for position in positions if not position.left and position.waiting is None]
+    if difference:
+        return "Every rank has to go through the same modules, with the same shapes, in the same order."
+    if failed := [position.rank for position in positions if position.failed]:
+        return f"The cause is the exception on {rank_list(failed)}."
+    if silent:
+        return (
+            f"Look at the end of the output of {rank_list(silent)}; a process out of memory is killed without a word."
+        )
+    if left:
+        return f"Give every rank the same number of steps; {rank_list(left)} had fewer."
+    if outside:
+        return (
+            f"What keeps {rank_list(outside)} must be done by every rank, or take less than the limit "
+            "(ZEROACCEL_COLLECTIVE_TIMEOUT, in seconds)."
+        )
+    return "Saving, evaluating and stepping are for every rank: do not call them under `if rank == 0`."
+
+
+def rank_list(ranks: Iterable[int]) -> str:
+    """ "rank 3", "ranks 0-6, 9"."""
+    ordered = sorted(ranks)
+    spans: list[list[int]] = []
+    for rank in ordered:
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+    return f"rank{'s' if len(ordered) > 1 else ''} {text}"

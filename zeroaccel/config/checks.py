@@ -1,0 +1,175 @@
+"""Contradictions between keys that are each right by themselves.
+
+The last step of `load`. Each check names the keys it reads, and is left out when one of them is wrong already, so that
+one mistake is told once. Ranges of single keys are in the schema; what is not available is in `support`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+from zeroaccel.config.origin import Path
+from zeroaccel.config.plan import shard_plan
+from zeroaccel.config.problems import Problem
+from zeroaccel.config.schema import Config
+from zeroaccel.config.schema_zero import OffloadOptimizer, OffloadParam
+
+__all__ = ["contradictions"]
+
+_HIGHEST_SCALE_POWER = 127
+
+_Found = Iterator[Problem]
+
+
+@dataclass(frozen=True)
+class _Check:
+    reads: tuple[Path, ...]
+    find: Callable[[Config], _Found]
+
+
+_CHECKS: list[_Check] = []
+
+
+def _check(*reads: str) -> Callable[[Callable[[Config], _Found]], Callable[[Config], _Found]]:
+    """Registers a check that reads these keys."""
+
+    def register(find: Callable[[Config], _Found]) -> Callable[[Config], _Found]:
+        _CHECKS.append(_Check(tuple(tuple(name.split(".")) for name in reads), find))
+        return find
+
+    return register
+
+
+def contradictions(config: Config, invalid: Collection[Path]) -> _Found:
+    """Every contradiction among the keys of a config.
+
+    Args:
+        config: built from the keys that are right by themselves.
+        invalid: paths, in the schema's names, of those that are not.
+    """
+    for check in _CHECKS:
+        if not any(_overlap(read, path) for read in check.reads for path in invalid):
+            yield from check.find(config)
+
+
+def _overlap(one: Path, other: Path) -> bool:
+    """Whether one path is the other or lies within it."""
+    shared = min(len(one), len(other))
+    return one[:shared] == other[:shared]
+
+
+def _both_enabled(config: Config) -> bool:
+    return config.fp16.enabled and config.bf16.enabled
+
+
+@_check("fp16.enabled", "bf16.enabled")
+def _one_precision(config: Config) -> _Found:
+    if _both_enabled(config):
+        yield Problem(
+            ("fp16", "enabled"),
+            text="fp16 and bf16 are both enabled",
+            fix="set one of fp16.enabled and bf16.enabled to false",
+        )
+
+
+@_check("fp16.enabled", "bf16.enabled", "data_types.param_dtype")
+def _param_dtype(config: Config) -> _Found:
+    dtype = config.data_types.param_dtype
+    if dtype not in (None, config.precision) and not _both_enabled(config):
+        yield Problem(
+            ("data_types", "param_dtype"),
+            expected=f'"{config.precision}", the enabled precision',
+            got=dtype,
+            fix="enable that precision instead, or remove the key",
+        )
+
+
+@_check("fp16.enabled", "bf16.enabled", "data_types.grad_accum_dtype")
+def _grad_accum_dtype(config: Config) -> _Found:
+    dtype = config.data_types.grad_accum_dtype
+    if dtype not in (None, "fp32", config.precision) and not _both_enabled(config):
+        choice = '"fp32"' if config.precision == "fp32" else f'"fp32" or "{config.precision}", the enabled precision'
+        yield Problem(("data_types", "grad_accum_dtype"), expected=choice, got=dtype)
+
+
+@_check("fp16")
+def _dynamic_loss_scale(config: Config) -> _Found:
+    fp16 = config.fp16
+    if not fp16.enabled or fp16.loss_scale != 0:
+        return
+    if fp16.loss_scale_window == 0:
+        yield Problem(("fp16", "loss_scale_window"), expected="a number above 0 while fp16.loss_scale is 0", got=0)
+    if fp16.initial_scale_power > _HIGHEST_SCALE_POWER:
+        expected = f"at most {_HIGHEST_SCALE_POWER}, as fp32 holds no larger factor"
+        yield Problem(("fp16", "initial_scale_power"), expected=expected, got=fp16.initial_scale_power)
+        return
+    highest = 2.0**fp16.initial_scale_power
+    if not 0 < fp16.min_loss_scale <= highest:
+        yield Problem(
+            ("fp16", "min_loss_scale"),
+            expected=f"above 0 and at most the initial scale 2**{fp16.initial_scale_power} = {highest:.0f}",
+            got=fp16.min_loss_scale,
+        )
+
+
+@_check("zero_optimization.compute_grad_norm", "gradient_clipping")
+def _clipping_needs_norm(config: Config) -> _Found:
+    if not config.zero_optimization.compute_grad_norm and config.gradient_clipping > 0:
+        yield Problem(
+            ("zero_optimization", "compute_grad_norm"),
+            text=f"gradient_clipping {config.gradient_clipping} needs the norm",
+            fix="set compute_grad_norm to true or gradient_clipping to 0",
+        )
+
+
+@_check("zero_optimization.stage", "zero_optimization.offload_param")
+def _offload_param_needs_shards(config: Config) -> _Found:
+    offload = config.zero_optimization.offload_param
+    if offload is not None and offload.device != "none" and not shard_plan(config).params:
+        yield Problem(
+            ("zero_optimization", "offload_param", "device"),
+            text=f"parameters are sharded at stage 3 only, and the stage is {config.zero_optimization.stage}",
+            fix='set zero_optimization.stage to 3, or device to "none"',
+        )
+
+
+@_check("zero_optimization.stage", "zero_optimization.offload_optimizer")
+def _offload_optimizer_needs_shards(config: Config) -> _Found:
+    offload = config.zero_optimization.offload_optimizer
+    if offload is None or offload.device == "none":
+        return
+    plan, path = shard_plan(config), ("zero_optimization", "offload_optimizer")
+    if not plan.optimizer:
+        yield Problem(
+            (*path, "device"),
+            text="optimizer states are sharded from stage 1 on, and the stage is 0",
+            fix='set zero_optimization.stage to 1, 2 or 3, or device to "none"',
+        )
+    elif offload.ratio < 1.0 and not plan.params:
+        yield Problem((*path, "ratio"), expected="1.0 below stage 3", got=offload.ratio)
+
+
+@_check("zero_optimization.offload_param", "zero_optimization.offload_optimizer")
+def _nvme_needs_folder(config: Config) -> _Found:
+    sections: dict[str, OffloadParam | OffloadOptimizer | None] = {
+        "offload_param": config.zero_optimization.offload_param,
+        "offload_optimizer": config.zero_optimization.offload_optimizer,
+    }
+    for name, offload in sections.items():
+        if offload is not None and offload.device == "nvme" and offload.nvme_path is None:
+            yield Problem(
+                ("zero_optimization", name, "nvme_path"),
+                text='missing, and device is "nvme"',
+                fix="give a folder on a local disk",
+            )
+
+
+@_check("optimizer")
+def _clipping_is_no_argument(config: Config) -> _Found:
+    if config.optimizer is not None and "max_grad_norm" in config.optimizer.params:
+        yield Problem(
+            ("optimizer", "params", "max_grad_norm"),
+            text="clipping is not an argument of the optimizer",
+            fix="set gradient_clipping at the top level instead",
+        )

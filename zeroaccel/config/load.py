@@ -1,0 +1,99 @@
+"""Loading a config: read, translate to the schema's names, validate, judge, and tell all that is wrong at once.
+
+The only maker of `Config`. The steps are the neighbours `document`, `canonical`, `schema`, `support` and `checks`;
+this file is their order. Filling in "auto" and merging other sources is for whoever calls it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import ValidationError
+
+from zeroaccel.config.canonical import Canonical
+from zeroaccel.config.checks import contradictions
+from zeroaccel.config.document import given_paths, read_document
+from zeroaccel.config.origin import Origin, Path, dotted
+from zeroaccel.config.problems import Problem, from_pydantic, report
+from zeroaccel.config.schema import Config
+from zeroaccel.config.support import moot_notes, refusals
+from zeroaccel.logs import log_once
+
+__all__ = ["load_config"]
+
+
+def load_config(
+    source: Mapping[str, Any] | str | os.PathLike[str] | Config, *, sources: Mapping[str, str] | None = None
+) -> Config:
+    """Loads and checks a config in the DeepSpeed JSON format.
+
+    Keys whose value is "auto" read as their defaults and are listed in `Config.unresolved`. `gradient_clipping` is 0,
+    off, unless given. Keys that are accepted without effect are told in `Config.notes` and logged once at info level.
+
+    Args:
+        source: a dict, which is not changed; the path of a file; JSON text; or urlsafe base64 of JSON. Comments,
+            trailing commas and unquoted keys (JSON5) are read. A `Config` is handed back as it is.
+        sources: dotted path, as written -> where its value came from, for a dict merged from several places; told in
+            messages and in `Config.sources`.
+
+    Raises:
+        ConfigError: the source cannot be read, or settings in it are wrong: all of them, one line each, in the order
+            in which they were written.
+    """
+    if isinstance(source, Config):
+        return source
+    document = read_document(source)
+    order = list(given_paths(document.tree))
+    places = {**document.places}
+    if sources is not None:
+        places.update({path: sources[dotted(path)] for path in order if dotted(path) in sources})
+    canonical = Canonical(Config, document.tree)
+    origin = Origin(
+        name=document.name,
+        raw=document.tree,
+        places=places,
+        written=canonical.written,
+        unresolved=tuple(dotted(path) for path in canonical.unresolved),
+        notes=(*canonical.notes, *moot_notes(canonical.written)),
+    )
+    config, invalid = _validated(canonical.tree, origin)
+    wrong_values = {problem.path for problem in invalid}
+    problems = [
+        *document.problems,
+        *canonical.problems,
+        *invalid,
+        *refusals(config),
+        *contradictions(config, wrong_values),
+    ]
+    if problems:
+        raise report(problems, origin, order)
+    for note in config.notes:
+        log_once(logging.INFO, f"{origin.name}: {note}")
+    return config
+
+
+def _validated(tree: dict[str, Any], origin: Origin) -> tuple[Config, list[Problem]]:
+    """The config made of all values that are right, and a problem for each that is not."""
+    problems: list[Problem] = []
+    while True:
+        try:
+            return Config.model_validate(tree, context=origin), problems
+        except ValidationError as error:
+            for entry in error.errors(include_url=False):
+                problem = from_pydantic(entry)
+                problems.append(problem)
+                tree = _without(tree, problem.path[:-1] if entry["type"] == "missing" else problem.path)
+
+
+def _without(tree: dict[str, Any], path: Path) -> dict[str, Any]:
+    """A copy of the tree in which the key at `path` is absent; within a list, the list."""
+    key = str(path[0])
+    if key not in tree:
+        return tree
+    rest = {name: value for name, value in tree.items() if name != key}
+    if len(path) > 1 and isinstance(tree[key], dict):
+        rest[key] = _without(tree[key], path[1:])
+    return rest

@@ -1,0 +1,109 @@
+"""What is wrong with a config, as data, and how it is told: one line per problem, all of them in one ConfigError.
+
+The steps of loading collect `Problem`s instead of raising, so that a person sees every mistake of a file at once.
+Sentences of pydantic are translated here into the form of `zeroaccel.errors`; nothing else in the package shows them.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic_core import ErrorDetails
+
+from zeroaccel.config.origin import Origin, Path
+from zeroaccel.errors import ConfigError, compose
+
+__all__ = ["NOTHING", "Problem", "closest", "from_pydantic", "report"]
+
+NOTHING: object = object()
+"""Says that no value was found, where None may be one."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong.
+
+    Attributes:
+        path: the key, in the schema's names unless `as_written`.
+        text: what is wrong, unless `expected` says it.
+        expected: what would have been right, as a noun phrase.
+        got: the value found, or NOTHING.
+        fix: what to do, in the imperative.
+        as_written: the path is as written: the key is unknown, or one of two for the same setting.
+    """
+
+    path: Path
+    text: str = ""
+    expected: str = ""
+    got: object = NOTHING
+    fix: str = ""
+    as_written: bool = False
+
+    def written(self, origin: Origin) -> Path:
+        """The path of the key in the spelling that was written."""
+        return self.path if self.as_written else origin.spelling(self.path)
+
+    def line(self, origin: Origin) -> str:
+        """The problem as one line with an address."""
+        where = origin.where_written(self.written(origin))
+        if self.text:
+            where = f"{where}: {self.text}"
+        if self.got is NOTHING:
+            return compose(where, expected=self.expected, fix=self.fix)
+        return compose(where, expected=self.expected, got=self.got, fix=self.fix)
+
+
+def report(problems: Sequence[Problem], origin: Origin, order: Iterable[Path]) -> ConfigError:
+    """One error that tells all problems, in the order in which their keys were written.
+
+    Args:
+        problems: at least one.
+        origin: gives each key its place and its spelling.
+        order: the paths as written, first to last.
+    """
+    rank = {path: index for index, path in enumerate(order)}
+
+    def position(problem: Problem) -> int:
+        written = problem.written(origin)
+        return max((rank[written[:end]] for end in range(1, len(written) + 1) if written[:end] in rank), default=-1)
+
+    lines = [problem.line(origin) for problem in sorted(problems, key=position)]
+    if len(lines) == 1:
+        return ConfigError(lines[0])
+    return ConfigError("\n  ".join([f"{origin.name}: {len(lines)} settings are wrong", *lines]))
+
+
+def closest(word: str, known: Iterable[str]) -> str:
+    """The known word that was probably meant, or the empty string."""
+    folded: dict[str, str] = {}
+    for name in known:
+        folded.setdefault(name.lower(), name)
+    matches = difflib.get_close_matches(word.lower(), folded, n=1, cutoff=0.7)
+    return folded[matches[0]] if matches else ""
+
+
+# pydantic's kinds of error that our value types leave to it -> what was expected, filled from the error's context
+_EXPECTED: Mapping[str, str] = {
+    "dict_type": "an object",
+    "greater_than": "a number above {gt:g}",
+    "greater_than_equal": "a number of at least {ge:g}",
+    "less_than": "a number below {lt:g}",
+    "less_than_equal": "a number of at most {le:g}",
+    "literal_error": "{expected}",
+    "mapping_type": "an object",
+    "model_type": "an object",
+    "wrong": "{expected}",
+}
+
+
+def from_pydantic(error: ErrorDetails) -> Problem:
+    """One entry of `ValidationError.errors()` in our form."""
+    path, kind = tuple(error["loc"]), error["type"]
+    context: dict[str, Any] = error.get("ctx", {})
+    if kind == "missing":
+        return Problem(path, text='missing or "auto"', fix="give it, or remove the section")
+    assert kind in _EXPECTED, f"no sentence for pydantic's error {kind!r} at {path}"
+    return Problem(path, expected=_EXPECTED[kind].format(**context), got=error["input"], fix=context.get("fix", ""))

@@ -1,0 +1,301 @@
+"""The whole config: every key of the DeepSpeed JSON at the top level, and the model the engine reads.
+
+Assembles the sections of the `schema_*` files; made by `load.load_config`, read by everything above. It declares what
+may be written. Which keys take effect is said in `support`, contradictions are found in `checks`, stages become
+booleans in `plan`, batch sizes are solved in `batch`. An attribute whose key is "auto" reads as its default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, PrivateAttr
+
+from zeroaccel.config.origin import Origin
+from zeroaccel.config.schema_extensions import (
+    ActivationCheckpointing,
+    Autotuning,
+    Compile,
+    DataEfficiency,
+    ExpertParallel,
+    HybridEngine,
+    Pipeline,
+    TensorParallel,
+    WeightQuantization,
+)
+from zeroaccel.config.schema_observe import (
+    Comet,
+    CommsLogger,
+    CsvMonitor,
+    FlopsProfiler,
+    LogLevel,
+    TensorBoard,
+    Timers,
+    Trackio,
+    Wandb,
+)
+from zeroaccel.config.schema_precision import Bf16, DataTypes, Fp16, TorchAutocast
+from zeroaccel.config.schema_zero import Aio, ZeroOptimization
+from zeroaccel.config.section import (
+    AlsoSpelled,
+    Arguments,
+    ConfigSection,
+    Dtype,
+    Flag,
+    FreeSection,
+    MaybeDtype,
+    Name,
+    NonNegativeNumber,
+    PositiveCount,
+    PositiveNumber,
+    lowered,
+)
+
+__all__ = ["Checkpoint", "Config", "OptimizerSection", "SchedulerSection"]
+
+
+class OptimizerSection(ConfigSection):
+    """An optimizer to build."""
+
+    type: Name
+    """Name of the optimizer: Adam, AdamW, Adagrad, Lion, SGD, or any class of torch.optim."""
+    params: Arguments = Field(default_factory=dict)
+    """Its arguments."""
+    legacy_fusion: Flag = False
+    """Older form of the fused update."""
+
+
+class SchedulerSection(ConfigSection):
+    """A learning-rate scheduler to build."""
+
+    type: Name
+    """WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or any class of torch.optim.lr_scheduler."""
+    params: Arguments = Field(default_factory=dict)
+    """Its arguments."""
+
+
+class ParallelWrite(ConfigSection):
+    """Writing of a checkpoint by several ranks."""
+
+    pipeline_stage: Flag = False
+    """Let the ranks of a pipeline stage share the writing."""
+
+
+class CheckpointWriter(ConfigSection):
+    """How bytes of a checkpoint reach the disk."""
+
+    type: Literal["MOCK", "PYTHON", "FAST"] = "FAST"
+    """Implementation."""
+    io_buffer_size: PositiveCount = 67_108_864
+    """Bytes of the buffer."""
+    io_buffer_double: Flag = True
+    """Two buffers."""
+    show_statistics: Flag = False
+    """Print how fast it wrote."""
+    data_parallel: Literal["REPLICA", "SOCKET", "MACHINE"] | None = None
+    """Which ranks share the writing."""
+    decoupled: Flag = False
+    """Write beside training."""
+    io_multiplier: PositiveCount = 1
+    """Writers per rank."""
+
+
+TagValidation = Annotated[Literal["ignore", "warn", "fail"], BeforeValidator(lowered)]
+
+
+class Checkpoint(ConfigSection):
+    """Options for writing and reading checkpoints."""
+
+    tag_validation: TagValidation = "warn"
+    """What to do when the ranks name different checkpoints."""
+    load_universal: Flag = False
+    """Load a checkpoint in the format that fits any number of ranks."""
+    use_node_local_storage: Flag = False
+    """The folder is a different one on each node."""
+    parallel_write: ParallelWrite = ParallelWrite()
+    """Writing by several ranks."""
+    checkpoint_serialization: Flag = True
+    """Serialise before writing."""
+    writer: CheckpointWriter | None = None
+    """How bytes reach the disk."""
+
+
+def _steps_per_print(value: object) -> object:
+    return None if value == float("inf") else value  # a number of steps that never comes: HF libraries write it so
+
+
+ReduceOp = Annotated[Literal["mean", "sum"], BeforeValidator(lowered)]
+
+
+class Config(ConfigSection):
+    """A config in the DeepSpeed JSON format, checked; made by `load_config`."""
+
+    train_batch_size: PositiveCount | None = None
+    """Samples per optimizer step, over all ranks and micro-steps."""
+    train_micro_batch_size_per_gpu: PositiveCount | None = None
+    """Samples per rank and micro-step."""
+    gradient_accumulation_steps: PositiveCount | None = None
+    """Micro-steps per optimizer step."""
+    managed_gradient_accumulation: Flag = True
+    """The engine counts micro-steps; false makes every call of step() an update."""
+    gradient_clipping: NonNegativeNumber = 0.0
+    """Largest global L2 norm of the gradients. 0, the default, does not clip: other readers of the format take 1.0."""
+    steps_per_print: Annotated[PositiveCount | None, BeforeValidator(_steps_per_print)] = None
+    """Optimizer steps between two log lines; absent, none."""
+    dump_state: Flag = False
+    """Print the engine's settings at start."""
+    disable_python_gc: Flag = False
+    """Turn Python's cyclic garbage collection off while training."""
+    disable_allgather: Flag = False
+    """A key without effect."""
+    communication_data_type: MaybeDtype = None
+    """Dtype in which gradients are reduced; absent, the one of the enabled precision."""
+    seq_parallel_communication_data_type: Annotated[Dtype, AlsoSpelled("seq_parallel_comm_data_type")] = "fp32"
+    """The same under sequence parallelism."""
+    prescale_gradients: Flag = False
+    """Divide gradients before they are summed over ranks rather than after."""
+    gradient_predivide_factor: PositiveNumber = 1.0
+    """Part of that division that is made before the sum."""
+    gradient_allreduce_op: ReduceOp = "mean"
+    """Gradients over ranks: "mean" or "sum"."""
+    zero_allow_untested_optimizer: Flag = False
+    """Shard the states of an optimizer class that is not known to be elementwise."""
+    zero_force_ds_cpu_optimizer: Flag = True
+    """Take only a special optimizer for the host."""
+    optimizer: OptimizerSection | None = None
+    """Optimizer to build, unless one is passed in."""
+    scheduler: SchedulerSection | None = None
+    """Learning-rate scheduler to build, unless one is passed in."""
+    vocabulary_size: PositiveCount | None = None
+    """Size of the model's vocabulary."""
+    wall_clock_breakdown: Flag = False
+    """Log the time of forward, backward and step."""
+    memory_breakdown: Flag = False
+    """Log the memory in use after each of them."""
+    dataloader_drop_last: Flag = False
+    """Drop the last, smaller batch of a loader made by the engine."""
+    use_data_before_expert_parallelism: Flag = False
+    """Order of the ranks of expert parallelism."""
+    log_level: LogLevel | None = None
+    """Level of zeroaccel's logger; absent, as it is."""
+    sequence_parallel_size: PositiveCount = 1
+    """Ranks that share one sequence."""
+    data_parallel_size: PositiveCount | None = None
+    """Ranks that see different samples; it must be the number of ranks."""
+    zero_optimization: ZeroOptimization = ZeroOptimization()
+    """What is sharded, where it lives, and how far ahead it is fetched."""
+    fp16: Fp16 = Fp16()
+    """Training in fp16."""
+    bf16: Annotated[Bf16, AlsoSpelled("bfloat16", deprecated=True)] = Bf16()
+    """Training in bf16."""
+    data_types: DataTypes = DataTypes()
+    """Dtypes of gradients, parameters and buffers."""
+    torch_autocast: TorchAutocast = TorchAutocast()
+    """Mixed precision by torch.autocast."""
+    aio: Aio = Aio()
+    """How "nvme" offload reads and writes."""
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
+    """Options of a checkpointing function that a model calls itself."""
+    checkpoint: Checkpoint = Checkpoint()
+    """Options for checkpoints."""
+    tensorboard: TensorBoard = TensorBoard()
+    """Metrics as TensorBoard event files."""
+    csv_monitor: CsvMonitor = CsvMonitor()
+    """Metrics as CSV files."""
+    wandb: Wandb = Wandb()
+    """Metrics to Weights & Biases."""
+    comet: Comet = Comet()
+    """Metrics to Comet."""
+    trackio: Trackio = Trackio()
+    """Metrics to Trackio."""
+    comms_logger: CommsLogger = CommsLogger()
+    """A log of the collectives."""
+    timers: Timers = Timers()
+    """Clocks of the engine."""
+    flops_profiler: FlopsProfiler = FlopsProfiler()
+    """A profile of one step."""
+    autotuning: Autotuning = Autotuning()
+    """A search for fast settings."""
+    compile: Compile = Compile()
+    """Compiler passes for communication."""
+    data_efficiency: DataEfficiency = DataEfficiency()
+    """Choice of samples and tokens."""
+    expert_parallel: ExpertParallel = ExpertParallel()
+    """Experts divided among ranks."""
+    hybrid_engine: HybridEngine = HybridEngine()
+    """One engine for training and generation."""
+    pipeline: Pipeline = Pipeline()
+    """Pipeline parallelism."""
+    tensor_parallel: TensorParallel = TensorParallel()
+    """Layers split among ranks."""
+    weight_quantization: WeightQuantization | None = None
+    """Weights quantised for inference."""
+    amp: FreeSection = None
+    """Mixed precision by Apex."""
+    compression_training: FreeSection = None
+    """Training with compressed weights."""
+    curriculum_learning: FreeSection = None
+    """Sequence length that grows with training."""
+    datastates_ckpt: FreeSection = None
+    """Asynchronous checkpoints."""
+    eigenvalue: FreeSection = None
+    """Curvature for quantised training."""
+    elasticity: FreeSection = None
+    """Batch sizes that fit many numbers of ranks."""
+    graph_harvesting: FreeSection = None
+    """Capture of short kernels as graphs."""
+    msamp: FreeSection = None
+    """8-bit training by MS-AMP."""
+    nebula: FreeSection = None
+    """Asynchronous checkpoints to a service."""
+    progressive_layer_drop: FreeSection = None
+    """Layers left out while training."""
+    quantize_training: FreeSection = None
+    """Training with weights of falling precision."""
+    sparse_attention: FreeSection = None
+    """Attention kernels with a fixed pattern."""
+    sparse_gradients: FreeSection = None
+    """Sparse gradients of embeddings."""
+
+    _origin: Origin = PrivateAttr(default_factory=Origin)
+
+    def model_post_init(self, context: Any) -> None:
+        """Keeps the origin that the loader hands over as validation context."""
+        if isinstance(context, Origin):
+            self._origin = context
+
+    @property
+    def raw(self) -> Mapping[str, Any]:
+        """A copy of the tree as it was given, with its spellings and its "auto" values."""
+        return self._origin.raw
+
+    @property
+    def sources(self) -> Mapping[str, str]:
+        """Dotted path -> where its value was given ("ds_config.json:3:5"); keys that were not given are absent."""
+        return self._origin.sources()
+
+    @property
+    def unresolved(self) -> tuple[str, ...]:
+        """Dotted paths whose value is "auto"; their attributes read as defaults until they are filled in."""
+        return self._origin.unresolved
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """One line for each key that is accepted without being followed to the letter, and what happens instead."""
+        return self._origin.notes
+
+    @property
+    def precision(self) -> Literal["fp32", "fp16", "bf16"]:
+        """Dtype of the parameters: "fp16" or "bf16" where enabled, else "fp32"."""
+        if self.fp16.enabled:
+            return "fp16"
+        return "bf16" if self.bf16.enabled else "fp32"
+
+    def where(self, path: str) -> str:
+        """The address of a key for an error message: "ds_config.json:3:5: optimizer.params.lr".
+
+        Args:
+            path: dotted path in the schema's names; it may go on into `optimizer.params` and `scheduler.params`.
+        """
+        return self._origin.where(tuple(path.split(".")))

@@ -1,0 +1,243 @@
+"""What every section of the config is made of: the base model, the value types, and the older names of keys.
+
+The schema files declare sections with these pieces; `canonical` reads the older names, `problems` turns what the value
+types refuse into sentences. Nothing here knows a key of the config, and values are checked, never repaired: a number
+in quotes is an error. Only whole numbers written as floats (5e8) and other names of one dtype are made uniform.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticCustomError
+
+__all__ = [
+    "AUTO",
+    "AlsoSpelled",
+    "Arguments",
+    "ConfigSection",
+    "Count",
+    "Dtype",
+    "Flag",
+    "Fraction",
+    "FreeSection",
+    "MaybeDtype",
+    "Name",
+    "NonNegativeNumber",
+    "Number",
+    "OpenFraction",
+    "PathText",
+    "PositiveCount",
+    "PositiveNumber",
+    "Retired",
+    "Text",
+    "Texts",
+    "Whole",
+    "field_paths",
+    "lowered",
+    "nested_section",
+    "spellings",
+    "wrong",
+]
+
+AUTO = "auto"
+"""Stands for a value that is filled in once model, loaders and world size are known."""
+
+
+@dataclass(frozen=True)
+class AlsoSpelled:
+    """Marks a field that may be written under another name; a deprecated one leaves a note."""
+
+    name: str
+    deprecated: bool = False
+
+
+@dataclass(frozen=True)
+class Retired:
+    """A boolean key of older releases: the section beside it that replaced it, and what in there it stands for.
+
+    False stands for the replacement being absent.
+    """
+
+    becomes: str
+    when_true: Mapping[str, object]
+
+
+def _for_editors(schema: dict[str, Any], section: type[ConfigSection]) -> None:
+    """Completes the JSON Schema of one section: "auto" is a legal value, and the other spellings are legal keys."""
+    properties = schema.get("properties", {})
+    for name, field in section.model_fields.items():
+        if nested_section(field) is None and field.default != AUTO:
+            properties[name] = _or_auto(properties[name])
+        for other in spellings(field):
+            properties[other.name] = properties[name] | ({"deprecated": True} if other.deprecated else {})
+    for name, retired in section.retired.items():
+        text = f"Older form of {retired.becomes}."
+        properties[name] = {"type": "boolean", "deprecated": True, "description": text}
+
+
+def _or_auto(schema: dict[str, Any]) -> dict[str, Any]:
+    about: dict[str, Any] = {key: schema[key] for key in ("title", "description", "default") if key in schema}
+    value = {key: part for key, part in schema.items() if key not in about}
+    choices = value["anyOf"] if set(value) == {"anyOf"} else [value]
+    return {"anyOf": [*choices, {"const": AUTO}], **about}
+
+
+class ConfigSection(BaseModel):
+    """Base of all sections: immutable, closed to unknown keys, described for editors by its attribute docstrings."""
+
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        use_attribute_docstrings=True,
+        json_schema_extra=_for_editors,
+    )
+
+    retired: ClassVar[Mapping[str, Retired]] = {}
+    """Keys of older releases that are translated rather than renamed."""
+
+    from_flag: ClassVar[Mapping[bool, Mapping[str, object]]] = {}
+    """What a bare true or false in place of the whole section stands for, where that is a known older form."""
+
+
+def nested_section(field: FieldInfo) -> type[ConfigSection] | None:
+    """The section class of a field that holds a section, also when it may be None; else None."""
+    for candidate in (field.annotation, *get_args(field.annotation)):
+        if isinstance(candidate, type) and get_origin(candidate) is None and issubclass(candidate, ConfigSection):
+            return candidate
+    return None
+
+
+def spellings(field: FieldInfo) -> list[AlsoSpelled]:
+    """The other names under which the field may be written."""
+    return [mark for mark in field.metadata if isinstance(mark, AlsoSpelled)]
+
+
+def field_paths(section: type[ConfigSection], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The path of every field of a section and of the sections within, a section before its own fields."""
+    for name, field in section.model_fields.items():
+        yield (*above, name)
+        nested = nested_section(field)
+        if nested is not None:
+            yield from field_paths(nested, (*above, name))
+
+
+def wrong(expected: str, fix: str = "") -> PydanticCustomError:
+    """The error of a value type: what would have been right, as a noun phrase, and what to do."""
+    return PydanticCustomError("wrong", "expected {expected}", {"expected": expected, "fix": fix})
+
+
+def _unquoted(value: object) -> str:
+    return "write it without quotes" if isinstance(value, str) else ""
+
+
+def _whole(value: object) -> int:
+    if not isinstance(value, bool) and isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    raise wrong("a whole number", _unquoted(value))
+
+
+def _number(value: object) -> float:
+    if not isinstance(value, bool) and isinstance(value, Real):
+        number = float(value)
+        if number - number == 0.0:  # false for infinities and NaN
+            return number
+    raise wrong("a finite number", _unquoted(value))
+
+
+def _flag(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise wrong("true or false", _unquoted(value) if str(value).lower() in {"true", "false"} else "")
+
+
+def _text(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    raise wrong("a string")
+
+
+def _name(value: object) -> str:
+    if isinstance(value, str) and value.strip():
+        return value
+    raise wrong("a non-empty string")
+
+
+def _path_text(value: object) -> str:
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, os.PathLike):
+        return str(os.fspath(value))
+    raise wrong("a path")
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    if isinstance(value, str):
+        return (value,)
+    if isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    raise wrong("a list of strings")
+
+
+_DTYPES: Mapping[str, str] = {
+    **dict.fromkeys(("fp32", "float32", "float"), "fp32"),
+    **dict.fromkeys(("fp16", "float16", "half"), "fp16"),
+    **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
+}
+
+
+def _dtype(value: object) -> str:
+    # str() also names torch's own dtypes, which a dict built in Python may hold, without importing torch here
+    name = _DTYPES.get(str(value).lower().removeprefix("torch."))
+    if name is None:
+        raise wrong('"fp32", "fp16" or "bf16"')
+    return name
+
+
+def _maybe_dtype(value: object) -> str | None:
+    return None if value is None or value == "none" else _dtype(value)
+
+
+def _free_section(value: object) -> object:
+    if value is None or isinstance(value, (bool, dict)):
+        return value
+    raise wrong("an object")
+
+
+def _arguments(value: object) -> object:
+    if isinstance(value, Mapping):
+        return value
+    raise wrong("an object")
+
+
+def lowered(value: object) -> object:
+    """A string in lower case, for words that may be written in any case; anything else as it is."""
+    return value.lower() if isinstance(value, str) else value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+Count = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
+PositiveCount = Annotated[int, Field(gt=0), BeforeValidator(_whole)]
+Number = Annotated[float, BeforeValidator(_number)]
+NonNegativeNumber = Annotated[float, Field(ge=0), BeforeValidator(_number)]
+PositiveNumber = Annotated[float, Field(gt=0), BeforeValidator(_number)]
+Fraction = Annotated[float, Field(ge=0, le=1), BeforeValidator(_number)]
+OpenFraction = Annotated[float, Field(gt=0, lt=1), BeforeValidator(_number)]
+Flag = Annotated[bool, BeforeValidator(_flag)]
+Text = Annotated[str, BeforeValidator(_text)]
+Name = Annotated[str, BeforeValidator(_name)]
+PathText = Annotated[str, BeforeValidator(_path_text)]
+Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
+Dtype = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_dtype)]
+MaybeDtype = Annotated[Literal["fp32", "fp16", "bf16"] | None, BeforeValidator(_maybe_dtype)]
+Arguments = Annotated[Mapping[str, Any], BeforeValidator(_arguments)]
+FreeSection = Annotated[dict[str, Any] | bool | None, BeforeValidator(_free_section)]

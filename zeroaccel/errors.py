@@ -1,0 +1,99 @@
+"""The exceptions zeroaccel raises on purpose, and what each means for whoever catches it.
+
+```text
+ZeroAccelError                 exit code 1
+ +- ConfigError      (ValueError)    2   a setting is wrong; nothing was started
+ +- UsageError       (ValueError)    2   a call is wrong: a non-scalar loss, an optimizer without its model
+ +- EngineStateError (RuntimeError)  1   a call came at the wrong time: step before backward
+ +- ShardStateError  (RuntimeError)  1   a unit was asked for an illegal move
+ +- CheckpointError  (RuntimeError)  1   a checkpoint is damaged, incomplete or does not fit
+ +- CollectiveError  (RuntimeError) 75   a collective failed, or the ranks are not at the same one
+     +- CollectiveTimeoutError           ... and one of them waited longer than the limit
+```
+
+Every message has an address: *where* (a config key path, a parameter name, file:line), what was expected,
+what was found, and what to do. This module imports nothing of the package.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+__all__ = [
+    "CheckpointError",
+    "CollectiveError",
+    "CollectiveTimeoutError",
+    "ConfigError",
+    "EngineStateError",
+    "ShardStateError",
+    "UsageError",
+    "ZeroAccelError",
+    "compose",
+]
+
+_ABSENT = object()
+
+
+def compose(where: str, *, expected: str = "", got: object = _ABSENT, fix: str = "") -> str:
+    """One sentence with an address: ``where: expected X, got Y; do Z``. Parts that are not given are left out."""
+    facts = [part for part in (f"expected {expected}" if expected else "", _got(got)) if part]
+    body = ", ".join(facts)
+    message = f"{where}: {body}" if body else where
+    return f"{message}; {fix}" if fix else message
+
+
+def _got(value: object) -> str:
+    if value is _ABSENT:
+        return ""
+    text = repr(value)
+    return f"got {text if len(text) <= 200 else text[:197] + '...'}"
+
+
+class ZeroAccelError(Exception):
+    """Base of every error raised on purpose.
+
+    Args:
+        where: the address, or a whole sentence when nothing else is given.
+        expected: what would have been right, as a noun phrase.
+        got: the value that was found; shown with ``repr``, cut at 200 characters.
+        fix: what to do, in the imperative.
+    """
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, where: str, *, expected: str = "", got: object = _ABSENT, fix: str = "") -> None:
+        super().__init__(compose(where, expected=expected, got=got, fix=fix))
+
+
+class ConfigError(ZeroAccelError, ValueError):
+    """A setting is missing, unknown, contradictory or out of range."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class UsageError(ZeroAccelError, ValueError):
+    """A call was made with something it cannot take."""
+
+    exit_code: ClassVar[int] = 2
+
+
+class EngineStateError(ZeroAccelError, RuntimeError):
+    """A call came at a moment when it has no meaning."""
+
+
+class ShardStateError(ZeroAccelError, RuntimeError):
+    """A unit was asked to move between states in a way its lifecycle does not allow."""
+
+
+class CheckpointError(ZeroAccelError, RuntimeError):
+    """A checkpoint cannot be written, or must not be loaded."""
+
+
+class CollectiveError(ZeroAccelError, RuntimeError):
+    """A collective failed, or the ranks turned out to be at different ones."""
+
+    exit_code: ClassVar[int] = 75
+
+
+class CollectiveTimeoutError(CollectiveError):
+    """A collective waited longer than the limit because the ranks were not at the same one."""

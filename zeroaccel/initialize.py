@@ -1,0 +1,312 @@
+"""The engine face: one call from a model and a DeepSpeed-format config to an `Engine`.
+
+Resolves, in order: config, process group, optimizer, param groups, units, scheduler, monitors. Everything that can be
+wrong on one rank only is agreed on by all ranks before it raises.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from zeroaccel.comm.agree import agree_or_raise
+from zeroaccel.comm.collectives import Collectives
+from zeroaccel.comm.topology import init_process_group
+from zeroaccel.config import (
+    BatchSizes,
+    Config,
+    ShardPlan,
+    load_config,
+    overlaps_communication,
+    shard_plan,
+    solve_batch,
+)
+from zeroaccel.data import build_dataloader
+from zeroaccel.errors import ConfigError, UsageError
+from zeroaccel.logs import logger, set_log_level
+from zeroaccel.tracking import build_monitors
+from zeroaccel.zero.build import Placement, broadcast_buffers, build_units, check_same_model
+from zeroaccel.zero.engine import Engine, EngineSettings
+from zeroaccel.zero.grouping import LeafRules, UnitSpec, group_parameters
+from zeroaccel.zero.lr_schedules import build_scheduler
+from zeroaccel.zero.optimizer_shard import OptimizerShard, group_index, warn_unoptimized
+from zeroaccel.zero.optimizers import build_optimizer
+from zeroaccel.zero.precision import DynamicLossScale, LossScale, StaticLossScale, cast_buffers, kept_in_fp32
+from zeroaccel.zero.reducer import ReduceRules
+from zeroaccel.zero.schedule import Limits
+from zeroaccel.zero.timing import StepReport
+
+__all__ = ["initialize"]
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+ConfigSource = Mapping[str, Any] | str | os.PathLike[str]
+OptimizerSource = Optimizer | Callable[[list[nn.Parameter]], Optimizer]
+SchedulerSource = Any
+
+
+def initialize(
+    model: nn.Module,
+    optimizer: OptimizerSource | None = None,
+    model_parameters: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
+    training_data: Any = None,
+    lr_scheduler: SchedulerSource | None = None,
+    config: ConfigSource | None = None,
+    *,
+    collate_fn: Callable[..., Any] | None = None,
+    collectives: Collectives | None = None,
+) -> tuple[Engine, Any, DataLoader[Any] | None, Any]:
+    """Makes an engine. (all ranks, with the same arguments)
+
+    Args:
+        model: its parameters keep their objects, shapes and names; their storage moves into the engine.
+        optimizer: an optimizer over the model's parameters, or a callable that makes one from them. Absent, the config's
+            `optimizer` section; absent too, the engine is for inference.
+        model_parameters: parameters or param groups for the config's optimizer; all trainable ones by default.
+        training_data: a dataset to make a loader for.
+        lr_scheduler: a scheduler, or a callable that makes one from the optimizer. Absent, the config's section.
+        config: DeepSpeed-format JSON as a dict, path or text.
+        collate_fn: for the loader of `training_data`.
+        collectives: how ranks talk; a `RecordingCollectives` counts the traffic.
+
+    Returns:
+        (engine, optimizer, dataloader, lr_scheduler); what there is none of is None.
+
+    Raises:
+        ConfigError: the config is wrong or contradicts the arguments.
+        UsageError: the model or the optimizer does not fit.
+    """
+    topology = init_process_group()
+    collectives = collectives or Collectives(topology)
+    with _agreed(collectives, "initialize: config"):
+        if not isinstance(model, nn.Module):
+            raise UsageError("initialize(model)", expected="a torch.nn.Module", got=type(model).__name__)
+        settings = load_config({} if config is None else config)
+        _apply_process_settings(settings)
+        plan = shard_plan(settings)
+        built = _optimizer(model, optimizer, model_parameters, settings)
+        batch = _batch(settings, collectives.world_size, training=built is not None)
+        names = {id(param): fqn for fqn, param in model.named_parameters()}
+        groups = group_index(built, names) if built is not None else {}
+        specs = _unit_specs(model, settings, plan)
+        engine_settings = _engine_settings(settings, plan, batch, collectives.world_size)
+        monitors = build_monitors(settings, collectives.rank)
+    check_same_model(model, collectives)
+
+    units_placement = _placement(model, settings, plan, groups, topology.device)
+    cast_buffers(
+        model, topology.device, _dtype(settings.data_types.buffer_dtype), set(units_placement.fp32_names)
+    )
+    broadcast_buffers(model, collectives)
+    units = build_units(specs, units_placement, collectives)
+    unused = [param for param in model.parameters() if param.requires_grad and id(param) not in groups]
+    with _agreed(collectives, "initialize: optimizer"):
+        shard = None
+        if built is not None:
+            warn_unoptimized([names[id(param)] for param in unused])
+            buffers = [buffer for unit in units for buffer in unit.buffers if buffer.trainable]
+            shard = OptimizerShard(
+                built,
+                groups,
+                buffers,
+                replicated=not plan.optimizer,
+                sub_group_numel=settings.zero_optimization.sub_group_size,
+            )
+        scheduler = _scheduler(lr_scheduler, settings, built)
+        loader = _loader(training_data, settings, batch, collectives, collate_fn)
+    engine = Engine(
+        model,
+        units,
+        collectives,
+        engine_settings,
+        optimizer=shard,
+        lr_scheduler=scheduler,
+        loss_scale=_loss_scale(settings),
+        discarded=unused if built is not None else (),
+        report=StepReport.from_config(settings, monitors, collectives.rank),
+        config=settings.raw,
+    )
+    if settings.dump_state:
+        logger.warning("%s", engine_settings)
+    return engine, engine.optimizer, loader, scheduler
+
+
+@contextmanager
+def _agreed(collectives: Collectives, label: str) -> Iterator[None]:
+    """If the block raises on any rank, every rank raises what the first of them did."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    agree_or_raise(collectives, error, label)
+
+
+def _apply_process_settings(settings: Config) -> None:
+    if settings.log_level is not None:
+        set_log_level(settings.log_level)
+    for note in settings.notes:
+        logger.info("%s", note)
+    if settings.disable_python_gc:
+        gc.disable()
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    return None if name is None else _DTYPES[name]
+
+
+def _optimizer(
+    model: nn.Module, given: OptimizerSource | None, params: Iterable[Any] | None, settings: Config
+) -> Optimizer | None:
+    section = settings.optimizer
+    if given is not None:
+        if section is not None:
+            raise ConfigError(
+                settings.where("optimizer"),
+                expected="one optimizer",
+                got="one in the config and one passed to initialize()",
+                fix="remove the section or the argument",
+            )
+        made = given if isinstance(given, Optimizer) else given([p for p in model.parameters() if p.requires_grad])
+        if not isinstance(made, Optimizer):
+            raise UsageError("initialize(optimizer)", expected="a torch.optim.Optimizer", got=type(made).__name__)
+        return made
+    if section is None:
+        return None
+    chosen = list(params) if params is not None else [p for p in model.parameters() if p.requires_grad]
+    _check_param_groups(model, chosen)
+    return build_optimizer(section.type, section.params, chosen)
+
+
+def _check_param_groups(model: nn.Module, chosen: list[Any]) -> None:
+    """A parameter in two groups, named; torch would say only that there is one."""
+    names = {id(param): fqn for fqn, param in model.named_parameters()}
+    seen: dict[int, int] = {}
+    for index, group in enumerate(item for item in chosen if isinstance(item, dict)):
+        held = group["params"]
+        for param in [held] if isinstance(held, torch.Tensor) else (group.update(params=list(held)) or group["params"]):
+            if seen.setdefault(id(param), index) != index:
+                raise ConfigError(
+                    f"parameter {names.get(id(param), '(not of this model)')}",
+                    expected="to be in one param group",
+                    got=f"groups {seen[id(param)]} and {index}",
+                    fix="remove it from one of them",
+                )
+
+
+def _batch(settings: Config, world_size: int, *, training: bool) -> BatchSizes:
+    given = settings.train_batch_size or settings.train_micro_batch_size_per_gpu
+    if not training and not given:
+        return BatchSizes(train=world_size, micro=1, accumulation=1)
+    return solve_batch(settings, world_size)
+
+
+def _unit_specs(model: nn.Module, settings: Config, plan: ShardPlan) -> list[UnitSpec]:
+    zero = settings.zero_optimization
+    leaf = zero.leaf_module
+    rules = LeafRules(
+        tuple(leaf.classes), tuple(leaf.names), tuple(leaf.name_suffixes), zero.module_granularity_threshold
+    )
+    return group_parameters(
+        model,
+        rules=rules,
+        persistence_threshold=zero.param_persistence_threshold if plan.params else 0,
+        model_persistence_threshold=zero.model_persistence_threshold,
+    )
+
+
+def _placement(
+    model: nn.Module, settings: Config, plan: ShardPlan, groups: Mapping[int, int], device: torch.device
+) -> Placement:
+    fp32 = kept_in_fp32(model, settings.data_types.keep_in_fp32_modules)
+    return Placement(_DTYPES[settings.precision], frozenset(fp32), device, plan, groups)
+
+
+def _engine_settings(settings: Config, plan: ShardPlan, batch: BatchSizes, world_size: int) -> EngineSettings:
+    zero = settings.zero_optimization
+    predivide = settings.gradient_predivide_factor if settings.prescale_gradients else 1.0
+    mean = settings.gradient_allreduce_op == "mean"
+    accumulation = settings.data_types.grad_accum_dtype
+    return EngineSettings(
+        plan=plan,
+        micro_batch_size=batch.micro,
+        accumulation=batch.accumulation,
+        managed_accumulation=settings.managed_gradient_accumulation,
+        clipping=settings.gradient_clipping,
+        compute_norm=zero.compute_grad_norm,
+        skip_overflow=settings.fp16.enabled or (settings.bf16.enabled and settings.bf16.check_grad_overflow),
+        loss_scaled=settings.fp16.enabled,
+        autocast_dtype=torch.float16 if settings.fp16.enabled and settings.fp16.auto_cast else None,
+        gather_numel=zero.allgather_bucket_size,
+        limits=Limits(zero.prefetch_bucket_size, zero.max_live_parameters, zero.max_reuse_distance),
+        rules=ReduceRules(
+            dtype=_dtype(settings.communication_data_type),
+            accumulation_dtype=torch.float32 if accumulation is None else _DTYPES[accumulation],
+            predivide=predivide,
+            postscale=predivide / world_size if mean else predivide,
+            bucket_numel=zero.reduce_bucket_size,
+            overlap=overlaps_communication(settings),
+        ),
+    )
+
+
+def _loss_scale(settings: Config) -> LossScale:
+    fp16 = settings.fp16
+    if not fp16.enabled:
+        return LossScale()
+    if fp16.loss_scale:
+        return StaticLossScale(fp16.loss_scale)
+    return DynamicLossScale(
+        value=float(2**fp16.initial_scale_power),
+        window=fp16.loss_scale_window,
+        hysteresis=fp16.hysteresis,
+        consecutive_hysteresis=fp16.consecutive_hysteresis,
+        minimum=fp16.min_loss_scale,
+    )
+
+
+def _scheduler(given: SchedulerSource | None, settings: Config, optimizer: Optimizer | None) -> Any:
+    section = settings.scheduler
+    if given is not None and section is not None:
+        raise ConfigError(
+            settings.where("scheduler"),
+            expected="one scheduler",
+            got="one in the config and one passed to initialize()",
+            fix="remove the section or the argument",
+        )
+    if optimizer is None:
+        if given is not None or section is not None:
+            raise UsageError("initialize(lr_scheduler)", expected="an optimizer to schedule", got=None)
+        return None
+    if section is not None:
+        return build_scheduler(section.type, dict(section.params), optimizer)
+    if given is None or hasattr(given, "step"):
+        return given
+    return given(optimizer)
+
+
+def _loader(
+    data: Any,
+    settings: Config,
+    batch: BatchSizes,
+    collectives: Collectives,
+    collate_fn: Callable[..., Any] | None,
+) -> DataLoader[Any] | None:
+    if data is None:
+        return None
+    return build_dataloader(
+        data,
+        batch.micro,
+        collectives.rank,
+        collectives.world_size,
+        collate_fn=collate_fn,
+        drop_last=settings.dataloader_drop_last,
+    )

@@ -1,0 +1,79 @@
+"""From tensors to `kernels`: views CPU tensors as arrays, and gives each thread its span of a call.
+
+Threads are Python's, over kernels that release the GIL, because Numba's own parallel layers end the process when it
+forks after OpenMP started (every DataLoader worker does) or when two threads enter their work queue at once. A
+hand-over costs about 50 us, so short calls run where they are. Neither the number of threads nor the cuts may change
+a result; that is the kernels' contract.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from itertools import pairwise
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zeroaccel.ops.kernels import Array
+
+__all__ = ["array_of", "in_spans"]
+
+_Result = TypeVar("_Result")
+
+_MIN_SPAN_NUMEL = 1 << 17  # elements: about 60 us of Adam
+_ALIGNMENT_NUMEL = 64  # spans start on cache lines, whatever the dtype
+
+_PATTERNS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
+_pool: ThreadPoolExecutor | None = None
+
+
+def array_of(tensor: Tensor) -> Array:
+    """A flat view, not a copy, in the form that `kernels` reads: float32, bfloat16 as uint16, float16 as int16.
+
+    Args:
+        tensor: contiguous, on the CPU, in one of the three dtypes.
+    """
+    assert tensor.is_contiguous(), f"a kernel needs contiguous memory, got strides {tensor.stride()}"
+    flat = tensor.detach().view(-1)
+    if tensor.dtype is torch.float32:
+        return flat.numpy()
+    return flat.view(torch.int16).numpy().view(_PATTERNS[tensor.dtype])
+
+
+def in_spans(numel: int, work: Callable[[int, int], _Result]) -> list[_Result]:
+    """Calls ``work(start, stop)`` over spans that make up [0, numel), on up to `torch.get_num_threads()` threads.
+
+    Returns when every span is done, with the results in order; an exception in `work` is raised here, also only then.
+    """
+    spans = max(1, min(torch.get_num_threads(), numel // _MIN_SPAN_NUMEL))
+    if spans == 1:
+        return [work(0, numel)]
+    length = -(-numel // (spans * _ALIGNMENT_NUMEL)) * _ALIGNMENT_NUMEL
+    edges = [min(index * length, numel) for index in range(spans + 1)]
+    others = [_threads().submit(work, start, stop) for start, stop in pairwise(edges[1:])]
+    try:
+        first = work(0, edges[1])
+    finally:
+        wait(others)  # they write into memory that the caller owns
+    return [first, *(other.result() for other in others)]
+
+
+def _threads() -> ThreadPoolExecutor:
+    global _pool
+    if _pool is None:
+        _pool = ThreadPoolExecutor(max_workers=os.cpu_count() or 1, thread_name_prefix="zeroaccel-kernel")
+    return _pool
+
+
+def _forget_threads() -> None:
+    """A forked child has the pool object but none of its threads."""
+    global _pool
+    _pool = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_threads)

@@ -1,0 +1,144 @@
+"""From a model and its param groups to units: cuts, lays out, makes equal on all ranks, casts and shards.
+
+Runs once, at the start. Afterwards every parameter is a view into a unit's buffer (or NaN while that is sharded).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from zeroaccel.comm.collectives import Collectives
+from zeroaccel.config.plan import ShardPlan
+from zeroaccel.errors import UsageError
+from zeroaccel.zero.grouping import UnitSpec
+from zeroaccel.zero.layout import FlatLayout
+from zeroaccel.zero.unit import FlatBuffer, ParamUnit
+
+__all__ = ["Placement", "broadcast_buffers", "build_units", "check_same_model"]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How parameters are stored.
+
+    Attributes:
+        dtype: what floating parameters become; None keeps each one's own.
+        fp32_names: parameters that stay fp32 whatever `dtype` says.
+        device: where they live.
+        plan: what is sharded.
+        groups: id(parameter) -> index of its param group; parameters not in it are not optimized.
+    """
+
+    dtype: torch.dtype | None
+    fp32_names: frozenset[str]
+    device: torch.device
+    plan: ShardPlan
+    groups: Mapping[int, int]
+
+    def param_dtype(self, fqn: str, param: nn.Parameter) -> torch.dtype:
+        """The dtype this parameter is stored and computed in."""
+        if not param.is_floating_point():
+            return param.dtype
+        if fqn in self.fp32_names:
+            return torch.float32
+        return self.dtype or param.dtype
+
+    def trainable(self, param: nn.Parameter) -> bool:
+        """Whether an optimizer updates it."""
+        return param.requires_grad and id(param) in self.groups
+
+
+def check_same_model(model: nn.Module, collectives: Collectives) -> None:
+    """All ranks must have parameters of the same names, shapes and flags, in the same order.
+
+    Raises:
+        UsageError: on every rank, naming the first parameter that differs.
+    """
+    own = [
+        f"{name} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
+        for name, p in model.named_parameters()
+    ]
+    digest = hashlib.sha256("\n".join(own).encode()).hexdigest()
+    if len(set(collectives.gather_objects(digest, "compare models"))) == 1:
+        return
+    everyone: Sequence[list[str]] = collectives.gather_objects(own, "compare models in detail")
+    for rank, theirs in enumerate(everyone):
+        for mine, other in zip(_padded(everyone[0], theirs), _padded(theirs, everyone[0]), strict=True):
+            if mine != other:
+                raise UsageError(
+                    "the ranks have different models",
+                    expected=f"{mine} as on rank 0",
+                    got=f"{other} on rank {rank}",
+                    fix="build the same model on every rank",
+                )
+
+
+def _padded(lines: Sequence[str], other: Sequence[str]) -> list[str]:
+    return [*lines, *["no parameter"] * max(0, len(other) - len(lines))]
+
+
+def build_units(specs: Sequence[UnitSpec], placement: Placement, collectives: Collectives) -> list[ParamUnit]:
+    """One ParamUnit per spec, holding the weights of rank 0.
+
+    Every unit is sharded (where the plan says so) before the next is built, so the peak above the model itself is one unit.
+    """
+    return [_build_unit(spec, placement, collectives) for spec in specs]
+
+
+def _build_unit(spec: UnitSpec, placement: Placement, collectives: Collectives) -> ParamUnit:
+    resident = spec.persistent or not placement.plan.params or collectives.world_size == 1
+    kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+    for fqn, param in spec.params:
+        if param.is_meta:
+            raise UsageError(
+                f"parameter {fqn}", expected="real values", got="the meta device", fix="materialize the model first"
+            )
+        kinds.setdefault((placement.param_dtype(fqn, param), placement.trainable(param)), []).append((fqn, param))
+    buffers = []
+    for (dtype, trainable), named in kinds.items():
+        if trainable:  # runs of one param group side by side: fewer pieces to step
+            named = sorted(named, key=lambda item: placement.groups[id(item[1])])
+        layout = FlatLayout.build([(fqn, tuple(param.shape)) for fqn, param in named], collectives.world_size)
+        params = [param for _, param in named]
+        source = _initial_values(layout, params, placement.device)
+        collectives.broadcast(source, 0, f"initial weights of {spec.name}")
+        buffer = FlatBuffer(
+            layout,
+            params,
+            dtype=dtype,
+            device=placement.device,
+            rank=collectives.rank,
+            trainable=trainable,
+            resident=resident,
+        )
+        buffer.adopt(source, master=trainable, replicated=not placement.plan.optimizer)
+        buffers.append(buffer)
+    unit = ParamUnit(spec.name, spec.modules, buffers, collectives)
+    if not resident:
+        unit.reshard()
+    return unit
+
+
+def _initial_values(layout: FlatLayout, params: Sequence[nn.Parameter], device: torch.device) -> Tensor:
+    """(N,) the parameters end to end in the widest of their dtypes, so that no bit is lost before the master is made."""
+    dtype = params[0].dtype
+    for param in params[1:]:
+        dtype = torch.promote_types(dtype, param.dtype)
+    source = torch.zeros(layout.numel, dtype=dtype, device=device)
+    for slot, param in zip(layout.slots, params, strict=True):
+        source[slot.start : slot.end].view(slot.shape).copy_(param.data)
+    return source
+
+
+def broadcast_buffers(model: nn.Module, collectives: Collectives) -> None:
+    """Makes the module buffers of all ranks those of rank 0."""
+    for name, buffer in model.named_buffers():
+        if buffer.numel() and not buffer.is_meta:
+            flat = buffer.detach().contiguous()
+            collectives.broadcast(flat, 0, f"buffer {name}")
+            buffer.detach().copy_(flat)

@@ -1,0 +1,433 @@
+"""The engine: one model, its optimizer and scheduler, and the loop of forward, backward and step over them.
+
+It strings the parts together and counts; each part does its own work: `build` (units), `residency` and `hooks` (who is
+whole), `reducer` (gradients), `clip` (norm), `optimizer_shard` (update). Nothing here asks for a stage number.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from zeroaccel.comm.agree import disagreement_report
+from zeroaccel.comm.collectives import Collectives
+from zeroaccel.config.plan import ShardPlan
+from zeroaccel.errors import CollectiveError, EngineStateError, UsageError
+from zeroaccel.zero.clip import GradientHealth, clip_factor, examine
+from zeroaccel.zero.hooks import Hooks
+from zeroaccel.zero.optimizer_shard import OptimizerShard
+from zeroaccel.zero.precision import LossScale
+from zeroaccel.zero.reducer import ReduceRules, Reducer
+from zeroaccel.zero.residency import Residency
+from zeroaccel.zero.schedule import Limits, Schedule
+from zeroaccel.zero.timing import StepReport
+from zeroaccel.zero.unit import FlatBuffer, ParamUnit, ShardState
+
+__all__ = ["Engine", "EngineSettings"]
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """The numbers an engine runs by, all resolved.
+
+    Attributes:
+        plan: what is sharded.
+        micro_batch_size: samples per rank and forward.
+        accumulation: backwards per step.
+        managed_accumulation: False makes every `step()` a boundary.
+        clipping: maximal global gradient norm; 0 is off.
+        compute_norm: whether a norm is computed where clipping does not need it.
+        skip_overflow: skip steps whose gradients are not finite.
+        loss_scaled: fp16, where a plain `loss.backward()` would miss the scale.
+        autocast_dtype: cast floating inputs of forward to this; None leaves them.
+        gather_numel: elements of all-gathers in flight after a step (`allgather_bucket_size`).
+        sub_group_numel: fp32 gradients made at a time by optimizers without an own kernel, in elements.
+        limits: how much may be whole at a time.
+        rules: how gradients are summed.
+    """
+
+    plan: ShardPlan
+    micro_batch_size: int
+    accumulation: int
+    managed_accumulation: bool = True
+    clipping: float = 0.0
+    compute_norm: bool = True
+    skip_overflow: bool = True
+    loss_scaled: bool = False
+    autocast_dtype: torch.dtype | None = None
+    gather_numel: int = 500_000_000
+    sub_group_numel: int = 1_000_000_000
+    limits: Limits = Limits()
+    rules: ReduceRules = ReduceRules()
+
+
+class Engine(nn.Module):
+    """Trains (or runs) one model; made by `zeroaccel.initialize`.
+
+    A step is: `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`, once per micro-batch. Attributes that
+    the engine does not have are the model's.
+
+    Attributes:
+        module: the model, the same object that was given.
+        optimizer, lr_scheduler: as given or built, or None.
+        global_steps: steps taken, skipped ones included.
+        skipped_steps: steps skipped because gradients were not finite.
+        micro_steps: `step()` calls.
+        global_samples: samples seen by all ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        units: Sequence[ParamUnit],
+        collectives: Collectives,
+        settings: EngineSettings,
+        *,
+        optimizer: OptimizerShard | None,
+        lr_scheduler: Any = None,
+        loss_scale: LossScale | None = None,
+        discarded: Sequence[nn.Parameter] = (),
+        report: StepReport | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self.module = model
+        self.settings = settings
+        self.config = dict(config or {})
+        self.lr_scheduler = lr_scheduler
+        self.loss_scale = loss_scale or LossScale()
+        self.units = tuple(units)
+        self.collectives = collectives
+        self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = 0
+        self._shard = optimizer
+        self._report = report or StepReport()
+        self._unit_of = {id(buffer): unit for unit in units for buffer in unit.buffers}
+        trained = [(unit.name, b) for unit in units for b in unit.buffers if b.trainable]
+        self._reducer = Reducer(trained, collectives, settings.plan, settings.rules, self._buffer_complete)
+        self.schedule = Schedule({unit.name: unit.numel for unit in units}, settings.limits)
+        travelling = [unit for unit in units if not unit.resident]
+        self._residency = Residency(travelling, self.schedule)
+        params = [param for _, buffer in trained for param in buffer.params]
+        self._hooks = Hooks(
+            model, travelling, self._residency, self, optimized=params if optimizer else (), discarded=discarded
+        )
+        self._boundary: bool | None = None
+        self._syncing = True
+        self._in_backward = self._direct = False
+        self._backwards = 0
+        self._norm: float | None = None
+        self._applied = False
+        self._destroyed = False
+
+    # -- the loop
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's forward; sharded parameters are gathered as their modules run."""
+        if self._destroyed:
+            raise EngineStateError("engine", expected="an engine in use", got="one after destroy()")
+        self._report.begin("forward")
+        self.collectives.journal.phase = "forward" if torch.is_grad_enabled() else "eval"
+        dtype = self.settings.autocast_dtype
+        if dtype is not None:
+            args, kwargs = _cast_floats(args, dtype), _cast_floats(kwargs, dtype)
+        try:
+            return self.module(*args, **kwargs)
+        finally:
+            self._report.end("forward")
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """Computes gradients of this micro-batch and, where gradients are sharded or at the boundary, reduces them.
+
+        Args:
+            loss: a scalar that depends on this engine's forward; the mean over the rank's micro-batch.
+            scale_wrt_gas: divide by the accumulation steps, so that a step averages over its micro-batches.
+
+        Returns:
+            `loss`, as given.
+
+        Raises:
+            UsageError: `loss` is not a scalar with a gradient.
+            EngineStateError: the engine has no optimizer.
+        """
+        self._check_loss(loss)
+        factor = self.loss_scale.value / (self.settings.accumulation if scale_wrt_gas else 1)
+        self._report.begin("backward")
+        self._begin_backward(direct=False)
+        scaled = loss * factor if factor != 1.0 else loss
+        scaled.backward(retain_graph=retain_graph)
+        self._end_backward()
+        self._report.end("backward")
+        self._report.loss(loss)
+        return loss
+
+    def step(self) -> None:
+        """At the boundary: unscale, clip, update, gather, step the scheduler. Elsewhere only counts.
+
+        Raises:
+            EngineStateError: no backward came before.
+            CollectiveError: the ranks went through different collectives since the last step.
+        """
+        shard = self._require_optimizer("step")
+        if self._backwards == 0:
+            raise EngineStateError(
+                "engine.step()", expected="a backward before it", fix="call engine.backward(loss) first"
+            )
+        if not self._syncing:
+            raise EngineStateError("engine.step()", expected="to be outside engine.no_sync()")
+        boundary = self.is_gradient_accumulation_boundary()
+        self.micro_steps += 1
+        self.global_samples += self.settings.micro_batch_size * self.collectives.world_size
+        self._applied = False
+        self._backwards = 0
+        if boundary:
+            self._report.begin("step")
+            self._update(shard)
+            self._report.end("step")
+            self._report.step(self)
+
+    def _update(self, shard: OptimizerShard) -> None:
+        self.collectives.journal.phase, self.collectives.journal.step = "step", self.global_steps
+        self._reducer.finish()
+        health = self._examine()
+        scale = self.loss_scale.value
+        self._norm = health.norm / scale if health.finite else float("inf")
+        overflow = self.settings.skip_overflow and not health.finite
+        try:
+            if overflow:
+                self.skipped_steps += 1
+            else:
+                clip = clip_factor(self._norm, self.settings.clipping)
+                self._replace_weights(shard, clip / scale)
+                self._applied = True
+        finally:
+            self._reducer.clear()
+            self.global_steps += 1
+        self.loss_scale.update(overflow=overflow)
+        if self._applied and self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+
+    def _examine(self) -> GradientHealth:
+        shards = [held.shard for held in self._reducer.gradients if held.shard is not None]
+        journal = self.collectives.journal
+        wanted = self.settings.compute_norm or self.settings.clipping > 0
+        health = examine(shards, self.collectives, digest=journal.digest(), norm=wanted)
+        if not health.agreed:
+            raise CollectiveError(disagreement_report(self.collectives))
+        return health
+
+    def _replace_weights(self, shard: OptimizerShard, grad_scale: float) -> None:
+        """Steps buffer by buffer; a resident unit's gather starts as soon as its shards are new."""
+        waiting: list[ParamUnit] = []
+        left = {id(unit): sum(b.trainable for b in unit.buffers) for unit in self.units}
+        gathers = self.settings.plan.optimizer
+
+        def stepped(buffer: FlatBuffer) -> None:
+            unit = self._unit_of[id(buffer)]
+            left[id(unit)] -= 1
+            if not (gathers and unit.resident and left[id(unit)] == 0):
+                return
+            while waiting and sum(u.numel for u in waiting) + unit.numel > self.settings.gather_numel:
+                waiting.pop(0).wait()
+            unit.reshard()
+            unit.unshard()
+            waiting.append(unit)
+
+        shard.step(self._reducer.gradients, grad_scale, stepped)
+        for unit in waiting:
+            unit.wait()
+
+    # -- backward events (told by the hooks)
+
+    def backward_begins(self) -> None:
+        """A gradient is on its way through the model."""
+        if not self._in_backward:
+            self._begin_backward(direct=True)
+            Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+
+    def gradient_arrived(self, param: nn.Parameter) -> None:
+        """Autograd has accumulated this parameter's gradient."""
+        self.backward_begins()
+        if self._direct and self.settings.accumulation > 1 and param.grad is not None:
+            param.grad.div_(self.settings.accumulation)
+        self._reducer.receive(param)
+
+    def _buffer_complete(self, buffer: FlatBuffer) -> None:
+        unit = self._unit_of[id(buffer)]
+        if not unit.resident:
+            self._residency.gradients_done(unit)
+
+    def _begin_backward(self, *, direct: bool) -> None:
+        self._require_optimizer("backward")
+        if direct and self.settings.loss_scaled:
+            raise EngineStateError(
+                "loss.backward() under fp16 misses the loss scale", fix="call engine.backward(loss) instead"
+            )
+        self._in_backward, self._direct = True, direct
+        self.collectives.journal.phase = "backward"
+        self._residency.in_backward = True
+        reduces = self.settings.plan.grads or (self._syncing and self.is_gradient_accumulation_boundary())
+        self._reducer.begin(reduce=reduces)
+
+    def _end_backward(self) -> None:
+        self._reducer.end()
+        self._residency.end_backward()
+        self._in_backward = self._direct = False
+        self._backwards += 1
+
+    def _check_loss(self, loss: Any) -> None:
+        where = "engine.backward(loss)"
+        if not isinstance(loss, Tensor):
+            raise UsageError(where, expected="a tensor", got=type(loss).__name__, fix="pass the loss itself")
+        if loss.numel() != 1:
+            raise UsageError(where, expected="a scalar", got=f"shape {tuple(loss.shape)}", fix="reduce it, e.g. loss.mean()")
+        if not loss.requires_grad:
+            raise UsageError(
+                where, expected="a loss that requires a gradient", got="one that does not", fix="compute it with gradients on"
+            )
+
+    def _require_optimizer(self, call: str) -> OptimizerShard:
+        if self._shard is None:
+            raise EngineStateError(
+                f"engine.{call}()",
+                expected="an engine with an optimizer",
+                got="one made for inference",
+                fix="give initialize() an optimizer or the config an optimizer section",
+            )
+        return self._shard
+
+    # -- accumulation
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the `step()` after this micro-batch updates the weights."""
+        if self._boundary is not None:
+            return self._boundary
+        if not self.settings.managed_accumulation:
+            return True
+        return (self.micro_steps + 1) % self.settings.accumulation == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Says from now on, until said otherwise, whether `step()` updates the weights; overrides the counting."""
+        self._boundary = bool(is_boundary)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside only add up locally where gradients are whole; where they are sharded they reduce as always.
+
+        Both give the right result; only the traffic differs.
+        """
+        if not self._syncing:
+            raise EngineStateError("engine.no_sync()", expected="not to be nested")
+        self._syncing = False
+        try:
+            yield
+        finally:
+            self._syncing = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients accumulated since the last step."""
+        self._reducer.clear()
+        self._backwards = 0
+
+    # -- what happened
+
+    @property
+    def optimizer(self) -> Any:
+        """The optimizer; its `param_groups` hold this rank's shards."""
+        return self._shard.optimizer if self._shard is not None else None
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step()` changed the weights: false between boundaries and after an overflow."""
+        return self._applied
+
+    def get_global_grad_norm(self) -> float | None:
+        """The global L2 norm of the last boundary's gradients, unscaled, before clipping; inf after an overflow."""
+        return self._norm
+
+    def get_lr(self) -> list[float]:
+        """Learning rate of each param group."""
+        return [float(group["lr"]) for group in self._require_optimizer("get_lr").optimizer.param_groups]
+
+    def train_batch_size(self) -> int:
+        """Samples per step over all ranks."""
+        return self.train_micro_batch_size_per_gpu() * self.settings.accumulation * self.collectives.world_size
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Samples per rank and forward."""
+        return self.settings.micro_batch_size
+
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches per step."""
+        return self.settings.accumulation
+
+    def model_state_nbytes(self) -> dict[str, int]:
+        """Bytes this rank holds now: "params", "gradients" and "optimizer" (masters and states).
+
+        Counts allocated storage: a sharded unit counts its shard, a whole one its full buffer as well.
+        """
+        params = 0
+        for buffer in (buffer for unit in self.units for buffer in unit.buffers):
+            params += buffer.full.untyped_storage().nbytes()
+            params += 0 if buffer.resident else buffer.shard.numel() * buffer.shard.itemsize
+        return {
+            "params": params,
+            "gradients": self._reducer.nbytes(),
+            "optimizer": self._shard.nbytes() if self._shard is not None else 0,
+        }
+
+    # -- lifecycle
+
+    def reset(self) -> None:
+        """After an exception in the middle of a step: all units sharded, no gradients, ready for the next forward."""
+        self._hooks.forget()
+        self._in_backward = self._direct = False
+        self._residency.reset()
+        self._reducer.clear()
+        self._backwards = 0
+
+    def destroy(self) -> None:
+        """Takes the engine off the model: hooks removed, weights whole and ordinary, buffers of the engine freed."""
+        if self._destroyed:
+            return
+        self.reset()
+        for unit in self.units:
+            if unit.state is not ShardState.UNSHARDED:
+                unit.unshard()
+                unit.wait()
+        self._hooks.detach()
+        self._report.close()
+        self._destroyed = True
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None:
+                raise
+            return getattr(module, name)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's state dict; while parameters are sharded this raises instead of returning NaNs."""
+        if any(unit.state is ShardState.SHARDED for unit in self.units):
+            raise EngineStateError(
+                "engine.state_dict(): parameters are sharded", fix="gather them first, or save with the checkpoint calls"
+            )
+        return self.module.state_dict(*args, **kwargs)
+
+
+def _cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if type(value) in (tuple, list):
+        return type(value)(_cast_floats(item, dtype) for item in value)
+    if type(value) is dict:
+        return {key: _cast_floats(item, dtype) for key, item in value.items()}
+    return value
+
+

@@ -1,0 +1,219 @@
+"""Everything the engine attaches to modules, parameters and autograd nodes, and nothing else does.
+
+Translates what PyTorch calls into words of `residency.py` and of the engine; decides nothing. `detach()` undoes it all.
+
+[Note: backward events] An output's producing node tells when a use's backward begins. A view output that is later changed
+in place gets a new node, so the node of its base is watched too. Inputs that need a gradient are passed on as views, whose
+nodes run exactly when this use no longer needs its weights - not when every other reader of the input is done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from zeroaccel.zero.residency import Residency, Use
+from zeroaccel.zero.unit import ParamUnit, ShardState
+
+__all__ = ["BackwardListener", "Hooks", "WatchedParameters", "tensors_in"]
+
+
+class BackwardListener(Protocol):
+    """What the hooks tell the engine."""
+
+    def backward_begins(self) -> None:
+        """A gradient is on its way through the model; called many times."""
+
+    def gradient_arrived(self, param: nn.Parameter) -> None:
+        """Autograd has finished accumulating `param.grad`."""
+
+
+class Hooks:
+    """Attaches on construction.
+
+    Args:
+        root: the model.
+        units: the units that come and go; resident ones need no hooks.
+        optimized: parameters whose gradients the engine takes.
+        discarded: trainable parameters that no optimizer updates; their gradients are dropped.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        units: Sequence[ParamUnit],
+        residency: Residency,
+        listener: BackwardListener,
+        *,
+        optimized: Sequence[nn.Parameter],
+        discarded: Sequence[nn.Parameter] = (),
+    ) -> None:
+        self._residency = residency
+        self._listener = listener
+        self._handles: list[RemovableHandle] = []
+        self._watched: list[nn.Module] = []
+        self._uses: list[Use] = []
+        shield = _shield_from_compiler(root)
+        self._add(root.register_forward_pre_hook(shield(self._root_begins)))
+        for unit in units:
+            for module in unit.modules:
+                before, after = self._around(unit)
+                self._add(module.register_forward_pre_hook(shield(before), with_kwargs=True))
+                self._add(module.register_forward_hook(shield(after), always_call=True))
+        self._add(root.register_forward_hook(shield(self._root_done), always_call=True))
+        for param in optimized:
+            self._add(param.register_post_accumulate_grad_hook(listener.gradient_arrived))
+        for param in discarded:
+            self._add(param.register_post_accumulate_grad_hook(_discard))
+        self._watch(root, units)
+
+    def detach(self) -> None:
+        """Removes every hook and gives the modules their plain parameter dictionaries back."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        for module in self._watched:
+            module.__dict__["_parameters"] = dict(module._parameters)
+        self._watched.clear()
+
+    def forget(self) -> None:
+        """Drops the uses in progress, after an exception."""
+        self._uses.clear()
+
+    def _add(self, handle: RemovableHandle) -> None:
+        self._handles.append(handle)
+
+    # -- forward
+
+    def _root_begins(self, module: nn.Module, args: Any) -> None:
+        self._residency.begin_pass(training=torch.is_grad_enabled())
+
+    def _root_done(self, module: nn.Module, args: Any, output: Any) -> None:
+        training = torch.is_grad_enabled()
+        self._residency.end_forward_pass(training=training)
+        if training and not self._residency.in_backward:
+            for node in _producers(output):
+                node.register_prehook(lambda _: self._listener.backward_begins())
+
+    def _around(self, unit: ParamUnit) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        residency = self._residency
+
+        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            residency.enter_forward(unit)
+            use = Use(unit)
+            self._uses.append(use)
+            if not torch.is_grad_enabled():
+                return None
+            return self._mark_inputs(args, use), self._mark_inputs(kwargs, use)
+
+        def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+            use = self._uses.pop()
+            if output is not None and torch.is_grad_enabled():
+                for node in _producers(output):
+                    node.register_prehook(lambda _: self._backward_of(use))
+            residency.exit_forward(unit)
+
+        return before, after
+
+    def _backward_of(self, use: Use) -> None:
+        self._listener.backward_begins()
+        self._residency.enter_backward(use)
+
+    def _mark_inputs(self, value: Any, use: Use) -> Any:
+        """`value` with a fresh view in place of every tensor that needs a gradient."""
+        if isinstance(value, Tensor):
+            if not value.requires_grad:
+                return value
+            view = value.view_as(value)
+            node = view.grad_fn
+            assert node is not None, "a view of a tensor that requires a gradient has a node"
+            use.has_inputs = True
+            use.pending_inputs += 1
+            node.register_prehook(lambda _: self._residency.input_done(use))
+            return view
+        if type(value) in (tuple, list):
+            return type(value)(self._mark_inputs(item, use) for item in value)
+        if type(value) is dict:
+            return {key: self._mark_inputs(item, use) for key, item in value.items()}
+        return value
+
+    # -- parameters read outside their module
+
+    def _watch(self, root: nn.Module, units: Sequence[ParamUnit]) -> None:
+        home = {id(param): unit for unit in units for buffer in unit.buffers for param in buffer.params}
+        compiled = {id(m) for outer in root.modules() if _is_compiled(outer) for m in outer.modules()}
+        for module in root.modules():
+            owned = {name: home[id(p)] for name, p in module._parameters.items() if p is not None and id(p) in home}
+            if owned and id(module) not in compiled:
+                module.__dict__["_parameters"] = WatchedParameters(module._parameters, owned, self._residency.borrow)
+                self._watched.append(module)
+
+
+class WatchedParameters(dict[str, "nn.Parameter | None"]):
+    """A module's parameter dictionary that notices when a parameter of a sharded unit is read."""
+
+    def __init__(
+        self,
+        params: Mapping[str, nn.Parameter | None],
+        units: Mapping[str, ParamUnit],
+        on_read: Callable[[ParamUnit], None],
+    ) -> None:
+        super().__init__(params)
+        self._units = dict(units)
+        self._on_read = on_read
+
+    def __getitem__(self, name: str) -> nn.Parameter | None:
+        unit = self._units.get(name)
+        if unit is not None and unit.state is not ShardState.UNSHARDED:
+            self._on_read(unit)
+        return super().__getitem__(name)
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)  # a copied or pickled model has an ordinary dictionary
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """All tensors in nested tuples, lists, mappings and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from tensors_in(getattr(value, field.name))
+
+
+def _producers(output: Any) -> list[Any]:
+    """The autograd nodes that made an output, each once, with those of the bases of views."""
+    nodes: dict[Any, None] = {}
+    for tensor in tensors_in(output):
+        if tensor.grad_fn is not None:
+            nodes[tensor.grad_fn] = None
+            base = tensor._base if tensor._is_view() else None
+            if base is not None and base.grad_fn is not None:
+                nodes[base.grad_fn] = None
+    return list(nodes)
+
+
+def _discard(param: nn.Parameter) -> None:
+    param.grad = None
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+
+
+def _shield_from_compiler(root: nn.Module) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Keeps hooks out of compiled graphs: a block compiled with `module.compile()` has its hooks inside."""
+    if any(_is_compiled(module) for module in root.modules()):
+        return torch.compiler.disable  # imports the compiler, so only where something is compiled
+    return lambda function: function
