@@ -1,4 +1,4 @@
-"""Adam, Lion, Adagrad and SGD: the right numbers, the same however the vector is cut, and a torch optimizer's manners."""
+"""Adam, Lion, Adagrad, SGD: the right numbers, the same however the vector is cut, and a torch optimizer's manners."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def rounded_sqrt(tensor: Tensor) -> Tensor:
 def test_the_torch_path_gives_the_bits_of_the_kernel(
     optimizer_class: type[ShardOptimizer], options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a square root that is rounded correctly, as CUDA's is; torch's own on the CPU is not (one ulp, now and then)."""
+    """With a square root that is rounded correctly, as CUDA's is; torch's own on the CPU is at times an ulp off."""
     monkeypatch.setattr(Tensor, "sqrt", rounded_sqrt)
     kernel, kernel_out = three_steps(optimizer_class, options, [], dtype)
     monkeypatch.setattr(shard_step, "_TILE_NUMEL", 300)

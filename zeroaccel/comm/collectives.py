@@ -112,7 +112,7 @@ class Collectives:
         """Replaces `tensor` by its sum or maximum over the ranks, the same bits on all of them. Blocks.
 
         Over the control group, for small tensors: a tensor on an accelerator goes through host memory. The sum runs
-        in the order of the ranks and in the dtype of `tensor`; a NaN anywhere makes the maximum NaN.
+        in the order of the ranks; a NaN anywhere makes the maximum NaN.
         """
         if self.world_size == 1:
             return

@@ -13,7 +13,7 @@ have parted never mix data: gloo takes a shorter message for a complete one and 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Protocol, cast
 
@@ -54,8 +54,8 @@ class Exchange(Protocol):
     def reduce_scatter(self, out: Tensor, flat: Tensor, tag: int) -> Sequence[Pending]:
         """Brings this rank's part of every rank's `flat`, (W*S,), into `out`; in which form, the class says."""
 
-    def broadcast(self, tensor: Tensor, src: int, tag: int) -> Sequence[Pending]:
-        """tensor = that of rank `src`."""
+    def broadcast(self, tensor: Tensor, src: int, tag: int) -> Iterable[Pending]:
+        """tensor = that of rank `src`. Each work must have been waited for when the next is asked for."""
 
 
 class DirectExchange:
@@ -90,19 +90,19 @@ class DirectExchange:
         slots[self.rank].copy_(parts[self.rank])
         return works
 
-    def broadcast(self, tensor: Tensor, src: int, tag: int) -> Sequence[Pending]:
-        """Along a binomial tree rooted at `src`: log2(W) hops. Blocks until this rank has its copy."""
+    def broadcast(self, tensor: Tensor, src: int, tag: int) -> Iterator[Pending]:
+        """Along a binomial tree rooted at `src`: log2(W) hops, each of a whole tensor."""
         place = (self.rank - src) % self.world_size  # in the tree, the root being 0
         reach = 1
         while reach < self.world_size and not place & reach:
             reach *= 2
         if place:
-            self._recv([tensor], (self.rank - reach) % self.world_size, tag).wait()
-        works = []
+            yield self._recv([tensor], (self.rank - reach) % self.world_size, tag)
+        children = []
         while reach := reach // 2:
             if place + reach < self.world_size:
-                works.append(self._send([tensor], (self.rank + reach) % self.world_size, tag))
-        return works
+                children.append(self._send([tensor], (self.rank + reach) % self.world_size, tag))
+        yield from children
 
 
 class NativeExchange:
@@ -120,7 +120,7 @@ class NativeExchange:
         work = dist.reduce_scatter_tensor(out, flat, op=dist.ReduceOp.AVG, group=self._group, async_op=True)
         return (work,)
 
-    def broadcast(self, tensor: Tensor, src: int, tag: int) -> Sequence[Pending]:
+    def broadcast(self, tensor: Tensor, src: int, tag: int) -> Iterable[Pending]:
         source = dist.get_global_rank(self._group, src)
         return (dist.broadcast(tensor, source, group=self._group, async_op=True),)
 

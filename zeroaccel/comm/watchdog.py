@@ -15,6 +15,7 @@ All of it stays within 15 seconds of the limit. It costs one round trip to the s
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import time
@@ -94,13 +95,13 @@ class Watchdog:
 
         Blocks until the message is there, at most a few seconds.
         """
-        headline = f"rank {self._rank} lost a connection in {entry.call}"
+        headline = f"rank {self._rank} failed in {entry.call}: {_reason(cause)}"
         if self._farewell is None:
             self._trouble = Alarm(self._rank, headline, timed_out=False)
             self._wake.set()
             self._settled.wait(_VERDICT_SECONDS)
         self._has_raised.set()
-        return self.error or CollectiveError(f"{headline}: {cause}")
+        return self.error or CollectiveError(headline)
 
     def leave(self, how: str, *, failed: bool = False) -> None:
         """Says farewell to the other ranks and ends the thread. Only the first call counts.
@@ -328,3 +329,9 @@ class Watchdog:
             left=left,
             failed=failed,
         )
+
+
+def _reason(cause: Exception) -> str:
+    """What a backend says, without its source line and its guesses: "Connection closed by peer [10.0.0.2]:5021"."""
+    first_line = next(iter(str(cause).splitlines()), type(cause).__name__)
+    return re.sub(r"^\[\S+\] ", "", first_line).partition(". ")[0]

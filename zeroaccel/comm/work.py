@@ -7,8 +7,8 @@ watchdog's account of it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from zeroaccel.ops.reduce import sum_ranks
 
 __all__ = ["DONE", "AverageWork", "DeviceWork", "MessageWork", "RankSumWork", "Supervisor", "Work"]
 
+_Pendings = TypeVar("_Pendings", bound=Iterable[Pending])
 _DTYPE_NAMES: dict[torch.dtype, str] = {}
 
 
@@ -50,25 +51,23 @@ class Supervisor:
         self.journal = journal
         self._watchdog = watchdog
 
-    def issue(self, kind: Kind, op: str, label: str, tensor: Tensor | None) -> Entry:
-        """Enters a call that is about to be made. `tensor` is None if its size may differ between ranks."""
+    def issue(self, kind: Kind, op: str, label: str, tensor: Tensor) -> Entry:
+        """Enters a call that is about to be made. `tensor` is the whole one, as large on every rank."""
         if self._watchdog is not None and self._watchdog.error is not None:
             raise self._watchdog.failure()
-        if tensor is None:
-            return self.journal.issue(kind, op, label, 0, "")
         dtype = tensor.dtype
         name = _DTYPE_NAMES.get(dtype) or _DTYPE_NAMES.setdefault(dtype, str(dtype).removeprefix("torch."))
         return self.journal.issue(kind, op, label, tensor.numel(), name)
 
-    def start(self, entry: Entry, move: Callable[..., Sequence[Pending]], *args: Any) -> Sequence[Pending]:
+    def start(self, entry: Entry, move: Callable[..., _Pendings], *args: Any) -> _Pendings:
         """Makes the call: ``move(*args, tag)``."""
         try:
             return move(*args, entry.tag)
         except RuntimeError as error:
             raise self._explain(entry, error) from error
 
-    def wait(self, entry: Entry, pending: Sequence[Pending]) -> None:
-        """Blocks until the messages of the call are through."""
+    def wait(self, entry: Entry, pending: Iterable[Pending]) -> None:
+        """Blocks until the messages of the call are through, one after another."""
         journal = self.journal
         journal.begin_wait(entry)
         try:

@@ -3,16 +3,12 @@
 The five give, step for step, the rates that DeepSpeed 0.19 gives, so that a migrated run keeps them. Each is a function
 of one counter, `n = last_batch_iteration`: -1 when made, one more at every `step()`. They write `lr` (and OneCycle
 `betas[0]`) into `param_groups`, of any object that has them, and touch nothing else. Where they part from DeepSpeed:
-a group with a learning rate of its own keeps it, beta2 is left alone, and a warm-up may have 0 steps.
+a group with a learning rate of its own keeps it (`lr_groups` says which has one), beta2 is left alone, a warm-up may
+have 0 steps, and loading a state also writes its rates.
 
 [Note: first steps of a warm-up] The rate written when the schedule is made serves the first optimizer step, and the
 warm-up fraction at n = 0 is still 0. So the first *two* optimizer steps run at `warmup_min_lr`; with the default of 0
 they change nothing. A warm-up of 1 step counts as 2. A warm-up of 0 steps has neither rule: it is at the peak at once.
-
-[Note: rates of a group's own] A group whose rate differs from `optimizer.defaults["lr"]` has one of its own (without
-`defaults`, the first group's rate stands for it). A scalar peak applies to the other groups; a list has one value per
-group and applies to all. As in torch, the rate a group had first is kept in it as `initial_lr`, so that a second
-schedule over the same optimizer starts from that and not from wherever the first one left it.
 """
 
 from __future__ import annotations
@@ -20,39 +16,27 @@ from __future__ import annotations
 import inspect
 import logging
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any, Protocol
 
-import torch
-from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 
 from zeroaccel.config.problems import closest
-from zeroaccel.errors import CheckpointError, ConfigError, UsageError
+from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.logs import log_once
+from zeroaccel.zero.lr_groups import GroupSchedule, ParamGroups, address, flag, number, whole
 
 __all__ = [
     "VALID_LR_SCHEDULES",
     "LRRangeTest",
     "OneCycle",
-    "ParamGroups",
     "Scheduler",
     "WarmupCosineLR",
     "WarmupDecayLR",
     "WarmupLR",
     "build_scheduler",
 ]
-
-
-class ParamGroups(Protocol):
-    """What a schedule needs of an optimizer; `defaults["lr"]` is used where there is one."""
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups; each has `lr`."""
 
 
 class Scheduler(Protocol):
@@ -71,155 +55,6 @@ class Scheduler(Protocol):
         """Resumes."""
 
 
-# -- values of scheduler.params
-
-
-def _address(name: str) -> str:
-    return f"scheduler.params.{name}"
-
-
-def _number(name: str, value: object, low: float = 0.0, below: float = math.inf) -> float:
-    """A finite number in [low, below)."""
-    if isinstance(value, Real) and not isinstance(value, bool) and low <= float(value) < below:
-        return float(value)
-    limit = "" if below == math.inf else f" and less than {below:g}"
-    raise ConfigError(_address(name), expected=f"a number of at least {low:g}{limit}", got=value)
-
-
-def _whole(name: str, value: object, low: int) -> int:
-    """A whole number; 1e3 is one."""
-    if isinstance(value, Real) and not isinstance(value, bool) and float(value).is_integer() and float(value) >= low:
-        return int(float(value))
-    raise ConfigError(_address(name), expected=f"a whole number of at least {low}", got=value)
-
-
-def _fraction(name: str, value: object) -> float:
-    return _number(name, value, below=1.0)
-
-
-class _Schedule(ABC):
-    """A function of `last_batch_iteration` that is written into param groups.
-
-    1. A subclass reads its settings, one value per group.
-    2. `_start` sets the counter and writes the first rates.
-    3. `step` and `load_state_dict` move the counter and write again.
-    """
-
-    def __init__(self, optimizer: ParamGroups) -> None:
-        groups = optimizer.param_groups
-        if not groups:
-            raise UsageError(type(self).__name__, expected="an optimizer with at least one param group", got=groups)
-        self.optimizer = optimizer
-        self.last_batch_iteration = -1
-        self._own_lrs = [_first_lr(group) for group in groups]
-        default = getattr(optimizer, "defaults", {}).get("lr")
-        self._default_lr = self._own_lrs[0] if default is None else float(default)
-        self._last_lr: list[float] = []
-
-    @abstractmethod
-    def get_lr(self) -> list[float]:
-        """The rate of each group at `last_batch_iteration`."""
-
-    def get_last_lr(self) -> list[float]:
-        """The rates last written, one per group; from the start on, as the first are written then."""
-        return list(self._last_lr)
-
-    def step(self, last_batch_iteration: int | None = None) -> None:
-        """Moves on by one optimizer step, or to a given one, and writes its rates."""
-        self.last_batch_iteration = (
-            self.last_batch_iteration + 1 if last_batch_iteration is None else last_batch_iteration
-        )
-        self._write()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The counter; everything else comes from the settings."""
-        return {"last_batch_iteration": self.last_batch_iteration}
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Resumes at the saved counter and writes the rates that belong to it.
-
-        Raises:
-            CheckpointError: the state is not one of these schedules'.
-        """
-        counter = state_dict.get("last_batch_iteration")
-        if not isinstance(counter, int) or counter < -1:
-            raise CheckpointError(
-                f"state of the lr scheduler {type(self).__name__}",
-                expected="last_batch_iteration, a whole number of at least -1",
-                got=dict(state_dict),
-                fix="resume with the scheduler that was saved, or without scheduler state",
-            )
-        self.last_batch_iteration = counter
-        self._write()
-
-    def _start(self, last_batch_iteration: object) -> None:
-        self.last_batch_iteration = _whole("last_batch_iteration", last_batch_iteration, low=-1)
-        self._write()
-
-    def _groups(self) -> list[dict[str, Any]]:
-        """The groups as they are now: an optimizer that loads its state replaces them."""
-        groups = self.optimizer.param_groups
-        if len(groups) != len(self._own_lrs):
-            raise UsageError(
-                f"lr scheduler {type(self).__name__}",
-                expected=f"the {len(self._own_lrs)} param groups it was made for",
-                got=len(groups),
-                fix="add param groups before the scheduler is made",
-            )
-        return groups
-
-    def _write(self) -> None:
-        self._last_lr = self.get_lr()
-        for group, lr in zip(self._groups(), self._last_lr, strict=True):
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(lr)  # a compiled or captured step holds this very tensor
-            else:
-                group["lr"] = lr
-
-    # -- one value per group
-
-    def _spread(self, name: str, value: object, check: Callable[[str, object], float] = _number) -> list[float]:
-        """A scalar for every group, or a list with one value each."""
-        if not isinstance(value, (list, tuple)):
-            return [check(name, value)] * len(self._own_lrs)
-        if len(value) != len(self._own_lrs):
-            raise ConfigError(
-                _address(name), expected=f"a number, or {len(self._own_lrs)} of them, one per param group", got=value
-            )
-        return [check(name, item) for item in value]
-
-    def _own_groups(self, name: str, value: object) -> list[int]:
-        """The groups whose own rate stands against the setting; none where it gives one value per group."""
-        if isinstance(value, (list, tuple)):
-            return []
-        own = [index for index, lr in enumerate(self._own_lrs) if lr != self._default_lr]
-        if own:
-            shown = ", ".join(f"{index} (lr {self._own_lrs[index]:g})" for index in own)
-            log_once(
-                logging.WARNING,
-                f"{_address(name)} = {value} is for param groups with the optimizer's lr of {self._default_lr:g}; "
-                f"groups with their own keep it: {shown}. A list sets one value per group.",
-            )
-        return own
-
-    def _scaled(self, name: str, values: list[float], own: list[int], reference: list[float]) -> list[float]:
-        """`values`, where a group with its own rate gets as much less or more as its rate is of the reference."""
-        for index in own:
-            if reference[index] == 0:
-                raise ConfigError(
-                    _address(name),
-                    expected="one value per param group, as a rate of 0 gives no scale for groups with their own lr",
-                    got=values[index],
-                )
-            values[index] *= self._own_lrs[index] / reference[index]
-        return values
-
-
-def _first_lr(group: dict[str, Any]) -> float:
-    """The rate the group had before any schedule, kept in the group. See [Note: rates of a group's own]."""
-    return float(group.setdefault("initial_lr", float(group["lr"])))
-
-
 # -- the five
 
 
@@ -234,8 +69,8 @@ class _WarmUp:
     def of(num_steps: object, kind: object) -> _WarmUp:
         """From `warmup_num_steps` and `warmup_type`."""
         if kind not in ("log", "linear"):
-            raise ConfigError(_address("warmup_type"), expected='"log" or "linear"', got=kind)
-        steps = _whole("warmup_num_steps", num_steps, low=0)
+            raise ConfigError(address("warmup_type"), expected='"log" or "linear"', got=kind)
+        steps = whole("warmup_num_steps", num_steps, low=0)
         return _WarmUp(2 if steps == 1 else steps, kind == "linear")
 
     def covers(self, n: int) -> bool:
@@ -249,17 +84,17 @@ class _WarmUp:
 
     def total(self, total_num_steps: object) -> int:
         """Checks `total_num_steps`, of which the warm-up is the beginning."""
-        total = _whole("total_num_steps", total_num_steps, low=1)
+        total = whole("total_num_steps", total_num_steps, low=1)
         if total < self.num_steps:
             log_once(
                 logging.WARNING,
-                f"{_address('total_num_steps')} = {total} is less than warmup_num_steps = {self.num_steps}: "
+                f"{address('total_num_steps')} = {total} is less than warmup_num_steps = {self.num_steps}: "
                 "the peak is never reached",
             )
         return total
 
 
-class WarmupLR(_Schedule):
+class WarmupLR(GroupSchedule):
     """From `warmup_min_lr` up to `warmup_max_lr` in `warmup_num_steps` steps, constant after.
 
     ``min + (max - min) * f`` with f = ln(n + 1) / ln(N) ("log") or n / N ("linear") for n < N, then 1.
@@ -339,7 +174,7 @@ class WarmupDecayLR(WarmupLR):
         return max(0.0, (self._total - max(n, 0)) / max(1, self._total - self._warm_up.num_steps))
 
 
-class WarmupCosineLR(_Schedule):
+class WarmupCosineLR(GroupSchedule):
     """Each group's lr times a ratio: up from `warmup_min_ratio` to 1, then half a cosine down to `cos_min_ratio`.
 
     The ratio is 0 at n = -1, ``min + (1 - min) * f`` during the warm-up (f as for `WarmupLR`), and then
@@ -368,8 +203,8 @@ class WarmupCosineLR(_Schedule):
         super().__init__(optimizer)
         self._warm_up = _WarmUp.of(warmup_num_steps, warmup_type)
         self._total = self._warm_up.total(total_num_steps)
-        self._min_ratio = _number("warmup_min_ratio", warmup_min_ratio)
-        self._end_ratio = _number("cos_min_ratio", cos_min_ratio)
+        self._min_ratio = number("warmup_min_ratio", warmup_min_ratio)
+        self._end_ratio = number("cos_min_ratio", cos_min_ratio)
         self._start(last_batch_iteration)
 
     def get_lr(self) -> list[float]:
@@ -385,7 +220,11 @@ class WarmupCosineLR(_Schedule):
         return self._end_ratio + (1.0 - self._end_ratio) * (1.0 + math.cos(math.pi * progress)) / 2
 
 
-class OneCycle(_Schedule):
+def _momentum(name: str, value: object) -> float:
+    return number(name, value, below=1.0)
+
+
+class OneCycle(GroupSchedule):
     """One triangle of the rate up and down, beta1 opposite to it, then a slow decay (arXiv:1803.09820).
 
     With b = n + 1 and the cycle's halves of F and S steps, the height is b / F going up and (F + S - b) / S coming
@@ -427,17 +266,17 @@ class OneCycle(_Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         super().__init__(optimizer)
-        self._first = _number("cycle_first_step_size", cycle_first_step_size)
+        self._first = number("cycle_first_step_size", cycle_first_step_size)
         if self._first == 0:
-            raise ConfigError(_address("cycle_first_step_size"), expected="a number above 0", got=cycle_first_step_size)
+            raise ConfigError(address("cycle_first_step_size"), expected="a number above 0", got=cycle_first_step_size)
         second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
-        self._second = _number("cycle_second_step_size", second)
-        self._first_stairs = _whole("cycle_first_stair_count", cycle_first_stair_count, low=0)
+        self._second = number("cycle_second_step_size", second)
+        self._first_stairs = whole("cycle_first_stair_count", cycle_first_stair_count, low=0)
         stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
-        self._second_stairs = _whole("cycle_second_stair_count", stairs, low=0)
-        self._decay_steps = _number("decay_step_size", decay_step_size)
-        self._decay_lr_rate = _number("decay_lr_rate", decay_lr_rate)
-        self._decay_mom_rate = _number("decay_mom_rate", decay_mom_rate)
+        self._second_stairs = whole("cycle_second_stair_count", stairs, low=0)
+        self._decay_steps = number("decay_step_size", decay_step_size)
+        self._decay_lr_rate = number("decay_lr_rate", decay_lr_rate)
+        self._decay_mom_rate = number("decay_mom_rate", decay_mom_rate)
         self._max_lrs = self._spread("cycle_max_lr", cycle_max_lr)
         self._min_lrs = self._spread("cycle_min_lr", cycle_min_lr)
         own = self._own_groups("cycle_max_lr", cycle_max_lr)
@@ -445,9 +284,9 @@ class OneCycle(_Schedule):
             self._min_lrs = self._scaled("cycle_min_lr", self._min_lrs, own, self._max_lrs)
         for index in own:
             self._max_lrs[index] = self._own_lrs[index]
-        self._min_moms = self._spread("cycle_min_mom", cycle_min_mom, _fraction)
-        self._max_moms = self._spread("cycle_max_mom", cycle_max_mom, _fraction)
-        self._cycles_momentum = bool(cycle_momentum)
+        self._min_moms = self._spread("cycle_min_mom", cycle_min_mom, _momentum)
+        self._max_moms = self._spread("cycle_max_mom", cycle_max_mom, _momentum)
+        self._cycles_momentum = flag("cycle_momentum", cycle_momentum)
         if self._cycles_momentum and not any("betas" in group for group in optimizer.param_groups):
             self._cycles_momentum = False
             log_once(logging.WARNING, "OneCycle cycles no momentum: the optimizer has no betas")
@@ -488,7 +327,7 @@ class OneCycle(_Schedule):
         for group, beta1 in zip(self._groups(), self._beta1s(), strict=True):
             if beta1 >= 1:
                 raise ConfigError(
-                    _address("decay_mom_rate"),
+                    address("decay_mom_rate"),
                     expected="beta1 to stay below 1",
                     got=f"{beta1:g} at step {self.last_batch_iteration + 1}",
                     fix="lower it, or raise decay_step_size",
@@ -497,7 +336,7 @@ class OneCycle(_Schedule):
                 group["betas"] = (beta1, *group["betas"][1:])
 
 
-class LRRangeTest(_Schedule):
+class LRRangeTest(GroupSchedule):
     """A rate that grows without end, to find the largest that trains (arXiv:1803.09820).
 
     ``min * (1 + rate * (n + 1) / size)``, the fraction rounded down with `lr_range_test_staircase`.
@@ -529,9 +368,9 @@ class LRRangeTest(_Schedule):
         own = self._own_groups(name, lr_range_test_min_lr)
         reference = [self._default_lr] * len(self._own_lrs)
         self._min_lrs = self._scaled(name, self._spread(name, lr_range_test_min_lr), own, reference)
-        self._size = _whole("lr_range_test_step_size", lr_range_test_step_size, low=1)
-        self._rate = _number("lr_range_test_step_rate", lr_range_test_step_rate)
-        self._staircase = bool(lr_range_test_staircase)
+        self._size = whole("lr_range_test_step_size", lr_range_test_step_size, low=1)
+        self._rate = number("lr_range_test_step_rate", lr_range_test_step_rate)
+        self._staircase = flag("lr_range_test_staircase", lr_range_test_staircase)
         self._start(last_batch_iteration)
 
     def get_lr(self) -> list[float]:
@@ -586,7 +425,7 @@ def build_scheduler(type: str, params: Mapping[str, Any], optimizer: ParamGroups
         )
     _check_arguments(type, kind, params)
     try:
-        return kind(optimizer, **params)
+        return kind(optimizer=optimizer, **params)
     except (TypeError, ValueError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -609,7 +448,7 @@ def _check_arguments(name: str, kind: Callable[..., Scheduler], params: Mapping[
         if key not in allowed:
             near = closest(key, allowed)
             fix = f"did you mean {near!r}?" if near else f"it takes {', '.join(allowed)}"
-            raise ConfigError(_address(key), expected=f"an argument of {name}", got=params[key], fix=fix)
+            raise ConfigError(address(key), expected=f"an argument of {name}", got=params[key], fix=fix)
     for key, parameter in allowed.items():
         if parameter.default is parameter.empty and key not in params:
-            raise ConfigError(_address(key), expected=f"a value, which {name} cannot do without")
+            raise ConfigError(address(key), expected=f"a value, which {name} cannot do without")

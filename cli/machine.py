@@ -1,0 +1,53 @@
+"""What this machine offers a launch: cores, accelerators, ports and names. Looks, and changes nothing.
+
+Read by `plan`. Only `accelerators` imports torch, and only when it is called.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+from pathlib import Path
+
+__all__ = ["accelerators", "is_known_host", "loopback", "port_trouble", "usable_cores"]
+
+loopback = "127.0.0.1"
+
+
+def usable_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """The cores this process may use, at least 1: its affinity, and below that the quota of its container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = cgroup.read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, math.ceil(int(quota) / int(period))))
+
+
+def accelerators() -> int:
+    """How many CUDA devices the processes will see; CUDA_VISIBLE_DEVICES counts."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def port_trouble(port: int) -> str:
+    """Why a server of this machine could not listen on `port`; empty when it could."""
+    families = [socket.AF_INET, socket.AF_INET6] if socket.has_dualstack_ipv6() else [socket.AF_INET]
+    for family in families:
+        # create_server sets SO_REUSEADDR as torch's store does: a port whose last job has just ended is free.
+        try:
+            socket.create_server(("", port), family=family).close()
+        except OSError as error:
+            return error.strerror or str(error)
+    return ""
+
+
+def is_known_host(host: str) -> bool:
+    """Whether `host` is an address or a name that resolves."""
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        return False
+    return True
