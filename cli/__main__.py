@@ -6,4 +6,5 @@ from .main import main
 
 __all__: list[str] = []
 
-main(prog_name="zeroaccel")
+if __name__ == "__main__":
+    main(prog_name="zeroaccel")

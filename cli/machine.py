@@ -5,14 +5,13 @@ Read by `plan`. Only `accelerators` imports torch, and only when it is called.
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import socket
 from pathlib import Path
 
-__all__ = ["accelerators", "is_known_host", "loopback", "port_trouble", "usable_cores"]
-
-loopback = "127.0.0.1"
+__all__ = ["accelerators", "is_known_host", "port_trouble", "usable_cores"]
 
 
 def usable_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
@@ -40,7 +39,8 @@ def port_trouble(port: int) -> str:
         try:
             socket.create_server(("", port), family=family).close()
         except OSError as error:
-            return error.strerror or str(error)
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):  # and not: no IPv6 here
+                return (error.strerror or str(error)).lower()
     return ""
 
 

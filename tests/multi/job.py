@@ -58,12 +58,14 @@ def run_job(
     args: Sequence[object] = (),
     timeout: float = 60.0,
     env: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
 ) -> JobResult:
     """Runs a Python script as ranks 0 ... `nproc` - 1 of one job and waits for all of them.
 
     Args:
         timeout: seconds after which the job is killed.
         env: variables set on top of those of a rank.
+        cwd: the folder it runs in.
 
     Raises:
         JobTimeout: the job had not ended by itself.
@@ -71,21 +73,23 @@ def run_job(
     port = free_port()
     command = [sys.executable, os.fspath(script_path), *map(str, args)]
     environments = [rank_environment(rank, nproc, port) | dict(env or {}) for rank in range(nproc)]
-    return _run(command, environments, timeout)
+    return _run(command, environments, timeout, cwd)
 
 
-def run_command(argv: Sequence[object], timeout: float = 60.0, env: Mapping[str, str] | None = None) -> JobResult:
+def run_command(
+    argv: Sequence[object], timeout: float = 60.0, env: Mapping[str, str] | None = None, cwd: Path = ROOT
+) -> JobResult:
     """Runs one command outside any job, as a person at a shell would; arguments as in `run_job`."""
-    return _run([str(word) for word in argv], [outside_any_job() | dict(env or {})], timeout)
+    return _run([str(word) for word in argv], [outside_any_job() | dict(env or {})], timeout, cwd)
 
 
-def _run(command: list[str], environments: list[dict[str, str]], timeout: float) -> JobResult:
+def _run(command: list[str], environments: list[dict[str, str]], timeout: float, cwd: Path) -> JobResult:
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="job-") as folder:
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank, environment in enumerate(environments):
-                processes.append(_spawn(command, environment, Path(folder, str(rank))))
+                processes.append(_spawn(command, environment, cwd, Path(folder, str(rank))))
             timed_out = not _all_ended(processes, start + timeout)
         finally:
             for process in processes:
@@ -101,12 +105,12 @@ def _run(command: list[str], environments: list[dict[str, str]], timeout: float)
     return result
 
 
-def _spawn(command: list[str], environment: dict[str, str], output: Path) -> subprocess.Popen[bytes]:
+def _spawn(command: list[str], environment: dict[str, str], cwd: Path, output: Path) -> subprocess.Popen[bytes]:
     with open(output.with_suffix(".out"), "wb") as stdout, open(output.with_suffix(".err"), "wb") as stderr:
         return subprocess.Popen(
             command,
             env=environment,
-            cwd=ROOT,
+            cwd=cwd,
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,

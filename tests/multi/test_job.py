@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -51,8 +52,17 @@ def test_a_job_that_does_not_end_is_killed_with_its_descendants(tmp_path: Path) 
     children = [int(line) for line in caught.value.result.stdout.split()]
     assert len(children) == 2
     assert caught.value.result.returncodes == (-9, -9)
-    gone = {psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD}
-    assert all(not psutil.pid_exists(pid) or psutil.Process(pid).status() in gone for pid in children)
+    deadline = time.monotonic() + 10  # a killed process takes a moment to go
+    while (alive := [pid for pid in children if _is_alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not alive
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_a_command_sees_no_surrounding_job(monkeypatch: pytest.MonkeyPatch) -> None:

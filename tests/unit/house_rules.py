@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import PurePosixPath
 
 __all__ = [
+    "ENVIRONMENT_READERS",
     "PACKAGE_RULES",
     "TREE_RULES",
     "Rule",
@@ -45,6 +46,7 @@ LAYERS = (
 
 # Who may read the environment, and for what. Everything else gets what it needs as an argument.
 ENVIRONMENT_READERS = {
+    "zeroaccel/comm/environment.py": "what the launcher says of the job, and the limit for hangs",
     "zeroaccel/logs.py": "RANK, known before there is a process group, and the log level",
 }
 

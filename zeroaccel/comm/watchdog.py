@@ -77,6 +77,7 @@ class Watchdog:
         self._events = 0
         self._gone: dict[int, Position] = {}
         self._compared: Entry | None = None
+        self._listeners = channel.world_size  # the ranks that will say when they need the store no longer
         self._released_at = 0.0
         self._keeper_left_at = 0.0
         self._interruption: threading.Thread | None = None
@@ -253,6 +254,7 @@ class Watchdog:
                 if rank not in positions and (position := channel.position_of(rank)):
                     positions[rank] = position
             time.sleep(_HURRY_SECONDS)
+        self._listeners = len(positions)
         text = compose(alarm, positions, self._world_size)
         logger.error(text, extra={"all_ranks": True})
         return Verdict(text, alarm.timed_out)
@@ -290,7 +292,7 @@ class Watchdog:
 
     def _may_take_the_store_away(self, channel: SideChannel) -> bool:
         waited = time.monotonic() - self._released_at
-        return waited > _STAY_SECONDS or channel.released() >= self._world_size
+        return waited > _STAY_SECONDS or channel.released() >= self._listeners
 
     def _keeper_has_left(self, channel: SideChannel) -> bool:
         """Whether the keeper of the store has said farewell, and has done so long enough ago.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.ops.norms import max_abs, norm_from, square_sums
+from zeroaccel.ops.norms import max_abs, norm_exponent, norm_from, square_sums
 
 __all__ = ["GradientHealth", "clip_factor", "examine"]
 
@@ -43,7 +43,6 @@ def examine(shards: Sequence[Tensor], collectives: Collectives, *, digest: int, 
         norm: whether to compute the norm too.
     """
     largest = max((max_abs(shard) for shard in shards), default=0.0)
-    largest = math.inf if math.isnan(largest) else largest
     facts = torch.tensor([largest, float(digest), -float(digest)], dtype=torch.float64)
     collectives.all_reduce(facts, "max", "gradient overflow check")
     largest, high, low = (float(fact) for fact in facts)
@@ -53,7 +52,7 @@ def examine(shards: Sequence[Tensor], collectives: Collectives, *, digest: int, 
         return GradientHealth(finite, math.nan, agreed)
     if largest == 0.0:
         return GradientHealth(True, 0.0, agreed)
-    exponent = math.frexp(largest)[1]  # 2^exponent > largest
+    exponent = norm_exponent(largest)
     sums = torch.zeros(2, dtype=torch.int64)
     for shard in shards:
         sums += torch.tensor(square_sums(shard, exponent), dtype=torch.int64)

@@ -109,7 +109,7 @@ class Engine(nn.Module):
         self._report = report or StepReport()
         self._unit_of = {id(buffer): unit for unit in units for buffer in unit.buffers}
         trained = [(unit.name, b) for unit in units for b in unit.buffers if b.trainable]
-        self._reducer = Reducer(trained, collectives, settings.plan, settings.rules, self._buffer_complete)
+        self._reducer = Reducer(trained, collectives, settings.plan, settings.rules)
         self.schedule = Schedule({unit.name: unit.numel for unit in units}, settings.limits)
         travelling = [unit for unit in units if not unit.resident]
         self._residency = Residency(travelling, self.schedule)
@@ -257,11 +257,6 @@ class Engine(nn.Module):
             param.grad.div_(self.settings.accumulation)
         self._reducer.receive(param)
 
-    def _buffer_complete(self, buffer: FlatBuffer) -> None:
-        unit = self._unit_of[id(buffer)]
-        if not unit.resident:
-            self._residency.gradients_done(unit)
-
     def _begin_backward(self, *, direct: bool) -> None:
         self._require_optimizer("backward")
         if direct and self.settings.loss_scaled:
@@ -270,7 +265,7 @@ class Engine(nn.Module):
             )
         self._in_backward, self._direct = True, direct
         self.collectives.journal.phase = "backward"
-        self._residency.in_backward = True
+        self._residency.begin_backward()
         reduces = self.settings.plan.grads or (self._syncing and self.is_gradient_accumulation_boundary())
         self._reducer.begin(reduce=reduces)
 

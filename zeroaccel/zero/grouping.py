@@ -44,7 +44,7 @@ class LeafRules:
             return True
         if fqn in self.names or any(fqn.endswith(suffix) for suffix in self.name_suffixes):
             return True
-        return bool(self.granularity) and any(module.children()) and self._granularity(module) < self.granularity
+        return bool(self.granularity) and next(module.children(), None) is not None and self._granularity(module) < self.granularity
 
     @staticmethod
     def _granularity(module: nn.Module) -> float:
@@ -159,7 +159,7 @@ def _walk_boundaries(module: nn.Module, fqn: str, rules: LeafRules, *, inside: b
             yield id(child), child_fqn  # whole: nothing below it is a unit of its own
             continue
         block = not inside and repeated and not isinstance(child, _CONTAINERS)
-        leaf = not inside and not any(child.children())
+        leaf = not inside and next(child.children(), None) is None
         large = leaf and sum(p.numel() for p in child.parameters()) >= LARGE_LEAF_NUMEL
         if block or large:
             yield id(child), child_fqn
@@ -172,7 +172,7 @@ def is_mixture(name: str, module: nn.Module) -> bool:
     Told by its name or class, or by a list of like children beside something called a gate or a router.
     """
     if _MIXTURE.search(name) or _MIXTURE.search(type(module).__name__):
-        return not isinstance(module, nn.Sequential) and any(module.children())
+        return not isinstance(module, nn.Sequential) and next(module.children(), None) is not None
     children = dict(module.named_children())
     experts = [c for c in children.values() if isinstance(c, nn.ModuleList) and len(c) > 1]
     return bool(_ROUTERS & children.keys()) and any(len({_shapes(e) for e in c}) == 1 for c in experts)

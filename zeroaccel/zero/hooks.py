@@ -3,8 +3,8 @@
 Translates what PyTorch calls into words of `residency.py` and of the engine; decides nothing. `detach()` undoes it all.
 
 [Note: backward events] An output's producing node tells when a use's backward begins. A view output that is later changed
-in place gets a new node, so the node of its base is watched too. Inputs that need a gradient are passed on as views, whose
-nodes run exactly when this use no longer needs its weights - not when every other reader of the input is done.
+in place gets a new node, so the node of its base is watched too. When it is over follows from the order of autograd
+(`residency.py`), so nothing is added to the graph.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Hooks:
         for unit in units:
             for module in unit.modules:
                 before, after = self._around(unit)
-                self._add(module.register_forward_pre_hook(shield(before), with_kwargs=True))
+                self._add(module.register_forward_pre_hook(shield(before)))
                 self._add(module.register_forward_hook(shield(after), always_call=True))
         self._add(root.register_forward_hook(shield(self._root_done), always_call=True))
         for param in optimized:
@@ -103,44 +103,21 @@ class Hooks:
     def _around(self, unit: ParamUnit) -> tuple[Callable[..., Any], Callable[..., Any]]:
         residency = self._residency
 
-        def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            residency.enter_forward(unit)
-            use = Use(unit)
-            self._uses.append(use)
-            if not torch.is_grad_enabled():
-                return None
-            return self._mark_inputs(args, use), self._mark_inputs(kwargs, use)
+        def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+            self._uses.append(residency.enter_forward(unit, torch._C._current_graph_task_id()))
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             use = self._uses.pop()
             if output is not None and torch.is_grad_enabled():
                 for node in _producers(output):
                     node.register_prehook(lambda _: self._backward_of(use))
-            residency.exit_forward(unit)
+            residency.exit_forward(use)
 
         return before, after
 
     def _backward_of(self, use: Use) -> None:
         self._listener.backward_begins()
-        self._residency.enter_backward(use)
-
-    def _mark_inputs(self, value: Any, use: Use) -> Any:
-        """`value` with a fresh view in place of every tensor that needs a gradient."""
-        if isinstance(value, Tensor):
-            if not value.requires_grad:
-                return value
-            view = value.view_as(value)
-            node = view.grad_fn
-            assert node is not None, "a view of a tensor that requires a gradient has a node"
-            use.has_inputs = True
-            use.pending_inputs += 1
-            node.register_prehook(lambda _: self._residency.input_done(use))
-            return view
-        if type(value) in (tuple, list):
-            return type(value)(self._mark_inputs(item, use) for item in value)
-        if type(value) is dict:
-            return {key: self._mark_inputs(item, use) for key, item in value.items()}
-        return value
+        self._residency.enter_backward(use, torch._C._current_graph_task_id())
 
     # -- parameters read outside their module
 

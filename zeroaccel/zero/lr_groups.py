@@ -75,8 +75,9 @@ class GroupSchedule(ABC):
             raise UsageError(type(self).__name__, expected="an optimizer with at least one param group", got=groups)
         self.optimizer = optimizer
         self.last_batch_iteration = -1
-        self._own_lrs = [_first_lr(group) for group in groups]
         default = getattr(optimizer, "defaults", {}).get("lr")
+        _separate(groups, default)
+        self._own_lrs = [_first_lr(group) for group in groups]
         self._default_lr = self._own_lrs[0] if default is None else float(default)
         self._last_lr: list[float] = []
 
@@ -182,3 +183,12 @@ class GroupSchedule(ABC):
 def _first_lr(group: dict[str, Any]) -> float:
     """The rate the group had before any schedule, kept in the group. See [Note: rates of a group's own]."""
     return float(group.setdefault("initial_lr", float(group["lr"])))
+
+
+def _separate(groups: list[dict[str, Any]], default: object) -> None:
+    """Gives each group a rate tensor of its own: torch lets all groups and `defaults` share one."""
+    taken = {id(default)}
+    for group in groups:
+        if isinstance(group["lr"], Tensor) and id(group["lr"]) in taken:
+            group["lr"] = group["lr"].clone()
+        taken.add(id(group["lr"]))

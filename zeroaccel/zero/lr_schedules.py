@@ -23,7 +23,7 @@ from typing import Any, Protocol
 from torch.optim import Optimizer, lr_scheduler
 
 from zeroaccel.config.problems import closest
-from zeroaccel.errors import ConfigError, UsageError
+from zeroaccel.errors import ConfigError, UsageError, ZeroAccelError
 from zeroaccel.logs import log_once
 from zeroaccel.zero.lr_groups import GroupSchedule, ParamGroups, address, flag, number, whole
 
@@ -426,9 +426,9 @@ def build_scheduler(type: str, params: Mapping[str, Any], optimizer: ParamGroups
     _check_arguments(type, kind, params)
     try:
         return kind(optimizer=optimizer, **params)
-    except (TypeError, ValueError, AttributeError) as error:
-        if isinstance(error, ConfigError):
-            raise
+    except ZeroAccelError:
+        raise
+    except (TypeError, ValueError, AttributeError, LookupError) as error:  # whatever torch's constructors make of it
         raise ConfigError(f"scheduler.params of {type}: {error}") from error
 
 

@@ -14,7 +14,7 @@ The reduced gradient has the communication dtype; it becomes the accumulation dt
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -140,14 +140,12 @@ class Reducer:
         collectives: Collectives,
         plan: ShardPlan,
         rules: ReduceRules,
-        on_complete: Callable[[FlatBuffer], None] = lambda buffer: None,
     ) -> None:
         # Backward meets the modules last to first; the root comes first in registration and so is launched last.
         self.gradients = [GradientBuffer(buffer, name) for name, buffer in reversed(buffers)]
         self._collectives = collectives
         self._plan = plan
         self._rules = rules
-        self._on_complete = on_complete
         self._home = {
             param: (gradients, index)
             for gradients in self.gradients
@@ -177,10 +175,8 @@ class Reducer:
             return
         dtype = self._wire(gradients) if self._reducing else self._accumulation(gradients)
         gradients.take(index, grad, dtype, self._rules.predivide)
-        if gradients.complete:
-            self._on_complete(gradients.buffer)
-            if self._reducing:
-                self._launch_ready()
+        if self._reducing and gradients.complete:
+            self._launch_ready()
 
     def end(self) -> None:
         """Ends a backward: launches what is left, with zeros for gradients that never came, and waits for all."""

@@ -3,9 +3,12 @@
 Told what happens by `hooks.py`, asks `schedule.py` what to fetch ahead and what to keep, and moves `ParamUnit`s.
 Knows nothing of modules, autograd nodes or gradients.
 
-[Note: uses] One run of a unit's forward is a `Use`. Its backward begins when the gradient of an output arrives and is over
-when the gradients of all inputs are computed. Several uses of one unit may be open at a time (two forwards before one
-backward, a layer applied twice); the unit is given up when the last of them is over.
+[Note: uses] One run of a unit's forward is a `Use`. Its backward begins when the gradient of an output arrives. It is over
+when the backward of anything begins that ran before it: autograd executes nodes in the reverse order of their creation
+(it takes the ready node with the highest sequence number, and whatever a node waits for was created later). A backward
+nested in another, as re-entrant checkpointing runs it, is over when the outer one goes on. So the graph need not be
+touched, and inputs that many units share do not delay anybody. Several uses of one unit may be open at a time (two forwards
+before one backward, a layer applied twice); the unit is given up when the last of them is over.
 """
 
 from __future__ import annotations
@@ -19,20 +22,20 @@ __all__ = ["Residency", "Use"]
 
 
 class Use:
-    """One run of a unit's forward, until its backward is over.
+    """One run of a unit's forward.
 
     Attributes:
-        pending_inputs: inputs whose gradient is still to come.
-        has_inputs: any input needs a gradient; if none does, the end of the backward is told by the last gradient.
+        began, ended: when, on the residency's clock.
+        backward: number of the backward that has reached it; 0 before.
+        task: number of the autograd task that reached it; a nested one has a higher number.
     """
 
-    __slots__ = ("has_inputs", "pending_inputs", "started", "unit")
+    __slots__ = ("backward", "began", "ended", "task", "unit")
 
-    def __init__(self, unit: ParamUnit) -> None:
+    def __init__(self, unit: ParamUnit, began: int) -> None:
         self.unit = unit
-        self.pending_inputs = 0
-        self.has_inputs = False
-        self.started = False
+        self.began = self.ended = began
+        self.backward = self.task = 0
 
 
 class Residency:
@@ -41,7 +44,9 @@ class Residency:
     def __init__(self, units: Sequence[ParamUnit], schedule: Schedule) -> None:
         self._units = {unit.name: unit for unit in units}
         self._schedule = schedule
-        self._running: list[ParamUnit] = []
+        self._running: list[Use] = []
+        self._clock = 0
+        self._backwards = 0
         self._open: dict[str, list[Use]] = {unit.name: [] for unit in units}
         self._live: dict[str, int] = {}
         self._lenders: dict[str, list[ParamUnit]] = {}
@@ -65,21 +70,30 @@ class Residency:
             self._give_up_all()
             self._schedule.end()
 
-    def enter_forward(self, unit: ParamUnit) -> None:
-        """A module of `unit` is about to run: makes it whole, with those whose parameters it borrows."""
-        self._running.append(unit)
+    def enter_forward(self, unit: ParamUnit, task: int = -1) -> Use:
+        """A module of `unit` is about to run: makes it whole, with those whose parameters it borrows.
+
+        Args:
+            task: the autograd task that recomputes it; -1 outside any backward.
+        """
+        if self.in_backward:
+            self._close_nested(task)
+        use = Use(unit, self._tick())
+        self._running.append(use)
         self._require(unit)
         for lender in self._lenders.get(unit.name, ()):
             self._require(lender)
+        return use
 
-    def exit_forward(self, unit: ParamUnit) -> None:
+    def exit_forward(self, use: Use) -> None:
         """The module is done, or raised."""
-        assert self._running and self._running[-1] is unit, f"{unit.name} left forward out of order"
+        assert self._running and self._running[-1] is use, f"{use.unit.name} left forward out of order"
         self._running.pop()
+        use.ended = self._tick()
         if self.in_backward:  # recomputation: its backward follows at once
             return
-        for candidate in (unit, *self._lenders.get(unit.name, ())):
-            if candidate not in self._running:
+        for candidate in self._needed_by(use.unit):
+            if not self._is_running(candidate):
                 self._release(candidate)
 
     def borrow(self, unit: ParamUnit) -> None:
@@ -90,34 +104,35 @@ class Residency:
         if unit.state is ShardState.UNSHARDED or not (self._running or self.in_backward):
             return
         self._require(unit)
-        if self._running and self._running[-1] is not unit:
-            lenders = self._lenders.setdefault(self._running[-1].name, [])
+        if self._running and self._running[-1].unit is not unit:
+            lenders = self._lenders.setdefault(self._running[-1].unit.name, [])
             if unit not in lenders:
                 lenders.append(unit)
 
     # -- backward
 
-    def enter_backward(self, use: Use) -> None:
-        """The gradient of an output of this use has arrived: what it computed with must be whole again."""
-        if use.started:
+    def begin_backward(self) -> None:
+        """A backward begins; several may go through one graph."""
+        self.in_backward = True
+        self._backwards += 1
+
+    def enter_backward(self, use: Use, task: int) -> None:
+        """The gradient of an output of this use has arrived: what it computed with must be whole again.
+
+        Args:
+            task: the autograd task that is running.
+        """
+        if use.backward == self._backwards:
             return
-        use.started = True
-        for unit in (use.unit, *self._lenders.get(use.unit.name, ())):
+        use.backward, use.task = self._backwards, task
+        self._close_nested(task)
+        for other in {id(u): u for uses in self._open.values() for u in uses if u.began > use.ended}.values():
+            if other.task == task:
+                self._close(other)
+        for unit in self._needed_by(use.unit):
             if not self._open[unit.name]:
                 self._require(unit)
             self._open[unit.name].append(use)
-
-    def input_done(self, use: Use) -> None:
-        """The gradient of one input of this use is computed; after the last one the use is over."""
-        use.pending_inputs -= 1
-        if use.pending_inputs == 0:
-            self._close(use)
-
-    def gradients_done(self, unit: ParamUnit) -> None:
-        """All parameters of `unit` have their gradients: ends the uses whose inputs need none."""
-        for use in list(self._open[unit.name]):
-            if use.unit is unit and not use.has_inputs:
-                self._close(use)
 
     def end_backward(self) -> None:
         """The backward is over: everything is given up."""
@@ -135,12 +150,27 @@ class Residency:
 
     # -- moving
 
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+    def _is_running(self, unit: ParamUnit) -> bool:
+        return any(use.unit is unit for use in self._running)
+
+    def _needed_by(self, unit: ParamUnit) -> tuple[ParamUnit, ...]:
+        return (unit, *self._lenders.get(unit.name, ()))
+
+    def _close_nested(self, task: int) -> None:
+        """Ends the uses of nested backwards, which are over when an outer one goes on."""
+        for use in {id(u): u for uses in self._open.values() for u in uses if u.task > task}.values():
+            self._close(use)
+
     def _close(self, use: Use) -> None:
-        for unit in (use.unit, *self._lenders.get(use.unit.name, ())):
+        for unit in self._needed_by(use.unit):
             uses = self._open[unit.name]
             if use in uses:
                 uses.remove(use)
-                if not uses and unit not in self._running:
+                if not uses and not self._is_running(unit):
                     self._release(unit)
 
     def _require(self, unit: ParamUnit) -> None:

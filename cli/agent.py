@@ -1,0 +1,222 @@
+"""Starting and watching the processes of a plan on this machine, through torch's elastic agent, in this process.
+
+Takes a `LaunchPlan` and returns a `JobEnd`; what that means to a person is for `failures` and `launch`. The agent's
+own log is kept from the terminal, since all it has to say is in the `JobEnd`: with `--debug` it is shown, with
+`--log_dir` it is written there. The only file of the command line that imports torch as a whole.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import signal
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import DistError
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.launcher.api import LaunchConfig, launch_agent
+
+from zeroaccel.config.launch import LaunchSettings, Streams
+from zeroaccel.errors import CollectiveError
+
+from .failures import RankEnd, Report, read_report
+from .leftovers import LAUNCH_ID, end_leftovers
+from .plan import LaunchPlan
+from .runner import FAULT_FILE
+
+__all__ = ["JobEnd", "run_plan"]
+
+_SHUTDOWN_SECONDS = 10  # for the processes to end after a signal; then they are killed
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_TORCH_LOG = "torch.distributed.elastic"
+
+
+@dataclass(frozen=True)
+class JobEnd:
+    """How the job ended on this machine. Both fields are empty after a success.
+
+    Attributes:
+        failures: the processes that failed.
+        signal: the signal that ended the launcher, or 0.
+    """
+
+    failures: tuple[RankEnd, ...] = ()
+    signal: int = 0
+
+
+class RankFiles(DefaultLogsSpecs):
+    """The files of each process: its output, its error report. Asked for whenever the processes are started.
+
+    Also hands each process the plan's environment, and tells why the processes are started again.
+    """
+
+    def __init__(self, folder: Path, plan: LaunchPlan, launch_id: str, say: Callable[[str], None]) -> None:
+        settings = plan.settings
+        super().__init__(str(folder), redirects=_std(settings.redirects), tee=_std(settings.tee))
+        self._additions = {**plan.environment, LAUNCH_ID: launch_id}
+        self._say = say
+        self._reports: tuple[Path, ...] = ()
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        if self._reports:
+            attempt, last = envs[0]["TORCHELASTIC_RESTART_COUNT"], envs[0]["TORCHELASTIC_MAX_RESTARTS"]
+            self._say(f"{self._why_again()}; starting again ({attempt} of at most {last})")
+        destinations = super().reify(envs)
+        for environment in envs.values():
+            environment.update(self._additions)
+        self._reports = tuple(Path(path) for path in destinations.error_files.values())
+        return destinations
+
+    def _why_again(self) -> str:
+        reports = [report for path in self._reports if (report := _report_at(path)) is not None]
+        if not reports:
+            return "a process died without a report, or another machine had to start again"
+        return min(reports, key=lambda report: report.time).traceback or reports[0].headline
+
+
+def run_plan(plan: LaunchPlan, say: Callable[[str], None]) -> JobEnd:
+    """Starts the processes, waits for all of them, and leaves none behind unless all succeeded.
+
+    Args:
+        say: tells the user something while the job runs.
+
+    Raises:
+        CollectiveError: the machines did not meet.
+    """
+    settings = plan.settings
+    launch_id = uuid.uuid4().hex
+    is_temporary = settings.log_dir is None
+    folder = Path(tempfile.mkdtemp(prefix="zeroaccel_") if settings.log_dir is None else settings.log_dir)
+    end = JobEnd(signal=signal.SIGINT)  # unless something else happens
+    with _own_signals(settings), _agent_log(settings):
+        try:
+            files = RankFiles(folder, plan, launch_id, say)
+            # The agent fills in ${local_rank} and turns $$ into $; the arguments are meant as they are.
+            command = [word.replace("$", "$$") for word in plan.command[1:]]
+            launch_agent(_launch_config(plan, files), plan.command[0], command)
+            end = JobEnd()
+        except ChildFailedError as error:
+            end = JobEnd(tuple(_rank_end(rank, failure) for rank, failure in sorted(error.failures.items())))
+        except SignalException as error:
+            end = JobEnd(signal=int(error.sigval))
+        except (RendezvousError, DistError) as error:
+            raise CollectiveError(_did_not_meet(plan, error)) from error
+        finally:
+            if end != JobEnd():
+                for number in _SIGNALS:
+                    signal.signal(number, signal.SIG_IGN)  # what follows takes seconds at most
+                end_leftovers(launch_id)
+            if is_temporary:
+                shutil.rmtree(folder, ignore_errors=True)
+    return end
+
+
+def _launch_config(plan: LaunchPlan, files: RankFiles) -> LaunchConfig:
+    settings = plan.settings
+    conf: dict[str, Any] = dict(settings.rdzv_conf)
+    if settings.rendezvous == "static":
+        conf["rank"] = settings.machine
+    else:
+        conf["is_host"] = settings.is_main_machine
+    known = {field.name for field in fields(LaunchConfig)}
+    # Not in every release that is supported; without it the agent waits for 30 seconds.
+    newer = {name: value for name, value in {"shutdown_timeout": _SHUTDOWN_SECONDS}.items() if name in known}
+    return LaunchConfig(
+        min_nodes=settings.num_machines,
+        max_nodes=settings.num_machines,
+        nproc_per_node=plan.num_local,
+        logs_specs=files,
+        run_id="zeroaccel",
+        role="rank",
+        rdzv_endpoint=f"{plan.host}:{plan.port}",
+        rdzv_backend=settings.rendezvous,
+        rdzv_configs=conf,
+        max_restarts=settings.max_restarts,
+        monitor_interval=settings.monitor_interval,
+        log_line_prefix_template="[rank ${rank}] ",
+        local_addr=plan.host if settings.num_machines == 1 else None,
+        **newer,
+    )
+
+
+def _std(streams: Streams) -> Std | dict[int, Std]:
+    if isinstance(streams, int):
+        return Std(streams)
+    return {local_rank: Std(choice) for local_rank, choice in streams.items()}
+
+
+def _rank_end(rank: int, failure: ProcessFailure) -> RankEnd:
+    path = Path(failure.error_file)  # "<N/A>" where there is no report
+    return RankEnd(
+        rank=rank,
+        local_rank=failure.local_rank,
+        pid=failure.pid,
+        exit_code=failure.exitcode,
+        noticed=failure.timestamp,
+        report=read_report(failure.error_file_data) if path.is_file() else None,
+        fault="",
+    )
+
+
+def _report_at(path: Path) -> Report | None:
+    try:
+        data: Mapping[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):  # none, or half of one
+        return None
+    return read_report(data)
+
+
+def _did_not_meet(plan: LaunchPlan, error: Exception) -> str:
+    settings = plan.settings
+    words = str(error.__cause__ or error).strip().splitlines()
+    return (
+        f"machine {settings.machine} of {settings.num_machines} did not meet the others at {plan.host}:{plan.port}: "
+        f"{words[0] if words else type(error).__name__}"
+    )
+
+
+@contextmanager
+def _own_signals(settings: LaunchSettings) -> Iterator[None]:
+    """Keeps the signal handlers that the agent installs from outliving the job."""
+    before = {number: signal.getsignal(number) for number in _SIGNALS}
+    if settings.num_machines > 1:
+        # While machines meet, the agent waits in native code, which lets no handler run. Nothing has been started by
+        # then, so the launcher may just end; the agent installs its own handlers before it starts anything.
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _agent_log(settings: LaunchSettings) -> Iterator[None]:
+    log = logging.getLogger(_TORCH_LOG)
+    handlers: list[logging.Handler] = [logging.NullHandler()]
+    if settings.log_dir is not None:
+        Path(settings.log_dir).mkdir(parents=True, exist_ok=True)
+        handlers.append(logging.FileHandler(Path(settings.log_dir, f"launcher_{settings.machine}.log")))
+    if settings.debug:
+        handlers.append(logging.StreamHandler())
+    for handler in handlers:
+        handler.setFormatter(logging.Formatter("[elastic %(levelname).1s %(asctime)s] %(message)s"))
+        log.addHandler(handler)
+    propagate, log.propagate = log.propagate, False
+    try:
+        yield
+    finally:
+        log.propagate = propagate
+        for handler in handlers:
+            log.removeHandler(handler)
+            handler.close()

@@ -1,0 +1,262 @@
+"""What a launch is going to do, worked out before anything starts: the processes, their environment, their command.
+
+The dry run prints a plan and `agent` carries it out, so that one cannot differ from the other. Everything that can be
+wrong with a launch on this machine is found here. It starts nothing, and imports torch only to count accelerators.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib.machinery
+import importlib.util
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from zeroaccel.config.launch import LaunchSettings
+from zeroaccel.errors import ConfigError
+
+from .machine import accelerators, is_known_host, port_trouble, usable_cores
+
+__all__ = ["LaunchPlan", "Program", "plan_launch"]
+
+LOOPBACK = "127.0.0.1"
+DEFAULT_PORT = 29500  # torchrun's, for several machines
+FREE_PORT = 0
+
+
+@dataclass(frozen=True)
+class Program:
+    """What every process runs.
+
+    Attributes:
+        name: a path for a script, a dotted name for a module, a path or a command for an executable.
+    """
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    kind: Literal["script", "module", "executable"] = "script"
+
+    def command(self) -> tuple[str, ...]:
+        """The words of the command; scripts and modules go through `runner`, which reports how they end."""
+        if self.kind == "executable":
+            return (self.name, *self.arguments)
+        # By its path: `-m zeroaccel.cli.runner` would look for zeroaccel in the working directory first.
+        runner = str(Path(__file__).with_name("runner.py"))
+        flag = ("-m",) if self.kind == "module" else ()
+        return (sys.executable, "-u", runner, *flag, self.name, *self.arguments)
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """One machine's part of a job.
+
+    Attributes:
+        command: what each process runs, as separate words.
+        num_local: processes on this machine.
+        device: "cuda" or "cpu".
+        environment: variables that every process here gets on top of the launcher's own.
+        host, port: where the processes of the job meet; port 0 is a free one, chosen at the start.
+        headline: one line that says what is started.
+        warnings: one line each, for what is allowed but seldom meant.
+    """
+
+    settings: LaunchSettings
+    command: tuple[str, ...]
+    num_local: int
+    device: str
+    environment: Mapping[str, str]
+    host: str
+    port: int
+    headline: str
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def world_size(self) -> int:
+        return self.num_local * self.settings.num_machines
+
+    def rank_environment(self, local_rank: int) -> dict[str, str]:
+        """What one process gets on top of the launcher's own environment; "<...>" for what the start decides."""
+        settings = self.settings
+        is_static = settings.rendezvous == "static"
+        ranks_are_known = is_static or settings.num_machines == 1
+        return {
+            "RANK": str(settings.machine * self.num_local + local_rank) if ranks_are_known else "<order of arrival>",
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_WORLD_SIZE": str(self.num_local),
+            "MASTER_ADDR": self.host if ranks_are_known else "<machine of rank 0>",
+            "MASTER_PORT": str(self.port) if is_static and self.port != FREE_PORT else "<free port>",
+            **self.environment,
+        }
+
+    def describe(self) -> str:
+        """The dry run: per process its environment and its command, which a shell takes as printed."""
+        lines = [f"# {self.headline}"]
+        for local_rank in range(self.num_local):
+            variables = [f"{name}={shlex.quote(value)}" for name, value in self.rank_environment(local_rank).items()]
+            lines += [f"# process {local_rank} of {self.num_local}", " ".join([*variables, shlex.join(self.command)])]
+        return "\n".join(lines)
+
+
+def plan_launch(settings: LaunchSettings, program: Program, environ: Mapping[str, str]) -> LaunchPlan:
+    """Works out what to start on this machine.
+
+    Args:
+        environ: the launcher's environment.
+
+    Raises:
+        ConfigError: the program is not there, the port is taken, the address is unknown, or counts do not fit.
+    """
+    _check_program(program, environ)
+    host, port = _meeting_point(settings)
+    _check_log_dir(settings)
+    devices = 0 if settings.use_cpu else accelerators()
+    if settings.num_processes is None:
+        num_local = devices or 1
+    else:
+        num_local = settings.num_processes // settings.num_machines
+    _check_local_ranks(settings, num_local)
+    threads, about_threads = _threads(num_local, environ)
+    return LaunchPlan(
+        settings=settings,
+        command=program.command(),
+        num_local=num_local,
+        device="cuda" if devices else "cpu",
+        environment=_environment(settings, threads),
+        host=host,
+        port=port,
+        headline=f"{_about_processes(settings, num_local, devices)}, {about_threads}",
+        warnings=_warnings(num_local, devices),
+    )
+
+
+def _check_program(program: Program, environ: Mapping[str, str]) -> None:
+    if program.kind == "executable":
+        if shutil.which(program.name, path=environ.get("PATH")) is None:
+            raise ConfigError(f"{program.name}: no such command, or not executable", fix="give its path")
+    elif program.kind == "module":
+        _check_module(program.name)
+    else:
+        _check_script(Path(program.name))
+
+
+def _check_script(path: Path) -> None:
+    if path.is_file():
+        if not os.access(path, os.R_OK):
+            raise ConfigError(f"{path}: the script cannot be read", fix="change its permissions")
+        return
+    if path.is_dir():
+        raise ConfigError(f"{path}: expected a script, got a folder", fix="name a file in it, or use --module")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path}: there is no folder {path.parent}")
+    names = [entry.name for entry in path.parent.iterdir() if entry.is_file()]
+    near = [str(path.parent / name) for name in difflib.get_close_matches(path.name, names, n=3)]
+    raise ConfigError(
+        f"{path}: there is no such script in {path.parent.resolve()}",
+        fix=f"did you mean {' or '.join(near)}?" if near else "",
+    )
+
+
+def _check_module(name: str) -> None:
+    # The parts below the first would have to be imported to be found, which is for the processes to do.
+    top = name.partition(".")[0]
+    found = importlib.machinery.PathFinder.find_spec(top, [os.getcwd()]) or (top and importlib.util.find_spec(top))
+    if not found:
+        fix = "a script is given without --module" if name.endswith(".py") or "/" in name else ""
+        raise ConfigError(f"--module {name}: there is no module {top!r} here or among the installed ones", fix=fix)
+
+
+def _meeting_point(settings: LaunchSettings) -> tuple[str, int]:
+    """Host and port, checked where this machine is the one to listen there."""
+    several = settings.num_machines > 1
+    host = settings.main_process_ip or LOOPBACK
+    port = settings.main_process_port
+    if port is None:
+        port = DEFAULT_PORT if several else FREE_PORT
+    if not is_known_host(host):
+        raise ConfigError("--main_process_ip", expected="an address or the name of a known host", got=host)
+    if settings.is_main_machine and port != FREE_PORT and (trouble := port_trouble(port)):
+        fix = "choose another, the same on every machine" if several else "choose another, or leave it out for a free one"
+        raise ConfigError(f"--main_process_port {port}: {trouble}", fix=fix)
+    if settings.rendezvous == "static" and port == FREE_PORT:
+        fix = "choose one, or leave out --rdzv_backend static"
+        raise ConfigError("--main_process_port", expected="a port, for a static rendezvous", fix=fix)
+    return host, port
+
+
+def _check_log_dir(settings: LaunchSettings) -> None:
+    if settings.log_dir is None:
+        return
+    path = Path(settings.log_dir)
+    existing = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        problem = "is not writable" if existing.is_dir() else "is a file"
+        raise ConfigError(f"--log_dir {path}: {existing} {problem}", fix="choose another folder")
+
+
+def _check_local_ranks(settings: LaunchSettings, num_local: int) -> None:
+    for name, streams in (("--tee", settings.tee), ("--redirects", settings.redirects)):
+        if isinstance(streams, dict) and (beyond := [rank for rank in streams if rank >= num_local]):
+            raise ConfigError(name, expected=f"local ranks 0 to {num_local - 1}", got=beyond[0])
+
+
+def _threads(num_local: int, environ: Mapping[str, str]) -> tuple[str | None, str]:
+    """OMP_NUM_THREADS, or None where the user has set it; and what is said about it.
+
+    Never 1 by default, as torchrun has it: on CPU that leaves all cores but one per process idle.
+    """
+    cores = usable_cores()
+    fair = max(1, cores // num_local)
+    given = environ.get("OMP_NUM_THREADS")
+    if given is None:
+        return str(fair), f"{_count(fair, 'thread')} each"
+    about = f"OMP_NUM_THREADS={given}"
+    if given != str(fair):
+        about += f" from the environment ({_count(cores, 'core')} / {_count(num_local, 'process')} would be {fair})"
+    return None, about
+
+
+def _environment(settings: LaunchSettings, threads: str | None) -> dict[str, str]:
+    environment: dict[str, str] = {}
+    if threads is not None:
+        environment["OMP_NUM_THREADS"] = threads
+    if settings.use_cpu:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    if settings.timeout is not None:
+        environment["ZEROACCEL_COLLECTIVE_TIMEOUT"] = f"{settings.timeout:g}"
+    if settings.debug:
+        environment["ZEROACCEL_DEBUG"] = "1"
+    return environment
+
+
+def _about_processes(settings: LaunchSettings, num_local: int, devices: int) -> str:
+    text = f"{_count(num_local, 'process')} on {'cuda' if devices else 'cpu'}"
+    if settings.num_machines > 1:
+        world_size = num_local * settings.num_machines
+        text = f"machine {settings.machine} of {settings.num_machines}: {num_local} of {world_size} processes on " + (
+            "cuda" if devices else "cpu"
+        )
+    if settings.num_processes is None:
+        why = "one per accelerator" if devices else "no accelerator here"
+        text += f" ({why}; --num_processes N to choose)"
+    return text
+
+
+def _warnings(num_local: int, devices: int) -> tuple[str, ...]:
+    if not 0 < devices < num_local:
+        return ()
+    return (
+        f"{num_local} processes share {_count(devices, 'accelerator')}, which the engine refuses; "
+        f"use --num_processes {devices} per machine, or --cpu",
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    plural = noun + ("es" if noun.endswith("s") else "s")
+    return f"{number} {noun if number == 1 else plural}"

@@ -1,0 +1,278 @@
+"""Trains a small GPT on the bytes of a text, measures it on text it has not seen, and lets it write a few lines.
+
+    zeroaccel launch --num_processes 2 examples/train_gpt.py
+    python examples/train_gpt.py --stage 0 --precision fp32 --text book.txt
+
+The text is the source code of Python's standard library, which every machine has, or a file of yours. The model is plain
+PyTorch. What ZeRO takes is `ds_config`, the call of `zeroaccel.initialize`, and `engine` in place of the model, the
+optimizer and the schedule. Exit code 1 means that the model did not beat the unigram entropy of the held-out text.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor, nn
+
+import zeroaccel
+
+BYTES = 256
+HELD_OUT_LIMIT = 1 << 18  # bytes; enough to tell models apart, and soon read
+NOT_SOURCE = {"test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages"}
+
+
+# -- the model
+
+
+def rotated(x: Tensor) -> Tensor:
+    """Rotary positions (Su et al., arXiv:2104.09864, section 3.4). x: (batch, heads, length, dim)."""
+    length, dim = x.shape[-2:]
+    frequencies = 10_000.0 ** (-torch.arange(0, dim, 2, device=x.device) / dim)
+    angles = torch.outer(torch.arange(length, device=x.device), frequencies)
+    cos, sin = angles.cos(), angles.sin()
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, first * sin + second * cos), dim=-1).to(x.dtype)
+
+
+class Block(nn.Module):
+    """Attention to what came before, then a two-layer network; each is added to its normalised input."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm, self.mlp_norm = nn.LayerNorm(dim), nn.LayerNorm(dim)
+        self.qkv, self.out = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, 4 * dim), nn.GELU(), nn.Linear(4 * dim, dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        # (batch, length, 3 * dim) -> three of (batch, heads, length, dim / heads)
+        q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class GPT(nn.Module):
+    """Predicts the next byte. (batch, length) integers -> (batch, length, 256) logits in fp32."""
+
+    def __init__(self, dim: int, layers: int, heads: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(BYTES, dim)
+        self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(layers))
+        self.norm = nn.LayerNorm(dim)
+        self.head = nn.Linear(dim, BYTES, bias=False)
+        nn.init.normal_(self.embedding.weight, std=0.02)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)).float()
+
+
+# -- the text
+
+
+def corpus(path: Path | None) -> tuple[Tensor, Tensor]:
+    """(training text, held-out text) as uint8, each of its own files, or the front and the back of one file."""
+    if path is not None:
+        text = path.read_bytes()
+        cut = len(text) - min(len(text) // 10, HELD_OUT_LIMIT)
+        train, held_out = text[:cut], text[cut:]
+    else:
+        root = Path(sysconfig.get_path("stdlib"))
+        files = sorted(file for file in root.rglob("*.py") if NOT_SOURCE.isdisjoint(file.relative_to(root).parts))
+        train = b"".join(file.read_bytes() for index, file in enumerate(files) if index % 25)
+        held_out = b"".join(file.read_bytes() for file in files[::25])[:HELD_OUT_LIMIT]
+    return tuple(torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (train, held_out))
+
+
+def batches(text: Tensor, size: int, length: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Endless (inputs, targets), (size, length) each, from random places of the text."""
+    random = torch.Generator().manual_seed(seed)
+    while True:
+        starts = torch.randint(len(text) - length, (size, 1), generator=random)
+        window = text[starts + torch.arange(length + 1)].long()
+        yield window[:, :-1], window[:, 1:]
+
+
+def unigram_entropy(text: Tensor) -> float:
+    """Bits per byte that a model needs which knows how often each byte occurs in this text, and nothing more."""
+    p = torch.bincount(text.flatten().int(), minlength=BYTES) / text.numel()
+    return -torch.xlogy(p, p).sum().item() / math.log(2)
+
+
+# -- ZeRO
+
+
+def ds_config(args: argparse.Namespace) -> dict[str, Any]:
+    """What a DeepSpeed JSON would say; `zeroaccel.initialize` takes the path of one just as well."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": args.batch_size,
+        "gradient_clipping": 1.0,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": args.lr, "betas": [0.9, 0.95], "weight_decay": 0.1},
+        },
+        "scheduler": {
+            "type": "WarmupCosineLR",
+            "params": {
+                "total_num_steps": args.steps,
+                "warmup_num_steps": max(1, args.steps // 20),
+                "warmup_type": "linear",
+                "cos_min_ratio": 0.05,
+            },
+        },
+        # The threshold keeps biases and norms whole on every rank; all that is larger travels.
+        "zero_optimization": {"stage": args.stage, "stage3_param_persistence_threshold": 4 * args.dim},
+    }
+    if args.precision != "fp32":
+        config[args.precision] = {"enabled": True}
+    return config
+
+
+def zero_formula(numel: int, stage: int, ranks: int, precision: str) -> float:
+    """Bytes of weights, gradients and optimizer per rank, for Adam (Rajbhandari et al., arXiv:1910.02054, section 5)."""
+    # fp32 weights are their own masters; 16-bit weights have masters of 4 bytes beside the two moments.
+    weights, gradients, optimizer = (4, 4, 8) if precision == "fp32" else (2, 2, 12)
+    optimizer /= ranks if stage >= 1 else 1
+    gradients /= ranks if stage >= 2 else 1
+    weights /= ranks if stage >= 3 else 1
+    return numel * (weights + gradients + optimizer)
+
+
+def train(engine: zeroaccel.Engine, text: Tensor, args: argparse.Namespace, console: Console) -> dict[str, int]:
+    """The training loop. Returns the bytes of model state that this rank holds between backward and step."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    device = next(engine.parameters()).device
+    data = batches(text, args.batch_size, args.seq, seed=args.seed + rank)
+    numel = sum(param.numel() for param in engine.parameters())
+    formula = zero_formula(numel, args.stage, ranks, args.precision) / 1e6
+    columns = (BarColumn(None), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    engine.train()
+    start = time.perf_counter()
+    with Progress(*columns, console=console, disable=rank != 0, expand=True) as progress:
+        task = progress.add_task("", total=args.steps)
+        for step in range(1, args.steps + 1):
+            inputs, targets = next(data)
+            logits = engine(inputs.to(device))
+            loss = F.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())
+            engine.backward(loss)
+            state = engine.model_state_nbytes()  # here the gradients exist, too
+            engine.step()
+
+            speed = step * inputs.numel() * ranks / (time.perf_counter() - start)
+            status = (
+                f"{loss.item() / math.log(2):.2f} bits/byte  {speed:,.0f} tokens/s  "
+                f"state {sum(state.values()) / 1e6:.1f} MB/rank (ZeRO-{args.stage}: {formula:.1f})"
+            )
+            progress.update(task, completed=step, description=status)
+            if not console.is_terminal and (step % 50 == 0 or step == args.steps):
+                console.print(f"step {step:5}/{args.steps}  {status}", soft_wrap=True)
+    return state
+
+
+@torch.no_grad()
+def evaluate(engine: zeroaccel.Engine, windows: Tensor, batch_size: int) -> float:
+    """Mean loss in bits per byte. windows: (count, length + 1), count a multiple of the ranks, which share them."""
+    engine.eval()
+    device = next(engine.parameters()).device
+    total = torch.zeros((), device=device)
+    # Each rank has parts of the weights, so all must do equally many forwards.
+    for window in windows[dist.get_rank() :: dist.get_world_size()].split(batch_size):
+        ids = window.to(device).long()
+        logits = engine(ids[:, :-1])
+        total += F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="sum")
+    dist.all_reduce(total)
+    return total.item() / windows[:, 1:].numel() / math.log(2)
+
+
+@torch.no_grad()
+def generate(engine: zeroaccel.Engine, prompt: str, length: int, context: int, seed: int) -> str:
+    """Continues `prompt` by `length` bytes. Every rank draws the same ones: equal logits, equal seeds."""
+    engine.eval()
+    device = next(engine.parameters()).device
+    random = torch.Generator().manual_seed(seed)
+    ids = list(prompt.encode())
+    for _ in range(length):
+        logits = engine(torch.tensor([ids[-context:]], device=device))[0, -1]
+        probabilities = torch.softmax(logits.cpu() / 0.7, dim=-1)
+        ids.append(int(torch.multinomial(probabilities, 1, generator=random)))
+    return bytes(ids).decode(errors="replace")
+
+
+# -- the command
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--text", type=Path, metavar="FILE", help="train on this file; its last tenth is held out")
+    parser.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage [%(default)s]")
+    parser.add_argument("--precision", default="bf16", choices=("bf16", "fp16", "fp32"), help="[%(default)s]")
+    parser.add_argument("--steps", type=int, default=400, help="optimizer steps [%(default)s]")
+    parser.add_argument("--batch-size", type=int, default=8, help="sequences per rank and step [%(default)s]")
+    parser.add_argument("--seq", type=int, default=256, help="bytes per sequence [%(default)s]")
+    parser.add_argument("--dim", type=int, default=256, help="width of the model [%(default)s]")
+    parser.add_argument("--layers", type=int, default=5, help="[%(default)s]")
+    parser.add_argument("--heads", type=int, default=4, help="[%(default)s]")
+    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate [%(default)s]")
+    parser.add_argument("--prompt", default="class ", help="what the model continues at the end [%(default)r]")
+    parser.add_argument("--generate", type=int, default=300, help="bytes to generate [%(default)s]")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, batches and generated text [%(default)s]")
+    return parser.parse_args()
+
+
+def main() -> int:
+    args = arguments()
+    torch.manual_seed(args.seed)
+    model = GPT(args.dim, args.layers, args.heads)
+    engine, _, _, _ = zeroaccel.initialize(model=model, config=ds_config(args))
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    console = Console(quiet=rank != 0, highlight=False)
+    train_text, held_out = corpus(args.text)
+    windows = held_out.unfold(0, args.seq + 1, args.seq)
+    windows = windows[: len(windows) // ranks * ranks]
+    numel = sum(param.numel() for param in model.parameters())
+    console.print(
+        f"{numel / 1e6:.2f} M parameters, {args.precision}, ZeRO-{args.stage} on {ranks} process(es); "
+        f"{len(train_text):,} bytes to train on, {windows[:, 1:].numel():,} held out",
+        soft_wrap=True,
+    )
+    state = train(engine, train_text, args, console)
+    loss, entropy = evaluate(engine, windows, args.batch_size), unigram_entropy(windows[:, 1:])
+    sample = generate(engine, args.prompt, args.generate, args.seq, args.seed)
+
+    console.rule(f"generated under ZeRO-{args.stage}")
+    console.print(sample, markup=False)
+    console.rule()
+    console.print(
+        f"model state per rank: {sum(state.values()):,} bytes {state}; "
+        f"formula: {zero_formula(numel, args.stage, ranks, args.precision):,.0f}",
+        soft_wrap=True,
+    )
+    below = loss < entropy
+    console.print(
+        f"held-out loss {loss:.3f} bits/byte, unigram entropy {entropy:.3f} bits/byte: "
+        f"{'below' if below else 'NOT BELOW'} by {entropy - loss:.3f}",
+        soft_wrap=True,
+    )
+    engine.destroy()
+    dist.destroy_process_group()
+    return 0 if below else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""A job of one process: no network, no watchdog, the same rounding as with several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zeroaccel.comm.agree import agree_or_raise
+from zeroaccel.comm.collectives import Collectives
+from zeroaccel.comm.recording import CollectiveCall, RecordingCollectives
+from zeroaccel.comm.scratch import Scratch
+from zeroaccel.comm.topology import Topology, current_topology, destroy, init_process_group
+from zeroaccel.errors import ConfigError, EngineStateError
+
+
+@pytest.fixture(autouse=True)
+def _outside_any_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def alone() -> Iterator[Topology]:
+    yield init_process_group("gloo")
+    destroy()
+
+
+def test_without_an_environment_the_process_is_the_job(alone: Topology) -> None:
+    assert (alone.rank, alone.world_size, alone.local_rank, alone.local_world_size) == (0, 1, 0, 1)
+    assert alone.device == torch.device("cpu")
+    assert alone.watchdog is None
+    assert dist.get_world_size() == 1
+
+
+def test_the_topology_is_made_once(alone: Topology) -> None:
+    assert init_process_group() is alone
+    assert current_topology() is alone
+
+
+def test_destroy_gives_back_what_was_made(alone: Topology) -> None:
+    destroy()
+    assert not dist.is_initialized()
+    with pytest.raises(EngineStateError, match="init_process_group"):
+        current_topology()
+    destroy()  # a second time is nothing to do
+    assert init_process_group("gloo") is not alone
+
+
+def test_the_users_own_group_is_taken_and_left() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert init_process_group().gather_group is dist.group.WORLD
+        destroy()
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_an_incomplete_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigError, match="not MASTER_ADDR, MASTER_PORT"):
+        init_process_group()
+    assert not dist.is_initialized()
+
+
+def test_a_gather_is_a_copy(alone: Topology) -> None:
+    collectives = Collectives(alone)
+    shard, out = torch.arange(5.0), torch.zeros(5)
+    work = collectives.all_gather(out, shard, "unshard a")
+    work.wait()
+    assert work.is_completed()
+    assert torch.equal(out, shard)
+    collectives.all_gather(out, out, "unshard a").wait()
+    assert torch.equal(out, shard)
+
+
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("result", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_reduction_scales_and_rounds_once(alone: Topology, wire: torch.dtype, result: torch.dtype) -> None:
+    flat = torch.randn(1000).to(wire)
+    out = torch.empty(1000, dtype=result)
+    Collectives(alone).reduce_scatter(out, flat, "reduce a", 1 / 3).wait()
+    assert torch.equal(out, (flat.float() * torch.tensor(1 / 3)).to(result))
+
+
+def test_control_collectives_leave_their_tensors_alone(alone: Topology) -> None:
+    collectives = Collectives(alone)
+    tensor = torch.tensor([1.0, -2.0])
+    collectives.all_reduce(tensor, "sum", "norm")
+    collectives.all_reduce(tensor, "max", "overflow")
+    collectives.broadcast(tensor, 0, "weights")
+    collectives.barrier("end")
+    assert torch.equal(tensor, torch.tensor([1.0, -2.0]))
+    assert collectives.gather_objects({"a": 1}, "names") == [{"a": 1}]
+
+
+def test_a_shape_that_does_not_fit_is_our_bug(alone: Topology) -> None:
+    collectives = Collectives(alone)
+    with pytest.raises(AssertionError, match=r"unshard a: a gather of 1 x 3 .* into 4"):
+        collectives.all_gather(torch.empty(4), torch.empty(3), "unshard a")
+    with pytest.raises(AssertionError, match=r"unshard a: .*bfloat16"):
+        collectives.all_gather(torch.empty(4), torch.empty(4, dtype=torch.bfloat16), "unshard a")
+    with pytest.raises(AssertionError, match="reduce a: a reduction of 4 elements into 1 x 3"):
+        collectives.reduce_scatter(torch.empty(3), torch.empty(4), "reduce a")
+
+
+def test_an_error_is_raised_as_it_is(alone: Topology) -> None:
+    collectives = Collectives(alone)
+    agree_or_raise(collectives, None, "check")
+    error = KeyError("x")
+    with pytest.raises(KeyError) as caught:
+        agree_or_raise(collectives, error, "check")
+    assert caught.value is error
+
+
+def test_a_recording_counts_calls_and_no_bytes(alone: Topology) -> None:
+    recording = RecordingCollectives(Collectives(alone))
+    recording.all_gather(torch.empty(4), torch.ones(4), "unshard a").wait()
+    recording.reduce_scatter(torch.empty(4), torch.ones(4, dtype=torch.bfloat16), "reduce a").wait()
+    assert recording.calls == [
+        CollectiveCall("all_gather", "unshard a", "float32", 4, 0),
+        CollectiveCall("reduce_scatter", "reduce a", "bfloat16", 4, 0),
+    ]
+    assert recording.count() == 2
+    assert recording.count("all_gather") == 1
+    assert recording.count(label="reduce") == 1
+    recording.reset()
+    assert recording.calls == []
+
+
+def test_scratch_lends_the_same_memory_again() -> None:
+    scratch = Scratch()
+    first = scratch.take(100, torch.float32)
+    address = first.data_ptr()
+    scratch.give_back(first)
+    again = scratch.take(150, torch.bfloat16)
+    assert (again.data_ptr(), again.shape, again.dtype) == (address, (150,), torch.bfloat16)
+
+
+def test_scratch_never_lends_twice_at_a_time() -> None:
+    scratch = Scratch()
+    first = scratch.take(100, torch.float32)
+    scratch.give_back(first)
+    loans = [scratch.take(50, torch.float32) for _ in range(3)]
+    assert len({loan.data_ptr() for loan in loans}) == 3
+
+
+def test_scratch_keeps_the_two_largest() -> None:
+    scratch = Scratch()
+    loans = [scratch.take(numel, torch.uint8) for numel in (10, 30, 20)]
+    kept = {loan.data_ptr() for loan in loans[1:]}
+    for loan in loans:
+        scratch.give_back(loan)
+    # Both loans at once, so that none of them is memory of the block that was let go.
+    again = [scratch.take(15, torch.uint8), scratch.take(25, torch.uint8)]
+    assert {loan.data_ptr() for loan in again} == kept

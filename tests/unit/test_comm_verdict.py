@@ -1,0 +1,98 @@
+"""The words of a verdict, for every way in which ranks come apart."""
+
+from __future__ import annotations
+
+import pytest
+
+from zeroaccel.comm.journal import Call, Kind
+from zeroaccel.comm.verdict import Alarm, Position, compose, first_difference, rank_list
+
+ALARM = Alarm(rank=0, headline="rank 0 has waited 3.0 s", timed_out=True)
+
+
+def _call(seq: int, label: str, kind: Kind = "gather", numel: int = 8) -> Call:
+    return Call(kind, seq, "all_gather", label, numel, "float32", "forward")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [([3], "rank 3"), ([0, 1], "ranks 0-1"), ([2, 0], "ranks 0, 2"), ([9, 0, 1, 2, 4, 5], "ranks 0-2, 4-5, 9")],
+)
+def test_ranks_are_listed_in_spans(ranks: list[int], text: str) -> None:
+    assert rank_list(ranks) == text
+
+
+def test_a_position_survives_the_wire() -> None:
+    position = Position(
+        rank=3,
+        waiting=_call(5, "unshard a"),
+        waited_seconds=1.5,
+        finished=_call(4, "unshard b"),
+        issued={"gather": 5},
+        recent=(_call(4, "unshard b"), _call(5, "unshard a")),
+        phase="eval",
+        step=7,
+        where="train.py:3 in main",
+    )
+    assert Position.from_json(position.to_json()) == position
+    assert Position.from_json(Position(rank=1).to_json()) == Position(rank=1)
+
+
+def test_the_first_difference_is_found_where_memories_overlap() -> None:
+    recent = {
+        0: [_call(4, "a"), _call(5, "b"), _call(6, "c")],
+        1: [_call(5, "b"), _call(6, "x"), _call(7, "y")],
+        2: [_call(6, "c")],
+    }
+    assert first_difference(recent) == (
+        'gather #6 is all_gather "c" of 8 x float32 on ranks 0, 2, all_gather "x" of 8 x float32 on rank 1'
+    )
+
+
+def test_there_is_no_difference_between_ranks_that_are_only_apart() -> None:
+    assert first_difference({0: [_call(1, "a")], 1: [_call(1, "a"), _call(2, "b")]}) == ""
+
+
+def test_each_kind_is_compared_by_itself() -> None:
+    recent = {
+        0: [_call(1, "a"), _call(1, "r", "reduce", 8)],
+        1: [_call(1, "b"), _call(1, "r", "reduce", 9)],
+    }
+    difference = first_difference(recent)
+    assert 'gather #1 is all_gather "a"' in difference
+    assert 'reduce #1 is all_gather "r" of 8 x float32 on rank 0, all_gather "r" of 9' in difference
+
+
+def test_ranks_at_one_place_share_a_line() -> None:
+    waiting = {rank: Position(rank, waiting=_call(3, "a"), where="t.py:1 in f") for rank in range(1000)}
+    text = compose(ALARM, waiting | {500: Position(500, finished=_call(2, "z"), where="t.py:9 in eval")}, 1000)
+    assert text.splitlines()[1:3] == [
+        '  ranks 0-499, 501-999: waiting for gather #3 all_gather "a" (8 x float32, forward); '
+        "main thread at t.py:1 in f",
+        '  rank 500: in no collective; last finished gather #2 all_gather "z" (8 x float32, forward); '
+        "main thread at t.py:9 in eval",
+    ]
+    assert "What keeps rank 500 must be done by every rank" in text
+
+
+def test_a_rank_that_left_is_told_from_one_that_failed() -> None:
+    waiting = Position(0, waiting=_call(3, "a"))
+    left = Position(1, finished=_call(2, "z"), step=9, left="finished and left")
+    text = compose(ALARM, {0: waiting, 1: left}, 2)
+    assert '  rank 1: finished and left, in step 9, after gather #2 all_gather "z" (8 x float32, forward)' in text
+    assert "same number of steps; rank 1 had fewer" in text
+    failed = Position(1, left="left with ValueError: no labels", failed=True)
+    text = compose(ALARM, {0: waiting, 1: failed}, 2)
+    assert "rank 1: left with ValueError: no labels, before any collective" in text
+    assert "The cause is the exception on rank 1." in text
+
+
+def test_a_silent_rank_is_named() -> None:
+    text = compose(ALARM, {0: Position(0, waiting=_call(3, "a"))}, 2)
+    assert "rank 1: no answer" in text
+    assert "the end of the output of rank 1" in text
+
+
+def test_ranks_in_collectives_of_different_kinds() -> None:
+    positions = {0: Position(0, waiting=_call(1, "save", "control")), 1: Position(1, waiting=_call(3, "a"))}
+    assert "if rank == 0" in compose(ALARM, positions, 2)
