@@ -56,7 +56,8 @@ class JobEnd:
 class RankFiles(DefaultLogsSpecs):
     """The files of each process: its output, its error report. Asked for whenever the processes are started.
 
-    Also hands each process the plan's environment, and tells why the processes are started again.
+    Also hands each process the plan's environment, tells why the processes are started again, and finds what each
+    of them left behind.
     """
 
     def __init__(self, folder: Path, plan: LaunchPlan, launch_id: str, say: Callable[[str], None]) -> None:
@@ -76,11 +77,30 @@ class RankFiles(DefaultLogsSpecs):
         self._reports = tuple(Path(path) for path in destinations.error_files.values())
         return destinations
 
+    def end_of(self, rank: int, failure: ProcessFailure) -> RankEnd:
+        """What is known of a process that failed. Its traceback goes into its own log as well, where it has one."""
+        path = self._reports[failure.local_rank]
+        report = _report_at(path)
+        log = path.with_name("stderr.log")
+        if report is not None and log.exists():
+            with log.open("a") as file:
+                print(report.traceback or report.headline, file=file)
+        return RankEnd(
+            rank=rank,
+            local_rank=failure.local_rank,
+            pid=failure.pid,
+            exit_code=failure.exitcode,
+            noticed=failure.timestamp,
+            report=report,
+            fault=_text_at(path.with_name(FAULT_FILE)),
+        )
+
     def _why_again(self) -> str:
-        reports = [report for path in self._reports if (report := _report_at(path)) is not None]
+        reports = {rank: report for rank, path in enumerate(self._reports) if (report := _report_at(path)) is not None}
         if not reports:
             return "a process died without a report, or another machine had to start again"
-        return min(reports, key=lambda report: report.time).traceback or reports[0].headline
+        rank, report = min(reports.items(), key=lambda item: item[1].time)
+        return f"local rank {rank} failed first: {report.headline}"
 
 
 def run_plan(plan: LaunchPlan, say: Callable[[str], None]) -> JobEnd:
@@ -96,28 +116,28 @@ def run_plan(plan: LaunchPlan, say: Callable[[str], None]) -> JobEnd:
     launch_id = uuid.uuid4().hex
     is_temporary = settings.log_dir is None
     folder = Path(tempfile.mkdtemp(prefix="zeroaccel_") if settings.log_dir is None else settings.log_dir)
-    end = JobEnd(signal=signal.SIGINT)  # unless something else happens
+    succeeded = False
+    files = RankFiles(folder, plan, launch_id, say)
     with _own_signals(settings), _agent_log(settings):
         try:
-            files = RankFiles(folder, plan, launch_id, say)
             # The agent fills in ${local_rank} and turns $$ into $; the arguments are meant as they are.
             command = [word.replace("$", "$$") for word in plan.command[1:]]
             launch_agent(_launch_config(plan, files), plan.command[0], command)
-            end = JobEnd()
+            succeeded = True
+            return JobEnd()
         except ChildFailedError as error:
-            end = JobEnd(tuple(_rank_end(rank, failure) for rank, failure in sorted(error.failures.items())))
+            return JobEnd(tuple(files.end_of(rank, failure) for rank, failure in sorted(error.failures.items())))
         except SignalException as error:
-            end = JobEnd(signal=int(error.sigval))
+            return JobEnd(signal=int(error.sigval))
         except (RendezvousError, DistError) as error:
             raise CollectiveError(_did_not_meet(plan, error)) from error
         finally:
-            if end != JobEnd():
+            if not succeeded:
                 for number in _SIGNALS:
                     signal.signal(number, signal.SIG_IGN)  # what follows takes seconds at most
                 end_leftovers(launch_id)
             if is_temporary:
                 shutil.rmtree(folder, ignore_errors=True)
-    return end
 
 
 def _launch_config(plan: LaunchPlan, files: RankFiles) -> LaunchConfig:
@@ -129,7 +149,7 @@ def _launch_config(plan: LaunchPlan, files: RankFiles) -> LaunchConfig:
         conf["is_host"] = settings.is_main_machine
     known = {field.name for field in fields(LaunchConfig)}
     # Not in every release that is supported; without it the agent waits for 30 seconds.
-    newer = {name: value for name, value in {"shutdown_timeout": _SHUTDOWN_SECONDS}.items() if name in known}
+    newer: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_SECONDS} if "shutdown_timeout" in known else {}
     return LaunchConfig(
         min_nodes=settings.num_machines,
         max_nodes=settings.num_machines,
@@ -154,25 +174,19 @@ def _std(streams: Streams) -> Std | dict[int, Std]:
     return {local_rank: Std(choice) for local_rank, choice in streams.items()}
 
 
-def _rank_end(rank: int, failure: ProcessFailure) -> RankEnd:
-    path = Path(failure.error_file)  # "<N/A>" where there is no report
-    return RankEnd(
-        rank=rank,
-        local_rank=failure.local_rank,
-        pid=failure.pid,
-        exit_code=failure.exitcode,
-        noticed=failure.timestamp,
-        report=read_report(failure.error_file_data) if path.is_file() else None,
-        fault="",
-    )
-
-
 def _report_at(path: Path) -> Report | None:
     try:
         data: Mapping[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError):  # none, or half of one
         return None
     return read_report(data)
+
+
+def _text_at(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def _did_not_meet(plan: LaunchPlan, error: Exception) -> str:
@@ -197,7 +211,7 @@ def _own_signals(settings: LaunchSettings) -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
 @contextmanager
@@ -205,7 +219,6 @@ def _agent_log(settings: LaunchSettings) -> Iterator[None]:
     log = logging.getLogger(_TORCH_LOG)
     handlers: list[logging.Handler] = [logging.NullHandler()]
     if settings.log_dir is not None:
-        Path(settings.log_dir).mkdir(parents=True, exist_ok=True)
         handlers.append(logging.FileHandler(Path(settings.log_dir, f"launcher_{settings.machine}.log")))
     if settings.debug:
         handlers.append(logging.StreamHandler())

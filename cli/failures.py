@@ -23,8 +23,8 @@ _PATIENCE_SECONDS = 25.0  # the elastic agent sends SIGKILL 30 s after SIGTERM, 
 _CONNECTION_ERRORS = re.compile(r"^([\w.]*\.)?(RuntimeError|Dist\w*Error)\b")
 _CONNECTION_WORDS = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (closed|timeout)|remote process exited"
-    r"|closed by peer|caused pair closure|communicator was aborted|failed to (recv|send)|(recv|send)(Value|Bytes) failed"
-    r"|failed to connect|wait timeout after",
+    r"|closed by peer|caused pair closure|communicator was aborted|failed to (recv|send)"
+    r"|(recv|send)(Value|Bytes) failed|failed to connect|wait timeout after",
     re.IGNORECASE,
 )
 # Ours say which rank is to blame; that rank has a report of its own, unless all of them have this one.
@@ -108,7 +108,9 @@ def exit_code(end: RankEnd) -> int:
     return end.exit_code if end.exit_code > 0 else 128 - end.exit_code
 
 
-def tell(ends: Sequence[RankEnd], *, ranks: range, host: str, several_machines: bool = False, debug: bool = False) -> str:
+def tell(
+    ends: Sequence[RankEnd], *, ranks: range, host: str, several_machines: bool = False, debug: bool = False
+) -> str:
     """The last words of a failed job on one machine, without a final newline.
 
     Args:

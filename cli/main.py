@@ -54,12 +54,19 @@ class CommandLine(click.Group):
         with formatter.section("Commands"):
             formatter.write_dl([(name, SUB_COMMANDS[name]) for name in self.list_commands(ctx)])
 
-    def main(self, args: Sequence[str] | None = None, *rest: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
         """Runs a command line. Does not return unless `standalone_mode` is off; then errors are raised."""
         if not standalone_mode:
-            return super().main(args, *rest, standalone_mode=False, **extra)
+            return super().main(args, prog_name, complete_var, False, **extra)
         try:
-            code = super().main(args, *rest, standalone_mode=False, **extra)
+            code = super().main(args, prog_name, complete_var, False, **extra)
         except click.Abort:
             code = 130
         except click.UsageError as error:

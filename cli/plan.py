@@ -117,10 +117,8 @@ def plan_launch(settings: LaunchSettings, program: Program, environ: Mapping[str
     host, port = _meeting_point(settings)
     _check_log_dir(settings)
     devices = 0 if settings.use_cpu else accelerators()
-    if settings.num_processes is None:
-        num_local = devices or 1
-    else:
-        num_local = settings.num_processes // settings.num_machines
+    num_processes = settings.num_processes
+    num_local = (devices or 1) if num_processes is None else num_processes // settings.num_machines
     _check_local_ranks(settings, num_local)
     threads, about_threads = _threads(num_local, environ)
     return LaunchPlan(
@@ -182,8 +180,8 @@ def _meeting_point(settings: LaunchSettings) -> tuple[str, int]:
     if not is_known_host(host):
         raise ConfigError("--main_process_ip", expected="an address or the name of a known host", got=host)
     if settings.is_main_machine and port != FREE_PORT and (trouble := port_trouble(port)):
-        fix = "choose another, the same on every machine" if several else "choose another, or leave it out for a free one"
-        raise ConfigError(f"--main_process_port {port}: {trouble}", fix=fix)
+        otherwise = "the same on every machine" if several else "or leave it out for a free one"
+        raise ConfigError(f"--main_process_port {port}: {trouble}", fix=f"choose another, {otherwise}")
     if settings.rendezvous == "static" and port == FREE_PORT:
         fix = "choose one, or leave out --rdzv_backend static"
         raise ConfigError("--main_process_port", expected="a port, for a static rendezvous", fix=fix)

@@ -97,8 +97,10 @@ class Reporter:
             "message": report["headline"],
             "extraInfo": {"py_callstack": report["traceback"], "timestamp": str(int(report["time"]))},
         }
+        half = self._path.with_suffix(".half")
         try:
-            self._path.write_text(json.dumps({"message": message, "zeroaccel": report}))
+            half.write_text(json.dumps({"message": message, "zeroaccel": report}))
+            half.replace(self._path)  # the agent cannot read a file that a killed process left half written
         except OSError:
             return False
         return True

@@ -68,8 +68,8 @@ def initialize(
 
     Args:
         model: its parameters keep their objects, shapes and names; their storage moves into the engine.
-        optimizer: an optimizer over the model's parameters, or a callable that makes one from them. Absent, the config's
-            `optimizer` section; absent too, the engine is for inference.
+        optimizer: an optimizer over the model's parameters, or a callable that makes one from them. Absent, the
+            config's `optimizer` section; absent too, the engine is for inference.
         model_parameters: parameters or param groups for the config's optimizer; all trainable ones by default.
         training_data: a dataset to make a loader for.
         lr_scheduler: a scheduler, or a callable that makes one from the optimizer. Absent, the config's section.
@@ -102,9 +102,7 @@ def initialize(
     check_same_model(model, collectives)
 
     units_placement = _placement(model, settings, plan, groups, topology.device)
-    cast_buffers(
-        model, topology.device, _dtype(settings.data_types.buffer_dtype), set(units_placement.fp32_names)
-    )
+    cast_buffers(model, topology.device, _dtype(settings.data_types.buffer_dtype), set(units_placement.fp32_names))
     broadcast_buffers(model, collectives)
     units = build_units(specs, units_placement, collectives)
     unused = [param for param in model.parameters() if param.requires_grad and id(param) not in groups]
@@ -131,7 +129,14 @@ def initialize(
         lr_scheduler=scheduler,
         loss_scale=_loss_scale(settings),
         discarded=unused if built is not None else (),
-        report=StepReport.from_config(settings, monitors, collectives.rank),
+        report=StepReport(
+            device=topology.device,
+            rank=collectives.rank,
+            steps_per_print=settings.steps_per_print,
+            wall_clock_breakdown=settings.wall_clock_breakdown,
+            memory_breakdown=settings.memory_breakdown,
+            monitors=monitors,
+        ),
         config=settings.raw,
     )
     if settings.dump_state:

@@ -16,7 +16,8 @@ _seen: set[str] = set()
 
 
 class _RankZeroFilter(logging.Filter):
-    """Lets records through on rank 0, and everywhere those marked ``extra={"all_ranks": True}`` or worse than WARNING."""
+    """Lets records through on rank 0, and everywhere those marked ``extra={"all_ranks": True}`` or worse than
+    WARNING."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno > logging.WARNING or getattr(record, "all_ranks", False):

@@ -250,7 +250,9 @@ def build_monitors(config: MonitorConfig, rank: int) -> Monitors:
 
 def _require(section: str, package: str) -> None:
     spec = importlib.util.find_spec(package)
-    if spec is None or spec.origin is None:  # without an origin it is a folder of that name, such as wandb leaves behind
+    if (
+        spec is None or spec.origin is None
+    ):  # without an origin it is a folder of that name, such as wandb leaves behind
         raise ConfigError(
             f"{section}.enabled",
             expected=f"the package {package} to be installed",

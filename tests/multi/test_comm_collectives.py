@@ -124,8 +124,8 @@ def _interleave_differently() -> list[float]:
         lambda: collectives.all_gather(full, shard, "unshard a"),
         lambda: collectives.reduce_scatter(out, flat, "reduce a"),
     ]
-    for call in calls if collectives.rank == 0 else reversed(calls):
-        call().wait()
+    for work in [call() for call in (calls if collectives.rank == 0 else reversed(calls))]:
+        work.wait()
     return [*full.tolist(), out.item(), float(collectives.journal.digest())]
 
 
@@ -243,7 +243,8 @@ def test_ranks_that_parted_without_hanging_are_told_where(ranks: Ranks) -> None:
         assert not same
         assert report == (
             "the ranks have gone through different collectives: gather #1 is "
-            'all_gather "unshard layers.3" of 8 x float32 on rank 0, all_gather "unshard layers.4" of 8 x float32 on rank 1'
+            'all_gather "unshard layers.3" of 8 x float32 on rank 0, '
+            'all_gather "unshard layers.4" of 8 x float32 on rank 1'
         )
     ranks(2).close()  # its history is no longer one
 

@@ -14,11 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import zeroaccel
 from tests.multi.pool import Pool
-from tests.multi.training import VOCABULARY, WIDTH, Block, Run, Toy, batches, config, differences, recording, train
-from zeroaccel.errors import EngineStateError
-from zeroaccel.zero.unit import ShardState
+from tests.multi.training import WIDTH, Block, Run, Toy, config, differences, train
 
 Ranks = Callable[[int], Pool]
 

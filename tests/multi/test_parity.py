@@ -19,7 +19,9 @@ def _train(settings: dict[str, Any]) -> Run:
     return train(settings, STEPS)
 
 
-def _plain_loop(world_size: int, accumulation: int, optimizer: dict[str, Any], clipping: float) -> dict[str, torch.Tensor]:
+def _plain_loop(
+    world_size: int, accumulation: int, optimizer: dict[str, Any], clipping: float
+) -> dict[str, torch.Tensor]:
     torch.manual_seed(7)
     model = Toy()
     kind = {"AdamW": torch.optim.AdamW, "SGD": torch.optim.SGD}[optimizer["type"]]
@@ -47,7 +49,9 @@ def test_fp32_follows_a_plain_loop(ranks: Ranks, stage: int, optimizer: dict[str
         settings = config(stage, accumulation=accumulation, optimizer=optimizer, gradient_clipping=clipping)
         run = ranks(world_size).run(_train, settings)[0]
         for name, weight in expected.items():
-            torch.testing.assert_close(run.weights[name], weight, rtol=2e-4, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                run.weights[name], weight, rtol=2e-4, atol=2e-5, msg=lambda m, n=name: f"{n}: {m}"
+            )
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

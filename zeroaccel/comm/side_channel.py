@@ -2,6 +2,7 @@
 
     events      counts what a rank should look up; all that is read while nothing happens
     meet/...    the first rank that stalls at a call leaves its history there for the others to compare with
+    stalled     where rank 0 has stalled last
     alarm       the first alarm, never overwritten
     position/r  where rank r is, once there is an alarm
     left/i      the i-th farewell of a rank that leaves the job
@@ -88,6 +89,15 @@ class SideChannel:
         own = f"{self.rank} {entry.digest:x}"
         rank, digest = self._compare_set(f"meet/{entry.kind}/{entry.seq}", own).split()
         return int(rank), int(digest, 16) == entry.digest
+
+    def publish_stall(self, position: Position) -> None:
+        """(rank 0)"""
+        _guard(self._store.set, "stalled", position.to_json())
+
+    def stall_of_first(self) -> Position | None:
+        """Where rank 0 stalled last. It may have gone on since."""
+        text = self._read("stalled")
+        return Position.from_json(text) if text else None
 
     def raise_alarm(self, alarm: Alarm) -> None:
         self._compare_set("alarm", json.dumps(asdict(alarm)))

@@ -211,16 +211,42 @@ class Watchdog:
         if gone := [rank for rank, position in self._gone.items() if not position.has_issued(call)]:
             headline = f"{rank_list(gone)} left the job while rank {self._rank} waits for {call}"
             return Alarm(self._rank, headline, timed_out=False)
-        stalled = time.monotonic() - entry.since > min(_STALL_SECONDS, self.limit / 2)
-        if not stalled or entry is self._compared:
+        if time.monotonic() - entry.since <= min(_STALL_SECONDS, self.limit / 2):
+            return None
+        return self._parted(channel, entry) or self._crossed(channel, entry)
+
+    def _parted(self, channel: SideChannel, entry: Entry) -> Alarm | None:
+        """Whether a rank has stalled at the same number, but not at the same call or not by the same way."""
+        if entry is self._compared:
             return None
         self._compared = entry
+        if self._rank == 0:
+            position = self._position()
+            if self._journal.longest_wait is entry:  # all the while, so the position is of one moment
+                channel.publish_stall(position)
         other, same = channel.meet(entry)
         if same:
             return None
-        headline = (
-            f"{rank_list((other, self._rank))} have gone through different collectives by {call.kind} #{call.seq}"
-        )
+        ranks = rank_list((other, self._rank))
+        headline = f"{ranks} have gone through different collectives by {entry.kind} #{entry.seq}"
+        return Alarm(self._rank, headline, timed_out=False)
+
+    def _crossed(self, channel: SideChannel, entry: Entry) -> Alarm | None:
+        """Whether this rank and rank 0 are blocked, each in a call that the other has not issued.
+
+        What rank 0 has said may be old, but if so it has completed that call, for which every rank must have issued
+        it; only a broadcast can be over on the first rank and still to come on the last. To compare with rank 0 is
+        enough: of two ranks that have parted, one has parted from rank 0.
+        """
+        if self._rank == 0 or self._journal.longest_wait is not entry:
+            return None
+        first = channel.stall_of_first()
+        if first is None or first.waiting is None or first.waiting.op.startswith("broadcast"):
+            return None
+        own, theirs = entry.call, first.waiting
+        if first.has_issued(own) or self._journal.issued()[theirs.kind] >= theirs.seq:
+            return None
+        headline = f"rank 0 waits for {theirs} while rank {self._rank} waits for {own}"
         return Alarm(self._rank, headline, timed_out=False)
 
     def _answer(self, channel: SideChannel, alarm: Alarm) -> None:
@@ -317,7 +343,7 @@ class Watchdog:
             self._channel = None
 
     def _position(self, left: str = "", *, failed: bool = False) -> Position:
-        waiting, finished = self._journal.longest_wait, self._journal.last_finished
+        waiting, finished = None if left else self._pending(), self._journal.last_finished
         return Position(
             rank=self._rank,
             waiting=waiting.call if waiting else None,

@@ -13,7 +13,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from zeroaccel.config.problems import NOTHING, Problem, closest, from_pydantic
-from zeroaccel.config.section import Count, Flag, Name, NonNegativeNumber, PathText, PositiveCount, PositiveNumber, wrong
+from zeroaccel.config.section import (
+    Count,
+    Flag,
+    Name,
+    NonNegativeNumber,
+    PathText,
+    PositiveCount,
+    PositiveNumber,
+    wrong,
+)
 from zeroaccel.errors import ConfigError, compose
 
 __all__ = ["LaunchSettings", "Rendezvous", "Streams", "launch_settings"]
@@ -77,7 +86,7 @@ class LaunchSettings(BaseModel):
     rdzv_backend: Rendezvous | None = None
     """How machines meet: static (fixed ranks) or c10d. [default: c10d on one machine, static on several]"""
     rdzv_conf: RendezvousConf = {}
-    """Settings of the meeting, as KEY=VALUE,...: timeout (static), join_timeout, read_timeout, ... (c10d), in seconds."""
+    """Settings of the meeting, as KEY=VALUE,...: timeout (static), join_timeout, ... (c10d), in seconds."""
     log_dir: PathText | None = None
     """Folder that keeps the output and the error reports of every process."""
     tee: Streams = 0

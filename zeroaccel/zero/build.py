@@ -85,7 +85,8 @@ def _padded(lines: Sequence[str], other: Sequence[str]) -> list[str]:
 def build_units(specs: Sequence[UnitSpec], placement: Placement, collectives: Collectives) -> list[ParamUnit]:
     """One ParamUnit per spec, holding the weights of rank 0.
 
-    Every unit is sharded (where the plan says so) before the next is built, so the peak above the model itself is one unit.
+    Every unit is sharded (where the plan says so) before the next is built, so the peak above the model itself is
+    one unit.
     """
     return [_build_unit(spec, placement, collectives) for spec in specs]
 
@@ -125,7 +126,7 @@ def _build_unit(spec: UnitSpec, placement: Placement, collectives: Collectives) 
 
 
 def _initial_values(layout: FlatLayout, params: Sequence[nn.Parameter], device: torch.device) -> Tensor:
-    """(N,) the parameters end to end in the widest of their dtypes, so that no bit is lost before the master is made."""
+    """(N,) the parameters end to end in the widest of their dtypes: no bit is lost before the master is made."""
     dtype = params[0].dtype
     for param in params[1:]:
         dtype = torch.promote_types(dtype, param.dtype)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from zeroaccel.zero.clip import GradientHealth, clip_factor, examine
 from zeroaccel.zero.hooks import Hooks
 from zeroaccel.zero.optimizer_shard import OptimizerShard
 from zeroaccel.zero.precision import LossScale
-from zeroaccel.zero.reducer import ReduceRules, Reducer
+from zeroaccel.zero.reducer import Reducer, ReduceRules
 from zeroaccel.zero.residency import Residency
 from zeroaccel.zero.schedule import Limits, Schedule
 from zeroaccel.zero.timing import StepReport
@@ -63,8 +63,8 @@ class EngineSettings:
     autocast_dtype: torch.dtype | None = None
     gather_numel: int = 500_000_000
     sub_group_numel: int = 1_000_000_000
-    limits: Limits = Limits()
-    rules: ReduceRules = ReduceRules()
+    limits: Limits = field(default_factory=Limits)
+    rules: ReduceRules = field(default_factory=ReduceRules)
 
 
 class Engine(nn.Module):
@@ -248,7 +248,7 @@ class Engine(nn.Module):
         """A gradient is on its way through the model."""
         if not self._in_backward:
             self._begin_backward(direct=True)
-            Variable._execution_engine.queue_callback(self._end_backward)  # type: ignore[attr-defined]
+            Variable._execution_engine.queue_callback(self._end_backward)
 
     def gradient_arrived(self, param: nn.Parameter) -> None:
         """Autograd has accumulated this parameter's gradient."""
@@ -280,10 +280,15 @@ class Engine(nn.Module):
         if not isinstance(loss, Tensor):
             raise UsageError(where, expected="a tensor", got=type(loss).__name__, fix="pass the loss itself")
         if loss.numel() != 1:
-            raise UsageError(where, expected="a scalar", got=f"shape {tuple(loss.shape)}", fix="reduce it, e.g. loss.mean()")
+            raise UsageError(
+                where, expected="a scalar", got=f"shape {tuple(loss.shape)}", fix="reduce it, e.g. loss.mean()"
+            )
         if not loss.requires_grad:
             raise UsageError(
-                where, expected="a loss that requires a gradient", got="one that does not", fix="compute it with gradients on"
+                where,
+                expected="a loss that requires a gradient",
+                got="one that does not",
+                fix="compute it with gradients on",
             )
 
     def _require_optimizer(self, call: str) -> OptimizerShard:
@@ -411,7 +416,8 @@ class Engine(nn.Module):
         """The model's state dict; while parameters are sharded this raises instead of returning NaNs."""
         if any(unit.state is ShardState.SHARDED for unit in self.units):
             raise EngineStateError(
-                "engine.state_dict(): parameters are sharded", fix="gather them first, or save with the checkpoint calls"
+                "engine.state_dict(): parameters are sharded",
+                fix="gather them first, or save with the checkpoint calls",
             )
         return self.module.state_dict(*args, **kwargs)
 
@@ -424,5 +430,3 @@ def _cast_floats(value: Any, dtype: torch.dtype) -> Any:
     if type(value) is dict:
         return {key: _cast_floats(item, dtype) for key, item in value.items()}
     return value
-
-

@@ -44,7 +44,11 @@ class LeafRules:
             return True
         if fqn in self.names or any(fqn.endswith(suffix) for suffix in self.name_suffixes):
             return True
-        return bool(self.granularity) and next(module.children(), None) is not None and self._granularity(module) < self.granularity
+        return (
+            bool(self.granularity)
+            and next(module.children(), None) is not None
+            and self._granularity(module) < self.granularity
+        )
 
     @staticmethod
     def _granularity(module: nn.Module) -> float:

@@ -2,9 +2,9 @@
 
 Translates what PyTorch calls into words of `residency.py` and of the engine; decides nothing. `detach()` undoes it all.
 
-[Note: backward events] An output's producing node tells when a use's backward begins. A view output that is later changed
-in place gets a new node, so the node of its base is watched too. When it is over follows from the order of autograd
-(`residency.py`), so nothing is added to the graph.
+[Note: backward events] An output's producing node tells when a use's backward begins. A view output that is later
+changed in place gets a new node, so the node of its base is watched too. When it is over follows from the order of
+autograd (`residency.py`), so nothing is added to the graph.
 """
 
 from __future__ import annotations

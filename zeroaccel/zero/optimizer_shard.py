@@ -3,9 +3,9 @@
 A buffer's shard is cut into pieces, one per run of parameters of one param group. The optimizer's `param_groups` keep
 their dictionaries (schedulers and loggers that hold them go on working); only their `params` become the pieces.
 
-[Note: equal pieces] A replicated optimizer (nothing sharded) steps W pieces of S elements where a sharded one steps one of
-them, so that every kernel sees vectors of the same length with the same contents, and even an implementation whose
-vector tail rounds differently gives the same bits.
+[Note: equal pieces] A replicated optimizer (nothing sharded) steps W pieces of S elements where a sharded one steps
+one of them, so that every kernel sees vectors of the same length with the same contents, and even an implementation
+whose vector tail rounds differently gives the same bits.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Piece:
     """A run of one buffer's master that one param group updates.
 
     Attributes:
-        master: (L,) fp32 leaf, a view into the buffer's master (or of the parameter's shape, for an optimizer that is not
-            elementwise and therefore replicated).
+        master: (L,) fp32 leaf, a view into the buffer's master; of the parameter's shape for an optimizer that is
+            not elementwise and therefore replicated.
         start, end: its place in the flat buffer, in elements.
     """
 
@@ -96,7 +96,9 @@ def check_elementwise(optimizer: Optimizer) -> str | None:
         return f"it cannot step on a flat piece of a parameter ({type(error).__name__}: {error})"
     if torch.allclose(whole[0].flatten(), torch.cat(halves), rtol=1e-5, atol=1e-7):
         return None
-    return "its update of an element depends on other elements of the parameter, so pieces of it cannot be stepped alone"
+    return (
+        "its update of an element depends on other elements of the parameter, so pieces of it cannot be stepped alone"
+    )
 
 
 def _trial(

@@ -64,9 +64,9 @@ def build_optimizer(
 ) -> Optimizer:
     """An optimizer of the named type.
 
-    Adam, AdamW, Lion, Adagrad and SGD (any case) have kernels of their own that update, unscale, clip and round in one pass;
-    `torch_adam: true` takes torch's. "Adam" means decoupled weight decay unless `adam_w_mode` is false, as in
-    DeepSpeed. Any other `torch.optim` class goes by its exact name.
+    Adam, AdamW, Lion, Adagrad and SGD (any case) have kernels of their own that update, unscale, clip and round in
+    one pass; `torch_adam: true` takes torch's. "Adam" means decoupled weight decay unless `adam_w_mode` is false,
+    as in DeepSpeed. Any other `torch.optim` class goes by its exact name.
 
     Raises:
         ConfigError: an unknown type, a type that cannot be sharded, or a setting the type does not have.

@@ -140,7 +140,7 @@ def _contains(name: str, part: str) -> bool:
 
 
 def cast_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None, fp32_names: set[str]) -> None:
-    """Moves buffers to the device; float ones to `dtype` if given, the named ones to fp32. Otherwise dtypes are kept."""
+    """Moves buffers to the device; float ones to `dtype` if given, the named ones to fp32, else as they are."""
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is None:

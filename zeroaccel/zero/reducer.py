@@ -1,12 +1,12 @@
 """From the gradients that autograd leaves behind to each rank's shard of their mean.
 
-[Note: gradient path] A gradient is copied once, into its slot of its buffer's flat gradient, as soon as autograd has
-accumulated it. When the last one of a buffer arrives its reduce-scatter starts; what never comes counts as zero when the
-backward ends. Where gradients are sharded (`ShardPlan.grads`) every backward reduces and the shards are summed over the
-micro-steps; otherwise the flat gradients are summed and reduced once, at the boundary.
+[Note: gradient path] A gradient is copied once, into its slot of its buffer's flat gradient, as soon as autograd
+has accumulated it. When the last one of a buffer arrives its reduce-scatter starts; what never comes counts as zero
+when the backward ends. Where gradients are sharded (`ShardPlan.grads`) every backward reduces and the shards are
+summed over the micro-steps; otherwise the flat gradients are summed and reduced once, at the boundary.
 
-[Note: order of reductions] Collectives must start in one order on all ranks, yet a rank may miss a gradient that another
-has. So buffers are launched in a fixed order, each waiting for its predecessors, as DDP's buckets do.
+[Note: order of reductions] Collectives must start in one order on all ranks, yet a rank may miss a gradient that
+another has. So buffers are launched in a fixed order, each waiting for its predecessors, as DDP's buckets do.
 
 The reduced gradient has the communication dtype; it becomes the accumulation dtype when a second one is added.
 """
@@ -54,8 +54,8 @@ class GradientBuffer:
     """The gradients of one flat buffer on their way.
 
     Attributes:
-        flat: (N,) this rank's own gradients, communication or accumulation dtype; None before the first arrives and after
-            they are reduced.
+        flat: (N,) this rank's own gradients, communication or accumulation dtype; None before the first arrives
+            and after they are reduced.
         shard: (S,) the mean over ranks of this rank's shard, summed over micro-steps; None when there is none.
         full: (N,) the same for all elements, only where the optimizer is replicated.
         arrived: indices of the parameters whose gradient came in this backward.

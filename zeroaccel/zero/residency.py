@@ -3,12 +3,13 @@
 Told what happens by `hooks.py`, asks `schedule.py` what to fetch ahead and what to keep, and moves `ParamUnit`s.
 Knows nothing of modules, autograd nodes or gradients.
 
-[Note: uses] One run of a unit's forward is a `Use`. Its backward begins when the gradient of an output arrives. It is over
-when the backward of anything begins that ran before it: autograd executes nodes in the reverse order of their creation
-(it takes the ready node with the highest sequence number, and whatever a node waits for was created later). A backward
-nested in another, as re-entrant checkpointing runs it, is over when the outer one goes on. So the graph need not be
-touched, and inputs that many units share do not delay anybody. Several uses of one unit may be open at a time (two forwards
-before one backward, a layer applied twice); the unit is given up when the last of them is over.
+[Note: uses] One run of a unit's forward is a `Use`. Its backward begins when the gradient of an output arrives. It
+is over when the backward of anything begins that ran before it: autograd executes nodes in the reverse order of
+their creation (it takes the ready node with the highest sequence number, and whatever a node waits for was created
+later). A backward nested in another, as re-entrant checkpointing runs it, is over when the outer one goes on. So
+the graph need not be touched, and inputs that many units share do not delay anybody. Several uses of one unit may
+be open at a time (two forwards before one backward, a layer applied twice); the unit is given up when the last of
+them is over.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """What a run says about itself while it runs: step lines, time per phase, memory after each phase, and monitor events.
 
-The engine marks its phases and steps on a `StepReport`; everything is off by default and then costs a comparison. Lines
-go to the logger `zeroaccel.report`, which shows them whatever the level of `zeroaccel`: they are asked for in the config
-(`steps_per_print`, `wall_clock_breakdown`, `memory_breakdown`). Only rank 0 reports. Nothing here changes what is
-computed; with `wall_clock_breakdown` the device is waited for, so a timed run may be slower.
+The engine marks its phases and steps on a `StepReport`; everything is off by default and then costs a comparison.
+Lines go to the logger `zeroaccel.report`, which shows them whatever the level of `zeroaccel`: they are asked for in the
+config (`steps_per_print`, `wall_clock_breakdown`, `memory_breakdown`). Only rank 0 reports. Nothing here changes what
+is computed; with `wall_clock_breakdown` the device is waited for, so a timed run may be slower.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ import resource
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import psutil
 import torch
 from torch import Tensor
 
 from zeroaccel.logs import logger
+from zeroaccel.zero.precision import LossScale
 
 __all__ = [
     "EventSink",
@@ -207,8 +208,8 @@ class Watched(Protocol):
     global_samples: int
 
     @property
-    def loss_scale(self) -> Any:
-        """Has `value`, 1 where losses are not scaled."""
+    def loss_scale(self) -> LossScale:
+        """The plain class where losses are not scaled."""
 
     def get_lr(self) -> Sequence[float]:
         """Learning rate of each param group."""
@@ -251,7 +252,8 @@ class StepReport:
         self._memory: dict[str, Memory] | None = {} if memory_breakdown and reports else None
         self._monitors = monitors if monitors is not None and len(monitors) and reports else None
         self._losses: list[Tensor] = []
-        self._since: tuple[int, int, float] | None = None  # step, samples and time at the last line
+        self._steps = 0  # since the last lines
+        self._since: tuple[int, float] | None = None  # samples and time at the last lines, or after the first step
 
     def begin(self, phase: str) -> None:
         """A phase begins."""
@@ -272,22 +274,50 @@ class StepReport:
 
     def step(self, engine: Watched) -> None:
         """An optimizer step is over."""
-        if self._monitors is None and not self._prints:
-            return
-        due = self._prints and engine.global_steps % self._every == 0
-        if self._monitors is not None or (due and self._step_lines):
-            facts = _facts(engine)
+        self._steps += 1
+        if self._monitors is not None:
+            self._monitors.write(step_events(_facts(engine, self._mean_loss())))
+        if engine.global_steps % self._every == 0:
+            self._say(engine)
+            self._steps = 0
             if self._monitors is not None:
-                self._monitors.write(step_events(replace(facts, loss=self._mean_loss())))
-            if due and self._step_lines:
-                _lines.info(format_step(facts, self._rate(engine)))
-        if due:
-            self._breakdowns(engine)
-        if self._since is None or due:
-            self._since = (engine.global_steps, engine.global_samples, time.perf_counter())
+                self._monitors.flush()
+            self._since = (engine.global_samples, time.perf_counter())
+        elif self._since is None:
+            self._since = (engine.global_samples, time.perf_counter())
 
     def close(self) -> None:
         """Closes the monitors."""
         if self._monitors is not None:
             self._monitors.close()
             self._monitors = None
+
+    def _say(self, engine: Watched) -> None:
+        if self._step_lines:
+            _lines.info(format_step(_facts(engine), self._samples_per_second(engine.global_samples)))
+        if self._clock is not None:
+            _lines.info(format_phases(self._clock.mean_milliseconds(self._steps), self._steps))
+        if self._memory is not None:
+            _lines.info(format_memory(self._memory, "allocated" if self._device.type == "cuda" else "resident"))
+
+    def _samples_per_second(self, samples: int) -> float | None:
+        if self._since is None:
+            return None
+        before, begun = self._since
+        return (samples - before) / (time.perf_counter() - begun)
+
+    def _mean_loss(self) -> float | None:
+        losses, self._losses = self._losses, []
+        return sum(float(loss) for loss in losses) / len(losses) if losses else None
+
+
+def _facts(engine: Watched, loss: float | None = None) -> StepFacts:
+    return StepFacts(
+        step=engine.global_steps,
+        skipped=engine.skipped_steps,
+        samples=engine.global_samples,
+        lrs=engine.get_lr(),
+        grad_norm=engine.get_global_grad_norm(),
+        loss_scale=None if type(engine.loss_scale) is LossScale else engine.loss_scale.value,
+        loss=loss,
+    )

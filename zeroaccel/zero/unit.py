@@ -1,9 +1,10 @@
 """`ParamUnit`: the parameters that travel in one collective, and the lifecycle of their storage.
 
-[Note: faces] The `nn.Parameter` objects, their shapes and dtypes never change. While a unit is whole, each parameter's data
-is a view into the unit's flat buffer; while it is sharded, the buffer's storage has size 0 and the data is a stride-0
-expand of one NaN: a stale read is visibly NaN, never a crash and never `torch.Size([0])`. The storage *object* stays, so
-views that autograd saved in forward become valid again when the unit is gathered for backward.
+[Note: faces] The `nn.Parameter` objects, their shapes and dtypes never change. While a unit is whole, each
+parameter's data is a view into the unit's flat buffer; while it is sharded, the buffer's storage has size 0 and the
+data is a stride-0 expand of one NaN: a stale read is visibly NaN, never a crash and never `torch.Size([0])`. The
+storage *object* stays, so views that autograd saved in forward become valid again when the unit is gathered for
+backward.
 
 Does not decide when to move (`residency.py`, `schedule.py`) and does not talk to torch.distributed (`comm`).
 """
@@ -127,7 +128,9 @@ class ParamUnit:
     3. `reshard()` after the last. Each is a no-op where it has nothing to do; anything illegal raises ShardStateError.
     """
 
-    def __init__(self, name: str, modules: Sequence[nn.Module], buffers: Sequence[FlatBuffer], collectives: Collectives):
+    def __init__(
+        self, name: str, modules: Sequence[nn.Module], buffers: Sequence[FlatBuffer], collectives: Collectives
+    ):
         self.name = name
         self.modules = tuple(modules)
         self.buffers = tuple(buffers)

@@ -1,0 +1,205 @@
+"""The engines that are compared, each reduced to forward, backward and update of one step.
+
+All of them train the same bf16 model with AdamW and clip the global norm to 1. They are set up as their documentation
+tells a user to, defaults left alone; README.md says what each one is and why. An engine is imported only by the
+process that runs it. Knows nothing of clocks and rounds (`rank.py`, `race.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+__all__ = ["CONTENDERS", "Contender", "needs_deepspeed"]
+
+LEARNING_RATE = 3e-4
+WEIGHT_DECAY = 0.1
+BETAS = (0.9, 0.95)
+CLIP = 1.0
+
+
+class Contender(Protocol):
+    """One engine around one model, on one rank."""
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The loss of this rank's batch."""
+
+    def backward(self, loss: Tensor) -> None:
+        """Gradients, reduced or on their way."""
+
+    def update(self) -> None:
+        """Clips, steps and drops the gradients; the next forward sees the new weights."""
+
+    def facts(self) -> dict[str, Any]:
+        """What it has to say about itself: sent bytes by operation since the last call, bytes of model states."""
+
+
+def _adamw(params: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True)
+
+
+class _Torch:
+    """The loop that DDP and FSDP2 share."""
+
+    def __init__(self, model: nn.Module, *, autocast: bool = False) -> None:
+        self.model = model
+        self.params = list(model.parameters())
+        self.optimizer = _adamw(self.params)
+        self.autocast = autocast
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            loss: Tensor = self.model(tokens, targets)
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def update(self) -> None:
+        torch.nn.utils.clip_grad_norm_(self.params, CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+
+class _MasterDdp(_Torch):
+    """DDP over a bf16 model, and the optimizer over an fp32 copy of its weights."""
+
+    def __init__(self, model: nn.Module) -> None:
+        masters = [param.detach().clone() for param in model.parameters()]
+        super().__init__(_ddp(model.bfloat16()))
+        self.masters = masters
+        self.optimizer = _adamw(masters)
+
+    def update(self) -> None:
+        for master, param in zip(self.masters, self.params, strict=True):
+            assert param.grad is not None, "every parameter of the model has a gradient"
+            master.grad = param.grad.float()
+        torch.nn.utils.clip_grad_norm_(self.masters, CLIP)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        with torch.no_grad():
+            for master, param in zip(self.masters, self.params, strict=True):
+                param.copy_(master)
+                param.grad = None
+
+
+def _ddp(model: nn.Module) -> nn.Module:
+    dist.init_process_group("gloo")
+    return nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+
+def _ddp_autocast(model: nn.Module) -> Contender:
+    return _Torch(_ddp(model), autocast=True)
+
+
+def _ddp_bf16(model: nn.Module) -> Contender:
+    return _Torch(_ddp(model.bfloat16()))
+
+
+def _fsdp2(model: nn.Module, *, keep: bool = False, reduce: torch.dtype = torch.bfloat16) -> Contender:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce)
+    for block in model.layers:  # type: ignore[union-attr]
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=not keep)
+    return _Torch(model)
+
+
+def _deepspeed_json(stage: int, **zero: Any) -> dict[str, Any]:
+    """What both DeepSpeed and zeroaccel are given."""
+    settings = {"lr": LEARNING_RATE, "betas": list(BETAS), "eps": 1e-8, "weight_decay": WEIGHT_DECAY}
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # the engines only count by it
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": CLIP,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": stage, **zero},
+        "optimizer": {"type": "AdamW", "params": settings},
+    }
+
+
+class _DeepSpeed:
+    def __init__(self, model: nn.Module, *, stage: int, torch_adam: bool = False, **zero: Any) -> None:
+        import deepspeed
+
+        deepspeed.init_distributed(dist_backend="gloo")
+        config = _deepspeed_json(stage, **zero)
+        config["optimizer"]["params"]["torch_adam"] = torch_adam
+        self.engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = self.engine(tokens, targets)
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        self.engine.backward(loss)
+
+    def update(self) -> None:
+        self.engine.step()
+
+    def facts(self) -> dict[str, Any]:
+        return {}
+
+
+class _Zeroaccel:
+    def __init__(self, model: nn.Module, *, stage: int, **zero: Any) -> None:
+        import zeroaccel
+        from zeroaccel.comm.collectives import Collectives
+        from zeroaccel.comm.recording import RecordingCollectives
+        from zeroaccel.comm.topology import init_process_group
+
+        self.recording = RecordingCollectives(Collectives(init_process_group()))
+        config = _deepspeed_json(stage, **zero)
+        self.engine = zeroaccel.initialize(model=model, config=config, collectives=self.recording)[0]
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = self.engine(tokens, targets)
+        return loss
+
+    def backward(self, loss: Tensor) -> None:
+        self.engine.backward(loss)
+
+    def update(self) -> None:
+        self.engine.step()
+
+    def facts(self) -> dict[str, Any]:
+        sent = self.recording.nbytes_by_op()
+        self.recording.reset()
+        return {"sent_nbytes": sent, "model_state_nbytes": self.engine.model_state_nbytes()}
+
+
+CONTENDERS: Mapping[str, Callable[[nn.Module], Contender]] = {
+    "ddp-master": _MasterDdp,
+    "ddp-autocast": _ddp_autocast,
+    "ddp-bf16": _ddp_bf16,
+    "fsdp2": _fsdp2,
+    "fsdp2-fp32-reduce": partial(_fsdp2, reduce=torch.float32),
+    "fsdp2-keep": partial(_fsdp2, keep=True),
+    "deepspeed-2": partial(_DeepSpeed, stage=2),
+    "deepspeed-2-torch-adam": partial(_DeepSpeed, stage=2, torch_adam=True),
+    "deepspeed-3": partial(_DeepSpeed, stage=3),
+    "deepspeed-3-lean": partial(_DeepSpeed, stage=3, stage3_max_reuse_distance=0),
+    "deepspeed-3-torch-adam": partial(_DeepSpeed, stage=3, torch_adam=True),
+    "zeroaccel-0": partial(_Zeroaccel, stage=0),
+    "zeroaccel-1": partial(_Zeroaccel, stage=1),
+    "zeroaccel-2": partial(_Zeroaccel, stage=2),
+    "zeroaccel-3": partial(_Zeroaccel, stage=3),
+    "zeroaccel-3-lean": partial(_Zeroaccel, stage=3, stage3_max_reuse_distance=0),
+}
+
+
+def needs_deepspeed(name: str) -> bool:
+    """Whether the contender runs in an environment that has DeepSpeed."""
+    return name.startswith("deepspeed")

@@ -1,0 +1,173 @@
+"""Turns the results of a race into tables, ratios, the bars they have to pass, and JSON."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from race import PHASES, Conditions, Result
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["Bar", "Ratio", "bars", "document", "losses_agree", "ratio", "show"]
+
+MIB = 1 << 20
+LOSS_TOLERANCE = 0.01
+"""Relative; bf16 keeps 8 bits, and the engines round at different places."""
+
+Results = Mapping[str, Result]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Of two contenders' step times, taken round by round."""
+
+    median: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.2f} ({self.low:.2f}..{self.high:.2f})"
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One thing that has to hold."""
+
+    claim: str
+    value: float
+    limit: float
+
+    @property
+    def passed(self) -> bool:
+        return self.value <= self.limit
+
+
+def ratio(of: Result, to: Result) -> Ratio:
+    """Median, smallest and largest of the rounds' ratios."""
+    pairs = [mine / theirs for mine, theirs in zip(of.seconds, to.seconds, strict=True)]
+    return Ratio(statistics.median(pairs), min(pairs), max(pairs))
+
+
+def _fastest(results: Results, names: Iterable[str]) -> str | None:
+    there = [name for name in names if results.get(name) and not results[name].failure]
+    return min(there, key=lambda name: statistics.median(results[name].seconds), default=None)
+
+
+# What is held against what. A name with variants stands for the fastest of them.
+_DDP = ("ddp-master", "ddp-autocast")
+_DEEPSPEED_2 = ("deepspeed-2", "deepspeed-2-torch-adam")
+_WHOLE_AFTER_FORWARD = ("fsdp2-keep", "deepspeed-3", "deepspeed-3-torch-adam")
+_SHARDED_AFTER_FORWARD = ("fsdp2", "fsdp2-fp32-reduce", "deepspeed-3-lean")
+_SPEED_BARS = (
+    ("zeroaccel-3-lean", _SHARDED_AFTER_FORWARD, 0.6),
+    ("zeroaccel-3", (*_WHOLE_AFTER_FORWARD, *_SHARDED_AFTER_FORWARD), 0.6),
+    ("zeroaccel-2", _DEEPSPEED_2, 0.75),
+    ("zeroaccel-2", _DDP, 1.0),
+)
+_MEMORY_BARS = (("zeroaccel-3-lean", "fsdp2", 1.1), ("zeroaccel-3", "fsdp2-keep", 1.1))
+_TRAFFIC = {"zeroaccel-0": 2, "zeroaccel-1": 2, "zeroaccel-2": 2, "zeroaccel-3": 2, "zeroaccel-3-lean": 3}
+
+
+def bars(results: Results, world_size: int) -> list[Bar]:
+    """All bars whose contenders ran."""
+    there = {name: result for name, result in results.items() if not result.failure}
+    found = []
+    for name, peers, limit in _SPEED_BARS:
+        peer = _fastest(there, peers)
+        if name in there and peer is not None:
+            value = ratio(there[name], there[peer]).median
+            found.append(Bar(f"step time of {name} / {peer}", value, limit))
+    for name, peer, limit in _MEMORY_BARS:
+        if name in there and peer in there:
+            value = there[name].peak_rss / there[peer].peak_rss
+            found.append(Bar(f"peak RSS of {name} / {peer}", value, limit))
+    for name, times in _TRAFFIC.items():
+        if name in there:
+            found.append(Bar(f"bytes sent by {name}, in models", traffic(there[name], world_size), times * 1.01))
+    return found
+
+
+def traffic(result: Result, world_size: int) -> float:
+    """Bytes a rank sends per step, in units of what it sends when the bf16 model is gathered once."""
+    return sum(result.sent_nbytes.values()) / (2 * result.numel * (world_size - 1) / world_size)
+
+
+def losses_agree(results: Results) -> tuple[str, float]:
+    """The contender whose loss is farthest from the median of all, in any round, and how far, relatively.
+
+    Bf16 training without fp32 masters is another training and is left out.
+    """
+    there = {name: r for name, r in results.items() if not r.failure and name != "ddp-bf16"}
+    middle = [statistics.median(losses) for losses in zip(*(r.losses for r in there.values()), strict=True)]
+    distances = {
+        name: max(abs(loss / mid - 1) for loss, mid in zip(result.losses, middle, strict=True))
+        for name, result in there.items()
+    }
+    farthest = max(distances, key=lambda name: distances[name])
+    return farthest, distances[farthest]
+
+
+def show(results: Results, conditions: Conditions, console: Console) -> None:
+    """Prints everything there is to see."""
+    there = {name: result for name, result in results.items() if not result.failure}
+    references = [name for name in map(lambda names: _fastest(there, names), _COLUMNS) if name]
+    _show_times(there, references, conditions, console)
+    for name, result in results.items():
+        if result.failure:
+            console.print(f"[red]{name} did not run:[/] {result.failure.splitlines()[-1]}")
+    if len(there) > 1:
+        name, distance = losses_agree(there)
+        verdict = "agree" if distance <= LOSS_TOLERANCE else "[red]DO NOT AGREE[/]"
+        console.print(f"losses {verdict}: farthest from the median is {name}, by {distance:.2%}")
+    for bar in bars(there, conditions.world_size):
+        mark = "[green]holds[/]" if bar.passed else "[red]misses[/]"
+        console.print(f"{mark}  {bar.claim}: {bar.value:.2f}, at most {bar.limit:.2f}")
+
+
+_COLUMNS = (_DDP, ("fsdp2", "fsdp2-fp32-reduce"), _DEEPSPEED_2, ("deepspeed-3", "deepspeed-3-torch-adam"))
+
+
+def _show_times(there: Results, references: Sequence[str], conditions: Conditions, console: Console) -> None:
+    table = Table(title=f"{conditions.world_size} ranks, {conditions.threads} thread(s) each, {conditions.shape}")
+    table.add_column("contender")
+    for head in ("ms/step", *PHASES, "peak MiB", "sent MiB", "models sent"):
+        table.add_column(head, justify="right")
+    for name in references:
+        table.add_column(f"/ {name}", justify="right")
+    for name, result in there.items():
+        sent = sum(result.sent_nbytes.values())
+        table.add_row(
+            name,
+            f"{statistics.median(result.seconds) * 1e3:.0f}",
+            *(f"{statistics.median(row[phase] for row in result.phases) * 1e3:.0f}" for phase in PHASES),
+            f"{result.peak_rss / MIB:.0f}",
+            f"{sent / MIB:.1f}" if sent else "",
+            f"{traffic(result, conditions.world_size):.2f}" if sent else "",
+            *(str(ratio(result, there[peer])) for peer in references),
+        )
+    console.print(table)
+
+
+def document(results: Results, conditions: Conditions) -> dict[str, Any]:
+    """Everything, for JSON."""
+    there = {name: result for name, result in results.items() if not result.failure}
+    return {
+        "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "python": platform.python_version()},
+        "conditions": {key: value for key, value in asdict(conditions).items() if key != "deepspeed_python"},
+        "results": {name: asdict(result) for name, result in results.items()},
+        "median_seconds": {name: statistics.median(result.seconds) for name, result in there.items()},
+        "ratios": {a: {b: asdict(ratio(there[a], there[b])) for b in there if b != a} for a in there},
+        "losses_farthest": losses_agree(there) if len(there) > 1 else None,
+        "bars": [{**asdict(bar), "passed": bar.passed} for bar in bars(there, conditions.world_size)],
+    }
+
+
+def _cpu() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.machine())

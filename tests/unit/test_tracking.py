@@ -1,0 +1,226 @@
+"""Monitors: what reaches the files, which ranks write, missing packages, and failures that must not stop a run."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from zeroaccel.errors import ConfigError, UsageError
+from zeroaccel.logs import logger
+from zeroaccel.tracking import CsvMonitor, Event, Monitors, TensorBoardMonitor, WandbMonitor, build_monitors
+
+
+@dataclass
+class Files:
+    enabled: bool = False
+    output_path: str = ""
+    job_name: str = "job"
+
+
+@dataclass
+class Project:
+    enabled: bool = False
+    group: str | None = None
+    team: str | None = None
+    project: str = "zeroaccel"
+
+
+@dataclass
+class Sections:
+    tensorboard: Files = field(default_factory=Files)
+    csv_monitor: Files = field(default_factory=Files)
+    wandb: Project = field(default_factory=Project)
+
+
+class Recorder:
+    def __init__(self, fails: bool = False) -> None:
+        self.calls: list[Any] = []
+        self.fails = fails
+
+    def write(self, events: Sequence[Event]) -> None:
+        if self.fails:
+            raise OSError("disk is full")
+        self.calls.append(list(events))
+
+    def flush(self) -> None:
+        self.calls.append("flush")
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+@pytest.fixture
+def wandb(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """A stand-in for the package; gives what it is told."""
+    told: list[Any] = []
+    run = SimpleNamespace(
+        log=lambda values, step: told.append(("log", values, step)), finish=lambda: told.append(("finish",))
+    )
+
+    def init(**arguments: Any) -> Any:
+        told.append(("init", arguments))
+        return run
+
+    module = SimpleNamespace(init=init, __spec__=SimpleNamespace(origin="here"))
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    yield told
+
+
+# -- csv
+
+
+def test_csv_has_one_file_per_metric(tmp_path: Path) -> None:
+    monitor = CsvMonitor(Files(output_path=str(tmp_path), job_name="run"))
+    monitor.write([("Train/loss", 2.5, 8), ("Train/lr", 1e-3, 8)])
+    monitor.write([("Train/loss", 0.1, 16), ("my metric", float("inf"), 16)])
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
+        "Train_loss.csv",
+        "Train_lr.csv",
+        "my_metric.csv",
+    ]
+    # read before close: rows do not wait in a buffer
+    assert (tmp_path / "run/Train_loss.csv").read_text() == "step,loss\n8,2.5\n16,0.1\n".replace("\n", "\r\n") or (
+        (tmp_path / "run/Train_loss.csv").read_bytes() == b"step,loss\r\n8,2.5\r\n16,0.1\r\n"
+    )
+    monitor.close()
+    monitor.close()
+
+
+def test_csv_continues_a_file_with_one_header(tmp_path: Path) -> None:
+    for step in (1, 2):
+        monitor = CsvMonitor(Files(output_path=str(tmp_path)))
+        monitor.write([("Train/loss", 0.5, step)])
+        monitor.close()
+    assert (tmp_path / "job/Train_loss.csv").read_text().split() == ["step,loss", "1,0.5", "2,0.5"]
+
+
+def test_csv_keeps_every_digit(tmp_path: Path) -> None:
+    CsvMonitor(Files(output_path=str(tmp_path))).write([("x", 0.1 + 0.2, 1)])
+    assert float((tmp_path / "job/x.csv").read_text().split(",")[-1]) == 0.1 + 0.2
+
+
+def test_csv_refuses_two_metrics_in_one_file(tmp_path: Path) -> None:
+    monitor = CsvMonitor(Files(output_path=str(tmp_path)))
+    monitor.write([("a/b", 1.0, 1)])
+    with pytest.raises(UsageError, match="metric 'a_b': expected a name whose file is not that of 'a/b'"):
+        monitor.write([("a_b", 1.0, 1)])
+    monitor.close()
+
+
+def test_an_empty_output_path_is_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    CsvMonitor(Files())
+    assert (tmp_path / "job").is_dir()
+
+
+# -- tensorboard and wandb
+
+
+@pytest.mark.skipif(importlib.util.find_spec("tensorboard") is None, reason="tensorboard is not installed")
+def test_tensorboard_scalars_can_be_read_back(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monitor = TensorBoardMonitor(Files(output_path=str(tmp_path), job_name="run"))
+    monitor.write([("Train/loss", 2.5, 8), ("Train/loss", 0.5, 16)])
+    monitor.flush()
+    read = EventAccumulator(str(tmp_path / "run"))
+    read.Reload()
+    assert [(event.step, event.value) for event in read.Scalars("Train/loss")] == [(8, 2.5), (16, 0.5)]
+    monitor.close()
+
+
+def test_wandb_gets_the_project_and_one_log_per_step(wandb: list[Any]) -> None:
+    monitor = WandbMonitor(Project(group="g", team="t", project="p"))
+    monitor.write([("Train/loss", 1.0, 8), ("Train/lr", 0.1, 8), ("Train/loss", 0.5, 16)])
+    monitor.close()
+    assert wandb == [
+        ("init", {"project": "p", "group": "g", "entity": "t"}),
+        ("log", {"Train/loss": 1.0, "Train/lr": 0.1}, 8),
+        ("log", {"Train/loss": 0.5}, 16),
+        ("finish",),
+    ]
+
+
+# -- from a config
+
+
+def test_nothing_is_built_when_nothing_is_on() -> None:
+    assert not build_monitors(Sections(), rank=0)
+
+
+def test_what_is_on_is_built_on_rank_0_only(tmp_path: Path, wandb: list[Any]) -> None:
+    config = Sections(csv_monitor=Files(True, str(tmp_path)), wandb=Project(True))
+    assert not build_monitors(config, rank=1)
+    assert (wandb, list(tmp_path.iterdir())) == ([], [])
+    monitors = build_monitors(config, rank=0)
+    assert len(monitors) == 2
+    monitors.write([("Train/loss", 1.0, 8)])
+    monitors.close()
+    assert (tmp_path / "job/Train_loss.csv").exists()
+    assert [call[0] for call in wandb] == ["init", "log", "finish"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("package", ["tensorboard", "wandb"])
+def test_a_missing_package_is_an_error_on_every_rank(
+    package: str, rank: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
+    config = Sections(tensorboard=Files(package == "tensorboard", str(tmp_path)), wandb=Project(package == "wandb"))
+    with pytest.raises(ConfigError, match=rf"^{package}\.enabled: expected the package .*pip install.*to false"):
+        build_monitors(config, rank)
+
+
+def test_a_folder_of_a_packages_name_is_not_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    (tmp_path / "wandb").mkdir()
+    importlib.invalidate_caches()
+    with pytest.raises(ConfigError, match=r"wandb\.enabled"):
+        build_monitors(Sections(wandb=Project(True)), rank=0)
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"csv_monitor\.output_path: expected a folder that can be written"):
+        build_monitors(Sections(csv_monitor=Files(True, str(tmp_path / "file"))), rank=0)
+
+
+# -- several as one
+
+
+def test_monitors_pass_everything_on_and_close_once() -> None:
+    one, two = Recorder(), Recorder()
+    monitors = Monitors([one, two])
+    monitors.write([("a", 1.0, 1)])
+    monitors.flush()
+    monitors.close()
+    monitors.close()
+    assert one.calls == two.calls == [[("a", 1.0, 1)], "flush", "close"]
+    assert not monitors
+
+
+def test_a_monitor_that_fails_is_said_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    handler = logging.Handler()
+    monkeypatch.setattr(handler, "emit", lambda record: said.append(f"{record.getMessage()}: {record.exc_info[1]}"))
+    logger.addHandler(handler)
+    bad, good = Recorder(fails=True), Recorder()
+    monitors = Monitors([bad, good])
+    try:
+        monitors.write([("a", 1.0, 1)])
+        monitors.write([("a", 2.0, 2)])
+    finally:
+        logger.removeHandler(handler)
+        monitors.close()
+    assert good.calls[:2] == [[("a", 1.0, 1)], [("a", 2.0, 2)]]
+    assert said == ["Recorder failed to write and is switched off for this run: disk is full"]

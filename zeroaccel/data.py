@@ -1,0 +1,172 @@
+"""The loader that `zeroaccel.initialize(training_data=...)` makes: each rank's part of a dataset, in micro-batches.
+
+Every rank gets the same number of batches, whatever the dataset's length: a rank with one batch fewer would leave the
+others waiting in a collective. Knows no process group and no device; batches are on the CPU as `collate_fn` makes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+
+from zeroaccel.errors import UsageError
+
+__all__ = ["build_dataloader"]
+
+
+def build_dataloader(
+    dataset: Any,
+    micro_batch_size: int,
+    rank: int,
+    world_size: int,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    drop_last: bool = False,
+    *,
+    seed: int = 0,
+    shuffle: bool = True,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+) -> DataLoader[Any]:
+    """A loader of this rank's part of `dataset`.
+
+    A dataset with indices is shuffled, differently in each epoch: every new iteration over the loader is the next one
+    (`loader.sampler.set_epoch(n)` chooses another, as on resuming). A dataset that is only iterable is dealt out item
+    by item, item i to rank i mod world_size, so all ranks must see the same order in it; if it has `set_epoch`, that is
+    called before each iteration. Where the length is not a multiple of the world size, ranks that come up short repeat
+    an earlier item; with `drop_last` an iterable's last incomplete round is left out instead.
+
+    Args:
+        dataset: has `__getitem__` and `__len__` (indices), or `__iter__`.
+        micro_batch_size: items per batch.
+        rank, world_size: which part.
+        collate_fn: makes a batch of a list of items; torch's default stacks tensors.
+        drop_last: leave out a last batch that is not full.
+        seed: of the shuffling, the same on all ranks.
+        shuffle: of a dataset with indices.
+        num_workers: processes that read a dataset with indices.
+        pin_memory: copy batches to page-locked memory.
+
+    Raises:
+        UsageError: the dataset cannot be read in one of the two ways, or has no batch for this rank; or an argument is
+            out of range.
+    """
+    if micro_batch_size < 1:
+        raise UsageError("build_dataloader: micro_batch_size", expected="at least 1", got=micro_batch_size)
+    if not 0 <= rank < world_size:
+        raise UsageError("build_dataloader: rank", expected=f"0 to {world_size - 1}", got=rank)
+    part: Dataset[Any]
+    sampler: DistributedSampler[Any] | None = None
+    if _has_indices(dataset):
+        part = dataset
+        sampler = _EpochSampler(dataset, world_size, rank, shuffle=shuffle, seed=seed)
+        _check_length(dataset, len(sampler), micro_batch_size, drop_last)
+    else:
+        _check_iterable(dataset, num_workers)
+        part = _Dealt(dataset, rank, world_size, drop_last)
+    # A generator of its own, as the loader otherwise draws from torch's and shifts the run's random numbers.
+    generator = torch.Generator().manual_seed(seed + rank)
+    return DataLoader(
+        part,
+        batch_size=micro_batch_size,
+        sampler=sampler,
+        collate_fn=collate_fn,
+        drop_last=drop_last,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        generator=generator,
+    )
+
+
+class _EpochSampler(DistributedSampler[Any]):
+    """Goes on to the next epoch, that is another order, each time it has given one."""
+
+    def __init__(self, dataset: Any, world_size: int, rank: int, *, shuffle: bool, seed: int) -> None:
+        super().__init__(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle, seed=seed)
+
+    def __iter__(self) -> Iterator[Any]:
+        order = super().__iter__()
+        self.set_epoch(self.epoch + 1)
+        return order
+
+
+class _Dealt(IterableDataset[Any]):
+    """Every `world_size`-th item of an iterable, equally many on each rank."""
+
+    def __init__(self, items: Iterable[Any], rank: int, world_size: int, drop_last: bool) -> None:
+        self._items = items
+        self._rank = rank
+        self._world_size = world_size
+        self._drop_last = drop_last
+        self.epoch = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        if callable(set_epoch := getattr(self._items, "set_epoch", None)):
+            set_epoch(self.epoch)
+        self.epoch += 1
+        items = iter(self._items)
+        first: list[Any] = []
+        while deal := list(islice(items, self._world_size)):
+            first = first or deal
+            if self._rank < len(deal) and (len(deal) == self._world_size or not self._drop_last):
+                yield deal[self._rank]
+            elif not self._drop_last:
+                yield first[self._rank % len(first)]
+
+    def __len__(self) -> int:
+        """Items of this rank; TypeError, as from any such object, where the iterable does not know its length."""
+        items = len(self._items)  # type: ignore[arg-type]
+        return items // self._world_size if self._drop_last else -(-items // self._world_size)
+
+
+def _has_indices(dataset: Any) -> bool:
+    if isinstance(dataset, DataLoader):
+        raise UsageError(
+            "training_data",
+            expected="a dataset",
+            got=dataset,
+            fix="pass loader.dataset, or leave training_data out and loop over the loader",
+        )
+    if isinstance(dataset, Mapping):
+        raise UsageError(
+            "training_data",
+            expected="one dataset",
+            got=f"{type(dataset).__name__} with the keys {', '.join(map(str, dataset))}",
+            fix="pass one of its values",
+        )
+    return not isinstance(dataset, IterableDataset) and hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+
+
+def _check_length(dataset: Sized, share: int, micro_batch_size: int, drop_last: bool) -> None:
+    if len(dataset) == 0:
+        raise UsageError("training_data", expected="at least one item", got=dataset)
+    if drop_last and share < micro_batch_size:
+        raise UsageError(
+            "training_data",
+            expected=f"at least one batch of {micro_batch_size} per rank",
+            got=f"{share} items per rank",
+            fix="lower train_micro_batch_size_per_gpu, or set dataloader_drop_last to false",
+        )
+
+
+def _check_iterable(dataset: Any, num_workers: int) -> None:
+    if not hasattr(dataset, "__iter__"):
+        raise UsageError(
+            "training_data", expected="a dataset with __getitem__ and __len__, or with __iter__", got=dataset
+        )
+    if isinstance(dataset, Iterator):
+        raise UsageError(
+            "training_data",
+            expected="a dataset that can be read again in each epoch",
+            got=dataset,
+            fix="pass an object whose __iter__ starts anew, or a list",
+        )
+    if num_workers:
+        raise UsageError(
+            "build_dataloader: num_workers",
+            expected="0 for a dataset that is only iterable, as each worker would read all of it",
+            got=num_workers,
+        )
