@@ -120,7 +120,7 @@ class CsvMonitor:
             UsageError: two metrics have names that make the same file name.
         """
         for name, value, step in events:
-            csv.writer(self._file(name)).writerow([step, value])
+            csv.writer(self._file(name), lineterminator="\n").writerow([step, value])
 
     def flush(self) -> None:
         """Files are line-buffered: nothing waits."""
@@ -137,7 +137,7 @@ class CsvMonitor:
             file: TextIO = (self._folder / f"{stem}.csv").open("a", buffering=1, encoding="utf-8", newline="")
             self._files[stem] = (name, file)
             if file.tell() == 0:
-                csv.writer(file).writerow(["step", name.rsplit("/", 1)[-1]])
+                csv.writer(file, lineterminator="\n").writerow(["step", name.rsplit("/", 1)[-1]])
         owner, file = self._files[stem]
         if owner != name:
             raise UsageError(f"metric {name!r}", expected=f"a name whose file is not that of {owner!r}", got=stem)

@@ -123,7 +123,7 @@ class ViewBlock(Block):
 
 
 class InPlaceOnOutput(Toy):
-    """The output of a block is a view, and its caller changes it in place: the hook on the old node must not be lost."""
+    """The output of a block is a view, and its caller changes it in place: the hook must not be lost."""
 
     def __init__(self) -> None:
         super().__init__()

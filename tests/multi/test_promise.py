@@ -1,4 +1,4 @@
-"""The promise: residency never changes arithmetic. Losses, norms and weights are the same bits, whatever lives where."""
+"""The promise: residency never changes arithmetic. Losses, norms and weights have the same bits."""
 
 from __future__ import annotations
 

@@ -124,8 +124,9 @@ def train(
     engine, *_ = zeroaccel.initialize(model, config=dict(settings), **arguments)
     before(engine)
     run = Run()
+    device = next(model.parameters()).device
     for batch in batches(engine.collectives.rank, steps * engine.gradient_accumulation_steps()):
-        loss = engine(batch)
+        loss = engine(batch.to(device))
         engine.backward(loss)
         boundary = engine.is_gradient_accumulation_boundary()
         engine.step()

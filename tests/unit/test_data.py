@@ -71,7 +71,7 @@ def test_ranks_get_every_item_and_equally_many(length: int, world_size: int) -> 
 
 
 def test_the_first_order_is_that_of_torchs_distributed_sampler() -> None:
-    expected = list(torch.utils.data.DistributedSampler(Numbers(10), num_replicas=2, rank=1, seed=7))
+    expected: list[int] = list(torch.utils.data.DistributedSampler(Numbers(10), num_replicas=2, rank=1, seed=7))
     assert items(batches(build_dataloader(Numbers(10), 3, 1, 2, seed=7))) == expected
     assert items(batches(build_dataloader(Numbers(10), 3, 1, 2, seed=8))) != expected
 

@@ -73,7 +73,7 @@ class DirectExchange:
         self._targets, self._sources = ahead, ahead[::-1]
 
     def all_gather(self, out: Tensor, shard: Tensor, tag: int) -> Sequence[Pending]:
-        parts = _split(out, shard.numel())
+        parts = out.split(shard.numel())
         works = [self._recv([parts[peer]], peer, tag) for peer in self._sources]
         works += [self._send([shard], peer, tag) for peer in self._targets]
         own = parts[self.rank]
@@ -84,7 +84,7 @@ class DirectExchange:
     def reduce_scatter(self, out: Tensor, flat: Tensor, tag: int) -> Sequence[Pending]:
         """`out` is (W*S,): the parts as they come, in the order of the ranks, not summed."""
         numel = out.numel() // self.world_size
-        parts, slots = _split(flat, numel), _split(out, numel)
+        parts, slots = flat.split(numel), out.split(numel)
         works = [self._recv([slots[peer]], peer, tag) for peer in self._sources]
         works += [self._send([parts[peer]], peer, tag) for peer in self._targets]
         slots[self.rank].copy_(parts[self.rank])
@@ -123,11 +123,6 @@ class NativeExchange:
     def broadcast(self, tensor: Tensor, src: int, tag: int) -> Iterable[Pending]:
         source = dist.get_global_rank(self._group, src)
         return (dist.broadcast(tensor, source, group=self._group, async_op=True),)
-
-
-def _split(flat: Tensor, numel: int) -> tuple[Tensor, ...]:
-    parts: tuple[Tensor, ...] = flat.split(numel)  # type: ignore[no-untyped-call]
-    return parts
 
 
 def exchange_over(group: dist.ProcessGroup, device: str) -> DirectExchange | NativeExchange:

@@ -176,7 +176,7 @@ class DeviceWork(MessageWork):
         super().wait()
         journal = self.supervisor.journal
         if self._device.type == "cuda" and (journal.probe is None or journal.probe[0] is self.entry):
-            event: torch.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event: torch.Event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._device))
             journal.probe = self.entry, event.query
 
