@@ -28,10 +28,10 @@ from torch.distributed.launcher.api import LaunchConfig, launch_agent
 from zeroaccel.config.launch import LaunchSettings, Streams
 from zeroaccel.errors import CollectiveError
 
+from . import runner
 from .failures import RankEnd, Report, read_report
 from .leftovers import LAUNCH_ID, end_leftovers
 from .plan import LaunchPlan
-from .runner import FAULT_FILE
 
 __all__ = ["JobEnd", "run_plan"]
 
@@ -89,10 +89,10 @@ class RankFiles(DefaultLogsSpecs):
             rank=rank,
             local_rank=failure.local_rank,
             pid=failure.pid,
-            exit_code=failure.exitcode,
+            status=failure.exitcode,
             noticed=failure.timestamp,
             report=report,
-            fault=_text_at(path.with_name(FAULT_FILE)),
+            fault=_stack_at(path.with_name(runner.FAULT_FILE)),
         )
 
     def _why_again(self) -> str:
@@ -163,7 +163,7 @@ def _launch_config(plan: LaunchPlan, files: RankFiles) -> LaunchConfig:
         max_restarts=settings.max_restarts,
         monitor_interval=settings.monitor_interval,
         log_line_prefix_template="[rank ${rank}] ",
-        local_addr=plan.host if settings.num_machines == 1 else None,
+        local_addr=plan.address,
         **newer,
     )
 
@@ -182,11 +182,13 @@ def _report_at(path: Path) -> Report | None:
     return read_report(data)
 
 
-def _text_at(path: Path) -> str:
+def _stack_at(path: Path) -> str:
+    """What a crash left, without the frames of `runner`."""
     try:
-        return path.read_text(errors="replace").strip()
+        lines = path.read_text(errors="replace").strip().splitlines()
     except OSError:
         return ""
+    return "\n".join(line for line in lines if runner.__file__ not in line)
 
 
 def _did_not_meet(plan: LaunchPlan, error: Exception) -> str:

@@ -39,6 +39,7 @@ class Report:
         kind: an uncaught exception, one of `zeroaccel.errors`, a `sys.exit`, or Ctrl-C.
         headline: the exception without its traceback, or where and how `sys.exit` was called.
         traceback: in full, without a final newline; empty for `sys.exit`.
+        exit_code: what it was about to exit with.
         time: seconds since the epoch.
         told: it is on the terminal already.
     """
@@ -46,6 +47,7 @@ class Report:
     kind: Kind
     headline: str
     traceback: str
+    exit_code: int
     time: float
     told: bool = False
 
@@ -55,7 +57,7 @@ class RankEnd:
     """How one process ended that did not succeed.
 
     Attributes:
-        exit_code: negative for a signal.
+        status: its exit code, negative for a signal.
         noticed: when the launcher noticed, in whole seconds since the epoch.
         report: what it said itself, if it could.
         fault: the Python stack a crash in native code left.
@@ -64,10 +66,15 @@ class RankEnd:
     rank: int
     local_rank: int
     pid: int
-    exit_code: int
+    status: int
     noticed: float
     report: Report | None = None
     fault: str = ""
+
+    @property
+    def exit_code(self) -> int:
+        """Its exit code, negative for a signal; its own where the launcher's signal met it on its way out."""
+        return self.report.exit_code if self.report is not None and self.status < 0 else self.status
 
 
 def read_report(data: Mapping[str, Any]) -> Report:
@@ -78,14 +85,15 @@ def read_report(data: Mapping[str, Any]) -> Report:
             kind=ours["kind"],
             headline=ours["headline"],
             traceback=ours["traceback"].rstrip(),
+            exit_code=ours["exit_code"],
             time=ours["time"],
             told=ours.get("told", False),
         )
     message = data["message"]
     if isinstance(message, str):
-        return Report("exception", message, message, float(data.get("timestamp", 0)))
+        return Report("exception", message, message, 1, float(data.get("timestamp", 0)))
     extra = message["extraInfo"]
-    return Report("exception", message["message"], extra["py_callstack"].rstrip(), float(extra["timestamp"]))
+    return Report("exception", message["message"], extra["py_callstack"].rstrip(), 1, float(extra["timestamp"]))
 
 
 def first_failure(ends: Sequence[RankEnd]) -> RankEnd:

@@ -11,7 +11,7 @@ import os
 import socket
 from pathlib import Path
 
-__all__ = ["accelerators", "is_known_host", "port_trouble", "usable_cores"]
+__all__ = ["accelerators", "is_known_host", "is_own_host", "own_address_towards", "port_trouble", "usable_cores"]
 
 
 def usable_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
@@ -51,3 +51,24 @@ def is_known_host(host: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def is_own_host(host: str) -> bool:
+    """Whether `host` is an address of this machine."""
+    try:
+        socket.create_server((host, 0)).close()
+    except OSError:
+        return False
+    return True
+
+
+def own_address_towards(host: str) -> str:
+    """The address of this machine by which `host` can reach it.
+
+    Its own name would be simpler, but in many containers and clusters that means nothing, or means "localhost".
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # sends nothing; the kernel only chooses a route
+        own: str = probe.getsockname()[0]
+        return own

@@ -21,7 +21,7 @@ from typing import Literal
 from zeroaccel.config.launch import LaunchSettings
 from zeroaccel.errors import ConfigError
 
-from .machine import accelerators, is_known_host, port_trouble, usable_cores
+from .machine import accelerators, is_known_host, is_own_host, own_address_towards, port_trouble, usable_cores
 
 __all__ = ["LaunchPlan", "Program", "plan_launch"]
 
@@ -62,6 +62,7 @@ class LaunchPlan:
         device: "cuda" or "cpu".
         environment: variables that every process here gets on top of the launcher's own.
         host, port: where the processes of the job meet; port 0 is a free one, chosen at the start.
+        address: of this machine, as the others reach it.
         headline: one line that says what is started.
         warnings: one line each, for what is allowed but seldom meant.
     """
@@ -73,6 +74,7 @@ class LaunchPlan:
     environment: Mapping[str, str]
     host: str
     port: int
+    address: str
     headline: str
     warnings: tuple[str, ...] = ()
 
@@ -129,6 +131,7 @@ def plan_launch(settings: LaunchSettings, program: Program, environ: Mapping[str
         environment=_environment(settings, threads),
         host=host,
         port=port,
+        address=_own_address(host),
         headline=f"{_about_processes(settings, num_local, devices)}, {about_threads}",
         warnings=_warnings(num_local, devices),
     )
@@ -179,6 +182,9 @@ def _meeting_point(settings: LaunchSettings) -> tuple[str, int]:
         port = DEFAULT_PORT if several else FREE_PORT
     if not is_known_host(host):
         raise ConfigError("--main_process_ip", expected="an address or the name of a known host", got=host)
+    if not several and not is_own_host(host):
+        fix = "leave it out, or set --num_machines if there are more than this one"
+        raise ConfigError("--main_process_ip", expected="an address of this machine", got=host, fix=fix)
     if settings.is_main_machine and port != FREE_PORT and (trouble := port_trouble(port)):
         otherwise = "the same on every machine" if several else "or leave it out for a free one"
         raise ConfigError(f"--main_process_port {port}: {trouble}", fix=f"choose another, {otherwise}")
@@ -186,6 +192,13 @@ def _meeting_point(settings: LaunchSettings) -> tuple[str, int]:
         fix = "choose one, or leave out --rdzv_backend static"
         raise ConfigError("--main_process_port", expected="a port, for a static rendezvous", fix=fix)
     return host, port
+
+
+def _own_address(host: str) -> str:
+    try:
+        return own_address_towards(host)
+    except OSError as error:
+        raise ConfigError(f"--main_process_ip {host}: {error.strerror or error}", fix="check the network") from None
 
 
 def _check_log_dir(settings: LaunchSettings) -> None:

@@ -11,6 +11,7 @@ import torch
 
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import init_process_group
+from zeroaccel.errors import CollectiveError
 
 PART = 1000
 
@@ -110,8 +111,34 @@ def foreign_barrier(model: Layers) -> None:
     model.step(1)
 
 
+def broadcast(model: Layers) -> None:
+    model.step(0)
+    if model.rank == 0:
+        time.sleep(100)
+    model.collectives.broadcast(torch.ones(PART), 0, "initial weights")
+
+
+def stubborn(model: Layers) -> None:
+    try:
+        branches(model)
+    except CollectiveError:
+        print(f"rank {model.rank} goes on", flush=True)
+        time.sleep(100)
+
+
+def orderly(model: Layers) -> None:
+    model.step(0)
+    model.step(1)
+
+
+def first_leaves_early(model: Layers) -> None:
+    model.step(0)
+    time.sleep(3.0 * model.rank)
+
+
 if __name__ == "__main__":
     job = Layers()
+    print(f"begins {time.time()}", flush=True)
     try:
         globals()[sys.argv[1]](job)
     finally:

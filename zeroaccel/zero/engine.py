@@ -270,7 +270,9 @@ class Engine(nn.Module):
         self._reducer.begin(reduce=reduces)
 
     def _end_backward(self) -> None:
+        self._report.begin("reduce")
         self._reducer.end()
+        self._report.end("reduce")
         self._residency.end_backward()
         self._in_backward = self._direct = False
         self._backwards += 1

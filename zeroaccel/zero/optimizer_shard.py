@@ -191,6 +191,8 @@ class OptimizerShard:
             else:
                 self._step_generic(pieces, grad, origin, grad_scale)
             done(held.buffer)
+        if isinstance(self.optimizer, ShardStep):
+            self.optimizer.step()  # no gradients are left: only torch's schedulers and step hooks take note
 
     def _step_native(
         self, kernel: ShardStep, pieces: Sequence[Piece], grad: Tensor, origin: int, grad_scale: float
