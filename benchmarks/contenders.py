@@ -7,7 +7,7 @@ process that runs it. Knows nothing of clocks and rounds (`rank.py`, `race.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = ["CONTENDERS", "Contender", "needs_deepspeed"]
+__all__ = ["CONTENDERS", "HEATS", "Contender", "needs_deepspeed"]
 
 LEARNING_RATE = 3e-4
 WEIGHT_DECAY = 0.1
@@ -198,6 +198,12 @@ CONTENDERS: Mapping[str, Callable[[nn.Module], Contender]] = {
     "zeroaccel-3": partial(_Zeroaccel, stage=3),
     "zeroaccel-3-lean": partial(_Zeroaccel, stage=3, stage3_max_reuse_distance=0),
 }
+
+HEATS: Sequence[Sequence[str]] = (
+    ("ddp-master", "ddp-autocast", "deepspeed-2", "zeroaccel-0", "zeroaccel-1", "zeroaccel-2"),
+    ("fsdp2", "fsdp2-keep", "deepspeed-3", "deepspeed-3-lean", "zeroaccel-3", "zeroaccel-3-lean"),
+)
+"""Who runs together by default: parameters whole all the time, and parameters sharded. All at once take 35 GiB."""
 
 
 def needs_deepspeed(name: str) -> bool:

@@ -1,7 +1,7 @@
 """Starts the ranks of every contender and lets the contenders run in turn, round after round.
 
 A machine is never equally fast for minutes on end, so no contender is measured in one go: each round has all of them,
-in an order of its own, and what is compared is their times in the same round. Contenders whose turn it is not are blocked.
+in an order of its own, and what is compared is their times in the same round. Who is not running is blocked.
 """
 
 from __future__ import annotations
@@ -23,15 +23,20 @@ from typing import IO, Any
 from contenders import needs_deepspeed
 from models import Shape
 
-__all__ = ["Conditions", "ContenderFailed", "Result", "race"]
+__all__ = ["Conditions", "ContenderFailed", "Result", "TooLittleMemory", "race"]
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE_SECONDS = 600.0
+RESERVE_NBYTES = 1 << 30
 PHASES = ("forward", "backward", "update")
 
 
 class ContenderFailed(Exception):
     """A rank ended or did not answer; the message is the end of its log."""
+
+
+class TooLittleMemory(Exception):
+    """The contenders would swap or be killed, and so measure nothing."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,7 @@ def race(
 
     Raises:
         ContenderFailed: one that had started well broke off.
+        TooLittleMemory: they do not all fit.
     """
     results = {name: Result() for name in names}
     teams: dict[str, _Team] = {}
@@ -102,6 +108,8 @@ def race(
             except ContenderFailed as error:
                 results[name].failure = str(error)
                 say(f"{name} is out: {error}")
+            if (left := _available_nbytes()) < RESERVE_NBYTES:
+                raise TooLittleMemory(f"{left >> 20} MiB of memory left after starting {', '.join(teams)}")
         for index in range(conditions.rounds):
             say(f"round {index + 1} of {conditions.rounds}")
             order = list(teams)
@@ -153,14 +161,14 @@ class _Team:
         if needs_deepspeed(name):
             python = conditions.deepspeed_python
         if python is None:
-            raise ContenderFailed("DeepSpeed is not installed here; --deepspeed-python names an interpreter that has it")
+            raise ContenderFailed("DeepSpeed is not installed; name an interpreter with --deepspeed-python")
         self.name = name
         self._logs: list[IO[bytes]] = []
         self._ranks: list[subprocess.Popen[str]] = []
         job = {"contender": name, "threads": conditions.threads, "shape": asdict(conditions.shape)}
         port = _free_port()
         for rank in range(conditions.world_size):
-            log = tempfile.TemporaryFile()
+            log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
             self._logs.append(log)
             self._ranks.append(
                 subprocess.Popen(
@@ -233,6 +241,11 @@ def _environment(rank: int, conditions: Conditions, port: int, *, foreign: bool)
         paths = [str(ROOT), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return environment
+
+
+def _available_nbytes() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
 
 
 def _free_port() -> int:

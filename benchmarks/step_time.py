@@ -11,15 +11,15 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
-from contenders import CONTENDERS
+from contenders import CONTENDERS, HEATS
 from models import Shape
-from race import Conditions, race
-from report import bars, document, losses_agree, show
-from report import LOSS_TOLERANCE
+from race import Conditions, ContenderFailed, TooLittleMemory, race
+from report import document, holds, machine, show
 from rich.console import Console
 
 
@@ -29,8 +29,8 @@ from rich.console import Console
 @click.option("--warmup", default=5, help="Untimed steps of a contender at the start.")
 @click.option("--world-size", default=2, help="Processes of each contender.")
 @click.option("--threads", default=1, help="Threads of each process.")
-@click.option("--only", default=",".join(CONTENDERS), show_default=False, help="Contenders, separated by commas.")
-@click.option("--deepspeed-python", type=click.Path(exists=True, dir_okay=False), help="Interpreter that has DeepSpeed.")
+@click.option("--only", help="Contenders, separated by commas, all in one heat; by default two heats.")
+@click.option("--deepspeed-python", type=click.Path(exists=True, dir_okay=False), help="One that has DeepSpeed.")
 @click.option("--hidden", default=Shape.hidden)
 @click.option("--layers", default=Shape.layers)
 @click.option("--heads", default=Shape.heads)
@@ -45,28 +45,35 @@ def main(
     warmup: int,
     world_size: int,
     threads: int,
-    only: str,
+    only: str | None,
     deepspeed_python: str | None,
     json_path: Path | None,
     check: bool,
     **shape: Any,
 ) -> None:
     """Compares the engines on one model, the same tokens and the same processes, in interleaved rounds."""
-    names = [name.strip() for name in only.split(",")]
-    unknown = sorted(set(names) - set(CONTENDERS))
+    wanted = [name.strip() for name in only.split(",")] if only else [name for heat in HEATS for name in heat]
+    unknown = sorted(set(wanted) - set(CONTENDERS))
     if unknown:
         raise click.BadParameter(f"{', '.join(unknown)}; there are {', '.join(CONTENDERS)}", param_hint="--only")
     if deepspeed_python is None and importlib.util.find_spec("deepspeed") is not None:
         deepspeed_python = sys.executable
     conditions = Conditions(Shape(**shape), world_size, threads, rounds, steps, warmup, deepspeed_python)
     progress = Console(stderr=True)
-    results = race(names, conditions, lambda line: progress.print(line, style="dim", highlight=False))
-    show(results, conditions, Console(width=None if sys.stdout.isatty() else 200))
+    documents, good = [], True
+    for names in [wanted] if only else HEATS:
+        try:
+            results = race(names, conditions, lambda line: progress.print(line, style="dim", highlight=False))
+        except (ContenderFailed, TooLittleMemory) as error:
+            raise click.ClickException(str(error)) from error
+        show(results, conditions, Console(width=None if sys.stdout.isatty() else 200))
+        documents.append(document(results, conditions))
+        good = good and holds(results, conditions.world_size)
     if json_path is not None:
-        json_path.write_text(json.dumps(document(results, conditions), indent=1) + "\n")
-    there = {name: result for name, result in results.items() if not result.failure}
-    missed = any(not bar.passed for bar in bars(there, world_size))
-    if check and (missed or (len(there) > 1 and losses_agree(there)[1] > LOSS_TOLERANCE)):
+        whole = {"machine": machine(), "conditions": asdict(conditions), "heats": documents}
+        del whole["conditions"]["deepspeed_python"]
+        json_path.write_text(json.dumps(whole, indent=1) + "\n")
+    if check and not good:
         sys.exit(1)
 
 

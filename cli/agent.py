@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import signal
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -32,11 +31,11 @@ from . import runner
 from .failures import RankEnd, Report, read_report
 from .leftovers import LAUNCH_ID, end_leftovers
 from .plan import LaunchPlan
+from .stopping import Stopping
 
 __all__ = ["JobEnd", "run_plan"]
 
 _SHUTDOWN_SECONDS = 10  # for the processes to end after a signal; then they are killed
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _TORCH_LOG = "torch.distributed.elastic"
 
 
@@ -56,14 +55,21 @@ class JobEnd:
 class RankFiles(DefaultLogsSpecs):
     """The files of each process: its output, its error report. Asked for whenever the processes are started.
 
-    Also hands each process the plan's environment, tells why the processes are started again, and finds what each
-    of them left behind.
+    Also gives each process what `additions` adds to its environment, tells why the processes are started again, and
+    finds what each of them left behind.
     """
 
-    def __init__(self, folder: Path, plan: LaunchPlan, launch_id: str, say: Callable[[str], None]) -> None:
-        settings = plan.settings
+    def __init__(
+        self,
+        folder: Path,
+        settings: LaunchSettings,
+        additions: Mapping[str, str],
+        about_to_start: Callable[[], None],
+        say: Callable[[str], None],
+    ) -> None:
         super().__init__(str(folder), redirects=_std(settings.redirects), tee=_std(settings.tee))
-        self._additions = {**plan.environment, LAUNCH_ID: launch_id}
+        self._additions = additions
+        self._about_to_start = about_to_start
         self._say = say
         self._reports: tuple[Path, ...] = ()
 
@@ -75,6 +81,7 @@ class RankFiles(DefaultLogsSpecs):
         for environment in envs.values():
             environment.update(self._additions)
         self._reports = tuple(Path(path) for path in destinations.error_files.values())
+        self._about_to_start()
         return destinations
 
     def end_of(self, rank: int, failure: ProcessFailure) -> RankEnd:
@@ -117,8 +124,12 @@ def run_plan(plan: LaunchPlan, say: Callable[[str], None]) -> JobEnd:
     is_temporary = settings.log_dir is None
     folder = Path(tempfile.mkdtemp(prefix="zeroaccel_") if settings.log_dir is None else settings.log_dir)
     succeeded = False
-    files = RankFiles(folder, plan, launch_id, say)
-    with _own_signals(settings), _agent_log(settings):
+    stopping = Stopping(
+        lambda: end_leftovers(launch_id, grace_seconds=0.0), say, may_wait_in_native_code=settings.num_machines > 1
+    )
+    additions = {**plan.environment, LAUNCH_ID: launch_id}
+    files = RankFiles(folder, settings, additions, stopping.processes_exist, say)
+    with stopping, _agent_log(settings):
         try:
             # The agent fills in ${local_rank} and turns $$ into $; the arguments are meant as they are.
             command = [word.replace("$", "$$") for word in plan.command[1:]]
@@ -133,8 +144,7 @@ def run_plan(plan: LaunchPlan, say: Callable[[str], None]) -> JobEnd:
             raise CollectiveError(_did_not_meet(plan, error)) from error
         finally:
             if not succeeded:
-                for number in _SIGNALS:
-                    signal.signal(number, signal.SIG_IGN)  # what follows takes seconds at most
+                stopping.processes_ended()
                 end_leftovers(launch_id)
             if is_temporary:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -148,8 +158,8 @@ def _launch_config(plan: LaunchPlan, files: RankFiles) -> LaunchConfig:
     else:
         conf["is_host"] = settings.is_main_machine
     known = {field.name for field in fields(LaunchConfig)}
-    # Not in every release that is supported; without it the agent waits for 30 seconds.
-    newer: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_SECONDS} if "shutdown_timeout" in known else {}
+    # Not in every release that is supported. Without them the agent waits for 30 s, and handles all signals itself.
+    newer: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_SECONDS, "signals_to_handle": "SIGQUIT"}
     return LaunchConfig(
         min_nodes=settings.num_machines,
         max_nodes=settings.num_machines,
@@ -164,7 +174,7 @@ def _launch_config(plan: LaunchPlan, files: RankFiles) -> LaunchConfig:
         monitor_interval=settings.monitor_interval,
         log_line_prefix_template="[rank ${rank}] ",
         local_addr=plan.address,
-        **newer,
+        **{name: value for name, value in newer.items() if name in known},
     )
 
 
@@ -198,22 +208,6 @@ def _did_not_meet(plan: LaunchPlan, error: Exception) -> str:
         f"machine {settings.machine} of {settings.num_machines} did not meet the others at {plan.host}:{plan.port}: "
         f"{words[0] if words else type(error).__name__}"
     )
-
-
-@contextmanager
-def _own_signals(settings: LaunchSettings) -> Iterator[None]:
-    """Keeps the signal handlers that the agent installs from outliving the job."""
-    before = {number: signal.getsignal(number) for number in _SIGNALS}
-    if settings.num_machines > 1:
-        # While machines meet, the agent waits in native code, which lets no handler run. Nothing has been started by
-        # then, so the launcher may just end; the agent installs its own handlers before it starts anything.
-        for number in _SIGNALS:
-            signal.signal(number, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
 
 
 @contextmanager

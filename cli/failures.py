@@ -127,19 +127,20 @@ def tell(
         debug: show tracebacks also of errors that were raised on purpose.
     """
     first = first_failure(ends)
-    alike = [end.rank for end in ends if _same_words(end, first)]
     report = first.report
-    if report is not None and report.kind == "exit" and len(alike) == 1:
-        lines = [f"{_who(first, host)} failed first: {report.headline}"]
-    elif report is not None and report.kind in ("on_purpose", "exit") and not (debug and report.traceback):
+    named = [first.rank]
+    alike = [end.rank for end in ends if _same_words(end, first)]
+    is_plain = report is not None and (report.kind == "on_purpose" or (report.kind == "exit" and len(alike) > 1))
+    if report is not None and is_plain and not (debug and report.traceback):
+        named = alike
         said = report.headline
         if report.told:
             said = f"{report.headline.partition(':')[0]} (exit code {exit_code(first)}); the message is above"
         lines = [f"on {_all_or_some(alike, ranks, several_machines)}: {said}"]
     else:
         lines = [f"{_who(first, host)} failed first{_account(first)}"]
-    if fates := _fates(ends, first, ranks):
-        lines.append(fates)
+    if others := [rank for rank in ranks if rank not in named]:
+        lines.append(_fates(ends, first, others))
     if several_machines and _is_consequence(first):
         lines.append("the cause is probably on another machine: see what its launcher says")
     return "\n".join(lines)
@@ -153,7 +154,7 @@ def _who(end: RankEnd, host: str) -> str:
 def _account(end: RankEnd) -> str:
     """What follows "failed first"."""
     if end.report is not None:
-        return f":\n{end.report.traceback or end.report.headline}"
+        return f":\n{end.report.traceback}" if end.report.traceback else f": {end.report.headline}"
     if end.fault:
         return f":\n{end.fault.rstrip()}"
     if end.exit_code == -signal.SIGKILL:
@@ -163,28 +164,23 @@ def _account(end: RankEnd) -> str:
     return ": it left no traceback; what it printed is above"
 
 
-def _fates(ends: Sequence[RankEnd], first: RankEnd, ranks: range) -> str:
-    """One line on the other processes of this machine."""
+def _fates(ends: Sequence[RankEnd], first: RankEnd, others: Iterable[int]) -> str:
+    """One line on the other processes of this machine; those that are not among the ends have succeeded."""
     start = min(end.noticed for end in ends)
-    by_rank = {end.rank: _fate(end, first, start) for end in ends if end is not first}
+    by_rank = {end.rank: _fate(end, first, start) for end in ends}
     groups: dict[str, list[int]] = {}
-    for rank in ranks:
-        if rank != first.rank:
-            groups.setdefault(by_rank.get(rank, "had finished"), []).append(rank)
-    if not groups or set(groups) == {_ALIKE}:
-        one_line_says_it = first.report is not None and first.report.kind in ("on_purpose", "exit")
-        return "" if one_line_says_it or not groups else f"{_named(groups[_ALIKE])}: {_ALIKE}"
+    for rank in others:
+        groups.setdefault(by_rank.get(rank, "had finished"), []).append(rank)
     return "; ".join(f"{_named(who)}: {fate}" for fate, who in groups.items())
-
-
-_ALIKE = "failed in the same way"
 
 
 def _fate(end: RankEnd, first: RankEnd, start: float) -> str:
     if _same_words(end, first):
-        return _ALIKE
+        return "failed in the same way"
     if _stopped_by_launcher(end, start):
         return "stopped by the launcher"
+    if end.report is not None and _COLLECTIVE_ERRORS.match(end.report.headline):
+        return "gave up waiting"
     if _is_consequence(end):
         return "lost its connection"
     if end.report is not None:

@@ -40,7 +40,7 @@ def port_trouble(port: int) -> str:
             socket.create_server(("", port), family=family).close()
         except OSError as error:
             if error.errno in (errno.EADDRINUSE, errno.EACCES):  # and not: no IPv6 here
-                return (error.strerror or str(error)).lower()
+                return os.strerror(error.errno).lower()
     return ""
 
 

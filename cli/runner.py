@@ -180,6 +180,8 @@ def _run(arguments: list[str]) -> None:
     sys.argv = arguments[1:] if is_module else arguments
     module, code = _load_module(sys.argv[0]) if is_module else _load_script(sys.argv[0])
     vars(module)["__builtins__"] = builtins
+    if "__annotations__" in globals():  # in some releases the interpreter gives one to `__main__`
+        vars(module)["__annotations__"] = {}
     # For good, and not only while it runs: threads and exit handlers pickle and import by this name afterwards.
     sys.modules["__main__"] = module
     exec(code, vars(module))

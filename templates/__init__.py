@@ -1,1 +1,1 @@
-"""Configuration files to start from, as package data; read them with `importlib.resources.files("zeroaccel.templates")`."""
+"""Configuration files to start from, as package data: `importlib.resources.files("zeroaccel.templates")`."""

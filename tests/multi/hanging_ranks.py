@@ -118,6 +118,15 @@ def broadcast(model: Layers) -> None:
     model.collectives.broadcast(torch.ones(PART), 0, "initial weights")
 
 
+def device(model: Layers) -> None:
+    """As on an accelerator, where a gather that never completes does not block the host."""
+    model.step(0)
+    if model.rank == 0:
+        journal = model.collectives.journal
+        journal.probe = journal.issue("gather", "all_gather", "unshard layers.0", PART, "bfloat16"), lambda: False
+    time.sleep(100)
+
+
 def stubborn(model: Layers) -> None:
     try:
         branches(model)

@@ -49,6 +49,7 @@ SCENARIOS = {
         Scenario("sleeping", 4),
         Scenario("foreign_barrier", 2),
         Scenario("broadcast", 3),
+        Scenario("device", 2),
         Scenario("stubborn", 2, NEVER),
         Scenario("orderly", 3),
         Scenario("first_leaves_early", 2),
@@ -200,6 +201,16 @@ def test_ranks_that_wait_for_a_broadcast(ended: Ended, name: str) -> None:
     assert 'ranks 1-2: waiting for gather #3 broadcast from 0 "initial weights"' in message
     assert "in broadcast" in message
     assert result.returncodes == (75, 75, 75)
+
+
+@ends("name", ["device"])
+def test_a_collective_that_does_not_block_the_host(ended: Ended, name: str) -> None:
+    result = ended(name)
+    message = _one_message(result)
+    assert re.search(r"rank 0 has waited \d\.\d s \(the limit is 2 s\) for gather #3", message)
+    assert 'rank 0: waiting for gather #3 all_gather "unshard layers.0" (1000 x bfloat16, backward)' in message
+    assert "rank 1: in no collective" in message
+    assert result.returncodes == (75, 75)
 
 
 @ends("name", ["stubborn"])

@@ -1,8 +1,8 @@
 """The end of this process, told to the ranks that may be waiting for it.
 
-An ordinary end and an uncaught exception are both announced. An exception whose message has been logged already ends
-the process quietly, with its exit code: one hang, one message. A process that is killed says nothing; the others
-learn of it from the closed connection. Patches `sys.excepthook`, once, and leaves it in place until the end.
+An ordinary end and an uncaught exception are both announced. After a verdict, which has been logged once for all, the
+process ends quietly and with the verdict's exit code: one hang, one message. A process that is killed says nothing;
+the others learn of it from the closed connection. Patches `sys.excepthook`, once, and leaves it so until the end.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ class _ProcessEnd:
         Finalize(None, self._on_exit, exitpriority=_FIRST)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-        verdict_of = [watchdog for watchdog in self.watchdogs if watchdog.error is error]
-        if not any(watchdog.reported for watchdog in verdict_of):
+        # After a verdict, a RuntimeError is that verdict, or what the backend makes of connections that are closed.
+        struck = [watchdog for watchdog in self.watchdogs if watchdog.error and isinstance(error, RuntimeError)]
+        if not any(watchdog.reported for watchdog in struck):
             self._report(kind, error, traceback)
         self._leave(error)
-        for watchdog in verdict_of:
+        for watchdog in struck:
             # The interpreter honours this, and would end with code 1 otherwise.
             raise SystemExit(watchdog.exit_code)
 

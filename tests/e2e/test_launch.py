@@ -1,0 +1,195 @@
+"""`zeroaccel launch` from outside: what a job prints, how it ends, and that it leaves nothing running."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.multi.environment import free_port, outside_any_job
+from tests.multi.job import JobResult, run_command
+
+LAUNCH = (sys.executable, "-m", "zeroaccel.cli", "launch", "--num_processes", "2", "--cpu")
+
+
+def _script(folder: Path, source: str) -> Path:
+    path = folder / "train.py"
+    path.write_text(source)
+    return path
+
+
+def _launch(*arguments: object, **environment: str) -> JobResult:
+    return run_command([*LAUNCH, *arguments], timeout=60.0, env=environment)
+
+
+def test_ranks_meet_and_get_what_the_dry_run_shows(tmp_path: Path) -> None:
+    script = _script(
+        tmp_path,
+        "import json, os, sys\n"
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "total = torch.tensor([dist.get_rank() + 1.0])\n"
+        "dist.all_reduce(total)\n"
+        "facts = {'environment': dict(os.environ), 'argv': sys.argv}\n"
+        "facts |= {'total': total.item(), 'threads': torch.get_num_threads()}\n"
+        "open(f'{__file__}.{dist.get_rank()}.json', 'w').write(json.dumps(facts))\n"
+        "dist.destroy_process_group()\n",
+    )
+    # The agent has macros of its own; the script's arguments pass through them unharmed.
+    words = ["--main-process-port", free_port(), "--timeout", "30", script, "$$", "${local_rank}", "a 'b'", "--debug"]
+    result = _launch(*words)
+    assert (result.returncode, result.stdout) == (0, ""), result.stderr
+    cores = len(psutil.Process().cpu_affinity() or [0])
+    assert result.stderr.startswith("zeroaccel: 2 processes on cpu, ")
+    assert result.stderr.count("\n") == 1
+    shown = [line for line in _launch("--dry-run", *words).stdout.splitlines() if not line.startswith("#")]
+    for rank in range(2):
+        facts = json.loads(Path(f"{script}.{rank}.json").read_text())
+        assert facts["total"] == 3.0
+        assert facts["argv"] == [str(word) for word in words[4:]]
+        assert 1 <= facts["threads"] <= max(1, cores // 2)
+        promised = dict(word.split("=", 1) for word in shown[rank].split(sys.executable)[0].split())
+        assert len(promised) == 9
+        assert {name: facts["environment"][name] for name in promised} == promised | {"CUDA_VISIBLE_DEVICES": ""}
+
+
+def test_the_first_failure_is_told_last_and_once(tmp_path: Path) -> None:
+    script = _script(
+        tmp_path,
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo')\n"
+        "if dist.get_rank() == 1:\n"
+        "    raise ValueError('batch 7 has no labels')\n"
+        "dist.all_reduce(torch.ones(1))\n",
+    )
+    result = _launch("--tee", "2", "--log_dir", tmp_path / "logs", script)
+    assert result.returncode == 1
+    assert result.stderr.count("Traceback") == 1
+    assert result.stderr.count("ValueError: batch 7 has no labels") == 1
+    assert "ChildFailedError" not in result.stderr
+    last = result.stderr.splitlines()[-7:]
+    assert last[0].startswith("zeroaccel: rank 1 (host ")
+    assert last[0].endswith(", exit code 1) failed first:")
+    assert last[1:] == [
+        "Traceback (most recent call last):",
+        f'  File "{script}", line 4, in <module>',
+        "    raise ValueError('batch 7 has no labels')",
+        "ValueError: batch 7 has no labels",
+        last[5],
+        f"zeroaccel: output and reports are in {tmp_path / 'logs'}",
+    ]
+    assert last[5] in ("rank 0: lost its connection", "rank 0: stopped by the launcher")
+    (log,) = (tmp_path / "logs").glob("*/attempt_0/1/stderr.log")
+    assert log.read_text().endswith("ValueError: batch 7 has no labels\n")
+
+
+def test_an_error_of_all_ranks_is_one_line(tmp_path: Path) -> None:
+    script = _script(
+        tmp_path,
+        "import os, time\nfrom zeroaccel.errors import ConfigError\n"
+        "time.sleep(0.3 * int(os.environ['RANK']))\n"
+        "raise ConfigError('zero_optimization.stage', expected='0 to 3', got=4)\n",
+    )
+    result = _launch(script)
+    assert result.returncode == 2
+    assert result.stderr.splitlines()[1:] == [
+        "zeroaccel: on all 2 ranks: ConfigError: zero_optimization.stage: expected 0 to 3, got 4"
+    ]
+
+
+def test_sys_exit_of_one_rank_ends_the_job_with_its_code(tmp_path: Path) -> None:
+    script = _script(tmp_path, "import os, sys, time\nif os.environ['RANK'] == '0':\n    sys.exit(3)\ntime.sleep(60)\n")
+    result = _launch(script)
+    assert result.returncode == 3
+    assert f"exit code 3) failed first: sys.exit(3) at {script}:3 in <module>" in result.stderr
+    assert result.stderr.endswith("rank 1: stopped by the launcher\n")
+
+
+def test_a_job_is_started_again_and_says_why(tmp_path: Path) -> None:
+    script = _script(
+        tmp_path,
+        "import os\n"
+        "print(f\"{os.environ['TORCHELASTIC_RESTART_COUNT']}.{os.environ['RANK']}\", flush=True)\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "    raise OSError('disk full')\n",
+    )
+    result = _launch("--max_restarts", 1, "--redirects", "0:1", "--log_dir", tmp_path / "logs", script)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == "0.1\n1.1\n"
+    assert [path.read_text() for path in sorted((tmp_path / "logs").glob("*/*/0/stdout.log"))] == ["0.0\n", "1.0\n"]
+    assert result.stderr.endswith(" failed first: OSError: disk full; starting again (1 of at most 1)\n")
+
+
+def test_a_program_that_is_not_python_and_is_killed() -> None:
+    result = _launch("--no-python", "sh", "-c", "if [ $RANK = 1 ]; then kill -KILL $$; fi; exec sleep 60")
+    assert result.returncode == 128 + signal.SIGKILL
+    assert "SIGKILL) failed first: killed from outside; most often that is the system, out of memory" in result.stderr
+
+
+@contextmanager
+def _running(script: Path, names: list[str]) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+    """A launched job that has written a process id into each of the named files, and these processes."""
+    launcher = subprocess.Popen(
+        [*LAUNCH, str(script)], env=outside_any_job(), stderr=subprocess.PIPE, text=True, cwd=script.parent
+    )
+    files = [script.parent / name for name in names]
+    try:
+        deadline = time.monotonic() + 60
+        while not all(file.exists() and file.read_text().endswith("\n") for file in files):
+            assert time.monotonic() < deadline, "the job did not start"
+            assert launcher.poll() is None, launcher.communicate()
+            time.sleep(0.05)
+        yield launcher, [psutil.Process(int(file.read_text())) for file in files]
+    finally:
+        if launcher.poll() is None:
+            launcher.kill()
+        launcher.communicate()
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGINT, id="Ctrl-C"),
+        pytest.param(signal.SIGTERM, id="SIGTERM"),
+        pytest.param(
+            signal.SIGKILL,
+            id="SIGKILL",
+            marks=pytest.mark.skipif(sys.platform != "linux", reason="needs a signal on the parent's death"),
+        ),
+    ],
+)
+def test_a_signal_to_the_launcher_leaves_nothing_running(tmp_path: Path, number: signal.Signals) -> None:
+    # Rank 0 has a child in a session of its own, which only the launcher's mark finds.
+    script = _script(
+        tmp_path,
+        "import os, subprocess, sys, time\n"
+        "rank = os.environ['RANK']\n"
+        "if rank == '0':\n"
+        "    sleep = [sys.executable, '-c', 'import time; time.sleep(60)']\n"
+        "    child = subprocess.Popen(sleep, start_new_session=True, stderr=subprocess.DEVNULL)\n"
+        "    open('child', 'w').write(f'{child.pid}\\n')\n"
+        "open(rank, 'w').write(f'{os.getpid()}\\n')\n"
+        "time.sleep(60)\n",
+    )
+    with _running(script, ["0", "1", "child"]) as (launcher, processes):
+        launcher.send_signal(number)
+        _, said = launcher.communicate(timeout=40)
+        if number == signal.SIGKILL:  # nobody is left who could end the child
+            processes.pop().kill()
+            psutil.wait_procs(processes, timeout=10)
+        else:
+            assert launcher.returncode == 128 + number
+            assert said.splitlines()[1:] == [
+                f"zeroaccel: {number.name}: stopping the processes; once more kills them",
+                f"zeroaccel: stopped by {number.name}; all processes of this machine have ended",
+            ]
+        alive = [one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+        assert alive == []

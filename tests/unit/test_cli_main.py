@@ -1,0 +1,135 @@
+"""The command line as a whole: it answers at once, imports what it uses, and ends every mistake in one message."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import zeroaccel
+from tests.multi.environment import outside_any_job
+from zeroaccel.cli.main import SUB_COMMANDS, main
+
+SCRIPT = "train.py"
+
+
+@pytest.fixture
+def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A script in the working directory."""
+    (tmp_path / SCRIPT).touch()
+    monkeypatch.chdir(tmp_path)
+    return SCRIPT
+
+
+def _run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as exit_:
+        main(list(arguments), prog_name="zeroaccel")
+    return int(exit_.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "untouched"),
+    [
+        (["--help"], ("torch", "pydantic", "zeroaccel.cli.launch")),
+        (["--version"], ("torch", "pydantic", "zeroaccel.cli.launch")),
+        (["launch", "--help"], ("torch",)),
+    ],
+)
+def test_what_is_not_used_is_not_imported(arguments: list[str], untouched: tuple[str, ...]) -> None:
+    check = (
+        "import sys\nfrom zeroaccel.cli.main import main\n"
+        f"try: main({arguments})\nexcept SystemExit as exit_: assert not exit_.code\n"
+        f"assert not [name for name in {untouched} if name in sys.modules]"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, env=outside_any_job())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
+
+
+def test_the_package_is_a_program(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "zeroaccel.cli", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, env=outside_any_job(), cwd=tmp_path)
+    assert done.stdout.startswith(f"zeroaccel {zeroaccel.__version__} (torch 2.")
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run() == 0
+    shown = capsys.readouterr().out
+    assert all(f"  {name} " in shown for name in SUB_COMMANDS)
+
+
+def test_every_command_can_be_imported() -> None:
+    context = main.make_context("zeroaccel", [], resilient_parsing=True)
+    for name in SUB_COMMANDS:
+        command = main.get_command(context, name)
+        assert command is not None
+        assert command.name == name
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["lanch"], "No such command 'lanch'. Did you mean launch?"),
+        (["launch", "--num_proceses", "2", SCRIPT], "--num_processes"),
+        (["launch", "--num_processes", "two", SCRIPT], "'two' is not a valid integer"),
+        (["launch", "--num_processes", "0", SCRIPT], "--num_processes: expected a number above 0, got 0"),
+        (["launch", "--num-processes", "-3", SCRIPT], "--num_processes: expected a number above 0, got -3"),
+        (["launch"], "Missing argument 'SCRIPT'"),
+        (["launch", "--module", "--no-python", SCRIPT], "exclude each other"),
+        (["launch", "--tee", "0=3", SCRIPT], "0:3,1:2"),
+        (["launch", "--rdzv_conf", "timeout", SCRIPT], "KEY=NUMBER"),
+        (["launch", "--rdzv_backend", "etcd", SCRIPT], "--rdzv_backend: expected 'static' or 'c10d', got 'etcd'"),
+        (["launch", "--num_machines", "2", "--machine_rank", "0", SCRIPT], "--main_process_ip: expected the address"),
+        (["launch", "tarin.py"], "did you mean train.py?"),
+    ],
+)
+def test_a_mistake_is_one_message_on_stderr_and_exit_code_2(
+    arguments: list[str], words: str, script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run(*arguments) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("zeroaccel: ")
+    assert said.err.count("\n") == 1
+    assert words in said.err
+
+
+def test_several_wrong_settings_are_told_together(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("launch", "--max_restarts", "-1", "--monitor_interval", "0", script) == 2
+    assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()[1:]] == [
+        "  --max_restarts",
+        "  --monitor_interval",
+    ]
+
+
+def test_options_after_the_script_are_the_scripts(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("launch", "--cpu", "--dry-run", script, "--num_processes", "7", "--dry-run", "--", "-x") == 0
+    shown = capsys.readouterr().out
+    assert "WORLD_SIZE=1" in shown
+    assert shown.rstrip().endswith(f"{script} --num_processes 7 --dry-run -- -x")
+
+
+def test_the_dry_run_shows_each_process_and_says_nothing_else(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("launch", "--cpu", "--num_processes", "3", "--timeout", "5", "--dry_run", script, "a b") == 0
+    said = capsys.readouterr()
+    assert said.err == ""
+    commands = [line for line in said.out.splitlines() if not line.startswith("#")]
+    assert len(commands) == 3
+    for rank, command in enumerate(commands):
+        assert command.startswith(
+            f"RANK={rank} LOCAL_RANK={rank} WORLD_SIZE=3 LOCAL_WORLD_SIZE=3 MASTER_ADDR=127.0.0.1"
+        )
+        assert "ZEROACCEL_COLLECTIVE_TIMEOUT=5" in command
+        assert "CUDA_VISIBLE_DEVICES=''" in command
+        assert command.endswith("train.py 'a b'")
+
+
+def test_debug_may_come_from_the_environment(
+    script: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for value, expected in [("0", False), ("1", True)]:
+        monkeypatch.setenv("ZEROACCEL_DEBUG", value)
+        assert _run("launch", "--cpu", "--dry_run", script) == 0
+        assert ("ZEROACCEL_DEBUG=1" in capsys.readouterr().out) is expected

@@ -1,0 +1,167 @@
+"""Plans: how many processes with how many threads, and what is found wrong before anything starts."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zeroaccel.cli import plan as plan_module
+from zeroaccel.cli.machine import port_trouble, usable_cores
+from zeroaccel.cli.plan import LaunchPlan, Program, plan_launch
+from zeroaccel.config.launch import launch_settings
+from zeroaccel.errors import ConfigError
+
+PATH = {"PATH": "/usr/bin:/bin"}
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+    """A machine with 8 cores and no accelerator, in a folder with one script."""
+    monkeypatch.setattr(plan_module, "usable_cores", lambda: 8)
+    monkeypatch.setattr(plan_module, "accelerators", lambda: 0)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    return monkeypatch
+
+
+def _plan(values: Mapping[str, Any], environ: Mapping[str, str] = PATH, program: Program | None = None) -> LaunchPlan:
+    return plan_launch(launch_settings(values), program or Program("train.py"), environ)
+
+
+def _refusal(values: Mapping[str, Any], program: Program | None = None) -> str:
+    with pytest.raises(ConfigError) as caught:
+        _plan(values, program=program)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("devices", "values", "num_local", "device", "said"),
+    [
+        (0, {}, 1, "cpu", "1 process on cpu (no accelerator here; --num_processes N to choose)"),
+        (4, {}, 4, "cuda", "4 processes on cuda (one per accelerator; --num_processes N to choose)"),
+        (4, {"num_processes": 2}, 2, "cuda", "2 processes on cuda, 4 threads each"),
+        (4, {"use_cpu": True}, 1, "cpu", "1 process on cpu"),
+        (0, {"num_processes": 3}, 3, "cpu", "3 processes on cpu, 2 threads each"),
+    ],
+)
+def test_how_many_processes(
+    machine: pytest.MonkeyPatch, devices: int, values: dict[str, Any], num_local: int, device: str, said: str
+) -> None:
+    machine.setattr(plan_module, "accelerators", lambda: devices)
+    plan = _plan(values)
+    assert (plan.num_local, plan.device, plan.warnings) == (num_local, device, ())
+    assert plan.headline.startswith(said)
+
+
+def test_several_machines_share_the_processes(machine: pytest.MonkeyPatch) -> None:
+    plan = _plan({"num_machines": 2, "machine_rank": 1, "main_process_ip": "127.0.0.1", "num_processes": 4})
+    assert (plan.num_local, plan.world_size, plan.port) == (2, 4, 29500)
+    assert plan.headline == "machine 1 of 2: 2 of 4 processes on cpu, 4 threads each"
+    environment = plan.rank_environment(1)
+    assert {name: environment[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")} == {
+        "RANK": "3",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "4",
+        "LOCAL_WORLD_SIZE": "2",
+    }
+    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("127.0.0.1", "29500")
+
+
+def test_more_processes_than_accelerators_is_a_warning(machine: pytest.MonkeyPatch) -> None:
+    machine.setattr(plan_module, "accelerators", lambda: 1)
+    assert "2 processes share 1 accelerator" in _plan({"num_processes": 2}).warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("num_processes", "given", "expected", "said"),
+    [
+        (1, None, "8", "8 threads each"),
+        (2, None, "4", "4 threads each"),
+        (3, None, "2", "2 threads each"),
+        (16, None, "1", "1 thread each"),
+        (2, "4", None, "OMP_NUM_THREADS=4"),
+        (2, "1", None, "OMP_NUM_THREADS=1 from the environment (8 cores / 2 processes would be 4)"),
+    ],
+)
+def test_threads_are_cores_over_processes_unless_the_user_says(
+    machine: pytest.MonkeyPatch, num_processes: int, given: str | None, expected: str | None, said: str
+) -> None:
+    environ = PATH if given is None else {**PATH, "OMP_NUM_THREADS": given}
+    plan = _plan({"num_processes": num_processes}, environ)
+    assert plan.environment.get("OMP_NUM_THREADS") == expected
+    assert plan.headline.endswith(f"on cpu, {said}")
+
+
+def test_only_what_was_asked_for_is_added_to_the_environment(machine: pytest.MonkeyPatch) -> None:
+    assert _plan({}).environment == {"OMP_NUM_THREADS": "8"}
+    assert _plan({"use_cpu": True, "timeout": 30.0, "debug": True}).environment == {
+        "OMP_NUM_THREADS": "8",
+        "CUDA_VISIBLE_DEVICES": "",
+        "ZEROACCEL_COLLECTIVE_TIMEOUT": "30",
+        "ZEROACCEL_DEBUG": "1",
+    }
+
+
+def test_scripts_and_modules_run_under_the_runner_and_programs_do_not() -> None:
+    runner = str(Path(plan_module.__file__).with_name("runner.py"))
+    assert Program("a.py", ("-x",)).command() == (sys.executable, "-u", runner, "a.py", "-x")
+    assert Program("a.b", kind="module").command() == (sys.executable, "-u", runner, "-m", "a.b")
+    assert Program("echo", ("1",), "executable").command() == ("echo", "1")
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (Program("trian.py"), "trian.py: there is no such script in"),
+        (Program("trian.py"), "did you mean train.py?"),
+        (Program("nowhere/train.py"), "nowhere/train.py: there is no folder nowhere"),
+        (Program("."), ".: expected a script, got a folder"),
+        (Program("nosuchpackage.train", kind="module"), "there is no module 'nosuchpackage'"),
+        (Program("train.py", kind="module"), ""),
+        (Program("nosuchcommand", kind="executable"), "nosuchcommand: no such command"),
+        (Program("./train.py", kind="executable"), "not executable"),
+    ],
+)
+def test_a_program_that_is_not_there(machine: pytest.MonkeyPatch, program: Program, words: str) -> None:
+    if not words:  # a module of that name is in this folder, and what is below it is for the processes to find
+        _plan({}, program=program)
+    else:
+        assert words in _refusal({}, program)
+
+
+def test_a_port_that_is_taken(machine: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        said = _refusal({"main_process_port": port})
+        assert said.startswith(f"--main_process_port {port}: address already in use; choose another")
+        # Another machine than the first does not listen there.
+        _plan({"main_process_port": port, "num_machines": 2, "machine_rank": 1, "main_process_ip": "127.0.0.1"})
+    assert _plan({"main_process_port": port}).port == port
+    assert port_trouble(port) == ""
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"num_machines": 2, "machine_rank": 0, "main_process_ip": "host.invalid"}, "the name of a known host"),
+        ({"main_process_ip": "192.0.2.1"}, "--main_process_ip: expected an address of this machine, got '192.0.2.1'"),
+        ({"rdzv_backend": "static"}, "--main_process_port: expected a port, for a static rendezvous"),
+        ({"log_dir": "train.py/logs"}, "train.py is a file"),
+        ({"tee": {0: 3, 2: 1}, "num_processes": 2}, "--tee: expected local ranks 0 to 1, got 2"),
+    ],
+)
+def test_what_does_not_fit_this_machine(machine: pytest.MonkeyPatch, values: dict[str, Any], words: str) -> None:
+    assert words in _refusal(values)
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("max 100000", None), ("100000 100000", 1), ("50000 100000", 1)])
+def test_the_quota_of_a_container_limits_the_cores(tmp_path: Path, quota: str, cores: int | None) -> None:
+    without = usable_cores(tmp_path / "absent")
+    (tmp_path / "cpu.max").write_text(quota)
+    assert usable_cores(tmp_path / "cpu.max") == (without if cores is None else cores)
+    assert without >= 1

@@ -1,0 +1,77 @@
+"""The settings of a launch: each checked by itself and against the others, and told by the name it was given under."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zeroaccel.config.launch import LaunchSettings, launch_settings
+from zeroaccel.errors import ConfigError
+
+MACHINES: dict[str, Any] = {"num_machines": 2, "machine_rank": 0, "main_process_ip": "10.0.0.1"}
+
+
+def test_nothing_has_to_be_given() -> None:
+    assert launch_settings({}) == LaunchSettings()
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"num_processes": 0}, "--num_processes: expected a number above 0, got 0"),
+        ({"num_processes": "2"}, "--num_processes: expected a whole number, got '2'"),
+        ({"num_procs": 2}, "--num_procs: no such setting; did you mean num_processes?"),
+        ({"max_restarts": -1}, "--max_restarts: expected a number of at least 0, got -1"),
+        ({"monitor_interval": float("nan")}, "--monitor_interval: expected a finite number"),
+        ({"main_process_port": 65536}, "--main_process_port: expected a port, 0 to 65535, got 65536"),
+        ({"timeout": -0.5}, "--timeout: expected a number of at least 0, got -0.5"),
+        ({"tee": 4}, "--tee: expected 0 (none)"),
+        ({"tee": {0: 3, -1: 1}}, "--tee: expected 0 (none)"),
+        ({"redirects": 3}, "--redirects: the output would be lost"),
+        ({"rdzv_conf": {"join_timeout": 0}}, "--rdzv_conf: expected settings with whole numbers above 0"),
+        ({"rdzv_conf": {"timeout": 9}}, "--rdzv_conf: expected settings of the c10d rendezvous"),
+        ({"rdzv_conf": {"join_timeout": 9}, "rdzv_backend": "static"}, "the static rendezvous (timeout), got 'join_"),
+        ({"machine_rank": 1}, "--machine_rank: expected 0 on one machine, got 1"),
+        (MACHINES | {"machine_rank": 2}, "--machine_rank: expected the number of this machine, 0 to 1, got 2"),
+        (MACHINES | {"machine_rank": None}, "--machine_rank: expected the number of this machine, 0 to 1"),
+        (MACHINES | {"main_process_ip": None}, "--main_process_ip: expected the address of machine 0"),
+        (MACHINES | {"main_process_port": 0}, "--main_process_port: expected a port that all machines know"),
+        (MACHINES | {"num_processes": 5}, "a multiple of num_machines (2), got 5; it counts the processes of all"),
+        (MACHINES | {"num_processes": 1}, "together: 2"),
+    ],
+)
+def test_a_wrong_setting_is_refused_under_its_own_name(values: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        launch_settings(values, lambda name: f"--{name}")
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_all_contradictions_are_told_at_once() -> None:
+    with pytest.raises(ConfigError, match="3 settings are wrong") as caught:
+        launch_settings({"num_machines": 2, "redirects": 1})
+    assert [line.split(":")[0].strip() for line in str(caught.value).splitlines()[1:]] == [
+        "machine_rank",
+        "main_process_ip",
+        "redirects",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("values", "rendezvous"),
+    [
+        ({}, "c10d"),
+        ({"main_process_port": 0}, "c10d"),
+        ({"main_process_port": 4711}, "static"),
+        ({"main_process_port": 4711, "rdzv_backend": "c10d"}, "c10d"),
+        (MACHINES, "static"),
+        (MACHINES | {"rdzv_backend": "c10d"}, "c10d"),
+    ],
+)
+def test_how_machines_meet(values: dict[str, Any], rendezvous: str) -> None:
+    assert launch_settings(values).rendezvous == rendezvous
+
+
+def test_every_setting_says_what_it_is_for() -> None:
+    assert [name for name, field in LaunchSettings.model_fields.items() if not field.description] == []

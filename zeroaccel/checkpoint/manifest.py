@@ -1,0 +1,298 @@
+"""`manifest.json`: which bytes of which file are which tensor, and everything that is not a tensor.
+
+Plain data and checks on it, for the engine and for tools alike: no torch, no ranks. docs/checkpoint_format.md is
+what this implements. Nothing in a manifest is believed before `read_manifest` has checked it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from zeroaccel.checkpoint.durable import write_durably
+from zeroaccel.errors import CheckpointError
+
+__all__ = [
+    "FORMAT",
+    "ITEMSIZE",
+    "MANIFEST_NAME",
+    "VERSION",
+    "FileRecord",
+    "Manifest",
+    "ParameterRecord",
+    "Piece",
+    "TensorRecord",
+    "check_file_name",
+    "check_tag",
+    "read_manifest",
+    "write_manifest",
+]
+
+FORMAT = "zeroaccel"
+VERSION = 1
+MANIFEST_NAME = "manifest.json"
+ITEMSIZE: Mapping[str, int] = {
+    **{"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2},
+    **{"I32": 4, "U32": 4, "F32": 4, "C64": 8, "F64": 8, "I64": 8, "U64": 8},
+}
+"""Bytes per element of safetensors' dtypes."""
+
+Piece = tuple[int, int, int, int]
+"""(file, start, length, offset): elements [start, start + length) are at byte `offset` of file number `file`."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A rank's file: its plain name, its size in bytes, and the SHA-256 of the table of checksums at its end."""
+
+    name: str
+    nbytes: int
+    rank: int
+    table_sha256: str
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """A tensor: safetensors' name of its dtype, its shape, and the pieces that cover it in order."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class ParameterRecord:
+    """A parameter of the model: `group` is the index of its param group; `saved` is False where it was left out."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    trainable: bool
+    group: int | None
+    saved: bool = True
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All of a checkpoint but the elements of its tensors. Fields as in docs/checkpoint_format.md; `Any` is encoded."""
+
+    id: str
+    tag: str
+    saved_at: float
+    world_size: int
+    sharded: Mapping[str, bool]
+    files: tuple[FileRecord, ...]
+    tensors: Mapping[str, TensorRecord]
+    parameters: Mapping[str, ParameterRecord]
+    order: tuple[str, ...]
+    ties: Mapping[str, str]
+    buffers: tuple[str, ...]
+    counters: Mapping[str, int]
+    optimizer: Mapping[str, Any] | None = None
+    loss_scale: Any = None
+    lr_scheduler: Any = None
+    client_state: Any = field(default_factory=dict)
+    random_state: Any = None
+    config: Any = None
+    writer: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def global_steps(self) -> int:
+        """Steps taken when it was saved."""
+        return int(self.counters["global_steps"])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rank files."""
+        return sum(file.nbytes for file in self.files)
+
+    def canonical(self, fqn: str) -> str | None:
+        """The name under which a parameter is in `parameters`, following ties; None if it is not here."""
+        name = fqn if fqn in self.parameters else self.ties.get(fqn)
+        return name if name in self.parameters else None
+
+    def weight_key(self, fqn: str) -> str | None:
+        """The key of a parameter's best values: of its master where it has one. None if it was left out."""
+        return next((key for key in (f"master/{fqn}", f"value/{fqn}") if key in self.tensors), None)
+
+    def state_names(self, fqn: str) -> tuple[str, ...]:
+        """Names of the optimizer's state tensors of a parameter."""
+        return self._states.get(fqn, ())
+
+    @property
+    def _states(self) -> Mapping[str, tuple[str, ...]]:
+        cached: dict[str, tuple[str, ...]] | None = self.__dict__.get("_states_by_fqn")
+        if cached is None:
+            cached = {}
+            for key in self.tensors:
+                if key.startswith("state/"):
+                    _, name, fqn = key.split("/", 2)
+                    cached[fqn] = (*cached.get(fqn, ()), name)
+            self.__dict__["_states_by_fqn"] = cached
+        return cached
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Makes the folder a checkpoint: from now on it counts, and nothing before did."""
+    body = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
+    text = json.dumps({"checksum": _checksum(body), "manifest": body}, allow_nan=False)
+    write_durably(folder / MANIFEST_NAME, text.encode())
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The checked manifest of a checkpoint's folder; its files are looked at for their sizes.
+
+    Raises:
+        CheckpointError: it is missing, damaged, of a newer version, contradicts itself, or a file is missing or has
+            another size.
+    """
+    manifest = parse_manifest(_read(folder / MANIFEST_NAME), str(folder / MANIFEST_NAME))
+    for record in manifest.files:
+        path = folder / record.name
+        try:
+            size = os.stat(path).st_size
+        except OSError:
+            raise CheckpointError(f"{path}: missing, though the manifest names it", fix=_OTHER) from None
+        if size != record.nbytes:
+            raise CheckpointError(f"{path}", expected=f"{record.nbytes} bytes", got=size, fix=_OTHER)
+    return manifest
+
+
+_OTHER = 'load another checkpoint, or pass tag="auto" for the newest valid one'
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{path}: missing: not a checkpoint, or a save was interrupted before it was complete", fix=_OTHER
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})", fix=_OTHER) from error
+
+
+def parse_manifest(text: str, where: str) -> Manifest:
+    """A manifest from its JSON, checked as far as it can be without the files."""
+    try:
+        document = json.loads(text, parse_constant=lambda name: _refuse(where, f"the JSON constant {name}"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where}: damaged: it is not JSON ({error})", fix=_OTHER) from error
+    body = document.get("manifest") if isinstance(document, dict) else None
+    if not isinstance(body, dict):
+        _refuse(where, "no manifest in it")
+    if body.get("format") != FORMAT:
+        _refuse(where, f"format {body.get('format')!r}, expected {FORMAT!r}")
+    version = body.get("version")
+    if type(version) is not int or version > VERSION:
+        raise CheckpointError(
+            f"{where}: format version", expected=f"at most {VERSION}", got=version, fix="upgrade zeroaccel to load it"
+        )
+    if document.get("checksum") != _checksum(body):
+        _refuse(where, "its checksum does not fit its contents")
+    try:
+        manifest = _from_body(body)
+        _check(manifest)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise CheckpointError(
+            f"{where}: damaged: {type(error).__name__}: {error}", fix=_OTHER
+        ) from error
+    return manifest
+
+
+def _refuse(where: str, what: str) -> Any:
+    raise CheckpointError(f"{where}: damaged: {what}", fix=_OTHER)
+
+
+def _checksum(body: Mapping[str, Any]) -> str:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+def _from_body(body: dict[str, Any]) -> Manifest:
+    known = {item.name for item in fields(Manifest)}
+    values = {key: value for key, value in body.items() if key in known}
+    values["files"] = tuple(FileRecord(**record) for record in body["files"])
+    values["tensors"] = {
+        key: TensorRecord(record["dtype"], tuple(record["shape"]), tuple(_piece(item) for item in record["pieces"]))
+        for key, record in body["tensors"].items()
+    }
+    values["parameters"] = {
+        fqn: ParameterRecord(**{**record, "shape": tuple(record["shape"])})
+        for fqn, record in body["parameters"].items()
+    }
+    values["order"] = tuple(body["order"])
+    values["buffers"] = tuple(body["buffers"])
+    return Manifest(**values)
+
+
+def _piece(item: Iterable[Any]) -> Piece:
+    file, start, length, offset = (_whole(number) for number in item)
+    return file, start, length, offset
+
+
+def _whole(number: Any) -> int:
+    if type(number) is not int or number < 0:
+        raise ValueError(f"{number!r} is not a whole number of at least 0")
+    return number
+
+
+def _check(manifest: Manifest) -> None:
+    """What must hold between the parts; ValueError otherwise."""
+    for record in manifest.files:
+        check_file_name(record.name)
+        _whole(record.nbytes)
+    for key, tensor in manifest.tensors.items():
+        itemsize = ITEMSIZE[tensor.dtype]
+        end = 0
+        for file, start, length, offset in tensor.pieces:
+            if start != end or length == 0:
+                raise ValueError(f"tensor {key}: a piece at element {start}, expected one at {end}")
+            if offset % itemsize or offset + length * itemsize > manifest.files[file].nbytes:
+                raise ValueError(f"tensor {key}: a piece at byte {offset} of {manifest.files[file].name}")
+            end += length
+        if end != math.prod(_whole(size) for size in tensor.shape):
+            raise ValueError(f"tensor {key}: {end} elements saved of shape {tensor.shape}")
+    if sorted(manifest.order) != sorted(manifest.parameters):
+        raise ValueError("the order of parameters does not name each of them once")
+    for fqn, parameter in manifest.parameters.items():
+        for key in (f"master/{fqn}", f"value/{fqn}"):
+            if key in manifest.tensors and manifest.tensors[key].shape != parameter.shape:
+                raise ValueError(f"tensor {key}: not of the shape of its parameter")
+        if parameter.saved != (manifest.weight_key(fqn) is not None):
+            raise ValueError(f"parameter {fqn}: its values are {'not' if parameter.saved else ''} in the checkpoint")
+    for name in manifest.buffers:
+        manifest.tensors[f"buffer/{name}"]
+    for name in ("global_steps", "micro_steps", "global_samples", "skipped_steps"):
+        _whole(manifest.counters[name])
+
+
+def check_file_name(name: str) -> None:
+    """ValueError unless `name` is one plain path component of the kind the format knows: nothing reaches outside."""
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors", name):
+        raise ValueError(f"file name {name!r} is not a plain name")
+
+
+def check_tag(tag: object) -> str:
+    """The tag as text: one path component.
+
+    Raises:
+        CheckpointError: it is empty, starts with a dot, is "latest" or "auto", or would lead to another folder.
+    """
+    text = str(tag)
+    if not re.fullmatch(r"[^./\\\0][^/\\\0]*", text) or not text.isprintable() or text in ("latest", "auto"):
+        raise CheckpointError(
+            "checkpoint tag", expected='a folder name that does not start with a dot, not "latest" or "auto"', got=text
+        )
+    return text

@@ -1,0 +1,110 @@
+"""Plain data as JSON and back: what people keep beside the weights, without pickle.
+
+Tensors are handed to whoever writes the file and come back by key. Anything that would need code to be made again
+is refused, by the key it is under. The encoding is a part of docs/checkpoint_format.md.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroaccel.checkpoint.dtypes import dtype_name, dtype_of
+from zeroaccel.errors import CheckpointError, UsageError
+
+__all__ = ["decode", "encode"]
+
+_PAIRS: Mapping[str, Callable[[list[tuple[Any, Any]]], Any]] = {
+    "dict": dict,
+    "OrderedDict": OrderedDict,
+    "Counter": lambda items: Counter(dict(items)),
+}
+_SEQUENCES: Mapping[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set}
+
+
+def encode(value: Any, where: str, keep: Callable[[Tensor], str]) -> Any:
+    """`value` as JSON.
+
+    Args:
+        where: the address of `value`, e.g. "client_state"; keys are added to it.
+        keep: takes a tensor to be saved beside and returns its key.
+
+    Raises:
+        UsageError: something in it is neither plain data nor a tensor; it names the key.
+    """
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else {"$": "float", "value": repr(value)}
+    if kind is bytes:
+        return {"$": "bytes", "base64": base64.b64encode(value).decode("ascii")}
+    if isinstance(value, Tensor):
+        return _encode_tensor(value, where, keep)
+    if kind is list:
+        return [encode(item, f"{where}[{index}]", keep) for index, item in enumerate(value)]
+    if kind is tuple or kind is set:
+        items = [encode(item, f"{where}[{index}]", keep) for index, item in enumerate(value)]
+        return {"$": kind.__name__, "items": items}
+    if kind in (dict, OrderedDict, Counter):
+        if kind is dict and "$" not in value and all(type(key) is str for key in value):
+            return {key: encode(item, f"{where}[{key!r}]", keep) for key, item in value.items()}
+        pairs = [
+            [encode(key, f"{where}, key {key!r}", keep), encode(item, f"{where}[{key!r}]", keep)]
+            for key, item in value.items()
+        ]
+        return {"$": kind.__name__, "items": pairs}
+    raise UsageError(
+        where,
+        expected="plain data (None, bool, int, float, str, bytes, list, tuple, set, dict) or a tensor",
+        got=f"{kind.__module__}.{kind.__qualname__}",
+        fix="convert it, e.g. with .item(), .tolist() or .state_dict(), or leave it out",
+    )
+
+
+def _encode_tensor(value: Tensor, where: str, keep: Callable[[Tensor], str]) -> Any:
+    if value.layout is not torch.strided or value.is_meta or type(value) not in (Tensor, torch.nn.Parameter):
+        raise UsageError(where, expected="a dense tensor with values", got=f"{type(value).__name__}, {value.layout}")
+    if value.dim() == 0 and not value.is_complex():
+        return {"$": "scalar", "dtype": dtype_name(value.dtype), "value": encode(value.item(), where, keep)}
+    return {"$": "tensor", "key": keep(value)}
+
+
+def decode(value: Any, fetch: Callable[[str], Tensor]) -> Any:
+    """The inverse of `encode`.
+
+    Args:
+        fetch: returns the tensor that was saved under a key.
+
+    Raises:
+        CheckpointError: it is no encoding.
+    """
+    if isinstance(value, list):
+        return [decode(item, fetch) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "$" not in value:
+        return {key: decode(item, fetch) for key, item in value.items()}
+    kind = value["$"]
+    try:
+        if kind == "float":
+            return float(value["value"])
+        if kind == "bytes":
+            return base64.b64decode(value["base64"], validate=True)
+        if kind == "scalar":
+            return torch.tensor(decode(value["value"], fetch), dtype=dtype_of(value["dtype"]))
+        if kind == "tensor":
+            return fetch(value["key"])
+        if kind in _SEQUENCES:
+            return _SEQUENCES[kind]([decode(item, fetch) for item in value["items"]])
+        if kind in _PAIRS:
+            return _PAIRS[kind]([(decode(key, fetch), decode(item, fetch)) for key, item in value["items"]])
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"plain data of kind {kind!r} in the manifest: damaged ({error})") from error
+    raise CheckpointError(f"plain data of kind {kind!r} in the manifest", expected="a kind of this version")
