@@ -7,6 +7,7 @@ whole), `reducer` (gradients), `clip` (norm), `optimizer_shard` (update). Nothin
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -129,8 +130,7 @@ class Engine(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; sharded parameters are gathered as their modules run."""
-        if self._destroyed:
-            raise EngineStateError("engine", expected="an engine in use", got="one after destroy()")
+        self._check_usable()
         self._report.begin("forward")
         self.collectives.journal.phase = "forward" if torch.is_grad_enabled() else "eval"
         dtype = self.settings.autocast_dtype
@@ -174,6 +174,7 @@ class Engine(nn.Module):
             CollectiveError: the ranks went through different collectives since the last step.
         """
         shard = self._require_optimizer("step")
+        self._check_usable()
         if self._backwards == 0:
             raise EngineStateError(
                 "engine.step()", expected="a backward before it", fix="call engine.backward(loss) first"
@@ -193,16 +194,17 @@ class Engine(nn.Module):
 
     def _update(self, shard: OptimizerShard) -> None:
         self.collectives.journal.phase, self.collectives.journal.step = "step", self.global_steps
+        self._residency.end_step()
         self._reducer.finish()
         health = self._examine()
         scale = self.loss_scale.value
-        self._norm = health.norm / scale if health.finite else float("inf")
+        self._norm = None if not self._wants_norm else health.norm / scale if health.finite else math.inf
         overflow = self.settings.skip_overflow and not health.finite
         try:
             if overflow:
                 self.skipped_steps += 1
             else:
-                clip = clip_factor(self._norm, self.settings.clipping)
+                clip = 1.0 if self._norm is None else clip_factor(self._norm, self.settings.clipping)
                 self._replace_weights(shard, clip / scale)
                 self._applied = True
         finally:
@@ -214,12 +216,15 @@ class Engine(nn.Module):
 
     def _examine(self) -> GradientHealth:
         shards = [held.shard for held in self._reducer.gradients if held.shard is not None]
-        journal = self.collectives.journal
-        wanted = self.settings.compute_norm or self.settings.clipping > 0
-        health = examine(shards, self.collectives, digest=journal.digest(), norm=wanted)
+        digest = self.collectives.journal.digest()
+        health = examine(shards, self.collectives, digest=digest, norm=self._wants_norm)
         if not health.agreed:
             raise CollectiveError(disagreement_report(self.collectives))
         return health
+
+    @property
+    def _wants_norm(self) -> bool:
+        return self.settings.compute_norm or self.settings.clipping > 0
 
     def _replace_weights(self, shard: OptimizerShard, grad_scale: float) -> None:
         """Steps buffer by buffer; a resident unit's gather starts as soon as its shards are new."""
@@ -259,6 +264,7 @@ class Engine(nn.Module):
 
     def _begin_backward(self, *, direct: bool) -> None:
         self._require_optimizer("backward")
+        self._check_usable()
         if direct and self.settings.loss_scaled:
             raise EngineStateError(
                 "loss.backward() under fp16 misses the loss scale", fix="call engine.backward(loss) instead"
@@ -276,6 +282,15 @@ class Engine(nn.Module):
         self._residency.end_backward()
         self._in_backward = self._direct = False
         self._backwards += 1
+
+    def _check_usable(self) -> None:
+        if self._destroyed:
+            raise EngineStateError("engine", expected="an engine in use", got="one after destroy()")
+        if self._in_backward and torch._C._current_graph_task_id() == -1:
+            raise EngineStateError(
+                "engine: the last backward broke off and left part of its gradients",
+                fix="call engine.reset() on every rank to drop them and go on",
+            )
 
     def _check_loss(self, loss: Any) -> None:
         where = "engine.backward(loss)"
@@ -348,7 +363,10 @@ class Engine(nn.Module):
         return self._applied
 
     def get_global_grad_norm(self) -> float | None:
-        """The global L2 norm of the last boundary's gradients, unscaled, before clipping; inf after an overflow."""
+        """The global L2 norm of the last boundary's gradients, unscaled, before clipping; inf after an overflow.
+
+        None before the first boundary, and with `compute_grad_norm` off.
+        """
         return self._norm
 
     def get_lr(self) -> list[float]:
@@ -389,11 +407,11 @@ class Engine(nn.Module):
         self._hooks.forget()
         self._in_backward = self._direct = False
         self._residency.reset()
-        self._reducer.clear()
+        self._reducer.forget()
         self._backwards = 0
 
     def destroy(self) -> None:
-        """Takes the engine off the model: hooks removed, weights whole and ordinary, buffers of the engine freed."""
+        """Takes the engine off the model: hooks removed, weights whole and in storage of their own. (all ranks)"""
         if self._destroyed:
             return
         self.reset()
@@ -401,6 +419,8 @@ class Engine(nn.Module):
             if unit.state is not ShardState.UNSHARDED:
                 unit.unshard()
                 unit.wait()
+            for buffer in unit.buffers:
+                buffer.give_back()
         self._hooks.detach()
         self._report.close()
         self._destroyed = True

@@ -57,12 +57,13 @@ class Hooks:
         self._listener = listener
         self._handles: list[RemovableHandle] = []
         self._watched: list[nn.Module] = []
-        self._uses: list[Use] = []
+        self._uses: list[tuple[nn.Module, Use]] = []
         shield = _shield_from_compiler(root)
         self._add(root.register_forward_pre_hook(shield(self._root_begins)))
         for unit in units:
-            for module in unit.modules:
-                before, after = self._around(unit)
+            parts = _owners_below(root, unit) if root in unit.modules else []
+            for module in [*unit.modules, *parts]:
+                before, after = self._around(unit, inner=module not in unit.modules)
                 self._add(module.register_forward_pre_hook(shield(before)))
                 self._add(module.register_forward_hook(shield(after), always_call=True))
         self._add(root.register_forward_hook(shield(self._root_done), always_call=True))
@@ -100,14 +101,18 @@ class Hooks:
             for node in _producers(output):
                 node.register_prehook(lambda _: self._listener.backward_begins())
 
-    def _around(self, unit: ParamUnit) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def _around(self, unit: ParamUnit, *, inner: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """`inner`: for a part of the root, which is a use of its own only when it is called without the root."""
         residency = self._residency
 
         def before(module: nn.Module, args: tuple[Any, ...]) -> None:
-            self._uses.append(residency.enter_forward(unit, torch._C._current_graph_task_id()))
+            if not (inner and residency.is_running(unit)):
+                self._uses.append((module, residency.enter_forward(unit, torch._C._current_graph_task_id())))
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            use = self._uses.pop()
+            if not self._uses or self._uses[-1][0] is not module:
+                return  # it was no use, or a hook of somebody else's raised before ours
+            _, use = self._uses.pop()
             if output is not None and torch.is_grad_enabled():
                 for node in _producers(output):
                     node.register_prehook(lambda _: self._backward_of(use))
@@ -123,7 +128,7 @@ class Hooks:
 
     def _watch(self, root: nn.Module, units: Sequence[ParamUnit]) -> None:
         home = {id(param): unit for unit in units for buffer in unit.buffers for param in buffer.params}
-        compiled = {id(m) for outer in root.modules() if _is_compiled(outer) for m in outer.modules()}
+        compiled = _compiled_within(root)
         for module in root.modules():
             owned = {name: home[id(p)] for name, p in module._parameters.items() if p is not None and id(p) in home}
             if owned and id(module) not in compiled:
@@ -154,19 +159,22 @@ class WatchedParameters(dict[str, "nn.Parameter | None"]):
         return dict, (dict(self),)  # a copied or pickled model has an ordinary dictionary
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested tuples, lists, mappings and dataclasses."""
+def tensors_in(value: Any, *, within_object: bool = False) -> Iterator[Tensor]:
+    """All tensors in nested tuples, lists, mappings and dataclasses, and in the attributes of one other object."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from tensors_in(item)
+            yield from tensors_in(item, within_object=within_object)
     elif isinstance(value, (tuple, list)):
         for item in value:
-            yield from tensors_in(item)
+            yield from tensors_in(item, within_object=within_object)
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
-            yield from tensors_in(getattr(value, field.name))
+            yield from tensors_in(getattr(value, field.name), within_object=within_object)
+    elif hasattr(value, "__dict__") and not within_object and not isinstance(value, (type, nn.Module)):
+        for item in vars(value).values():  # objects in objects are not followed: they may hold anything
+            yield from tensors_in(item, within_object=True)
 
 
 def _producers(output: Any) -> list[Any]:
@@ -183,6 +191,18 @@ def _producers(output: Any) -> list[Any]:
 
 def _discard(param: nn.Parameter) -> None:
     param.grad = None
+
+
+def _owners_below(root: nn.Module, unit: ParamUnit) -> list[nn.Module]:
+    """The modules below the root that hold parameters of its unit; code may call them without it."""
+    held = {id(param) for buffer in unit.buffers for param in buffer.params}
+    compiled = _compiled_within(root)
+    owners = [m for m in root.modules() if any(id(p) in held for p in m._parameters.values())]
+    return [module for module in owners if module is not root and id(module) not in compiled]
+
+
+def _compiled_within(root: nn.Module) -> set[int]:
+    return {id(module) for outer in root.modules() if _is_compiled(outer) for module in outer.modules()}
 
 
 def _is_compiled(module: nn.Module) -> bool:

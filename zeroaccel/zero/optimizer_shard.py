@@ -125,6 +125,10 @@ class OptimizerShard:
         buffers: every trainable buffer, in a fixed order.
         replicated: every rank steps everything (stage 0) instead of its shard.
         sub_group_numel: fp32 gradients made at a time for optimizers without a kernel of their own, in elements.
+
+    Attributes:
+        pieces: id(buffer) -> its pieces that this rank steps.
+        group_of: fqn -> index of its param group, of every trainable parameter.
     """
 
     def __init__(
@@ -153,6 +157,11 @@ class OptimizerShard:
         self.optimizer = optimizer
         self._sub_group_numel = sub_group_numel
         self.pieces: dict[int, list[Piece]] = {id(buffer): [] for buffer in buffers}
+        self.group_of = {
+            slot.fqn: groups[id(param)]
+            for buffer in buffers
+            for slot, param in zip(buffer.layout.slots, buffer.params, strict=True)
+        }
         for buffer in buffers:
             cut = _by_parameter(buffer) if reason is not None else _by_run(buffer, groups, replicated=replicated)
             for start, end, shape, owner in cut:

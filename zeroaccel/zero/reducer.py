@@ -200,6 +200,12 @@ class Reducer:
         for gradients in self.gradients:
             gradients.clear()
 
+    def forget(self) -> None:
+        """Drops every gradient, and what a backward that broke off left at the parameters."""
+        self.clear()
+        for param in self._home:
+            param.grad = None
+
     def nbytes(self) -> int:
         """Bytes of all gradients held now."""
         held = [t for g in self.gradients for t in (g.flat, g.full if g.full is not None else g.shard)]

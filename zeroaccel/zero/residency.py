@@ -58,11 +58,15 @@ class Residency:
         """Elements of all units that are whole or on their way."""
         return sum(self._live.values())
 
+    def is_running(self, unit: ParamUnit) -> bool:
+        """Whether a module of `unit` is in its forward."""
+        return any(use.unit is unit for use in self._running)
+
     # -- forward
 
     def begin_pass(self, *, training: bool) -> None:
         """The root's forward begins."""
-        if not self._schedule.in_pass and not self.in_backward:
+        if not (self._running or self.in_backward):
             self._schedule.begin("train" if training else "eval")
 
     def end_forward_pass(self, *, training: bool) -> None:
@@ -94,7 +98,7 @@ class Residency:
         if self.in_backward:  # recomputation: its backward follows at once
             return
         for candidate in self._needed_by(use.unit):
-            if not self._is_running(candidate):
+            if not self.is_running(candidate):
                 self._release(candidate)
 
     def borrow(self, unit: ParamUnit) -> None:
@@ -143,6 +147,11 @@ class Residency:
         self._give_up_all()
         self._schedule.end()
 
+    def end_step(self) -> None:
+        """The weights are about to change: what a forward without a backward left whole would be out of date."""
+        self._give_up_all()
+        self._schedule.end()
+
     def reset(self) -> None:
         """After an exception anywhere: back to all sharded, nothing recorded."""
         self._running.clear()
@@ -154,9 +163,6 @@ class Residency:
     def _tick(self) -> int:
         self._clock += 1
         return self._clock
-
-    def _is_running(self, unit: ParamUnit) -> bool:
-        return any(use.unit is unit for use in self._running)
 
     def _needed_by(self, unit: ParamUnit) -> tuple[ParamUnit, ...]:
         return (unit, *self._lenders.get(unit.name, ()))
@@ -171,7 +177,7 @@ class Residency:
             uses = self._open[unit.name]
             if use in uses:
                 uses.remove(use)
-                if not uses and not self._is_running(unit):
+                if not uses and not self.is_running(unit):
                     self._release(unit)
 
     def _require(self, unit: ParamUnit) -> None:

@@ -116,6 +116,13 @@ class FlatBuffer:
         """Takes the full buffer's storage away; the storage object and all views of it stay."""
         self.full.untyped_storage().resize_(0)
 
+    def give_back(self) -> None:
+        """Gives each parameter, which must be whole, storage of its own; frees the buffer unless it is the master."""
+        for param in self.params:
+            param.data = param.data.clone()
+        if self.master is None or self.dtype is not torch.float32:
+            self.free()
+
     def view(self, index: int) -> Tensor:
         """The view of the full buffer that parameter `index` uses while whole."""
         return self._views[index]

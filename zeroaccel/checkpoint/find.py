@@ -1,0 +1,71 @@
+"""Which checkpoint of a folder to load: the one of a tag, the one `latest` names, or the newest valid one.
+
+Only looks at folders and manifests; no torch, no ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from zeroaccel.checkpoint.manifest import MANIFEST_NAME, Manifest, check_tag, read_manifest
+from zeroaccel.checkpoint.rank_file import is_part_of_a_save
+from zeroaccel.errors import CheckpointError
+from zeroaccel.logs import logger
+
+__all__ = ["LATEST_NAME", "checkpoint_folders", "find_checkpoint", "newest_first"]
+
+LATEST_NAME = "latest"
+
+
+def find_checkpoint(root: Path, tag: object = None) -> tuple[Path, Manifest]:
+    """The folder and checked manifest of a tag, or of the one `latest` names.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged or incomplete.
+    """
+    if tag is None:
+        tag = _latest(root)
+    folder = root / check_tag(tag)
+    if not folder.is_dir():
+        there = ", ".join(sorted(path.name for path in checkpoint_folders(root))) or "none"
+        raise CheckpointError(f"{folder}: no such checkpoint", got=f"in {root}: {there}")
+    return folder, read_manifest(folder)
+
+
+def newest_first(root: Path) -> Iterator[tuple[Path, Manifest]]:
+    """Every checkpoint with a sound manifest, the newest first; says which it leaves out, and why."""
+    found: list[tuple[float, Path, Manifest]] = []
+    for folder in checkpoint_folders(root):
+        try:
+            manifest = read_manifest(folder)
+        except CheckpointError as error:
+            logger.warning("skipped checkpoint %s: %s", folder.name, error)
+        else:
+            found.append((manifest.saved_at, folder, manifest))
+    for _, folder, manifest in sorted(found, key=lambda item: item[0], reverse=True):
+        yield folder, manifest
+
+
+def checkpoint_folders(root: Path) -> list[Path]:
+    """The folders in `root` that are checkpoints of this format, or saves that were never finished."""
+    if not root.is_dir():
+        return []
+    return [path for path in sorted(root.iterdir()) if path.is_dir() and not path.is_symlink() and _is_ours(path)]
+
+
+def _is_ours(folder: Path) -> bool:
+    return any(path.name == MANIFEST_NAME or is_part_of_a_save(path.name) for path in folder.iterdir())
+
+
+def _latest(root: Path) -> str:
+    path = root / LATEST_NAME
+    try:
+        return path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        there = ", ".join(sorted(folder.name for folder in checkpoint_folders(root))) or "none"
+        raise CheckpointError(
+            f"{path}: cannot be read ({type(error).__name__})",
+            got=f"checkpoints in {root}: {there}",
+            fix='pass a tag, or tag="auto" for the newest valid one',
+        ) from None
