@@ -5,35 +5,41 @@ from __future__ import annotations
 import subprocess
 import sys
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import psutil
 
 from tests.multi.environment import outside_any_job
 from zeroaccel.cli.leftovers import LAUNCH_ID, end_leftovers
 
-# Starts a child in a session of its own, which ignores SIGTERM, and leaves it behind.
-PARENT = """
-import subprocess, sys
+# Starts a marked child in a session of its own, which ignores SIGTERM. The parent bears no mark and stays until told:
+# some machines end every process whose parent is gone.
+PARENT = f"""
+import os, subprocess, sys
 stubborn = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
-child = subprocess.Popen([sys.executable, "-c", stubborn], start_new_session=True, stdout=-1, stderr=-3)
-child.stdout.read(1)
-print(child.pid)
+environment = os.environ | {{"{LAUNCH_ID}": sys.argv[1]}}
+child = subprocess.Popen([sys.executable, "-c", stubborn], env=environment, start_new_session=True, stdout=-1)
+child.stdout.readline()
+print(child.pid, flush=True)
+sys.stdin.read()
+child.wait()
 """
 
 
-def _orphan(launch_id: str) -> psutil.Process:
-    environment = outside_any_job() | {LAUNCH_ID: launch_id}
-    done = subprocess.run([sys.executable, "-c", PARENT], env=environment, capture_output=True, text=True, check=True)
-    return psutil.Process(int(done.stdout))
+@contextmanager
+def _leftover(launch_id: str) -> Iterator[psutil.Process]:
+    command = [sys.executable, "-c", PARENT, launch_id]
+    with subprocess.Popen(command, env=outside_any_job(), stdin=-1, stdout=-1, text=True) as parent:
+        assert parent.stdout is not None
+        yield psutil.Process(int(parent.stdout.readline()))
+        end_leftovers(launch_id, grace_seconds=0.1)
 
 
-def test_orphans_of_one_launch_are_ended_and_no_others() -> None:
+def test_leftovers_of_one_launch_are_ended_and_no_others() -> None:
     mine, another = uuid.uuid4().hex, uuid.uuid4().hex
-    orphan, stranger = _orphan(mine), _orphan(another)
-    try:
+    with _leftover(mine) as leftover, _leftover(another) as stranger:
         assert end_leftovers(mine, grace_seconds=0.1) == 1
-        assert not orphan.is_running() or orphan.status() == psutil.STATUS_ZOMBIE
+        assert not leftover.is_running() or leftover.status() == psutil.STATUS_ZOMBIE
         assert stranger.status() != psutil.STATUS_ZOMBIE
         assert end_leftovers(mine, grace_seconds=0.1) == 0
-    finally:
-        assert end_leftovers(another, grace_seconds=0.1) == 1

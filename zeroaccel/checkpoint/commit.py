@@ -100,6 +100,8 @@ def commit(root: Path, manifest: Manifest, rules: CommitRules) -> None:
     """
     folder = root / manifest.tag
     try:
+        for record in manifest.files:
+            _check_visible(folder / record.name, record.nbytes)
         write_manifest(folder, manifest)
         if rules.latest:
             write_durably(root / LATEST_NAME, manifest.tag.encode())
@@ -110,6 +112,17 @@ def commit(root: Path, manifest: Manifest, rules: CommitRules) -> None:
     _clear_leftovers(folder, manifest)
     if rules.keep_last is not None:
         _prune(root, manifest, rules.keep_last)
+
+
+def _check_visible(path: Path, nbytes: int) -> None:
+    size = path.stat().st_size if path.exists() else None
+    if size != nbytes:
+        raise CheckpointError(
+            f"{path}, written by another rank",
+            expected=f"{nbytes} bytes",
+            got=size,
+            fix="save into a folder that all ranks share",
+        )
 
 
 def _clear_leftovers(folder: Path, manifest: Manifest) -> None:

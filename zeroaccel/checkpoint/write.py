@@ -79,6 +79,7 @@ class RankFileWriter:
         self._staging = staging
         self._filled: queue.SimpleQueue[_Filled | None] = queue.SimpleQueue()
         self._failure: Exception | None = None
+        self._exhausted = False
 
     def copy(self) -> None:
         """Copies everything into staging memory; runs beside `write`, which returns the chunks."""
@@ -105,15 +106,17 @@ class RankFileWriter:
                 publish(handle, temporary, self.path)
             finally:
                 os.close(handle)
-        except OSError as error:
+        except BaseException as error:
             self._drain()
             with contextlib.suppress(OSError):
                 temporary.unlink()
-            raise CheckpointError(
-                f"{self.path}: cannot be written ({error.strerror})",
-                got=f"{self.layout.nbytes} bytes to write",
-                fix="free some space or choose another folder; earlier checkpoints are as they were",
-            ) from error
+            if isinstance(error, OSError):
+                raise CheckpointError(
+                    f"{self.path}: cannot be written ({error.strerror})",
+                    got=f"{self.layout.nbytes} bytes to write",
+                    fix="free some space or choose another folder; earlier checkpoints are as they were",
+                ) from error
+            raise
         return FileRecord(self.path.name, self.layout.nbytes, rank, hashlib.sha256(table).hexdigest())
 
     def _copy(self) -> None:
@@ -136,7 +139,7 @@ class RankFileWriter:
 
     def _write(self, handle: int) -> bytes:
         sums = []
-        while (filled := self._filled.get()) is not None:
+        while (filled := self._next()) is not None:
             try:
                 data = filled.chunk.numpy()[: filled.nbytes]
                 sums.append(block_sums(data))
@@ -149,7 +152,12 @@ class RankFileWriter:
         write_all(handle, memoryview(table))
         return table
 
+    def _next(self) -> _Filled | None:
+        filled = self._filled.get()
+        self._exhausted = filled is None
+        return filled
+
     def _drain(self) -> None:
         """Lets `copy` come to its end after a failure."""
-        while (filled := self._filled.get()) is not None:
+        while not self._exhausted and (filled := self._next()) is not None:
             self._staging.put(filled.chunk)

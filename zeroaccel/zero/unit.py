@@ -117,10 +117,10 @@ class FlatBuffer:
         self.full.untyped_storage().resize_(0)
 
     def give_back(self) -> None:
-        """Gives each parameter, which must be whole, storage of its own; frees the buffer unless it is the master."""
+        """Gives each parameter, which must be whole, storage of its own, as a program that saves the model expects."""
         for param in self.params:
             param.data = param.data.clone()
-        if self.master is None or self.dtype is not torch.float32:
+        if not self.resident:
             self.free()
 
     def view(self, index: int) -> Tensor:

@@ -1,0 +1,111 @@
+"""A save that runs beside training: one thread copies, one writes, and no thread of it uses a collective.
+
+Ranks meet on the disk: each leaves a small part file when its tensors are down, or one with its error when they
+cannot be; rank 0 waits for them and commits. What became of it is asked for by `status`, in the main thread. The
+threads are no daemons: the interpreter's exit waits for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from pathlib import Path
+from threading import Thread
+
+from zeroaccel.checkpoint.commit import Part
+from zeroaccel.checkpoint.durable import write_durably
+from zeroaccel.checkpoint.save import Save
+from zeroaccel.errors import CheckpointError
+from zeroaccel.logs import logger
+
+__all__ = ["BackgroundSave"]
+
+_POLL_SECONDS = 0.02
+_PATIENCE_SECONDS = 120.0
+"""How long no rank may write anything before rank 0 gives a save up."""
+
+
+class BackgroundSave:
+    """Runs `save` from now on.
+
+    Attributes:
+        error: why it failed, once it has.
+    """
+
+    def __init__(self, save: Save) -> None:
+        self._save = save
+        self.tag = save.tag
+        self.error: Exception | None = None
+        self._copier = Thread(target=save.writer.copy, name=f"checkpoint copy {save.tag}")
+        self._writer = Thread(target=self._run, name=f"checkpoint write {save.tag}")
+        self._copier.start()
+        self._writer.start()
+
+    @property
+    def finished(self) -> bool:
+        """This rank has nothing left to do; on rank 0, the checkpoint is complete or has failed."""
+        return not self._writer.is_alive()
+
+    def wait_copied(self) -> None:
+        """Returns once the weights may change."""
+        self._save.writer.copied.wait()
+
+    def wait(self) -> None:
+        """Returns once this rank has finished, whether it failed or not."""
+        self._writer.join()
+
+    def _run(self) -> None:
+        try:
+            self._write()
+        except Exception as error:
+            self.error = error
+            logger.error("checkpoint %s: %s", self.tag, error)
+        finally:
+            self._copier.join()
+
+    def _write(self) -> None:
+        save = self._save
+        try:
+            part = save.write_part()
+        except Exception as error:
+            if save.rank:
+                with contextlib.suppress(OSError):  # the disk may be full; then rank 0 runs out of patience
+                    write_durably(self._part_path(save.rank), json.dumps({"error": str(error)}).encode())
+            raise
+        if save.rank:
+            write_durably(self._part_path(save.rank), json.dumps(part).encode())
+            return
+        save.commit([part, *(self._wait_for(rank) for rank in range(1, save.world_size))])
+
+    def _part_path(self, rank: int) -> Path:
+        return self._file_path(rank).with_suffix(".part.json")
+
+    def _file_path(self, rank: int) -> Path:
+        own = self._save.writer.path
+        return own.with_name(own.name.replace(f"rank{self._save.rank:05d}", f"rank{rank:05d}", 1))
+
+    def _wait_for(self, rank: int) -> Part:
+        path = self._part_path(rank)
+        written, since = -1, time.monotonic()
+        while not path.exists():
+            now_written = self._written(rank)
+            if now_written != written:
+                written, since = now_written, time.monotonic()
+            if time.monotonic() - since > _PATIENCE_SECONDS:
+                raise CheckpointError(
+                    f"checkpoint {self.tag}: rank {rank} has written nothing for {_PATIENCE_SECONDS:.0f} s",
+                    fix="look at the log of that rank; earlier checkpoints are as they were",
+                )
+            time.sleep(_POLL_SECONDS)
+        part: Part = json.loads(path.read_text(encoding="utf-8"))
+        if "error" in part:
+            raise CheckpointError(f"checkpoint {self.tag}: rank {rank}: {part['error']}")
+        return part
+
+    def _written(self, rank: int) -> int:
+        path = self._file_path(rank)
+        for candidate in (path, path.with_name(path.name + ".tmp")):
+            with contextlib.suppress(OSError):
+                return candidate.stat().st_size
+        return 0

@@ -1,0 +1,229 @@
+"""Saving: agree on what is saved where, write every rank's file, and let rank 0 make it a checkpoint.
+
+`prepare` is collective and ends with nothing written. A `Save` is then written at once (`write_now`, collective) or
+handed to `background.py`, which needs no collectives.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import torch
+
+from zeroaccel.checkpoint.agreement import agreed
+from zeroaccel.checkpoint.commit import CommitRules, Part, commit, describe_part, merge_parts
+from zeroaccel.checkpoint.contents import Contents, Holdings, describe_parameters, persistent_buffers, ties_of
+from zeroaccel.checkpoint.manifest import check_tag
+from zeroaccel.checkpoint.plain import encode
+from zeroaccel.checkpoint.rank_file import rank_file_name
+from zeroaccel.checkpoint.write import RankFileWriter, Staging
+from zeroaccel.comm.collectives import Collectives
+from zeroaccel.errors import CheckpointError, UsageError
+
+__all__ = ["Progress", "Save", "SaveRequest", "prepare"]
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """What a caller asks for.
+
+    Attributes:
+        root: the folder of checkpoints, the same on all ranks.
+        tag: the name of this one.
+        client_state: the caller's own plain data and tensors; rank 0's counts.
+        exclude_frozen: leave out the values of parameters that need no gradient.
+        rules: what follows the manifest.
+    """
+
+    root: str | os.PathLike[str]
+    tag: object
+    client_state: Mapping[str, Any]
+    exclude_frozen: bool
+    rules: CommitRules
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Where training is: plain data of the engine, besides parameters and optimizer.
+
+    Attributes:
+        random_state: of this rank, or None.
+    """
+
+    counters: Mapping[str, int]
+    loss_scale: Mapping[str, Any]
+    lr_scheduler: Mapping[str, Any] | None
+    config: Mapping[str, Any]
+    sharded: Mapping[str, bool]
+    random_state: Mapping[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Save:
+    """One rank's share of a save that all ranks have agreed on; nothing is written yet.
+
+    Attributes:
+        common: on rank 0 what the manifest says besides the parts; elsewhere empty.
+    """
+
+    root: Path
+    tag: str
+    save_id: str
+    rank: int
+    world_size: int
+    writer: RankFileWriter
+    scalars: Mapping[str, Any]
+    random_state: Any
+    common: Mapping[str, Any]
+    rules: CommitRules
+
+    @property
+    def folder(self) -> Path:
+        """Where the files go."""
+        return self.root / self.tag
+
+    def write_part(self) -> Part:
+        """Writes this rank's file; `writer.copy` must be running beside it."""
+        record = self.writer.write(self.rank)
+        return describe_part(self.writer, record, self.scalars, self.random_state)
+
+    def commit(self, parts: list[Part]) -> None:
+        """Makes it a checkpoint. (rank 0)"""
+        commit(self.root, merge_parts(parts, self.common), self.rules)
+
+    def write_now(self, collectives: Collectives) -> None:
+        """Writes and commits, and returns when the checkpoint is complete. (all ranks)
+
+        Raises:
+            CheckpointError: on every rank, if any could not write.
+        """
+        part: Part = {}
+        with agreed(collectives, f"checkpoint {self.tag}: write"):
+            copier = Thread(target=self.writer.copy, name=f"checkpoint copy {self.tag}")
+            copier.start()
+            try:
+                part = self.write_part()
+            finally:
+                copier.join()
+        parts = collectives.gather_objects(part, f"checkpoint {self.tag}: parts")
+        with agreed(collectives, f"checkpoint {self.tag}: commit"):
+            if self.rank == 0:
+                self.commit(parts)
+
+
+def prepare(
+    request: SaveRequest, holdings: Holdings, progress: Progress, collectives: Collectives, staging: Staging
+) -> Save:
+    """Collects what to save and agrees on where. (all ranks)
+
+    Small things (counters, buffers, client state) are copied now; parameters, masters and states are only looked at.
+
+    Raises:
+        UsageError: the ranks name different checkpoints, or `client_state` cannot be saved.
+        CheckpointError: the tag is not one, there is not enough space, or the folder cannot be made.
+    """
+    contents = Contents(holdings.rank)
+    common: dict[str, Any] = {}
+    random_state, tag, root = None, "", Path(os.path.abspath(request.root))
+    save_id = secrets.token_hex(4)
+    with agreed(collectives, "save_checkpoint: what to save"):
+        tag = check_tag(request.tag)
+        contents = Contents.collect(holdings, exclude_frozen=request.exclude_frozen)
+        if progress.random_state is not None:
+            random_state = encode(progress.random_state, "random state", contents.keep)
+        client_state = _encode_client_state(request.client_state, contents if holdings.rank == 0 else None)
+        if holdings.rank == 0:
+            common = _common(request, holdings, progress, contents) | {"tag": tag, "client_state": client_state}
+    tags = collectives.gather_objects((tag, save_id), "save_checkpoint: tag")
+    if len({name for name, _ in tags}) > 1:
+        raise UsageError(
+            "save_checkpoint(tag)",
+            expected="the same tag on all ranks",
+            got=", ".join(f"{name!r} on rank {rank}" for rank, (name, _) in enumerate(tags)),
+        )
+    save_id = tags[0][1]
+    path = root / tag / rank_file_name(holdings.rank, holdings.world_size, save_id)
+    with agreed(collectives, f"checkpoint {tag}: lay out"):
+        writer = RankFileWriter(path, contents.entries, staging)
+    sizes = collectives.gather_objects(writer.layout.nbytes, f"checkpoint {tag}: sizes")
+    with agreed(collectives, f"checkpoint {tag}: folder"):
+        _make_folder(root / tag, sum(sizes) if holdings.rank == 0 else 0)
+    if common:
+        common |= {"id": save_id, "saved_at": time.time()}
+    return Save(
+        root,
+        tag,
+        save_id,
+        holdings.rank,
+        holdings.world_size,
+        writer,
+        contents.scalars,
+        random_state,
+        common,
+        request.rules,
+    )
+
+
+def _encode_client_state(state: Mapping[str, Any], contents: Contents | None) -> Any:
+    """Checked on every rank, kept on rank 0."""
+    if type(state) is not dict:
+        raise UsageError("save_checkpoint(client_state)", expected="a dict", got=type(state).__name__)
+    return encode(state, "client_state", contents.keep if contents is not None else lambda tensor: "")
+
+
+def _common(request: SaveRequest, holdings: Holdings, progress: Progress, contents: Contents) -> dict[str, Any]:
+    buffers = list(persistent_buffers(holdings.model))
+    for name, buffer in buffers:
+        contents.add_whole(f"buffer/{name}", buffer.clone())  # the next forward may change it
+    parameters = describe_parameters(holdings, exclude_frozen=request.exclude_frozen)
+    return {
+        "world_size": holdings.world_size,
+        "sharded": dict(progress.sharded),
+        "parameters": parameters,
+        "order": tuple(parameters),
+        "ties": ties_of(holdings.model),
+        "buffers": tuple(name for name, _ in buffers),
+        "optimizer": _optimizer(holdings, contents),
+        "counters": dict(progress.counters),
+        "loss_scale": encode(dict(progress.loss_scale), "loss scale", contents.keep),
+        "lr_scheduler": encode(progress.lr_scheduler, "lr_scheduler.state_dict()", contents.keep),
+        "config": encode(dict(progress.config), "config", contents.keep),
+        "writer": {"torch": torch.__version__},
+    }
+
+
+def _optimizer(holdings: Holdings, contents: Contents) -> dict[str, Any] | None:
+    shard = holdings.optimizer
+    if shard is None:
+        return None
+    groups = []
+    for index, group in enumerate(shard.optimizer.param_groups):
+        hyperparameters = {name: value for name, value in group.items() if name != "params"}
+        encoded = encode(hyperparameters, f"optimizer.param_groups[{index}]", contents.keep)
+        if "$" in encoded:
+            raise UsageError(f"optimizer.param_groups[{index}]", expected="names of hyperparameters as keys")
+        groups.append({**encoded, "params": [fqn for fqn, owner in shard.group_of.items() if owner == index]})
+    return {"type": type(shard.optimizer).__name__, "param_groups": groups}
+
+
+def _make_folder(folder: Path, nbytes: int) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be made ({error.strerror})", fix="choose another folder") from error
+    if nbytes > free:
+        raise CheckpointError(
+            f"{folder}: not enough space",
+            expected=f"{nbytes} bytes",
+            got=f"{free} bytes free",
+            fix="free some space or choose another folder; nothing was written",
+        )
