@@ -17,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from zeroaccel.checkpoint.engine import CheckpointingEngine, CheckpointSettings
 from zeroaccel.comm.agree import agree_or_raise
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import init_process_group
@@ -34,7 +35,7 @@ from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.logs import logger, set_log_level
 from zeroaccel.tracking import build_monitors
 from zeroaccel.zero.build import Placement, broadcast_buffers, build_units, check_same_model
-from zeroaccel.zero.engine import Engine, EngineSettings
+from zeroaccel.zero.engine import EngineSettings
 from zeroaccel.zero.grouping import LeafRules, UnitSpec, group_parameters
 from zeroaccel.zero.lr_schedules import build_scheduler
 from zeroaccel.zero.optimizer_shard import OptimizerShard, group_index, warn_unoptimized
@@ -63,7 +64,7 @@ def initialize(
     *,
     collate_fn: Callable[..., Any] | None = None,
     collectives: Collectives | None = None,
-) -> tuple[Engine, Any, DataLoader[Any] | None, Any]:
+) -> tuple[CheckpointingEngine, Any, DataLoader[Any] | None, Any]:
     """Makes an engine. (all ranks, with the same arguments)
 
     Args:
@@ -120,7 +121,7 @@ def initialize(
             )
         scheduler = _scheduler(lr_scheduler, settings, built)
         loader = _loader(training_data, settings, batch, collectives, collate_fn)
-    engine = Engine(
+    engine = CheckpointingEngine(
         model,
         units,
         collectives,
@@ -138,6 +139,12 @@ def initialize(
             monitors=monitors,
         ),
         config=settings.raw,
+        checkpoint=CheckpointSettings(
+            background=settings.checkpoint.async_save,
+            staging_nbytes=settings.checkpoint.staging_nbytes,
+            keep_last=settings.checkpoint.keep_last,
+            random_state=settings.checkpoint.save_random_state,
+        ),
     )
     if settings.dump_state:
         logger.warning("%s", engine_settings)

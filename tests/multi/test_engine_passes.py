@@ -208,6 +208,19 @@ class Answer:
     note: str = "kept"
 
 
+class Hidden:
+    """Holds a tensor where nobody finds it without asking."""
+
+    __slots__ = ("_get",)
+
+    def __init__(self, hidden: Tensor) -> None:
+        self._get = lambda: hidden
+
+    @property
+    def hidden(self) -> Tensor:
+        return self._get()
+
+
 class Dressed(Toy):
     """Blocks that return their tensor in a dataclass, a mapping with attributes, or an object of their own."""
 
@@ -230,7 +243,12 @@ def _dressed(kind: str) -> nn.Module:
     class Output(ModelOutput):
         hidden: Tensor | None = None
 
-    wrap = {"dataclass": Answer, "ModelOutput": lambda x: Output(hidden=x), "object": lambda x: SimpleNamespace(hidden=x)}
+    wrap = {
+        "dataclass": Answer,
+        "ModelOutput": lambda x: Output(hidden=x),
+        "object": lambda x: SimpleNamespace(hidden=x),
+        "closure": Hidden,
+    }
     model = Dressed()
     for layer in model.layers:
         layer.forward = lambda x, layer=layer: wrap[kind](Block.forward(layer, x))
@@ -252,7 +270,7 @@ def _drive_dressed(settings: dict[str, Any], kind: str) -> Run:
     return run
 
 
-@pytest.mark.parametrize("kind", ["dataclass", "ModelOutput", "object"])
+@pytest.mark.parametrize("kind", ["dataclass", "ModelOutput", "object", "closure"])
 def test_outputs_may_be_objects(ranks: Ranks, kind: str) -> None:
     expected = ranks(2).run(_drive_dressed, config(0, "bf16"), kind)
     sharded = ranks(2).run(_drive_dressed, config(3, "bf16", stage3_max_reuse_distance=0), kind)

@@ -11,7 +11,7 @@ import contextlib
 import json
 import time
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 
 from zeroaccel.checkpoint.commit import Part
 from zeroaccel.checkpoint.durable import write_durably
@@ -37,6 +37,7 @@ class BackgroundSave:
         self._save = save
         self.tag = save.tag
         self.error: Exception | None = None
+        self._abandoned = Event()
         self._copier = Thread(target=save.writer.copy, name=f"checkpoint copy {save.tag}")
         self._writer = Thread(target=self._run, name=f"checkpoint write {save.tag}")
         self._copier.start()
@@ -55,6 +56,11 @@ class BackgroundSave:
         """Returns once this rank has finished, whether it failed or not."""
         self._writer.join()
 
+    def abandon(self) -> None:
+        """Another rank has failed: what this rank wrote goes, and it waits for nobody."""
+        self._abandoned.set()
+        self.wait()
+
     def _run(self) -> None:
         try:
             self._write()
@@ -63,12 +69,15 @@ class BackgroundSave:
             logger.error("checkpoint %s: %s", self.tag, error)
         finally:
             self._copier.join()
+            if self._abandoned.is_set():
+                self._save.discard()
 
     def _write(self) -> None:
         save = self._save
         try:
             part = save.write_part()
         except Exception as error:
+            save.discard()
             if save.rank:
                 with contextlib.suppress(OSError):  # the disk may be full; then rank 0 runs out of patience
                     write_durably(self._part_path(save.rank), json.dumps({"error": str(error)}).encode())
@@ -97,7 +106,8 @@ class BackgroundSave:
                     f"checkpoint {self.tag}: rank {rank} has written nothing for {_PATIENCE_SECONDS:.0f} s",
                     fix="look at the log of that rank; earlier checkpoints are as they were",
                 )
-            time.sleep(_POLL_SECONDS)
+            if self._abandoned.wait(_POLL_SECONDS):
+                raise CheckpointError(f"checkpoint {self.tag}: given up, as another rank has failed")
         part: Part = json.loads(path.read_text(encoding="utf-8"))
         if "error" in part:
             raise CheckpointError(f"checkpoint {self.tag}: rank {rank}: {part['error']}")

@@ -5,7 +5,6 @@ Only looks at folders and manifests; no torch, no ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from zeroaccel.checkpoint.manifest import MANIFEST_NAME, Manifest, check_tag, read_manifest
@@ -33,18 +32,22 @@ def find_checkpoint(root: Path, tag: object = None) -> tuple[Path, Manifest]:
     return folder, read_manifest(folder)
 
 
-def newest_first(root: Path) -> Iterator[tuple[Path, Manifest]]:
-    """Every checkpoint with a sound manifest, the newest first; says which it leaves out, and why."""
-    found: list[tuple[float, Path, Manifest]] = []
+def newest_first(root: Path) -> tuple[list[Path], list[str]]:
+    """The checkpoints with a sound manifest, the newest first; and why others were left out, one line each.
+
+    A save that was interrupted before its manifest was written is no checkpoint, and not worth a line.
+    """
+    found: list[tuple[float, Path]] = []
+    skipped: list[str] = []
     for folder in checkpoint_folders(root):
+        if not (folder / MANIFEST_NAME).exists():
+            logger.info("checkpoint %s: never finished", folder)
+            continue
         try:
-            manifest = read_manifest(folder)
+            found.append((read_manifest(folder).saved_at, folder))
         except CheckpointError as error:
-            logger.warning("skipped checkpoint %s: %s", folder.name, error)
-        else:
-            found.append((manifest.saved_at, folder, manifest))
-    for _, folder, manifest in sorted(found, key=lambda item: item[0], reverse=True):
-        yield folder, manifest
+            skipped.append(str(error))
+    return [folder for _, folder in sorted(found, reverse=True)], skipped
 
 
 def checkpoint_folders(root: Path) -> list[Path]:

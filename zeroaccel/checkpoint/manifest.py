@@ -205,9 +205,7 @@ def parse_manifest(text: str, where: str) -> Manifest:
         manifest = _from_body(body)
         _check(manifest)
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise CheckpointError(
-            f"{where}: damaged: {type(error).__name__}: {error}", fix=_OTHER
-        ) from error
+        raise CheckpointError(f"{where}: damaged: {type(error).__name__}: {error}", fix=_OTHER) from error
     return manifest
 
 

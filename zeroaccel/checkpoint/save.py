@@ -6,6 +6,7 @@ handed to `background.py`, which needs no collectives.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import shutil
@@ -99,6 +100,11 @@ class Save:
         """Makes it a checkpoint. (rank 0)"""
         commit(self.root, merge_parts(parts, self.common), self.rules)
 
+    def discard(self) -> None:
+        """Removes this rank's file of a save that will not be committed."""
+        with contextlib.suppress(OSError):
+            self.writer.path.unlink()
+
     def write_now(self, collectives: Collectives) -> None:
         """Writes and commits, and returns when the checkpoint is complete. (all ranks)
 
@@ -106,13 +112,17 @@ class Save:
             CheckpointError: on every rank, if any could not write.
         """
         part: Part = {}
-        with agreed(collectives, f"checkpoint {self.tag}: write"):
-            copier = Thread(target=self.writer.copy, name=f"checkpoint copy {self.tag}")
-            copier.start()
-            try:
-                part = self.write_part()
-            finally:
-                copier.join()
+        try:
+            with agreed(collectives, f"checkpoint {self.tag}: write"):
+                copier = Thread(target=self.writer.copy, name=f"checkpoint copy {self.tag}")
+                copier.start()
+                try:
+                    part = self.write_part()
+                finally:
+                    copier.join()
+        except Exception:
+            self.discard()
+            raise
         parts = collectives.gather_objects(part, f"checkpoint {self.tag}: parts")
         with agreed(collectives, f"checkpoint {self.tag}: commit"):
             if self.rank == 0:

@@ -164,7 +164,10 @@ def _advice(positions: Iterable[Position], silent: Sequence[int], difference: st
             f"What keeps {rank_list(outside)} must be done by every rank, or take less than the limit "
             "(ZEROACCEL_COLLECTIVE_TIMEOUT, in seconds)."
         )
-    return "Saving, evaluating and stepping are for every rank: do not call them under `if rank == 0`."
+    return (
+        "The ranks went different ways: look for a branch that some of them did not take, and for a save, an "
+        "evaluation or a step under `if rank == 0`."
+    )
 
 
 def rank_list(ranks: Iterable[int]) -> str:

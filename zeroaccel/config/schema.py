@@ -119,6 +119,14 @@ class Checkpoint(ConfigSection):
     """Serialise before writing."""
     writer: CheckpointWriter | None = None
     """How bytes reach the disk."""
+    async_save: Flag = False
+    """Write checkpoints beside training."""
+    staging_nbytes: PositiveCount = 1_073_741_824
+    """Bytes of host memory per rank that checkpoints written beside training are copied through."""
+    keep_last: PositiveCount | None = None
+    """Checkpoints that stay in a folder: saving removes the oldest."""
+    save_random_state: Flag = False
+    """Save the state of the random generators too; a run of as many ranks resumes with it."""
 
 
 def _steps_per_print(value: object) -> object:

@@ -186,6 +186,10 @@ KEYS: Mapping[str, Standing] = {
     "aio": _moot("read only by offload to NVMe"),
     # checkpoints
     "checkpoint": _WORKS,
+    "checkpoint.async_save": _WORKS,
+    "checkpoint.staging_nbytes": _WORKS,
+    "checkpoint.keep_last": _WORKS,
+    "checkpoint.save_random_state": _WORKS,
     "checkpoint.tag_validation": _moot("the ranks always agree on the tag before anything is written"),
     "checkpoint.load_universal": _moot("every checkpoint loads on any number of ranks"),
     "checkpoint.checkpoint_serialization": _moot("tensors are written as they are, without serialisation"),

@@ -132,7 +132,7 @@ class Engine(nn.Module):
         """The model's forward; sharded parameters are gathered as their modules run."""
         self._check_usable()
         self._report.begin("forward")
-        self.collectives.journal.phase = "forward" if torch.is_grad_enabled() else "eval"
+        self._note("forward" if torch.is_grad_enabled() else "eval")
         dtype = self.settings.autocast_dtype
         if dtype is not None:
             args, kwargs = _cast_floats(args, dtype), _cast_floats(kwargs, dtype)
@@ -193,7 +193,7 @@ class Engine(nn.Module):
             self._report.step(self)
 
     def _update(self, shard: OptimizerShard) -> None:
-        self.collectives.journal.phase, self.collectives.journal.step = "step", self.global_steps
+        self._note("step")
         self._residency.end_step()
         self._reducer.finish()
         health = self._examine()
@@ -270,7 +270,7 @@ class Engine(nn.Module):
                 "loss.backward() under fp16 misses the loss scale", fix="call engine.backward(loss) instead"
             )
         self._in_backward, self._direct = True, direct
-        self.collectives.journal.phase = "backward"
+        self._note("backward")
         self._residency.begin_backward()
         reduces = self.settings.plan.grads or (self._syncing and self.is_gradient_accumulation_boundary())
         self._reducer.begin(reduce=reduces)
@@ -282,6 +282,10 @@ class Engine(nn.Module):
         self._residency.end_backward()
         self._in_backward = self._direct = False
         self._backwards += 1
+
+    def _note(self, phase: str) -> None:
+        """For the message of whoever has to wait for this rank."""
+        self.collectives.journal.phase, self.collectives.journal.step = phase, self.global_steps
 
     def _check_usable(self) -> None:
         if self._destroyed:

@@ -113,10 +113,11 @@ class Hooks:
             if not self._uses or self._uses[-1][0] is not module:
                 return  # it was no use, or a hook of somebody else's raised before ours
             _, use = self._uses.pop()
-            if output is not None and torch.is_grad_enabled():
+            training = torch.is_grad_enabled()
+            if training:
                 for node in _producers(output):
                     node.register_prehook(lambda _: self._backward_of(use))
-            residency.exit_forward(use)
+            residency.exit_forward(use, opaque=training and next(tensors_in(output), None) is None)
 
         return before, after
 

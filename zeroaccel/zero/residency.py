@@ -85,17 +85,24 @@ class Residency:
             self._close_nested(task)
         use = Use(unit, self._tick())
         self._running.append(use)
-        self._require(unit)
-        for lender in self._lenders.get(unit.name, ()):
-            self._require(lender)
+        try:
+            for needed in self._needed_by(unit):
+                self._require(needed)
+        except BaseException:  # e.g. a collective that timed out; the module will not run, so it will not exit either
+            self._running.pop()
+            raise
         return use
 
-    def exit_forward(self, use: Use) -> None:
-        """The module is done, or raised."""
+    def exit_forward(self, use: Use, *, opaque: bool = False) -> None:
+        """The module is done, or raised.
+
+        Args:
+            opaque: its output shows no tensors, so that nothing will tell when its backward begins; it stays whole.
+        """
         assert self._running and self._running[-1] is use, f"{use.unit.name} left forward out of order"
         self._running.pop()
         use.ended = self._tick()
-        if self.in_backward:  # recomputation: its backward follows at once
+        if opaque or self.in_backward:  # recomputation: its backward follows at once
             return
         for candidate in self._needed_by(use.unit):
             if not self.is_running(candidate):

@@ -63,6 +63,7 @@ class Schedule:
         self._trace = _Trace()
         self._position = -1
         self._last_use: dict[str, int] = {}
+        self._early: set[str] = set()  # fetched ahead, and not needed yet
         self.actions: list[str] = []
         """What the pass has asked for so far, e.g. ``"UNSHARD layers.3"``."""
 
@@ -79,6 +80,7 @@ class Schedule:
             self._trace.order.clear()
         self._position = -1
         self._last_use.clear()
+        self._early.clear()
         self.actions = []
 
     def need(self, name: str, live: Mapping[str, int]) -> list[str]:
@@ -88,6 +90,7 @@ class Schedule:
             live: the units that are whole or on their way, with their sizes.
         """
         self.actions.append(f"UNSHARD {name}")
+        self._early.discard(name)
         if not self.in_pass:
             return []  # a module called by itself, outside the model's forward
         if not self._trace.complete:
@@ -104,12 +107,7 @@ class Schedule:
         position = self._last_use.get(name)
         if not self.in_pass or not self._trace.complete or position is None:
             return False
-        distance = self._trace.next_use[position]
-        kept = (
-            distance is not None
-            and distance <= self._limits.max_reuse_distance
-            and live_numel <= self._limits.max_live_parameters
-        )
+        kept = self._is_needed_soon(position) and live_numel <= self._limits.max_live_parameters
         self.actions.append(f"{'KEEP' if kept else 'RESHARD'} {name}")
         return kept
 
@@ -145,18 +143,25 @@ class Schedule:
         self._trace = self._traces[self._kind] = _Trace(order=[*order[: self._position + 1], name])
         return False
 
+    def _is_needed_soon(self, position: int) -> bool:
+        distance = self._trace.next_use[position]
+        return distance is not None and distance <= self._limits.max_reuse_distance
+
     def _ahead(self, live: Mapping[str, int]) -> list[str]:
         room = self._limits.max_live_parameters - sum(live.values())
-        budget = self._limits.prefetch_bucket_size
+        budget = self._limits.prefetch_bucket_size - sum(self._numels[name] for name in self._early)
         chosen: list[str] = []
-        seen = set(live)
         for name in self._trace.order[self._position + 1 :]:
-            if name in seen:
+            if name in self._early:
                 continue
+            if name in live:
+                if self._is_needed_soon(self._last_use.get(name, self._position)):
+                    continue
+                break  # it will be given up first, and what comes after it should not come before it
             numel = self._numels[name]
             if numel > budget or numel > room:
                 break
             budget, room = budget - numel, room - numel
             chosen.append(name)
-            seen.add(name)
+            self._early.add(name)
         return chosen

@@ -1,0 +1,208 @@
+"""What the engine's own Python costs per unit and step, and that it does not grow with the world size.
+
+    python benchmarks/overhead.py
+
+Trains a chain of small blocks, each a unit of stage 3, whose arithmetic is all but nothing, once plainly and once in
+the engine, and divides the difference by the number of units: hooks, schedule, unshard, reshard, gradients. This
+process plays one rank of a job that is not there, in one of two ways:
+
+    none    collectives return at once, so that all the time is the engine's;
+    fake    torch's process group without peers, through the engine's own collectives; its copies, which stand for
+            those of the other ranks, do grow with the world size, and are printed apart.
+
+Every unit has 32 * 1024 elements, which need no padding up to 1024 ranks: flat buffers are equal, shards shrink.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import click
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import zeroaccel
+from zeroaccel.comm import topology
+from zeroaccel.comm.collectives import Collectives, Work
+from zeroaccel.comm.work import DONE
+
+PHASES = ("forward", "backward", "step")
+WIDTH = 128
+
+Times = dict[str, float]
+"""Seconds per phase and step; "collectives" is the part of their sum spent inside those."""
+
+
+class Silent(Collectives):
+    """No communication: results are whatever the tensors hold. Sums and gathers of one value are right all the same."""
+
+    def all_gather(self, out: Tensor, shard: Tensor, label: str) -> Work:
+        return DONE
+
+    def reduce_scatter(self, out: Tensor, flat: Tensor, label: str, scale: float = 1.0) -> Work:
+        return DONE
+
+    def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"], label: str) -> None:
+        return None
+
+    def broadcast(self, tensor: Tensor, src: int, label: str) -> None:
+        return None
+
+    def gather_objects(self, obj: Any, label: str) -> list[Any]:
+        return [obj] * self.world_size
+
+    def barrier(self, label: str) -> None:
+        return None
+
+
+class Timed(Collectives):
+    """Takes the time of the calls, their waiting included."""
+
+    seconds = 0.0
+
+    def all_gather(self, out: Tensor, shard: Tensor, label: str) -> Work:
+        return self._timed(super().all_gather, out, shard, label)
+
+    def reduce_scatter(self, out: Tensor, flat: Tensor, label: str, scale: float = 1.0) -> Work:
+        return self._timed(super().reduce_scatter, out, flat, label, scale)
+
+    def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"], label: str) -> None:
+        self._timed(super().all_reduce, tensor, op, label)
+
+    def _timed(self, call: Callable[..., Any], *args: Any) -> Any:
+        start = time.perf_counter()
+        work = call(*args)
+        if work is not None:
+            work.wait()  # nobody is waited for; it only has to be counted
+        self.seconds += time.perf_counter() - start
+        return work
+
+
+@contextmanager
+def _pretended_job(world_size: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=world_size - 1, world_size=world_size)
+    try:
+        yield
+    finally:
+        topology.destroy()
+        dist.destroy_process_group()
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.second = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.second(self.first(x))
+        return y
+
+
+def _chain(units: int) -> nn.Sequential:
+    return nn.Sequential(*(_Block() for _ in range(units)))
+
+
+def _plain(units: int, steps: int) -> Times:
+    """The same arithmetic without an engine, and without an optimizer: its update is the engine's to answer for."""
+    model = _chain(units).bfloat16()
+    return _timed_steps(model, lambda loss: loss.backward(), lambda: model.zero_grad(), lambda: 0.0, steps)
+
+
+def _engine(units: int, steps: int, world_size: int, kind: type[Silent] | type[Timed]) -> Times:
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_reuse_distance": 0,  # every unit goes and comes back
+        },
+        "optimizer": {"type": "SGD", "params": {"lr": 0.0}},
+    }
+    with _pretended_job(world_size):
+        collectives = kind(topology.current_topology())
+        engine = zeroaccel.initialize(model=_chain(units), config=settings, collectives=collectives)[0]
+        assert len(engine.units) == units, f"{units} layers became {len(engine.units)} units"
+        spent = (lambda: collectives.seconds) if isinstance(collectives, Timed) else (lambda: 0.0)
+        times = _timed_steps(engine, engine.backward, engine.step, spent, steps)
+        engine.destroy()
+    return times
+
+
+def _timed_steps(
+    model: nn.Module,
+    backward: Callable[[Tensor], Any],
+    step: Callable[[], None],
+    spent: Callable[[], float],
+    steps: int,
+) -> Times:
+    """The medians over `steps` steps, after some that only warm up."""
+    x = torch.zeros(1, WIDTH, dtype=torch.bfloat16, requires_grad=True)  # zeros, so that weights of any bits give finite numbers
+    rows: list[list[float]] = []
+    for _ in range(steps + 5):
+        before, start = spent(), time.perf_counter()
+        loss = model(x).sum()
+        forward = time.perf_counter()
+        backward(loss)
+        back = time.perf_counter()
+        step()
+        end = time.perf_counter()
+        rows.append([forward - start, back - forward, end - back, spent() - before])
+    names = (*PHASES, "collectives")
+    return dict(zip(names, map(statistics.median, zip(*rows[5:], strict=True)), strict=True))
+
+
+def _least(measure: Callable[[], Times], rounds: int) -> Times:
+    """Of several rounds the least of each: what else runs on the machine only ever adds."""
+    found = [measure() for _ in range(rounds)]
+    return {name: min(times[name] for times in found) for name in found[0]}
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--units", default=32, help="Blocks, each a unit.")
+@click.option("--steps", default=40, help="Steps in a round; the median counts.")
+@click.option("--rounds", default=3, help="Rounds; the least counts.")
+@click.option("--world-sizes", default="2,64,1024", help="Separated by commas.")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results here.")
+def main(units: int, steps: int, rounds: int, world_sizes: str, json_path: Path | None) -> None:
+    """Microseconds of the engine's own Python per unit and step."""
+    torch.set_num_threads(1)
+    plain = _least(lambda: _plain(units, steps), rounds)
+    rows: list[dict[str, Any]] = []
+    for name, kind in (("none", Silent), ("fake", Timed)):
+        for world_size in map(int, world_sizes.split(",")):
+            times = _least(lambda size=world_size, kind=kind: _engine(units, steps, size, kind), rounds)  # type: ignore[misc]
+            micros = {phase: (times[phase] - plain[phase]) / units * 1e6 for phase in PHASES}
+            micros["collectives"] = times["collectives"] / units * 1e6
+            micros["engine"] = sum(micros[phase] for phase in PHASES) - micros["collectives"]
+            rows.append({"communication": name, "world_size": world_size, "microseconds_per_unit": micros})
+    _show(rows, Console(width=None if sys.stdout.isatty() else 120))
+    if json_path is not None:
+        json_path.write_text(json.dumps({"units": units, "rows": rows}, indent=1) + "\n")
+
+
+def _show(rows: list[dict[str, Any]], console: Console) -> None:
+    table = Table(title="microseconds per unit and step, above the same arithmetic without an engine")
+    for head in ("communication", "ranks", *PHASES, "of it collectives", "engine"):
+        table.add_column(head, justify="left" if head == "communication" else "right")
+    for row in rows:
+        micros = row["microseconds_per_unit"]
+        numbers = [f"{micros[name]:.0f}" for name in (*PHASES, "collectives", "engine")]
+        table.add_row(row["communication"], str(row["world_size"]), *numbers)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""The tensors of one checkpoint, read by key or by interval; only the blocks that hold what is asked for are read.
+
+Asking and reading are two steps: `fill` notes what goes where, `read` reads it all in the order of the files.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from zeroaccel.checkpoint.dtypes import dtype_of
+from zeroaccel.checkpoint.manifest import ITEMSIZE, Manifest
+from zeroaccel.checkpoint.rank_file import CHUNK_NBYTES, RankFile, Request
+from zeroaccel.errors import CheckpointError
+
+__all__ = ["TensorStore"]
+
+
+class TensorStore:
+    """Reads from a checkpoint's folder. A context manager, which closes the files.
+
+    Attributes:
+        wanted_nbytes: asked for so far.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.manifest = manifest
+        self.wanted_nbytes = 0
+        self._folder = folder
+        self._files: dict[int, RankFile] = {}
+        self._pending: dict[int, list[Request]] = {}
+
+    def __enter__(self) -> TensorStore:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        for file in self._files.values():
+            file.close()
+
+    @property
+    def read_nbytes(self) -> int:
+        """Read from the disk so far: what was wanted, the rest of its blocks, and the tables."""
+        return sum(file.read_nbytes for file in self._files.values())
+
+    def fill(self, key: str, start: int, into: Tensor) -> None:
+        """Notes that elements [start, start + into.numel()) of a tensor go into `into`, (n,), converted to its dtype.
+
+        Raises:
+            CheckpointError: there is no such tensor, or it has fewer elements.
+        """
+        record = self.manifest.tensors.get(key)
+        if record is None or start + into.numel() > record.numel:
+            raise CheckpointError(f"tensor {key} of the checkpoint", expected=f"elements up to {start + into.numel()}")
+        itemsize, dtype = ITEMSIZE[record.dtype], dtype_of(record.dtype)
+        limit = CHUNK_NBYTES // itemsize
+        self.wanted_nbytes += into.numel() * itemsize
+        cursor, end = start, start + into.numel()
+        index = bisect_right(record.pieces, cursor, key=lambda piece: piece[1]) - 1
+        while cursor < end:
+            file, piece_start, length, offset = record.pieces[index]
+            count = min(piece_start + length - cursor, end - cursor, limit)
+            request = Request(
+                offset + (cursor - piece_start) * itemsize,
+                count * itemsize,
+                _copier(into[cursor - start : cursor - start + count], dtype),
+            )
+            self._pending.setdefault(file, []).append(request)
+            cursor += count
+            if cursor == piece_start + length:
+                index += 1
+
+    def read(self) -> None:
+        """Reads everything that was noted.
+
+        Raises:
+            CheckpointError: something is damaged; what was noted may be filled in part.
+        """
+        pending, self._pending = self._pending, {}
+        for file, requests in sorted(pending.items()):
+            self._open(file).read(requests)
+
+    def fetch(self, key: str) -> Tensor:
+        """A whole tensor, in host memory."""
+        record = self.manifest.tensors.get(key)
+        if record is None:
+            raise CheckpointError(f"tensor {key}: not in the checkpoint")
+        flat = torch.empty(math.prod(record.shape), dtype=dtype_of(record.dtype))
+        held, self._pending = self._pending, {}
+        self.fill(key, 0, flat)
+        self.read()
+        self._pending = held
+        return flat.view(record.shape)
+
+    def _open(self, file: int) -> RankFile:
+        if file not in self._files:
+            self._files[file] = RankFile(self._folder, self.manifest.files[file])
+        return self._files[file]
+
+
+def _copier(into: Tensor, dtype: torch.dtype) -> Callable[[NDArray[np.uint8]], None]:
+    def deliver(data: NDArray[np.uint8]) -> None:
+        into.copy_(torch.from_numpy(data).view(dtype))
+
+    return deliver

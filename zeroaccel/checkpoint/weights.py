@@ -1,0 +1,176 @@
+"""The model's weights in one file of their own dtypes, for those who want a model rather than a checkpoint.
+
+Units are gathered one at a time. A safetensors file is written as they come; a pickle (.bin, .pt) needs all of them in
+rank 0's memory at once. The exact fp32 weights are in checkpoints.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroaccel.checkpoint.agreement import agreed
+from zeroaccel.checkpoint.contents import Holdings, persistent_buffers, ties_of
+from zeroaccel.checkpoint.dtypes import dtype_name
+from zeroaccel.checkpoint.durable import TEMPORARY_SUFFIX, publish, write_all
+from zeroaccel.comm.collectives import Collectives
+from zeroaccel.errors import CheckpointError
+from zeroaccel.zero.unit import FlatBuffer, ParamUnit, ShardState
+
+__all__ = ["save_weights"]
+
+_PICKLES = (".bin", ".pt", ".pth")
+
+
+def save_weights(path: Path, holdings: Holdings, collectives: Collectives, *, exclude_frozen: bool) -> None:
+    """Writes all parameters and persistent buffers to `path`, on rank 0. (all ranks)
+
+    Args:
+        path: its suffix decides: .safetensors, or .bin, .pt, .pth for `torch.save`. Tied parameters are one tensor: a
+            pickle has it under each of its names, a safetensors file under the first (metadata lists the others).
+
+    Raises:
+        CheckpointError: another suffix, or the disk is full or fails; on every rank.
+    """
+    writes = holdings.rank == 0
+    with agreed(collectives, f"save {path.name}: folder"):
+        if path.suffix not in (".safetensors", *_PICKLES):
+            raise CheckpointError(f"{path}", expected="a name ending in .safetensors, .bin, .pt or .pth")
+        if writes:
+            path.parent.mkdir(parents=True, exist_ok=True)
+    sink: _Pickle | _Safetensors | None = None
+    error: Exception | None = None
+    try:
+        if writes:
+            kind = _Safetensors if path.suffix == ".safetensors" else _Pickle
+            sink = kind(path, holdings, exclude_frozen=exclude_frozen)
+    except Exception as raised:
+        error = raised
+    for key, value in _weights(holdings, exclude_frozen=exclude_frozen):
+        try:
+            if sink is not None and error is None:
+                sink.add(key, value)
+        except Exception as raised:  # the others are on their way to the next gather, so this rank goes along
+            error = raised
+    with agreed(collectives, f"save {path.name}: write"):
+        try:
+            if error is not None:
+                raise error
+            if sink is not None:
+                sink.finish()
+        except OSError as raised:
+            raise CheckpointError(f"{path}: cannot be written ({raised.strerror})") from raised
+        finally:
+            if sink is not None:
+                sink.close()
+
+
+def _weights(holdings: Holdings, *, exclude_frozen: bool) -> Iterator[tuple[str, Tensor]]:
+    """(name, value) in descending order of item size, each unit whole only while its own are handed out. (all ranks)"""
+    for itemsize in (8, 4, 2, 1):
+        for unit in holdings.units:
+            buffers = [buffer for buffer in unit.buffers if buffer.dtype.itemsize == itemsize]
+            if buffers:
+                with_unit = _whole(unit)
+                for buffer in buffers:
+                    for index, slot in enumerate(buffer.layout.slots):
+                        if not (exclude_frozen and not buffer.params[index].requires_grad):
+                            yield slot.fqn, buffer.view(index).detach()
+                if with_unit:
+                    unit.reshard()
+        for name, value in persistent_buffers(holdings.model):
+            if value.dtype.itemsize == itemsize:
+                yield name, value.detach()
+
+
+def _whole(unit: ParamUnit) -> bool:
+    """Makes a unit whole; returns whether it was not."""
+    sharded = unit.state is ShardState.SHARDED
+    unit.unshard()
+    unit.wait()
+    return sharded
+
+
+def _shapes(holdings: Holdings, *, exclude_frozen: bool) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
+    """What `_weights` will hand out, without gathering."""
+    buffers: list[FlatBuffer] = list(holdings.buffers())
+    for itemsize in (8, 4, 2, 1):
+        for buffer in buffers:
+            if buffer.dtype.itemsize == itemsize:
+                for slot, param in zip(buffer.layout.slots, buffer.params, strict=True):
+                    if not (exclude_frozen and not param.requires_grad):
+                        yield slot.fqn, buffer.dtype, slot.shape
+        for name, value in persistent_buffers(holdings.model):
+            if value.dtype.itemsize == itemsize:
+                yield name, value.dtype, tuple(value.shape)
+
+
+class _Safetensors:
+    """Streams: the header is known before the first unit is gathered."""
+
+    def __init__(self, path: Path, holdings: Holdings, *, exclude_frozen: bool) -> None:
+        self._path, self._temporary = path, path.with_name(path.name + TEMPORARY_SUFFIX)
+        header: dict[str, Any] = {"__metadata__": {"format": "pt", **ties_of(holdings.model)}}
+        cursor = 0
+        for name, dtype, shape in _shapes(holdings, exclude_frozen=exclude_frozen):
+            end = cursor + torch.Size(shape).numel() * dtype.itemsize
+            header[name] = {"dtype": dtype_name(dtype), "shape": list(shape), "data_offsets": [cursor, end]}
+            cursor = end
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        self._handle = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        write_all(self._handle, memoryview(len(text).to_bytes(8, "little") + text))
+
+    def add(self, name: str, value: Tensor) -> None:
+        flat = value.contiguous().view(-1).cpu()
+        if flat.numel():
+            write_all(self._handle, memoryview(flat.view(torch.uint8).numpy()))
+
+    def finish(self) -> None:
+        publish(self._handle, self._temporary, self._path)
+
+    def close(self) -> None:
+        os.close(self._handle)
+        self._temporary.unlink(missing_ok=True)
+
+
+class _Pickle:
+    """Collects copies in host memory and writes them at the end, by `torch.save`."""
+
+    def __init__(self, path: Path, holdings: Holdings, *, exclude_frozen: bool) -> None:
+        self._path, self._temporary = path, path.with_name(path.name + TEMPORARY_SUFFIX)
+        self._model = holdings.model
+        self._found: dict[str, Tensor] = {}
+
+    def add(self, name: str, value: Tensor) -> None:
+        self._found[name] = value.to("cpu", copy=True)
+
+    def finish(self) -> None:
+        ties = {alias: name for alias, name in ties_of(self._model).items() if name in self._found}
+        named = {**self._found, **{alias: self._found[name] for alias, name in ties.items()}}
+        order = [name for name in _state_dict_names(self._model) if name in named]
+        with open(self._temporary, "wb") as file:
+            torch.save({name: named[name] for name in order}, file)
+            file.flush()
+            publish(file.fileno(), self._temporary, self._path)
+
+    def close(self) -> None:
+        self._temporary.unlink(missing_ok=True)
+
+
+def _state_dict_names(model: torch.nn.Module) -> list[str]:
+    """The names of a state dict, in its order, without touching a value."""
+    names: list[str] = []
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        own = [
+            *module._parameters,
+            *(name for name in module._buffers if name not in module._non_persistent_buffers_set),
+        ]
+        names += [f"{prefix}.{name}" if prefix else name for name in own]
+    return names

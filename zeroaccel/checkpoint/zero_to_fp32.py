@@ -1,0 +1,652 @@
+#!/usr/bin/env python3
+"""Makes one model file, or a folder of them, of a sharded checkpoint: no configuration, GPU or process group.
+
+This file stands alone: Python, numpy and safetensors, and torch only to write .bin. It lies beside `latest` in every
+folder of checkpoints, so it may import nothing of the package that wrote them; what it reads is the format of
+docs/checkpoint_format.md, and every byte is checked. It streams: what is in memory is a few chunks, or one output file
+for .bin. `read_source` reads our format; anything else that can be put as a `Source` is converted the same way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import concurrent.futures
+import fnmatch
+import functools
+import hashlib
+import json
+import math
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = [
+    "ArgumentsError",
+    "ByteFile",
+    "ConversionError",
+    "Options",
+    "Source",
+    "Tensors",
+    "Weight",
+    "convert",
+    "main",
+    "read_source",
+    "read_tensors",
+    "run",
+    "select",
+    "shard_plan",
+]
+
+Bytes = NDArray[np.uint8]
+Piece = tuple[int, int, int, int]  # (file, start, length, offset): elements from `start` are at byte `offset` of it
+
+FORMAT_VERSION = 1
+BLOCK_NBYTES = 1 << 16  # what one checksum stands for
+CHUNK_NBYTES = 64 * BLOCK_NBYTES  # read, converted and written at a time, by each reader
+ITEMSIZE = {
+    **{"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2},
+    **{"I32": 4, "U32": 4, "F32": 4, "C64": 8, "F64": 8, "I64": 8, "U64": 8},
+}
+FLOATS = {"BF16": "<u2", "F16": "<f2", "F32": "<f4", "F64": "<f8"}  # what is converted; 8-bit floats are codes, kept
+DTYPES = {"fp32": "F32", "bf16": "BF16", "fp16": "F16"}
+TORCH_NAMES = {
+    **{"BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "U16": "uint16", "I32": "int32", "U32": "uint32"},
+    **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F16": "float16", "BF16": "bfloat16", "F32": "float32"},
+    **{"C64": "complex64", "F64": "float64", "I64": "int64", "U64": "uint64"},
+}
+STEMS = {"safetensors": "model", "bin": "pytorch_model"}
+JOURNAL_NAME = "zero_to_fp32.progress.json"
+TEMPORARY_SUFFIX = ".tmp"
+
+
+class ConversionError(RuntimeError):
+    """The checkpoint is damaged, incomplete or not one, or the output cannot be written. Nothing wrong was written."""
+
+
+class ArgumentsError(ConversionError):
+    """The command line makes no sense."""
+
+
+# ---- what is read ----
+
+
+class ByteFile(Protocol):
+    """A file of a checkpoint; `read` gives bytes [start, start + nbytes) and is called by several threads at once."""
+
+    def read(self, start: int, nbytes: int) -> Bytes: ...
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A tensor of the model and where its bytes are; `excludable` is a parameter that no optimizer updates."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    is_buffer: bool = False
+    excludable: bool = False
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint to convert.
+
+    Attributes:
+        stage: 0 to 3, for people.
+        fingerprint: changes whenever any byte of the checkpoint does.
+        ties: alias -> name in `weights`.
+        left_out: parameters whose values the checkpoint does not have.
+    """
+
+    tag: str
+    stage: int
+    world_size: int
+    fingerprint: str
+    weights: tuple[Weight, ...]
+    ties: Mapping[str, str]
+    files: tuple[ByteFile, ...]
+    left_out: tuple[str, ...] = ()
+
+
+@functools.lru_cache(maxsize=1)
+def _block_weights() -> NDArray[np.uint64]:
+    with np.errstate(over="ignore"):
+        z = np.arange(1, BLOCK_NBYTES // 8 + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return (z ^ (z >> np.uint64(31))) | np.uint64(1)
+
+
+def _pread(handle: int, path: Path, start: int, nbytes: int, capacity: int = 0) -> Bytes:
+    """(max(nbytes, capacity),) bytes; what is behind `nbytes` is zero."""
+    data = np.empty(max(nbytes, capacity), np.uint8)
+    data[nbytes:] = 0
+    view, done = memoryview(data)[:nbytes], 0
+    while done < nbytes:
+        count = os.preadv(handle, [view[done:]], start + done)
+        if not count:
+            raise ConversionError(f"{path}: ends at byte {start + done}, expected {start + nbytes} or more")
+        done += count
+    return data
+
+
+class RankFile:
+    """A rank's file: whatever it hands out has been compared with its table of checksums."""
+
+    def __init__(self, path: Path, nbytes: int, table_sha256: str) -> None:
+        self.path = path
+        try:
+            size = path.stat().st_size
+            if size != nbytes:
+                raise ConversionError(f"{path}: expected {nbytes} bytes, got {size}: the file is not whole")
+            self._handle = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            raise ConversionError(f"{path}: missing, though the manifest names it") from None
+        self._end = nbytes - 8 * -(-nbytes // (BLOCK_NBYTES + 8))
+        table = _pread(self._handle, path, self._end, nbytes - self._end)
+        if hashlib.sha256(table.tobytes()).hexdigest() != table_sha256:
+            raise ConversionError(f"{path}: damaged: its table of checksums is not the one that was written")
+        self._table = table.view("<u8")
+
+    def __del__(self) -> None:
+        if hasattr(self, "_handle"):
+            os.close(self._handle)
+
+    def read(self, start: int, nbytes: int) -> Bytes:
+        first, last = start // BLOCK_NBYTES, -(-(start + nbytes) // BLOCK_NBYTES)
+        origin, end = first * BLOCK_NBYTES, min(last * BLOCK_NBYTES, self._end)
+        if start + nbytes > self._end:
+            raise ConversionError(f"{self.path}: the manifest puts data where the checksums are")
+        data = _pread(self._handle, self.path, origin, end - origin, capacity=(last - first) * BLOCK_NBYTES)
+        sums = np.einsum("ij,j->i", data.view("<u8").reshape(-1, BLOCK_NBYTES // 8), _block_weights())
+        wrong = np.flatnonzero(sums != self._table[first:last])
+        if wrong.size:
+            where = origin + int(wrong[0]) * BLOCK_NBYTES
+            raise ConversionError(f"{self.path}: damaged between bytes {where} and {min(where + BLOCK_NBYTES, end)}")
+        return data[start - origin : start - origin + nbytes]
+
+
+def read_source(checkpoint_dir: str | os.PathLike[str], tag: str | None = None) -> Source:
+    """The checkpoint of `tag`, or the one `latest` names; `checkpoint_dir` may also be the folder of a checkpoint.
+
+    Raises:
+        ConversionError: there is none, or it is damaged, incomplete or of a newer format.
+    """
+    folder = _find(Path(checkpoint_dir), tag)
+    path = folder / "manifest.json"
+    try:
+        document = json.loads(path.read_bytes())
+        body, checksum = document["manifest"], document["checksum"]
+        version = body["version"]
+        if body["format"] != "zeroaccel" or type(version) is not int:
+            raise ConversionError(f"{path}: not a manifest of this format")
+        if version > FORMAT_VERSION:
+            raise ConversionError(
+                f"{path}: expected version {FORMAT_VERSION} at most, got {version}; use the zero_to_fp32.py beside it"
+            )
+        text = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        if hashlib.sha256(text.encode("ascii")).hexdigest() != checksum:
+            raise ConversionError(f"{path}: damaged: its checksum does not fit its contents")
+        return _source(folder, body, checksum)
+    except FileNotFoundError:
+        raise ConversionError(f"{path}: missing: not a checkpoint, or a save that was interrupted") from None
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise ConversionError(f"{path}: damaged: {type(error).__name__}: {error}") from error
+    except OSError as error:
+        raise ConversionError(f"{error.filename or path}: cannot be read ({error.strerror})") from error
+
+
+def _find(root: Path, tag: str | None) -> Path:
+    if not root.is_dir():
+        raise ConversionError(f"{root}: no such folder")
+    there = ", ".join(sorted(path.parent.name for path in root.glob("*/manifest.json"))) or "none"
+    if tag is None:
+        if (root / "manifest.json").exists():
+            return root
+        try:
+            tag = (root / "latest").read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError):
+            raise ConversionError(f"{root / 'latest'}: missing; pass --tag; checkpoints here: {there}") from None
+    if not re.fullmatch(r"[^./\\\0][^/\\\0]*", tag):
+        raise ConversionError(f"tag {tag!r}: expected the name of a folder in {root}")
+    if not (root / tag).is_dir():
+        raise ConversionError(f"{root / tag}: no such checkpoint; here: {there}")
+    return root / tag
+
+
+def _source(folder: Path, body: Mapping[str, Any], checksum: str) -> Source:
+    records = body["files"]
+    for record in records:
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors", record["name"]):
+            raise ValueError(f"file name {record['name']!r} is not a plain name")
+    if sorted(record["rank"] for record in records) != list(range(body["world_size"])):
+        raise ValueError(f"{len(records)} files of ranks, expected one of each of {body['world_size']}")
+    tensors, parameters = body["tensors"], body["parameters"]
+    if sorted(body["order"]) != sorted(parameters):
+        raise ValueError("the order of parameters does not name each of them once")
+    weights, left_out = [], []
+    for fqn in body["order"]:
+        parameter = parameters[fqn]
+        key = next((key for key in (f"master/{fqn}", f"value/{fqn}") if key in tensors), None)
+        if parameter["saved"] != (key is not None):
+            raise ValueError(f"parameter {fqn}: it is not as the manifest says whether its values were saved")
+        if key is None:
+            left_out.append(fqn)
+            continue
+        if tensors[key]["shape"] != parameter["shape"]:
+            raise ValueError(f"tensor {key}: not of the shape of its parameter")
+        weights.append(_weight(fqn, key, tensors, records, excludable=not parameter["trainable"]))
+    weights += [_weight(name, f"buffer/{name}", tensors, records, is_buffer=True) for name in body["buffers"]]
+    return Source(
+        tag=folder.resolve().name,
+        stage=sum(bool(body["sharded"][part]) for part in ("optimizer", "grads", "params")),
+        world_size=body["world_size"],
+        fingerprint=checksum,
+        weights=tuple(weights),
+        ties={alias: name for alias, name in body["ties"].items() if name not in left_out},
+        files=tuple(RankFile(folder / item["name"], item["nbytes"], item["table_sha256"]) for item in records),
+        left_out=tuple(left_out),
+    )
+
+
+def _weight(name: str, key: str, tensors: Any, records: Any, **kind: bool) -> Weight:
+    tensor = tensors[key]
+    pieces = tuple(tuple(piece) for piece in tensor["pieces"])
+    end, itemsize = 0, ITEMSIZE[tensor["dtype"]]
+    for file, start, length, offset in pieces:
+        if any(type(number) is not int or number < 0 for number in (file, start, length, offset)):
+            raise ValueError(f"tensor {key}: a piece that is not of whole numbers")
+        if start != end or not length or offset % itemsize or offset + length * itemsize > records[file]["nbytes"]:
+            raise ValueError(f"tensor {key}: a piece at element {start}, byte {offset}, that cannot be")
+        end += length
+    if end != math.prod(tensor["shape"]) or min(tensor["shape"], default=0) < 0:
+        raise ValueError(f"tensor {key}: {end} elements saved of shape {tensor['shape']}")
+    return Weight(name, tensor["dtype"], tuple(tensor["shape"]), pieces, **kind)
+
+
+# ---- what is written ----
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to convert.
+
+    Attributes:
+        dtype: fp32, bf16 or fp16, of every floating-point tensor of 16 bits or more.
+        form: safetensors or bin; None for what the output's name says.
+        max_shard_nbytes: of a file in an output folder.
+        only: patterns; a tensor is written if its name matches one (`*.lora_*`). None matches all.
+    """
+
+    dtype: str = "fp32"
+    form: str | None = None
+    max_shard_nbytes: int = 5 * 10**9
+    exclude_frozen: bool = False
+    only: tuple[str, ...] = ()
+    workers: int = min(8, os.cpu_count() or 1)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A tensor of the output, under its name there, and the further names it has."""
+
+    name: str
+    weight: Weight
+    dtype: str
+    aliases: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.numel * ITEMSIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A file of the output."""
+
+    name: str
+    targets: tuple[Target, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(target.nbytes for target in self.targets)
+
+
+Tallies = dict[str, list[int]]  # name -> [the exclusive or of its elements' bits, its NaNs]; of parts they add up
+
+
+def select(source: Source, options: Options) -> list[Target]:
+    """What of the source is to be written, ties as further names of one tensor.
+
+    Raises:
+        ConversionError: nothing is.
+    """
+    aliases: dict[str, list[str]] = {}
+    for alias, name in source.ties.items():
+        aliases.setdefault(name, []).append(alias)
+    targets = []
+    for weight in source.weights:
+        names = [
+            name
+            for name in (weight.name, *aliases.get(weight.name, ()))
+            if not options.only or any(fnmatch.fnmatchcase(name, pattern) for pattern in options.only)
+        ]
+        if names and not (options.exclude_frozen and weight.excludable):
+            dtype = DTYPES[options.dtype] if weight.dtype in FLOATS else weight.dtype
+            targets.append(Target(names[0], weight, dtype, tuple(names[1:])))
+    if not targets:
+        some = ", ".join(weight.name for weight in source.weights[:5]) or "none"
+        raise ConversionError(f"nothing to write of {source.tag}: no tensor is selected; there are {some}, ...")
+    return targets
+
+
+def shard_plan(targets: Sequence[Target], form: str, max_nbytes: int) -> list[Shard]:
+    """Files of at most `max_nbytes` each, but for a tensor that alone is larger; in order."""
+    groups: list[list[Target]] = []
+    room = 0
+    for target in targets:
+        if not groups or target.nbytes > room:
+            groups.append([])
+            room = max_nbytes
+        groups[-1].append(target)
+        room -= target.nbytes
+    stem = STEMS[form]
+    if len(groups) == 1:
+        return [Shard(f"{stem}.{form}", tuple(groups[0]))]
+    return [
+        Shard(f"{stem}-{index:05d}-of-{len(groups):05d}.{form}", tuple(group)) for index, group in enumerate(groups, 1)
+    ]
+
+
+class Tensors:
+    """Tensors in memory, filled from several threads."""
+
+    def __init__(self, targets: Sequence[Target]) -> None:
+        self.targets = targets
+        self._bytes = {target.name: np.empty(target.nbytes, np.uint8) for target in targets}
+
+    def put(self, target: Target, start: int, data: Bytes) -> None:
+        """Elements from `start` on, as bytes."""
+        first = start * ITEMSIZE[target.dtype]
+        self._bytes[target.name][first : first + data.size] = data
+
+    def state_dict(self) -> dict[str, Any]:
+        """name -> torch tensor; the names of a tie have one tensor. Needs torch."""
+        torch = _torch()
+        state = {}
+        for target in self.targets:
+            data = self._bytes[target.name]
+            tensor = torch.from_numpy(data).view(getattr(torch, TORCH_NAMES[target.dtype])).view(target.weight.shape)
+            state.update(dict.fromkeys((target.name, *target.aliases), tensor))
+        return state
+
+
+class _BinFile(Tensors):
+    """A file of torch.save, complete or not there."""
+
+    def __init__(self, path: Path, targets: Sequence[Target]) -> None:
+        super().__init__(targets)
+        self.path = path
+        self._temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+
+    def finish(self) -> None:
+        with open(self._temporary, "wb") as file:
+            _torch().save(self.state_dict(), file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(self._temporary, self.path)
+
+    def abandon(self) -> None:
+        self._temporary.unlink(missing_ok=True)
+
+
+class _SafetensorsFile:
+    """A safetensors file written in any order, complete or not there."""
+
+    def __init__(self, path: Path, targets: Sequence[Target]) -> None:
+        self.path = path
+        self._temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+        metadata = {"format": "pt", **{alias: target.name for target in targets for alias in target.aliases}}
+        header: dict[str, Any] = {"__metadata__": metadata}
+        offsets, cursor = {}, 0
+        for target in sorted(targets, key=lambda target: -ITEMSIZE[target.dtype]):  # keeps each one aligned
+            offsets[target.name] = cursor
+            span = [cursor, cursor + target.nbytes]
+            header[target.name] = {"dtype": target.dtype, "shape": target.weight.shape, "data_offsets": span}
+            cursor += target.nbytes
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        self._offsets = {name: 8 + len(text) + offset for name, offset in offsets.items()}
+        self._handle = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._pwrite(memoryview(len(text).to_bytes(8, "little") + text), 0)
+        os.truncate(self._handle, 8 + len(text) + cursor)
+
+    def put(self, target: Target, start: int, data: Bytes) -> None:
+        self._pwrite(memoryview(data), self._offsets[target.name] + start * ITEMSIZE[target.dtype])
+
+    def _pwrite(self, data: memoryview, offset: int) -> None:
+        while data:
+            count = os.pwrite(self._handle, data, offset)
+            data, offset = data[count:], offset + count
+
+    def finish(self) -> None:
+        os.fsync(self._handle)
+        os.close(self._handle)
+        os.replace(self._temporary, self.path)
+
+    def abandon(self) -> None:
+        os.close(self._handle)
+        self._temporary.unlink(missing_ok=True)
+
+
+def _torch() -> Any:
+    try:
+        import torch
+    except ImportError:
+        raise ConversionError("writing .bin needs torch; write safetensors instead, or install torch") from None
+    return torch
+
+
+# ---- from one to the other ----
+
+
+@dataclass(frozen=True)
+class _Request:
+    """`length` elements of a target from `start` on, at byte `offset` of a file."""
+
+    target: Target
+    start: int
+    length: int
+    offset: int
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length * ITEMSIZE[self.target.weight.dtype]
+
+
+def _spans(targets: Iterable[Target]) -> Iterator[tuple[int, list[_Request]]]:
+    """(file, requests): what is read together because it lies together, of about a chunk."""
+    by_file: dict[int, list[_Request]] = {}
+    for target in targets:
+        most = CHUNK_NBYTES // ITEMSIZE[target.weight.dtype]
+        for file, start, length, offset in target.weight.pieces:
+            for done in range(0, length, most):
+                at = offset + done * ITEMSIZE[target.weight.dtype]
+                by_file.setdefault(file, []).append(_Request(target, start + done, min(most, length - done), at))
+    for file, requests in sorted(by_file.items()):
+        requests.sort(key=lambda request: request.offset)
+        span: list[_Request] = []
+        for request in requests:
+            if span and (
+                request.offset > span[-1].end + BLOCK_NBYTES or request.end > span[0].offset + 3 * CHUNK_NBYTES // 2
+            ):
+                yield file, span
+                span = []
+            span.append(request)
+        yield file, span
+
+
+def _convert(data: Bytes, target: Target) -> Bytes:
+    """The elements of `data` in the target's dtype, rounded to nearest even."""
+    if target.weight.dtype == target.dtype:
+        return data
+    values: NDArray[Any] = data.view(FLOATS[target.weight.dtype])
+    if target.weight.dtype == "BF16":
+        values = (values.astype("<u4") << 16).view("<f4")
+    finite = np.count_nonzero(np.isfinite(values))
+    with np.errstate(over="ignore"):
+        values = values.astype("<f4", copy=False)
+        if target.dtype == "F16":
+            values = values.astype("<f2")
+        elif target.dtype == "BF16":
+            bits = values.view("<u4")
+            rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
+            values = np.where(np.isnan(values), (bits >> 16) | 0x40, rounded).astype("<u2")
+    result = np.ascontiguousarray(values).view(np.uint8)
+    if np.count_nonzero(np.isfinite(_floats(result, target.dtype))) < finite:
+        raise ConversionError(
+            f"{target.name}: has values that {target.dtype} cannot hold; choose bf16 or fp32 as --dtype"
+        )
+    return result
+
+
+def _floats(data: Bytes, dtype: str) -> NDArray[Any]:
+    if dtype == "BF16":
+        return (data.view("<u2").astype("<u4") << 16).view("<f4")
+    return data.view(FLOATS[dtype])
+
+
+def _tally(data: Bytes, dtype: str) -> list[int]:
+    bits = int(np.bitwise_xor.reduce(data.view(f"<u{ITEMSIZE[dtype]}")))
+    nans = int(np.count_nonzero(np.isnan(_floats(data, dtype)))) if dtype in FLOATS else 0
+    return [bits, nans]
+
+
+def _add(tallies: Tallies, name: str, tally: Sequence[int]) -> None:
+    held = tallies.setdefault(name, [0, 0])
+    held[0] ^= tally[0]
+    held[1] += tally[1]
+
+
+def _in_parallel(tasks: Iterable[Callable[[], tuple[Tallies, int]]], workers: int, progress: _Progress) -> Tallies:
+    tallies: Tallies = {}
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        try:
+            for future in concurrent.futures.as_completed([pool.submit(task) for task in tasks]):
+                found, nbytes = future.result()
+                for name, tally in found.items():
+                    _add(tallies, name, tally)
+                progress.advance(nbytes)
+        except BaseException:
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
+    return tallies
+
+
+def _fill(source: Source, targets: Sequence[Target], sink: Any, workers: int, progress: _Progress) -> Tallies:
+    """Reads, checks, converts and puts every element of the targets."""
+
+    def work(file: int, span: list[_Request]) -> tuple[Tallies, int]:
+        origin = span[0].offset
+        data = source.files[file].read(origin, max(request.end for request in span) - origin)
+        tallies: Tallies = {}
+        nbytes = 0
+        for request in span:
+            converted = _convert(data[request.offset - origin : request.end - origin], request.target)
+            sink.put(request.target, request.start, converted)
+            _add(tallies, request.target.name, _tally(converted, request.target.dtype))
+            nbytes += converted.size
+        return tallies, nbytes
+
+    return _in_parallel((functools.partial(work, *span) for span in _spans(targets)), workers, progress)
+
+
+def read_tensors(source: Source, targets: Sequence[Target], workers: int = Options.workers) -> Tensors:
+    """The targets, in memory.
+
+    Raises:
+        ConversionError: they are damaged, or do not fit the dtype.
+    """
+    tensors = Tensors(targets)
+    _fill(source, targets, tensors, workers, _Progress(0, show=False))
+    return tensors
+
+
+@dataclass
+class _Journal:
+    """Which files of an output folder are finished, so that a second run need not write them again."""
+
+    path: Path | None
+    plan: str
+    finished: dict[str, Tallies] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, path: Path | None, plan: str) -> _Journal:
+        journal = cls(path, plan)
+        if path is not None and path.exists():
+            try:
+                document = json.loads(path.read_text())
+                journal.finished = document["finished"] if document["plan"] == plan else {}
+            except (ValueError, KeyError, TypeError):
+                journal.finished = {}  # it was itself interrupted: everything is written again
+        return journal
+
+    def add(self, name: str, tallies: Tallies) -> None:
+        self.finished[name] = tallies
+        if self.path is not None:
+            _write_json(self.path, {"plan": self.plan, "finished": self.finished})
+
+    def close(self) -> None:
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+
+def _write_json(path: Path, document: Any) -> None:
+    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    temporary.write_text(json.dumps(document, indent=2) + "\n")
+    os.replace(temporary, path)
+
+
+class _Progress:
+    """A bar with throughput on stderr: redrawn on a terminal, a line at every tenth elsewhere."""
+
+    def __init__(self, nbytes: int, *, show: bool) -> None:
+        self._nbytes, self._done, self._shown = nbytes, 0, 0
+        self._show, self._started = show and nbytes > 0, time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        return max(time.monotonic() - self._started, 1e-9)
+
+    def advance(self, nbytes: int) -> None:
+        self._done += nbytes
+        steps = 100 if sys.stderr.isatty() else 10
+        reached = steps * self._done // max(self._nbytes, 1)
+        if not self._show or reached == self._shown:
+            return
+        self._shown = reached
+        bar = "#" * (30 * self._done // self._nbytes)
+        text = f"[{bar:<30}] {_size(self._done)} of {_size(self._nbytes)}, {_size(self._done / self.seconds)}/s"
+        end = ("" if self._done < self._nbytes else "\n") if sys.stderr.isatty() else "\n"
+        print(f"\r{text:<78}" if sys.stderr.isatty() else text, end=end, file=sys.stderr, flush=True)
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("bytes", "kB", "MB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} {unit}" if unit == "bytes" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.2f} GB"
