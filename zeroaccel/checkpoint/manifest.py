@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ __all__ = [
     "TensorRecord",
     "check_file_name",
     "check_tag",
+    "parse_manifest",
     "read_manifest",
     "write_manifest",
 ]
@@ -189,9 +190,7 @@ def parse_manifest(text: str, where: str) -> Manifest:
         document = json.loads(text, parse_constant=lambda name: _refuse(where, f"the JSON constant {name}"))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where}: damaged: it is not JSON ({error})", fix=_OTHER) from error
-    body = document.get("manifest") if isinstance(document, dict) else None
-    if not isinstance(body, dict):
-        _refuse(where, "no manifest in it")
+    body: dict[str, Any] = document.get("manifest", {}) if isinstance(document, dict) else {}
     if body.get("format") != FORMAT:
         _refuse(where, f"format {body.get('format')!r}, expected {FORMAT!r}")
     version = body.get("version")
@@ -252,28 +251,33 @@ def _check(manifest: Manifest) -> None:
         check_file_name(record.name)
         _whole(record.nbytes)
     for key, tensor in manifest.tensors.items():
-        itemsize = ITEMSIZE[tensor.dtype]
-        end = 0
-        for file, start, length, offset in tensor.pieces:
-            if start != end or length == 0:
-                raise ValueError(f"tensor {key}: a piece at element {start}, expected one at {end}")
-            if offset % itemsize or offset + length * itemsize > manifest.files[file].nbytes:
-                raise ValueError(f"tensor {key}: a piece at byte {offset} of {manifest.files[file].name}")
-            end += length
-        if end != math.prod(_whole(size) for size in tensor.shape):
-            raise ValueError(f"tensor {key}: {end} elements saved of shape {tensor.shape}")
+        _check_pieces(key, tensor, manifest.files)
     if sorted(manifest.order) != sorted(manifest.parameters):
         raise ValueError("the order of parameters does not name each of them once")
     for fqn, parameter in manifest.parameters.items():
-        for key in (f"master/{fqn}", f"value/{fqn}"):
-            if key in manifest.tensors and manifest.tensors[key].shape != parameter.shape:
-                raise ValueError(f"tensor {key}: not of the shape of its parameter")
-        if parameter.saved != (manifest.weight_key(fqn) is not None):
-            raise ValueError(f"parameter {fqn}: its values are {'not' if parameter.saved else ''} in the checkpoint")
+        weight = manifest.weight_key(fqn)
+        if parameter.saved != (weight is not None):
+            raise ValueError(f"parameter {fqn}: its values are {'not ' if parameter.saved else ''}in the checkpoint")
+        if weight is not None and manifest.tensors[weight].shape != parameter.shape:
+            raise ValueError(f"tensor {weight}: not of the shape of its parameter")
     for name in manifest.buffers:
         manifest.tensors[f"buffer/{name}"]
     for name in ("global_steps", "micro_steps", "global_samples", "skipped_steps"):
         _whole(manifest.counters[name])
+
+
+def _check_pieces(key: str, tensor: TensorRecord, files: Sequence[FileRecord]) -> None:
+    """The pieces follow each other, lie in their files, and cover the tensor; ValueError otherwise."""
+    itemsize = ITEMSIZE[tensor.dtype]
+    end = 0
+    for file, start, length, offset in tensor.pieces:
+        if start != end or length == 0:
+            raise ValueError(f"tensor {key}: a piece at element {start}, expected one at {end}")
+        if offset % itemsize or offset + length * itemsize > files[file].nbytes:
+            raise ValueError(f"tensor {key}: a piece at byte {offset} of {files[file].name}")
+        end += length
+    if end != math.prod(_whole(size) for size in tensor.shape):
+        raise ValueError(f"tensor {key}: {end} elements saved of shape {tensor.shape}")
 
 
 def check_file_name(name: str) -> None:

@@ -16,7 +16,8 @@ __all__ = ["random_state", "restore_random_state"]
 def random_state(device: torch.device) -> dict[str, Any]:
     """Plain data and tensors: the generators of Python, numpy, torch and, where the engine is on one, the GPU."""
     version, words, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    numpy_state: Any = np.random.get_state(legacy=True)
+    name, keys, position, has_gauss, cached = numpy_state
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,

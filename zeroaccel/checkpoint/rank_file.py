@@ -206,7 +206,7 @@ class RankFile:
 
     def _pread(self, offset: int, nbytes: int) -> Bytes:
         data = np.empty(nbytes, np.uint8)
-        view = memoryview(data)
+        view = data.data
         done = 0
         while done < nbytes:
             try:

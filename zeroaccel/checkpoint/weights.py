@@ -130,7 +130,7 @@ class _Safetensors:
     def add(self, name: str, value: Tensor) -> None:
         flat = value.contiguous().view(-1).cpu()
         if flat.numel():
-            write_all(self._handle, memoryview(flat.view(torch.uint8).numpy()))
+            write_all(self._handle, flat.view(torch.uint8).numpy().data)
 
     def finish(self) -> None:
         publish(self._handle, self._temporary, self._path)

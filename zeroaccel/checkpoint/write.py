@@ -143,7 +143,7 @@ class RankFileWriter:
             try:
                 data = filled.chunk.numpy()[: filled.nbytes]
                 sums.append(block_sums(data))
-                write_all(handle, memoryview(data))
+                write_all(handle, data.data)
             finally:
                 self._staging.put(filled.chunk)
         if self._failure is not None:

@@ -650,3 +650,273 @@ def _size(nbytes: float) -> str:
             return f"{nbytes:.0f} {unit}" if unit == "bytes" else f"{nbytes:.1f} {unit}"
         nbytes /= 1000
     return f"{nbytes:.2f} GB"
+
+
+# ---- the whole conversion ----
+
+
+def convert(
+    source: Source, output: Path, options: Options, *, dry_run: bool = False, show_progress: bool = False
+) -> list[Path]:
+    """Writes the source's weights to `output`, a file or a folder by its name, and reads them back.
+
+    Files of a folder that an interrupted run of the same conversion has finished are not written again. Each file is
+    there whole or not at all; `index.json` comes last.
+
+    Raises:
+        ConversionError: see the class; ArgumentsError: the options contradict each other.
+    """
+    targets = select(source, options)
+    form, folder = _form_of(output, options)
+    if folder is None:
+        folder, shards = output.parent, [Shard(output.name, tuple(targets))]
+    else:
+        shards = shard_plan(targets, form, options.max_shard_nbytes)
+    _announce(source, output, options, targets, shards, dry_run=dry_run)
+    if dry_run:
+        return []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return _write(source, folder, shards, form, options, single=folder != output, show_progress=show_progress)
+    except OSError as error:
+        raise ConversionError(f"{error.filename or output}: {error.strerror or error}; output is not whole") from error
+
+
+def _form_of(output: Path, options: Options) -> tuple[str, Path | None]:
+    """(safetensors or bin, the folder or None for a single file)."""
+    if output.is_dir() or output.suffix not in (".bin", ".pt", ".pth", ".safetensors"):
+        return options.form or "safetensors", output
+    form = "safetensors" if output.suffix == ".safetensors" else "bin"
+    if options.form not in (None, form):
+        raise ArgumentsError(f"{output}: expected a name for the format {options.form}, or a folder")
+    return form, None
+
+
+def _announce(
+    source: Source, output: Path, options: Options, targets: list[Target], shards: list[Shard], *, dry_run: bool
+) -> None:
+    if source.left_out:
+        print(f"Not in the checkpoint, as it was saved without them: {len(source.left_out)} frozen parameters")
+    numel = sum(target.weight.numel for target in targets if not target.weight.is_buffer)
+    verb = "Would save" if dry_run else "Saving"
+    print(f"{verb} {options.dtype} state dict to {output} (total_numel={numel})")
+    if dry_run:
+        for shard in shards:
+            print(f"  {shard.name}: {len(shard.targets)} tensors, {shard.nbytes} bytes")
+        print(f"  in all: {len(shards)} files, {len(targets)} tensors, {sum(shard.nbytes for shard in shards)} bytes")
+
+
+def _write(
+    source: Source,
+    folder: Path,
+    shards: list[Shard],
+    form: str,
+    options: Options,
+    *,
+    single: bool,
+    show_progress: bool,
+) -> list[Path]:
+    index_path = folder / f"{STEMS[form]}.{form}.index.json"
+    if not single:
+        _refuse_other_weights(folder, {shard.name for shard in shards} | {index_path.name})
+        index_path.unlink(missing_ok=True)
+    journal = _Journal.open(None if single else folder / JOURNAL_NAME, _signature(source, shards))
+    progress = _Progress(sum(shard.nbytes for shard in shards), show=show_progress)
+    for shard in shards:
+        path = folder / shard.name
+        if shard.name in journal.finished and path.exists():
+            print(f"{shard.name} is there from an interrupted run")
+            progress.advance(shard.nbytes)
+            continue
+        sink = (_BinFile if form == "bin" else _SafetensorsFile)(path, shard.targets)
+        try:
+            tallies = _fill(source, shard.targets, sink, options.workers, progress)
+            sink.finish()
+        except BaseException:
+            sink.abandon()
+            raise
+        del sink  # a .bin's tensors
+        journal.add(shard.name, tallies)
+    seconds = progress.seconds
+    for shard in shards:
+        _verify(folder / shard.name, shard, form, journal.finished[shard.name], options.workers)
+    if len(shards) > 1:
+        _write_json(index_path, _index(shards, form))
+    journal.close()
+    _report(shards, journal, seconds)
+    return [folder / shard.name for shard in shards]
+
+
+def _refuse_other_weights(folder: Path, planned: set[str]) -> None:
+    """A loader that finds two sets of weights takes either."""
+    pattern = re.compile(r"(pytorch_)?model(-\d{5}-of-\d{5})?\.(bin|safetensors)(\.index\.json)?")
+    if others := sorted(
+        path.name for path in folder.iterdir() if pattern.fullmatch(path.name) and path.name not in planned
+    ):
+        raise ConversionError(f"{folder}: has other weights, {', '.join(others)}; remove them or choose another folder")
+
+
+def _signature(source: Source, shards: Sequence[Shard]) -> str:
+    plan = [[shard.name, [[t.name, t.dtype, t.weight.shape, t.aliases] for t in shard.targets]] for shard in shards]
+    return hashlib.sha256(json.dumps([source.fingerprint, plan]).encode()).hexdigest()
+
+
+def _index(shards: Sequence[Shard], form: str) -> dict[str, Any]:
+    """What transformers looks for: a .bin has the further names of ties too, safetensors cannot."""
+    names = {
+        name: shard.name
+        for shard in shards
+        for target in shard.targets
+        for name in (target.name, *(target.aliases if form == "bin" else ()))
+    }
+    return {"metadata": {"total_size": sum(shard.nbytes for shard in shards)}, "weight_map": names}
+
+
+def _verify(path: Path, shard: Shard, form: str, expected: Tallies, workers: int) -> None:
+    """Reads a written file back: the names, dtypes and shapes, and of every tensor what `_tally` says of its elements."""
+    read = (_reader_of_bin if form == "bin" else _reader_of_safetensors)(path, shard)
+
+    def work(target: Target, first: int) -> tuple[Tallies, int]:
+        data = read(target, first, min(CHUNK_NBYTES, target.nbytes - first))
+        return {target.name: _tally(data, target.dtype)}, data.size
+
+    tasks = (
+        functools.partial(work, target, first)
+        for target in shard.targets
+        for first in range(0, target.nbytes, CHUNK_NBYTES)
+    )
+    found = _in_parallel(tasks, workers, _Progress(0, show=False))
+    if wrong := sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name)):
+        raise ConversionError(f"{path}: not what was written in {', '.join(wrong)}; remove it and run again")
+
+
+def _reader_of_safetensors(path: Path, shard: Shard) -> Callable[[Target, int, int], Bytes]:
+    import safetensors
+
+    with safetensors.safe_open(path, framework="np") as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+        _compare(path, shard.targets, {name: (s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()})
+    with open(path, "rb") as raw:
+        length = int.from_bytes(raw.read(8), "little")
+        header = json.loads(raw.read(length))
+        keeper = os.fdopen(os.dup(raw.fileno()), "rb")
+
+    def read(target: Target, first: int, nbytes: int) -> Bytes:
+        start = 8 + length + header[target.name]["data_offsets"][0]
+        return _pread(keeper.fileno(), path, start + first, nbytes)
+
+    return read
+
+
+def _reader_of_bin(path: Path, shard: Shard) -> Callable[[Target, int, int], Bytes]:
+    torch = _torch()
+    state = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
+    names = {getattr(torch, torch_name): name for name, torch_name in TORCH_NAMES.items() if hasattr(torch, torch_name)}
+    _compare(path, shard.targets, {name: (names[t.dtype], tuple(t.shape)) for name, t in state.items()}, aliases=True)
+
+    def read(target: Target, first: int, nbytes: int) -> Bytes:
+        data: Bytes = state[target.name].view(-1).view(torch.uint8)[first : first + nbytes].numpy()
+        return data
+
+    return read
+
+
+def _compare(path: Path, targets: Iterable[Target], found: Mapping[str, Any], *, aliases: bool = False) -> None:
+    expected = {
+        name: (target.dtype, target.weight.shape)
+        for target in targets
+        for name in (target.name, *(target.aliases if aliases else ()))
+    }
+    if wrong := sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name)):
+        raise ConversionError(f"{path}: other names, dtypes or shapes than written: {', '.join(wrong)}")
+
+
+def _report(shards: Sequence[Shard], journal: _Journal, seconds: float) -> None:
+    nbytes = sum(shard.nbytes for shard in shards)
+    tensors = sum(len(shard.targets) for shard in shards)
+    print(
+        f"Saved {tensors} tensors, {_size(nbytes)}, in {len(shards)} files; "
+        f"{seconds:.1f} s, {_size(nbytes / seconds)}/s; verified"
+    )
+    for shard in shards:
+        for name, (_, nans) in journal.finished[shard.name].items():
+            if nans:
+                print(f"Warning: {name} has {nans} NaNs, as in the checkpoint", file=sys.stderr)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise ArgumentsError(message)
+
+
+def _nbytes(text: str) -> int:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?|b)?\s*", text.lower())
+    if not match or not (
+        nbytes := int(float(match[1]) * (1024 if match[3] else 1000) ** (" kmgt".index(match[2] or " ")))
+    ):
+        raise argparse.ArgumentTypeError(f"expected a size such as 5GB or 500MiB, got {text!r}")
+    return nbytes
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return int(text)
+
+
+def _make_parser(program: str) -> argparse.ArgumentParser:
+    parser = _Parser(program, description="Makes whole weights of a sharded checkpoint, on one machine without a GPU.")
+    add = parser.add_argument
+    add("checkpoint_dir", type=Path, metavar="CHECKPOINT_DIR", help="the folder with `latest`, or a checkpoint in it")
+    add("output", type=Path, metavar="OUTPUT", help="a folder, or a file by its name: *.safetensors, *.bin, *.pt")
+    add("-t", "--tag", help="the checkpoint in CHECKPOINT_DIR; the one `latest` names by default")
+    add("--dtype", choices=sorted(DTYPES), default=Options.dtype, help="of all floating-point tensors (default fp32)")
+    add("--format", choices=sorted(STEMS), help="of the files in a folder (default safetensors)")
+    add("--safe_serialization", "--safe-serialization", action="store_true", help="the same as --format safetensors")
+    add("--max_shard_size", "--max-shard-size", type=_nbytes, default="5GB", help="of a file in a folder (5GB)")
+    add("--exclude_frozen_parameters", "--exclude-frozen-parameters", action="store_true", help="leave them out")
+    add("--only", action="append", default=[], metavar="PATTERN", help="names to write, e.g. '*lora_*'; repeatable")
+    add("--workers", type=_positive, default=Options.workers, help="readers in parallel (default: %(default)s)")
+    add("--dry-run", "--dry_run", action="store_true", help="show what would be written, and how many bytes")
+    return parser
+
+
+def run(
+    arguments: Sequence[str], program: str, open_source: Callable[[Path, str | None], Source] = read_source
+) -> list[Path]:
+    """Does what a command line says; returns the files it wrote.
+
+    Raises:
+        ConversionError, ArgumentsError: as `convert`.
+    """
+    given = _make_parser(program).parse_args(arguments)
+    if given.safe_serialization and given.format == "bin":
+        raise ArgumentsError("--safe_serialization and --format bin exclude each other")
+    source = open_source(given.checkpoint_dir, given.tag)
+    print(f"Processing zero checkpoint at {source.tag}")
+    print(f"Detected checkpoint of type zero stage {source.stage}, world_size: {source.world_size}", flush=True)
+    options = Options(
+        dtype=given.dtype,
+        form="safetensors" if given.safe_serialization else given.format,
+        max_shard_nbytes=given.max_shard_size,
+        exclude_frozen=given.exclude_frozen_parameters,
+        only=tuple(given.only),
+        workers=given.workers,
+    )
+    return convert(source, given.output, options, dry_run=given.dry_run, show_progress=True)
+
+
+def main() -> int:
+    program = Path(sys.argv[0]).name
+    try:
+        run(sys.argv[1:], program)
+    except ConversionError as error:
+        print(f"{program}: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ArgumentsError) else 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

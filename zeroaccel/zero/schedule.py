@@ -155,7 +155,8 @@ class Schedule:
             if name in self._early:
                 continue
             if name in live:
-                if self._is_needed_soon(self._last_use.get(name, self._position)):
+                used = self._last_use.get(name)
+                if used is None or self._is_needed_soon(used):
                     continue
                 break  # it will be given up first, and what comes after it should not come before it
             numel = self._numels[name]
