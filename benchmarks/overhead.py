@@ -6,10 +6,11 @@ Trains a chain of small blocks, each a unit of stage 3, whose arithmetic is all 
 the engine, and divides the difference by the number of units: hooks, schedule, unshard, reshard, gradients. This
 process plays one rank of a job that is not there, in one of two ways:
 
-    none    collectives return at once, so that all the time is the engine's;
+    none    collectives write zeros and return, so that all the time is the engine's;
     fake    torch's process group without peers, through the engine's own collectives; its copies, which stand for
             those of the other ranks, do grow with the world size, and are printed apart.
 
+Nothing is waited for, so times are the thread's own, which another program on the machine disturbs little.
 Every unit has 32 * 1024 elements, which need no padding up to 1024 ranks: flat buffers are equal, shards shrink.
 """
 
@@ -41,16 +42,18 @@ PHASES = ("forward", "backward", "step")
 WIDTH = 128
 
 Times = dict[str, float]
-"""Seconds per phase and step; "collectives" is the part of their sum spent inside those."""
+"""Processor seconds per phase and step; "collectives" is the part of their sum spent inside those."""
 
 
 class Silent(Collectives):
-    """No communication: results are whatever the tensors hold. Sums and gathers of one value are right all the same."""
+    """No communication: weights and gradients are zeros, since arithmetic on what memory holds may be slow."""
 
     def all_gather(self, out: Tensor, shard: Tensor, label: str) -> Work:
+        out.zero_()
         return DONE
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, label: str, scale: float = 1.0) -> Work:
+        out.zero_()
         return DONE
 
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"], label: str) -> None:
@@ -67,7 +70,7 @@ class Silent(Collectives):
 
 
 class Timed(Collectives):
-    """Takes the time of the calls, their waiting included."""
+    """Takes the time of the calls and of their completion."""
 
     seconds = 0.0
 
@@ -81,11 +84,11 @@ class Timed(Collectives):
         self._timed(super().all_reduce, tensor, op, label)
 
     def _timed(self, call: Callable[..., Any], *args: Any) -> Any:
-        start = time.perf_counter()
+        start = time.thread_time()
         work = call(*args)
         if work is not None:
             work.wait()  # nobody is waited for; it only has to be counted
-        self.seconds += time.perf_counter() - start
+        self.seconds += time.thread_time() - start
         return work
 
 
@@ -149,16 +152,16 @@ def _timed_steps(
     steps: int,
 ) -> Times:
     """The medians over `steps` steps, after some that only warm up."""
-    x = torch.zeros(1, WIDTH, dtype=torch.bfloat16, requires_grad=True)  # zeros, so that weights of any bits give finite numbers
+    x = torch.zeros(1, WIDTH, dtype=torch.bfloat16, requires_grad=True)
     rows: list[list[float]] = []
     for _ in range(steps + 5):
-        before, start = spent(), time.perf_counter()
+        before, start = spent(), time.thread_time()
         loss = model(x).sum()
-        forward = time.perf_counter()
+        forward = time.thread_time()
         backward(loss)
-        back = time.perf_counter()
+        back = time.thread_time()
         step()
-        end = time.perf_counter()
+        end = time.thread_time()
         rows.append([forward - start, back - forward, end - back, spent() - before])
     names = (*PHASES, "collectives")
     return dict(zip(names, map(statistics.median, zip(*rows[5:], strict=True)), strict=True))

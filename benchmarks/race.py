@@ -64,6 +64,7 @@ class Result:
 
     Attributes:
         seconds: per round, the median step.
+        processor_seconds: per round, what the median step takes of the processor, all threads, mean over ranks.
         phases: per round, the median forward, backward and update.
         losses: per round, after its last step, the mean over ranks.
         peak_rss: bytes, the worst rank, while the rounds ran.
@@ -76,6 +77,7 @@ class Result:
     numel: int = 0
     torch: str = ""
     seconds: list[float] = field(default_factory=list)
+    processor_seconds: list[float] = field(default_factory=list)
     phases: list[dict[str, float]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     peak_rss: int = 0
@@ -146,6 +148,8 @@ def _run(team: _Team, steps: int, result: Result) -> None:
     ]
     whole = [max(sum(answer["seconds"][step]) for answer in answers) for step in range(1, steps + 1)]
     result.seconds.append(statistics.median(whole))
+    busy = [statistics.fmean(answer["processor"][step] for answer in answers) for step in range(1, steps + 1)]
+    result.processor_seconds.append(statistics.median(busy))
     result.phases.append({phase: statistics.median(row[i] for row in worst) for i, phase in enumerate(PHASES)})
     result.losses.append(statistics.fmean(answer["loss"] for answer in answers))
     facts = answers[0]["facts"]

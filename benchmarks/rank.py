@@ -3,7 +3,8 @@
 Started by `race.py`, which also sets the environment. Between two lines it blocks on a pipe, so that a contender that
 is not running takes no time from the one that is.
 
-    {"do": "steps", "count": 5}  ->  {"seconds": [[forward, backward, update], ...], "loss": ..., "facts": {...}}
+    {"do": "steps", "count": 5}  ->  {"seconds": [[forward, backward, update], ...], "processor": [...], "loss": ...,
+                                       "facts": {...}}
     {"do": "peak"}               ->  {"peak_rss": bytes since the last such question}
 """
 
@@ -51,12 +52,13 @@ class Trainer:
 
     def steps(self, count: int) -> dict[str, Any]:
         """Runs `count` steps; the loss is that of the last one."""
-        contender, seconds = self.contender, []
+        contender, seconds, processor = self.contender, [], []
         loss = torch.tensor(float("nan"))
         contender.facts()
         for _ in range(count):
             tokens, targets = self.batches[self.taken % len(self.batches)]
             self.taken += 1
+            busy = time.process_time()
             start = time.perf_counter()
             loss = contender.forward(tokens, targets)
             forward = time.perf_counter()
@@ -65,7 +67,8 @@ class Trainer:
             contender.update()
             update = time.perf_counter()
             seconds.append([forward - start, backward - forward, update - backward])
-        return {"seconds": seconds, "loss": loss.item(), "facts": contender.facts()}
+            processor.append(time.process_time() - busy)
+        return {"seconds": seconds, "processor": processor, "loss": loss.item(), "facts": contender.facts()}
 
 
 def _private_stdout() -> TextIO:

@@ -146,7 +146,7 @@ _COLUMNS = (_DDP, ("fsdp2", "fsdp2-fp32-reduce"), _DEEPSPEED_2, ("deepspeed-3", 
 def _show_times(there: Results, references: Sequence[str], conditions: Conditions, console: Console) -> None:
     table = Table(title=f"{conditions.world_size} ranks, {conditions.threads} thread(s) each, {conditions.shape}")
     table.add_column("contender")
-    for head in ("ms/step", *PHASES, "peak MiB", "sent MiB", "models sent"):
+    for head in ("ms/step", *PHASES, "busy ms", "peak MiB", "sent MiB", "models sent"):
         table.add_column(head, justify="right")
     for name in references:
         table.add_column(f"/ {name}", justify="right")
@@ -156,6 +156,7 @@ def _show_times(there: Results, references: Sequence[str], conditions: Condition
             name,
             f"{statistics.median(result.seconds) * 1e3:.0f}",
             *(f"{statistics.median(row[phase] for row in result.phases) * 1e3:.0f}" for phase in PHASES),
+            f"{statistics.median(result.processor_seconds) * 1e3:.0f}",
             f"{result.peak_rss / MIB:.0f}",
             f"{sent / MIB:.1f}" if sent else "",
             f"{traffic(result, conditions.world_size):.2f}" if sent else "",

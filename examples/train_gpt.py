@@ -3,9 +3,9 @@
     zeroaccel launch --num_processes 2 examples/train_gpt.py
     python examples/train_gpt.py --stage 0 --precision fp32 --text book.txt
 
-The text is the source code of Python's standard library, which every machine has, or a file of yours. The model is plain
-PyTorch. What ZeRO takes is `ds_config`, the call of `zeroaccel.initialize`, and `engine` in place of the model, the
-optimizer and the schedule. Exit code 1 means that the model did not beat the unigram entropy of the held-out text.
+The text is the source code of Python's standard library, which every machine has, or a file of yours. The model is
+plain PyTorch. What ZeRO takes is `ds_config`, the call of `zeroaccel.initialize`, and `engine` in place of the model,
+the optimizer and the schedule. Ends with exit code 1 unless the loss on unseen text is below its unigram entropy.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 import zeroaccel
@@ -61,7 +61,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(rotated(q), rotated(k), v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(-2))
-        return x + self.mlp(self.mlp_norm(x))
+        x = x + self.mlp(self.mlp_norm(x))
+        return x
 
 
 class GPT(nn.Module):
@@ -73,30 +74,33 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(dim, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, BYTES, bias=False)
-        nn.init.normal_(self.embedding.weight, std=0.02)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.embedding(ids)
+        x: Tensor = self.embedding(ids)
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x)).float()
+        x = self.head(self.norm(x))
+        return x.float()
 
 
 # -- the text
 
 
-def corpus(path: Path | None) -> tuple[Tensor, Tensor]:
-    """(training text, held-out text) as uint8, each of its own files, or the front and the back of one file."""
+def corpus(path: Path | None, at_least: int) -> tuple[Tensor, Tensor]:
+    """(training text, held-out text) as uint8: every 25th source file is held out, or the end of the one file."""
     if path is not None:
         text = path.read_bytes()
         cut = len(text) - min(len(text) // 10, HELD_OUT_LIMIT)
-        train, held_out = text[:cut], text[cut:]
     else:
         root = Path(sysconfig.get_path("stdlib"))
         files = sorted(file for file in root.rglob("*.py") if NOT_SOURCE.isdisjoint(file.relative_to(root).parts))
-        train = b"".join(file.read_bytes() for index, file in enumerate(files) if index % 25)
-        held_out = b"".join(file.read_bytes() for file in files[::25])[:HELD_OUT_LIMIT]
-    return tuple(torch.frombuffer(bytearray(part), dtype=torch.uint8) for part in (train, held_out))
+        train = b"".join(file.read_bytes() for index, file in enumerate(files) if index % 25 != 0)
+        cut = len(train)
+        text = train + b"".join(file.read_bytes() for file in files[::25])[:HELD_OUT_LIMIT]
+    if min(cut, len(text) - cut) < at_least:
+        raise SystemExit(f"{path or root}: {cut} bytes to train on, {len(text) - cut} held out; expected {at_least} each")
+    data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return data[:cut], data[cut:]
 
 
 def batches(text: Tensor, size: int, length: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -144,43 +148,41 @@ def ds_config(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def zero_formula(numel: int, stage: int, ranks: int, precision: str) -> float:
-    """Bytes of weights, gradients and optimizer per rank, for Adam (Rajbhandari et al., arXiv:1910.02054, section 5)."""
-    # fp32 weights are their own masters; 16-bit weights have masters of 4 bytes beside the two moments.
+    """Bytes of weights, gradients and Adam's state per rank (Rajbhandari et al., arXiv:1910.02054, section 5)."""
+    # Adam has two fp32 moments; 16-bit weights have an fp32 master beside these, fp32 weights are their own.
     weights, gradients, optimizer = (4, 4, 8) if precision == "fp32" else (2, 2, 12)
-    optimizer /= ranks if stage >= 1 else 1
-    gradients /= ranks if stage >= 2 else 1
-    weights /= ranks if stage >= 3 else 1
-    return numel * (weights + gradients + optimizer)
+    shared = [ranks if stage >= first else 1 for first in (3, 2, 1)]
+    return numel * (weights / shared[0] + gradients / shared[1] + optimizer / shared[2])
 
 
 def train(engine: zeroaccel.Engine, text: Tensor, args: argparse.Namespace, console: Console) -> dict[str, int]:
-    """The training loop. Returns the bytes of model state that this rank holds between backward and step."""
+    """The loop of forward, backward and step. Returns the bytes of model state on this rank, gradients included."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     device = next(engine.parameters()).device
     data = batches(text, args.batch_size, args.seq, seed=args.seed + rank)
     numel = sum(param.numel() for param in engine.parameters())
     formula = zero_formula(numel, args.stage, ranks, args.precision) / 1e6
-    columns = (BarColumn(None), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    columns = TaskProgressColumn(), BarColumn(None), TextColumn("{task.description}"), TimeRemainingColumn(compact=True)
     engine.train()
     start = time.perf_counter()
-    with Progress(*columns, console=console, disable=rank != 0, expand=True) as progress:
+    with Progress(*columns, console=console, disable=rank != 0 or not console.is_terminal, expand=True) as progress:
         task = progress.add_task("", total=args.steps)
         for step in range(1, args.steps + 1):
             inputs, targets = next(data)
             logits = engine(inputs.to(device))
             loss = F.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())
             engine.backward(loss)
-            state = engine.model_state_nbytes()  # here the gradients exist, too
+            state = engine.model_state_nbytes()  # between the two the gradients exist, already reduced
             engine.step()
 
             speed = step * inputs.numel() * ranks / (time.perf_counter() - start)
             status = (
                 f"{loss.item() / math.log(2):.2f} bits/byte  {speed:,.0f} tokens/s  "
-                f"state {sum(state.values()) / 1e6:.1f} MB/rank (ZeRO-{args.stage}: {formula:.1f})"
+                f"{sum(state.values()) / 1e6:.1f} MB/rank (formula {formula:.1f})"
             )
             progress.update(task, completed=step, description=status)
             if not console.is_terminal and (step % 50 == 0 or step == args.steps):
-                console.print(f"step {step:5}/{args.steps}  {status}", soft_wrap=True)
+                console.print(f"step {step:5}/{args.steps}  {status}")
     return state
 
 
@@ -218,20 +220,25 @@ def generate(engine: zeroaccel.Engine, prompt: str, length: int, context: int, s
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--text", type=Path, metavar="FILE", help="train on this file; its last tenth is held out")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="train on this file; the end of it is held out")
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage [%(default)s]")
     parser.add_argument("--precision", default="bf16", choices=("bf16", "fp16", "fp32"), help="[%(default)s]")
-    parser.add_argument("--steps", type=int, default=400, help="optimizer steps [%(default)s]")
+    parser.add_argument("--steps", type=int, default=600, help="optimizer steps [%(default)s]")
     parser.add_argument("--batch-size", type=int, default=8, help="sequences per rank and step [%(default)s]")
-    parser.add_argument("--seq", type=int, default=256, help="bytes per sequence [%(default)s]")
-    parser.add_argument("--dim", type=int, default=256, help="width of the model [%(default)s]")
-    parser.add_argument("--layers", type=int, default=5, help="[%(default)s]")
-    parser.add_argument("--heads", type=int, default=4, help="[%(default)s]")
+    parser.add_argument("--seq", type=int, default=128, help="bytes per sequence [%(default)s]")
+    parser.add_argument("--dim", type=int, default=320, help="width of the model [%(default)s]")
+    parser.add_argument("--layers", type=int, default=3, help="blocks [%(default)s]")
+    parser.add_argument("--heads", type=int, default=5, help="attention heads [%(default)s]")
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate [%(default)s]")
     parser.add_argument("--prompt", default="class ", help="what the model continues at the end [%(default)r]")
     parser.add_argument("--generate", type=int, default=300, help="bytes to generate [%(default)s]")
     parser.add_argument("--seed", type=int, default=0, help="of weights, batches and generated text [%(default)s]")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.text is not None and not args.text.is_file():
+        parser.error(f"--text: {args.text} is not a file")
+    if args.dim % (2 * args.heads):
+        parser.error(f"--dim: {args.dim} is not an even number for each of {args.heads} heads")
+    return args
 
 
 def main() -> int:
@@ -241,33 +248,31 @@ def main() -> int:
     engine, _, _, _ = zeroaccel.initialize(model=model, config=ds_config(args))
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    console = Console(quiet=rank != 0, highlight=False)
-    train_text, held_out = corpus(args.text)
+    console = Console(quiet=rank != 0, highlight=False, soft_wrap=True)
+    text, held_out = corpus(args.text, at_least=ranks * (args.seq + 1))
+    # Each window has the inputs and the byte after them, and each rank as many windows.
     windows = held_out.unfold(0, args.seq + 1, args.seq)
     windows = windows[: len(windows) // ranks * ranks]
+    targets = windows[:, 1:]
     numel = sum(param.numel() for param in model.parameters())
     console.print(
-        f"{numel / 1e6:.2f} M parameters, {args.precision}, ZeRO-{args.stage} on {ranks} process(es); "
-        f"{len(train_text):,} bytes to train on, {windows[:, 1:].numel():,} held out",
-        soft_wrap=True,
+        f"{numel / 1e6:.2f} M parameters in {args.precision}, ZeRO-{args.stage} on {ranks} rank(s); "
+        f"{len(text):,} bytes to train on, {targets.numel():,} held out"
     )
-    state = train(engine, train_text, args, console)
-    loss, entropy = evaluate(engine, windows, args.batch_size), unigram_entropy(windows[:, 1:])
+    state = train(engine, text, args, console)
+    loss, entropy = evaluate(engine, windows, args.batch_size), unigram_entropy(targets)
     sample = generate(engine, args.prompt, args.generate, args.seq, args.seed)
 
     console.rule(f"generated under ZeRO-{args.stage}")
     console.print(sample, markup=False)
     console.rule()
-    console.print(
-        f"model state per rank: {sum(state.values()):,} bytes {state}; "
-        f"formula: {zero_formula(numel, args.stage, ranks, args.precision):,.0f}",
-        soft_wrap=True,
-    )
+    formula = zero_formula(numel, args.stage, ranks, args.precision)
+    parts = ", ".join(f"{name} {nbytes:,}" for name, nbytes in state.items())
+    console.print(f"model state: {sum(state.values()):,} bytes per rank ({parts}); by the formula {formula:,.0f}")
     below = loss < entropy
     console.print(
         f"held-out loss {loss:.3f} bits/byte, unigram entropy {entropy:.3f} bits/byte: "
-        f"{'below' if below else 'NOT BELOW'} by {entropy - loss:.3f}",
-        soft_wrap=True,
+        f"{'below' if below else 'NOT BELOW'} by {abs(entropy - loss):.3f}"
     )
     engine.destroy()
     dist.destroy_process_group()

@@ -10,6 +10,7 @@ import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from zeroaccel.comm.topology import init_process_group
 from zeroaccel.config import (
     BatchSizes,
     Config,
+    Fact,
     ShardPlan,
     load_config,
     overlaps_communication,
@@ -34,10 +36,11 @@ from zeroaccel.data import build_dataloader
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.logs import logger, set_log_level
 from zeroaccel.tracking import build_monitors
-from zeroaccel.zero.build import Placement, broadcast_buffers, build_units, check_same_model
+from zeroaccel.zero.build import Placement, broadcast_buffers, build_units, check_materialized, check_same
 from zeroaccel.zero.engine import EngineSettings
 from zeroaccel.zero.grouping import LeafRules, UnitSpec, group_parameters
 from zeroaccel.zero.lr_schedules import build_scheduler
+from zeroaccel.zero.model_facts import facts_from_model
 from zeroaccel.zero.optimizer_shard import OptimizerShard, group_index, warn_unoptimized
 from zeroaccel.zero.optimizers import build_optimizer
 from zeroaccel.zero.precision import DynamicLossScale, LossScale, StaticLossScale, cast_buffers, kept_in_fp32
@@ -74,7 +77,7 @@ def initialize(
         model_parameters: parameters or param groups for the config's optimizer; all trainable ones by default.
         training_data: a dataset to make a loader for.
         lr_scheduler: a scheduler, or a callable that makes one from the optimizer. Absent, the config's section.
-        config: DeepSpeed-format JSON as a dict, path or text.
+        config: DeepSpeed-format JSON as a dict, path or text. "auto" bucket sizes follow from the model's hidden size.
         collate_fn: for the loader of `training_data`.
         collectives: how ranks talk; a `RecordingCollectives` counts the traffic.
 
@@ -90,7 +93,10 @@ def initialize(
     with _agreed(collectives, "initialize: config"):
         if not isinstance(model, nn.Module):
             raise UsageError("initialize(model)", expected="a torch.nn.Module", got=type(model).__name__)
-        settings = load_config({} if config is None else config)
+        check_materialized(model)
+        ranks = Fact(collectives.world_size, "the process group")
+        known = replace(facts_from_model(model), world_size=ranks, training=optimizer is not None)
+        settings = load_config({} if config is None else config, facts=known)
         _apply_process_settings(settings)
         plan = shard_plan(settings)
         built = _optimizer(model, optimizer, model_parameters, settings)
@@ -99,10 +105,11 @@ def initialize(
         groups = group_index(built, names) if built is not None else {}
         specs = _unit_specs(model, settings, plan)
         engine_settings = _engine_settings(settings, plan, batch, collectives.world_size)
+        scheduler = _scheduler(lr_scheduler, settings, built)
         monitors = build_monitors(settings, collectives.rank)
-    check_same_model(model, collectives)
-
     units_placement = _placement(model, settings, plan, groups, topology.device)
+    check_same(model, units_placement, str(engine_settings).split(", "), collectives)
+
     cast_buffers(model, topology.device, _dtype(settings.data_types.buffer_dtype), set(units_placement.fp32_names))
     broadcast_buffers(model, collectives)
     units = build_units(specs, units_placement, collectives)
@@ -119,7 +126,6 @@ def initialize(
                 replicated=not plan.optimizer,
                 sub_group_numel=settings.zero_optimization.sub_group_size,
             )
-        scheduler = _scheduler(lr_scheduler, settings, built)
         loader = _loader(training_data, settings, batch, collectives, collate_fn)
     engine = CheckpointingEngine(
         model,
@@ -244,7 +250,7 @@ def _placement(
 
 def _engine_settings(settings: Config, plan: ShardPlan, batch: BatchSizes, world_size: int) -> EngineSettings:
     zero = settings.zero_optimization
-    predivide = settings.gradient_predivide_factor if settings.prescale_gradients else 1.0
+    predivide = float(world_size) if settings.prescale_gradients else settings.gradient_predivide_factor
     mean = settings.gradient_allreduce_op == "mean"
     accumulation = settings.data_types.grad_accum_dtype
     return EngineSettings(

@@ -46,6 +46,7 @@ def make_engine(
     seed: int = 7,
     reverse_groups: bool = False,
     model: nn.Module | None = None,
+    checkpoint: dict[str, Any] | None = None,
     **changes: Any,
 ) -> CheckpointingEngine:
     """An engine over a fresh toy with two param groups (matrices decay) and a schedule."""
@@ -60,9 +61,10 @@ def make_engine(
 
     settings = config(stage, precision, **changes)
     settings.pop("optimizer")
-    settings["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 8, "warmup_max_lr": 1e-2}}
-    settings["checkpoint"] = changes.get("checkpoint", {})
-    settings["zero_optimization"].pop("checkpoint", None)
+    rates = [1e-2, 3e-3][:: -1 if reverse_groups else 1]
+    warmup = {"warmup_min_lr": 0.0, "warmup_max_lr": rates, "warmup_num_steps": 8}
+    settings["scheduler"] = {"type": "WarmupLR", "params": warmup}
+    settings["checkpoint"] = checkpoint or {}
     engine, *_ = zeroaccel.initialize(model or Toy(), optimizer=grouped, config=settings)
     return engine
 
@@ -104,7 +106,8 @@ def resume(folder: Path, tag: str, stage: int, precision: str, **changes: Any) -
     """Resumes in an engine that started from other weights."""
     engine = make_engine(stage, precision, seed=11, **changes)
     path, client_state = engine.load_checkpoint(folder, tag=tag)
-    assert path is not None and engine.loaded is not None
+    assert path is not None
+    assert engine.loaded is not None
     share = engine.loaded.read_nbytes / max(1, engine.loaded.wanted_nbytes)
     found = snapshot(engine, client_state)
     found.read_share = share

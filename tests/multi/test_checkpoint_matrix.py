@@ -35,11 +35,11 @@ def saves(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Saves:
 @pytest.mark.parametrize("saved", [1, 2, 3, 4])
 def test_any_ranks_and_stage_to_any_other(ranks: Ranks, saves: Saves, saved: int, resumed: int) -> None:
     root, before = saves(saved)
-    shift = saved + resumed + (saved == resumed)  # over the matrix every stage meets every other
+    shift = saved + resumed  # over the matrix every stage meets every other
     cases = [
-        (f"{stage}-{precision}", stage if saved == resumed and precision == "fp32" else (stage + shift) % 4, precision)
+        (f"{stage}-{precision}", (stage + shift * turn) % 4, precision)
         for stage in range(4)
-        for precision in PRECISIONS
+        for turn, precision in enumerate(PRECISIONS[(stage + shift) % 3 :][:2])
     ]
     turned = [(*case, bool((index + resumed) % 2)) for index, case in enumerate(cases)]
     found = ranks(resumed).run(resume_all, root, turned)

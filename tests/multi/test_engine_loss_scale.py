@@ -1,4 +1,4 @@
-"""fp16: what an overflow does to the step, the scale, the counts and the scheduler; and what the scale never changes."""
+"""fp16: what an overflow does to the step, the scale, the counts and the scheduler, and what a scale never changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import zeroaccel
 from tests.multi.pool import Pool
-from tests.multi.training import Toy, batches, config
+from tests.multi.training import Toy, config
 from zeroaccel.errors import EngineStateError
 
 Ranks = Callable[[int], Pool]
@@ -44,7 +44,7 @@ class History:
 def _run(settings: dict[str, Any], overflows: list[bool], inputs: list[float] | None = None) -> History:
     """Steps once per entry; where it is true, the loss of the last rank alone overflows."""
     model = Linear()
-    engine, optimizer, _, scheduler = zeroaccel.initialize(
+    engine, *_ = zeroaccel.initialize(
         model,
         config=settings,
         lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step)),
@@ -150,9 +150,9 @@ def test_a_direct_backward_would_miss_the_scale(ranks: Ranks, stage: int) -> Non
 def _cast_inputs(auto_cast: bool) -> str:
     model = Toy()
     model.seen = []
-    model.forward = lambda batch: model.seen.append({key: value.dtype for key, value in batch.items()}) or model.norm(
-        batch["x"]
-    ).float().sum()
+    model.forward = lambda batch: (
+        model.seen.append({key: value.dtype for key, value in batch.items()}) or model.norm(batch["x"]).float().sum()
+    )
     settings = {**config(0, "fp32"), "fp16": {"enabled": True, "auto_cast": auto_cast, "initial_scale_power": 4}}
     engine, *_ = zeroaccel.initialize(model, config=settings)
     inputs = {"x": torch.ones(2, 23), "ids": torch.ones(2, dtype=torch.long)}

@@ -60,6 +60,9 @@ class BackgroundSave:
         """Another rank has failed: what this rank wrote goes, and it waits for nobody."""
         self._abandoned.set()
         self.wait()
+        with contextlib.suppress(OSError):
+            self._part_path(self._save.rank).unlink(missing_ok=True)
+        self._save.discard()
 
     def _run(self) -> None:
         try:
@@ -69,8 +72,6 @@ class BackgroundSave:
             logger.error("checkpoint %s: %s", self.tag, error)
         finally:
             self._copier.join()
-            if self._abandoned.is_set():
-                self._save.discard()
 
     def _write(self) -> None:
         save = self._save

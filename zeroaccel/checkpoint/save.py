@@ -22,7 +22,7 @@ import torch
 from zeroaccel.checkpoint.agreement import agreed
 from zeroaccel.checkpoint.commit import CommitRules, Part, commit, describe_part, merge_parts
 from zeroaccel.checkpoint.contents import Contents, Holdings, describe_parameters, persistent_buffers, ties_of
-from zeroaccel.checkpoint.manifest import check_tag
+from zeroaccel.checkpoint.manifest import MANIFEST_NAME, check_tag
 from zeroaccel.checkpoint.plain import encode
 from zeroaccel.checkpoint.rank_file import rank_file_name
 from zeroaccel.checkpoint.write import RankFileWriter, Staging
@@ -101,9 +101,13 @@ class Save:
         commit(self.root, merge_parts(parts, self.common), self.rules)
 
     def discard(self) -> None:
-        """Removes this rank's file of a save that will not be committed."""
+        """Removes this rank's file of a save that will not be committed, and the folder if nothing is left in it."""
         with contextlib.suppress(OSError):
-            self.writer.path.unlink()
+            if self.save_id in (self.folder / MANIFEST_NAME).read_text(encoding="utf-8"):
+                return  # it was, though what came after failed
+        with contextlib.suppress(OSError):
+            self.writer.path.unlink(missing_ok=True)
+            self.folder.rmdir()
 
     def write_now(self, collectives: Collectives) -> None:
         """Writes and commits, and returns when the checkpoint is complete. (all ranks)

@@ -19,6 +19,7 @@ from zeroaccel.checkpoint.agreement import agreed
 from zeroaccel.checkpoint.contents import Holdings, persistent_buffers, ties_of
 from zeroaccel.checkpoint.dtypes import dtype_name
 from zeroaccel.checkpoint.durable import TEMPORARY_SUFFIX, publish, write_all
+from zeroaccel.checkpoint.rank_file import CHUNK_NBYTES
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import CheckpointError
 from zeroaccel.zero.unit import FlatBuffer, ParamUnit, ShardState
@@ -122,15 +123,18 @@ class _Safetensors:
             end = cursor + torch.Size(shape).numel() * dtype.itemsize
             header[name] = {"dtype": dtype_name(dtype), "shape": list(shape), "data_offsets": [cursor, end]}
             cursor = end
+        self._chunk = torch.empty(CHUNK_NBYTES, dtype=torch.uint8)
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         self._handle = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         write_all(self._handle, memoryview(len(text).to_bytes(8, "little") + text))
 
     def add(self, name: str, value: Tensor) -> None:
-        flat = value.contiguous().view(-1).cpu()
-        if flat.numel():
-            write_all(self._handle, flat.view(torch.uint8).numpy().data)
+        # By way of a chunk of our own: a storage that numpy has seen can never be freed by resizing again.
+        data = value.contiguous().view(-1).view(torch.uint8)
+        for part in data.split(CHUNK_NBYTES) if data.numel() else ():
+            self._chunk[: part.numel()].copy_(part)
+            write_all(self._handle, self._chunk[: part.numel()].numpy().data)
 
     def finish(self) -> None:
         publish(self._handle, self._temporary, self._path)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import fnmatch
 import functools
 import hashlib
@@ -38,6 +39,7 @@ __all__ = [
     "Weight",
     "convert",
     "main",
+    "parse_nbytes",
     "read_source",
     "read_tensors",
     "run",
@@ -134,7 +136,7 @@ def _pread(handle: int, path: Path, start: int, nbytes: int, capacity: int = 0) 
     """(max(nbytes, capacity),) bytes; what is behind `nbytes` is zero."""
     data = np.empty(max(nbytes, capacity), np.uint8)
     data[nbytes:] = 0
-    view, done = memoryview(data)[:nbytes], 0
+    view, done = data.data[:nbytes], 0
     while done < nbytes:
         count = os.preadv(handle, [view[done:]], start + done)
         if not count:
@@ -250,6 +252,8 @@ def _source(folder: Path, body: Mapping[str, Any], checksum: str) -> Source:
             raise ValueError(f"tensor {key}: not of the shape of its parameter")
         weights.append(_weight(fqn, key, tensors, records, excludable=not parameter["trainable"]))
     weights += [_weight(name, f"buffer/{name}", tensors, records, is_buffer=True) for name in body["buffers"]]
+    if unknown := [alias for alias, name in body["ties"].items() if name not in parameters]:
+        raise ValueError(f"ties of {unknown} to no parameter")
     return Source(
         tag=folder.resolve().name,
         stage=sum(bool(body["sharded"][part]) for part in ("optimizer", "grads", "params")),
@@ -435,7 +439,7 @@ class _SafetensorsFile:
         os.truncate(self._handle, 8 + len(text) + cursor)
 
     def put(self, target: Target, start: int, data: Bytes) -> None:
-        self._pwrite(memoryview(data), self._offsets[target.name] + start * ITEMSIZE[target.dtype])
+        self._pwrite(data.data, self._offsets[target.name] + start * ITEMSIZE[target.dtype])
 
     def _pwrite(self, data: memoryview, offset: int) -> None:
         while data:
@@ -773,42 +777,49 @@ def _index(shards: Sequence[Shard], form: str) -> dict[str, Any]:
 
 
 def _verify(path: Path, shard: Shard, form: str, expected: Tallies, workers: int) -> None:
-    """Reads a written file back: the names, dtypes and shapes, and of every tensor what `_tally` says of its elements."""
-    read = (_reader_of_bin if form == "bin" else _reader_of_safetensors)(path, shard)
+    """Reads a written file back: names, dtypes and shapes, and of every tensor what `_tally` says of its elements."""
+    with (_bin_file if form == "bin" else _safetensors_file)(path, shard) as read:
 
-    def work(target: Target, first: int) -> tuple[Tallies, int]:
-        data = read(target, first, min(CHUNK_NBYTES, target.nbytes - first))
-        return {target.name: _tally(data, target.dtype)}, data.size
+        def work(target: Target, first: int) -> tuple[Tallies, int]:
+            data = read(target, first, min(CHUNK_NBYTES, target.nbytes - first))
+            return {target.name: _tally(data, target.dtype)}, data.size
 
-    tasks = (
-        functools.partial(work, target, first)
-        for target in shard.targets
-        for first in range(0, target.nbytes, CHUNK_NBYTES)
-    )
-    found = _in_parallel(tasks, workers, _Progress(0, show=False))
+        tasks = (
+            functools.partial(work, target, first)
+            for target in shard.targets
+            for first in range(0, target.nbytes, CHUNK_NBYTES)
+        )
+        found = _in_parallel(tasks, workers, _Progress(0, show=False))
     if wrong := sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name)):
         raise ConversionError(f"{path}: not what was written in {', '.join(wrong)}; remove it and run again")
 
 
-def _reader_of_safetensors(path: Path, shard: Shard) -> Callable[[Target, int, int], Bytes]:
+Reader = Callable[[Target, int, int], Bytes]  # (target, first byte, bytes)
+
+
+@contextlib.contextmanager
+def _safetensors_file(path: Path, shard: Shard) -> Iterator[Reader]:
     import safetensors
 
-    with safetensors.safe_open(path, framework="np") as file:
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-        _compare(path, shard.targets, {name: (s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()})
+    try:
+        with safetensors.safe_open(path, framework="np") as file:
+            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            _compare(path, shard.targets, {name: (s.get_dtype(), tuple(s.get_shape())) for name, s in slices.items()})
+    except safetensors.SafetensorError as error:
+        raise ConversionError(f"{path}: not what was written ({error}); remove it and run again") from error
     with open(path, "rb") as raw:
         length = int.from_bytes(raw.read(8), "little")
         header = json.loads(raw.read(length))
-        keeper = os.fdopen(os.dup(raw.fileno()), "rb")
 
-    def read(target: Target, first: int, nbytes: int) -> Bytes:
-        start = 8 + length + header[target.name]["data_offsets"][0]
-        return _pread(keeper.fileno(), path, start + first, nbytes)
+        def read(target: Target, first: int, nbytes: int) -> Bytes:
+            start = 8 + length + header[target.name]["data_offsets"][0]
+            return _pread(raw.fileno(), path, start + first, nbytes)
 
-    return read
+        yield read
 
 
-def _reader_of_bin(path: Path, shard: Shard) -> Callable[[Target, int, int], Bytes]:
+@contextlib.contextmanager
+def _bin_file(path: Path, shard: Shard) -> Iterator[Reader]:
     torch = _torch()
     state = torch.load(path, mmap=True, weights_only=True, map_location="cpu")
     names = {getattr(torch, torch_name): name for name, torch_name in TORCH_NAMES.items() if hasattr(torch, torch_name)}
@@ -818,7 +829,7 @@ def _reader_of_bin(path: Path, shard: Shard) -> Callable[[Target, int, int], Byt
         data: Bytes = state[target.name].view(-1).view(torch.uint8)[first : first + nbytes].numpy()
         return data
 
-    return read
+    yield read
 
 
 def _compare(path: Path, targets: Iterable[Target], found: Mapping[str, Any], *, aliases: bool = False) -> None:
@@ -849,12 +860,13 @@ class _Parser(argparse.ArgumentParser):
         raise ArgumentsError(message)
 
 
-def _nbytes(text: str) -> int:
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?|b)?\s*", text.lower())
-    if not match or not (
-        nbytes := int(float(match[1]) * (1024 if match[3] else 1000) ** (" kmgt".index(match[2] or " ")))
-    ):
-        raise argparse.ArgumentTypeError(f"expected a size such as 5GB or 500MiB, got {text!r}")
+def parse_nbytes(text: str) -> int:
+    """Bytes of a size such as 5GB or 500MiB; ArgumentsError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?|b)?", text.strip().lower())
+    base = 1024 if match and match[3] else 1000
+    nbytes = int(float(match[1]) * base ** " kmgt".index(match[2] or " ")) if match else 0
+    if not nbytes:
+        raise ArgumentsError(f"shard size: expected a size such as 5GB or 500MiB, got {text!r}")
     return nbytes
 
 
@@ -873,7 +885,7 @@ def _make_parser(program: str) -> argparse.ArgumentParser:
     add("--dtype", choices=sorted(DTYPES), default=Options.dtype, help="of all floating-point tensors (default fp32)")
     add("--format", choices=sorted(STEMS), help="of the files in a folder (default safetensors)")
     add("--safe_serialization", "--safe-serialization", action="store_true", help="the same as --format safetensors")
-    add("--max_shard_size", "--max-shard-size", type=_nbytes, default="5GB", help="of a file in a folder (5GB)")
+    add("--max_shard_size", "--max-shard-size", type=parse_nbytes, default="5GB", help="of a file in a folder (5GB)")
     add("--exclude_frozen_parameters", "--exclude-frozen-parameters", action="store_true", help="leave them out")
     add("--only", action="append", default=[], metavar="PATTERN", help="names to write, e.g. '*lora_*'; repeatable")
     add("--workers", type=_positive, default=Options.workers, help="readers in parallel (default: %(default)s)")

@@ -1,24 +1,31 @@
 """The config: DeepSpeed's JSON format, typed and checked, and what the engine derives from it.
 
-`load_config` is the way in; `shard_plan`, `tier_plan` and `solve_batch` answer what the engine asks. Stands above
-`errors` and `logs` only, and does not import torch, so that a config can be checked anywhere.
+`load_config` is the way in; `shard_plan`, `tier_plan` and `solve_batch` answer what the engine asks; `resolve`
+fills every "auto" from `Facts`. Stands above `errors` and `logs` only, and does not import torch, so that a config can
+be checked anywhere.
 """
 
 from __future__ import annotations
 
 from zeroaccel.config.batch import BatchSizes, solve_batch
+from zeroaccel.config.facts import Fact, Facts
 from zeroaccel.config.load import load_config
 from zeroaccel.config.plan import Residence, ShardPlan, TierPlan, overlaps_communication, shard_plan, tier_plan
+from zeroaccel.config.resolve import Resolved, resolve
 from zeroaccel.config.schema import Config
 
 __all__ = [
     "BatchSizes",
     "Config",
+    "Fact",
+    "Facts",
     "Residence",
+    "Resolved",
     "ShardPlan",
     "TierPlan",
     "load_config",
     "overlaps_communication",
+    "resolve",
     "shard_plan",
     "solve_batch",
     "tier_plan",

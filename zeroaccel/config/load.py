@@ -1,7 +1,7 @@
 """Loading a config: read, translate to the schema's names, validate, judge, and tell all that is wrong at once.
 
 The only maker of `Config`. The steps are the neighbours `document`, `canonical`, `schema`, `support` and `checks`;
-this file is their order. Filling in "auto" and merging other sources is for whoever calls it.
+this file is their order. `resolve` fills "auto" if facts are given; merging other sources is for whoever calls it.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from pydantic import ValidationError
 from zeroaccel.config.canonical import Canonical
 from zeroaccel.config.checks import contradictions
 from zeroaccel.config.document import given_paths, read_document
+from zeroaccel.config.facts import Facts
 from zeroaccel.config.origin import Origin, Path, dotted
 from zeroaccel.config.problems import Problem, from_pydantic, report
+from zeroaccel.config.resolve import Filled, after, fill
 from zeroaccel.config.schema import Config
 from zeroaccel.config.support import moot_notes, refusals
 from zeroaccel.logs import log_once
@@ -26,22 +28,27 @@ __all__ = ["load_config"]
 
 
 def load_config(
-    source: Mapping[str, Any] | str | os.PathLike[str] | Config, *, sources: Mapping[str, str] | None = None
+    source: Mapping[str, Any] | str | os.PathLike[str] | Config,
+    *,
+    sources: Mapping[str, str] | None = None,
+    facts: Facts | None = None,
 ) -> Config:
     """Loads and checks a config in the DeepSpeed JSON format.
 
-    Keys whose value is "auto" read as their defaults and are listed in `Config.unresolved`. `gradient_clipping` is 0,
-    off, unless given. Keys that are accepted without effect are told in `Config.notes` and logged once at info level.
+    Keys whose value is "auto" are filled from `facts`; without them, they read as their defaults and are listed in
+    `Config.unresolved`. `gradient_clipping` is 0, off, unless given. Keys that are accepted without effect are told in
+    `Config.notes` and logged once at info level.
 
     Args:
         source: a dict, which is not changed; the path of a file; JSON text; or urlsafe base64 of JSON. Comments,
             trailing commas and unquoted keys (JSON5) are read. A `Config` is handed back as it is.
         sources: dotted path, as written -> where its value came from, for a dict merged from several places; told in
             messages and in `Config.sources`.
+        facts: what every "auto" is filled from. A `Config` handed in was made with its own.
 
     Raises:
-        ConfigError: the source cannot be read, or settings in it are wrong: all of them, one line each, in the order
-            in which they were written.
+        ConfigError: the source cannot be read, or settings in it are wrong, contradict a fact or stay "auto": all of
+            them, one line each, in the order in which they were written.
     """
     if isinstance(source, Config):
         return source
@@ -51,20 +58,24 @@ def load_config(
     if sources is not None:
         places.update({path: sources[dotted(path)] for path in order if dotted(path) in sources})
     canonical = Canonical(Config, document.tree)
+    filled = Filled(canonical.tree) if facts is None else fill(canonical.tree, canonical.unresolved, facts)
+    written = {path: path for path in filled.sources} | canonical.written
+    places.update({written[path]: after(places.get(written[path]), how) for path, how in filled.sources.items()})
     origin = Origin(
         name=document.name,
         raw=document.tree,
         places=places,
-        written=canonical.written,
-        unresolved=tuple(dotted(path) for path in canonical.unresolved),
-        notes=(*canonical.notes, *moot_notes(canonical.written)),
+        written=written,
+        unresolved=tuple(dotted(path) for path in canonical.unresolved if path not in filled.sources),
+        notes=(*canonical.notes, *filled.notes, *moot_notes(canonical.written)),
     )
-    config, invalid = _validated(canonical.tree, origin)
+    config, invalid = _validated(filled.tree, origin)
     wrong_values = {problem.path for problem in invalid}
     problems = [
         *document.problems,
         *canonical.problems,
         *invalid,
+        *(problem for problem in filled.problems if problem.path not in wrong_values),
         *refusals(config),
         *contradictions(config, wrong_values),
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from zeroaccel.zero.grouping import UnitSpec
 from zeroaccel.zero.layout import FlatLayout
 from zeroaccel.zero.unit import FlatBuffer, ParamUnit
 
-__all__ = ["Placement", "broadcast_buffers", "build_units", "check_same_model"]
+__all__ = ["Placement", "broadcast_buffers", "build_units", "check_materialized", "check_same"]
 
 
 @dataclass(frozen=True)
@@ -53,33 +54,52 @@ class Placement:
         return param.requires_grad and id(param) in self.groups
 
 
-def check_same_model(model: nn.Module, collectives: Collectives) -> None:
-    """All ranks must have parameters of the same names, shapes and flags, in the same order.
+def check_materialized(model: nn.Module) -> None:
+    """Every parameter must have values.
 
     Raises:
-        UsageError: on every rank, naming the first parameter that differs.
+        UsageError: one is on the meta device.
     """
-    own = [
-        f"{name} {tuple(p.shape)} {p.dtype}{'' if p.requires_grad else ' frozen'}"
-        for name, p in model.named_parameters()
-    ]
-    digest = hashlib.sha256("\n".join(own).encode()).hexdigest()
+    for fqn, param in model.named_parameters():
+        if param.is_meta:
+            raise UsageError(
+                f"parameter {fqn}", expected="real values", got="the meta device", fix="materialize the model first"
+            )
+
+
+def check_same(model: nn.Module, placement: Placement, settings: Sequence[str], collectives: Collectives) -> None:
+    """All ranks must have the same settings, and parameters of the same names, shapes and roles in the same order.
+
+    Args:
+        settings: one line for each.
+
+    Raises:
+        UsageError: on every rank, naming the first difference.
+    """
+    own = {"settings": list(settings), "models": _description(model, placement)}
+    digest = hashlib.sha256(repr(own).encode()).hexdigest()
     if len(set(collectives.gather_objects(digest, "compare models"))) == 1:
         return
-    everyone: Sequence[list[str]] = collectives.gather_objects(own, "compare models in detail")
+    everyone: Sequence[dict[str, list[str]]] = collectives.gather_objects(own, "compare models in detail")
     for rank, theirs in enumerate(everyone):
-        for mine, other in zip(_padded(everyone[0], theirs), _padded(theirs, everyone[0]), strict=True):
-            if mine != other:
-                raise UsageError(
-                    "the ranks have different models",
-                    expected=f"{mine} as on rank 0",
-                    got=f"{other} on rank {rank}",
-                    fix="build the same model on every rank",
-                )
+        for kind in own:
+            for expected, got in zip_longest(everyone[0][kind], theirs[kind], fillvalue="nothing"):
+                if expected != got:
+                    raise UsageError(
+                        f"the ranks have different {kind}",
+                        expected=f"{expected} as on rank 0",
+                        got=f"{got} on rank {rank}",
+                        fix="build the same model, with the same config and optimizer, on every rank",
+                    )
 
 
-def _padded(lines: Sequence[str], other: Sequence[str]) -> list[str]:
-    return [*lines, *["no parameter"] * max(0, len(other) - len(lines))]
+def _description(model: nn.Module, placement: Placement) -> list[str]:
+    lines = []
+    for name, param in model.named_parameters():
+        group = placement.groups.get(id(param))
+        role = "in no param group" if group is None else f"in param group {group}"
+        lines.append(f"{name} {tuple(param.shape)} {param.dtype} {role if param.requires_grad else 'frozen'}")
+    return lines
 
 
 def build_units(specs: Sequence[UnitSpec], placement: Placement, collectives: Collectives) -> list[ParamUnit]:
@@ -95,10 +115,6 @@ def _build_unit(spec: UnitSpec, placement: Placement, collectives: Collectives) 
     resident = spec.persistent or not placement.plan.params or collectives.world_size == 1
     kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
     for fqn, param in spec.params:
-        if param.is_meta:
-            raise UsageError(
-                f"parameter {fqn}", expected="real values", got="the meta device", fix="materialize the model first"
-            )
         kinds.setdefault((placement.param_dtype(fqn, param), placement.trainable(param)), []).append((fqn, param))
     buffers = []
     for (dtype, trainable), named in kinds.items():

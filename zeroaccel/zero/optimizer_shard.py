@@ -11,7 +11,9 @@ whose vector tail rounds differently gives the same bits.
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -28,6 +30,9 @@ from zeroaccel.zero.reducer import GradientBuffer
 from zeroaccel.zero.unit import FlatBuffer
 
 __all__ = ["OptimizerShard", "Piece", "check_elementwise", "group_index"]
+
+
+_OPTIONAL = inspect.Parameter("closure", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,39 +86,63 @@ def group_index(optimizer: Optimizer, names: Mapping[int, str]) -> dict[int, int
 def check_elementwise(optimizer: Optimizer) -> str | None:
     """Why this optimizer cannot step on shards, or None when it can.
 
-    Found out by trying: two steps on a small matrix, whole and as two flat halves, must agree.
+    Found out by trying: two steps on a small matrix per param group, whole and as two flat halves, must agree.
     """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(6, 8, generator=generator)
-    gradients = [torch.randn(6, 8, generator=generator) for _ in range(2)]
+    start, *gradients = torch.randn(3, 6, 8, generator=generator)
     try:
-        whole = _trial(optimizer, params, [start], [[g] for g in gradients])
-        halves = _trial(
-            optimizer, params, list(start.flatten().chunk(2)), [list(g.flatten().chunk(2)) for g in gradients]
-        )
+        whole = _trial(optimizer, [start], [[g] for g in gradients])
+        halves = _trial(optimizer, start.flatten().chunk(2), [g.flatten().chunk(2) for g in gradients])
     except Exception as error:
         return f"it cannot step on a flat piece of a parameter ({type(error).__name__}: {error})"
-    if torch.allclose(whole[0].flatten(), torch.cat(halves), rtol=1e-5, atol=1e-7):
+    pairs = zip(whole, halves, strict=True)
+    if all(torch.allclose(one, other, rtol=1e-5, atol=1e-7) for one, other in pairs):
         return None
     return (
         "its update of an element depends on other elements of the parameter, so pieces of it cannot be stepped alone"
     )
 
 
-def _trial(
-    optimizer: Optimizer, params: Sequence[Tensor], starts: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]
-) -> list[Tensor]:
-    """Weights after stepping a copy of `optimizer` on `starts`; the model's own parameters are not copied."""
-    twin = copy.deepcopy(optimizer, {id(param): param for param in params})
-    twin.state.clear()
-    values = [nn.Parameter(start.clone()) for start in starts]
-    twin.param_groups = [{**twin.param_groups[0], "params": values}]
+def _trial(optimizer: Optimizer, starts: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Flat weights, per param group, after stepping a copy of `optimizer` on `starts`."""
+    twin = _twin(optimizer)
+    for group in twin.param_groups:
+        group["params"] = [nn.Parameter(start.clone()) for start in starts]
+        if "lr" in group:  # at the rate itself, which may be 0 during a warm-up, nothing might be seen to differ
+            group["lr"] = torch.full_like(rate, 0.1) if isinstance(rate := group["lr"], Tensor) else 0.1
+    if optimizer.state:
+        _renew_state(twin)
     for step in gradients:
-        for value, grad in zip(values, step, strict=True):
-            value.grad = grad.clone()
+        for group in twin.param_groups:
+            for value, grad in zip(group["params"], step, strict=True):
+                value.grad = grad.clone()
         twin.step()
-    return [value.detach() for value in values]
+    return [torch.cat([value.detach().flatten() for value in group["params"]]) for group in twin.param_groups]
+
+
+def _twin(optimizer: Optimizer) -> Optimizer:
+    """A copy without state, and without copying the model.
+
+    Made by hand: `Optimizer.__getstate__` would drop the attributes of a subclass. A `step` of the instance is a
+    scheduler's wrapper, which steps the original.
+    """
+    params = {id(param): param for group in optimizer.param_groups for param in group["params"]}
+    twin = object.__new__(type(optimizer))
+    kept = {name: value for name, value in vars(optimizer).items() if name not in ("state", "step")}
+    vars(twin).update(copy.deepcopy(kept, params))
+    twin.state = defaultdict(dict)
+    return twin
+
+
+def _has_stepped(optimizer: Optimizer) -> bool:
+    """Whether its state comes from steps, rather than from its constructor, as that of torch's Adagrad does."""
+    return any(bool(state.get("step", 1)) for state in optimizer.state.values())
+
+
+def _renew_state(optimizer: Optimizer) -> None:
+    """Makes the state that the constructor makes, for the parameters that are in the groups now."""
+    groups = [dict(group) for group in optimizer.param_groups]
+    optimizer.state = type(optimizer)(groups, **optimizer.defaults).state
 
 
 class OptimizerShard:
@@ -140,19 +169,24 @@ class OptimizerShard:
         replicated: bool,
         sub_group_numel: int = 1_000_000_000,
     ) -> None:
-        reason = None if isinstance(optimizer, ShardStep) else check_elementwise(optimizer)
         name = type(optimizer).__name__
-        if reason is not None and not replicated:
+        if inspect.signature(optimizer.step).parameters.get("closure", _OPTIONAL).default is inspect.Parameter.empty:
             raise ConfigError(
-                f"optimizer {name} with sharded states: {reason}",
-                fix="use stage 0, or an elementwise optimizer such as AdamW, SGD, Lion or Adagrad",
+                f"optimizer {name}: its step() evaluates the model again through a closure, which an engine has not",
+                fix="choose another, such as AdamW",
             )
-        if optimizer.state:
+        if _has_stepped(optimizer):
             raise UsageError(
                 f"optimizer {name}",
                 expected="no state yet",
                 got=f"state for {len(optimizer.state)} parameters",
                 fix="initialize before the first step; resume with engine.load_checkpoint",
+            )
+        reason = None if isinstance(optimizer, ShardStep) else check_elementwise(optimizer)
+        if reason is not None and not replicated:
+            raise ConfigError(
+                f"optimizer {name} with sharded states: {reason}",
+                fix="use stage 0, or an elementwise optimizer such as AdamW, SGD, Lion or Adagrad",
             )
         self.optimizer = optimizer
         self._sub_group_numel = sub_group_numel
@@ -168,6 +202,8 @@ class OptimizerShard:
                 self._add(buffer, start, end, shape, groups[id(owner)], replicated=replicated)
         for index, group in enumerate(optimizer.param_groups):
             group["params"] = [p.master for cut in self.pieces.values() for p in cut if p.group == index]
+        if optimizer.state:
+            _renew_state(optimizer)
 
     def _add(
         self, buffer: FlatBuffer, start: int, end: int, shape: tuple[int, ...], group: int, *, replicated: bool

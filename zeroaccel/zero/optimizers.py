@@ -113,6 +113,7 @@ def _check(kind: str, settings: Mapping[str, Any], signature: Callable[..., Any]
 def _unknown(kind: str) -> ConfigError:
     if kind.lower() in _REFUSED:
         return ConfigError(f"optimizer.type {kind!r} is not supported", fix=_REFUSED[kind.lower()])
-    near = difflib.get_close_matches(kind, known_optimizers(), 1)
-    hint = f"did you mean {near[0]!r}?" if near else f"choose one of {', '.join(known_optimizers())}"
+    known = {name.lower(): name for name in known_optimizers()}
+    near = difflib.get_close_matches(kind.lower(), known, 1)
+    hint = f"did you mean {known[near[0]]!r}?" if near else f"choose one of {', '.join(known_optimizers())}"
     return ConfigError("optimizer.type", expected="a known optimizer", got=kind, fix=hint)

@@ -1,0 +1,120 @@
+"""`zeroaccel checkpoint`: look into checkpoints, check every byte of them, write them for another number of ranks.
+
+Shows what `zeroaccel.checkpoint` finds; reads no weights but to check or move them, and imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import click
+
+from zeroaccel.checkpoint.find import LATEST_NAME, checkpoint_folders, find_checkpoint
+from zeroaccel.checkpoint.manifest import ITEMSIZE, MANIFEST_NAME, Manifest, read_manifest
+from zeroaccel.checkpoint.rank_file import RankFile
+from zeroaccel.checkpoint.reshard import reshard
+from zeroaccel.errors import CheckpointError, UsageError
+
+__all__ = ["checkpoint"]
+
+_FOLDER = click.Path(path_type=Path)
+_TAG = click.option("-t", "--tag", help="One checkpoint of the folder.")
+
+
+@click.group()
+def checkpoint() -> None:
+    """Look into checkpoints, check them, write them for another number of ranks."""
+
+
+@checkpoint.command()
+@click.argument("folder", metavar="DIR", type=_FOLDER)
+@_TAG
+def inspect(folder: Path, tag: str | None) -> None:
+    """Show what is in the checkpoints of DIR, per rank, and whether each is whole. Reads no weights."""
+    for each in _chosen(folder, tag):
+        try:
+            manifest = read_manifest(each)
+        except CheckpointError as error:
+            click.echo(f"{each.name}: not valid: {error}")
+        else:
+            click.echo("\n".join(_described(each, manifest)))
+    latest = folder / LATEST_NAME
+    if latest.exists():
+        click.echo(f"latest: {latest.read_text(errors='replace').strip()}")
+
+
+@checkpoint.command()
+@click.argument("folder", metavar="DIR", type=_FOLDER)
+@_TAG
+def verify(folder: Path, tag: str | None) -> None:
+    """Read every byte of the checkpoints of DIR and compare it with the checksums; exit code 1 if one is damaged."""
+    damaged = []
+    for each in _chosen(folder, tag):
+        try:
+            manifest = read_manifest(each)
+        except CheckpointError as error:
+            click.echo(f"{each.name}: not valid: {error}")
+            damaged.append(each.name)
+            continue
+        problems = []
+        for record in manifest.files:
+            try:
+                with RankFile(each, record) as file:
+                    file.verify()
+            except CheckpointError as error:
+                problems.append(f"  {error}")
+        click.echo(f"{each.name}: {'damaged' if problems else 'valid'}, {manifest.nbytes} bytes read")
+        if problems:
+            click.echo("\n".join(problems))
+            damaged.append(each.name)
+    if not damaged and tag is None and not (folder / MANIFEST_NAME).exists():
+        find_checkpoint(folder)  # what `latest` names must be there
+    if damaged:
+        raise CheckpointError(f"{folder}: damaged or incomplete: {', '.join(damaged)}")
+
+
+@checkpoint.command("reshard")
+@click.argument("folder", metavar="DIR", type=_FOLDER)
+@click.argument("out", type=_FOLDER)
+@click.option("--world_size", "--world-size", type=click.IntRange(1), required=True, help="Ranks to write files for.")
+@_TAG
+def reshard_command(folder: Path, out: Path, world_size: int, tag: str | None) -> None:
+    """Write the checkpoint of DIR into OUT as files of another number of ranks, bit by bit the same values."""
+    made = reshard(folder, out, world_size, tag)
+    click.echo(f"{made}: {world_size} files, {read_manifest(made).nbytes} bytes")
+
+
+def _chosen(folder: Path, tag: str | None) -> list[Path]:
+    if (folder / MANIFEST_NAME).exists() and tag is None:
+        return [folder]
+    found = [each for each in checkpoint_folders(folder) if tag in (None, each.name)]
+    if not found:
+        what = "a checkpoint" if tag is None else f"a checkpoint {tag}"
+        raise UsageError(f"{folder}", expected=f"a folder with {what} in it")
+    return found
+
+
+def _described(folder: Path, manifest: Manifest) -> list[str]:
+    stage = sum(manifest.sharded.values())
+    numel = sum(manifest.tensors[key].numel for fqn in manifest.order if (key := manifest.weight_key(fqn)) is not None)
+    frozen = sum(not parameter.trainable for parameter in manifest.parameters.values())
+    kinds: Counter[str] = Counter()
+    held: Counter[int] = Counter()
+    for key, tensor in manifest.tensors.items():
+        kind = "/".join(key.split("/")[: 2 if key.startswith("state/") else 1])
+        kinds[kind] += tensor.numel * ITEMSIZE[tensor.dtype]
+        for file, _, length, _ in tensor.pieces:
+            held[file] += length * ITEMSIZE[tensor.dtype]
+    optimizer = manifest.optimizer["type"] if manifest.optimizer else "none"
+    return [
+        f"{folder.name}: zero stage {stage}, world_size {manifest.world_size}, step {manifest.global_steps}, "
+        f"optimizer {optimizer}",
+        f"  {len(manifest.parameters)} parameters ({frozen} frozen, {len(manifest.ties)} ties), {numel} elements; "
+        f"{len(manifest.buffers)} buffers",
+        *(f"  {kind}: {nbytes} bytes" for kind, nbytes in sorted(kinds.items())),
+        *(
+            f"  rank {record.rank}: {record.name}, {record.nbytes} bytes, {held[index]} of tensors"
+            for index, record in enumerate(manifest.files)
+        ),
+    ]

@@ -1,0 +1,413 @@
+"""The engine's checkpoint calls on two ranks: what each refuses, restores, and leaves on the disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import zeroaccel
+from tests.multi.checkpoint_runs import STEPS, assembled, make_engine, resume, save, snapshot, train
+from tests.multi.pool import Pool, RankFailure
+from tests.multi.training import Toy, batches, config
+from zeroaccel.checkpoint.contents import Contents
+from zeroaccel.errors import CheckpointError, EngineStateError, UsageError
+
+Ranks = Callable[[int], Pool]
+
+
+def message(kind: type[Exception], call: Callable[[], Any]) -> str:
+    """The text of the error that `call` must raise."""
+    with pytest.raises(kind) as caught:
+        call()
+    assert type(caught.value).__mro__.count(kind), caught.value
+    return str(caught.value)
+
+
+# -- other precisions, optimizers and models
+
+
+@pytest.mark.parametrize(("saved", "resumed"), [("bf16", "fp32"), ("fp16", "bf16"), ("fp32", "fp16")])
+def test_another_precision_takes_the_exact_masters(ranks: Ranks, tmp_path: Path, saved: str, resumed: str) -> None:
+    before = ranks(2).run(save, tmp_path, 2, saved)
+    after = ranks(3).run(resume, tmp_path, f"2-{saved}", 3, resumed)
+    one, other = assembled(before), assembled(after)
+    assert one.keys() == other.keys()
+    frozen = "value/frozen"
+    assert [key for key in one if key != frozen and not torch.equal(one[key], other[key])] == []
+    assert torch.equal(one[frozen].float(), other[frozen].float())  # 0.5 is exact in all of them
+
+
+class Factored(torch.optim.Optimizer):
+    """An optimizer that looks at the shape: its state is a row mean, a whole tensor and two scalars."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                state = self.state[param]
+                grad = param.grad
+                rows = grad.mean(-1, keepdim=True) if grad.dim() > 1 else grad
+                state["rows"] = rows + 0.5 * state.get("rows", torch.zeros_like(rows))
+                state["count"] = state.get("count", 0) + 1
+                state["scale"] = torch.tensor(1.0 / state["count"])
+                param.sub_(group["lr"] * state["scale"] * (grad + state["rows"]))
+
+
+def any_optimizer(kind: str, root: Path, stage: int, *, resumed: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+    torch.manual_seed(11 if resumed else 7)
+    settings = config(stage, "bf16")
+    settings.pop("optimizer")
+    builders: dict[str, Any] = {
+        "Factored": Factored,
+        "NAdam": lambda params: torch.optim.NAdam(params, lr=1e-2),
+        "SGD": lambda params: torch.optim.SGD(params, lr=1e-2, momentum=0.9),
+        "AMSGrad": lambda params: torch.optim.AdamW(params, lr=1e-2, amsgrad=True),
+        "Rprop": lambda params: torch.optim.Rprop(params, lr=1e-3),
+    }
+    engine, *_ = zeroaccel.initialize(Toy(), optimizer=builders[kind], config=settings)
+    if resumed:
+        engine.load_checkpoint(root)
+    else:
+        train(engine, batches(0, STEPS))
+        engine.save_checkpoint(root)
+    found = snapshot(engine, {})
+    return found.losses, found.weights
+
+
+@pytest.mark.parametrize("kind", ["Factored", "NAdam", "SGD", "AMSGrad", "Rprop"])
+def test_states_of_any_optimizer_come_back(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    stages = (0, 0) if kind == "Factored" else (1, 3)
+    before = ranks(2).run(any_optimizer, kind, tmp_path, stages[0], resumed=False)
+    for world_size in (2, 1):
+        after = ranks(world_size).run(any_optimizer, kind, tmp_path, stages[1], resumed=True)
+        for losses, weights in after:
+            assert losses == before[0][0]
+            assert [name for name in weights if not torch.equal(weights[name], before[0][1][name])] == []
+
+
+def tied_both_ways(root: Path) -> list[bool]:
+    engine = make_engine(1)
+    train(engine, batches(0, 2))
+    engine.save_checkpoint(root)
+    untied = Toy()
+    untied.head.weight = nn.Parameter(untied.head.weight.detach().clone())
+    other = make_engine(3, model=untied)
+    other.load_checkpoint(root)
+    other.destroy()
+    same = torch.equal(untied.head.weight, engine.module.embed.weight) and untied.head.weight is not untied.embed.weight
+    separate = make_engine(1, model=Toy())
+    untied_root = root / "untied"
+    loaded = make_engine(2, model=untied)
+    loaded.save_checkpoint(untied_root)
+    refused = message(CheckpointError, lambda: separate.load_checkpoint(untied_root))
+    return [same, "not in the model: head.weight" in refused]
+
+
+def test_ties_are_followed_but_never_dropped(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2).run(tied_both_ways, tmp_path) == [[True, True]] * 2
+
+
+# -- what is asked for
+
+
+def parts_on_request(root: Path) -> dict[str, Any]:
+    engine = make_engine(2, "bf16")
+    train(engine, batches(0, STEPS))
+    engine.save_checkpoint(root, tag="full")
+    masters = {e.key: e.data.clone() for e in Contents.collect(engine._holdings(), exclude_frozen=False).entries}
+
+    def loaded(**arguments: Any) -> Any:
+        fresh = make_engine(2, "bf16", seed=11)
+        fresh.load_checkpoint(root, tag="full", **arguments)
+        entries = {e.key: e.data for e in Contents.collect(fresh._holdings(), exclude_frozen=False).entries}
+        right = all(torch.equal(masters[key], data) for key, data in entries.items() if key.startswith("master/"))
+        states = any(key.startswith("state/") for key in entries)
+        return right, states, fresh.global_steps, fresh.get_lr()[0]
+
+    rate = engine.get_lr()[0]
+    fresh_rate = make_engine(2, "bf16").get_lr()[0]
+    return {
+        "all": loaded() == (True, True, STEPS, rate),
+        "module": loaded(load_module_only=True) == (True, False, 0, fresh_rate),
+        "no states": loaded(load_optimizer_states=False)[:3] == (True, False, STEPS),
+        "no scheduler": loaded(load_lr_scheduler_states=False) == (True, True, STEPS, rate),
+    }
+
+
+def test_each_part_is_loaded_on_request(ranks: Ranks, tmp_path: Path) -> None:
+    for found in ranks(2).run(parts_on_request, tmp_path):
+        assert all(found.values()), found
+
+
+def without_frozen(root: Path) -> tuple[list[str], float]:
+    engine = make_engine(3, "bf16")
+    engine.save_checkpoint(root, exclude_frozen_parameters=True)
+    engine.save_16bit_model(root, "thin.safetensors", exclude_frozen_parameters=True)
+    names = json.loads((root / "global_step0" / "manifest.json").read_text())["manifest"]["tensors"]
+    model = Toy()
+    model.frozen.data.fill_(0.75)
+    other = make_engine(3, "bf16", model=model)
+    other.load_checkpoint(root)
+    other.destroy()
+    return [name for name in names if "frozen" in name], float(model.frozen[0])
+
+
+def test_frozen_parameters_can_be_left_out(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2).run(without_frozen, tmp_path) == [([], 0.75)] * 2
+    assert "frozen" not in load_file(tmp_path / "thin.safetensors")
+
+
+def model_file(root: Path, stage: int, precision: str) -> dict[str, torch.Tensor]:
+    engine = make_engine(stage, precision)
+    train(engine, batches(0, 1))
+    assert engine.save_16bit_model(root, "all.safetensors") is True
+    assert engine.save_16bit_model(root) is True
+    train(engine, batches(0, 1))  # goes on as if nothing had been
+    engine = make_engine(stage, precision)
+    train(engine, batches(0, 1))
+    engine.destroy()
+    return {name: value.clone() for name, value in engine.module.state_dict().items()}
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp16"), (2, "bf16"), (3, "bf16"), (3, "fp32")])
+def test_the_model_alone_is_a_plain_state_dict(ranks: Ranks, tmp_path: Path, stage: int, precision: str) -> None:
+    expected = ranks(2).run(model_file, tmp_path, stage, precision)[0]
+    pickled = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    streamed = load_file(tmp_path / "all.safetensors")
+    assert list(pickled) == list(expected)
+    assert set(streamed) == set(expected) - {"head.weight"}
+    for name, value in expected.items():
+        assert torch.equal(pickled[name], value), name
+        assert pickled[name].dtype == value.dtype, name
+        assert torch.equal(streamed.get(name, streamed["embed.weight"]), value), name
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["all.safetensors", "pytorch_model.bin"]
+
+
+def drawn(root: Path, *, resumed: bool) -> tuple[list[float], list[float]]:
+    engine = make_engine(1, checkpoint={"save_random_state": True})
+    rank = engine.collectives.rank
+    random.seed(rank), np.random.seed(rank), torch.manual_seed(rank)
+    if resumed:
+        random.seed(50), np.random.seed(50), torch.manual_seed(50)
+        engine.load_checkpoint(root)
+    else:
+        random.gauss(0, 1), np.random.standard_normal()
+        engine.save_checkpoint(root)
+    own = [random.gauss(0, 1), float(np.random.standard_normal()), torch.rand(1).item()]
+    return own, own
+
+
+def test_random_generators_are_restored_on_request(ranks: Ranks, tmp_path: Path) -> None:
+    before = ranks(2).run(drawn, tmp_path, resumed=False)
+    assert before[0] != before[1]
+    assert ranks(2).run(drawn, tmp_path, resumed=True) == before
+
+
+# -- what is refused
+
+
+def refusals(root: Path) -> dict[str, str]:
+    engine = make_engine(2)
+    rank = engine.collectives.rank
+    train(engine, batches(0, 1))
+    found = {
+        "tags": message(UsageError, lambda: engine.save_checkpoint(root, tag=f"rank{rank}")),
+        "object": message(
+            UsageError, lambda: engine.save_checkpoint(root, client_state={"a": [0, {"model": Toy() if rank else 1}]})
+        ),
+        "numpy": message(UsageError, lambda: engine.save_checkpoint(root, client_state={"loss": np.float64(1)})),
+        "tag": message(CheckpointError, lambda: engine.save_checkpoint(root, tag="../elsewhere")),
+    }
+    loss = engine(batches(0, 1)[0])
+    engine.backward(loss)
+    found["middle"] = message(EngineStateError, lambda: engine.save_checkpoint(root))
+    engine.step()
+    found["nothing"] = message(CheckpointError, lambda: engine.load_checkpoint(root))
+    assert not root.exists() or not any(root.iterdir())
+    assert engine.load_checkpoint(root, tag="auto") == (None, {})
+    return found
+
+
+def test_what_cannot_be_saved_is_refused_on_every_rank_before_anything_is_written(ranks: Ranks, tmp_path: Path) -> None:
+    for found in ranks(2).run(refusals, tmp_path / "new"):
+        assert "'rank0' on rank 0, 'rank1' on rank 1" in found["tags"]
+        assert "client_state['a'][1]['model']" in found["object"]
+        assert "Toy" in found["object"]
+        assert "client_state['loss']" in found["numpy"]
+        assert "float64" in found["numpy"]
+        assert "'../elsewhere'" in found["tag"]
+        assert "gradients that wait" in found["middle"]
+        assert "latest" in found["nothing"]
+        assert "none" in found["nothing"]
+
+
+class Other(Toy):
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+        self.norm = nn.LayerNorm(23, bias=False)
+        self.extra = nn.Parameter(torch.zeros(4))
+        self.temperature = nn.Parameter(torch.ones(2))
+        self.register_buffer("offset", torch.zeros(3))
+
+
+def misfits(root: Path) -> dict[str, str]:
+    engine = make_engine(2)
+    train(engine, batches(0, 1))
+    engine.save_checkpoint(root)
+    other = make_engine(3, model=Other())
+    before = [buffer.shard.clone() for unit in other.units for buffer in unit.buffers]
+    found = {
+        "strict": message(CheckpointError, lambda: other.load_checkpoint(root)),
+        "auto": message(CheckpointError, lambda: other.load_checkpoint(root, tag="auto")),
+        "loose": message(CheckpointError, lambda: other.load_checkpoint(root, load_module_strict=False)),
+    }
+    after = [buffer.shard for unit in other.units for buffer in unit.buffers]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    settings = config(1, optimizer={"type": "Lion", "params": {"lr": 1e-3}})
+    lion, *_ = zeroaccel.initialize(Toy(), config=settings)
+    found["optimizer"] = message(CheckpointError, lambda: lion.load_checkpoint(root))
+    assert lion.load_checkpoint(root, load_optimizer_states=False)[0] is not None
+    one_group, *_ = zeroaccel.initialize(Toy(), config=config(1))
+    found["groups"] = message(CheckpointError, lambda: one_group.load_checkpoint(root))
+    return found
+
+
+def test_another_model_or_optimizer_is_refused_with_all_differences_named(ranks: Ranks, tmp_path: Path) -> None:
+    for found in ranks(2).run(misfits, tmp_path):
+        for text in (found["strict"], found["auto"]):
+            for part in (
+                "temperature: () in the checkpoint, (2,) in the model",
+                "offset: (23,) in the checkpoint, (3,) in the model",
+                "not in the checkpoint: extra",
+                "not in the model: layers.2.norm.weight",
+                "layers.2.down.bias",
+                "norm.bias",
+            ):
+                assert part in text, part
+        assert "other shapes" in found["loose"]
+        assert "expected Lion, got 'Adam'" in found["optimizer"]
+        assert "of groups [0, 1], which differ in" in found["groups"]
+        assert "weight_decay" in found["groups"]
+
+
+# -- faults of the disk
+
+
+def full_disk(root: Path, *, background: bool) -> tuple[str, int, bool]:
+    engine = make_engine(1, checkpoint={"async_save": background})
+    train(engine, batches(0, 1))
+    engine.save_checkpoint(root)
+    engine.wait_for_checkpoint()
+    before = sorted(path.name for path in root.rglob("*"))
+    train(engine, batches(0, 1))
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    told = ""
+    if engine.collectives.rank == 1:  # one rank's disk is full
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+    try:
+        if background:
+            engine.save_checkpoint(root, tag="second")
+            engine._saving._writer.join(timeout=None if engine.collectives.rank else 0.0)  # type: ignore[union-attr]
+            engine.collectives.barrier("both have written")
+            told = message(CheckpointError, lambda: train(engine, batches(0, 1)))
+            engine.reset()
+        else:
+            told = message(CheckpointError, lambda: engine.save_checkpoint(root, tag="second"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    engine.collectives.barrier("tidied")
+    left = [path.name for path in root.rglob("*") if path.is_file()]
+    resumed = make_engine(3)
+    path, _ = resumed.load_checkpoint(root)
+    # and the run that failed to save goes on, and can save
+    train(engine, batches(0, 1))
+    engine.save_checkpoint(root, tag="third")
+    engine.wait_for_checkpoint()
+    again, _ = resumed.load_checkpoint(root)
+    files = len(left) - len([name for name in before if "." in name or name == "latest"])
+    return told, files, (os.path.basename(path or ""), os.path.basename(again or "")) == ("global_step1", "third")
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_is_an_error_on_all_ranks_and_costs_no_checkpoint(
+    ranks: Ranks, tmp_path: Path, background: bool
+) -> None:
+    for told, more_files, resumes in ranks(2).run(full_disk, tmp_path, background=background):
+        assert "File too large" in told
+        assert "rank" in told
+        assert "00001-of-00002" in told
+        assert more_files == 0
+        assert resumes
+
+
+def damage(folder: Path, kind: str) -> None:
+    """Damages a checkpoint of two ranks."""
+    file = sorted(folder.glob("rank*.safetensors"))[1]
+    if kind == "missing":
+        file.unlink()
+    elif kind == "truncated":
+        os.truncate(file, file.stat().st_size - 1)
+    elif kind == "manifest":
+        (folder / "manifest.json").unlink()
+    else:
+        data = bytearray(file.read_bytes())
+        data[{"start": 3, "middle": len(data) // 2, "end": len(data) - 1}[kind]] ^= 0x10
+        file.write_bytes(data)
+
+
+def load_damaged(root: Path) -> tuple[str, str, str, int]:
+    engine = make_engine(3)
+    told = message(CheckpointError, lambda: engine.load_checkpoint(root))
+    unusable = ""
+    if engine._half_loaded:
+        unusable = message(EngineStateError, lambda: engine(batches(0, 1)[0]))
+        message(EngineStateError, lambda: engine.save_checkpoint(root))
+    path, _ = engine.load_checkpoint(root, tag="auto")
+    train(engine, batches(0, 1))
+    return told, unusable, os.path.basename(path or ""), engine.global_steps
+
+
+def save_two(root: Path) -> None:
+    engine = make_engine(1)
+    for tag in ("first", "second"):
+        train(engine, batches(0, 1))
+        engine.save_checkpoint(root, tag=tag)
+
+
+@pytest.mark.parametrize("kind", ["missing", "truncated", "manifest", "start", "middle", "end"])
+def test_a_damaged_checkpoint_is_never_loaded(ranks: Ranks, tmp_path: Path, kind: str) -> None:
+    ranks(2).run(save_two, tmp_path)
+    damage(tmp_path / "second", kind)
+    for told, unusable, path, steps in ranks(2).run(load_damaged, tmp_path):
+        assert str(tmp_path / "second") in told
+        assert (path, steps) == ("first", 2)
+        if kind in ("start", "middle", "end"):
+            assert "damaged" in told
+            assert "rank00001-of-00002" in told
+            assert "mixture" in unusable
+
+
+def test_a_rank_that_fails_alone_takes_the_others_with_it(ranks: Ranks, tmp_path: Path) -> None:
+    # The error reaches the pool from every rank: nobody is left waiting in a collective.
+    with pytest.raises(RankFailure) as caught:
+        ranks(2).run(load_nothing, tmp_path)
+    assert set(caught.value.reports) == {0, 1}
+
+
+def load_nothing(root: Path) -> None:
+    engine = make_engine(1)
+    engine.load_checkpoint(root / str(engine.collectives.rank))

@@ -1,0 +1,147 @@
+"""Whole weights of a checkpoint, as calls: a state dict, a model filled with them, or files.
+
+Reads with `zero_to_fp32`, the same file that is dropped beside `latest`; here are what that file may not know: torch's
+modules and this package's errors. No engine, configuration, GPU or process group is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from zeroaccel.checkpoint import zero_to_fp32
+from zeroaccel.checkpoint.durable import write_durably
+from zeroaccel.errors import CheckpointError, UsageError
+
+__all__ = [
+    "SCRIPT_NAME",
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "drop_script",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "load_state_dict_from_zero_checkpoint",
+    "named_errors",
+]
+
+SCRIPT_NAME = "zero_to_fp32.py"
+_PART_NBYTES = 1 << 30  # of weights in memory beside the model's own while it is filled
+
+
+@contextlib.contextmanager
+def named_errors() -> Iterator[None]:
+    """Errors of the standalone file as this package's."""
+    try:
+        yield
+    except zero_to_fp32.ArgumentsError as error:
+        raise UsageError(str(error)) from error
+    except zero_to_fp32.ConversionError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def drop_script(folder: Path) -> None:
+    """Puts `zero_to_fp32.py` into a folder of checkpoints, executable; does nothing if it is there as it should be."""
+    content = Path(zero_to_fp32.__file__).read_bytes()
+    path = folder / SCRIPT_NAME
+    if not path.is_file() or path.read_bytes() != content:
+        write_durably(path, content)
+        path.chmod(0o755)
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | os.PathLike[str], tag: str | None = None, exclude_frozen_parameters: bool = False
+) -> dict[str, Tensor]:
+    """All weights and persistent buffers, on the CPU; floating-point ones in fp32, those of 8 bits as they are.
+
+    Args:
+        checkpoint_dir: the folder with `latest`.
+        tag: of a checkpoint in it; None for the one `latest` names.
+
+    Returns:
+        name -> tensor, in the model's order; the names of a tied parameter have the same tensor.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged or incomplete.
+    """
+    options = zero_to_fp32.Options(exclude_frozen=exclude_frozen_parameters)
+    with named_errors():
+        source = zero_to_fp32.read_source(checkpoint_dir, tag)
+        return zero_to_fp32.read_tensors(source, zero_to_fp32.select(source, options)).state_dict()
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None, *, strict: bool = True
+) -> nn.Module:
+    """Copies a checkpoint's weights into a plain model, rounded to the model's dtypes, part by part.
+
+    Args:
+        model: not one that an engine holds; its device stays what it is.
+        strict: every name must be on both sides; parameters that were left out of the checkpoint aside.
+
+    Returns:
+        `model`.
+
+    Raises:
+        CheckpointError: names or shapes differ, all of them listed, and nothing was copied; or the checkpoint is
+            damaged, and part of it may have been.
+    """
+    with named_errors():
+        source = zero_to_fp32.read_source(checkpoint_dir, tag)
+        _check_fit(model, source, strict=strict)
+        targets = zero_to_fp32.select(source, zero_to_fp32.Options())
+        for part in zero_to_fp32.shard_plan(targets, "bin", _PART_NBYTES):
+            model.load_state_dict(zero_to_fp32.read_tensors(source, part.targets).state_dict(), strict=False)
+    return model
+
+
+def _check_fit(model: nn.Module, source: zero_to_fp32.Source, *, strict: bool) -> None:
+    held = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    there = {weight.name: weight.shape for weight in source.weights}
+    there |= {alias: there[name] for alias, name in source.ties.items()}
+    differences = [
+        f"{name} is {list(there[name])} in the checkpoint and {list(held[name].shape)} in the model"
+        for name in sorted(there.keys() & held.keys())
+        if there[name] != tuple(held[name].shape)
+    ]
+    if strict:
+        filled = {id(held[name]) for name in there.keys() & held.keys()}  # one name of a tied parameter is enough
+        missing = held.keys() - there.keys() - set(source.left_out)
+        differences += [f"{name} is not in the checkpoint" for name in sorted(missing) if id(held[name]) not in filled]
+        differences += [f"{name} is not in the model" for name in sorted(there.keys() - held.keys())]
+    if differences:
+        fix = "" if not strict else "; load it into the same model, or pass strict=False to take what fits by name"
+        raise CheckpointError(f"checkpoint {source.tag} does not fit the model: {'; '.join(differences)}{fix}")
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    max_shard_size: str | int = "5GB",
+    safe_serialization: bool | None = None,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    **options: Any,
+) -> list[Path]:
+    """Writes a checkpoint's whole weights to files, streaming: what `zeroaccel zero-to-fp32` does.
+
+    Args:
+        output_dir: a folder, or one file by its name: *.safetensors, *.bin, *.pt.
+        safe_serialization: safetensors or, if False, .bin files in a folder; None for safetensors.
+        options: `dtype`, `only`, `workers` of `zero_to_fp32.Options`.
+
+    Returns:
+        The files of weights.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or the output cannot be written; UsageError: an argument is wrong.
+    """
+    form = None if safe_serialization is None else "safetensors" if safe_serialization else "bin"
+    with named_errors():
+        limit = zero_to_fp32.parse_nbytes(str(max_shard_size))
+        given = zero_to_fp32.Options(
+            form=form, max_shard_nbytes=limit, exclude_frozen=exclude_frozen_parameters, **options
+        )
+        return zero_to_fp32.convert(zero_to_fp32.read_source(checkpoint_dir, tag), Path(output_dir), given)
