@@ -69,6 +69,16 @@ class _Torch:
         return {}
 
 
+class _Bare(_Torch):
+    """Forward and backward on each rank for itself: no communication, no update. The floor of every other step."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.bfloat16())
+
+    def update(self) -> None:
+        self.optimizer.zero_grad()
+
+
 class _MasterDdp(_Torch):
     """DDP over a bf16 model, and the optimizer over an fp32 copy of its weights."""
 
@@ -181,6 +191,7 @@ class _Zeroaccel:
 
 
 CONTENDERS: Mapping[str, Callable[[nn.Module], Contender]] = {
+    "bare": _Bare,
     "ddp-master": _MasterDdp,
     "ddp-autocast": _ddp_autocast,
     "ddp-bf16": _ddp_bf16,

@@ -59,6 +59,7 @@ def _fastest(results: Results, names: Iterable[str]) -> str | None:
     return min(there, key=lambda name: statistics.median(results[name].seconds), default=None)
 
 
+_OTHER_TRAINING = ("bare", "ddp-bf16")
 # What is held against what. A name with variants stands for the fastest of them.
 _DDP = ("ddp-master", "ddp-autocast")
 _DEEPSPEED_2 = ("deepspeed-2", "deepspeed-2-torch-adam")
@@ -103,9 +104,9 @@ def traffic(result: Result, world_size: int) -> float:
 def losses_agree(results: Results) -> tuple[str, float]:
     """The contender whose loss is farthest from the median of all, in any round, and how far, relatively.
 
-    Bf16 training without fp32 masters is another training and is left out.
+    What trains without fp32 masters, or not at all, is left out.
     """
-    there = {name: r for name, r in results.items() if not r.failure and name != "ddp-bf16"}
+    there = {name: r for name, r in results.items() if not r.failure and name not in _OTHER_TRAINING}
     middle = [statistics.median(losses) for losses in zip(*(r.losses for r in there.values()), strict=True)]
     distances = {
         name: max(abs(loss / mid - 1) for loss, mid in zip(result.losses, middle, strict=True))

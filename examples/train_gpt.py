@@ -97,8 +97,8 @@ def corpus(path: Path | None, at_least: int) -> tuple[Tensor, Tensor]:
         train = b"".join(file.read_bytes() for index, file in enumerate(files) if index % 25 != 0)
         cut = len(train)
         text = train + b"".join(file.read_bytes() for file in files[::25])[:HELD_OUT_LIMIT]
-    if min(cut, len(text) - cut) < at_least:
-        raise SystemExit(f"{path or root}: {cut} bytes to train on, {len(text) - cut} held out; expected {at_least} each")
+    if len(text) - cut < at_least:
+        raise SystemExit(f"{path or root}: expected {at_least} bytes or more to hold out, got {len(text) - cut}")
     data = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return data[:cut], data[cut:]
 
@@ -223,7 +223,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--text", type=Path, metavar="FILE", help="train on this file; the end of it is held out")
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage [%(default)s]")
     parser.add_argument("--precision", default="bf16", choices=("bf16", "fp16", "fp32"), help="[%(default)s]")
-    parser.add_argument("--steps", type=int, default=600, help="optimizer steps [%(default)s]")
+    parser.add_argument("--steps", type=int, default=500, help="optimizer steps [%(default)s]")
     parser.add_argument("--batch-size", type=int, default=8, help="sequences per rank and step [%(default)s]")
     parser.add_argument("--seq", type=int, default=128, help="bytes per sequence [%(default)s]")
     parser.add_argument("--dim", type=int, default=320, help="width of the model [%(default)s]")

@@ -36,7 +36,7 @@ from zeroaccel.data import build_dataloader
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.logs import logger, set_log_level
 from zeroaccel.tracking import build_monitors
-from zeroaccel.zero.build import Placement, broadcast_buffers, build_units, check_materialized, check_same
+from zeroaccel.zero.build import Placement, broadcast_buffers, build_units, check_parameters, check_same
 from zeroaccel.zero.engine import EngineSettings
 from zeroaccel.zero.grouping import LeafRules, UnitSpec, group_parameters
 from zeroaccel.zero.lr_schedules import build_scheduler
@@ -93,7 +93,7 @@ def initialize(
     with _agreed(collectives, "initialize: config"):
         if not isinstance(model, nn.Module):
             raise UsageError("initialize(model)", expected="a torch.nn.Module", got=type(model).__name__)
-        check_materialized(model)
+        check_parameters(model)
         ranks = Fact(collectives.world_size, "the process group")
         known = replace(facts_from_model(model), world_size=ranks, training=optimizer is not None)
         settings = load_config({} if config is None else config, facts=known)

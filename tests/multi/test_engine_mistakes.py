@@ -98,6 +98,11 @@ def _unmaterialized(model: nn.Module) -> Arguments:
         return {"config": config(3), "model": Toy()}
 
 
+def _complex(model: nn.Module) -> Arguments:
+    model.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+    return {"config": config(2)}
+
+
 def _stepped_optimizer(model: nn.Module) -> Arguments:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(batches(0, 1)[0]).backward()
@@ -126,6 +131,7 @@ CASES: dict[str, tuple[Callable[[nn.Module], Arguments], type[ZeroAccelError], t
     "no module": (_no_module, UsageError, ("initialize(model)", "torch.nn.Module")),
     "no optimizer": (_no_optimizer, UsageError, ("initialize(optimizer)", "NoneType")),
     "unmaterialized model": (_unmaterialized, UsageError, ("meta",)),
+    "complex parameter": (_complex, UsageError, ("phase", "complex64", "view_as_real")),
     "optimizer that has stepped": (_stepped_optimizer, UsageError, ("SGD", "no state")),
     "unknown leaf": (_unknown_leaf, ConfigError, ("leaf_module.names", "layers.7")),
 }

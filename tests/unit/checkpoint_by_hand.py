@@ -134,10 +134,11 @@ def _write_rank(
         header["__checksums__"] = {"dtype": "U64", "shape": [blocks], "data_offsets": span}
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
-        content = len(text).to_bytes(8, "little") + text + b"".join(data for _, _, data, _, _ in parts)
-        if -(-len(content) // _BLOCK) == blocks:
+        needed = -(-(8 + len(text) + cursor) // _BLOCK)
+        if needed == blocks:
             break
-        blocks += 1
+        blocks = needed
+    content = len(text).to_bytes(8, "little") + text + b"".join(data for _, _, data, _, _ in parts)
     for key, start, _, _, length in parts:
         pieces[key].append([rank, start, length, 8 + len(text) + header[key]["data_offsets"][0]])
     table = sums_of(content).tobytes()

@@ -53,6 +53,10 @@ ENVIRONMENT_READERS = {
 }
 
 MAX_LINES = 600
+# Which files may be longer, and why.
+LONG_FILES = {
+    "zeroaccel/checkpoint/zero_to_fp32.py": "a whole program, copied beside checkpoints; it may import no other file",
+}
 NAMELESS = {"util", "utils", "helper", "helpers", "manager", "misc", "common"}
 COLLECTIVES = re.compile(
     r"(all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|reduce|gather|scatter|i?send|i?recv|batch_isend|barrier"
@@ -206,7 +210,7 @@ def stages_are_compared_in_config_only(package: Mapping[str, Source]) -> Iterato
 
 def files_stay_short(files: Mapping[str, Source]) -> Iterator[str]:
     for source in files.values():
-        if (length := len(source.text.splitlines())) > MAX_LINES:
+        if (length := len(source.text.splitlines())) > MAX_LINES and str(source.path) not in LONG_FILES:
             yield source.at(1, f"{length} lines, more than {MAX_LINES}: more than one reason to change")
 
 

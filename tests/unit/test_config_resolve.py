@@ -124,7 +124,7 @@ def test_an_auto_takes_its_value_and_says_from_where(path: str, facts: Facts, va
 
 
 def test_every_rule_has_a_case_and_names_a_key_that_exists() -> None:
-    covered = {path.replace("stage3_", "") for path, *_ in CASES} | {TRAIN}
+    covered = {path.replace("stage3_", "") for path, *_ in CASES} | {TRAIN, "optimizer.type", "scheduler.type"}
     assert covered == {rule.path for rule in RULES}
     known = {".".join(path) for path in field_paths(Config)}
     assert {rule.path for rule in RULES if ".params." not in rule.path} <= known
@@ -232,6 +232,15 @@ def test_what_has_no_sensible_default_is_an_error(path: str, fix: str) -> None:
     tree = _nested(path, "auto")
     tree[path.split(".")[0]]["type"] = "Any"
     assert _message(tree, Facts()) == f'{path}: "auto", and nothing says what it is; {fix}'
+
+
+@pytest.mark.parametrize("section", ["optimizer", "scheduler"])
+def test_a_type_cannot_be_auto(section: str) -> None:
+    tree = {section: {"type": "auto"}}
+    with pytest.raises(ConfigError, match=f'^{section}.type: "auto", and nothing says what it is; name the '):
+        resolve(tree, Facts())
+    with pytest.raises(ConfigError, match=f'^{section}.type: missing or "auto"'):  # told once
+        load_config(tree, facts=Facts())
 
 
 def test_a_micro_batch_size_is_needed_to_train_only() -> None:

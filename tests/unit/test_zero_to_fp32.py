@@ -306,7 +306,7 @@ def test_the_dropped_script_needs_no_torch(root: Path, parameters: dict[str, Ent
 
 
 def test_memory_is_a_few_chunks_whatever_the_size(tmp_path: Path) -> None:
-    parameters = {f"layer{index}": Entry("F32", np.full(2_500_000, index, "<f4")) for index in range(20)}
+    parameters = {f"layer{index}": Entry("F32", np.full(2_500_000, index, "<f4")) for index in range(16)}
     make_checkpoint(tmp_path, parameters, states=False)
     source = zero_to_fp32.read_source(tmp_path)
     tracemalloc.start()
@@ -315,8 +315,8 @@ def test_memory_is_a_few_chunks_whatever_the_size(tmp_path: Path) -> None:
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < 60 << 20  # of 200 MB
-    assert torch.equal(load_file(tmp_path / "model.safetensors")["layer19"], torch.full((2_500_000,), 19.0))
+    assert peak < 50 << 20  # of 160 MB
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["layer15"], torch.full((2_500_000,), 15.0))
 
 
 # ---- what must be refused ----

@@ -1,7 +1,8 @@
 """Whole weights of a checkpoint, as calls: a state dict, a model filled with them, or files.
 
-Reads with `zero_to_fp32`, the same file that is dropped beside `latest`; here are what that file may not know: torch's
-modules and this package's errors. No engine, configuration, GPU or process group is needed.
+Reads with `zero_to_fp32`, the same file that is dropped beside `latest`; here is what that file may not know: torch's
+modules, this package's errors and, by `sources`, DeepSpeed's checkpoints. No engine, configuration, GPU or process
+group is needed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from zeroaccel.checkpoint import zero_to_fp32
 from zeroaccel.checkpoint.durable import write_durably
+from zeroaccel.checkpoint.sources import open_source
 from zeroaccel.errors import CheckpointError, UsageError
 
 __all__ = [
@@ -68,7 +70,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """
     options = zero_to_fp32.Options(exclude_frozen=exclude_frozen_parameters)
     with named_errors():
-        source = zero_to_fp32.read_source(checkpoint_dir, tag)
+        source = open_source(checkpoint_dir, tag)
         return zero_to_fp32.read_tensors(source, zero_to_fp32.select(source, options)).state_dict()
 
 
@@ -89,7 +91,7 @@ def load_state_dict_from_zero_checkpoint(
             damaged, and part of it may have been.
     """
     with named_errors():
-        source = zero_to_fp32.read_source(checkpoint_dir, tag)
+        source = open_source(checkpoint_dir, tag)
         _check_fit(model, source, strict=strict)
         targets = zero_to_fp32.select(source, zero_to_fp32.Options())
         for part in zero_to_fp32.shard_plan(targets, "bin", _PART_NBYTES):
@@ -144,4 +146,4 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         given = zero_to_fp32.Options(
             form=form, max_shard_nbytes=limit, exclude_frozen=exclude_frozen_parameters, **options
         )
-        return zero_to_fp32.convert(zero_to_fp32.read_source(checkpoint_dir, tag), Path(output_dir), given)
+        return zero_to_fp32.convert(open_source(checkpoint_dir, tag), Path(output_dir), given)

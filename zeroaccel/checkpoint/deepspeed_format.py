@@ -86,7 +86,8 @@ class DeepSpeedCheckpoint:
         tensors: "master/FQN", "value/FQN" (parameters without a master) and "buffer/NAME" -> where the elements are.
         groups: the optimizer's param groups.
         model: the content of the model's file besides tensors: `counters`, `lr_scheduler`, `client_state` read it.
-        loss_scaler: attributes of DeepSpeed's loss scaler, or None.
+        loss_scaler: attributes of DeepSpeed's loss scaler and its "type", or None.
+        model_file: the number of the file that `model` is from.
     """
 
     folder: Path
@@ -96,6 +97,7 @@ class DeepSpeedCheckpoint:
     found: Found
     model: Mapping[str, Any]
     loss_scaler: Mapping[str, Any] | None = None
+    model_file: int = 0
     universal: bool = False
     _positional: list[list[dict[str, Any]]] = field(default_factory=list)
 
@@ -173,6 +175,11 @@ class DeepSpeedCheckpoint:
         return [fqn for fqn in self.found.order if self.weight_key(fqn) is None]
 
     # -- optimizer
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether there are states without names; see `name_positions`."""
+        return any(state for group in self._positional for state in group)
 
     def name_positions(self, names: Sequence[Sequence[str]]) -> None:
         """Names the states of fp32 training at stage 0, which are saved by position only; else does nothing.
@@ -340,7 +347,7 @@ def _open(folder: Path, name: str, files: CheckpointFiles) -> DeepSpeedCheckpoin
         read_chunked(found, shapes, models, ranks)
     else:
         read_partitioned(found, shapes, ranks, padded=bf16_optimizer)
-    return DeepSpeedCheckpoint(folder, name, stage, world_size, found, model, _scaler(first))
+    return DeepSpeedCheckpoint(folder, name, stage, world_size, found, model, _scaler(first), model_file=file)
 
 
 def _open_file(found: Found, path: Path) -> dict[str, Any]:

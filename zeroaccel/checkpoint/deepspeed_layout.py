@@ -45,7 +45,7 @@ class Elements:
 
     def cut(self, start: int, length: int) -> Iterator[tuple[int, int, int]]:
         """(file, length, byte offset) of elements [start, start + length), which must exist."""
-        assert 0 <= start and start + length <= self.numel, "a cut outside of a sequence"
+        assert start >= 0 and start + length <= self.numel, "a cut outside of a sequence"
         index = bisect_right(self._runs, start, key=lambda run: run[1]) - 1
         while length:
             file, begin, available, offset = self._runs[index]

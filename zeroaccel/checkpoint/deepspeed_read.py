@@ -137,9 +137,12 @@ def read_module(found: Found, file: int, content: Mapping[str, Any], *, whole: b
                 found.ties[name] = canonical
         if name in found.ties:
             continue
+        known = name in found.shapes or name in found.frozen
+        if not (whole or known or tensor.numel):
+            continue  # neither trained nor saved
         found.order.append(name)
         found.dtypes[name] = tensor.dtype
-        if whole and name not in found.shapes:
+        if name not in found.shapes and (whole or not known):
             found.frozen[name] = tensor.shape
             found.tensors[f"value/{name}"] = found.record((file, tensor))
     for name in (*found.shapes, *found.frozen):  # those that are left out of the module
@@ -270,6 +273,8 @@ def read_chunked(
 def read_frozen_chunks(found: Found, models: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
     """Frozen parameters of stage 3, from the model files of all ranks."""
     for name, shape in found.frozen.items():
+        if f"value/{name}" in found.tensors:
+            continue
         fragments = []
         for file, content in models:
             address = f"{found.files[file].path}: frozen parameter {name}"

@@ -1,7 +1,7 @@
 """Universal checkpoints: a folder for each parameter, with a file for each of its values, of full size.
 
 Called by `deepspeed_format.py`. Names and shapes come from the copy of the model's file beside, because a converted
-stage 3 has flat tensors. Frozen parameters and buffers come from there, too: in the folders they are rounded or missing.
+stage 3 has flat tensors. Frozen parameters and buffers come from there, too: in the folders they are not exact.
 """
 
 from __future__ import annotations

@@ -75,10 +75,13 @@ def name_positions(
     Raises:
         CheckpointError: numbers or shapes do not agree.
     """
+    if [len(group) for group in positional] != [len(group) for group in names]:
+        # Frozen parameters may be among them; they have no state.
+        positional = [[state for state in group if state] for group in positional]
     sizes = [len(group) for group in positional]
     if sizes != [len(group) for group in names]:
         raise CheckpointError(
-            f"{where}: param groups (a checkpoint of stage 0 has no names for them)",
+            f"{where}: param groups (a checkpoint of fp32 training at stage 0 has no names for them)",
             expected=f"groups of {[len(group) for group in names]} parameters, as the optimizer has them",
             got=sizes,
             fix="build the optimizer as when it was saved, or pass load_optimizer_states=False",
@@ -118,7 +121,7 @@ def _trainable(found: Found, names: Sequence[str], inner: Mapping[str, Any], ind
 
 def _names_in(found: Found, tensor: InFile, where: str) -> tuple[list[str], list[list[Place]]]:
     """The parameters a tensor of masters holds one behind the other, and their places; adds the masters."""
-    file, stored = tensor
+    stored = tensor[1]
     held = found.sequence([tensor])
     record = found.record(tensor)
     masters = _read(found, record).view("<f4")

@@ -17,6 +17,8 @@ from zeroaccel.checkpoint.agreement import agreed
 from zeroaccel.checkpoint.background import BackgroundSave
 from zeroaccel.checkpoint.commit import CommitRules
 from zeroaccel.checkpoint.contents import Holdings
+from zeroaccel.checkpoint.deepspeed_files import is_deepspeed_checkpoint
+from zeroaccel.checkpoint.deepspeed_resume import open_to_resume
 from zeroaccel.checkpoint.find import find_checkpoint, newest_first
 from zeroaccel.checkpoint.fit import CheckpointMisfit, check_model, check_optimizer
 from zeroaccel.checkpoint.load import LoadReport, load_optimizer, load_weights, refresh_copies
@@ -178,6 +180,8 @@ class CheckpointingEngine(Engine):
     ) -> tuple[str | None, dict[str, Any]]:
         """Resumes from a checkpoint that any number of ranks saved, at any stage and precision. (all ranks)
 
+        A folder that DeepSpeed wrote can be resumed from as well.
+
         Args:
             tag: which; by default the one that `latest` names. "auto" takes the newest that is valid, and says which
                 it skipped and why.
@@ -206,8 +210,16 @@ class CheckpointingEngine(Engine):
         if tag == "auto":
             return self._load_newest(root, wanted)
         with agreed(self.collectives, "load_checkpoint: find"):
-            folder, manifest = find_checkpoint(root, tag)
-        return str(folder), self._load(folder, manifest, wanted)
+            folder, store = self._find(root, tag)
+        return str(folder), self._load(folder, store, wanted)
+
+    def _find(self, root: Path, tag: object) -> tuple[Path, TensorStore]:
+        if is_deepspeed_checkpoint(root, tag):
+            scheduler = None if self.lr_scheduler is None else type(self.lr_scheduler).__name__
+            groups = None if self._shard is None else self._shard.group_of
+            return open_to_resume(root, tag, scheduler_type=scheduler, group_of=groups)
+        folder, manifest = find_checkpoint(root, tag)
+        return folder, TensorStore(folder, manifest)
 
     def _load_newest(self, root: Path, wanted: _Wanted) -> tuple[str | None, dict[str, Any]]:
         found: list[Path] = []
@@ -222,7 +234,7 @@ class CheckpointingEngine(Engine):
             try:
                 with agreed(self.collectives, "load_checkpoint: read"):
                     manifest = read_manifest(folder)
-                return str(folder), self._load(folder, manifest, wanted)
+                return str(folder), self._load(folder, TensorStore(folder, manifest), wanted)
             except CheckpointMisfit:
                 raise  # another model: an older checkpoint would be no answer
             except CheckpointError as error:
@@ -233,7 +245,8 @@ class CheckpointingEngine(Engine):
             return None, {}
         raise CheckpointError(f"{root}: no valid checkpoint", got="; ".join(skipped))
 
-    def _load(self, folder: Path, manifest: Manifest, wanted: _Wanted) -> dict[str, Any]:
+    def _load(self, folder: Path, opened: TensorStore, wanted: _Wanted) -> dict[str, Any]:
+        manifest = opened.manifest
         self._require_same(folder, manifest)
         holdings, shard, where = self._holdings(), self._shard, f"checkpoint {folder}"
         with agreed(self.collectives, f"{where}: fit"):
@@ -242,7 +255,7 @@ class CheckpointingEngine(Engine):
                 check_optimizer(shard, manifest, where)
         client_state: dict[str, Any] = {}
         self._half_loaded = str(folder)
-        with agreed(self.collectives, f"{where}: read"), TensorStore(folder, manifest) as store:
+        with agreed(self.collectives, f"{where}: read"), opened as store:
             load_weights(holdings, store)
             if wanted.optimizer and shard is not None:
                 load_optimizer(shard, store, where)

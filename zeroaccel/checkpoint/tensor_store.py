@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,7 +22,19 @@ from zeroaccel.checkpoint.manifest import ITEMSIZE, Manifest
 from zeroaccel.checkpoint.rank_file import CHUNK_NBYTES, RankFile, Request
 from zeroaccel.errors import CheckpointError
 
-__all__ = ["TensorStore"]
+__all__ = ["OpenFile", "TensorStore"]
+
+
+class OpenFile(Protocol):
+    """A file of a checkpoint, as a store needs it; `read` checks what it hands out."""
+
+    read_nbytes: int
+
+    def read(self, requests: Iterable[Request]) -> None:
+        """Delivers each request; CheckpointError if something is damaged."""
+
+    def close(self) -> None:
+        """Closes the file."""
 
 
 class TensorStore:
@@ -35,7 +48,7 @@ class TensorStore:
         self.manifest = manifest
         self.wanted_nbytes = 0
         self._folder = folder
-        self._files: dict[int, RankFile] = {}
+        self._files: dict[int, OpenFile] = {}
         self._pending: dict[int, list[Request]] = {}
 
     def __enter__(self) -> TensorStore:
@@ -99,7 +112,7 @@ class TensorStore:
         self._pending = held
         return flat.view(record.shape)
 
-    def _open(self, file: int) -> RankFile:
+    def _open(self, file: int) -> OpenFile:
         if file not in self._files:
             self._files[file] = RankFile(self._folder, self.manifest.files[file])
         return self._files[file]

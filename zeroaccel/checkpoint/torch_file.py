@@ -12,6 +12,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,8 @@ class TorchFile:
             ) from error
         self.content: Any = load_pickle(content, str(path))
         self._starts: dict[str, int] = {}
+        self._checked: set[str] = set()
+        self._checking = Lock()
 
     @property
     def fingerprint(self) -> str:
@@ -118,11 +121,14 @@ class TorchFile:
         return self._starts[name]
 
     def read(self, start: int, nbytes: int) -> NDArray[np.uint8]:
-        """Bytes [start, start + nbytes), (nbytes,); threads may call it at the same time.
+        """Bytes [start, start + nbytes) of a tensor, (nbytes,); threads may call it at the same time.
+
+        The record they are in is compared with its checksum first, whole and once.
 
         Raises:
-            CheckpointError: the file cannot be read, or ends before.
+            CheckpointError: the file cannot be read, or is damaged there.
         """
+        self._check(start)
         data = np.empty(nbytes, np.uint8)
         try:
             with self.path.open("rb", buffering=0) as file:  # opened anew: there can be thousands of files
@@ -137,22 +143,33 @@ class TorchFile:
             raise CheckpointError(f"{self.path}: cannot be read ({error.strerror})") from error
         return data
 
+    def _check(self, start: int) -> None:
+        name = max(
+            (name for name, first in self._starts.items() if first <= start), key=lambda name: self._starts[name]
+        )
+        with self._checking:
+            if name not in self._checked:
+                self._verify(name)
+                self._checked.add(name)
+
+    def _verify(self, name: str) -> None:
+        try:
+            with zipfile.ZipFile(self.path) as archive, archive.open(self._records[name]) as content:
+                while content.read(_CHUNK_NBYTES):
+                    pass
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be read ({error.strerror})") from error
+        except (zipfile.BadZipFile, EOFError, zlib.error, NotImplementedError) as error:
+            raise CheckpointError(f"{self.path}: damaged ({error})", fix="copy it again") from error
+
     def verify(self) -> None:
         """Reads the whole file and compares it with the checksums torch wrote (CRC-32).
 
         Raises:
             CheckpointError: a record is damaged; it names the record.
         """
-        try:
-            with zipfile.ZipFile(self.path) as archive:
-                for record in self._records.values():
-                    with archive.open(record) as content:
-                        while content.read(_CHUNK_NBYTES):
-                            pass
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: cannot be read ({error.strerror})") from error
-        except (zipfile.BadZipFile, EOFError) as error:
-            raise CheckpointError(f"{self.path}: damaged ({error})", fix="copy it again") from error
+        for name in self._records:
+            self._verify(name)
 
 
 def _inner_run(tensor: StoredTensor) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import math
 import pickle
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -393,7 +393,9 @@ class Tensors:
         state = {}
         for target in self.targets:
             data = self._bytes[target.name]
-            tensor = torch.from_numpy(data).view(getattr(torch, TORCH_NAMES[target.dtype])).view(target.weight.shape)
+            dtype = getattr(torch, TORCH_NAMES[target.dtype])
+            flat = torch.from_numpy(data).view(dtype) if data.size else torch.empty(0, dtype=dtype)
+            tensor = flat.view(target.weight.shape)
             state.update(dict.fromkeys((target.name, *target.aliases), tensor))
         return state
 
@@ -510,33 +512,48 @@ def _convert(data: Bytes, target: Target) -> Bytes:
     values: NDArray[Any] = data.view(FLOATS[target.weight.dtype])
     if target.weight.dtype == "BF16":
         values = (values.astype("<u4") << 16).view("<f4")
-    finite = np.count_nonzero(np.isfinite(values))
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):
         values = values.astype("<f4", copy=False)
-        if target.dtype == "F16":
+        if target.dtype == "BF16":
+            values = _rounded_to_bf16(values)
+        elif target.dtype == "F16":
             values = values.astype("<f2")
-        elif target.dtype == "BF16":
-            bits = values.view("<u4")
-            rounded = (bits + (((bits >> 16) & 1) + 0x7FFF)) >> 16
-            values = np.where(np.isnan(values), (bits >> 16) | 0x40, rounded).astype("<u2")
-    result = np.ascontiguousarray(values).view(np.uint8)
-    if np.count_nonzero(np.isfinite(_floats(result, target.dtype))) < finite:
+    result = values.view(np.uint8)
+    if _finite_and_nans(result, target.dtype)[0] < _finite_and_nans(data, target.weight.dtype)[0]:
         raise ConversionError(
             f"{target.name}: has values that {target.dtype} cannot hold; choose bf16 or fp32 as --dtype"
         )
     return result
 
 
-def _floats(data: Bytes, dtype: str) -> NDArray[Any]:
+def _rounded_to_bf16(values: NDArray[Any]) -> NDArray[Any]:
+    """The upper halves of fp32, rounded; a NaN stays one. In pieces that fit a cache."""
+    result = np.empty(values.size, "<u2")
+    for start in range(0, values.size, 1 << 14):
+        bits = values[start : start + (1 << 14)].view("<u4")
+        rounded = bits >> 16
+        rounded &= 1
+        rounded += 0x7FFF
+        rounded += bits
+        rounded >>= 16
+        nans = np.isnan(bits.view("<f4"))
+        rounded[nans] = (bits[nans] >> 16) | 0x40
+        result[start : start + bits.size] = rounded
+    return result
+
+
+def _finite_and_nans(data: Bytes, dtype: str) -> tuple[int, int]:
+    """How many of the floating-point elements are finite, and how many are NaN."""
     if dtype == "BF16":
-        return (data.view("<u2").astype("<u4") << 16).view("<f4")
-    return data.view(FLOATS[dtype])
+        magnitudes = data.view("<u2") & 0x7FFF
+        return int(np.count_nonzero(magnitudes < 0x7F80)), int(np.count_nonzero(magnitudes > 0x7F80))
+    values = data.view(FLOATS[dtype])
+    return int(np.count_nonzero(np.isfinite(values))), int(np.count_nonzero(np.isnan(values)))
 
 
 def _tally(data: Bytes, dtype: str) -> list[int]:
     bits = int(np.bitwise_xor.reduce(data.view(f"<u{ITEMSIZE[dtype]}")))
-    nans = int(np.count_nonzero(np.isnan(_floats(data, dtype)))) if dtype in FLOATS else 0
-    return [bits, nans]
+    return [bits, _finite_and_nans(data, dtype)[1] if dtype in FLOATS else 0]
 
 
 def _add(tallies: Tallies, name: str, tally: Sequence[int]) -> None:

@@ -43,6 +43,10 @@ def shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
 
 
+def _unknown(known: Known) -> Fact[Any] | None:
+    return None
+
+
 @dataclass(frozen=True)
 class Rule:
     """How one key is filled.
@@ -60,7 +64,7 @@ class Rule:
 
     path: str
     fill: Filler
-    stated: Filler = lambda known: None
+    stated: Filler = _unknown
     otherwise: str = ""
     needed: Callable[[Known], bool] = lambda known: False
     fix: str = ""
@@ -195,10 +199,12 @@ RULES: tuple[Rule, ...] = (
     _stated("gradient_clipping", "clipping", otherwise="0 does not clip"),
     _enabled("fp16"),
     _enabled("bf16"),
+    Rule("optimizer.type", _unknown, needed=_always, fix="name the optimizer, or remove the section"),
     _required("optimizer.params.lr", "lr", "write a number, or pass lr where the optimizer's placeholder is made"),
     _stated("optimizer.params.weight_decay", "weight_decay"),
     _stated("optimizer.params.betas", "betas"),
     _stated("optimizer.params.eps", "eps"),
+    Rule("scheduler.type", _unknown, needed=_always, fix="name the schedule, or remove the section"),
     Rule("scheduler.params.warmup_max_lr", _peak, otherwise="each param group's own lr"),
     _required(
         "scheduler.params.warmup_num_steps",

@@ -20,7 +20,7 @@ from zeroaccel.zero.grouping import UnitSpec
 from zeroaccel.zero.layout import FlatLayout
 from zeroaccel.zero.unit import FlatBuffer, ParamUnit
 
-__all__ = ["Placement", "broadcast_buffers", "build_units", "check_materialized", "check_same"]
+__all__ = ["Placement", "broadcast_buffers", "build_units", "check_parameters", "check_same"]
 
 
 @dataclass(frozen=True)
@@ -54,16 +54,23 @@ class Placement:
         return param.requires_grad and id(param) in self.groups
 
 
-def check_materialized(model: nn.Module) -> None:
-    """Every parameter must have values.
+def check_parameters(model: nn.Module) -> None:
+    """Every parameter must have values, and real ones where it is trained.
 
     Raises:
-        UsageError: one is on the meta device.
+        UsageError: one is on the meta device, or complex.
     """
     for fqn, param in model.named_parameters():
         if param.is_meta:
             raise UsageError(
                 f"parameter {fqn}", expected="real values", got="the meta device", fix="materialize the model first"
+            )
+        if param.is_complex() and param.requires_grad:
+            raise UsageError(
+                f"parameter {fqn}",
+                expected="a real dtype, as master weights are fp32",
+                got=str(param.dtype),
+                fix="keep it as torch.view_as_real(...), or freeze it",
             )
 
 

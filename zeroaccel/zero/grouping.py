@@ -19,9 +19,11 @@ __all__ = ["LARGE_LEAF_NUMEL", "LeafRules", "UnitSpec", "group_parameters"]
 LARGE_LEAF_NUMEL = 1 << 16
 """A leaf module outside the blocks with at least this many elements is a unit of its own."""
 
-_MIXTURE = re.compile(r"moe|mixture_?of_?experts|experts?$", re.IGNORECASE)
+_MIXTURE = re.compile(r"moe|mixture_?of_?experts", re.IGNORECASE)
+_EXPERTS = re.compile(r"experts$", re.IGNORECASE)
 _ROUTERS = frozenset({"gate", "router", "gating", "gate_proj_router"})
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+_CONTAINERS = (*_LISTS, nn.Sequential)
 
 
 @dataclass(frozen=True)
@@ -162,6 +164,9 @@ def _walk_boundaries(module: nn.Module, fqn: str, rules: LeafRules, *, inside: b
         if rules.match(child_fqn, child) or (not inside and is_mixture(name, child)):
             yield id(child), child_fqn  # whole: nothing below it is a unit of its own
             continue
+        if isinstance(child, _LISTS) and _EXPERTS.search(name):
+            yield from _walk_boundaries(child, child_fqn, rules, inside=True)  # theirs is the unit of what picks one
+            continue
         block = not inside and repeated and not isinstance(child, _CONTAINERS)
         leaf = not inside and next(child.children(), None) is None
         large = leaf and sum(p.numel() for p in child.parameters()) >= LARGE_LEAF_NUMEL
@@ -173,13 +178,23 @@ def _walk_boundaries(module: nn.Module, fqn: str, rules: LeafRules, *, inside: b
 def is_mixture(name: str, module: nn.Module) -> bool:
     """Whether a module routes inputs to experts, so that ranks may run different children of it.
 
-    Told by its name or class, or by a list of like children beside something called a gate or a router.
+    Told by a child called experts, by a list of like children beside something called a gate or a router, or by its
+    own name or class, unless something below it is called so too: then it is a model of such blocks.
     """
-    if _MIXTURE.search(name) or _MIXTURE.search(type(module).__name__):
-        return not isinstance(module, nn.Sequential) and next(module.children(), None) is not None
     children = dict(module.named_children())
+    if isinstance(module, _CONTAINERS) or not children:
+        return False
+    if any(_EXPERTS.search(child) for child in children):
+        return True
+    below = [(fqn.rpartition(".")[2], m) for fqn, m in module.named_modules() if fqn]
+    if _called_mixture(name, module) and not any(_called_mixture(*item) for item in below):
+        return True
     experts = [c for c in children.values() if isinstance(c, nn.ModuleList) and len(c) > 1]
     return bool(_ROUTERS & children.keys()) and any(len({_shapes(e) for e in c}) == 1 for c in experts)
+
+
+def _called_mixture(name: str, module: nn.Module) -> bool:
+    return bool(_MIXTURE.search(name) or _MIXTURE.search(type(module).__name__))
 
 
 def _shapes(module: nn.Module) -> tuple[tuple[int, ...], ...]:

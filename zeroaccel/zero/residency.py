@@ -191,9 +191,8 @@ class Residency:
         if self.in_backward and self._open[unit.name]:
             unit.wait()  # recomputed within its own backward: whole already, and not another step of the schedule
             return
-        ahead = self._schedule.need(unit.name, self._live)
         self._unshard(unit)
-        for name in ahead:
+        for name in self._schedule.need(unit.name, self._live):
             self._unshard(self._units[name])
         unit.wait()
 

@@ -87,7 +87,7 @@ class Schedule:
         """Notes that `name` must be whole now; returns the units to fetch ahead, in order.
 
         Args:
-            live: the units that are whole or on their way, with their sizes.
+            live: the units that are whole or on their way, `name` among them, with their sizes.
         """
         self.actions.append(f"UNSHARD {name}")
         self._early.discard(name)

@@ -12,6 +12,7 @@ Does not decide when to move (`residency.py`, `schedule.py`) and does not talk t
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -73,8 +74,7 @@ class FlatBuffer:
         low, high = layout.bounds(rank)
         self.shard = self.full[low:high]
         self.master: Tensor | None = None
-        # A buffer with a single element to expand from; integers have no NaN and take their lowest value instead.
-        absent = torch.full((), float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min, dtype=dtype)
+        absent = torch.full((), _absent_value(dtype), dtype=dtype)  # a single element to expand from
         self._absent = [absent.to(device).expand(param.shape) for param in params]
         self._views = [self.full[slot.start : slot.end].view(slot.shape) for slot in layout.slots]
 
@@ -126,6 +126,13 @@ class FlatBuffer:
     def view(self, index: int) -> Tensor:
         """The view of the full buffer that parameter `index` uses while whole."""
         return self._views[index]
+
+
+def _absent_value(dtype: torch.dtype) -> float | bool:
+    """NaN; integers have none and show their lowest value instead."""
+    if dtype is torch.bool:
+        return False
+    return math.nan if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).min
 
 
 class ParamUnit:

@@ -47,7 +47,7 @@ UNIVERSAL = ("stage1_bf16_optimizer_w2", "stage1_fp32_w2", "stage3_bf16_w2")
 
 
 class Awkward(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, *, empty: bool) -> None:
         super().__init__()
         self.embed = nn.Embedding(7, 3)
         self.norm = nn.LayerNorm(3)
@@ -55,7 +55,8 @@ class Awkward(nn.Module):
         self.held = nn.Linear(5, 5).requires_grad_(False)
         self.down = nn.Linear(5, 3)
         self.scale = nn.Parameter(torch.tensor([1.25]))
-        self.empty = nn.Parameter(torch.zeros(0, 3))
+        if empty:
+            self.empty = nn.Parameter(torch.zeros(0, 3))
         self.head = nn.Linear(3, 7, bias=False)
         self.head.weight = self.embed.weight
         self.register_buffer("offset", torch.linspace(0.1, 0.3, 3))
@@ -69,9 +70,9 @@ class Awkward(nn.Module):
         return F.cross_entropy(self.head(hidden).float(), tokens.roll(1))
 
 
-def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+def build(*, empty: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = Awkward()
+    model = Awkward(empty=empty)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0, "lr": 0.02}]
@@ -84,7 +85,7 @@ def batch(step: int) -> torch.Tensor:
 
 def plain() -> dict[str, torch.Tensor]:
     """What ordinary fp32 training gives: every rank of the others sees the same batches."""
-    model, optimizer = build()
+    model, optimizer = build(empty=False)
     for group in optimizer.param_groups:
         group["params"] = [p for p in group["params"] if p.requires_grad and p.numel()]
     for step in range(STEPS):
@@ -103,21 +104,23 @@ def run_case(name: str, out: Path) -> None:
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    world_size, changes = CASES[name]
-    model, optimizer = build()
+    _, changes = CASES[name]
+    stage = changes.get("zero_optimization", {}).get("stage", 0)
+    model, optimizer = build(empty=stage != 3)  # stage 3 cannot gather an empty parameter
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 1000.0,
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2, "warmup_max_lr": [0.01, 0.02],
-                                                     "warmup_min_lr": [0.01, 0.02]}},
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_num_steps": 2, "warmup_max_lr": [0.01, 0.02], "warmup_min_lr": [0.01, 0.02]},
+        },
         **changes,
     }
-    if config.get("zero_optimization", {}).get("stage"):
+    if stage:
         small = {"reduce_bucket_size": 1000, "allgather_bucket_size": 1000}
         config["zero_optimization"] = {**small, **config["zero_optimization"]}
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    stage = engine.zero_optimization_stage()
     for step in range(STEPS):
         engine.backward(engine(batch(step)))
         engine.step()
@@ -163,9 +166,20 @@ def finish(folder: Path, truth: dict[str, torch.Tensor], engine) -> None:
 def make_universal(folder: Path) -> None:
     tag = (folder / "latest").read_text()
     target = folder.with_name(folder.name + "_universal")
-    command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--input_folder", str(folder / tag),
-               "--output_folder", str(target / f"{tag}_universal"), "--num_extract_workers", "1",
-               "--num_merge_workers", "1", "--inject_missing_state"]
+    command = [
+        sys.executable,
+        "-m",
+        "deepspeed.checkpoint.ds_to_universal",
+        "--input_folder",
+        str(folder / tag),
+        "--output_folder",
+        str(target / f"{tag}_universal"),
+        "--num_extract_workers",
+        "1",
+        "--num_merge_workers",
+        "1",
+        "--inject_missing_state",
+    ]
     environment = {key: value for key, value in os.environ.items() if key not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -178,14 +192,23 @@ def run_ranks(world_size: int, names: list[str], out: Path) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    base = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size),
-            "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "LOCAL_SIZE": str(world_size)}
+    base = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(world_size),
+        "DS_ACCELERATOR": "cpu",
+        "OMP_NUM_THREADS": "1",
+        "LOCAL_SIZE": str(world_size),
+    }
     ranks = [
-        subprocess.Popen([sys.executable, __file__, str(out), "--ranks", "--only", *names],
-                         env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        subprocess.Popen(
+            [sys.executable, __file__, str(out), "--ranks", "--only", *names],
+            env={**base, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
         for rank in range(world_size)
     ]
-    if any([rank.wait() for rank in ranks]):
+    if any([rank.wait() for rank in ranks]):  # noqa: C419  (all of them are waited for)
         raise SystemExit(f"world size {world_size}: a rank failed")
 
 
@@ -214,7 +237,6 @@ def main() -> None:
         pack(given.out)
         return
     import deepspeed
-
     from deepspeed.accelerator import get_accelerator
 
     torch.set_num_threads(1)

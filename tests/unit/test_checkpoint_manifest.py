@@ -1,0 +1,206 @@
+"""No manifest is believed that is damaged, newer, contradicts itself, or leads out of its folder."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zeroaccel.checkpoint import manifest as format_
+from zeroaccel.checkpoint.find import find_checkpoint, newest_first
+from zeroaccel.checkpoint.manifest import (
+    FileRecord,
+    Manifest,
+    ParameterRecord,
+    TensorRecord,
+    check_tag,
+    read_manifest,
+    write_manifest,
+)
+from zeroaccel.errors import CheckpointError
+
+NAME = "rank00000-of-00001-0123abcd.safetensors"
+
+
+def example(tag: str = "one", saved_at: float = 1.0) -> Manifest:
+    return Manifest(
+        id="0123abcd",
+        tag=tag,
+        saved_at=saved_at,
+        world_size=1,
+        sharded={"optimizer": False, "grads": False, "params": False},
+        files=(FileRecord(NAME, 4000, 0, "00"),),
+        tensors={
+            "master/a": TensorRecord("F32", (2, 3), ((0, 0, 4, 800), (0, 4, 2, 96))),
+            "value/b": TensorRecord("BF16", (), ((0, 0, 1, 900),)),
+            "state/exp_avg/a": TensorRecord("F32", (2, 3), ((0, 0, 6, 1000),)),
+            "buffer/c": TensorRecord("I64", (0,), ()),
+        },
+        parameters={
+            "a": ParameterRecord("BF16", (2, 3), True, 0),
+            "b": ParameterRecord("BF16", (), False, None),
+            "left_out": ParameterRecord("BF16", (4,), False, None, saved=False),
+        },
+        order=("b", "a", "left_out"),
+        ties={"z": "a"},
+        buffers=("c",),
+        counters={"global_steps": 5, "micro_steps": 10, "global_samples": 40, "skipped_steps": 0},
+        optimizer={"type": "AdamW", "param_groups": [{"lr": 0.1, "params": ["a"]}], "scalars": {"a": {"step": 5}}},
+    )
+
+
+def saved(root: Path, tag: str = "one", saved_at: float = 1.0) -> Path:
+    folder = root / tag
+    folder.mkdir(parents=True)
+    (folder / NAME).write_bytes(bytes(4000))
+    write_manifest(folder, example(tag, saved_at))
+    return folder
+
+
+def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
+    found = read_manifest(saved(tmp_path))
+    assert found == example()
+    assert found.canonical("z") == "a"
+    assert found.canonical("nobody") is None
+    assert [found.weight_key(name) for name in ("a", "b", "left_out")] == ["master/a", "value/b", None]
+    assert found.state_names("a") == ("exp_avg",)
+    assert found.state_names("b") == ()
+
+
+def edited(folder: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    """Changes the manifest, with a checksum that fits: damage that a checksum does not find."""
+    body = json.loads((folder / "manifest.json").read_text())["manifest"]
+    edit(body)
+    (folder / "manifest.json").write_text(json.dumps({"checksum": format_._checksum(body), "manifest": body}))
+
+
+def _set(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    def edit(body: dict[str, Any]) -> None:
+        *keys, last = path.split(".")
+        for key in keys:
+            body = body[int(key) if isinstance(body, list) else key]
+        if value is None:
+            del body[last]  # type: ignore[arg-type]
+        else:
+            body[int(last) if isinstance(body, list) else last] = value  # type: ignore[index]
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("edit", "told"),
+    [
+        (_set("version", 2), "at most 1, got 2; upgrade"),
+        (_set("version", "1"), "at most 1"),
+        (_set("format", "other"), "format 'other'"),
+        (_set("files.0.name", "../../etc/passwd"), "not a plain name"),
+        (_set("files.0.name", "/etc/passwd.safetensors"), "not a plain name"),
+        (_set("files.0.name", "..safetensors"), "not a plain name"),
+        (_set("files.0.nbytes", -1), "-1 is not a whole number"),
+        (_set("files.0.nbytes", 3999), "expected 3999 bytes, got 4000"),
+        (_set("tensors.master/a.pieces", [[0, 0, 4, 800]]), "4 elements saved of shape"),
+        (_set("tensors.master/a.pieces", [[0, 0, 4, 800], [0, 3, 3, 96]]), "a piece at element 3"),
+        (_set("tensors.master/a.pieces", [[1, 0, 6, 800]]), "IndexError"),
+        (_set("tensors.master/a.pieces", [[0, 0, 6, 3980]]), "a piece at byte 3980"),
+        (_set("tensors.master/a.pieces", [[0, 0, 6, 802]]), "a piece at byte 802"),
+        (_set("tensors.master/a.pieces", [[0, 0, 6, -8]]), "-8 is not a whole number"),
+        (_set("tensors.master/a.dtype", "Q8"), "Q8"),
+        (_set("tensors.master/a.shape", [6]), "not of the shape of its parameter"),
+        (_set("tensors.master/a", None), "parameter a: its values are not in the checkpoint"),
+        (_set("tensors.buffer/c", None), "buffer/c"),
+        (_set("parameters.a", None), "does not name each of them once"),
+        (_set("order", ["a", "b"]), "does not name each of them once"),
+        (_set("counters.global_steps", None), "global_steps"),
+        (_set("counters.global_steps", 1.5), "1.5 is not a whole number"),
+        (_set("id", None), "id"),
+    ],
+)
+def test_contradictions_are_named(tmp_path: Path, edit: Callable[[dict[str, Any]], None], told: str) -> None:
+    folder = saved(tmp_path)
+    edited(folder, edit)
+    with pytest.raises(CheckpointError) as caught:
+        read_manifest(folder)
+    assert told in str(caught.value)
+    assert str(folder) in str(caught.value)
+
+
+def test_any_changed_character_is_found(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    text = bytearray((folder / "manifest.json").read_bytes())
+    for place in range(0, len(text), 7):
+        damaged = copy.copy(text)
+        damaged[place] ^= 1
+        (folder / "manifest.json").write_bytes(damaged)
+        try:
+            found = read_manifest(folder)
+        except CheckpointError:
+            continue
+        assert found == example(), place  # white space between tokens may change
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "null", '{"manifest": NaN}', "[" * 100_000])
+def test_what_is_no_manifest_is_an_error(tmp_path: Path, text: str) -> None:
+    folder = saved(tmp_path)
+    (folder / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointError, match="damaged"):
+        read_manifest(folder)
+
+
+def test_missing_parts_are_named(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    (folder / NAME).unlink()
+    with pytest.raises(CheckpointError, match="missing, though the manifest names it"):
+        read_manifest(folder)
+    (folder / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="interrupted before it was complete"):
+        read_manifest(folder)
+
+
+def test_files_that_nobody_names_mean_nothing(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    (folder / "rank00001-of-00002-89abcdef.safetensors").write_bytes(b"left over")
+    assert read_manifest(folder) == example()
+
+
+def test_the_newest_comes_first_and_the_damaged_are_told(tmp_path: Path) -> None:
+    for tag, saved_at in (("b", 1.0), ("a", 3.0), ("c", 2.0)):
+        saved(tmp_path, tag, saved_at)
+    os.truncate(tmp_path / "c" / NAME, 10)
+    (tmp_path / "never-finished").mkdir()
+    (tmp_path / "never-finished" / (NAME + ".tmp")).touch()
+    (tmp_path / "other").mkdir()
+    found, skipped = newest_first(tmp_path)
+    assert [folder.name for folder in found] == ["a", "b"]
+    assert len(skipped) == 1
+    assert str(tmp_path / "c") in skipped[0]
+
+
+def test_a_tag_or_latest_leads_to_a_checkpoint(tmp_path: Path) -> None:
+    saved(tmp_path)
+    assert find_checkpoint(tmp_path, "one") == (tmp_path / "one", example())
+    with pytest.raises(CheckpointError, match=r"latest: cannot be read .*one.*tag=\"auto\""):
+        find_checkpoint(tmp_path)
+    (tmp_path / "latest").write_text("one\n")
+    assert find_checkpoint(tmp_path)[0] == tmp_path / "one"
+    (tmp_path / "latest").write_text("two")
+    with pytest.raises(CheckpointError, match="two: no such checkpoint.*one"):
+        find_checkpoint(tmp_path)
+    (tmp_path / "latest").write_text("../one")
+    with pytest.raises(CheckpointError, match="checkpoint tag"):
+        find_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("tag", ["", ".", "..", ".hidden", "a/b", "../a", "a\\b", "a\nb", "a\0b", "latest", "auto"])
+def test_tags_that_are_no_folder_names_are_refused(tag: str) -> None:
+    with pytest.raises(CheckpointError, match="checkpoint tag"):
+        check_tag(tag)
+
+
+@pytest.mark.parametrize("tag", ["global_step3", "a b", "ü", 7])
+def test_other_tags_are_taken(tag: object) -> None:
+    assert check_tag(tag) == str(tag)

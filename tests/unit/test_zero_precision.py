@@ -1,0 +1,116 @@
+"""The loss scale step by step, which names stay fp32, and what becomes of buffers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from zeroaccel.errors import EngineStateError
+from zeroaccel.zero.precision import DynamicLossScale, LossScale, StaticLossScale, cast_buffers, kept_in_fp32
+
+
+def _scales(overflows: str, **settings: Any) -> list[float]:
+    """The scale after each step; "x" is an overflow, "." none."""
+    scale = DynamicLossScale(value=256.0, **settings)
+    seen = []
+    for step in overflows:
+        scale.update(overflow=step == "x")
+        seen.append(scale.value)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("overflows", "settings", "expected"),
+    [
+        # The first overflow costs the tolerance, each further one halves: it is refilled by growth only.
+        ("xx.x", {}, [256, 128, 128, 64]),
+        ("xxx", {"hysteresis": 3}, [256, 256, 128]),
+        ("x", {"hysteresis": 1}, [128]),
+        ("x.x.xx", {"consecutive_hysteresis": True}, [256, 256, 256, 256, 256, 128]),
+        # It grows on the step after `window` good ones, and then every `window`.
+        (".....", {"window": 2}, [256, 256, 512, 512, 1024]),
+        ("x....", {"window": 2, "hysteresis": 1}, [128, 128, 128, 256, 256]),
+        ("x...xx", {"window": 2}, [256, 256, 256, 512, 512, 256]),  # growth refills the tolerance
+        ("xxxx", {"hysteresis": 1, "minimum": 16.0}, [128, 64, 32, 16]),
+        ("xx", {"hysteresis": 1, "minimum": 100.0}, [128, 100]),
+    ],
+)
+def test_the_scale_step_by_step(overflows: str, settings: dict[str, Any], expected: list[float]) -> None:
+    assert _scales(overflows, **settings) == expected
+
+
+def test_an_overflow_at_the_minimum_is_an_error() -> None:
+    with pytest.raises(EngineStateError, match=r"fp16\.min_loss_scale.*64"):
+        _scales("xxx", hysteresis=1, minimum=64.0)
+
+
+@given(st.text("x.", max_size=40), st.integers(1, 4), st.integers(1, 5), st.booleans())
+def test_resuming_changes_nothing(overflows: str, hysteresis: int, window: int, consecutive: bool) -> None:
+    settings = {"hysteresis": hysteresis, "window": window, "consecutive_hysteresis": consecutive, "minimum": 2.0**-60}
+    straight = _scales(overflows, **settings)
+    scale = DynamicLossScale(value=256.0, **settings)
+    for step, expected in zip(overflows, straight, strict=True):
+        resumed = DynamicLossScale(value=1.0, **settings)
+        resumed.load_state_dict(scale.state_dict())
+        resumed.update(overflow=step == "x")
+        assert resumed.value == expected
+        scale = resumed
+
+
+def test_scales_that_do_not_move(capfd: pytest.CaptureFixture[str]) -> None:
+    for scale, value in ((LossScale(), 1.0), (StaticLossScale(128), 128.0)):
+        for overflow in (True, False, True):
+            scale.update(overflow=overflow)
+        assert scale.value == value
+    assert "128" in capfd.readouterr().err
+
+
+class Model(nn.Module):
+    _keep_in_fp32_modules = ("norm",)
+    _keep_in_fp32_modules_strict = ("router",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(2)
+        self.norms = nn.Linear(2, 2)
+        self.inner = nn.Module()
+        self.inner.router = nn.Linear(2, 2, bias=False)
+
+
+def test_names_kept_in_fp32() -> None:
+    auto = {
+        "norm.weight", "norm.bias", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked",
+        "inner.router.weight",
+    }  # fmt: skip
+    assert kept_in_fp32(Model(), "auto") == auto
+    assert kept_in_fp32(Model(), ("inner",)) == {"inner.router.weight"}
+    assert kept_in_fp32(Model(), ("inner.router",)) == {"inner.router.weight"}
+    assert kept_in_fp32(Model(), ()) == kept_in_fp32(nn.Linear(2, 2), "auto") == set()
+
+
+def test_buffers_keep_their_dtype_unless_told() -> None:
+    for dtype, expected in ((None, torch.float64), (torch.bfloat16, torch.bfloat16)):
+        model = Model()
+        model.register_buffer("table", torch.ones(2, dtype=torch.float64))
+        model.register_buffer("hidden", torch.ones(2), persistent=False)
+        model.register_buffer("nothing", None)
+        model.norm.half()
+        cast_buffers(model, torch.device("cpu"), dtype, {"norm.running_mean"})
+        assert model.table.dtype is expected
+        assert model.hidden.dtype is (dtype or torch.float32)
+        assert model.norm.running_mean.dtype is torch.float32
+        assert model.norm.num_batches_tracked.dtype is torch.long
+        assert "hidden" not in model.state_dict()
+
+
+def test_a_buffer_shared_by_two_modules_stays_shared() -> None:
+    model = Model()
+    model.register_buffer("table", torch.ones(2))
+    model.inner.register_buffer("table", model.table)
+    cast_buffers(model, torch.device("cpu"), torch.bfloat16, set())
+    assert model.inner.table is model.table
