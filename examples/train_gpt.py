@@ -172,7 +172,8 @@ def train(engine: zeroaccel.Engine, text: Tensor, args: argparse.Namespace, cons
             logits = engine(inputs.to(device))
             loss = F.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())
             engine.backward(loss)
-            state = engine.model_state_nbytes()  # between the two the gradients exist, already reduced
+            # The gradients are there, and reduced: the whole ones of stages 0 and 1, which the formula counts, are gone.
+            state = engine.model_state_nbytes()
             engine.step()
 
             speed = step * inputs.numel() * ranks / (time.perf_counter() - start)

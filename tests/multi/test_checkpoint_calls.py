@@ -18,7 +18,7 @@ from torch import nn
 
 import zeroaccel
 from tests.multi.checkpoint_runs import STEPS, assembled, make_engine, resume, save, snapshot, train
-from tests.multi.pool import Pool, RankFailure
+from tests.multi.pool import Pool
 from tests.multi.training import Toy, batches, config
 from zeroaccel.checkpoint.contents import Contents
 from zeroaccel.errors import CheckpointError, EngineStateError, UsageError
@@ -401,13 +401,34 @@ def test_a_damaged_checkpoint_is_never_loaded(ranks: Ranks, tmp_path: Path, kind
             assert "mixture" in unusable
 
 
-def test_a_rank_that_fails_alone_takes_the_others_with_it(ranks: Ranks, tmp_path: Path) -> None:
-    # The error reaches the pool from every rank: nobody is left waiting in a collective.
-    with pytest.raises(RankFailure) as caught:
-        ranks(2).run(load_nothing, tmp_path)
-    assert set(caught.value.reports) == {0, 1}
-
-
-def load_nothing(root: Path) -> None:
+def load_apart(root: Path) -> str:
     engine = make_engine(1)
-    engine.load_checkpoint(root / str(engine.collectives.rank))
+    own = root / str(engine.collectives.rank)
+    if engine.collectives.rank == 0:
+        own.mkdir()
+    return message(CheckpointError, lambda: engine.load_checkpoint(own, tag="one"))
+
+
+def test_a_rank_that_fails_takes_the_others_with_it(ranks: Ranks, tmp_path: Path) -> None:
+    # The error comes from every rank: nobody is left waiting in a collective.
+    for told in ranks(2).run(load_apart, tmp_path):
+        assert "[rank 0]" in told
+        assert "[rank 1]" in told
+
+
+def scheduler_of_another_kind(root: Path) -> tuple[str, bool]:
+    engine = make_engine(1)
+    engine.save_checkpoint(root)
+    settings = config(1, optimizer={"type": "AdamW", "params": {"lr": 0.1, "weight_decay": 0.1}})
+    settings["scheduler"] = {"type": "CosineAnnealingLR", "params": {"T_max": 10}}
+    other, *_ = zeroaccel.initialize(Toy(), config=settings)
+    told = message(CheckpointError, lambda: other.load_checkpoint(root, load_optimizer_states=False))
+    other(batches(0, 1)[0])  # nothing was touched
+    path, _ = other.load_checkpoint(root, load_optimizer_states=False, load_lr_scheduler_states=False)
+    return told, path is not None
+
+
+def test_another_scheduler_is_refused_before_anything_is_touched(ranks: Ranks, tmp_path: Path) -> None:
+    for told, loaded in ranks(2).run(scheduler_of_another_kind, tmp_path):
+        assert "expected CosineAnnealingLR, got 'WarmupLR'" in told
+        assert loaded

@@ -165,8 +165,8 @@ def _cast_inputs(auto_cast: bool) -> str:
 
 
 def test_auto_cast_casts_floating_inputs_only(ranks: Ranks) -> None:
-    assert ranks(1).run(_cast_inputs, True) == [str({"x": torch.float16, "ids": torch.int64})]
-    assert ranks(1).run(_cast_inputs, False) == [str({"x": torch.float32, "ids": torch.int64})]
+    assert ranks(2).run(_cast_inputs, True) == [str({"x": torch.float16, "ids": torch.int64})] * 2
+    assert ranks(2).run(_cast_inputs, False) == [str({"x": torch.float32, "ids": torch.int64})] * 2
 
 
 def _bf16_overflow(check: bool) -> tuple[bool, bool]:

@@ -188,7 +188,7 @@ def test_a_tag_or_latest_leads_to_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("one\n")
     assert find_checkpoint(tmp_path)[0] == tmp_path / "one"
     (tmp_path / "latest").write_text("two")
-    with pytest.raises(CheckpointError, match="two: no such checkpoint.*one"):
+    with pytest.raises(CheckpointError, match=r"two: no such checkpoint.*one"):
         find_checkpoint(tmp_path)
     (tmp_path / "latest").write_text("../one")
     with pytest.raises(CheckpointError, match="checkpoint tag"):

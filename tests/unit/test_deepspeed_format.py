@@ -122,6 +122,8 @@ def test_optimizer_states_are_those_in_memory(name: str, unpack: Unpack) -> None
         dtype, shape, data = checkpoint.value(scalars["step"])
         assert (dtype, shape, data.view("<f4").tolist()) == ("F32", (), [steps_of(name)])
     assert [sorted(group.names) for group in checkpoint.groups] == [sorted(MATRICES), sorted(VECTORS)]
+    if name == "stage1_elastic_w2":
+        return  # no hyperparameters in it
     assert [group.options["weight_decay"] for group in checkpoint.groups] == [0.1, 0.0]
     assert [group.options["lr"] for group in checkpoint.groups] == [0.01, 0.02]
 
@@ -271,7 +273,7 @@ def test_tensors_of_any_layout_are_found(shape: tuple[int, ...], how: str, tmp_p
     base = torch.arange(2 * numel + 3, dtype=torch.float32)
     tensor = base[3 : 3 + numel].view(shape)
     if how == "transposed":
-        tensor = tensor.permute(*range(len(shape) - 1, -1, -1))
+        tensor = tensor.permute(tuple(range(len(shape) - 1, -1, -1)))
     elif how == "strided":
         tensor = base[3 : 3 + 2 * numel : 2].view(*shape) if numel and len(shape) == 1 else base[3 : 3 + 2 * numel : 2]
     elif how == "expanded":

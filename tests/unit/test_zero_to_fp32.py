@@ -5,6 +5,7 @@ The checkpoints are made by hand from the format's page, so that reader and writ
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -375,6 +376,18 @@ def test_damage_is_named_and_nothing_is_written(
     assert not (tmp_path / "out").exists() or list((tmp_path / "out").iterdir()) == []
     with pytest.raises(CheckpointError, match=words):
         get_fp32_state_dict_from_zero_checkpoint(root)
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    source = zero_to_fp32.read_source(root)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "pwrite", full)
+        with pytest.raises(ConversionError, match="No space left on device; output is not whole"):
+            zero_to_fp32.convert(source, tmp_path / "out", zero_to_fp32.Options())
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_a_file_the_manifest_does_not_name_means_nothing(

@@ -51,7 +51,7 @@ _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "
 
 
 class Weight(NamedTuple):
-    """A parameter or buffer: its best values are the tensor `key`; `saved` is False where they were left out."""
+    """A parameter or buffer; its best values are the tensor `key`, of `dtype` and `shape`."""
 
     fqn: str
     key: str
@@ -81,10 +81,7 @@ class DeepSpeedCheckpoint:
     Attributes:
         stage: 0 to 3; for a universal one that of the run that was converted.
         version: DeepSpeed's.
-        order: parameters in the model's order. `shapes` are those of trainable ones, `frozen` of others.
-        ties: alias -> name. `buffers`: names of the persistent ones.
-        tensors: "master/FQN", "value/FQN" (parameters without a master) and "buffer/NAME" -> where the elements are.
-        groups: the optimizer's param groups.
+        found: names, shapes and places; `found.shapes` has the trainable parameters, `found.frozen` the others.
         model: the content of the model's file besides tensors: `counters`, `lr_scheduler`, `client_state` read it.
         loss_scaler: attributes of DeepSpeed's loss scaler and its "type", or None.
         model_file: the number of the file that `model` is from.
@@ -108,7 +105,7 @@ class DeepSpeedCheckpoint:
 
     @property
     def tensors(self) -> Mapping[str, TensorRecord]:
-        """Weights and buffers by key."""
+        """ "master/FQN", "value/FQN" (parameters without a master) and "buffer/NAME" -> where the elements are."""
         return self.found.tensors
 
     @property
@@ -331,8 +328,9 @@ def _open(folder: Path, name: str, files: CheckpointFiles) -> DeepSpeedCheckpoin
     world_size = int(counts.pop())
     bf16_optimizer = "zero_stage" not in first
     stage = 1 if bf16_optimizer else _number(first["zero_stage"])
-    files.require_ranks(world_size, models=stage == 3)
-    if stage == 3:
+    chunked = "fp32_flat_groups" in first  # as stage 3 has them
+    files.require_ranks(world_size, models=chunked)
+    if chunked:
         models = [(len(found.files), _open_file(found, path)) for _, path in sorted(files.models.items())]
     else:
         if files.whole_model is None:
@@ -342,8 +340,8 @@ def _open(folder: Path, name: str, files: CheckpointFiles) -> DeepSpeedCheckpoin
     shapes = model["param_shapes"]
     if not shapes:
         raise CheckpointError(f"{found.files[file].path}: the optimizer's shapes (param_shapes) are missing")
-    read_module(found, file, model, whole=stage != 3)
-    if stage == 3:
+    read_module(found, file, model, whole=not chunked)
+    if chunked:
         read_chunked(found, shapes, models, ranks)
     else:
         read_partitioned(found, shapes, ranks, padded=bf16_optimizer)
@@ -369,8 +367,9 @@ def _open_unsharded(folder: Path, name: str, files: CheckpointFiles) -> DeepSpee
     read_module(found, 0, model, whole=True)
     optimizer = model.get("optimizer")
     positional = read_unsharded(found, 0, optimizer)
-    scaler = {key: optimizer[key] for key in _SCALER_KEYS if key in optimizer} if optimizer else {}
-    if scaler:
+    scaler: dict[str, Any] = {}
+    if isinstance(optimizer, dict) and "cur_scale" in optimizer:
+        scaler = {key: optimizer[key] for key in _SCALER_KEYS if key in optimizer}
         scaler["type"] = "DynamicLossScaler" if optimizer["dynamic_loss_scale"] else "LossScaler"
     return DeepSpeedCheckpoint(
         folder, name, 0, int(model["dp_world_size"]), found, model, scaler or None, _positional=positional
@@ -398,7 +397,7 @@ def _open_universal(folder: Path, name: str, files: CheckpointFiles, universal: 
 
 
 def _number(stage: Any) -> int:
-    return int(stage.arguments[0]) if isinstance(stage, StandIn) else int(stage)
+    return int(vars(stage)["arguments"][0]) if isinstance(stage, StandIn) else int(stage)
 
 
 def _scaler(body: Mapping[str, Any]) -> dict[str, Any] | None:

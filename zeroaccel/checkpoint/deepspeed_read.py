@@ -117,7 +117,6 @@ def read_module(found: Found, file: int, content: Mapping[str, Any], *, whole: b
     Args:
         whole: the module's tensors are complete (stages 0 to 2); at stage 3 only the buffers are.
     """
-    where = str(found.files[file].path)
     module = {name: value for name, value in content["module"].items() if isinstance(value, StoredTensor)}
     buffers = set(content["buffer_names"])
     found.ties = {str(alias): str(name) for alias, name in (content.get("shared_params") or {}).items()}
@@ -148,14 +147,6 @@ def read_module(found: Found, file: int, content: Mapping[str, Any], *, whole: b
     for name in (*found.shapes, *found.frozen):  # those that are left out of the module
         if name not in found.dtypes and name not in found.ties:
             found.order.append(name)
-    _check_ties(found, where)
-
-
-def _check_ties(found: Found, where: str) -> None:
-    known = {*found.shapes, *found.frozen, *found.dtypes}
-    for alias, name in list(found.ties.items()):
-        if name in found.ties and name not in known:
-            raise CheckpointError(f"{where}: shared parameter {alias}", expected="the name of a parameter", got=name)
 
 
 def read_partitioned(

@@ -32,6 +32,7 @@ _TYPES: Sequence[tuple[frozenset[str], str]] = (
     (frozenset({"sum"}), "Adagrad"),
     (frozenset({"square_avg"}), "RMSprop"),
 )
+_SHARDED = ("optimizer", "grads", "params")  # each stage shards one more
 
 
 def open_to_resume(
@@ -127,7 +128,7 @@ def manifest_of(
         tag=checkpoint.tag,
         saved_at=max(file.path.stat().st_mtime for file in checkpoint.files),
         world_size=checkpoint.world_size,
-        sharded={name: checkpoint.stage >= stage for stage, name in enumerate(("optimizer", "grads", "params"), 1)},
+        sharded={name: name in _SHARDED[: checkpoint.stage] for name in _SHARDED},
         files=tuple(FileRecord(file.path.name, file.nbytes, 0, "") for file in checkpoint.files),
         parameters=parameters,
         order=tuple(found.order),
@@ -166,8 +167,8 @@ class _Plain:
             return self._tensor(value[0], value[1])
         if isinstance(value, StoredTensor):  # beside the weights, so in the first model file
             return self._tensor(self._checkpoint.model_file, value)
-        if isinstance(value, Mapping):
-            return type(value)((key, self._with_tensors(item)) for key, item in value.items())
+        if isinstance(value, dict):
+            return type(value)({key: self._with_tensors(item) for key, item in value.items()})
         if isinstance(value, (list, tuple)):
             return type(value)(self._with_tensors(item) for item in value)
         if isinstance(value, StandIn):
@@ -194,8 +195,9 @@ def _counters(checkpoint: DeepSpeedCheckpoint) -> dict[str, int]:
     accumulation = config.get("gradient_accumulation_steps")
     if not isinstance(accumulation, int):
         train, micro = config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu")
-        both = isinstance(train, int) and isinstance(micro, int)
-        accumulation = max(1, train // (micro * checkpoint.world_size)) if both else 1
+        accumulation = 1
+        if isinstance(train, int) and isinstance(micro, int):
+            accumulation = max(1, train // max(1, micro * checkpoint.world_size))
     return {**counters, "micro_steps": counters["global_steps"] * accumulation}
 
 

@@ -34,13 +34,14 @@ def read_universal(found: Found, folder: Path, model: Mapping[str, Any]) -> Mapp
     Raises:
         CheckpointError: a file is missing or of another size, or the values are known to be mixed up.
     """
+    optimizer = TorchFile(folder / "optimizer_state.pt").content
     zero = (model.get("ds_config") or {}).get("zero_optimization") or {}
-    if zero.get("round_robin_gradients") and zero.get("stage") in (1, 2):
+    # Neither stage 3 nor BF16_Optimizer reorders parameters.
+    if zero.get("round_robin_gradients") and "zero_stage" in optimizer and "fp32_flat_groups" not in optimizer:
         raise CheckpointError(
             f"{folder}: converted from a run with round_robin_gradients, whose values the conversion mixes up",
             fix="load the checkpoint it was converted from",
         )
-    optimizer = TorchFile(folder / "optimizer_state.pt").content
     steps = _steps(optimizer)
     shapes = model["param_shapes"]
     for index, named in enumerate(shapes):

@@ -39,9 +39,9 @@ def read_unsharded(found: Found, file: int, optimizer: Mapping[str, Any] | None)
             tensor = in_file(file, value, where)
             names, places = _names_in(found, tensor, where)
             _trainable(found, names, inner, index)
-            states = _with_file(file, inner["state"].get(index, {}))
+            state = _with_file(file, inner["state"].get(index, {}))
             shapes = [found.shapes[name] for name in names]
-            found.flats.append(FlatStates(names, shapes, places, tensor[1].numel, [states]))
+            found.flats.append(FlatStates(names, shapes, places, tensor[1].numel, [state]))
         return []
     if "fp32_groups" in optimizer:
         for index, (values, settings) in enumerate(zip(optimizer["fp32_groups"], inner["param_groups"], strict=True)):
@@ -76,8 +76,10 @@ def name_positions(
         CheckpointError: numbers or shapes do not agree.
     """
     if [len(group) for group in positional] != [len(group) for group in names]:
-        # Frozen parameters may be among them; they have no state.
+        # Parameters without a state may be among either: frozen ones, and those without elements.
+        shapes = {**found.frozen, **found.shapes}
         positional = [[state for state in group if state] for group in positional]
+        names = [[name for name in group if 0 not in shapes.get(name, ())] for group in names]
     sizes = [len(group) for group in positional]
     if sizes != [len(group) for group in names]:
         raise CheckpointError(

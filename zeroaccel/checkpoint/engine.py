@@ -200,6 +200,9 @@ class CheckpointingEngine(Engine):
         """
         self._finish_saving()
         self.reset()
+        for unit in self.units:
+            if not unit.resident:
+                unit.reshard()
         root = Path(os.path.abspath(load_dir))
         wanted = _Wanted(
             load_module_strict,
@@ -210,13 +213,13 @@ class CheckpointingEngine(Engine):
         if tag == "auto":
             return self._load_newest(root, wanted)
         with agreed(self.collectives, "load_checkpoint: find"):
-            folder, store = self._find(root, tag)
+            folder, store = self._find(root, tag, wanted)
         return str(folder), self._load(folder, store, wanted)
 
-    def _find(self, root: Path, tag: object) -> tuple[Path, TensorStore]:
+    def _find(self, root: Path, tag: object, wanted: _Wanted) -> tuple[Path, TensorStore]:
         if is_deepspeed_checkpoint(root, tag):
             scheduler = None if self.lr_scheduler is None else type(self.lr_scheduler).__name__
-            groups = None if self._shard is None else self._shard.group_of
+            groups = self._shard.group_of if wanted.optimizer and self._shard is not None else None
             return open_to_resume(root, tag, scheduler_type=scheduler, group_of=groups)
         folder, manifest = find_checkpoint(root, tag)
         return folder, TensorStore(folder, manifest)
@@ -253,6 +256,8 @@ class CheckpointingEngine(Engine):
             check_model(holdings, manifest, where, strict=wanted.strict)
             if wanted.optimizer and shard is not None:
                 check_optimizer(shard, manifest, where)
+            if wanted.scheduler:
+                self._check_scheduler(manifest, where)
         client_state: dict[str, Any] = {}
         self._half_loaded = str(folder)
         with agreed(self.collectives, f"{where}: read"), opened as store:
@@ -290,14 +295,17 @@ class CheckpointingEngine(Engine):
         if saved is None:
             logger.warning("the checkpoint has no scheduler; this run's starts anew")
             return
-        if saved["type"] != type(self.lr_scheduler).__name__:
-            raise CheckpointError(
-                "lr_scheduler",
-                expected=type(self.lr_scheduler).__name__,
-                got=saved["type"],
+        self.lr_scheduler.load_state_dict(saved["state"])
+
+    def _check_scheduler(self, manifest: Manifest, where: str) -> None:
+        ours = type(self.lr_scheduler).__name__
+        if manifest.lr_scheduler is not None and manifest.lr_scheduler["type"] != ours:
+            raise CheckpointMisfit(
+                f"{where}: the scheduler's type",
+                expected=ours,
+                got=manifest.lr_scheduler["type"],
                 fix="use the same scheduler, or pass load_lr_scheduler_states=False",
             )
-        self.lr_scheduler.load_state_dict(saved["state"])
 
     # -- the loop, with a save beside it
 

@@ -437,8 +437,12 @@ class _SafetensorsFile:
         text += b" " * (-len(text) % 8)
         self._offsets = {name: 8 + len(text) + offset for name, offset in offsets.items()}
         self._handle = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
-        self._pwrite(memoryview(len(text).to_bytes(8, "little") + text), 0)
-        os.truncate(self._handle, 8 + len(text) + cursor)
+        try:
+            self._pwrite(memoryview(len(text).to_bytes(8, "little") + text), 0)
+            os.truncate(self._handle, 8 + len(text) + cursor)
+        except BaseException:
+            self.abandon()
+            raise
 
     def put(self, target: Target, start: int, data: Bytes) -> None:
         self._pwrite(data.data, self._offsets[target.name] + start * ITEMSIZE[target.dtype])
@@ -450,8 +454,8 @@ class _SafetensorsFile:
 
     def finish(self) -> None:
         os.fsync(self._handle)
-        os.close(self._handle)
         os.replace(self._temporary, self.path)
+        os.close(self._handle)
 
     def abandon(self) -> None:
         os.close(self._handle)

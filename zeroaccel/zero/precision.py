@@ -141,6 +141,7 @@ def _contains(name: str, part: str) -> bool:
 
 def cast_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None, fp32_names: set[str]) -> None:
     """Moves buffers to the device; float ones to `dtype` if given, the named ones to fp32, else as they are."""
+    moved: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # a buffer that modules share stays one
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is None:
@@ -149,4 +150,7 @@ def cast_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | No
             target = buffer.dtype
             if buffer.is_floating_point():
                 target = torch.float32 if fqn in fp32_names else (dtype or buffer.dtype)
-            module._buffers[name] = buffer.to(device=device, dtype=target)
+            key = id(buffer), target
+            if key not in moved:
+                moved[key] = buffer.to(device=device, dtype=target)
+            module._buffers[name] = moved[key]

@@ -9,11 +9,10 @@ nothing is prefetched and every unit is given up after use. From then on the nex
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from zeroaccel.logs import log_once
+from zeroaccel.logs import logger
 
 __all__ = ["Limits", "Schedule"]
 
@@ -63,6 +62,7 @@ class Schedule:
         self._trace = _Trace()
         self._position = -1
         self._last_use: dict[str, int] = {}
+        self._warned = False
         self._early: set[str] = set()  # fetched ahead, and not needed yet
         self.actions: list[str] = []
         """What the pass has asked for so far, e.g. ``"UNSHARD layers.3"``."""
@@ -135,11 +135,14 @@ class Schedule:
             self._last_use = {name: 0}
             return True
         expected = order[self._position + 1] if self._position + 1 < len(order) else "the end of the pass"
-        log_once(
-            logging.WARNING,
-            f"the order of modules changed: {name} came where {expected} was expected, so units are fetched without "
-            "prefetching until an order repeats; the result is the same, only slower",
-        )
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "the order of modules changed: %s came where %s was expected, so units are fetched without "
+                "prefetching until an order repeats; the result is the same, only slower",
+                name,
+                expected,
+            )
         self._trace = self._traces[self._kind] = _Trace(order=[*order[: self._position + 1], name])
         return False
 
