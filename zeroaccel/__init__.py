@@ -6,13 +6,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zeroaccel.initialize import initialize as initialize
+    from zeroaccel.assembly import initialize as initialize
     from zeroaccel.zero.engine import Engine as Engine
 
 __all__ = ["Engine", "__version__", "initialize"]
 __version__ = "0.1.0"
 
-_HOMES = {"Engine": "zeroaccel.zero.engine", "initialize": "zeroaccel.initialize"}
+_HOMES = {"Engine": "zeroaccel.zero.engine", "initialize": "zeroaccel.assembly"}
 
 
 def __getattr__(name: str) -> Any:
