@@ -172,7 +172,7 @@ def train(engine: zeroaccel.Engine, text: Tensor, args: argparse.Namespace, cons
             logits = engine(inputs.to(device))
             loss = F.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())
             engine.backward(loss)
-            # The gradients are there, and reduced: the whole ones of stages 0 and 1, which the formula counts, are gone.
+            # The gradients are there and reduced; the whole ones of stages 0 and 1, which the formula counts, are gone.
             state = engine.model_state_nbytes()
             engine.step()
 
