@@ -97,7 +97,7 @@ def test_staging_memory_is_bounded_and_only_the_last_saves_are_kept(ranks: Ranks
     (tmp_path / "notes" / "manifest.json").write_text("{}")
     assert ranks(2).run(many_saves, tmp_path) == [CHUNK_NBYTES] * 2  # all of it fits in one
     names = sorted(path.name for path in tmp_path.iterdir())
-    assert names == ["global_step5", "global_step6", "latest", "notes"]
+    assert names == ["global_step5", "global_step6", "latest", "notes", "zero_to_fp32.py"]
     assert (tmp_path / "latest").read_text() == "global_step6"
     files = sorted(path.name[:14] for path in (tmp_path / "global_step6").iterdir())
     assert files == ["manifest.json", "rank00000-of-0", "rank00001-of-0"]

@@ -1,4 +1,4 @@
-"""Makes the ranks' files one checkpoint: the manifest, then `latest`, then what is no longer needed goes.
+"""Makes the ranks' files one checkpoint: the manifest, `latest`, the script beside it, then a clean-up.
 
 Runs on rank 0 only, after every rank's file is on the disk; nothing here waits for ranks.
 """
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zeroaccel.checkpoint.consolidate import drop_script
 from zeroaccel.checkpoint.durable import write_durably
 from zeroaccel.checkpoint.find import LATEST_NAME, checkpoint_folders
 from zeroaccel.checkpoint.manifest import (
@@ -105,6 +106,7 @@ def commit(root: Path, manifest: Manifest, rules: CommitRules) -> None:
         write_manifest(folder, manifest)
         if rules.latest:
             write_durably(root / LATEST_NAME, manifest.tag.encode())
+            drop_script(root)
     except OSError as error:
         raise CheckpointError(
             f"{folder}: cannot be written ({error.strerror})", fix="free some space or choose another folder"
