@@ -37,7 +37,7 @@ _STALL_SECONDS = 5.0  # a wait this long is worth comparing histories
 _ANSWERS_SECONDS = 3.0  # for the positions to come in
 _SUCCESSION_SECONDS = 2.0  # after which another rank than the lowest may judge
 _VERDICT_SECONDS = _SUCCESSION_SECONDS + 2 * _ANSWERS_SECONDS  # after which each rank judges for itself
-_RAISE_SECONDS = 3.0  # for an interrupted thread to raise; then the process is ended
+_RAISE_SECONDS = 5.0  # for an interrupted thread to raise; then the process is ended
 _EXIT_SECONDS = 6.0  # for the process to end by itself; then it is ended
 _STAY_SECONDS = 2.5  # the keeper of the store waits this long for the others to be done with it
 
