@@ -90,7 +90,8 @@ def _rotate(x: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
     """(B, heads, T, width), the two halves of width as the two coordinates."""
     cosine, sine = (part.to(x.dtype) for part in turn)
     left, right = x.chunk(2, -1)
-    return x * cosine + torch.cat((-right, left), -1) * sine
+    turned: Tensor = x * cosine + torch.cat((-right, left), -1) * sine
+    return turned
 
 
 def batches(shape: Shape, rank: int, count: int = 8) -> list[tuple[Tensor, Tensor]]:

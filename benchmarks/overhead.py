@@ -75,10 +75,12 @@ class Timed(Collectives):
     seconds = 0.0
 
     def all_gather(self, out: Tensor, shard: Tensor, label: str) -> Work:
-        return self._timed(super().all_gather, out, shard, label)
+        work: Work = self._timed(super().all_gather, out, shard, label)
+        return work
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, label: str, scale: float = 1.0) -> Work:
-        return self._timed(super().reduce_scatter, out, flat, label, scale)
+        work: Work = self._timed(super().reduce_scatter, out, flat, label, scale)
+        return work
 
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"], label: str) -> None:
         self._timed(super().all_reduce, tensor, op, label)

@@ -70,8 +70,8 @@ def main(
         documents.append(document(results, conditions))
         good = good and holds(results, conditions.world_size)
     if json_path is not None:
-        whole = {"machine": machine(), "conditions": asdict(conditions), "heats": documents}
-        del whole["conditions"]["deepspeed_python"]
+        common = {key: value for key, value in asdict(conditions).items() if key != "deepspeed_python"}
+        whole = {"machine": machine(), "conditions": common, "heats": documents}
         json_path.write_text(json.dumps(whole, indent=1) + "\n")
     if check and not good:
         sys.exit(1)
