@@ -67,6 +67,7 @@ def initialize(
     *,
     collate_fn: Callable[..., Any] | None = None,
     collectives: Collectives | None = None,
+    engine_type: type[CheckpointingEngine] = CheckpointingEngine,
 ) -> tuple[CheckpointingEngine, Any, DataLoader[Any] | None, Any]:
     """Makes an engine. (all ranks, with the same arguments)
 
@@ -80,6 +81,7 @@ def initialize(
         config: DeepSpeed-format JSON as a dict, path or text. "auto" bucket sizes follow from the model's hidden size.
         collate_fn: for the loader of `training_data`.
         collectives: how ranks talk; a `RecordingCollectives` counts the traffic.
+        engine_type: the class of the engine, for faces that add calls to it.
 
     Returns:
         (engine, optimizer, dataloader, lr_scheduler); what there is none of is None.
@@ -127,7 +129,7 @@ def initialize(
                 sub_group_numel=settings.zero_optimization.sub_group_size,
             )
         loader = _loader(training_data, settings, batch, collectives, collate_fn)
-    engine = CheckpointingEngine(
+    engine = engine_type(
         model,
         units,
         collectives,

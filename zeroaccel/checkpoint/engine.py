@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from zeroaccel.checkpoint.agreement import agreed
 from zeroaccel.checkpoint.background import BackgroundSave
@@ -28,7 +29,7 @@ from zeroaccel.checkpoint.random_state import random_state, restore_random_state
 from zeroaccel.checkpoint.rank_file import CHUNK_NBYTES
 from zeroaccel.checkpoint.save import Progress, SaveRequest, prepare
 from zeroaccel.checkpoint.tensor_store import TensorStore
-from zeroaccel.checkpoint.weights import save_weights
+from zeroaccel.checkpoint.weights import consolidated_state_dict, save_weights
 from zeroaccel.checkpoint.write import Staging
 from zeroaccel.errors import CheckpointError, EngineStateError
 from zeroaccel.logs import logger
@@ -158,6 +159,15 @@ class CheckpointingEngine(Engine):
             exclude_frozen=exclude_frozen_parameters,
         )
         return True
+
+    def consolidated_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """The whole model's state dict in host memory, on rank 0; None on the others. (all ranks)
+
+        At every stage; one unit at a time is whole, and rank 0 holds a copy of all weights, in the dtypes they have in
+        the engine. Tied parameters are one tensor under each of their names.
+        """
+        self._require_usable("consolidated_state_dict")
+        return consolidated_state_dict(self._holdings(), exclude_frozen=exclude_frozen_parameters)
 
     def wait_for_checkpoint(self) -> None:
         """Returns when no save is running in the background. (all ranks)

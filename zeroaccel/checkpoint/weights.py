@@ -24,7 +24,7 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import CheckpointError
 from zeroaccel.zero.unit import FlatBuffer, ParamUnit, ShardState
 
-__all__ = ["save_weights"]
+__all__ = ["consolidated_state_dict", "save_weights"]
 
 _PICKLES = (".bin", ".pt", ".pth")
 
@@ -70,6 +70,27 @@ def save_weights(path: Path, holdings: Holdings, collectives: Collectives, *, ex
         finally:
             if sink is not None:
                 sink.close()
+
+
+def consolidated_state_dict(holdings: Holdings, *, exclude_frozen: bool) -> dict[str, Tensor] | None:
+    """All parameters and persistent buffers in host memory, in the order of the model's own state dict. (all ranks)
+
+    Returns:
+        On rank 0 copies in the dtypes of the engine, tied parameters one tensor under each of their names; None on
+        the others, which take part in gathering one unit at a time.
+    """
+    found: dict[str, Tensor] = {}
+    for name, value in _weights(holdings, exclude_frozen=exclude_frozen):
+        if holdings.rank == 0:
+            found[name] = value.to("cpu", copy=True)
+    return _under_all_names(found, holdings.model) if holdings.rank == 0 else None
+
+
+def _under_all_names(found: dict[str, Tensor], model: torch.nn.Module) -> dict[str, Tensor]:
+    """The same tensors under every name that a state dict of the model has for them, in its order."""
+    ties = {alias: name for alias, name in ties_of(model).items() if name in found}
+    named = {**found, **{alias: found[name] for alias, name in ties.items()}}
+    return {name: named[name] for name in _state_dict_names(model) if name in named}
 
 
 def _weights(holdings: Holdings, *, exclude_frozen: bool) -> Iterator[tuple[str, Tensor]]:
@@ -156,11 +177,8 @@ class _Pickle:
         self._found[name] = value.to("cpu", copy=True)
 
     def finish(self) -> None:
-        ties = {alias: name for alias, name in ties_of(self._model).items() if name in self._found}
-        named = {**self._found, **{alias: self._found[name] for alias, name in ties.items()}}
-        order = [name for name in _state_dict_names(self._model) if name in named]
         with open(self._temporary, "wb") as file:
-            torch.save({name: named[name] for name in order}, file)
+            torch.save(_under_all_names(self._found, self._model), file)
             file.flush()
             publish(file.fileno(), self._temporary, self._path)
 

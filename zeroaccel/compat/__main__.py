@@ -1,0 +1,50 @@
+"""`python -m zeroaccel.compat [-m] SCRIPT [ARGUMENTS]`: runs a script in which `import deepspeed` gives zeroaccel.
+
+So it is in every Python process that the script starts, which makes `accelerate launch` a script like any other.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from zeroaccel.compat.finder import install
+from zeroaccel.compat.inherit import inherited_environment
+from zeroaccel.errors import ZeroAccelError
+
+__all__ = ["main"]
+
+_USAGE = "usage: python -m zeroaccel.compat [--shadow] [-m] SCRIPT [ARGUMENTS]"
+
+
+def main(arguments: list[str]) -> None:
+    """Runs what the arguments name, as `python` would."""
+    shadow = arguments[:1] == ["--shadow"]
+    arguments = arguments[shadow:]
+    as_module = arguments[:1] == ["-m"]
+    arguments = arguments[as_module:]
+    if not arguments or arguments[0].startswith("-"):
+        sys.exit(_USAGE)
+    try:
+        install(shadow=shadow)
+    except ZeroAccelError as error:
+        print(f"zeroaccel: {error}", file=sys.stderr)
+        sys.exit(2)
+    os.environ.update(inherited_environment(os.environ, shadow=shadow))
+    name = arguments[0]
+    if not as_module and not Path(name).exists():
+        print(f"zeroaccel: {name}: no such file", file=sys.stderr)
+        sys.exit(2)
+    sys.argv[:] = arguments
+    if as_module:
+        sys.path[0] = os.getcwd()
+        runpy.run_module(name, run_name="__main__", alter_sys=True)
+    else:
+        sys.path[0] = str(Path(name).resolve().parent)
+        runpy.run_path(name, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,70 @@
+"""`deepspeed.comm`, where it is more than torch.distributed: joining the job, and the rank on this machine."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from zeroaccel.comm.topology import init_process_group
+from zeroaccel.errors import UsageError
+
+__all__ = ["DEEPSPEED_ENVIRONMENT_NAME", "get_local_rank", "init_distributed"]
+
+DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
+"""A file of variables for a launcher over ssh; `accelerate launch` imports the name before it knows if it needs it."""
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta | float | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Joins the job that torchrun's variables describe; a process group that exists is taken. (all ranks)
+
+    `auto_mpi_discovery`, `distributed_port` and `verbose` concern ways of starting that set no such variables.
+
+    Args:
+        dist_backend: of the default group; "nccl" on a machine without CUDA, which callers pass by default, is gloo.
+
+    Raises:
+        UsageError: `init_method`, `rank` or `world_size` describe a job in another way.
+        ConfigError, CollectiveError: as for `init_process_group`.
+    """
+    if init_method is not None or rank >= 0 or world_size > 0:
+        raise UsageError(
+            "deepspeed.init_distributed(init_method, rank, world_size)",
+            expected="a job described by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
+            got=f"init_method={init_method!r}, rank={rank}, world_size={world_size}",
+            fix="start the script with zeroaccel launch or torchrun, or call torch.distributed.init_process_group first",
+        )
+    on_host = not torch.cuda.is_available()
+    topology = init_process_group(None if on_host and dist_backend == "nccl" else dist_backend, timeout)
+    if on_host and topology.world_size > 1:
+        _tell_accelerate("gloo")
+
+
+def _tell_accelerate(backend: str) -> None:
+    """Corrects the state that accelerate is making when it calls: without an accelerator it has no backend in mind.
+
+    It would then believe of every rank that it is alone, although it has just joined the group; its state is made
+    before this call and asked for its backend after it.
+    """
+    module = sys.modules.get("accelerate.state")
+    state = getattr(getattr(module, "PartialState", None), "_shared_state", None)
+    if state is not None and "backend" in state and state["backend"] is None:
+        state["backend"] = backend
+
+
+def get_local_rank() -> int:
+    """The rank among those on this machine."""
+    return init_process_group().local_rank

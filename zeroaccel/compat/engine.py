@@ -1,0 +1,185 @@
+"""`deepspeed.initialize` and `DeepSpeedEngine`: zeroaccel's engine under the names that libraries call.
+
+The engine is `zeroaccel.initialize`'s; here are only the members that accelerate, transformers, PEFT and TRL ask of it
+beyond those it has, and the arguments of DeepSpeed's calls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from zeroaccel.assembly import initialize as assemble
+from zeroaccel.checkpoint.engine import CheckpointingEngine
+from zeroaccel.compat.dicts import from_library
+from zeroaccel.compat.leaves import marked_names
+from zeroaccel.errors import ConfigError, UsageError
+from zeroaccel.logs import logger
+
+__all__ = [
+    "DeepSpeedEngine",
+    "add_config_arguments",
+    "clone_tensors_for_torch_save",
+    "initialize",
+    "log_dist",
+    "move_to_device",
+]
+
+
+class DeepSpeedEngine(CheckpointingEngine):
+    """`CheckpointingEngine` with the members that libraries written for DeepSpeed use."""
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """As `CheckpointingEngine.step`; `engine.optimizer.overflow` then tells whether the update was skipped.
+
+        Raises:
+            UsageError: `lr_kwargs` are given; a scheduler's `step` takes none here.
+        """
+        if lr_kwargs:
+            raise UsageError("engine.step(lr_kwargs)", expected="none", got=dict(lr_kwargs))
+        skipped = self.skipped_steps
+        super().step()
+        self.optimizer.overflow = self.skipped_steps > skipped
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.units[0].buffers[0].full.device if self.units else torch.device("cpu")
+
+    def compile(self, *args: Any, backend: Any = "inductor", compile_kwargs: Any = None, **kwargs: Any) -> None:
+        """Compiles the model's forward with `torch.compile`."""
+        self.module.compile(*args, backend=backend, **{**(compile_kwargs or {}), **kwargs})
+
+    # -- what the config says
+
+    def zero_optimization_stage(self) -> int:
+        return int(self.config.get("zero_optimization", {}).get("stage", 0))
+
+    def zero_optimization(self) -> bool:
+        return self.settings.plan.optimizer
+
+    def zero_optimization_partition_weights(self) -> bool:
+        return self.settings.plan.params
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Always: weights are gathered when they are saved, so nothing has to be decided before training."""
+        return True
+
+    def fp16_enabled(self) -> bool:
+        return self.settings.loss_scaled
+
+    def bfloat16_enabled(self) -> bool:
+        return bool(self.config.get("bf16", {}).get("enabled", False))
+
+    # -- whole weights
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """The model's state dict on the CPU, on rank 0; None elsewhere. (all ranks)"""
+        return self.consolidated_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+
+    _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Any = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[DeepSpeedEngine, Any, DataLoader[Any] | None, Any]:
+    """`zeroaccel.initialize` with DeepSpeed's arguments. (all ranks)
+
+    Args:
+        args: an object whose `deepspeed_config` is the config's path, where neither `config` is given.
+        mpu, mesh_param: must be None.
+
+    Returns:
+        (engine, optimizer, dataloader, lr_scheduler); what there is none of is None.
+    """
+    if model is None:
+        raise UsageError("deepspeed.initialize(model)", expected="a torch.nn.Module", got=None)
+    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
+        if value is not None:
+            raise UsageError(
+                f"deepspeed.initialize({name})",
+                expected="None",
+                got=type(value).__name__,
+                fix="model and sequence parallelism are not part of zeroaccel",
+            )
+    source = next((given for given in (config, config_params) if given is not None), None)
+    source = getattr(args, "deepspeed_config", None) if source is None else source
+    if source is None:
+        raise ConfigError("deepspeed.initialize(config)", expected="a config", got=None, fix="pass a dict or a path")
+    if isinstance(source, Mapping):
+        source = from_library(source)
+        _add_leaves(source, model)
+    engine, *others = assemble(
+        model,
+        optimizer,
+        model_parameters,
+        training_data,
+        lr_scheduler,
+        source,
+        collate_fn=collate_fn,
+        engine_type=DeepSpeedEngine,
+    )
+    if engine.optimizer is not None:
+        engine.optimizer.overflow = False
+    return engine, *others
+
+
+def _add_leaves(config: dict[str, Any], model: nn.Module) -> None:
+    """Modules marked by `set_z3_leaf_modules`, as the config names them."""
+    if names := marked_names(model):
+        leaf = config.setdefault("zero_optimization", {}).setdefault("leaf_module", {})
+        leaf["names"] = [*leaf.get("names", []), *names]
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds --deepspeed and --deepspeed_config to a script's parser."""
+    group = parser.add_argument_group("DeepSpeed", "config of the engine")
+    group.add_argument("--deepspeed", action="store_true", help="accepted; the engine is used where it is initialized")
+    group.add_argument("--deepspeed_config", default=None, metavar="FILE", help="DeepSpeed-format JSON")
+    return parser
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+    """A copy of nested lists, tuples and dicts whose tensors have storage of their own size, on `device`."""
+    if isinstance(item, Tensor):
+        return item.detach().clone().to(device)
+    if isinstance(item, (list, tuple)):
+        return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
+    if isinstance(item, Mapping):
+        return type(item)({key: clone_tensors_for_torch_save(value, device) for key, value in item.items()})  # type: ignore[call-arg]
+    return item
+
+
+def move_to_device(item: Any, device: torch.device | str) -> Any:
+    """Nested lists, tuples and dicts with their tensors on `device`."""
+    if isinstance(item, (list, tuple)):
+        return type(item)(move_to_device(value, device) for value in item)
+    if isinstance(item, Mapping):
+        return {key: move_to_device(value, device) for key, value in item.items()}
+    return item.to(device) if hasattr(item, "to") else item
+
+
+def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
+    """Logs on the given ranks; on all for None or [-1]."""
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    wanted = list(ranks) if ranks is not None else [-1]
+    if -1 in wanted or rank in wanted:
+        logger.log(level, "%s", message)

@@ -1,0 +1,156 @@
+"""The import finder that answers `deepspeed`, and its distribution metadata.
+
+The only file that touches `sys.meta_path` and `sys.modules`, and it undoes what it did. What the modules hold is the
+table in `surface`; nothing of it is imported before it is asked for. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from importlib import import_module
+from importlib.abc import Loader
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import Distribution, DistributionFinder
+from types import ModuleType
+from typing import Any
+
+from zeroaccel.compat.surface import ABSENT, PACKAGE, SURFACE, nearest
+from zeroaccel.errors import UsageError
+
+__all__ = ["VERSION", "FacadeModule", "install", "is_installed", "real_location", "uninstall"]
+
+VERSION = "0.19.5+zeroaccel"
+"""Of the import surface: libraries compare it with the oldest release of DeepSpeed that has what they use."""
+
+_DECIDED_AT_IMPORT = ("accelerate", "transformers")  # these look for deepspeed once, when they are imported
+
+
+class FacadeModule(ModuleType):
+    """A module of the surface: its names are looked up in the table, and come from zeroaccel when first used."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        whole = f"{self.__name__}.{name}"
+        if whole in SURFACE:
+            return import_module(whole)
+        home = SURFACE[self.__name__].get(name)
+        if home is None:
+            raise AttributeError(_absence(whole))
+        module, _, attribute = home.partition(":")
+        value = getattr(import_module(module), attribute)
+        setattr(self, name, value)
+        return value
+
+    def __dir__(self) -> Iterable[str]:
+        children = {child.rpartition(".")[2] for child in SURFACE if child.rpartition(".")[0] == self.__name__}
+        return sorted({*super().__dir__(), *SURFACE[self.__name__], *children})
+
+
+class _Loader(Loader):
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return FacadeModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        if module.__name__ == PACKAGE:
+            module.__dict__["__version__"] = VERSION
+
+
+class _Distribution(Distribution):
+    def read_text(self, filename: str) -> str | None:
+        if filename in ("METADATA", "PKG-INFO"):
+            return f"Metadata-Version: 2.1\nName: {PACKAGE}\nVersion: {VERSION}\n"
+        return None
+
+    def locate_file(self, path: Any) -> Any:
+        raise FileNotFoundError(f"{path}: {PACKAGE} is answered by zeroaccel and has no files")
+
+
+class _Finder(DistributionFinder):
+    """Stands before Python's own finders, so that what it answers is never a mixture of two packages."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname in SURFACE:
+            spec = ModuleSpec(fullname, _Loader(), origin="zeroaccel", is_package=True)
+            spec.submodule_search_locations = []
+            return spec
+        parent, _, name = fullname.rpartition(".")
+        if fullname.partition(".")[0] != PACKAGE or name in SURFACE.get(parent, {}):
+            return None
+        raise ModuleNotFoundError(_absence(fullname), name=None)
+
+    def find_distributions(
+        self, context: DistributionFinder.Context = DistributionFinder.Context()  # noqa: B008 - as declared there
+    ) -> Iterator[Distribution]:
+        if context.name is None or context.name.lower() == PACKAGE:
+            yield _Distribution()
+
+
+_FINDER = _Finder()
+
+
+def install(*, shadow: bool = False) -> None:
+    """From now on `import deepspeed` gives zeroaccel. Does nothing where that is so already.
+
+    Args:
+        shadow: also where a real DeepSpeed is installed.
+
+    Raises:
+        UsageError: a real DeepSpeed is installed, or loaded already; or a library that decides at its import whether
+            there is a DeepSpeed has been imported without one.
+    """
+    if is_installed():
+        return
+    location = real_location()
+    loaded = sys.modules.get(PACKAGE)
+    if loaded is not None or (location is not None and not shadow):
+        raise UsageError(
+            "zeroaccel.compat.install()",
+            expected="no DeepSpeed in this environment" if loaded is None else "to come before `import deepspeed`",
+            got=f"one in {location}",
+            fix="pass shadow=True (zeroaccel launch --engine zeroaccel) to use zeroaccel in its place"
+            if loaded is None
+            else "call it first in the script, or start the script with zeroaccel launch",
+        )
+    if location is None and (early := [name for name in _DECIDED_AT_IMPORT if name in sys.modules]):
+        raise UsageError(
+            "zeroaccel.compat.install()",
+            expected=f"to come before `import {early[0]}`, which looks for deepspeed once, when it is imported",
+            got=f"{' and '.join(early)} imported already",
+            fix="call it first in the script, or start the script with zeroaccel launch",
+        )
+    sys.meta_path.insert(0, _FINDER)
+
+
+def uninstall() -> None:
+    """Takes the finder and the modules it made away; names that were imported from them stay what they are."""
+    if not is_installed():
+        return
+    sys.meta_path.remove(_FINDER)
+    parameters = sys.modules.get("zeroaccel.compat.parameters")
+    if parameters is not None:
+        parameters.detach()
+    for name in [name for name, module in sys.modules.items() if isinstance(module, FacadeModule)]:
+        del sys.modules[name]
+
+
+def is_installed() -> bool:
+    """Whether `import deepspeed` gives zeroaccel."""
+    return _FINDER in sys.meta_path
+
+
+def real_location() -> str | None:
+    """Where a real DeepSpeed would be imported from; None if there is none."""
+    spec = PathFinder.find_spec(PACKAGE)
+    return None if spec is None or spec.loader is None else str(spec.origin)
+
+
+def _absence(name: str) -> str:
+    reason = next((text for prefix, text in ABSENT.items() if name == prefix or name.startswith(f"{prefix}.")), None)
+    if reason is None:
+        found = nearest(name)
+        reason = f"the nearest it has is {found}" if found else "it is not part of what libraries use"
+    return f"{name}: zeroaccel answers for deepspeed here and does not have this; {reason}"

@@ -1,0 +1,32 @@
+"""Run by Python at its start in processes that inherited the facade; see `zeroaccel.compat.inherit`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+from pathlib import Path
+
+__all__: list[str] = []
+
+_HERE = Path(__file__).parent
+
+
+def _install() -> None:
+    from zeroaccel.compat import install
+
+    install(shadow=os.environ.get("ZEROACCEL_COMPAT") == "shadow")
+
+
+def _run_hidden() -> None:
+    """The `sitecustomize` that would have been found without this folder."""
+    elsewhere = [path for path in sys.path if Path(path or ".").resolve() != _HERE.resolve()]
+    spec = PathFinder.find_spec("sitecustomize", elsewhere)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(module_from_spec(spec))
+
+
+if os.environ.get("ZEROACCEL_COMPAT"):
+    _install()
+_run_hidden()

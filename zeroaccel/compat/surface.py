@@ -1,0 +1,161 @@
+"""The table of names that `import deepspeed` offers, and where in zeroaccel each of them lives.
+
+Every module is a row; a name maps to "module:attribute", imported when it is first used. The surface is what accelerate,
+transformers, PEFT and TRL import, and what scripts written for DeepSpeed commonly do. Pure data; imports nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+
+__all__ = ["ABSENT", "PACKAGE", "SURFACE", "nearest"]
+
+PACKAGE = "deepspeed"
+
+_ENGINE = "zeroaccel.compat.engine"
+_COMMUNICATION = "zeroaccel.compat.communication"
+_ZERO = "zeroaccel.compat.sharding"
+_SCHEDULES = "zeroaccel.zero.lr_schedules"
+_OPTIMIZERS = "zeroaccel.compat.optimizers"
+_ACCELERATOR = "zeroaccel.compat.accelerator"
+_CONSOLIDATION = "zeroaccel.checkpoint.consolidate"
+
+_INIT = {
+    name: f"{_ZERO}:{name}" for name in ("GatheredParameters", "Init", "register_external_parameter", "ZeroParamStatus")
+}
+_ACCESS = {
+    name: f"{_ZERO}:{name}"
+    for name in (
+        "safe_get_full_fp32_param",
+        "safe_get_full_grad",
+        "safe_get_full_optimizer_state",
+        "safe_get_local_fp32_param",
+        "safe_get_local_grad",
+        "safe_get_local_optimizer_state",
+        "safe_set_full_fp32_param",
+        "safe_set_full_optimizer_state",
+        "safe_set_local_fp32_param",
+        "safe_set_local_optimizer_state",
+    )
+}
+_LEAVES = {
+    name: f"zeroaccel.compat.leaves:{name}"
+    for name in ("get_z3_leaf_modules", "set_z3_leaf_modules", "unset_z3_leaf_modules", "z3_leaf_module")
+}
+_COMM = {
+    name: f"torch.distributed:{name}"
+    for name in (
+        "ReduceOp",
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_gather_object",
+        "all_reduce",
+        "all_to_all",
+        "all_to_all_single",
+        "barrier",
+        "broadcast",
+        "broadcast_object_list",
+        "gather",
+        "get_backend",
+        "get_rank",
+        "get_world_size",
+        "irecv",
+        "is_available",
+        "is_initialized",
+        "isend",
+        "new_group",
+        "recv",
+        "reduce",
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+        "scatter",
+        "send",
+    )
+} | {name: f"{_COMMUNICATION}:{name}" for name in ("get_local_rank", "init_distributed")}
+_LR_SCHEDULES = {
+    name: f"{_SCHEDULES}:{name}" for name in ("LRRangeTest", "OneCycle", "VALID_LR_SCHEDULES", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR")
+} 
+_CONVERSION = {
+    name: f"{_CONSOLIDATION}:{name}"
+    for name in (
+        "convert_zero_checkpoint_to_fp32_state_dict",
+        "get_fp32_state_dict_from_zero_checkpoint",
+        "load_state_dict_from_zero_checkpoint",
+    )
+}
+_ENGINE_CLASS = {"DeepSpeedEngine": f"{_ENGINE}:DeepSpeedEngine"}
+
+SURFACE: Mapping[str, Mapping[str, str]] = {
+    PACKAGE: {
+        "DeepSpeedEngine": f"{_ENGINE}:DeepSpeedEngine",
+        "get_accelerator": f"{_ACCELERATOR}:get_accelerator",
+        "init_distributed": f"{_COMMUNICATION}:init_distributed",
+        "initialize": f"{_ENGINE}:initialize",
+        "log_dist": f"{_ENGINE}:log_dist",
+        "logger": "zeroaccel.logs:logger",
+        "add_config_arguments": f"{_ENGINE}:add_config_arguments",
+    },
+    "deepspeed.accelerator": {"get_accelerator": f"{_ACCELERATOR}:get_accelerator"},
+    "deepspeed.checkpoint": {},
+    "deepspeed.checkpoint.utils": {
+        "clone_tensors_for_torch_save": f"{_ENGINE}:clone_tensors_for_torch_save",
+    },
+    "deepspeed.comm": _COMM,
+    "deepspeed.launcher": {},
+    "deepspeed.launcher.runner": {"DEEPSPEED_ENVIRONMENT_NAME": f"{_COMMUNICATION}:DEEPSPEED_ENVIRONMENT_NAME"},
+    "deepspeed.ops": {},
+    "deepspeed.ops.adagrad": {"DeepSpeedCPUAdagrad": f"{_OPTIMIZERS}:DeepSpeedCPUAdagrad"},
+    "deepspeed.ops.adam": {
+        "DeepSpeedCPUAdam": f"{_OPTIMIZERS}:DeepSpeedCPUAdam",
+        "FusedAdam": f"{_OPTIMIZERS}:FusedAdam",
+    },
+    "deepspeed.ops.lion": {
+        "DeepSpeedCPULion": f"{_OPTIMIZERS}:DeepSpeedCPULion",
+        "FusedLion": f"{_OPTIMIZERS}:FusedLion",
+    },
+    "deepspeed.runtime": {},
+    "deepspeed.runtime.engine": _ENGINE_CLASS,
+    "deepspeed.runtime.lr_schedules": _LR_SCHEDULES,
+    "deepspeed.runtime.utils": {"move_to_device": f"{_ENGINE}:move_to_device"},
+    "deepspeed.runtime.zero": dict(_INIT),
+    "deepspeed.runtime.zero.partition_parameters": _INIT
+    | {
+        "_orig_torch_arange": "torch:arange",
+        "get_accelerator": f"{_ACCELERATOR}:get_accelerator",
+        "zero_wrapper_for_fp_tensor_constructor": f"{_ZERO}:zero_wrapper_for_fp_tensor_constructor",
+    },
+    "deepspeed.utils": {
+        **_ACCESS,
+        **_LEAVES,
+        "is_initialized": "torch.distributed:is_initialized",
+        "log_dist": f"{_ENGINE}:log_dist",
+        "logger": "zeroaccel.logs:logger",
+    },
+    "deepspeed.utils.zero_to_fp32": _CONVERSION,
+    "deepspeed.zero": dict(_INIT),
+}
+
+ABSENT: Mapping[str, str] = {
+    "deepspeed.init_inference": "to run a model that does not fit, prepare it without an optimizer at stage 3",
+    "deepspeed.moe": "expert layers of a model train as they are; name them in leaf_module.classes at stage 3",
+    "deepspeed.pipe": "pipeline parallelism is torch.distributed.pipelining's",
+    "deepspeed.runtime.pipe": "pipeline parallelism is torch.distributed.pipelining's",
+    "deepspeed.runtime.sequence_parallel": "sequence parallelism is not part of zeroaccel; use sp_size 1",
+    "deepspeed.sequence": "sequence parallelism is not part of zeroaccel",
+    "deepspeed.tp_model_init": "tensor parallelism is torch.distributed.tensor.parallel's; use autotp_size 1",
+    "deepspeed.ops.op_builder": "nothing is compiled, so there is nothing to build",
+    "deepspeed.utils.groups": "sequence and expert parallel groups are not part of zeroaccel",
+    "deepspeed.checkpointing": "use torch.utils.checkpoint",
+    "deepspeed.runtime.activation_checkpointing": "use torch.utils.checkpoint",
+}
+"""What is known to be asked for, is not there, and what does the same."""
+
+
+def nearest(name: str) -> str | None:
+    """The name of the surface that reads most like `name`; one of the same last part comes first."""
+    names = [*SURFACE, *(f"{module}.{name}" for module, names in SURFACE.items() for name in names)]
+    last = name.rpartition(".")[2]
+    same = [found for found in names if found.rpartition(".")[2] == last]
+    close = get_close_matches(name, names, n=1, cutoff=0.75)
+    return (same or close or [None])[0]
