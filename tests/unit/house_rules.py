@@ -49,6 +49,8 @@ ENVIRONMENT_READERS = {
     "cli/launch.py": "the launcher's own switches, and what its plan passes on to the ranks",
     "cli/runner.py": "inside a rank: how many started beside it, and where to leave its error",
     "zeroaccel/comm/environment.py": "what the launcher says of the job, and the limit for hangs",
+    "zeroaccel/compat/__main__.py": "hands the facade on to the processes that a script starts",
+    "zeroaccel/compat/startup/sitecustomize.py": "whether the facade was handed on to this process",
     "zeroaccel/logs.py": "RANK, known before there is a process group, and the log level",
 }
 

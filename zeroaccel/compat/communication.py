@@ -45,7 +45,7 @@ def init_distributed(
             "deepspeed.init_distributed(init_method, rank, world_size)",
             expected="a job described by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
             got=f"init_method={init_method!r}, rank={rank}, world_size={world_size}",
-            fix="start the script with zeroaccel launch or torchrun, or call torch.distributed.init_process_group first",
+            fix="use zeroaccel launch or torchrun, or call torch.distributed.init_process_group first",
         )
     on_host = not torch.cuda.is_available()
     topology = init_process_group(None if on_host and dist_backend == "nccl" else dist_backend, timeout)

@@ -83,7 +83,8 @@ class _Finder(DistributionFinder):
         raise ModuleNotFoundError(_absence(fullname), name=None)
 
     def find_distributions(
-        self, context: DistributionFinder.Context = DistributionFinder.Context()  # noqa: B008 - as declared there
+        self,
+        context: DistributionFinder.Context = DistributionFinder.Context(),  # noqa: B008 - as declared there
     ) -> Iterator[Distribution]:
         if context.name is None or context.name.lower() == PACKAGE:
             yield _Distribution()

@@ -1,4 +1,4 @@
-"""Modules whose parameters are gathered together: the marks that DeepSpeed's calls leave, read when an engine is made."""
+"""Modules whose parameters are gathered together: marks that DeepSpeed's calls leave, read when an engine is made."""
 
 from __future__ import annotations
 
@@ -50,9 +50,7 @@ def _mark(model: nn.Module, classes: Iterable[type[nn.Module] | str], *, value: 
     found = [
         module
         for module in model.modules()
-        if any(
-            type(module).__name__ == kind if isinstance(kind, str) else isinstance(module, kind) for kind in wanted
-        )
+        if any(type(module).__name__ == kind if isinstance(kind, str) else isinstance(module, kind) for kind in wanted)
     ]
     if not found:
         names = sorted({type(module).__name__ for module in model.modules()})

@@ -51,7 +51,7 @@ class DeepSpeedCPUAdam(Adam):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> None:
-        groups = list(model_params)
+        groups: list[Any] = list(model_params)
         _refuse_replacement(type(self).__name__, groups)
         if not fp32_optimizer_states:
             raise UsageError(f"{type(self).__name__}, fp32_optimizer_states", expected="True", got=False)

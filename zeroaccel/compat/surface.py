@@ -1,7 +1,7 @@
 """The table of names that `import deepspeed` offers, and where in zeroaccel each of them lives.
 
-Every module is a row; a name maps to "module:attribute", imported when it is first used. The surface is what accelerate,
-transformers, PEFT and TRL import, and what scripts written for DeepSpeed commonly do. Pure data; imports nothing.
+Every module is a row; a name maps to "module:attribute", imported when it is first used. The surface is what
+accelerate, transformers, PEFT and TRL import, and what scripts written for DeepSpeed commonly do. Pure data.
 """
 
 from __future__ import annotations
@@ -15,30 +15,11 @@ PACKAGE = "deepspeed"
 
 _ENGINE = "zeroaccel.compat.engine"
 _COMMUNICATION = "zeroaccel.compat.communication"
-_ZERO = "zeroaccel.compat.sharding"
 _SCHEDULES = "zeroaccel.zero.lr_schedules"
 _OPTIMIZERS = "zeroaccel.compat.optimizers"
 _ACCELERATOR = "zeroaccel.compat.accelerator"
 _CONSOLIDATION = "zeroaccel.checkpoint.consolidate"
 
-_INIT = {
-    name: f"{_ZERO}:{name}" for name in ("GatheredParameters", "Init", "register_external_parameter", "ZeroParamStatus")
-}
-_ACCESS = {
-    name: f"{_ZERO}:{name}"
-    for name in (
-        "safe_get_full_fp32_param",
-        "safe_get_full_grad",
-        "safe_get_full_optimizer_state",
-        "safe_get_local_fp32_param",
-        "safe_get_local_grad",
-        "safe_get_local_optimizer_state",
-        "safe_set_full_fp32_param",
-        "safe_set_full_optimizer_state",
-        "safe_set_local_fp32_param",
-        "safe_set_local_optimizer_state",
-    )
-}
 _LEAVES = {
     name: f"zeroaccel.compat.leaves:{name}"
     for name in ("get_z3_leaf_modules", "set_z3_leaf_modules", "unset_z3_leaf_modules", "z3_leaf_module")
@@ -74,8 +55,9 @@ _COMM = {
     )
 } | {name: f"{_COMMUNICATION}:{name}" for name in ("get_local_rank", "init_distributed")}
 _LR_SCHEDULES = {
-    name: f"{_SCHEDULES}:{name}" for name in ("LRRangeTest", "OneCycle", "VALID_LR_SCHEDULES", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR")
-} 
+    name: f"{_SCHEDULES}:{name}"
+    for name in ("LRRangeTest", "OneCycle", "VALID_LR_SCHEDULES", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR")
+}
 _CONVERSION = {
     name: f"{_CONSOLIDATION}:{name}"
     for name in (
@@ -118,22 +100,13 @@ SURFACE: Mapping[str, Mapping[str, str]] = {
     "deepspeed.runtime.engine": _ENGINE_CLASS,
     "deepspeed.runtime.lr_schedules": _LR_SCHEDULES,
     "deepspeed.runtime.utils": {"move_to_device": f"{_ENGINE}:move_to_device"},
-    "deepspeed.runtime.zero": dict(_INIT),
-    "deepspeed.runtime.zero.partition_parameters": _INIT
-    | {
-        "_orig_torch_arange": "torch:arange",
-        "get_accelerator": f"{_ACCELERATOR}:get_accelerator",
-        "zero_wrapper_for_fp_tensor_constructor": f"{_ZERO}:zero_wrapper_for_fp_tensor_constructor",
-    },
     "deepspeed.utils": {
-        **_ACCESS,
         **_LEAVES,
         "is_initialized": "torch.distributed:is_initialized",
         "log_dist": f"{_ENGINE}:log_dist",
         "logger": "zeroaccel.logs:logger",
     },
     "deepspeed.utils.zero_to_fp32": _CONVERSION,
-    "deepspeed.zero": dict(_INIT),
 }
 
 ABSENT: Mapping[str, str] = {
@@ -158,4 +131,4 @@ def nearest(name: str) -> str | None:
     last = name.rpartition(".")[2]
     same = [found for found in names if found.rpartition(".")[2] == last]
     close = get_close_matches(name, names, n=1, cutoff=0.75)
-    return (same or close or [None])[0]
+    return next(iter(same or close), None)

@@ -1,0 +1,146 @@
+"""The import finder of `zeroaccel.compat`: what it answers, what it refuses by name, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from packaging.version import parse
+
+from zeroaccel import compat
+from zeroaccel.compat.dicts import from_library
+from zeroaccel.compat.inherit import inherited_environment
+from zeroaccel.compat.surface import ABSENT, SURFACE
+from zeroaccel.errors import UsageError
+
+
+@pytest.fixture
+def facade(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in ("accelerate", "transformers"):  # as in a process that has not imported them yet
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    compat.install()
+    yield
+    compat.uninstall()
+
+
+@pytest.mark.usefixtures("facade")
+@pytest.mark.parametrize("module", SURFACE)
+def test_every_name_of_the_table_is_there(module: str) -> None:
+    found = import_module(module)
+    for name in SURFACE[module]:
+        assert getattr(found, name) is not None
+        assert name in dir(found)
+
+
+@pytest.mark.usefixtures("facade")
+def test_submodules_are_reached_as_attributes() -> None:
+    import deepspeed  # type: ignore[import-not-found]
+
+    assert "WarmupLR" in deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES
+    assert deepspeed.runtime.engine.DeepSpeedEngine is deepspeed.DeepSpeedEngine
+    assert deepspeed.comm.is_initialized() is False
+
+
+@pytest.mark.usefixtures("facade")
+def test_the_metadata_pass_the_gates_of_the_libraries() -> None:
+    assert importlib.util.find_spec("deepspeed") is not None
+    assert importlib.metadata.metadata("deepspeed")["Name"] == "deepspeed"
+    assert parse("0.18.2") <= parse(importlib.metadata.version("deepspeed")) < parse("0.19.6")
+
+
+@pytest.mark.usefixtures("facade")
+@pytest.mark.parametrize(
+    ("statement", "told"),
+    [
+        ("import deepspeed.pipe", "torch.distributed.pipelining"),
+        ("from deepspeed import pipe", "torch.distributed.pipelining"),
+        ("import deepspeed.ops.op_builder", "nothing is compiled"),
+        ("from deepspeed import zero_to_fp32", "deepspeed.utils.zero_to_fp32"),
+        ("from deepspeed.comm import DeepSpeedEngine", "deepspeed.DeepSpeedEngine"),
+        ("import deepspeed; deepspeed.tp_model_init", "torch.distributed.tensor.parallel"),
+        ("import deepspeed; deepspeed.initialise", "deepspeed.initialize"),
+    ],
+)
+def test_what_is_not_there_is_refused_with_the_nearest_that_is(statement: str, told: str) -> None:
+    with pytest.raises((ImportError, AttributeError), match="zeroaccel answers for deepspeed") as caught:
+        exec(statement)
+    assert told in str(caught.value)
+
+
+@pytest.mark.usefixtures("facade")
+def test_absent_names_are_not_on_the_table() -> None:
+    names = {*SURFACE, *(f"{module}.{name}" for module, names in SURFACE.items() for name in names)}
+    assert not names & set(ABSENT)
+
+
+def test_nothing_stays_after_uninstall(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("accelerate", "transformers"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    before = list(sys.meta_path)
+    compat.install()
+    compat.install()
+    import_module("deepspeed.comm")
+    compat.uninstall()
+    compat.uninstall()
+    assert sys.meta_path == before
+    assert not [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]
+    assert importlib.util.find_spec("deepspeed") is None
+    with pytest.raises(importlib.metadata.PackageNotFoundError):
+        importlib.metadata.version("deepspeed")
+
+
+def test_a_real_one_is_shadowed_only_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "deepspeed.py").write_text("__version__ = 'real'")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UsageError, match=r"one in .*deepspeed\.py.*--engine zeroaccel"):
+        compat.install()
+    compat.install(shadow=True)
+    try:
+        assert import_module("deepspeed").__version__ == compat.VERSION
+    finally:
+        compat.uninstall()
+    assert import_module("deepspeed").__version__ == "real"
+    try:
+        with pytest.raises(UsageError, match="to come before `import deepspeed`"):
+            compat.install(shadow=True)
+    finally:
+        del sys.modules["deepspeed"]
+
+
+def test_it_comes_before_the_libraries_that_look_once() -> None:
+    code = "import accelerate\nimport zeroaccel.compat\nzeroaccel.compat.install()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    assert "expected to come before `import accelerate`" in done.stderr
+
+
+def test_children_inherit_it_beside_their_own_sitecustomize(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("print('own', end=' ')")
+    environ = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(tmp_path)}
+    environ |= inherited_environment(environ)
+    assert inherited_environment(environ) == {name: environ[name] for name in ("PYTHONPATH", "ZEROACCEL_COMPAT")}
+    code = "import sys, deepspeed; print(deepspeed.__version__, 'torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=100, check=True
+    )
+    assert done.stdout.split() == ["own", compat.VERSION, "False"]
+
+
+def test_dicts_from_libraries_say_the_same_in_the_words_of_the_format() -> None:
+    given = {
+        "steps_per_print": float("inf"),
+        "zero_optimization.reduce_bucket_size": 64,
+        "zero_optimization.stage3_prefetch_bucket_size": 32,
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": 7},
+    }
+    kept = {**given, "zero_optimization": dict(given["zero_optimization"])}  # type: ignore[call-overload]
+    assert from_library(given) == {
+        "zero_optimization": {"stage": 3, "reduce_bucket_size": 64, "stage3_prefetch_bucket_size": 7}
+    }
+    assert given == kept
