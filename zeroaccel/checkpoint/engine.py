@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroaccel.checkpoint.agreement import agreed
 from zeroaccel.checkpoint.background import BackgroundSave
 from zeroaccel.checkpoint.commit import CommitRules
 from zeroaccel.checkpoint.contents import Holdings
@@ -31,6 +30,7 @@ from zeroaccel.checkpoint.save import Progress, SaveRequest, prepare
 from zeroaccel.checkpoint.tensor_store import TensorStore
 from zeroaccel.checkpoint.weights import consolidated_state_dict, save_weights
 from zeroaccel.checkpoint.write import Staging
+from zeroaccel.comm.agree import agreed
 from zeroaccel.errors import CheckpointError, EngineStateError
 from zeroaccel.logs import logger
 from zeroaccel.zero.engine import Engine
@@ -208,6 +208,7 @@ class CheckpointingEngine(Engine):
             CheckpointError: there is none, it is damaged or incomplete, or it does not fit; on every rank. If damage
                 showed only while reading, the engine refuses to run until a load succeeds.
         """
+        self.keeper.require_free("engine.load_checkpoint()")
         self._finish_saving()
         self.reset()
         for unit in self.units:

@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
-from zeroaccel.checkpoint.agreement import agreed
 from zeroaccel.checkpoint.commit import CommitRules, Part, commit, describe_part, merge_parts
 from zeroaccel.checkpoint.contents import Contents, Holdings, describe_parameters, persistent_buffers, ties_of
 from zeroaccel.checkpoint.manifest import MANIFEST_NAME, check_tag
 from zeroaccel.checkpoint.plain import encode
 from zeroaccel.checkpoint.rank_file import rank_file_name
 from zeroaccel.checkpoint.write import RankFileWriter, Staging
+from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import CheckpointError, UsageError
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroaccel.checkpoint.agreement import agreed
 from zeroaccel.checkpoint.contents import Holdings, persistent_buffers, ties_of
 from zeroaccel.checkpoint.dtypes import dtype_name
 from zeroaccel.checkpoint.durable import TEMPORARY_SUFFIX, publish, write_all
 from zeroaccel.checkpoint.rank_file import CHUNK_NBYTES
+from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import CheckpointError
 from zeroaccel.zero.unit import FlatBuffer, ParamUnit, ShardState

@@ -6,11 +6,27 @@ An exception that only one rank raises leaves the others in a collective; here t
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.verdict import first_difference, rank_list
 
-__all__ = ["agree_or_raise", "disagreement_report"]
+__all__ = ["agree_or_raise", "agreed", "disagreement_report"]
+
+
+@contextmanager
+def agreed(collectives: Collectives, label: str) -> Iterator[None]:
+    """If the block raises on any rank, every rank raises what the first of them did. (all ranks)
+
+    The block itself must contain no collective.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    agree_or_raise(collectives, error, label)
 
 
 def agree_or_raise(collectives: Collectives, error: Exception | None, label: str) -> None:

@@ -1,1 +1,56 @@
-"""The engine: parameters in units, gradients reduced to shards, an optimizer over flat masters."""
+"""The engine: parameters in units, gradients reduced to shards, an optimizer over flat masters.
+
+What people import from here by name is listed below, and imported when it is used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zeroaccel.zero.gathered import GatheredParameters as GatheredParameters
+    from zeroaccel.zero.gathered import register_external_parameter as register_external_parameter
+    from zeroaccel.zero.parameter_access import safe_get_full_fp32_param as safe_get_full_fp32_param
+    from zeroaccel.zero.parameter_access import safe_get_full_grad as safe_get_full_grad
+    from zeroaccel.zero.parameter_access import safe_get_full_optimizer_state as safe_get_full_optimizer_state
+    from zeroaccel.zero.parameter_access import safe_get_local_fp32_param as safe_get_local_fp32_param
+    from zeroaccel.zero.parameter_access import safe_get_local_grad as safe_get_local_grad
+    from zeroaccel.zero.parameter_access import safe_get_local_optimizer_state as safe_get_local_optimizer_state
+    from zeroaccel.zero.parameter_access import safe_set_full_fp32_param as safe_set_full_fp32_param
+    from zeroaccel.zero.parameter_access import safe_set_full_grad as safe_set_full_grad
+    from zeroaccel.zero.parameter_access import safe_set_full_optimizer_state as safe_set_full_optimizer_state
+    from zeroaccel.zero.parameter_access import safe_set_local_fp32_param as safe_set_local_fp32_param
+    from zeroaccel.zero.parameter_access import safe_set_local_grad as safe_set_local_grad
+    from zeroaccel.zero.parameter_access import safe_set_local_optimizer_state as safe_set_local_optimizer_state
+
+__all__ = [
+    "GatheredParameters",
+    "register_external_parameter",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+]
+
+_HOMES = {
+    "GatheredParameters": "gathered",
+    "register_external_parameter": "gathered",
+    **{name: "parameter_access" for name in __all__ if name.startswith("safe_")},
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'zeroaccel.zero' has no attribute {name!r}")
+    value = getattr(import_module(f"zeroaccel.zero.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +22,9 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.config.plan import ShardPlan
 from zeroaccel.errors import CollectiveError, EngineStateError, UsageError
 from zeroaccel.zero.clip import GradientHealth, clip_factor, examine
+from zeroaccel.zero.gathered import gathered, iter_named_full_params
 from zeroaccel.zero.hooks import Hooks
+from zeroaccel.zero.keeper import Keeper, Training
 from zeroaccel.zero.optimizer_shard import OptimizerShard
 from zeroaccel.zero.precision import LossScale
 from zeroaccel.zero.reducer import Reducer, ReduceRules
@@ -77,6 +80,7 @@ class Engine(nn.Module):
     Attributes:
         module: the model, the same object that was given.
         optimizer, lr_scheduler: as given or built, or None.
+        keeper: finds the model's parameters for `GatheredParameters` and the like.
         global_steps: steps taken, skipped ones included.
         skipped_steps: steps skipped because gradients were not finite.
         micro_steps: `step()` calls.
@@ -118,6 +122,13 @@ class Engine(nn.Module):
         self._hooks = Hooks(
             model, travelling, self._residency, self, optimized=params if optimizer else (), discarded=discarded
         )
+        self.keeper = Keeper(
+            collectives,
+            pin=self._residency.pin,
+            unpin=self._residency.unpin,
+            training=Training(optimizer, self._reducer, lambda: self.loss_scale),
+        )
+        self.keeper.add(units)
         self._boundary: bool | None = None
         self._syncing = True
         self._in_backward = self._direct = False
@@ -175,6 +186,7 @@ class Engine(nn.Module):
         """
         shard = self._require_optimizer("step")
         self._check_usable()
+        self.keeper.require_free("engine.step()")
         if self._backwards == 0:
             raise EngineStateError(
                 "engine.step()", expected="a backward before it", fix="call engine.backward(loss) first"
@@ -265,6 +277,8 @@ class Engine(nn.Module):
     def _begin_backward(self, *, direct: bool) -> None:
         self._require_optimizer("backward")
         self._check_usable()
+        if self._residency.requests is not None:
+            raise EngineStateError("backward inside engine.gathered()", fix="train outside of it; it is for inference")
         if direct and self.settings.loss_scaled:
             raise EngineStateError(
                 "loss.backward() under fp16 misses the loss scale", fix="call engine.backward(loss) instead"
@@ -404,6 +418,33 @@ class Engine(nn.Module):
             "optimizer": self._shard.nbytes() if self._shard is not None else 0,
         }
 
+    # -- whole parameters
+
+    def gathered(self, budget: int | None = None) -> AbstractContextManager[None]:
+        """Keeps parameters whole for generation or evaluation. (all ranks)
+
+        Inside, ranks may do different numbers of forwards: one that leaves the block helps the others until all have
+        left it. No training inside.
+
+        Args:
+            budget: bytes of whole parameters to keep, in the order of the model; what does not fit is gathered for
+                each forward. None keeps all.
+
+        Raises:
+            UsageError: `budget` is not a number of bytes, or not the same on all ranks.
+            EngineStateError: there is one already.
+        """
+        self._check_usable()
+        return gathered(self.keeper, self._residency, budget)
+
+    def iter_named_full_params(self) -> Iterator[tuple[str, Tensor]]:
+        """(name, whole values in the dtype of the engine), one unit at a time whole. (all ranks, to the end)
+
+        A tensor is only lent until the next one: copy it to keep it. Tied parameters come once.
+        """
+        self._check_usable()
+        return iter_named_full_params(self.keeper)
+
     # -- lifecycle
 
     def reset(self) -> None:
@@ -418,6 +459,7 @@ class Engine(nn.Module):
         """Takes the engine off the model: hooks removed, weights whole and in storage of their own. (all ranks)"""
         if self._destroyed:
             return
+        self.keeper.require_free("engine.destroy()")
         self.reset()
         for unit in self.units:
             if unit.state is not ShardState.UNSHARDED:
@@ -425,6 +467,7 @@ class Engine(nn.Module):
                 unit.wait()
             for buffer in unit.buffers:
                 buffer.give_back()
+        self.keeper.close()
         self._hooks.detach()
         self._report.close()
         self._destroyed = True
@@ -443,7 +486,7 @@ class Engine(nn.Module):
         if any(unit.state is ShardState.SHARDED for unit in self.units):
             raise EngineStateError(
                 "engine.state_dict(): parameters are sharded",
-                fix="gather them first, or save with the checkpoint calls",
+                fix="read it inside engine.gathered(), or save with the checkpoint calls",
             )
         return self.module.state_dict(*args, **kwargs)
 

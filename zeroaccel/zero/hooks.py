@@ -9,8 +9,10 @@ autograd (`residency.py`), so nothing is added to the graph.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +23,8 @@ from zeroaccel.zero.residency import Residency, Use
 from zeroaccel.zero.unit import ParamUnit, ShardState
 
 __all__ = ["BackwardListener", "Hooks", "WatchedParameters", "tensors_in"]
+
+_CALL = nn.Module._call_impl.__code__
 
 
 class BackwardListener(Protocol):
@@ -130,11 +134,28 @@ class Hooks:
     def _watch(self, root: nn.Module, units: Sequence[ParamUnit]) -> None:
         home = {id(param): unit for unit in units for buffer in unit.buffers for param in buffer.params}
         compiled = _compiled_within(root)
+        self._modules = {id(module) for module in root.modules()}
         for module in root.modules():
             owned = {name: home[id(p)] for name, p in module._parameters.items() if p is not None and id(p) in home}
             if owned and id(module) not in compiled:
-                module.__dict__["_parameters"] = WatchedParameters(module._parameters, owned, self._residency.borrow)
+                module.__dict__["_parameters"] = WatchedParameters(module._parameters, owned, self._read)
                 self._watched.append(module)
+
+    def _read(self, unit: ParamUnit) -> None:
+        if self._residency.idle:
+            if self._within_forward():  # a part of the unit was called by itself; else somebody asks for a shape
+                self._residency.lend(unit)
+        else:
+            self._residency.borrow(unit)
+
+    def _within_forward(self) -> bool:
+        """Whether a module of the model is being called; looked up in the stack, as it is asked for that rarely."""
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None:
+            if frame.f_code is _CALL and id(frame.f_locals.get("self")) in self._modules:
+                return True
+            frame = frame.f_back
+        return False
 
 
 class WatchedParameters(dict[str, "nn.Parameter | None"]):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from zeroaccel.zero.on_request import Requests
 from zeroaccel.zero.schedule import Schedule
 from zeroaccel.zero.unit import ParamUnit, ShardState
 
@@ -40,7 +41,12 @@ class Use:
 
 
 class Residency:
-    """Who is whole, and why."""
+    """Who is whole, and why.
+
+    Attributes:
+        in_backward: between `begin_backward` and `end_backward`.
+        requests: how units are gathered while ranks go different ways; None while they go the same one.
+    """
 
     def __init__(self, units: Sequence[ParamUnit], schedule: Schedule) -> None:
         self._units = {unit.name: unit for unit in units}
@@ -51,12 +57,19 @@ class Residency:
         self._open: dict[str, list[Use]] = {unit.name: [] for unit in units}
         self._live: dict[str, int] = {}
         self._lenders: dict[str, list[ParamUnit]] = {}
+        self._pinned: set[str] = set()
         self.in_backward = False
+        self.requests: Requests | None = None
 
     @property
     def live_numel(self) -> int:
         """Elements of all units that are whole or on their way."""
         return sum(self._live.values())
+
+    @property
+    def idle(self) -> bool:
+        """No unit's module is in its forward, and no backward runs."""
+        return not (self._running or self.in_backward)
 
     def is_running(self, unit: ParamUnit) -> bool:
         """Whether a module of `unit` is in its forward."""
@@ -113,7 +126,7 @@ class Residency:
 
         From now on it is whole whenever the borrower runs, forward and backward.
         """
-        if unit.state is ShardState.UNSHARDED or not (self._running or self.in_backward):
+        if unit.state is ShardState.UNSHARDED or self.idle:
             return
         self._require(unit)
         if self._running and self._running[-1].unit is not unit:
@@ -165,6 +178,30 @@ class Residency:
         self.end_backward()
         self._schedule.forget()
 
+    # -- for others than forward and backward
+
+    def pin(self, unit: ParamUnit) -> None:
+        """Makes a unit whole until `unpin`, whatever passes come and go."""
+        if unit.name in self._units:
+            self._pinned.add(unit.name)
+            self._unshard(unit)
+            unit.wait()
+
+    def unpin(self, unit: ParamUnit) -> None:
+        """Gives a pinned unit up, unless a pass is using it."""
+        if unit.name in self._units:
+            self._pinned.discard(unit.name)
+            if not (self.is_running(unit) or self._open[unit.name]):
+                unit.reshard()
+                self._live.pop(unit.name, None)
+
+    def lend(self, unit: ParamUnit) -> None:
+        """A part of `unit` runs without it: the unit is whole from now on until the pass or the step is over."""
+        if self.requests is not None:
+            self.requests.fetch(unit)
+        self._unshard(unit)
+        unit.wait()
+
     # -- moving
 
     def _tick(self) -> int:
@@ -188,6 +225,10 @@ class Residency:
                     self._release(unit)
 
     def _require(self, unit: ParamUnit) -> None:
+        if self.requests is not None:
+            self.requests.fetch(unit)
+            self._live[unit.name] = unit.numel
+            return
         if self.in_backward and self._open[unit.name]:
             unit.wait()  # recomputed within its own backward: whole already, and not another step of the schedule
             return
@@ -201,11 +242,13 @@ class Residency:
         self._live[unit.name] = unit.numel
 
     def _release(self, unit: ParamUnit) -> None:
-        if not self._schedule.keep(unit.name, self.live_numel):
+        if unit.name in self._pinned:
+            return
+        if self.requests is not None or not self._schedule.keep(unit.name, self.live_numel):
             unit.reshard()
             self._live.pop(unit.name, None)
 
     def _give_up_all(self) -> None:
-        for name in list(self._live):
+        for name in self._live.keys() - self._pinned:
             self._units[name].reshard()
-        self._live.clear()
+            del self._live[name]

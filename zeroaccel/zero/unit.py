@@ -76,7 +76,7 @@ class FlatBuffer:
         self.master: Tensor | None = None
         absent = torch.full((), _absent_value(dtype), dtype=dtype)  # a single element to expand from
         self._absent = [absent.to(device).expand(param.shape) for param in params]
-        self._views = [self.full[slot.start : slot.end].view(slot.shape) for slot in layout.slots]
+        self._views = self._cut()
 
     @property
     def nbytes(self) -> int:
@@ -114,6 +114,13 @@ class FlatBuffer:
 
     def free(self) -> None:
         """Takes the full buffer's storage away; the storage object and all views of it stay."""
+        storage = self.full.untyped_storage()
+        if storage.resizable():
+            storage.resize_(0)
+            return
+        # Somebody holds a numpy array of it. That keeps the memory, with the values of now; the unit goes on elsewhere.
+        self.full = torch.empty(self.layout.numel, dtype=self.dtype, device=self.full.device)
+        self._views = self._cut()
         self.full.untyped_storage().resize_(0)
 
     def give_back(self) -> None:
@@ -122,6 +129,14 @@ class FlatBuffer:
             param.data = param.data.clone()
         if not self.resident:
             self.free()
+
+    def _cut(self) -> list[Tensor]:
+        return [self.full[slot.start : slot.end].view(slot.shape) for slot in self.layout.slots]
+
+    def owns(self, data: Tensor) -> bool:
+        """Whether `data`, of one of its parameters, is a view of this buffer or says that it is sharded."""
+        storages = {self.full.untyped_storage()._cdata, *(nan.untyped_storage()._cdata for nan in self._absent[:1])}
+        return data.untyped_storage()._cdata in storages
 
     def view(self, index: int) -> Tensor:
         """The view of the full buffer that parameter `index` uses while whole."""
@@ -204,6 +219,15 @@ class ParamUnit:
             for buffer in self.buffers:
                 buffer.point(whole=False)
                 buffer.free()
+
+    def take_part(self) -> None:
+        """Joins a gather that other ranks need; here the unit is afterwards as it was."""
+        was_whole = self._state is ShardState.UNSHARDED
+        self.reshard()
+        self.unshard()
+        self.wait()
+        if not was_whole:
+            self.reshard()
 
     def _move(self, to: ShardState) -> None:
         if (self._state, to) not in _LEGAL:
