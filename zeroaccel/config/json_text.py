@@ -17,7 +17,7 @@ import json5
 from zeroaccel.config.origin import Path
 from zeroaccel.errors import ConfigError
 
-__all__ = ["JsonText", "parse_json"]
+__all__ = ["JsonText", "excerpt", "parse_json"]
 
 _WIDEST_EXCERPT = 100
 
@@ -82,10 +82,11 @@ def _parse_json5(text: str, name: str, plain: json.JSONDecodeError) -> Any:
     else:
         what = f"unexpected {text[offset]!r}" if offset < len(text) else "unexpected end of text"
     line, column = _line_and_column(text, offset)
-    raise ConfigError(f"{name}:{line}:{column}: not valid JSON: {what}\n{_excerpt(text, line, column)}")
+    raise ConfigError(f"{name}:{line}:{column}: not valid JSON: {what}\n{excerpt(text, line, column)}")
 
 
-def _excerpt(text: str, line: int, column: int) -> str:
+def excerpt(text: str, line: int, column: int) -> str:
+    """The line of an error, and below it a caret under the column; both counted from 1."""
     shown = text.split("\n")[line - 1].replace("\t", " ").rstrip()
     start = max(0, min(column - 1, len(shown)) - _WIDEST_EXCERPT // 2)
     return f"    {shown[start : start + _WIDEST_EXCERPT]}\n    {' ' * (column - 1 - start)}^"

@@ -1,33 +1,25 @@
-"""The typed settings of a launch: how many processes, on which machines, how they meet, where their output goes.
+"""The typed settings of a launch: how many processes, on which machines, how they meet, what they train with.
 
-Command-line flags have the same names and pass the same checks. Beside `schema`, which holds what the processes train;
-read by `zeroaccel.cli`. Only what can be said without looking at the machine is checked here: cores, ports, host names
-and the script are the business of `zeroaccel.cli`.
+Command-line flags have the same names and pass the same checks. The settings are declared in `launch_schema`, and
+gathered from flags, environment and file in `launch_sources`; read by `zeroaccel.cli`. Only what can be said without
+looking at the machine is checked here: cores, ports, host names and the script are the business of `zeroaccel.cli`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
+from pydantic import ValidationError
 
+from zeroaccel.config.launch_schema import DynamoSettings, HostSettings, ProcessSettings, Rendezvous, Streams, ZeroSettings
 from zeroaccel.config.problems import NOTHING, Problem, closest, from_pydantic
-from zeroaccel.config.section import (
-    Count,
-    Flag,
-    Name,
-    NonNegativeNumber,
-    PathText,
-    PositiveCount,
-    PositiveNumber,
-    wrong,
-)
 from zeroaccel.errors import ConfigError, compose
 
-__all__ = ["LaunchSettings", "Rendezvous", "Streams", "launch_settings"]
+__all__ = ["LaunchSettings", "Rendezvous", "Streams", "launch_settings", "wrong_settings"]
 
-Rendezvous = Literal["static", "c10d"]
+DEFAULT_STAGE = 2
+"""The stage of a launch that asks for ZeRO without saying which, as in accelerate."""
 
 _WAITS = ("join_timeout", "last_call_timeout", "close_timeout", "read_timeout", "heartbeat_timeout")
 _RENDEZVOUS_KEYS: Mapping[Rendezvous, tuple[str, ...]] = {
@@ -36,67 +28,8 @@ _RENDEZVOUS_KEYS: Mapping[Rendezvous, tuple[str, ...]] = {
 }
 
 
-def _port(value: object) -> object:
-    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 65535:
-        return value
-    raise wrong("a port, 0 to 65535")
-
-
-def _streams(value: object) -> object:
-    choices = value.values() if isinstance(value, Mapping) else (value,)
-    if all(type(choice) is int and 0 <= choice <= 3 for choice in choices) and (
-        not isinstance(value, Mapping) or all(type(rank) is int and rank >= 0 for rank in value)
-    ):
-        return value
-    raise wrong("0 (none), 1 (stdout), 2 (stderr) or 3 (both), or one of them per local rank as in 0:3,1:2")
-
-
-def _rendezvous_conf(value: object) -> object:
-    if isinstance(value, Mapping) and all(type(number) is int and number > 0 for number in value.values()):
-        return value
-    raise wrong("settings with whole numbers above 0, as in join_timeout=60,read_timeout=30")
-
-
-Port = Annotated[int, BeforeValidator(_port)]
-Streams = Annotated[int | dict[int, int], BeforeValidator(_streams)]
-RendezvousConf = Annotated[dict[str, int], BeforeValidator(_rendezvous_conf)]
-
-
-class LaunchSettings(BaseModel):
+class LaunchSettings(ProcessSettings, ZeroSettings, HostSettings, DynamoSettings):
     """How a job is started. Made by `launch_settings`, which also checks the settings against each other."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, use_attribute_docstrings=True)
-
-    num_processes: PositiveCount | None = None
-    """Processes of the whole job, over all machines. [default: one per accelerator; without any, 1 per machine]"""
-    num_machines: PositiveCount = 1
-    """Machines that take part; run the same command on each, with its --machine_rank. [default: 1]"""
-    machine_rank: Count | None = None
-    """The number of this machine, from 0. Machine 0 hosts the meeting point."""
-    main_process_ip: Name | None = None
-    """Address of machine 0, as the other machines reach it."""
-    main_process_port: Port | None = None
-    """Port on machine 0 for the meeting point. [default: a free one on one machine, 29500 on several]"""
-    use_cpu: Flag = False
-    """Hide the accelerators: the processes compute on the CPU and talk through gloo."""
-    max_restarts: Count = 0
-    """How often all processes are started again after a failure. [default: 0]"""
-    monitor_interval: PositiveNumber = 0.1
-    """Seconds between two looks at the processes. [default: 0.1]"""
-    rdzv_backend: Rendezvous | None = None
-    """How machines meet: static (fixed ranks) or c10d. [default: c10d on one machine, static on several]"""
-    rdzv_conf: RendezvousConf = {}
-    """Settings of the meeting, as KEY=VALUE,...: timeout (static), join_timeout, ... (c10d), in seconds."""
-    log_dir: PathText | None = None
-    """Folder that keeps the output and the error reports of every process."""
-    tee: Streams = 0
-    """Also write output to files: 1 stdout, 2 stderr, 3 both, or per local rank as in 0:3,1:2. Prefixes each line."""
-    redirects: Streams = 0
-    """Write output to files in --log_dir instead of the terminal; as for --tee."""
-    timeout: NonNegativeNumber | None = None
-    """Seconds a collective may wait for the other processes, 0 for no limit. [default: 600]"""
-    debug: Flag = False
-    """Show every traceback in full, and the messages of torch's elastic agent."""
 
     @property
     def rendezvous(self) -> Rendezvous:
@@ -115,6 +48,18 @@ class LaunchSettings(BaseModel):
         """Whether the meeting point is on this machine."""
         return self.machine == 0
 
+    @property
+    def uses_zero(self) -> bool:
+        """Whether the launch sets the ZeRO engine up, by name or by any of its settings."""
+        if self.distributed_type is not None:
+            return self.distributed_type == "DEEPSPEED"
+        return bool(self.zero_settings)
+
+    @property
+    def zero_settings(self) -> dict[str, Any]:
+        """The settings of ZeRO that were given."""
+        return {name: value for name in ZeroSettings.model_fields if (value := getattr(self, name)) is not None}
+
 
 def launch_settings(values: Mapping[str, Any], address: Callable[[str], str] = str) -> LaunchSettings:
     """Checks settings one by one and against each other.
@@ -127,13 +72,13 @@ def launch_settings(values: Mapping[str, Any], address: Callable[[str], str] = s
         ConfigError: some are wrong; all of them are told, one line each.
     """
     if unknown := [name for name in values if name not in LaunchSettings.model_fields]:
-        raise _error([_unknown(name) for name in unknown], address)
+        raise wrong_settings([_unknown(name) for name in unknown], address)
     try:
         settings = LaunchSettings(**values)
     except ValidationError as error:
-        raise _error([from_pydantic(entry) for entry in error.errors(include_url=False)], address) from None
+        raise wrong_settings([from_pydantic(entry) for entry in error.errors(include_url=False)], address) from None
     if problems := list(_contradictions(settings)):
-        raise _error(problems, address)
+        raise wrong_settings(problems, address)
     return settings
 
 
@@ -142,7 +87,8 @@ def _unknown(name: str) -> Problem:
     return Problem((name,), text="no such setting", fix=f"did you mean {meant}?" if meant else "remove it")
 
 
-def _error(problems: list[Problem], address: Callable[[str], str]) -> ConfigError:
+def wrong_settings(problems: list[Problem], address: Callable[[str], str]) -> ConfigError:
+    """One error that tells all problems, each under the name and place its setting was given by."""
     lines = []
     for problem in problems:
         where = address(str(problem.path[0])) + (f": {problem.text}" if problem.text else "")
@@ -165,6 +111,7 @@ def _contradictions(settings: LaunchSettings) -> Iterator[Problem]:
         if name not in known:
             expected = f"settings of the {settings.rendezvous} rendezvous ({', '.join(known)})"
             yield Problem(("rdzv_conf",), expected=expected, got=name)
+    yield from _problems_of_zero(settings)
 
 
 def _problems_between_machines(settings: LaunchSettings) -> Iterator[Problem]:
@@ -186,3 +133,30 @@ def _problems_between_machines(settings: LaunchSettings) -> Iterator[Problem]:
             got=settings.num_processes,
             fix=f"it counts the processes of all machines together: {counts}",
         )
+
+
+def _problems_of_zero(settings: LaunchSettings) -> Iterator[Problem]:
+    given = settings.zero_settings
+    if given and not settings.uses_zero:
+        names = ", ".join(given)
+        fix = f"set distributed_type to DEEPSPEED, or leave out {names}"
+        yield Problem(("distributed_type",), text=f"{settings.distributed_type} does without ZeRO", fix=fix)
+    if settings.inclusion_filter is not None and settings.exclusion_filter is not None:
+        yield Problem(("exclusion_filter",), text="given beside an inclusion filter", fix="keep one of the two")
+    for name in ("inclusion_filter", "exclusion_filter"):
+        if getattr(settings, name) is not None and settings.hostfile is None:
+            yield Problem((name,), text="a filter of the hostfile, and there is none", fix="set hostfile too")
+    if settings.deepspeed_config_file is not None:
+        return  # the stage may be said there; the whole is checked once the file has been read
+    stage = DEFAULT_STAGE if settings.zero_stage is None else settings.zero_stage
+    said = f"the stage is {stage}" + ("" if settings.zero_stage is not None else ", as none is given")
+    if settings.offload_param_device not in (None, "none") and stage < 3:
+        text = f"parameters are sharded at stage 3 only, and {said}"
+        yield Problem(("offload_param_device",), text=text, fix='set zero_stage to 3, or this to "none"')
+    if settings.offload_optimizer_device not in (None, "none") and stage < 1:
+        text = f"optimizer states are sharded from stage 1 on, and {said}"
+        yield Problem(("offload_optimizer_device",), text=text, fix='set zero_stage to 1, 2 or 3, or this to "none"')
+    for kind in ("optimizer", "param"):
+        path = f"offload_{kind}_nvme_path"
+        if getattr(settings, f"offload_{kind}_device") == "nvme" and getattr(settings, path) is None:
+            yield Problem((path,), text=f'missing, and offload_{kind}_device is "nvme"', fix="give a folder on a local disk")
