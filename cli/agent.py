@@ -63,7 +63,7 @@ class RankFiles(DefaultLogsSpecs):
         self,
         folder: Path,
         settings: LaunchSettings,
-        additions: Mapping[str, str],
+        additions: Callable[[int], Mapping[str, str]],
         about_to_start: Callable[[], None],
         say: Callable[[str], None],
     ) -> None:
@@ -78,8 +78,8 @@ class RankFiles(DefaultLogsSpecs):
             attempt, last = envs[0]["TORCHELASTIC_RESTART_COUNT"], envs[0]["TORCHELASTIC_MAX_RESTARTS"]
             self._say(f"{self._why_again()}; starting again ({attempt} of at most {last})")
         destinations = super().reify(envs)
-        for environment in envs.values():
-            environment.update(self._additions)
+        for local_rank, environment in envs.items():
+            environment.update(self._additions(local_rank))
         self._reports = tuple(Path(path) for path in destinations.error_files.values())
         self._about_to_start()
         return destinations
@@ -127,8 +127,13 @@ def run_plan(plan: LaunchPlan, say: Callable[[str], None]) -> JobEnd:
     stopping = Stopping(
         lambda: end_leftovers(launch_id, grace_seconds=0.0), say, may_wait_in_native_code=settings.num_machines > 1
     )
-    additions = {**plan.environment, LAUNCH_ID: launch_id}
-    files = RankFiles(folder, settings, additions, stopping.processes_exist, say)
+    files = RankFiles(
+        folder,
+        settings,
+        lambda local_rank: {**plan.additions(local_rank), LAUNCH_ID: launch_id},
+        stopping.processes_exist,
+        say,
+    )
     with stopping, _agent_log(settings):
         try:
             # The agent fills in ${local_rank} and turns $$ into $; the arguments are meant as they are.
@@ -166,13 +171,13 @@ def _launch_config(plan: LaunchPlan, files: RankFiles) -> LaunchConfig:
         nproc_per_node=plan.num_local,
         logs_specs=files,
         run_id="zeroaccel",
-        role="rank",
+        role=settings.role,
         rdzv_endpoint=f"{plan.host}:{plan.port}",
         rdzv_backend=settings.rendezvous,
         rdzv_configs=conf,
         max_restarts=settings.max_restarts,
         monitor_interval=settings.monitor_interval,
-        log_line_prefix_template="[rank ${rank}] ",
+        log_line_prefix_template=f"[{settings.role} ${{rank}}] ",
         local_addr=plan.address,
         **{name: value for name, value in newer.items() if name in known},
     )

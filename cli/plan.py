@@ -21,6 +21,7 @@ from typing import Literal
 from zeroaccel.config.launch import LaunchSettings
 from zeroaccel.errors import ConfigError
 
+from .affinity import divide_cores, neighbouring_cores
 from .machine import accelerators, is_known_host, is_own_host, own_address_towards, port_trouble, usable_cores
 
 __all__ = ["LaunchPlan", "Program", "plan_launch"]
@@ -28,6 +29,7 @@ __all__ = ["LaunchPlan", "Program", "plan_launch"]
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29500  # torchrun's, for several machines
 FREE_PORT = 0
+CORES = "ZEROACCEL_CPU_CORES"  # the same name is in `runner`, which imports nothing
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,7 @@ class LaunchPlan:
         address: of this machine, as the others reach it.
         headline: one line that says what is started.
         warnings: one line each, for what is allowed but seldom meant.
+        cores: per process the cores it is bound to, as "0,1"; empty when none is.
     """
 
     settings: LaunchSettings
@@ -77,6 +80,7 @@ class LaunchPlan:
     address: str
     headline: str
     warnings: tuple[str, ...] = ()
+    cores: tuple[str, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -94,8 +98,12 @@ class LaunchPlan:
             "LOCAL_WORLD_SIZE": str(self.num_local),
             "MASTER_ADDR": self.host if ranks_are_known else "<machine of rank 0>",
             "MASTER_PORT": str(self.port) if is_static and self.port != FREE_PORT else "<free port>",
-            **self.environment,
+            **self.additions(local_rank),
         }
+
+    def additions(self, local_rank: int) -> dict[str, str]:
+        """What one process gets on top of the launcher's own environment and of torch's."""
+        return {**self.environment, **({CORES: self.cores[local_rank]} if self.cores else {})}
 
     def describe(self) -> str:
         """The dry run: per process its environment and its command, which a shell takes as printed."""
@@ -106,35 +114,51 @@ class LaunchPlan:
         return "\n".join(lines)
 
 
-def plan_launch(settings: LaunchSettings, program: Program, environ: Mapping[str, str]) -> LaunchPlan:
+def plan_launch(
+    settings: LaunchSettings, program: Program, environ: Mapping[str, str], told: Mapping[str, str] | None = None
+) -> LaunchPlan:
     """Works out what to start on this machine.
 
     Args:
         environ: the launcher's environment.
+        told: variables that tell the processes what the launch says about training.
 
     Raises:
         ConfigError: the program is not there, the port is taken, the address is unknown, or counts do not fit.
     """
+    if settings.hostfile is not None:
+        raise ConfigError("--hostfile: starting other machines from here is not available yet", fix="run it on each")
     _check_program(program, environ)
     host, port = _meeting_point(settings)
     _check_log_dir(settings)
-    devices = 0 if settings.use_cpu else accelerators()
+    devices = _devices(settings, environ)
     num_processes = settings.num_processes
     num_local = (devices or 1) if num_processes is None else num_processes // settings.num_machines
     _check_local_ranks(settings, num_local)
-    threads, about_threads = _threads(num_local, environ)
+    threads, about_threads = _threads(num_local, settings.num_cpu_threads_per_process, environ)
     return LaunchPlan(
         settings=settings,
         command=program.command(),
         num_local=num_local,
         device="cuda" if devices else "cpu",
-        environment=_environment(settings, threads),
+        environment={**_environment(settings, threads), **(told or {})},
         host=host,
         port=port,
         address=_own_address(host),
         headline=f"{_about_processes(settings, num_local, devices)}, {about_threads}",
         warnings=_warnings(num_local, devices),
+        cores=_cores(settings, program, num_local),
     )
+
+
+def _cores(settings: LaunchSettings, program: Program, num_local: int) -> tuple[str, ...]:
+    if not settings.enable_cpu_affinity:
+        return ()
+    if program.kind == "executable":
+        raise ConfigError(
+            "--enable_cpu_affinity: a program of --no_python is not bound", fix="leave out one of the two"
+        )
+    return divide_cores(neighbouring_cores(), num_local)
 
 
 def _check_program(program: Program, environ: Mapping[str, str]) -> None:
@@ -188,9 +212,6 @@ def _meeting_point(settings: LaunchSettings) -> tuple[str, int]:
     if settings.is_main_machine and port != FREE_PORT and (trouble := port_trouble(port)):
         otherwise = "the same on every machine" if several else "or leave it out for a free one"
         raise ConfigError(f"--main_process_port {port}: {trouble}", fix=f"choose another, {otherwise}")
-    if settings.rendezvous == "static" and port == FREE_PORT:
-        fix = "choose one, or leave out --rdzv_backend static"
-        raise ConfigError("--main_process_port", expected="a port, for a static rendezvous", fix=fix)
     return host, port
 
 
@@ -217,11 +238,29 @@ def _check_local_ranks(settings: LaunchSettings, num_local: int) -> None:
             raise ConfigError(name, expected=f"local ranks 0 to {num_local - 1}", got=beyond[0])
 
 
-def _threads(num_local: int, environ: Mapping[str, str]) -> tuple[str | None, str]:
+def _devices(settings: LaunchSettings, environ: Mapping[str, str]) -> int:
+    """How many accelerators the processes of this machine will see."""
+    if settings.use_cpu:
+        return 0
+    devices = accelerators()
+    if settings.gpu_ids == "all":
+        return devices
+    wanted = settings.gpu_ids.split(",")
+    # Where some are hidden, the numbers go beyond those that are visible; names of devices are for CUDA to find.
+    hidden = "CUDA_VISIBLE_DEVICES" in environ
+    if not hidden and any(name.isdigit() and int(name) >= devices for name in wanted):
+        there = f"devices 0 to {devices - 1}" if devices else "no device, as this machine has none"
+        raise ConfigError("--gpu_ids", expected=there, got=settings.gpu_ids, fix="or leave it out for all")
+    return len(wanted)
+
+
+def _threads(num_local: int, wanted: int | None, environ: Mapping[str, str]) -> tuple[str | None, str]:
     """OMP_NUM_THREADS, or None where the user has set it; and what is said about it.
 
     Never 1 by default, as torchrun has it: on CPU that leaves all cores but one per process idle.
     """
+    if wanted is not None:
+        return str(wanted), f"{_count(wanted, 'thread')} each"
     cores = usable_cores()
     fair = max(1, cores // num_local)
     given = environ.get("OMP_NUM_THREADS")
@@ -239,6 +278,8 @@ def _environment(settings: LaunchSettings, threads: str | None) -> dict[str, str
         environment["OMP_NUM_THREADS"] = threads
     if settings.use_cpu:
         environment["CUDA_VISIBLE_DEVICES"] = ""
+    elif settings.gpu_ids != "all":
+        environment["CUDA_VISIBLE_DEVICES"] = settings.gpu_ids
     if settings.timeout is not None:
         environment["ZEROACCEL_COLLECTIVE_TIMEOUT"] = f"{settings.timeout:g}"
     if settings.debug:

@@ -203,6 +203,8 @@ def _end_with_the_launcher() -> None:
 def main() -> int:
     """Runs what the command line names. Returns the exit code, or raises what there is nobody to report to."""
     _end_with_the_launcher()
+    if cores := os.environ.get("ZEROACCEL_CPU_CORES"):
+        os.sched_setaffinity(0, map(int, cores.split(",")))
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     reporter = Reporter(Path(path)) if path else None
     try:

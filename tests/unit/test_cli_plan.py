@@ -150,7 +150,8 @@ def test_a_port_that_is_taken(machine: pytest.MonkeyPatch) -> None:
     [
         ({"num_machines": 2, "machine_rank": 0, "main_process_ip": "host.invalid"}, "the name of a known host"),
         ({"main_process_ip": "192.0.2.1"}, "--main_process_ip: expected an address of this machine, got '192.0.2.1'"),
-        ({"rdzv_backend": "static"}, "--main_process_port: expected a port, for a static rendezvous"),
+        ({"gpu_ids": "0,2"}, "--gpu_ids: expected no device, as this machine has none, got '0,2'"),
+        ({"enable_cpu_affinity": True, "num_processes": 4096}, "--enable_cpu_affinity: expected at most"),
         ({"log_dir": "train.py/logs"}, "train.py is a file"),
         ({"tee": {0: 3, 2: 1}, "num_processes": 2}, "--tee: expected local ranks 0 to 1, got 2"),
     ],

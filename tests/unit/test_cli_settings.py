@@ -31,7 +31,10 @@ def test_nothing_has_to_be_given() -> None:
         ({"redirects": 3}, "--redirects: the output would be lost"),
         ({"rdzv_conf": {"join_timeout": 0}}, "--rdzv_conf: expected settings with whole numbers above 0"),
         ({"rdzv_conf": {"timeout": 9}}, "--rdzv_conf: expected settings of the c10d rendezvous"),
-        ({"rdzv_conf": {"join_timeout": 9}, "rdzv_backend": "static"}, "the static rendezvous (timeout), got 'join_"),
+        (
+            {"rdzv_conf": {"join_timeout": 9}, "rdzv_backend": "static", "main_process_port": 9},
+            "the static rendezvous (timeout), got 'join_",
+        ),
         ({"machine_rank": 1}, "--machine_rank: expected 0 on one machine, got 1"),
         (MACHINES | {"machine_rank": 2}, "--machine_rank: expected the number of this machine, 0 to 1, got 2"),
         (MACHINES | {"machine_rank": None}, "--machine_rank: expected the number of this machine, 0 to 1"),
@@ -39,6 +42,27 @@ def test_nothing_has_to_be_given() -> None:
         (MACHINES | {"main_process_port": 0}, "--main_process_port: expected a port that all machines know"),
         (MACHINES | {"num_processes": 5}, "a multiple of num_machines (2), got 5; it counts the processes of all"),
         (MACHINES | {"num_processes": 1}, "together: 2"),
+        ({"zero_stage": 7}, "--zero_stage: expected 0, 1, 2 or 3, got 7"),
+        ({"offload_param_device": "gpu"}, "--offload_param_device: expected 'none', 'cpu' or 'nvme', got 'gpu'"),
+        ({"offload_param_device": "cpu"}, "at stage 3 only, and the stage is 2, as none is given; set zero_stage to 3"),
+        ({"offload_optimizer_device": "cpu", "zero_stage": 0}, "from stage 1 on, and the stage is 0; set zero_stage"),
+        (
+            {"offload_optimizer_device": "nvme"},
+            "--offload_optimizer_nvme_path: missing, and offload_optimizer_device is",
+        ),
+        ({"distributed_type": "MULTI_GPU", "zero_stage": 2}, "MULTI_GPU does without ZeRO; set distributed_type to"),
+        (
+            {"distributed_type": "FSDP"},
+            "--distributed_type: expected DEEPSPEED, MULTI_GPU, MULTI_CPU or NO, got 'FSDP'",
+        ),
+        ({"mixed_precision": "fp8"}, "--mixed_precision: expected 'no', 'fp16' or 'bf16', got 'fp8'"),
+        ({"gpu_ids": "0,0"}, "--gpu_ids: expected each device once, got '0,0'"),
+        ({"gpu_ids": "first"}, '--gpu_ids: expected "all", or the numbers of devices as in 0,2'),
+        ({"multinode_launcher": "slurm"}, "leave it out, and start `zeroaccel launch` under mpirun or srun"),
+        (
+            {"exclusion_filter": "a"},
+            "--exclusion_filter: a filter of the hostfile, and there is none; set hostfile too",
+        ),
     ],
 )
 def test_a_wrong_setting_is_refused_under_its_own_name(values: dict[str, Any], words: str) -> None:
@@ -62,6 +86,7 @@ def test_all_contradictions_are_told_at_once() -> None:
     ("values", "rendezvous"),
     [
         ({}, "c10d"),
+        ({"rdzv_backend": "static"}, "c10d"),  # as in every file of accelerate; there is no port to be fixed
         ({"main_process_port": 0}, "c10d"),
         ({"main_process_port": 4711}, "static"),
         ({"main_process_port": 4711, "rdzv_backend": "c10d"}, "c10d"),

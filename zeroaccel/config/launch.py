@@ -12,7 +12,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from zeroaccel.config.launch_schema import DynamoSettings, HostSettings, ProcessSettings, Rendezvous, Streams, ZeroSettings
+from zeroaccel.config.launch_schema import (
+    DynamoSettings,
+    HostSettings,
+    ProcessSettings,
+    Rendezvous,
+    Streams,
+    ZeroSettings,
+)
 from zeroaccel.config.problems import NOTHING, Problem, closest, from_pydantic
 from zeroaccel.errors import ConfigError, compose
 
@@ -34,9 +41,9 @@ class LaunchSettings(ProcessSettings, ZeroSettings, HostSettings, DynamoSettings
     @property
     def rendezvous(self) -> Rendezvous:
         """How the machines meet. A port that somebody chose becomes MASTER_PORT only by the static way."""
-        if self.rdzv_backend is not None:
-            return self.rdzv_backend
-        return "static" if self.num_machines > 1 or self.main_process_port else "c10d"
+        if self.num_machines == 1 and not self.main_process_port:
+            return "c10d"  # at a port that the agent finds; on one machine the ranks are fixed either way
+        return self.rdzv_backend or "static"
 
     @property
     def machine(self) -> int:
@@ -159,4 +166,6 @@ def _problems_of_zero(settings: LaunchSettings) -> Iterator[Problem]:
     for kind in ("optimizer", "param"):
         path = f"offload_{kind}_nvme_path"
         if getattr(settings, f"offload_{kind}_device") == "nvme" and getattr(settings, path) is None:
-            yield Problem((path,), text=f'missing, and offload_{kind}_device is "nvme"', fix="give a folder on a local disk")
+            yield Problem(
+                (path,), text=f'missing, and offload_{kind}_device is "nvme"', fix="give a folder on a local disk"
+            )

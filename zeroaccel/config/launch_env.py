@@ -18,7 +18,7 @@ __all__ = ["SOURCES_VARIABLE", "LaunchedSettings", "from_environment", "to_envir
 
 SOURCES_VARIABLE = "ZEROACCEL_LAUNCH_SOURCES"
 _FILE_FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"
-_BY_DEFAULT = "default"
+_NOT_IN_FILE = ("--", "environment ", "default")
 _PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
 
@@ -142,13 +142,13 @@ def to_environment(settings: LaunchedSettings, sources: Mapping[str, str]) -> di
     """The variables a process is started with.
 
     Args:
-        sources: field -> who said it: "--zero_stage", "zeroaccel.yaml:12", "default". Flags begin with "--"; whatever
-            is neither a flag nor "default" counts as the launch config file.
+        sources: field -> who said it: "--zero_stage", "environment ZEROACCEL_ZERO_STAGE", "zeroaccel.yaml:12:3",
+            "default". Whatever is neither a flag, nor a variable, nor "default" counts as the launch config file.
     """
     given = {field.name: value for field in fields(settings) if (value := getattr(settings, field.name)) is not None}
     environment = {variable_of(name): _text(value) for name, value in given.items()}
     said = {name: sources[name] for name in given if name in sources}
-    in_file = [name for name, source in said.items() if not source.startswith("--") and source != _BY_DEFAULT]
+    in_file = [name for name, source in said.items() if not source.startswith(_NOT_IN_FILE)]
     if in_file:
         environment[_FILE_FIELDS] = ",".join(in_file)
     if said:

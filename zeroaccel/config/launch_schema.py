@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, Field
 
 from zeroaccel.config.section import (
     AlsoSpelled,
@@ -149,7 +149,7 @@ class ProcessSettings(ConfigSection):
     """Accepted without effect: machines always meet at the address and port of machine 0."""
     rdzv_backend: Rendezvous | None = None
     """How machines meet: static (fixed ranks) or c10d. [default: c10d on one machine, static on several]"""
-    rdzv_conf: RendezvousConf = {}
+    rdzv_conf: RendezvousConf = Field(default_factory=dict)
     """Settings of the meeting, as KEY=VALUE,...: timeout (static), join_timeout, ... (c10d), in seconds."""
     max_restarts: Count = 0
     """How often all processes are started again after a failure. [default: 0]"""
@@ -216,7 +216,7 @@ class HostSettings(ConfigSection):
     exclusion_filter: Annotated[Name | None, AlsoSpelled("exclude"), AlsoSpelled("deepspeed_exclusion_filter")] = None
     """Machines and devices of the hostfile to leave out, as in node1:3."""
     multinode_launcher: Annotated[Launcher | None, AlsoSpelled("deepspeed_multinode_launcher")] = None
-    """How the other machines are reached: ssh, or standard, where the command is run on each. [default: ssh with --hostfile]"""
+    """How the other machines are reached: ssh, or standard: the command is run on each. [default: ssh]"""
 
 
 class DynamoSettings(ConfigSection):

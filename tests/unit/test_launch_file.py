@@ -1,0 +1,193 @@
+"""Launch files: accelerate's are read as they are, and every mistake in one is told with its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zeroaccel.config.launch_file import LaunchConfig, find_launch_file, read_launch_file
+from zeroaccel.errors import ConfigError
+
+# As `accelerate config` writes it for a machine with two devices and stage 3.
+OF_ACCELERATE = """\
+compute_environment: LOCAL_MACHINE
+debug: false
+deepspeed_config:
+  deepspeed_multinode_launcher: standard
+  gradient_accumulation_steps: 4
+  gradient_clipping: 0.5
+  offload_optimizer_device: cpu
+  offload_param_device: nvme
+  offload_param_nvme_path: /nvme
+  zero3_init_flag: true
+  zero3_save_16bit_model: true
+  zero_stage: 3
+distributed_type: DEEPSPEED
+downcast_bf16: 'no'
+dynamo_config:
+  dynamo_backend: INDUCTOR
+  dynamo_mode: default
+  dynamo_use_dynamic: false
+  dynamo_use_fullgraph: false
+enable_cpu_affinity: false
+fsdp_config: {}
+machine_rank: 0
+main_process_ip: null
+main_training_function: main
+mixed_precision: bf16
+num_machines: 1
+num_processes: 2
+rdzv_backend: static
+same_network: true
+tpu_env: []
+tpu_use_cluster: false
+tpu_use_sudo: false
+use_cpu: false
+"""
+
+
+def _read(folder: Path, text: str) -> LaunchConfig:
+    path = folder / "launch.yaml"
+    path.write_text(text)
+    return read_launch_file(path)
+
+
+def _refusal(folder: Path, text: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        _read(folder, text)
+    return str(caught.value).replace(f"{folder}/", "")
+
+
+def test_accelerates_keys_are_read_unchanged(tmp_path: Path) -> None:
+    given = _read(tmp_path, OF_ACCELERATE)
+    assert given.values == {
+        "debug": False,
+        "multinode_launcher": "standard",
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 0.5,
+        "offload_optimizer_device": "cpu",
+        "offload_param_device": "nvme",
+        "offload_param_nvme_path": "/nvme",
+        "zero3_init_flag": True,
+        "zero3_save_16bit_model": True,
+        "zero_stage": 3,
+        "distributed_type": "DEEPSPEED",
+        "dynamo_backend": "inductor",
+        "dynamo_mode": "default",
+        "dynamo_use_dynamic": False,
+        "dynamo_use_fullgraph": False,
+        "enable_cpu_affinity": False,
+        "machine_rank": 0,
+        "mixed_precision": "bf16",
+        "num_machines": 1,
+        "num_processes": 2,
+        "rdzv_backend": "static",
+        "same_network": True,
+        "use_cpu": False,
+    }
+    assert given.sources["zero_stage"] == f"{tmp_path}/launch.yaml:12:3"
+    assert given.sources["num_processes"] == f"{tmp_path}/launch.yaml:27:1"
+    assert given.settings().uses_zero
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("num_proceses: 2", 'launch.yaml:1:1: num_proceses: unknown key; did you mean "num_processes"?'),
+        ("deepspeed_config:\n  zero_stge: 3", "launch.yaml:2:3: deepspeed_config.zero_stge: unknown key; did you mean"),
+        ("zero_stage: 3", 'launch.yaml:1:1: zero_stage: unknown key; did you mean "deepspeed_config.zero_stage"?'),
+        ("deepspeed_config: {zero_stage: 7}", "launch.yaml:1:20: deepspeed_config.zero_stage: expected 0, 1, 2 or 3"),
+        ("deepspeed_config:\n  offload_param_device: gpu", "offload_param_device: expected 'none', 'cpu' or 'nvme'"),
+        ('num_processes: "2"', "num_processes: expected a whole number, got '2'; write it without quotes"),
+        ("use_cpu: 1", "use_cpu: expected true or false, got 1"),
+        ("deepspeed_config: 3", "deepspeed_config: expected an object, got 3"),
+        (
+            "num_processes: 2\nnum_processes: 3",
+            "launch.yaml:2:1: num_processes: given 2 times, on lines 1, 2; keep one",
+        ),
+        (
+            "fsdp_config: {fsdp_offload_params: true}",
+            "fsdp_config: settings of FSDP, which is another engine; `zeroacc",
+        ),
+        ("distributed_type: FSDP", "got 'FSDP'; `zeroaccel config convert FILE` makes a ZeRO config of an FSDP one"),
+        ("distributed_type: XLA", "expected DEEPSPEED, MULTI_GPU, MULTI_CPU or NO, got 'XLA'"),
+        ("compute_environment: AMAZON_SAGEMAKER", "expected 'LOCAL_MACHINE', got 'AMAZON_SAGEMAKER'"),
+        ("fp8_config: {backend: TE}", "fp8_config: 8-bit training is not available"),
+        ("tpu_use_sudo: true", "tpu_use_sudo: expected"),
+        ("- num_processes", "launch.yaml: expected settings as in `num_processes: 2`, got ['num_processes']"),
+    ],
+)
+def test_a_mistake_is_told_with_its_place(tmp_path: Path, text: str, words: str) -> None:
+    said = _refusal(tmp_path, text)
+    assert words in said
+    assert said.count("\n") == 0
+
+
+def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
+    said = _refusal(tmp_path, "num_proceses: 2\ndeepspeed_config:\n  zero_stge: 3\n  zero_stage: 7\n").splitlines()
+    assert said[0] == "launch.yaml: 3 settings are wrong"
+    assert [line.split(": ")[0].strip() for line in said[1:]] == [f"launch.yaml:{at}" for at in ("1:1", "3:3", "4:3")]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("num_processes: [2\n", "launch.yaml:1:16: not valid YAML: "),
+        ("a: 1\n  b: 2\n", "launch.yaml:2:4: not valid YAML: mapping values are not allowed here\n      b: 2\n"),
+        ("a: !!python/object:os.system 1", "launch.yaml:1:4: not valid YAML: could not determine a constructor"),
+        ("a: &a [*a]", "launch.yaml: "),
+        ("a: \x07", "launch.yaml: not valid YAML: unacceptable character #x0007"),
+    ],
+)
+def test_what_is_not_yaml_shows_the_line(tmp_path: Path, text: str, words: str) -> None:
+    assert words in _refusal(tmp_path, text)
+
+
+def test_a_file_that_is_not_there_or_no_file(tmp_path: Path) -> None:
+    (tmp_path / "zeroaccel.yaml").touch()
+    with pytest.raises(ConfigError, match=r"does not exist; did you mean .*zeroaccel\.yaml\?"):
+        read_launch_file(tmp_path / "zeroacel.yaml")
+    with pytest.raises(ConfigError, match=r"is a folder; YAML files in it: zeroaccel\.yaml"):
+        read_launch_file(tmp_path)
+    with pytest.raises(ConfigError, match=r"\(--config_file\) does not exist; there is no folder"):
+        read_launch_file(tmp_path / "nowhere" / "launch.yaml", "--config_file")
+    (tmp_path / "latin.yaml").write_bytes(b"role: \xe9\n")
+    with pytest.raises(ConfigError, match="byte 6 is not UTF-8"):
+        read_launch_file(tmp_path / "latin.yaml")
+
+
+def test_the_file_is_looked_for_in_one_order(tmp_path: Path) -> None:
+    home, project = tmp_path / "home", tmp_path / "project"
+    below = project / "src" / "deep"
+    below.mkdir(parents=True)
+    environ = {"HOME": str(home)}
+
+    def found(given: str | None = None) -> str | None:
+        file = find_launch_file(given, environ, below)
+        return None if file is None else str(file[0])
+
+    assert found() is None
+    of_user = home / ".config" / "zeroaccel" / "zeroaccel.yaml"
+    of_user.parent.mkdir(parents=True)
+    of_user.touch()
+    assert found() == str(of_user)
+    (project / "zeroaccel.yaml").touch()
+    assert found() == str(of_user)  # nothing says that the folders above are of the same project
+    (project / "pyproject.toml").touch()
+    assert found() == str(project / "zeroaccel.yaml")
+    (below / "zeroaccel.yaml").touch()
+    assert found() == "zeroaccel.yaml"
+    environ["ZEROACCEL_CONFIG"] = "named.yaml"
+    assert found() == "named.yaml"
+    assert found("typed.yaml") == "typed.yaml"
+
+
+def test_json_is_yaml_and_an_empty_file_says_nothing(tmp_path: Path) -> None:
+    assert _read(tmp_path, '{"num_processes": 3, "mixed_precision": "no"}').values["num_processes"] == 3
+    assert _read(tmp_path, "").values == {}
+
+
+def test_words_that_yaml_takes_for_false(tmp_path: Path) -> None:
+    values = _read(tmp_path, "mixed_precision: no\ndistributed_type: NO\ndowncast_bf16: no\n").values
+    assert values == {"mixed_precision": "no", "distributed_type": "NO", "num_processes": 1}

@@ -1,0 +1,258 @@
+"""Flag, environment, file, default: one order for every setting, and none is lost on the way to the processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+import yaml
+
+from zeroaccel.cli.launch_flags import GROUPS, flag, given_by_flags, setting_flags
+from zeroaccel.config.launch import LaunchSettings
+from zeroaccel.config.launch_env import LaunchedSettings, from_environment
+from zeroaccel.config.launch_file import read_launch_file
+from zeroaccel.config.launch_json import check_json
+from zeroaccel.config.launch_schema import DeepSpeedSection, DynamoSettings
+from zeroaccel.config.launch_sources import Given, gather, given_in_environment, launched_environment
+from zeroaccel.errors import ConfigError
+
+# setting -> three legal values as text; a file has them as YAML reads them, or as the fourth says
+TRIPLES: dict[str, tuple[str, str, str]] = {
+    "distributed_type": ("DEEPSPEED", "MULTI_GPU", "MULTI_CPU"),
+    "num_processes": ("2", "3", "4"),
+    "num_machines": ("2", "3", "4"),
+    "machine_rank": ("1", "2", "3"),
+    "main_process_ip": ("a", "b", "c"),
+    "main_process_port": ("1", "2", "3"),
+    "rdzv_backend": ("static", "c10d", "static"),
+    "rdzv_conf": ("timeout=1", "timeout=2", "timeout=3"),
+    "max_restarts": ("1", "2", "3"),
+    "monitor_interval": ("1.5", "2.5", "3.5"),
+    "gpu_ids": ("0", "1", "2"),
+    "num_cpu_threads_per_process": ("2", "3", "4"),
+    "mixed_precision": ("fp16", "bf16", "no"),
+    "role": ("a", "b", "c"),
+    "log_dir": ("a", "b", "c"),
+    "tee": ("1", "2", "3"),
+    "redirects": ("1", "2", "3"),
+    "timeout": ("1.5", "2.5", "3.5"),
+    "deepspeed_config_file": ("a", "b", "c"),
+    "zero_stage": ("1", "2", "3"),
+    "offload_optimizer_device": ("none", "cpu", "nvme"),
+    "offload_param_device": ("none", "cpu", "nvme"),
+    "offload_optimizer_nvme_path": ("a", "b", "c"),
+    "offload_param_nvme_path": ("a", "b", "c"),
+    "gradient_accumulation_steps": ("2", "3", "4"),
+    "gradient_clipping": ("0.5", "1.5", "2.5"),
+    "deepspeed_moe_layer_cls_names": ("A", "B", "C"),
+    "hostfile": ("a", "b", "c"),
+    "inclusion_filter": ("a", "b", "c"),
+    "exclusion_filter": ("a", "b", "c"),
+    "multinode_launcher": ("ssh", "standard", "ssh"),
+    "dynamo_backend": ("inductor", "eager", "cudagraphs"),
+    "dynamo_mode": ("default", "reduce-overhead", "max-autotune"),
+}
+SWITCHES = dict.fromkeys(set(LaunchSettings.model_fields) - set(TRIPLES), ("true", "false", "true"))
+SECTIONS = {
+    **dict.fromkeys(DeepSpeedSection.model_fields, "deepspeed_config"),
+    **dict.fromkeys(DynamoSettings.model_fields, "dynamo_config"),
+}
+
+
+def _typed(name: str, text: str) -> Given:
+    """What a command line with this one flag gives."""
+    said: list[Given] = []
+
+    @click.command()
+    @setting_flags
+    def command(**typed: Any) -> None:
+        said.append(given_by_flags(typed))
+
+    values = [flag(name), text] if name in TRIPLES or name.startswith("zero3") else [flag(name)]
+    if text == "false" and len(values) == 1:
+        values = [flag(name).replace("--", "--no_")]
+    command.main(values, standalone_mode=False)
+    return said[0]
+
+
+@pytest.mark.parametrize("name", sorted(LaunchSettings.model_fields))
+def test_flag_before_environment_before_file_before_default(name: str, tmp_path: Path) -> None:
+    by_flag, by_variable, by_file = (TRIPLES | SWITCHES)[name]
+    path = tmp_path / "launch.yaml"
+    value = {"timeout": 3} if name == "rdzv_conf" else yaml.safe_load(by_file)
+    path.write_text(yaml.safe_dump({SECTIONS[name]: {name: value}} if name in SECTIONS else {name: value}))
+    environ = {f"ZEROACCEL_{name.upper()}": by_variable}
+    file, flags = read_launch_file(path), _typed(name, by_flag)
+
+    def won(flags: Given, environ: dict[str, str], file: Given) -> tuple[object, str]:
+        given = gather(flags, environ, file)
+        settings = LaunchSettings(**given.values)
+        return getattr(settings, name), given.sources.get(name, "default")
+
+    first, second, third = (
+        won(*one) for one in [(flags, environ, file), (Given(), environ, file), (Given(), {}, file)]
+    )
+    assert (first[1], second[1]) == (flag(name), f"environment ZEROACCEL_{name.upper()}")
+    assert third[1].startswith(f"{path}:")
+    assert first[0] != second[0]
+    assert second[0] != third[0]
+    assert won(Given(), {}, Given()) == (getattr(LaunchSettings(), name), "default")
+
+
+def test_every_setting_has_a_flag_in_one_group() -> None:
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(LaunchSettings.model_fields)
+
+
+def test_what_is_handed_on_arrives_with_its_source() -> None:
+    values: dict[str, Any] = {
+        "mixed_precision": "fp16",
+        "zero_stage": 3,
+        "gradient_accumulation_steps": 5,
+        "gradient_clipping": 1.0,
+        "offload_param_device": "cpu",
+        "offload_optimizer_device": "nvme",
+        "offload_optimizer_nvme_path": "/nvme",
+        "zero3_init_flag": True,
+        "zero3_save_16bit_model": True,
+        "deepspeed_moe_layer_cls_names": ("A", "B"),
+        "use_cpu": True,
+        "dynamo_backend": "inductor",
+        "dynamo_use_fullgraph": True,
+        "debug": False,
+    }
+    given = Given(values, {name: f"zeroaccel.yaml:{line}:1" for line, name in enumerate(values)} | {"use_cpu": "--cpu"})
+    settings, sources = from_environment(launched_environment(given.settings(), given.sources))
+    assert settings == LaunchedSettings(**{**values, "deepspeed_moe_layer_cls_names": "A,B", "use_zero": True})
+    assert sources == {**given.sources, "use_zero": "default"}
+
+
+def test_what_nobody_gave_is_not_handed_on() -> None:
+    assert launched_environment(LaunchSettings(), {}) == {}
+
+
+def test_variables_that_launchers_hand_on_are_read_too() -> None:
+    environ = {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
+        "ACCELERATE_GRADIENT_CLIPPING": "auto",
+        "ZEROACCEL_NUM_PROCESSES": "",
+        "ACCELERATE_MIXED_PRECISION": "fp16",
+        "ZEROACCEL_MIXED_PRECISION": "bf16",
+        "ZEROACCEL_COLLECTIVE_TIMEOUT": "30",
+    }
+    given = given_in_environment(environ)
+    assert given.values == {
+        "distributed_type": "DEEPSPEED",
+        "zero_stage": 3,
+        "mixed_precision": "bf16",
+        "timeout": 30.0,
+    }
+    # A variable is not the launch file: what it says may fill an "auto" of a JSON config.
+    handed_on = launched_environment(given.settings(), given.sources)
+    assert "ACCELERATE_CONFIG_DS_FIELDS" not in handed_on
+    assert json.loads(handed_on["ZEROACCEL_LAUNCH_SOURCES"])["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == (
+        "environment ACCELERATE_DEEPSPEED_ZERO_STAGE"
+    )
+
+
+def test_variables_that_the_processes_read_themselves_count_more_than_the_file() -> None:
+    file = Given(
+        {"num_cpu_threads_per_process": 4, "gpu_ids": "0"},
+        dict.fromkeys(("num_cpu_threads_per_process", "gpu_ids"), "f"),
+    )
+    given = gather(Given(), {"OMP_NUM_THREADS": "8,2", "CUDA_VISIBLE_DEVICES": "-1"}, file)
+    assert given.values == {"num_cpu_threads_per_process": None, "gpu_ids": "all"}
+
+
+def test_a_variable_that_cannot_be_read() -> None:
+    with pytest.raises(
+        ConfigError, match=r"environment ZEROACCEL_ZERO_STAGE: zero_stage: expected a whole number, got"
+    ):
+        given_in_environment({"ZEROACCEL_ZERO_STAGE": "three"})
+
+
+AUTO = {"enabled": "auto"}
+ALL_AUTO = {
+    "fp16": AUTO,
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "zero_optimization": {"stage": "auto"},
+}
+DECIDED = {
+    "fp16": {"enabled": False},
+    "bf16": {"enabled": True},
+    "gradient_accumulation_steps": 5,
+    "gradient_clipping": "auto",
+    "train_micro_batch_size_per_gpu": 1,
+    "zero_optimization": {"stage": 3},
+}
+LAUNCH: dict[str, Any] = {
+    "mixed_precision": "bf16",
+    "zero_stage": 3,
+    "gradient_accumulation_steps": 4,
+    "gradient_clipping": 1.0,
+}
+
+
+@pytest.fixture
+def launched(tmp_path: Path) -> Callable[[dict[str, Any], dict[str, str] | str], Given]:
+    """A launch that names a JSON config and gives LAUNCH, each by the same source or by one of its own."""
+
+    def launched(json_config: dict[str, Any], source: dict[str, str] | str) -> Given:
+        path = tmp_path / "ds.json"
+        path.write_text(json.dumps(json_config))
+        values = {**LAUNCH, "deepspeed_config_file": str(path)}
+        return Given(
+            values, {name: source if isinstance(source, str) else source.get(name, "f:1:1") for name in values}
+        )
+
+    return launched
+
+
+def test_a_file_that_repeats_what_the_json_decides_is_refused_by_the_keys_it_repeats(
+    launched: Callable[..., Given], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="3 settings are said twice") as caught:
+        check_json(launched(DECIDED, "z.yaml:1:1"))
+    said = str(caught.value).replace(f"{tmp_path}/", "")
+    assert "z.yaml:1:1: zero_stage 3: the same is said by ds.json:1:" in said
+    assert "z.yaml:1:1: gradient_accumulation_steps 4: something else is said by ds.json:1:" in said
+    assert "z.yaml:1:1: mixed_precision bf16: the same is said by ds.json:1:" in said
+    assert "gradient_clipping" not in said
+
+
+def test_flags_and_variables_may_repeat_the_json_but_not_contradict_it(
+    launched: Callable[..., Given], tmp_path: Path
+) -> None:
+    for source, words in [("--x", "--x 4"), ("environment X", "environment X: gradient_accumulation_steps 4")]:
+        with pytest.raises(ConfigError) as caught:
+            check_json(launched(DECIDED, source))
+        assert str(caught.value).startswith(f"{words}: something else is said by {tmp_path}/ds.json:1:")
+        assert "\n" not in str(caught.value)
+        check_json(launched({**DECIDED, "gradient_accumulation_steps": 4}, source))
+
+
+def test_what_is_auto_or_absent_is_left_to_the_launch(launched: Callable[..., Given]) -> None:
+    for source in ("z.yaml:1:1", "--x"):
+        assert check_json(launched(ALL_AUTO, source)) is not None
+        assert check_json(launched({"train_micro_batch_size_per_gpu": 1}, source)) is not None
+
+
+def test_the_other_precision_is_something_else(launched: Callable[..., Given]) -> None:
+    with pytest.raises(ConfigError, match=r"--x bf16: something else is said by .*fp16.enabled true"):
+        check_json(launched({"train_micro_batch_size_per_gpu": 1, "fp16": {"enabled": True}}, "--x"))
+
+
+def test_a_json_beside_the_launch_file_is_pointed_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "ds.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    given = Given({"deepspeed_config_file": "ds.json"}, {"deepspeed_config_file": "configs/launch.yaml:3:1"})
+    with pytest.raises(ConfigError, match=r"ds\.json does not exist in .*; write configs/ds\.json"):
+        check_json(given)

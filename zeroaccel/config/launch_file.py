@@ -1,0 +1,197 @@
+"""The launch file: where it is, what it says, and where in it each setting stands.
+
+Reads accelerate's YAML as it is; keys that are not for this engine are refused by name when they are switched on, and
+unknown ones with the name that was probably meant. Gives `launch_sources` a flat set of settings. Looks only at the
+file it is given or finds; which environment and folders to look in is said by the caller.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from zeroaccel.config.canonical import Canonical
+from zeroaccel.config.document import given_paths
+from zeroaccel.config.launch import LaunchSettings
+from zeroaccel.config.launch_schema import LaunchFile
+from zeroaccel.config.launch_sources import Given
+from zeroaccel.config.origin import Origin
+from zeroaccel.config.origin import Path as KeyPath
+from zeroaccel.config.problems import Problem, from_pydantic, report
+from zeroaccel.config.yaml_text import parse_yaml
+from zeroaccel.errors import ConfigError
+
+__all__ = ["CONFIG_VARIABLE", "FILE_NAME", "LaunchConfig", "find_launch_file", "read_launch_file", "user_config_folder"]
+
+CONFIG_VARIABLE = "ZEROACCEL_CONFIG"
+FILE_NAME = "zeroaccel.yaml"
+
+_PROJECT_MARKS = (".git", "pyproject.toml", "setup.cfg", "setup.py")
+_SECTIONS = ("deepspeed_config", "dynamo_config")
+_REFUSED: Mapping[str, tuple[str, str]] = {
+    "fsdp_config": (
+        "settings of FSDP, which is another engine",
+        "`zeroaccel config convert FILE` makes a ZeRO config of them",
+    ),
+    "megatron_lm_config": ("settings of Megatron-LM, which is another engine", "remove it"),
+    "parallelism_config": ("tensor, context and sequence parallelism are not available", "remove it"),
+    "fp8_config": ("8-bit training is not available", "remove it, and set mixed_precision to bf16"),
+    "ipex_config": ("that library is not used", "remove it"),
+    "mpirun_config": ("mpirun is not called from here", "remove it, and run `mpirun ... zeroaccel launch ...`"),
+    "tpu_env": ("there is no support for TPUs", "remove it"),
+}
+
+
+class LaunchConfig(Given):
+    """What a launch file says, as settings with their places.
+
+    Attributes:
+        path: of the file, as it was given.
+        model: the file as it was written, checked.
+    """
+
+    path: str
+    model: LaunchFile
+
+    def __init__(self, path: str, model: LaunchFile, values: Mapping[str, Any], sources: Mapping[str, str]) -> None:
+        super().__init__(values, sources)
+        object.__setattr__(self, "path", path)
+        object.__setattr__(self, "model", model)
+
+
+def find_launch_file(given: str | None, environ: Mapping[str, str], folder: Path) -> tuple[Path, str] | None:
+    """The launch file to read and why that one, or None if there is none.
+
+    Args:
+        given: what --config_file says.
+        environ: for ZEROACCEL_CONFIG, XDG_CONFIG_HOME and HOME.
+        folder: the working directory; the file may also lie above it, up to the root of the project it is in.
+    """
+    if given is not None:
+        return Path(given), "--config_file"
+    if named := environ.get(CONFIG_VARIABLE):
+        return Path(named), f"environment {CONFIG_VARIABLE}"
+    for place in _project_folders(folder.resolve()):
+        if (place / FILE_NAME).is_file():
+            path = place / FILE_NAME
+            return (Path(FILE_NAME) if place == folder.resolve() else path), "found in the project"
+    user_file = user_config_folder(environ) / FILE_NAME
+    return (user_file, "of the user") if user_file.is_file() else None
+
+
+def user_config_folder(environ: Mapping[str, str]) -> Path:
+    """Where files of this user lie (XDG Base Directory Specification)."""
+    home = environ.get("XDG_CONFIG_HOME") or os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".config")
+    return Path(home, "zeroaccel")
+
+
+def read_launch_file(path: Path, why: str = "") -> LaunchConfig:
+    """Reads and checks a launch file.
+
+    Args:
+        why: who named this file, for the message that it is not there.
+
+    Raises:
+        ConfigError: it cannot be read, is not YAML, or says something wrong: all that is wrong, with line and column.
+    """
+    name = str(path)
+    parsed = parse_yaml(_text_of(path, why), name)
+    if not isinstance(parsed.value, dict):
+        raise ConfigError(name, expected="settings as in `num_processes: 2`", got=parsed.value)
+    tree = _without_nothing(parsed.value)
+    order = list(given_paths(parsed.value))
+    canonical = Canonical(LaunchFile, tree)
+    origin = Origin(name=name, raw=tree, places=parsed.places, written=canonical.written)
+    model, problems = _validated(canonical.tree)
+    doubles = [
+        Problem(
+            path,
+            text=f"given {len(lines)} times, on lines {', '.join(map(str, lines))}",
+            fix="keep one",
+            as_written=True,
+        )
+        for path, lines in parsed.duplicates.items()
+    ]
+    problems = [*doubles, *canonical.problems, *problems, *_refusals(canonical.tree)]
+    if problems:
+        raise report(problems, origin, order)
+    values, paths = _flat(canonical.tree, model)
+    return LaunchConfig(name, model, values, {name: _place(origin, path) for name, path in paths.items()})
+
+
+def _project_folders(folder: Path) -> Iterator[Path]:
+    """The folder, and those above it up to the root of its project; only the folder where there is no project."""
+    above = [folder, *folder.parents]
+    roots = [index for index, place in enumerate(above) if any((place / mark).exists() for mark in _PROJECT_MARKS)]
+    yield from above[: roots[0] + 1 if roots else 1]
+
+
+def _text_of(path: Path, why: str) -> str:
+    said = f"{path} ({why})" if why else str(path)
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"launch file {said} does not exist", fix=_near(path)) from None
+    except IsADirectoryError:
+        found = sorted(entry.name for entry in path.iterdir() if entry.suffix in (".yaml", ".yml"))[:3]
+        fix = f"YAML files in it: {', '.join(found)}" if found else "name a file"
+        raise ConfigError(f"launch file {said} is a folder", fix=fix) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"launch file {said}: byte {error.start} is not UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"launch file {said} cannot be read: {error.strerror}") from None
+
+
+def _near(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    near = difflib.get_close_matches(path.name, sorted(os.listdir(path.parent)), n=1)
+    return f"did you mean {path.parent / near[0]}?" if near else "`zeroaccel config` makes one"
+
+
+def _without_nothing(tree: dict[Any, Any]) -> dict[Any, Any]:
+    """Without keys that have no value, which say nothing, as `fsdp_config: {}` and `main_process_ip:` do."""
+    return {
+        key: _without_nothing(value) if isinstance(value, dict) else value
+        for key, value in tree.items()
+        if value is not None and not (key in _REFUSED and value in ({}, [], "", False))
+    }
+
+
+def _validated(tree: dict[str, Any]) -> tuple[LaunchFile, list[Problem]]:
+    """The file from the keys that are right, and what is wrong with the others."""
+    try:
+        return LaunchFile(**tree), []
+    except ValidationError as error:
+        problems = [from_pydantic(entry) for entry in error.errors(include_url=False)]
+        return LaunchFile(), problems
+
+
+def _refusals(tree: Mapping[str, Any]) -> Iterator[Problem]:
+    for name, (reason, fix) in _REFUSED.items():
+        if tree.get(name):
+            yield Problem((name,), text=reason, fix=fix)
+
+
+def _flat(tree: Mapping[str, Any], model: LaunchFile) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+    """Setting -> value, and setting -> path of its key, of those that are given in the file."""
+    values: dict[str, Any] = {}
+    paths: dict[str, KeyPath] = {}
+    for section in ((), *((name,) for name in _SECTIONS)):
+        given = tree.get(section[0], {}) if section else tree
+        owner = getattr(model, section[0]) if section else model
+        for name in given:
+            if name in LaunchSettings.model_fields:
+                values[name], paths[name] = getattr(owner, name), (*section, name)
+    if values.get("distributed_type") == "NO" and "num_processes" not in values:
+        values["num_processes"], paths["num_processes"] = 1, ("distributed_type",)
+    return values, paths
+
+
+def _place(origin: Origin, path: KeyPath) -> str:
+    return origin.where(path).partition(": ")[0]
