@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -40,24 +41,30 @@ def test_ranks_meet_and_get_what_the_dry_run_shows(tmp_path: Path) -> None:
         "dist.all_reduce(total)\n"
         "facts = {'environment': dict(os.environ), 'argv': sys.argv}\n"
         "facts |= {'total': total.item(), 'threads': torch.get_num_threads()}\n"
+        "facts['cores'] = ','.join(map(str, sorted(os.sched_getaffinity(0))))\n"
         "open(f'{__file__}.{dist.get_rank()}.json', 'w').write(json.dumps(facts))\n"
         "dist.destroy_process_group()\n",
     )
     # The agent has macros of its own; the script's arguments pass through them unharmed.
-    words = ["--main-process-port", free_port(), "--timeout", "30", script, "$$", "${local_rank}", "a 'b'", "--debug"]
+    cores = len(psutil.Process().cpu_affinity() or [0])
+    flags = ["--main-process-port", free_port(), "--timeout", "30", "--zero_stage", "3"]
+    flags += ["--enable_cpu_affinity"] if cores > 1 else []
+    arguments = [script, "$$", "${local_rank}", "a 'b'", "--debug"]
+    words = [*flags, *arguments]
     result = _launch(*words)
     assert (result.returncode, result.stdout) == (0, ""), result.stderr
-    cores = len(psutil.Process().cpu_affinity() or [0])
     assert result.stderr.startswith("zeroaccel: 2 processes on cpu, ")
     assert result.stderr.count("\n") == 1
     shown = [line for line in _launch("--dry-run", *words).stdout.splitlines() if not line.startswith("#")]
     for rank in range(2):
         facts = json.loads(Path(f"{script}.{rank}.json").read_text())
         assert facts["total"] == 3.0
-        assert facts["argv"] == [str(word) for word in words[4:]]
+        assert facts["argv"] == [str(word) for word in arguments]
         assert 1 <= facts["threads"] <= max(1, cores // 2)
-        promised = dict(word.split("=", 1) for word in shown[rank].split(sys.executable)[0].split())
-        assert len(promised) == 9
+        promised = dict(word.split("=", 1) for word in shlex.split(shown[rank].split(sys.executable)[0]))
+        assert promised["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3"
+        assert promised.get("ZEROACCEL_CPU_CORES", facts["cores"]) == facts["cores"]
+        assert len(promised) == 13 + (cores > 1)
         assert {name: facts["environment"][name] for name in promised} == promised | {"CUDA_VISIBLE_DEVICES": ""}
 
 

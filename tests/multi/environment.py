@@ -38,7 +38,7 @@ def outside_any_job() -> dict[str, str]:
     kept = {
         name: value
         for name, value in os.environ.items()
-        if name not in _JOB_VARIABLES and not name.startswith(("TORCHELASTIC_", "ZEROACCEL_"))
+        if name not in _JOB_VARIABLES and not name.startswith(("ACCELERATE_", "TORCHELASTIC_", "ZEROACCEL_"))
     }
     kept["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH")]))
     return kept
