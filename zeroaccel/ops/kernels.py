@@ -1,4 +1,4 @@
-"""The compiled loops over flat CPU arrays: optimizer updates, gradient norms, sums over ranks.
+"""The compiled loops over flat CPU arrays: optimizer updates, gradient norms, sums over ranks, 8- and 4-bit codes.
 
 They see NumPy arrays, never tensors; `dispatch` views tensors as arrays and gives each thread its span. Everything
 Numba compiles is in this one file because Numba's disk cache notices a change of a function's own file only, not of a
@@ -28,13 +28,33 @@ from numba.extending import overload
 
 from zeroaccel.logs import log_once
 
-__all__ = ["NORM_BITS", "Array", "adagrad", "adam", "largest_pattern", "lion", "sgd", "square_sums", "sum_rows"]
+__all__ = [
+    "NORM_BITS",
+    "SCALE_FLOOR",
+    "Array",
+    "adagrad",
+    "adam",
+    "add4",
+    "add8",
+    "decode4",
+    "decode8",
+    "encode4",
+    "encode8",
+    "largest_pattern",
+    "lion",
+    "sgd",
+    "square_sums",
+    "sum_rows",
+]
 
 Array = npt.NDArray[Any]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 NORM_BITS = 25
 """`square_sums` cuts a square of 2 * NORM_BITS bits into two halves of this many."""
+
+SCALE_FLOOR = 2.0**-120
+"""The least scale of a block of codes: its reciprocal is finite, and what it rounds to zero is below 2**-121."""
 
 _BLOCK_NUMEL = 2048  # floats that `sum_rows` holds at once: 8 KiB, well inside any L1 cache
 
@@ -83,10 +103,17 @@ def _decode_bfloat16(pattern: Any) -> Any:
 
 
 @_inlined
-def _encode_bfloat16(value: Any) -> Any:
-    """Nearest, ties to even. A mantissa that rounds over carries into the exponent, as it should, up to inf."""
+def _round_bfloat16(value: Any) -> Any:
+    """Nearest, ties to even, of a number. A mantissa that rounds over carries into the exponent, as it should."""
     bits = _bits(value)
-    rounded = np.uint32(np.uint32(bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
+    return np.uint16(np.uint32(bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
+
+
+@_inlined
+def _encode_bfloat16(value: Any) -> Any:
+    """As `_round_bfloat16`, and NaN stays NaN."""
+    bits = _bits(value)
+    rounded = _round_bfloat16(value)
     quiet_nan = np.uint32((bits >> 16) | 0x40)
     return np.uint16(quiet_nan if np.uint32(bits & 0x7FFFFFFF) > 0x7F800000 else rounded)
 
@@ -99,6 +126,22 @@ def _decode_float16(pattern: Any) -> Any:
     normal = np.uint32((magnitude << 13) + ((127 - 15) << 23))
     inf_or_nan = np.uint32((magnitude << 13) + ((255 - 31) << 23))
     return _float(sign | (subnormal if magnitude < 0x0400 else (normal if magnitude < 0x7C00 else inf_or_nan)))
+
+
+@_inlined
+def _decode_finite_float16(pattern: Any) -> Any:
+    """Of a number: its bits in the places of a float32 are too small by 2**112, subnormal ones as well."""
+    return _float(np.uint32((np.int32(pattern) << 13) & 0x8FFFE000)) * np.float32(2.0**112)
+
+
+@_inlined
+def _round_float16(value: Any) -> Any:
+    """As `_encode_float16`, of a number that is not beyond the range."""
+    magnitude = np.uint32(_bits(value) & 0x7FFFFFFF)
+    sign = np.uint32((_bits(value) >> 16) & 0x8000)
+    normal = np.uint32(np.uint32(magnitude + 0x0FFF + ((magnitude >> 13) & 1) - ((127 - 15) << 23)) >> 13)
+    subnormal = np.uint32(_bits(_float(magnitude) + np.float32(0.5)) - _bits(np.float32(0.5)))
+    return np.int16(sign | (subnormal if magnitude < (127 - 14) << 23 else normal))
 
 
 @_inlined
@@ -123,6 +166,26 @@ def _load(array: Any, index: Any) -> Any:
 
 def _store(array: Any, index: Any, value: Any) -> None:
     """Writes a float32 to ``array[index]``, rounded to the array's format; nothing where the array is None."""
+    raise NotImplementedError
+
+
+def _load_number(array: Any, index: Any) -> Any:
+    """As `_load`, of what is neither inf nor NaN: faster for float16."""
+    raise NotImplementedError
+
+
+def _store_number(array: Any, index: Any, value: Any) -> None:
+    """As `_store`, of a number within the range of the format: faster for 16 bits."""
+    raise NotImplementedError
+
+
+def _magnitude_pattern(array: Any, index: Any) -> Any:
+    """``array[index]`` without its sign, as an unsigned integer of its width."""
+    raise NotImplementedError
+
+
+def _of_pattern(array: Any, pattern: Any) -> Any:
+    """The float32 that a `_magnitude_pattern` of the array stands for."""
     raise NotImplementedError
 
 
@@ -161,8 +224,60 @@ def _store_for(array: Any, index: Any, value: Any) -> Callable[..., None] | None
     return {types.float32: plain, types.uint16: bfloat16, types.int16: float16}.get(array.dtype)
 
 
+def _store_number_for(array: Any, index: Any, value: Any) -> Callable[..., None] | None:
+    """As `_load_for`, of `_store_number`."""
+
+    def bfloat16(array: Any, index: Any, value: Any) -> None:
+        array[index] = _round_bfloat16(value)
+
+    def float16(array: Any, index: Any, value: Any) -> None:
+        array[index] = _round_float16(value)
+
+    return {types.uint16: bfloat16, types.int16: float16}.get(array.dtype) or _store_for(array, index, value)
+
+
+def _load_number_for(array: Any, index: Any) -> Callable[..., Any] | None:
+    """As `_load_for`, of `_load_number`."""
+
+    def float16(array: Any, index: Any) -> Any:
+        return _decode_finite_float16(array[index])
+
+    return float16 if array.dtype == types.int16 else _load_for(array, index)
+
+
+def _magnitude_pattern_for(array: Any, index: Any) -> Callable[..., Any]:
+    """As `_load_for`, of `_magnitude_pattern`."""
+
+    def wide(array: Any, index: Any) -> Any:
+        return np.uint32(_bits(array[index]) & 0x7FFFFFFF)
+
+    def narrow(array: Any, index: Any) -> Any:
+        return np.uint16(array[index] & 0x7FFF)
+
+    return wide if array.dtype == types.float32 else narrow
+
+
+def _of_pattern_for(array: Any, pattern: Any) -> Callable[..., Any] | None:
+    """As `_load_for`, of `_of_pattern`."""
+
+    def plain(array: Any, pattern: Any) -> Any:
+        return _float(pattern)
+
+    def bfloat16(array: Any, pattern: Any) -> Any:
+        return _decode_bfloat16(pattern)
+
+    def float16(array: Any, pattern: Any) -> Any:
+        return _decode_float16(pattern)
+
+    return {types.float32: plain, types.uint16: bfloat16, types.int16: float16}.get(array.dtype)
+
+
 overload(_load)(_load_for)
+overload(_load_number)(_load_number_for)
+overload(_magnitude_pattern)(_magnitude_pattern_for)
+overload(_of_pattern)(_of_pattern_for)
 overload(_store)(_store_for)
+overload(_store_number)(_store_number_for)
 
 
 # ---- optimizer updates: (master, states..., grad, out, grad_scale, coefficients...) ----
@@ -363,3 +478,121 @@ def sum_rows(out: Array, flat: Array, row_numel: int, start: int, stop: int, sca
         block = out[begin : begin + count]
         for j in range(count):
             _store(block, j, total[j] * scale)
+
+
+# ---- codes: blocks of values as small integers times one float32 scale ----
+# `codecs` of `comm` states the format and its error bounds. Blocks [first, last) of `values` are read or written.
+
+
+@_inlined
+def _block_scale(part: Any, highest: Any) -> Any:
+    """The scale that maps the largest magnitude to `highest`; NaN where the block holds an inf or a NaN."""
+    largest = _magnitude_pattern(part, 0)
+    for i in range(1, part.size):
+        largest = max(largest, _magnitude_pattern(part, i))
+    absmax = _of_pattern(part, largest)
+    if not absmax < np.float32(np.inf):
+        return np.float32(np.nan)
+    return max(absmax / highest, np.float32(SCALE_FLOOR))
+
+
+@_inlined
+def _to_integer(value: Any) -> Any:
+    """The bits of a float32 below 2**22 rounded to an integer, ties to even, in two's complement.
+
+    1.5 * 2**23 has a last place of 1 and low bits of 0: the addition rounds, and leaves the integer in the low bits.
+    """
+    return _bits(value + np.float32(12582912.0))
+
+
+@_compiled
+def encode8(values: Array, scales: Array, codes: Array, block: int, first: int, last: int) -> None:
+    """``codes[i] = rint(values[i] / scale)`` in [-127, 127]; the scale of a block with an inf or a NaN is NaN."""
+    for index in range(first, last):
+        part = values[index * block : min((index + 1) * block, values.size)]
+        target = codes[index * block : index * block + part.size]
+        scale = _block_scale(part, np.float32(127.0))
+        scales[index] = scale
+        inverse = np.float32(1.0) / scale
+        for i in range(part.size):
+            target[i] = np.uint8(_to_integer(_load_number(part, i) * inverse))
+
+
+@_compiled
+def decode8(out: Array, scales: Array, codes: Array, block: int, first: int, last: int) -> None:
+    """``out[i] = codes[i] * scale``."""
+    for index in range(first, last):
+        part = out[index * block : min((index + 1) * block, out.size)]
+        source = codes[index * block : index * block + part.size]
+        scale = scales[index]
+        if np.isnan(scale):
+            _store(part, 0, scale)
+            part[:] = part[0]
+            continue
+        for i in range(part.size):
+            _store_number(part, i, np.float32(np.int8(source[i])) * scale)
+
+
+@_compiled
+def add8(total: Array, scales: Array, codes: Array, block: int, first: int, last: int) -> None:
+    """``total[i] += codes[i] * scale``, in float32."""
+    for index in range(first, last):
+        part = total[index * block : min((index + 1) * block, total.size)]
+        source = codes[index * block : index * block + part.size]
+        scale = scales[index]
+        for i in range(part.size):
+            part[i] += np.float32(np.int8(source[i])) * scale
+
+
+@_compiled
+def encode4(values: Array, scales: Array, codes: Array, block: int, first: int, last: int) -> None:
+    """As `encode8`, in [-7, 7]: byte i of a block of n values holds value i low and value i + ceil(n / 2) high."""
+    for index in range(first, last):
+        part = values[index * block : min((index + 1) * block, values.size)]
+        half = (part.size + 1) // 2
+        target = codes[index * block // 2 : index * block // 2 + half]
+        scale = _block_scale(part, np.float32(7.0))
+        scales[index] = scale
+        inverse = np.float32(1.0) / scale
+        pairs = part.size - half
+        upper = part[half:]
+        for i in range(pairs):
+            low = np.uint8(np.uint32(_to_integer(_load_number(part, i) * inverse)) & np.uint32(15))
+            high = np.uint8(np.uint32(_to_integer(_load_number(upper, i) * inverse)) << np.uint32(4))
+            target[i] = low | high
+        if pairs < half:
+            target[pairs] = np.uint8(np.uint32(_to_integer(_load_number(part, pairs) * inverse)) & np.uint32(15))
+
+
+@_compiled
+def decode4(out: Array, scales: Array, codes: Array, block: int, first: int, last: int) -> None:
+    """As `decode8`, of what `encode4` wrote."""
+    for index in range(first, last):
+        part = out[index * block : min((index + 1) * block, out.size)]
+        half = (part.size + 1) // 2
+        source = codes[index * block // 2 : index * block // 2 + half]
+        upper = part[half:]
+        scale = scales[index]
+        if np.isnan(scale):
+            _store(part, 0, scale)
+            part[:] = part[0]
+            continue
+        for i in range(half):
+            _store_number(part, i, np.float32(np.int8(source[i] << 4) >> 4) * scale)
+        for i in range(upper.size):
+            _store_number(upper, i, np.float32(np.int8(source[i]) >> 4) * scale)
+
+
+@_compiled
+def add4(total: Array, scales: Array, codes: Array, block: int, first: int, last: int) -> None:
+    """As `add8`, of what `encode4` wrote."""
+    for index in range(first, last):
+        part = total[index * block : min((index + 1) * block, total.size)]
+        half = (part.size + 1) // 2
+        source = codes[index * block // 2 : index * block // 2 + half]
+        upper = part[half:]
+        scale = scales[index]
+        for i in range(half):
+            part[i] += np.float32(np.int8(source[i] << 4) >> 4) * scale
+        for i in range(upper.size):
+            upper[i] += np.float32(np.int8(source[i]) >> 4) * scale
