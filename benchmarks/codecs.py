@@ -60,7 +60,7 @@ def _rates(numel: int, dtype: torch.dtype, rounds: int) -> dict[str, tuple[float
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--numel", default=1 << 23, help="Values.")
+@click.option("--numel", default=1 << 24, help="Values; more than a cache holds.")
 @click.option("--rounds", default=15)
 @click.option("--threads", default=1)
 @click.option("--markdown", type=click.Path(dir_okay=False, path_type=Path), help="Write the table here, too.")

@@ -557,9 +557,9 @@ def encode4(values: Array, scales: Array, codes: Array, block: int, first: int, 
         pairs = part.size - half
         upper = part[half:]
         for i in range(pairs):
-            low = np.uint8(np.uint32(_to_integer(_load_number(part, i) * inverse)) & np.uint32(15))
-            high = np.uint8(np.uint32(_to_integer(_load_number(upper, i) * inverse)) << np.uint32(4))
-            target[i] = low | high
+            low = np.uint32(_to_integer(_load_number(part, i) * inverse) & np.uint32(15))
+            high = np.uint32(_to_integer(_load_number(upper, i) * inverse) << np.uint32(4))
+            target[i] = np.uint8(np.uint32(low | high))
         if pairs < half:
             target[pairs] = np.uint8(np.uint32(_to_integer(_load_number(part, pairs) * inverse)) & np.uint32(15))
 
