@@ -6,13 +6,18 @@ An exception that only one rank raises leaves the others in a collective; here t
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
 
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.verdict import first_difference, rank_list
 
-__all__ = ["agree_or_raise", "agreed", "disagreement_report"]
+__all__ = ["agree_or_raise", "agreed", "disagreement_report", "from_rank_0"]
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -55,6 +60,41 @@ def agree_or_raise(collectives: Collectives, error: Exception | None, label: str
     raise _instance(kind, text) from error
 
 
+def from_rank_0(collectives: Collectives, make: Callable[[], T], label: str) -> T:
+    """What `make` returns on rank 0, on every rank; elsewhere it is not called. Pickled. (all ranks)
+
+    Args:
+        label: what it is, the same on all ranks.
+
+    Raises:
+        Exception: whatever `make` raised; of the same class and message on the other ranks.
+    """
+    if collectives.world_size == 1:
+        return make()
+    made: T | None = None
+    error: Exception | None = None
+    payload = torch.empty(0, dtype=torch.uint8)
+    if collectives.rank == 0:
+        try:
+            made = make()
+            payload = _bytes((None, made))
+        except Exception as raised:
+            error = raised
+            payload = _bytes((_portable(error), None))
+    size = torch.tensor([payload.numel()])
+    collectives.broadcast(size, 0, f"{label}: size")
+    if collectives.rank != 0:
+        payload = torch.empty(int(size.item()), dtype=torch.uint8)
+    collectives.broadcast(payload, 0, label)
+    if error is not None:
+        raise error
+    if collectives.rank != 0:
+        failure, made = pickle.loads(payload.numpy().tobytes())
+        if failure is not None:
+            raise _instance(pickle.loads(failure[0]), f"{failure[1]} [rank 0]")
+    return made  # type: ignore[return-value]
+
+
 def disagreement_report(collectives: Collectives) -> str:
     """Where the ranks' histories part: the first collective that is not the same on all of them. (all ranks)
 
@@ -65,6 +105,10 @@ def disagreement_report(collectives: Collectives) -> str:
     if not difference:
         return "the ranks have gone through different collectives, longer ago than they remember"
     return f"the ranks have gone through different collectives: {difference}"
+
+
+def _bytes(obj: object) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
 
 
 def _portable(error: Exception | None) -> tuple[bytes, str] | None:
