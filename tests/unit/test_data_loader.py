@@ -23,7 +23,6 @@ from torch.utils.data import (
 )
 
 from zeroaccel.data import (
-    ActiveLoaders,
     DataLoaderConfiguration,
     PreparedLoader,
     prepare_data_loader,
@@ -81,6 +80,23 @@ class Shuffled(Sampler[int]):
 
     def __len__(self) -> int:
         return self.length
+
+
+class Active:
+    """As an accelerator's gradient state."""
+
+    def __init__(self) -> None:
+        self.loaders: list[Any] = []
+
+    def add_dataloader(self, loader: Any) -> None:
+        self.loaders.append(loader)
+
+    def remove_dataloader(self, loader: Any) -> None:
+        self.loaders.remove(loader)
+
+    @property
+    def current(self) -> Any:
+        return self.loaders[-1] if self.loaders else None
 
 
 def prepared(make: Make, world_size: int, **options: Any) -> list[PreparedLoader]:
@@ -319,20 +335,19 @@ def test_skipping_in_a_loader_that_is_not_prepared() -> None:
 
 
 def test_the_last_batch_is_known_while_it_is_used() -> None:
-    active = ActiveLoaders()
-    outer = prepare_data_loader(DataLoader(Numbers(6), 2), active=active)
-    inner = prepare_data_loader(DataLoader(Stream(3), 2), active=active)
+    active = Active()
+    outer = prepare_data_loader(DataLoader(Numbers(6), 2), watch=active)
+    inner = prepare_data_loader(DataLoader(Stream(3), 2), watch=active)
     flags = []
     for _ in outer:
-        flags.append(active.end_of_dataloader)
-        assert [active.end_of_dataloader for _ in inner] == [False, True]
+        flags.append(active.current.end_of_dataloader)
+        assert [active.current.end_of_dataloader for _ in inner] == [False, True]
         assert active.current is outer
     assert flags == [False, False, True]
     assert active.current is None
     for _ in outer:
         break
     assert active.current is None
-    assert not active.end_of_dataloader
 
 
 def test_workers_change_nothing() -> None:

@@ -6,12 +6,11 @@
 
 from __future__ import annotations
 
-from zeroaccel.data.loader import ActiveLoaders, PreparedLoader, skip_first_batches
+from zeroaccel.data.loader import PreparedLoader, skip_first_batches
 from zeroaccel.data.prepare import DataLoaderConfiguration, prepare_data_loader
 from zeroaccel.data.training_data import build_dataloader
 
 __all__ = [
-    "ActiveLoaders",
     "DataLoaderConfiguration",
     "PreparedLoader",
     "build_dataloader",

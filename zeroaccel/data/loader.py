@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
 
@@ -17,38 +17,17 @@ from zeroaccel.errors import CheckpointError, UsageError
 from zeroaccel.logs import logger
 from zeroaccel.nested import batch_size_of
 
-__all__ = ["ActiveLoaders", "PreparedLoader", "skip_first_batches"]
+__all__ = ["PreparedLoader", "Watch", "skip_first_batches"]
 
 
-class ActiveLoaders:
-    """The prepared loaders that are being iterated over, the innermost last. One for all loaders of an accelerator."""
+class Watch(Protocol):
+    """Who wants to know which loaders are being iterated over: an accelerator's `GradientState`."""
 
-    def __init__(self) -> None:
-        self._loaders: list[PreparedLoader] = []
-
-    def enter(self, loader: PreparedLoader) -> None:
+    def add_dataloader(self, loader: Any) -> None:
         """An iteration over `loader` begins."""
-        self.leave(loader)
-        self._loaders.append(loader)
 
-    def leave(self, loader: PreparedLoader) -> None:
+    def remove_dataloader(self, loader: Any) -> None:
         """It has ended, or nobody goes on with it."""
-        self._loaders = [one for one in self._loaders if one is not loader]
-
-    @property
-    def current(self) -> PreparedLoader | None:
-        """The innermost; None outside any loop."""
-        return self._loaders[-1] if self._loaders else None
-
-    @property
-    def end_of_dataloader(self) -> bool:
-        """Whether the loop is at the last batch of its epoch; False outside any loop."""
-        return self.current is not None and self.current.end_of_dataloader
-
-    @property
-    def remainder(self) -> int:
-        """Samples of all ranks' batches that are not repeated ones, -1 where all count."""
-        return -1 if self.current is None else self.current.remainder
 
 
 @dataclass
@@ -78,7 +57,7 @@ class PreparedLoader(DataLoader[Any]):
         world_size: ranks that share the data.
         samples_per_round: samples of all ranks' batches together; None where batches differ.
         place: puts a batch where it is computed with.
-        active: told of every iteration.
+        watch: told of every iteration.
 
     Attributes:
         end_of_dataloader: whether the batch given last was this rank's last of the epoch.
@@ -93,7 +72,7 @@ class PreparedLoader(DataLoader[Any]):
         world_size: int,
         samples_per_round: int | None,
         place: Callable[[Any], Any],
-        active: ActiveLoaders | None = None,
+        watch: Watch | None = None,
     ) -> None:
         # Not initialised as a DataLoader: it has no settings of its own.
         self._given = given
@@ -101,7 +80,7 @@ class PreparedLoader(DataLoader[Any]):
         self._world_size = world_size
         self._samples_per_round = samples_per_round
         self._place = place
-        self._active = active or ActiveLoaders()
+        self._watch = watch
         self._position = _Position()
         self.end_of_dataloader = False
         self.remainder = -1
@@ -164,14 +143,16 @@ class PreparedLoader(DataLoader[Any]):
             position.batches = start
         position.next_ = False
         self.end_of_dataloader, self.remainder = False, -1
-        self._active.enter(self)
+        if self._watch is not None:
+            self._watch.add_dataloader(self)
         taken: Taken | None = None
         try:
             for taken in self._source.epoch(position.epoch, position.batches):
                 self._note(taken, position)
                 yield self._place(taken.batch)
         finally:
-            self._active.leave(self)
+            if self._watch is not None:
+                self._watch.remove_dataloader(self)
         if taken is None and position is self._position:  # an epoch of which nothing was left
             position.epoch, position.batches, position.next_ = position.epoch + 1, 0, True
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.data.dealing import Rules
-from zeroaccel.data.loader import ActiveLoaders, PreparedLoader
+from zeroaccel.data.loader import PreparedLoader, Watch
 from zeroaccel.data.order import Order, Share
 from zeroaccel.data.sources import (
     DispatchedSource,
@@ -59,7 +59,7 @@ def prepare_data_loader(
     rank: int | None = None,
     world_size: int | None = None,
     device: torch.device | str | None = None,
-    active: ActiveLoaders | None = None,
+    watch: Watch | None = None,
 ) -> PreparedLoader:
     """This rank's loader. One that is prepared already is returned as it is. (all ranks, where there are collectives)
 
@@ -69,7 +69,7 @@ def prepare_data_loader(
         collectives: how ranks share a random order, and how rank 0 dispatches.
         rank, world_size: whose part; by default those of `collectives`, or 0 of 1.
         device: where batches go; None leaves them.
-        active: where the loader says that it is being iterated over.
+        watch: told when the loader is being iterated over.
 
     Raises:
         UsageError: it is no loader, is dealt out already, or cannot be dealt in the way the settings ask for.
@@ -112,7 +112,7 @@ def prepare_data_loader(
         world_size=world_size,
         samples_per_round=_samples_per_round(loader, rules),
         place=lambda batch: to_device(batch, device, non_blocking=settings.non_blocking) if device else batch,
-        active=active,
+        watch=watch,
     )
 
 
