@@ -211,6 +211,10 @@ class Reducer:
         held = [t for g in self.gradients for t in (g.flat, g.full if g.full is not None else g.shard)]
         return sum(t.numel() * t.itemsize for t in held if t is not None)
 
+    def in_flight_nbytes(self) -> int:
+        """Bytes of the gradients that are being reduced, and of what they are reduced into."""
+        return sum(flight.flat.nbytes + flight.reduced.nbytes for flight in self._flights)
+
     # -- launching
 
     def _launch_ready(self, *, force: bool = False) -> None:

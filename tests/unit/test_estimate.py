@@ -1,0 +1,250 @@
+"""Estimates against the paper's formulas, against each other, and what they say to wrong questions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zeroaccel.errors import ConfigError, UsageError, ZeroAccelError
+from zeroaccel.estimate import Capacity, Estimate, Workload, estimate, plan_table, subject
+from zeroaccel.estimate.stand_in import Decoder, shape_of
+
+PLAIN = [(stage, "none", "none") for stage in range(4)]
+TINY = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": 512,
+}
+
+
+def _of(rows: list[Estimate], *, stage: int, optimizer: str = "none", param: str = "none") -> Estimate:
+    return next(
+        one for one in rows if (one.stage, one.offload_optimizer, one.offload_param) == (stage, optimizer, param)
+    )
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_states_are_those_of_the_paper(precision: str) -> None:
+    rows = estimate(_Blocks, Workload(ranks=4, sequence=16, precision=precision), PLAIN)  # type: ignore[arg-type]
+    params, states = (2, 12) if precision == "bf16" else (4, 8)
+    numel = rows[0].numel
+    for one in rows:
+        shared = 4 if one.stage >= 1 else 1
+        assert one.device.optimizer == pytest.approx(states * numel / shared, rel=0.02)
+        assert one.device.params >= params * numel / (4 if one.stage == 3 else 1)
+    assert [one.device.params for one in rows[:3]] == [rows[0].device.params] * 3
+    assert rows[3].device.params < rows[2].device.params
+
+
+def test_the_optimizer_counts() -> None:
+    held = {
+        name: estimate(_Blocks, Workload(ranks=2, sequence=8, optimizer=name), PLAIN[1:2])[0].device.optimizer  # type: ignore[arg-type]
+        for name in ("sgd", "momentum", "adam")
+    }
+    assert held["momentum"] == 2 * held["sgd"]
+    assert held["adam"] == 3 * held["sgd"]
+
+
+def test_recomputation_and_smaller_batches_take_less() -> None:
+    def activations(**changes: object) -> int:
+        return estimate("2m", Workload(sequence=512, **changes), PLAIN[3:])[0].device.activations  # type: ignore[arg-type]
+
+    assert activations(checkpointing=True, batch=4) < activations(batch=4)
+    assert activations(batch=2) < activations(batch=4)
+
+
+def test_accumulation_keeps_whole_sums_below_stage_2() -> None:
+    whole, sharded = estimate(_Blocks, Workload(ranks=8, sequence=8, accumulation=4), PLAIN[1:3])
+    # fp32 sums of all gradients, or the shard of them.
+    assert whole.device.gradients > 3.8 * whole.numel
+    assert sharded.device.total < whole.device.total - 3 * whole.numel
+
+
+def test_offload_moves_bytes_and_loses_none() -> None:
+    rows = estimate(_Blocks, Workload(ranks=2, sequence=8))
+    stay = _of(rows, stage=3)
+    for residence in ("cpu", "nvme"):
+        away = _of(rows, stage=3, optimizer=residence)
+        moved = away.host if residence == "cpu" else away.disk
+        assert away.device.total == stay.device.total - stay.device.optimizer
+        assert moved.optimizer == stay.device.optimizer
+    everything = _of(rows, stage=3, optimizer="nvme", param="nvme")
+    assert everything.host.total == 0
+    assert everything.disk.params == pytest.approx(everything.numel, rel=0.05)  # 2 bytes each, on 2 ranks
+    assert everything.name == "stage 3, all on nvme"
+
+
+def test_fp32_masters_on_the_host_are_copies() -> None:
+    one = _of(estimate(_Blocks, Workload(sequence=8, precision="fp32")), stage=2, optimizer="cpu")
+    assert one.host.optimizer == pytest.approx(12 * one.numel, rel=0.02)
+
+
+def _large() -> nn.Module:
+    """More than the 10^9 elements that stage 3 may keep whole."""
+    return _Blocks(8192)
+
+
+def test_the_recommended_plan_comes_first_and_fits() -> None:
+    workload = Workload(ranks=8, sequence=8)
+    sizes = {one.stage: one.device.total for one in estimate(_large, workload, PLAIN)}
+    just_enough_for_3 = int((sizes[3] + sizes[2]) / 2 / 0.9)
+    rows = plan_table(_large, workload, Capacity(device=just_enough_for_3))
+    assert rows[0].recommended
+    assert rows[0].estimate.name == "stage 3"
+    assert [row.recommended for row in rows[1:]] == [False] * (len(rows) - 1)
+    assert all(row.short_of == "device" for row in rows if row.estimate.name in ("stage 0", "stage 1", "stage 2"))
+
+    rows = plan_table(_large, workload, Capacity(device=10**12))
+    assert rows[0].estimate.name == "stage 1"
+    assert all(row.fits for row in rows)
+
+    rows = plan_table(_large, workload, Capacity(device=10))
+    assert not any(row.recommended or row.fits for row in rows)
+    assert all(row.fits is None for row in plan_table(_large, workload, Capacity()))
+
+
+def test_a_single_rank_needs_no_stage() -> None:
+    assert plan_table(_Blocks, Workload(sequence=8), Capacity(device=10**12))[0].estimate.name == "stage 0"
+
+
+def test_on_a_cpu_all_of_it_is_host_memory() -> None:
+    workload = Workload(ranks=4, ranks_per_machine=2, sequence=8)
+    need = 2 * max(one.device.total + one.host.total for one in estimate(_Blocks, workload, on_cpu=True))
+    rows = plan_table(_Blocks, workload, Capacity(host=int(need / 0.89), on_cpu=True))
+    assert all(row.fits for row in rows)
+    rows = plan_table(_Blocks, workload, Capacity(host=int(need / 0.91), on_cpu=True))
+    assert {row.short_of for row in rows} == {"", "host"}
+
+
+def test_disks_and_hosts_are_shared_by_the_ranks_of_a_machine() -> None:
+    workload = Workload(ranks=4, ranks_per_machine=4, sequence=8)
+    one = _of(estimate(_Blocks, workload), stage=3, optimizer="nvme")
+    row = next(
+        row
+        for row in plan_table(_Blocks, workload, Capacity(disk=2 * one.disk.total))
+        if row.estimate.name == "stage 3, optimizer on nvme"
+    )
+    assert (row.fits, row.short_of) == (False, "disk")
+
+
+@pytest.mark.parametrize("numel", [10_000, 3_000_000, 124_000_000, 1_500_000_000, 7_000_000_000, 70_000_000_000])
+def test_the_stand_in_has_about_as_many_parameters(numel: int) -> None:
+    shape = shape_of(numel)
+    assert shape.numel == pytest.approx(numel, rel=0.05 if numel < 100_000 else 0.002)
+    with torch.device("meta"):
+        assert sum(param.numel() for param in Decoder(shape).parameters()) == shape.numel
+
+
+def test_a_folder_of_hugging_face(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    for name in (tmp_path, tmp_path / "config.json"):
+        one, two = (
+            estimate(str(name), Workload(ranks=2, sequence=16, checkpointing=again), PLAIN[3:])[0]
+            for again in (False, True)
+        )
+        assert one.numel == 2 * 512 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) + 64
+        assert two.device.activations <= one.device.activations
+
+
+class _Blocks(nn.Module):
+    def __init__(self, width: int = 512) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, width)
+        shapes = [(width, 2 * width), (2 * width, width)]
+        self.blocks = nn.ModuleList(nn.Sequential(*(nn.Linear(*shape) for shape in shapes)) for _ in range(8))
+        self.head = nn.Linear(width, 256)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = x + block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+class _Sum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def _with_a_step() -> tuple[nn.Module, object]:
+    return _Sum(), lambda model, batch, sequence: model(torch.zeros(batch, sequence, 4)).sum()
+
+
+def _with_values() -> tuple[nn.Module, object]:
+    def step(model: nn.Module, batch: int, sequence: int) -> Tensor:
+        out: Tensor = model(torch.zeros(batch, sequence, 4)).sum()
+        return out if out > 0 else -out
+
+    return _Sum(), step
+
+
+def test_a_function_says_how_its_model_is_stepped() -> None:
+    (one,) = estimate(f"{__name__}:_with_a_step", Workload(batch=2, sequence=3), PLAIN[:1])
+    assert one.numel == 20
+    assert estimate(_with_a_step, Workload(batch=2, sequence=3), PLAIN[:1]) == [one]
+
+
+def test_a_model_that_looks_at_values_is_refused() -> None:
+    with pytest.raises(UsageError, match="_with_values: its forward depends on values"):
+        estimate(_with_values, Workload(sequence=3), PLAIN[:1])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("seven", "MODEL: expected a parameter count such as 7b"),
+        ("meta-llama/nothing", "give the path of a downloaded folder"),
+        ("12", "expected between 1000 and 10 trillion parameters, got '12'"),
+        ("no_such_module_here:f", "there is no module 'no_such_module_here'"),
+        ("tests.unit.test_estimate:nothing", "has no function 'nothing'; it has"),
+        ("json:__doc__", "has no function '__doc__'"),
+        ("platform:python_version", r"python_version\(\): expected a torch.nn.Module, or one and a function"),
+    ],
+)
+def test_wrong_models_are_told(text: str, message: str) -> None:
+    with pytest.raises(ZeroAccelError, match=message):
+        estimate(text, Workload(), PLAIN[:1])
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "there is no config.json in it"),
+        ('{"model_type": "llama",\n oops}', r"config.json:2:2: .*: oops\}"),
+        ('{"stage": 3}', "expected a config of a Hugging Face model, with a \"model_type\", got 'one with stage'"),
+        ("[]", "got 'list'"),
+        ('{"model_type": "no such type"}', "transformers cannot build this model"),
+    ],
+)
+def test_wrong_folders_are_told(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        subject(str(tmp_path)).build()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"ranks": 0}, "Workload.ranks: expected a whole number of at least 1, got 0"),
+        ({"ranks": 6, "ranks_per_machine": 4}, "expected a divisor of the 6 ranks, got 4"),
+        ({"precision": "fp8"}, "expected one of fp32, fp16, bf16, got 'fp8'"),
+    ],
+)
+def test_wrong_workloads_are_told(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        Workload(**changes)  # type: ignore[arg-type]

@@ -1,0 +1,218 @@
+"""One optimizer step on tensors without data, with the engine itself, to see how much memory a rank needs.
+
+[Note: fake step] The model is built under `FakeTensorMode`, so that every tensor has a shape, a dtype and no values;
+units, residency, reducer and optimizer shard are the engine's own, with ranks that are not there. Two steps are taken
+since the first records the order of fetches; the second is the one that repeats. Only two things are replaced: the
+gradients' norm, which needs values, and the optimizer's arithmetic.
+
+Seen: every tensor that an operation returns. Not seen: what a kernel allocates inside itself, what allocators round
+up or keep, and the backend's own memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedFakeTensorException
+from torch.utils.checkpoint import checkpoint
+
+from zeroaccel import assembly
+from zeroaccel.config import BatchSizes, Fact, load_config, shard_plan
+from zeroaccel.errors import UsageError
+from zeroaccel.zero.build import build_units
+from zeroaccel.zero.clip import GradientHealth
+from zeroaccel.zero.engine import Engine
+from zeroaccel.zero.grouping import group_parameters
+from zeroaccel.zero.model_facts import facts_from_model
+from zeroaccel.zero.optimizer_shard import OptimizerShard
+from zeroaccel.zero.precision import cast_buffers
+
+from .absent_ranks import AbsentRanks
+from .ledger import Ledger
+from .subject import Step, Subject
+from .workload import Memory, Workload
+
+__all__ = ["Simulated", "simulate"]
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What a simulated step showed.
+
+    Attributes:
+        numel: parameters of the model, without padding.
+        peak: bytes at the peak.
+        when: "forward", "backward" or "step".
+        shard_nbytes: of the parameters' own shards; part of `peak.params` where parameters are sharded.
+        trained_numel: elements that this rank updates, padding included.
+    """
+
+    numel: int
+    peak: Memory
+    when: str
+    shard_nbytes: int
+    trained_numel: int
+
+
+def simulate(subject: Subject, workload: Workload, stage: int, *, on_cpu: bool = False) -> Simulated:
+    """Takes two optimizer steps on tensors without data.
+
+    Args:
+        on_cpu: the ranks compute in host memory and talk through gloo, which needs buffers to receive into.
+
+    Raises:
+        UsageError: the model does something that needs values.
+    """
+    with FakeTensorMode() as fake:
+        try:
+            return _simulate(subject, workload, stage, on_cpu=on_cpu)
+        except (UnsupportedFakeTensorException, torch._subclasses.fake_tensor.DataDependentOutputException) as error:
+            raise UsageError(
+                f"{subject.name}: its forward depends on values, which an estimate does not have: {error}",
+                fix="estimate by the number of parameters instead, such as 7b",
+            ) from error
+        finally:
+            fake.fake_tensor_converter.meta_converter.describer.lookup_storage.clear()
+
+
+def _simulate(subject: Subject, workload: Workload, stage: int, *, on_cpu: bool) -> Simulated:
+    watch = _Watch()
+    with Ledger(watch.note_peak) as ledger:
+        model, step = subject.build()
+        numel = sum(param.numel() for param in model.parameters())
+        collectives = AbsentRanks(workload.ranks, receives_in_host_memory=on_cpu)
+        engine = _engine(model, workload, stage, collectives)
+        ledger.follow(buffer.full for unit in engine.units for buffer in unit.buffers)
+        watch.engine = engine
+        # The first step records the order of fetches, and leaves receive buffers behind.
+        for _ in range(2):
+            watch.phase = "forward"
+            ledger.restart()
+            _take_step(engine, step, workload, watch)
+        peak = watch.peak
+        shards = sum(b.shard.nbytes for unit in engine.units for b in unit.buffers if not b.resident)
+        trained = sum(b.master.numel() for unit in engine.units for b in unit.buffers if b.master is not None)
+        watch.engine = None
+        engine.destroy()
+    assert peak is not None, "a step without a tensor"
+    return Simulated(numel, peak, watch.peak_phase, shards, trained)
+
+
+class _Watch:
+    """Keeps what was held, and for what, when most was held."""
+
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+        self.phase = "forward"
+        self.peak: Memory | None = None
+        self.peak_phase = ""
+
+    def note_peak(self, total: int) -> None:
+        if self.engine is not None:
+            self.peak, self.peak_phase = self.by_purpose(total), self.phase
+
+    def by_purpose(self, total: int) -> Memory:
+        assert self.engine is not None, "nothing is held yet"
+        states = self.engine.model_state_nbytes()
+        gradients = states["gradients"] + self.engine._reducer.in_flight_nbytes()
+        known = states["params"] + states["optimizer"] + gradients
+        return Memory(states["params"], states["optimizer"], gradients, max(0, total - known))
+
+
+def _take_step(engine: Engine, step: Step, workload: Workload, watch: _Watch) -> None:
+    kept: Any = None
+    # More micro-steps than two only repeat the second.
+    for _ in range(engine.gradient_accumulation_steps()):
+        watch.phase = "forward"
+        kept = step(engine, workload.batch, workload.sequence)
+        loss = kept[0] if isinstance(kept, tuple) else kept
+        watch.phase = "backward"
+        engine.backward(loss)
+        watch.phase = "step"
+        engine.step()
+    del kept
+
+
+class _StatesOnly(torch.optim.Optimizer):
+    """Makes the states an optimizer would keep, and computes nothing."""
+
+    def __init__(self, params: Sequence[nn.Parameter], states_per_element: int) -> None:
+        super().__init__(params, {"lr": 0.0})
+        self._count = states_per_element
+
+    def step_shard(
+        self, group: dict[str, Any], param: Tensor, grad: Tensor, *, grad_scale: float, out: Tensor | None
+    ) -> None:
+        if not self.state[param]:
+            self.state[param] = {str(index): torch.zeros_like(param) for index in range(self._count)}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        return None
+
+
+class _EngineWithoutValues(Engine):
+    def _examine(self) -> GradientHealth:
+        return GradientHealth(finite=True, norm=1.0, agreed=True)
+
+
+def _engine(model: nn.Module, workload: Workload, stage: int, collectives: AbsentRanks) -> Engine:
+    """As `assembly.initialize` does it, up to what needs a process group or values."""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": workload.batch,
+        "gradient_accumulation_steps": min(workload.accumulation, 2),
+        "zero_optimization": {"stage": stage},
+    }
+    if workload.precision != "fp32":
+        config[workload.precision] = {"enabled": True}
+    known = replace(facts_from_model(model), world_size=Fact(workload.ranks, "the ranks"), training=True)
+    settings = load_config(config, facts=known)
+    plan = shard_plan(settings)
+    params = [param for param in model.parameters() if param.requires_grad]
+    optimizer = _StatesOnly(params, workload.states_per_element)
+    groups = {id(param): 0 for param in params}
+    specs = assembly._unit_specs(model, settings, plan)
+    if workload.checkpointing:
+        _recompute(model)
+    device = torch.device("cpu")
+    placement = assembly._placement(model, settings, plan, groups, device)
+    cast_buffers(model, device, assembly._dtype(settings.data_types.buffer_dtype), set(placement.fp32_names))
+    units = build_units(specs, placement, collectives)
+    shard = OptimizerShard(
+        optimizer,
+        groups,
+        [buffer for unit in units for buffer in unit.buffers if buffer.trainable],
+        replicated=not plan.optimizer,
+    )
+    batch = BatchSizes(
+        train=workload.batch * workload.ranks * min(workload.accumulation, 2),
+        micro=workload.batch,
+        accumulation=min(workload.accumulation, 2),
+    )
+    engine_settings = assembly._engine_settings(settings, plan, batch, workload.ranks)
+    return _EngineWithoutValues(model, units, collectives, engine_settings, optimizer=shard, config=settings.raw)
+
+
+def _recompute(model: nn.Module) -> None:
+    """Makes each block keep its inputs only: the model's own way where it has one, else around the units."""
+    how = {"use_reentrant": False, "preserve_rng_state": False}  # a fake random state cannot be set
+    for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):  # the newer one first
+        own: Callable[..., Any] | None = getattr(model, name, None)
+        if own is not None:
+            own(**{name.replace("enable", "kwargs"): how})
+            model.train()
+            return
+    for spec in group_parameters(model):
+        for module in spec.modules:
+            if module is not model and next(module.children(), None) is not None:
+                module.forward = _checkpointed(module.forward)
+
+
+def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+    return recomputed

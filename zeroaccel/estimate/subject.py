@@ -1,0 +1,194 @@
+"""What MODEL means: a number of parameters, a Hugging Face config or folder, or a function of the user's.
+
+Each becomes a `Subject`, which can build the model, without weights where it is called under fake tensors, and run
+one forward of it. transformers is imported only for its own configs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from zeroaccel.errors import ConfigError, UsageError
+
+from .stand_in import Decoder, shape_of
+
+__all__ = ["Step", "Subject", "subject"]
+
+Step = Callable[[nn.Module, int, int], Any]
+"""(model, batch, sequence) -> the loss, or a tuple that begins with it and is kept until the next step."""
+
+_COUNT = re.compile(r"(\d+(?:\.\d+)?)([kmbt]?)", re.IGNORECASE)
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+_EXPECTED = "a parameter count such as 7b, a folder or config.json of a Hugging Face model, or module:function"
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to estimate.
+
+    Attributes:
+        name: for people.
+        note: what stands in for what; empty for the model itself.
+        build: makes the model and the step that is taken with it.
+    """
+
+    name: str
+    note: str
+    build: Callable[[], tuple[nn.Module, Step]]
+
+
+def subject(text: str | nn.Module | Callable[[], Any]) -> Subject:
+    """Finds out what `text` names.
+
+    Args:
+        text: see `_EXPECTED`; a function that returns a model, or a model and a `Step`, may be given itself.
+
+    Raises:
+        ConfigError: it is none of these, or it cannot be read.
+    """
+    if callable(text) and not isinstance(text, (str, nn.Module)):
+        return _of_function(getattr(text, "__qualname__", "function"), text)
+    if not isinstance(text, str):
+        raise UsageError("estimate(model)", expected=_EXPECTED, got=type(text).__name__)
+    path = Path(text).expanduser()
+    if path.exists():
+        return _of_folder(path)
+    if match := _COUNT.fullmatch(text.strip().replace("_", "")):
+        return _of_count(text, round(float(match[1]) * _UNITS[match[2].lower()]))
+    if ":" in text and "/" not in text:
+        return _of_function(text, _imported(text))
+    fix = "give the path of a downloaded folder" if "/" in text else ""
+    raise ConfigError("MODEL", expected=_EXPECTED, got=text, fix=fix)
+
+
+def _of_count(text: str, numel: int) -> Subject:
+    if not 1000 <= numel <= 10**13:
+        raise ConfigError("MODEL", expected="between 1000 and 10 trillion parameters", got=text)
+    shape = shape_of(numel)
+    note = (
+        f"a decoder of {shape.layers} layers and width {shape.width}, with {shape.numel:,} parameters, stands in for it"
+    )
+    return Subject(f"{text} parameters", note, lambda: (Decoder(shape), predict_tokens))
+
+
+def predict_tokens(model: nn.Module, batch: int, sequence: int) -> tuple[Tensor, Any]:
+    """Gives the model (batch, sequence) token ids; its output holds the loss, is the loss, or is logits."""
+    ids = torch.zeros(batch, sequence, dtype=torch.long)
+    output = model(ids)
+    loss = getattr(output, "loss", None)
+    if loss is None:
+        loss = output if output.dim() == 0 else F.cross_entropy(output.flatten(0, -2), ids.flatten())
+    return loss, output
+
+
+def _of_folder(path: Path) -> Subject:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        data = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no config.json in it", fix="name the folder of a model") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{file}: not a text file", fix="name a config.json, or its folder") from None
+    except json.JSONDecodeError as error:
+        line = error.doc.splitlines()[error.lineno - 1] if error.doc.strip() else ""
+        raise ConfigError(f"{file}:{error.lineno}:{error.colno}: {error.msg}: {line.strip()[:80]}") from None
+    except OSError as error:
+        raise ConfigError(f"{file}: {error.strerror}") from None
+    if not isinstance(data, dict) or "model_type" not in data:
+        raise ConfigError(str(file), expected='a config of a Hugging Face model, with a "model_type"', got=_kind(data))
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError(
+            f"{file}: needs transformers to build the model",
+            fix="pip install 'zeroaccel[hf]', or give the number of parameters instead, such as 7b",
+        )
+    architectures = data.get("architectures") or []
+    name = path.name if path.is_dir() else path.parent.name
+    return Subject(name, "", lambda: _transformers_model(file, architectures))
+
+
+def _kind(data: Any) -> str:
+    return f"one with {', '.join(list(data)[:5]) or 'no keys'}" if isinstance(data, dict) else type(data).__name__
+
+
+def _transformers_model(file: Path, architectures: list[str]) -> tuple[nn.Module, Step]:
+    import transformers
+
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(file))
+        found = getattr(transformers, architectures[0], None) if architectures else None
+        make: Any = found._from_config if found else transformers.AutoModelForCausalLM.from_config
+        model: nn.Module = make(config)
+    except (ValueError, KeyError, ImportError) as error:
+        raise ConfigError(f"{file}: transformers cannot build this model: {error}") from error
+    return model, _transformers_step
+
+
+def _transformers_step(model: nn.Module, batch: int, sequence: int) -> tuple[Tensor, Any]:
+    config: Any = getattr(model, "config", None)
+    inputs: dict[str, Any]
+    if getattr(model, "main_input_name", "input_ids") == "pixel_values":
+        size = config.image_size
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        inputs = {"pixel_values": torch.zeros(batch, config.num_channels, height, width, dtype=_dtype_of(model))}
+        labels = torch.zeros(batch, dtype=torch.long)
+    else:
+        ids = torch.zeros(batch, sequence, dtype=torch.long)
+        inputs = {"input_ids": ids}
+        labels = torch.zeros(batch, dtype=torch.long) if "SequenceClassification" in type(model).__name__ else ids
+    module = getattr(model, "module", model)
+    if "labels" in module.forward.__code__.co_varnames or hasattr(module.forward, "__wrapped__"):
+        inputs["labels"] = labels
+    output = model(**inputs)
+    if getattr(output, "loss", None) is not None:
+        return output.loss, output
+    hidden = output[0]
+    return hidden.float().pow(2).mean(), output  # a bare encoder has no loss; any function of its output will do
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    return next(model.parameters()).dtype
+
+
+def _imported(text: str) -> Callable[[], Any]:
+    name, _, attribute = text.partition(":")
+    sys.path.insert(0, "")
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (name == error.name or name.startswith(f"{error.name}.")):
+            raise ConfigError(f"{text}: there is no module {error.name!r} here or among the installed ones") from None
+        raise
+    finally:
+        sys.path.remove("")
+    function = getattr(module, attribute, None)
+    if not callable(function):
+        names = ", ".join(name for name, value in vars(module).items() if callable(value) and not name.startswith("_"))
+        raise ConfigError(f"{text}: {name} has no function {attribute!r}", fix=f"it has {names}" if names else "")
+    return function  # type: ignore[no-any-return]
+
+
+def _of_function(name: str, function: Callable[[], Any]) -> Subject:
+    def build() -> tuple[nn.Module, Step]:
+        made = function()
+        model, step = made if isinstance(made, tuple) and len(made) == 2 else (made, predict_tokens)
+        if not isinstance(model, nn.Module) or not callable(step):
+            raise ConfigError(
+                f"{name}()",
+                expected="a torch.nn.Module, or one and a function (model, batch, sequence) -> loss",
+                got=type(made).__name__,
+            )
+        return model, step
+
+    return Subject(name, "", build)

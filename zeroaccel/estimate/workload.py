@@ -1,0 +1,138 @@
+"""What is asked of an estimate and what it answers: plain data, without torch.
+
+`simulate` fills the answers in, `plans` compares them with a `Capacity`, the command line prints them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from zeroaccel.errors import UsageError
+
+__all__ = ["Capacity", "Estimate", "Memory", "Offload", "OptimizerName", "Precision", "Workload"]
+
+Precision = Literal["fp32", "fp16", "bf16"]
+Offload = Literal["none", "cpu", "nvme"]
+OptimizerName = Literal["adam", "lion", "adagrad", "momentum", "sgd"]
+
+_STATES: dict[str, int] = {"adam": 2, "lion": 1, "adagrad": 1, "momentum": 1, "sgd": 0}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """How a model is trained.
+
+    Attributes:
+        ranks: processes of the job.
+        ranks_per_machine: of these on one machine; None for all.
+        precision: dtype of weights and activations; sums and masters are fp32.
+        batch: samples per rank and micro-step.
+        sequence: tokens per sample, for models that read tokens.
+        accumulation: micro-steps per optimizer step.
+        checkpointing: recompute each block in backward instead of keeping its activations.
+        optimizer: which states are kept.
+    """
+
+    ranks: int = 1
+    ranks_per_machine: int | None = None
+    precision: Precision = "bf16"
+    batch: int = 1
+    sequence: int = 2048
+    accumulation: int = 1
+    checkpointing: bool = False
+    optimizer: OptimizerName = "adam"
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "batch", "sequence", "accumulation"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise UsageError(f"Workload.{name}", expected="a whole number of at least 1", got=value)
+        local = self.ranks_per_machine
+        if local is not None and (local < 1 or self.ranks % local):
+            raise UsageError("Workload.ranks_per_machine", expected=f"a divisor of the {self.ranks} ranks", got=local)
+        for name, known in (("precision", ("fp32", "fp16", "bf16")), ("optimizer", tuple(_STATES))):
+            if getattr(self, name) not in known:
+                raise UsageError(f"Workload.{name}", expected=f"one of {', '.join(known)}", got=getattr(self, name))
+
+    @property
+    def local_ranks(self) -> int:
+        """Ranks that share one machine's memory and disk."""
+        return self.ranks_per_machine or self.ranks
+
+    @property
+    def states_per_element(self) -> int:
+        """fp32 numbers that the optimizer keeps per weight, beside the master."""
+        return _STATES[self.optimizer]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes at the moment of the peak, by what they are for.
+
+    Attributes:
+        params: weights: shards, and whole units while they are whole.
+        optimizer: fp32 masters and the optimizer's states.
+        gradients: on their way, and kept.
+        activations: all the rest: what backward needs, temporaries, the model's buffers.
+    """
+
+    params: int = 0
+    optimizer: int = 0
+    gradients: int = 0
+    activations: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.params + self.optimizer + self.gradients + self.activations
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Memory of one rank under one plan.
+
+    Attributes:
+        stage: 0 to 3.
+        offload_optimizer, offload_param: where states and shards live between uses.
+        numel: parameters of the model, without padding.
+        device: at the peak of a step, on the device that computes.
+        host: in host memory, by offload; where the device is the CPU, this comes on top of `device`.
+        disk: in files.
+        peak: in which part of the step the device's peak lies: "forward", "backward" or "step".
+    """
+
+    stage: int
+    offload_optimizer: Offload
+    offload_param: Offload
+    numel: int
+    device: Memory
+    host: Memory
+    disk: Memory
+    peak: str
+
+    @property
+    def name(self) -> str:
+        """ "stage 3", "stage 2, optimizer on cpu"."""
+        parts = [f"stage {self.stage}"]
+        if self.offload_optimizer != "none" and self.offload_optimizer == self.offload_param:
+            return f"{parts[0]}, all on {self.offload_param}"
+        parts += [f"optimizer on {self.offload_optimizer}"] if self.offload_optimizer != "none" else []
+        parts += [f"parameters on {self.offload_param}"] if self.offload_param != "none" else []
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """What a machine has, in bytes; None is unknown, and then nothing is said of it.
+
+    Attributes:
+        device: memory of one accelerator. None for a CPU, whose tensors live in `host`.
+        host: memory of one machine.
+        disk: free space for offload on one machine.
+        on_cpu: the ranks compute in host memory.
+    """
+
+    device: int | None = None
+    host: int | None = None
+    disk: int | None = None
+    on_cpu: bool = False
