@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,16 +28,25 @@ from zeroaccel.config import (
     Config,
     Fact,
     ShardPlan,
+    TierPlan,
     load_config,
     overlaps_communication,
     shard_plan,
     solve_batch,
+    tier_plan,
 )
 from zeroaccel.data import build_dataloader
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.logs import logger, set_log_level
 from zeroaccel.tracking import build_monitors
-from zeroaccel.zero.build import Placement, broadcast_buffers, build_units, check_parameters, check_same
+from zeroaccel.zero.build import (
+    Placement,
+    broadcast_buffers,
+    build_units,
+    check_parameters,
+    check_same,
+    plan_buffers,
+)
 from zeroaccel.zero.engine import EngineSettings
 from zeroaccel.zero.grouping import LeafRules, UnitSpec, group_parameters
 from zeroaccel.zero.lr_schedules import build_scheduler
@@ -46,6 +56,7 @@ from zeroaccel.zero.optimizers import build_optimizer
 from zeroaccel.zero.precision import DynamicLossScale, LossScale, StaticLossScale, cast_buffers, kept_in_fp32
 from zeroaccel.zero.reducer import ReduceRules
 from zeroaccel.zero.schedule import Limits
+from zeroaccel.zero.tiers import OffloadRules, TierSet
 from zeroaccel.zero.timing import StepReport
 
 __all__ = ["initialize"]
@@ -109,24 +120,33 @@ def initialize(
         engine_settings = _engine_settings(settings, plan, batch, collectives.world_size)
         scheduler = _scheduler(lr_scheduler, settings, built)
         monitors = build_monitors(settings, collectives.rank)
-    units_placement = _placement(model, settings, plan, groups, topology.device)
+    residences = tier_plan(settings)
+    units_placement = _placement(model, settings, plan, groups, topology.device, residences)
     check_same(model, units_placement, str(engine_settings).split(", "), collectives)
 
     cast_buffers(model, topology.device, _dtype(settings.data_types.buffer_dtype), set(units_placement.fp32_names))
     broadcast_buffers(model, collectives)
-    units = build_units(specs, units_placement, collectives)
+    plans = [plan_buffers(spec, units_placement, collectives.world_size) for spec in specs]
+    with _agreed(collectives, "initialize: offload"):
+        rules = OffloadRules.of(settings, residences.param, residences.optimizer)
+        tiers = TierSet(rules, list(chain(*plans)), built, collectives.rank, topology.device)
+    units = build_units(specs, plans, units_placement, collectives, tiers)
     unused = [param for param in model.parameters() if param.requires_grad and id(param) not in groups]
     with _agreed(collectives, "initialize: optimizer"):
         shard = None
         if built is not None:
             warn_unoptimized([names[id(param)] for param in unused])
             buffers = [buffer for unit in units for buffer in unit.buffers if buffer.trainable]
+            keys = [plan.key for plan in chain(*plans) if plan.trainable]
             shard = OptimizerShard(
                 built,
                 groups,
                 buffers,
                 replicated=not plan.optimizer,
                 sub_group_numel=settings.zero_optimization.sub_group_size,
+                states=tiers.states,
+                keys={id(buffer): key for buffer, key in zip(buffers, keys, strict=True)},
+                copies=tiers.copies,
             )
         loader = _loader(training_data, settings, batch, collectives, collate_fn)
     engine = engine_type(
@@ -138,6 +158,7 @@ def initialize(
         lr_scheduler=scheduler,
         loss_scale=_loss_scale(settings),
         discarded=unused if built is not None else (),
+        tiers=tiers,
         report=StepReport(
             device=topology.device,
             rank=collectives.rank,
@@ -244,10 +265,16 @@ def _unit_specs(model: nn.Module, settings: Config, plan: ShardPlan) -> list[Uni
 
 
 def _placement(
-    model: nn.Module, settings: Config, plan: ShardPlan, groups: Mapping[int, int], device: torch.device
+    model: nn.Module,
+    settings: Config,
+    plan: ShardPlan,
+    groups: Mapping[int, int],
+    device: torch.device,
+    residences: TierPlan,
 ) -> Placement:
     fp32 = kept_in_fp32(model, settings.data_types.keep_in_fp32_modules)
-    return Placement(_DTYPES[settings.precision], frozenset(fp32), device, plan, groups)
+    offloads_params = residences.param != "device"
+    return Placement(_DTYPES[settings.precision], frozenset(fp32), device, plan, groups, offloads_params)
 
 
 def _engine_settings(settings: Config, plan: ShardPlan, batch: BatchSizes, world_size: int) -> EngineSettings:

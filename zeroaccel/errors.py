@@ -7,6 +7,7 @@ ZeroAccelError                 exit code 1
  +- EngineStateError (RuntimeError)  1   a call came at the wrong time: step before backward
  +- ShardStateError  (RuntimeError)  1   a unit was asked for an illegal move
  +- CheckpointError  (RuntimeError)  1   a checkpoint is damaged, incomplete or does not fit
+ +- OffloadError     (RuntimeError) 74   offloaded data cannot be written or read back
  +- CollectiveError  (RuntimeError) 75   a collective failed, or the ranks are not at the same one
      +- CollectiveTimeoutError           ... and one of them waited longer than the limit
 ```
@@ -25,6 +26,7 @@ __all__ = [
     "CollectiveTimeoutError",
     "ConfigError",
     "EngineStateError",
+    "OffloadError",
     "ShardStateError",
     "UsageError",
     "ZeroAccelError",
@@ -87,6 +89,12 @@ class ShardStateError(ZeroAccelError, RuntimeError):
 
 class CheckpointError(ZeroAccelError, RuntimeError):
     """A checkpoint cannot be written, or must not be loaded."""
+
+
+class OffloadError(ZeroAccelError, RuntimeError):
+    """Data that was moved out of memory cannot be written, or does not come back as it was."""
+
+    exit_code: ClassVar[int] = 74
 
 
 class CollectiveError(ZeroAccelError, RuntimeError):

@@ -126,10 +126,8 @@ def test_no_contradictions(tree: dict[str, Any]) -> None:
 
 def test_one_mistake_is_told_once() -> None:
     """A stage that is wrong must not also be told as one that does not fit the offload."""
-    lines = _message(_zero(stage=4, offload_optimizer={"device": "cpu"})).split("\n")[1:]
-    assert len(lines) == 2
-    assert "zero_optimization.stage: expected 0, 1, 2 or 3, got 4" in lines[0]
-    assert "not available yet" in lines[1]
+    message = _message(_zero(stage=4, offload_optimizer={"device": "cpu"}))
+    assert message == "zero_optimization.stage: expected 0, 1, 2 or 3, got 4"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from zeroaccel.config import load_config, support, tier_plan
+from zeroaccel.config import load_config, support
 from zeroaccel.config.schema import Config
 from zeroaccel.config.section import ConfigSection, field_paths, nested_section
 from zeroaccel.config.support import KEYS, Kind, Standing
@@ -167,13 +167,13 @@ def test_sections_that_are_on_without_saying_so_are_refused(tree: dict[str, Any]
 
 
 def test_making_a_feature_available_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "zero_optimization.offload_optimizer"
-    tree = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
+    name = "hybrid_engine"
+    tree = {"hybrid_engine": {"enabled": True}}
     with pytest.raises(ConfigError):
         load_config(tree)
     works = dataclasses.replace(KEYS[name], kind=Kind.WORKS, reason="", switch="")
     monkeypatch.setattr(support, "KEYS", {**KEYS, name: works})
-    assert tier_plan(load_config(tree)).optimizer == "host"
+    assert load_config(tree).hybrid_engine is not None
 
 
 def test_a_config_as_training_libraries_hand_it_over() -> None:

@@ -116,6 +116,7 @@ class CheckpointingEngine(Engine):
             EngineStateError: gradients of unfinished accumulation would be lost.
         """
         self._require_usable("save_checkpoint")
+        self._require_in_memory("save_checkpoint")
         self._finish_saving()
         with agreed(self.collectives, "save_checkpoint: state"):
             self._require_boundary()
@@ -210,6 +211,7 @@ class CheckpointingEngine(Engine):
         """
         self.keeper.require_free("engine.load_checkpoint()")
         self._finish_saving()
+        self._require_in_memory("load_checkpoint")
         self.reset()
         for unit in self.units:
             if not unit.resident:
@@ -401,6 +403,12 @@ class CheckpointingEngine(Engine):
             raise EngineStateError(
                 f"engine.{call}(): loading {self._half_loaded} failed half way, so the weights are a mixture",
                 fix="load another checkpoint first",
+            )
+
+    def _require_in_memory(self, call: str) -> None:
+        if self._tiers is not None and self._tiers.can_fail:
+            raise EngineStateError(
+                f"engine.{call}(): states on NVMe are not part of checkpoints yet", fix='set device to "cpu"'
             )
 
     def _require_boundary(self) -> None:

@@ -165,6 +165,15 @@ def _nvme_needs_folder(config: Config) -> _Found:
             )
 
 
+@_check("aio.block_size", "zero_optimization.offload_param", "zero_optimization.offload_optimizer")
+def _blocks_are_made_of_pages(config: Config) -> _Found:
+    sections = config.zero_optimization.offload_param, config.zero_optimization.offload_optimizer
+    if config.aio.block_size % 4096 and any(section and section.device == "nvme" for section in sections):
+        yield Problem(
+            ("aio", "block_size"), expected="a multiple of 4096, as direct I/O needs", got=config.aio.block_size
+        )
+
+
 @_check("optimizer")
 def _clipping_is_no_argument(config: Config) -> _Found:
     if config.optimizer is not None and "max_grad_norm" in config.optimizer.params:

@@ -135,7 +135,7 @@ class Aio(ConfigSection):
     """Bytes of one request."""
     queue_depth: PositiveCount = 8
     """Requests in flight per thread."""
-    intra_op_parallelism: PositiveCount = 1
+    intra_op_parallelism: Annotated[PositiveCount, AlsoSpelled("thread_count")] = 1
     """Threads that share one tensor."""
     single_submit: Flag = False
     """Submit requests one by one."""
@@ -143,6 +143,8 @@ class Aio(ConfigSection):
     """Submit new requests before waiting for the old."""
     use_gds: Flag = False
     """Direct transfers between NVMe and GPU memory."""
+    checksum: Flag = False
+    """Sum up every block that is written and compare when it is read."""
 
 
 class ZeroOptimization(ConfigSection):

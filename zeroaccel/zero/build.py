@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +18,20 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.config.plan import ShardPlan
 from zeroaccel.errors import UsageError
 from zeroaccel.zero.grouping import UnitSpec
+from zeroaccel.zero.host_copies import HostCopies
 from zeroaccel.zero.layout import FlatLayout
-from zeroaccel.zero.unit import FlatBuffer, ParamUnit
+from zeroaccel.zero.unit import FlatBuffer, ParamUnit, Places
 
-__all__ = ["Placement", "broadcast_buffers", "build_units", "check_parameters", "check_same"]
+__all__ = [
+    "BufferPlan",
+    "Placement",
+    "Tiers",
+    "broadcast_buffers",
+    "build_units",
+    "check_parameters",
+    "check_same",
+    "plan_buffers",
+]
 
 
 @dataclass(frozen=True)
@@ -33,6 +44,7 @@ class Placement:
         device: where they live.
         plan: what is sharded.
         groups: id(parameter) -> index of its param group; parameters not in it are not optimized.
+        offloads_params: shards of parameters are not on the device, so that even one rank alone has shards.
     """
 
     dtype: torch.dtype | None
@@ -40,6 +52,7 @@ class Placement:
     device: torch.device
     plan: ShardPlan
     groups: Mapping[int, int]
+    offloads_params: bool = False
 
     def param_dtype(self, fqn: str, param: nn.Parameter) -> torch.dtype:
         """The dtype this parameter is stored and computed in."""
@@ -52,6 +65,22 @@ class Placement:
     def trainable(self, param: nn.Parameter) -> bool:
         """Whether an optimizer updates it."""
         return param.requires_grad and id(param) in self.groups
+
+
+class Tiers(Protocol):
+    """Where shards and masters go; made by `tiers.py`.
+
+    Attributes:
+        copies: between host memory and the device, where they are two and anything is on the host.
+    """
+
+    copies: HostCopies | None
+
+    def places(self, plan: BufferPlan, rank: int, *, replicated: bool) -> Places:
+        """Where the shard and the master of a buffer live."""
+
+    def settle(self) -> None:
+        """Returns when all that was sent is stored."""
 
 
 def check_parameters(model: nn.Module) -> None:
@@ -109,41 +138,95 @@ def _description(model: nn.Module, placement: Placement) -> list[str]:
     return lines
 
 
-def build_units(specs: Sequence[UnitSpec], placement: Placement, collectives: Collectives) -> list[ParamUnit]:
-    """One ParamUnit per spec, holding the weights of rank 0.
+@dataclass(frozen=True, eq=False)
+class BufferPlan:
+    """One flat buffer to be: pure arithmetic, made before anything is moved.
 
-    Every unit is sharded (where the plan says so) before the next is built, so the peak above the model itself is
-    one unit.
+    Attributes:
+        key: its name in tiers: "layers.0/1".
+        param_groups: of each slot; empty where no optimizer updates it.
+        resident: whole on every rank all the time.
     """
-    return [_build_unit(spec, placement, collectives) for spec in specs]
+
+    key: str
+    layout: FlatLayout
+    params: tuple[nn.Parameter, ...]
+    dtype: torch.dtype
+    param_groups: tuple[int, ...]
+    resident: bool
+
+    @property
+    def trainable(self) -> bool:
+        """Whether an optimizer updates it."""
+        return bool(self.param_groups)
 
 
-def _build_unit(spec: UnitSpec, placement: Placement, collectives: Collectives) -> ParamUnit:
-    resident = spec.persistent or not placement.plan.params or collectives.world_size == 1
+def plan_buffers(spec: UnitSpec, placement: Placement, world_size: int) -> list[BufferPlan]:
+    """The buffers of one unit."""
+    alone = world_size == 1 and not placement.offloads_params
     kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
     for fqn, param in spec.params:
         kinds.setdefault((placement.param_dtype(fqn, param), placement.trainable(param)), []).append((fqn, param))
-    buffers = []
-    for (dtype, trainable), named in kinds.items():
+    plans = []
+    for index, ((dtype, trainable), named) in enumerate(kinds.items()):
         if trainable:  # runs of one param group side by side: fewer pieces to step
             named = sorted(named, key=lambda item: placement.groups[id(item[1])])
-        layout = FlatLayout.build([(fqn, tuple(param.shape)) for fqn, param in named], collectives.world_size)
-        params = [param for _, param in named]
-        source = _initial_values(layout, params, placement.device)
+        plans.append(
+            BufferPlan(
+                f"{spec.name}/{index}",
+                FlatLayout.build([(fqn, tuple(param.shape)) for fqn, param in named], world_size),
+                tuple(param for _, param in named),
+                dtype,
+                tuple(placement.groups[id(param)] for _, param in named) if trainable else (),
+                spec.persistent or not placement.plan.params or alone,
+            )
+        )
+    return plans
+
+
+def build_units(
+    specs: Sequence[UnitSpec],
+    plans: Sequence[Sequence[BufferPlan]],
+    placement: Placement,
+    collectives: Collectives,
+    tiers: Tiers,
+) -> list[ParamUnit]:
+    """One ParamUnit per spec, holding the weights of rank 0.
+
+    Every unit is sharded (where the plan says so), and its masters are in their tier, before the next is built, so
+    the peak above the model itself is one unit.
+
+    Args:
+        plans: of each spec, by `plan_buffers`.
+        tiers: where shards and masters go.
+    """
+    units = []
+    for spec, buffers in zip(specs, plans, strict=True):
+        units.append(_build_unit(spec, buffers, placement, collectives, tiers))
+    tiers.settle()
+    return units
+
+
+def _build_unit(
+    spec: UnitSpec, plans: Sequence[BufferPlan], placement: Placement, collectives: Collectives, tiers: Tiers
+) -> ParamUnit:
+    buffers = []
+    for plan in plans:
+        source = _initial_values(plan.layout, plan.params, placement.device)
         collectives.broadcast(source, 0, f"initial weights of {spec.name}")
         buffer = FlatBuffer(
-            layout,
-            params,
-            dtype=dtype,
+            plan.layout,
+            plan.params,
+            dtype=plan.dtype,
             device=placement.device,
             rank=collectives.rank,
-            trainable=trainable,
-            resident=resident,
+            trainable=plan.trainable,
+            resident=plan.resident,
         )
-        buffer.adopt(source, master=trainable, replicated=not placement.plan.optimizer)
+        buffer.adopt(source, tiers.places(plan, collectives.rank, replicated=not placement.plan.optimizer))
         buffers.append(buffer)
-    unit = ParamUnit(spec.name, spec.modules, buffers, collectives)
-    if not resident:
+    unit = ParamUnit(spec.name, spec.modules, buffers, collectives, tiers.copies)
+    if not unit.resident:
         unit.reshard()
     return unit
 

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from zeroaccel.comm.agree import disagreement_report
+from zeroaccel.comm.agree import agree_or_raise, disagreement_report
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.config.plan import ShardPlan
-from zeroaccel.errors import CollectiveError, EngineStateError, UsageError
+from zeroaccel.errors import CollectiveError, EngineStateError, OffloadError, UsageError
 from zeroaccel.zero.clip import GradientHealth, clip_factor, examine
 from zeroaccel.zero.gathered import gathered, iter_named_full_params
 from zeroaccel.zero.hooks import Hooks
@@ -30,6 +30,7 @@ from zeroaccel.zero.precision import LossScale
 from zeroaccel.zero.reducer import Reducer, ReduceRules
 from zeroaccel.zero.residency import Residency
 from zeroaccel.zero.schedule import Limits, Schedule
+from zeroaccel.zero.tiers import TierSet
 from zeroaccel.zero.timing import StepReport
 from zeroaccel.zero.unit import FlatBuffer, ParamUnit, ShardState
 
@@ -100,6 +101,7 @@ class Engine(nn.Module):
         discarded: Sequence[nn.Parameter] = (),
         report: StepReport | None = None,
         config: Mapping[str, Any] | None = None,
+        tiers: TierSet | None = None,
     ) -> None:
         super().__init__()
         self.module = model
@@ -114,7 +116,9 @@ class Engine(nn.Module):
         self._report = report or StepReport()
         self._unit_of = {id(buffer): unit for unit in units for buffer in unit.buffers}
         trained = [(unit.name, b) for unit in units for b in unit.buffers if b.trainable]
-        self._reducer = Reducer(trained, collectives, settings.plan, settings.rules)
+        self._tiers = tiers
+        copies = tiers.copies if tiers is not None and tiers.steps_on_host else None
+        self._reducer = Reducer(trained, collectives, settings.plan, settings.rules, copies)
         self.schedule = Schedule({unit.name: unit.numel for unit in units}, settings.limits)
         travelling = [unit for unit in units if not unit.resident]
         self._residency = Residency(travelling, self.schedule)
@@ -136,6 +140,7 @@ class Engine(nn.Module):
         self._norm: float | None = None
         self._applied = False
         self._destroyed = False
+        self._broken: str | None = None
 
     # -- the loop
 
@@ -255,9 +260,17 @@ class Engine(nn.Module):
             unit.unshard()
             waiting.append(unit)
 
-        shard.step(self._reducer.gradients, grad_scale, stepped)
+        failure: OffloadError | None = None
+        try:
+            shard.step(self._reducer.gradients, grad_scale, stepped)
+        except OffloadError as error:
+            failure = error
         for unit in waiting:
             unit.wait()
+        if self._tiers is not None and self._tiers.can_fail:
+            self._broken = "a step failed half way, so the weights are a mixture of old and new"
+            agree_or_raise(self.collectives, failure, "offloaded update")
+            self._broken = None
 
     # -- backward events (told by the hooks)
 
@@ -304,6 +317,8 @@ class Engine(nn.Module):
     def _check_usable(self) -> None:
         if self._destroyed:
             raise EngineStateError("engine", expected="an engine in use", got="one after destroy()")
+        if self._broken is not None:
+            raise EngineStateError(f"engine: {self._broken}", fix="resume from the last checkpoint, which is intact")
         if self._in_backward and torch._C._current_graph_task_id() == -1:
             raise EngineStateError(
                 "engine: the last backward broke off and left part of its gradients",
@@ -411,7 +426,7 @@ class Engine(nn.Module):
         params = 0
         for buffer in (buffer for unit in self.units for buffer in unit.buffers):
             params += buffer.full.untyped_storage().nbytes()
-            params += 0 if buffer.resident else buffer.shard.numel() * buffer.shard.itemsize
+            params += 0 if buffer.resident or buffer.home is not None else buffer.shard.numel() * buffer.shard.itemsize
         return {
             "params": params,
             "gradients": self._reducer.nbytes(),
@@ -470,6 +485,8 @@ class Engine(nn.Module):
         self.keeper.close()
         self._hooks.detach()
         self._report.close()
+        if self._tiers is not None:
+            self._tiers.close()
         self._destroyed = True
 
     def __getattr__(self, name: str) -> Any:

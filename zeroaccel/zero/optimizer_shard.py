@@ -10,10 +10,10 @@ whose vector tail rounds differently gives the same bits.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import logging
-from collections import defaultdict
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,14 +22,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroaccel.errors import ConfigError, UsageError
+from zeroaccel.errors import ConfigError, OffloadError, UsageError
 from zeroaccel.logs import logger
+from zeroaccel.offload.tier import Fetch
 from zeroaccel.ops.shard_step import ShardStep
+from zeroaccel.zero.host_copies import HostCopies
 from zeroaccel.zero.layout import FlatLayout
 from zeroaccel.zero.reducer import GradientBuffer
+from zeroaccel.zero.state_tier import StateTier, SubGroup
+from zeroaccel.zero.trial import check_elementwise, has_stepped, renew_state
 from zeroaccel.zero.unit import FlatBuffer
 
-__all__ = ["OptimizerShard", "Piece", "check_elementwise", "group_index"]
+__all__ = ["OptimizerShard", "Piece", "group_index", "group_runs"]
 
 
 _OPTIONAL = inspect.Parameter("closure", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
@@ -41,8 +45,9 @@ class Piece:
 
     Attributes:
         master: (L,) fp32 leaf, a view into the buffer's master; of the parameter's shape for an optimizer that is
-            not elementwise and therefore replicated.
+            not elementwise and therefore replicated. NaN while its sub-group is away.
         start, end: its place in the flat buffer, in elements.
+        sub_group: what it is fetched with; None where masters are in memory.
     """
 
     buffer: FlatBuffer
@@ -50,6 +55,7 @@ class Piece:
     start: int
     end: int
     group: int
+    sub_group: SubGroup | None = None
 
 
 def group_index(optimizer: Optimizer, names: Mapping[int, str]) -> dict[int, int]:
@@ -83,68 +89,6 @@ def group_index(optimizer: Optimizer, names: Mapping[int, str]) -> dict[int, int
     return found
 
 
-def check_elementwise(optimizer: Optimizer) -> str | None:
-    """Why this optimizer cannot step on shards, or None when it can.
-
-    Found out by trying: two steps on a small matrix per param group, whole and as two flat halves, must agree.
-    """
-    generator = torch.Generator().manual_seed(0)
-    start, *gradients = torch.randn(3, 6, 8, generator=generator)
-    try:
-        whole = _trial(optimizer, [start], [[g] for g in gradients])
-        halves = _trial(optimizer, start.flatten().chunk(2), [g.flatten().chunk(2) for g in gradients])
-    except Exception as error:
-        return f"it cannot step on a flat piece of a parameter ({type(error).__name__}: {error})"
-    pairs = zip(whole, halves, strict=True)
-    if all(torch.allclose(one, other, rtol=1e-5, atol=1e-7) for one, other in pairs):
-        return None
-    return (
-        "its update of an element depends on other elements of the parameter, so pieces of it cannot be stepped alone"
-    )
-
-
-def _trial(optimizer: Optimizer, starts: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Flat weights, per param group, after stepping a copy of `optimizer` on `starts`."""
-    twin = _twin(optimizer)
-    for group in twin.param_groups:
-        group["params"] = [nn.Parameter(start.clone()) for start in starts]
-        if "lr" in group:  # at the rate itself, which may be 0 during a warm-up, nothing might be seen to differ
-            group["lr"] = torch.full_like(rate, 0.1) if isinstance(rate := group["lr"], Tensor) else 0.1
-    if optimizer.state:
-        _renew_state(twin)
-    for step in gradients:
-        for group in twin.param_groups:
-            for value, grad in zip(group["params"], step, strict=True):
-                value.grad = grad.clone()
-        twin.step()
-    return [torch.cat([value.detach().flatten() for value in group["params"]]) for group in twin.param_groups]
-
-
-def _twin(optimizer: Optimizer) -> Optimizer:
-    """A copy without state, and without copying the model.
-
-    Made by hand: `Optimizer.__getstate__` would drop the attributes of a subclass. A `step` of the instance is a
-    scheduler's wrapper, which steps the original.
-    """
-    params = {id(param): param for group in optimizer.param_groups for param in group["params"]}
-    twin = object.__new__(type(optimizer))
-    kept = {name: value for name, value in vars(optimizer).items() if name not in ("state", "step")}
-    vars(twin).update(copy.deepcopy(kept, params))
-    twin.state = defaultdict(dict)
-    return twin
-
-
-def _has_stepped(optimizer: Optimizer) -> bool:
-    """Whether its state comes from steps, rather than from its constructor, as that of torch's Adagrad does."""
-    return any(bool(state.get("step", 1)) for state in optimizer.state.values())
-
-
-def _renew_state(optimizer: Optimizer) -> None:
-    """Makes the state that the constructor makes, for the parameters that are in the groups now."""
-    groups = [dict(group) for group in optimizer.param_groups]
-    optimizer.state = type(optimizer)(groups, **optimizer.defaults).state
-
-
 class OptimizerShard:
     """Steps the optimizer on this rank's masters and writes the new weights to the parameters' shards.
 
@@ -154,9 +98,14 @@ class OptimizerShard:
         buffers: every trainable buffer, in a fixed order.
         replicated: every rank steps everything (stage 0) instead of its shard.
         sub_group_numel: fp32 gradients made at a time for optimizers without a kernel of their own, in elements.
+        states: the tier of masters and states, where they are not in memory.
+        keys: id(buffer) -> its key in `states`.
+        copies: moves weights to the device from masters in host memory, where the two are not one.
 
     Attributes:
         pieces: id(buffer) -> its pieces that this rank steps.
+        states: as given.
+        waited_seconds: of the last step, for the tier.
         group_of: fqn -> index of its param group, of every trainable parameter.
     """
 
@@ -168,6 +117,9 @@ class OptimizerShard:
         *,
         replicated: bool,
         sub_group_numel: int = 1_000_000_000,
+        states: StateTier | None = None,
+        keys: Mapping[int, str] | None = None,
+        copies: HostCopies | None = None,
     ) -> None:
         name = type(optimizer).__name__
         if inspect.signature(optimizer.step).parameters.get("closure", _OPTIONAL).default is inspect.Parameter.empty:
@@ -175,7 +127,7 @@ class OptimizerShard:
                 f"optimizer {name}: its step() evaluates the model again through a closure, which an engine has not",
                 fix="choose another, such as AdamW",
             )
-        if _has_stepped(optimizer):
+        if has_stepped(optimizer):
             raise UsageError(
                 f"optimizer {name}",
                 expected="no state yet",
@@ -189,21 +141,32 @@ class OptimizerShard:
                 fix="use stage 0, or an elementwise optimizer such as AdamW, SGD, Lion or Adagrad",
             )
         self.optimizer = optimizer
+        self.states = states
+        self.waited_seconds = 0.0
+        self._copies = copies
         self._sub_group_numel = sub_group_numel
         self.pieces: dict[int, list[Piece]] = {id(buffer): [] for buffer in buffers}
+        self._sub_groups: dict[int, tuple[SubGroup, ...]] = {}
         self.group_of = {
             slot.fqn: groups[id(param)]
             for buffer in buffers
             for slot, param in zip(buffer.layout.slots, buffer.params, strict=True)
         }
         for buffer in buffers:
-            cut = _by_parameter(buffer) if reason is not None else _by_run(buffer, groups, replicated=replicated)
-            for start, end, shape, owner in cut:
-                self._add(buffer, start, end, shape, groups[id(owner)], replicated=replicated)
-        for index, group in enumerate(optimizer.param_groups):
-            group["params"] = [p.master for cut in self.pieces.values() for p in cut if p.group == index]
-        if optimizer.state:
-            _renew_state(optimizer)
+            if states is not None and keys is not None:
+                self._add_tiered(buffer, states.sub_groups[keys[id(buffer)]])
+                continue
+            whole = reason is not None
+            cut = _by_parameter(buffer, groups) if whole else _by_run(buffer, groups, replicated=replicated)
+            for start, end, shape, group in cut:
+                self._add(buffer, start, end, shape, group, replicated=replicated)
+        for index, held in enumerate(optimizer.param_groups):
+            held["params"] = [p.master for cut in self.pieces.values() for p in cut if p.group == index]
+        if optimizer.state and states is not None:
+            states.renews = True
+            optimizer.state.clear()
+        elif optimizer.state:
+            renew_state(optimizer)
 
     def _add(
         self, buffer: FlatBuffer, start: int, end: int, shape: tuple[int, ...], group: int, *, replicated: bool
@@ -212,6 +175,14 @@ class OptimizerShard:
         origin = 0 if replicated else buffer.layout.bounds(buffer.rank)[0]
         master = nn.Parameter(buffer.master[start - origin : end - origin].view(shape))
         self.pieces[id(buffer)].append(Piece(buffer, master, start, end, group))
+
+    def _add_tiered(self, buffer: FlatBuffer, sub_groups: Sequence[SubGroup]) -> None:
+        self._sub_groups[id(buffer)] = tuple(sub_groups)
+        for sub_group in sub_groups:
+            for run in sub_group.pieces:
+                master = nn.Parameter(torch.full((), math.nan).expand(run.end - run.start))
+                sub_group.masters.append(master)
+                self.pieces[id(buffer)].append(Piece(buffer, master, run.start, run.end, run.group, sub_group))
 
     def step(
         self,
@@ -225,29 +196,137 @@ class OptimizerShard:
             gradients: the reduced gradients of every buffer.
             grad_scale: unscaling and clipping, multiplied into the gradients.
             done: called after each buffer, so that its gather can start while the next is stepped.
+
+        Raises:
+            OffloadError: a tier failed. `done` has been called for every buffer all the same, since the other ranks
+                are on their way to its gathers; masters and parameters are a mixture of old and new.
         """
+        failure: OffloadError | None = None
+        arrivals = self._arrivals(gradients)
+        self.waited_seconds = 0.0
         for held in gradients:
-            grad = held.shard if held.full is None else held.full
-            assert grad is not None, f"{held.name} is stepped without a gradient"
-            origin = held.buffer.layout.bounds(held.buffer.rank)[0] if held.full is None else 0
-            pieces = self.pieces[id(held.buffer)]
-            if isinstance(self.optimizer, ShardStep):
-                self._step_native(self.optimizer, pieces, grad, origin, grad_scale)
-            else:
-                self._step_generic(pieces, grad, origin, grad_scale)
+            try:
+                if failure is None:
+                    self._step_buffer(held, grad_scale, arrivals)
+            except OffloadError as error:
+                failure = error
+                if held.buffer.home is not None:
+                    held.buffer.home.abandon()
+            if self._copies is not None:
+                self._copies.wait()
             done(held.buffer)
+        try:
+            with self._waiting():
+                for home in [held.buffer.home for held in gradients if held.buffer.home is not None][:1]:
+                    home.tier.settle()
+                if self.states is not None:
+                    self.states.settle()
+        except OffloadError as error:
+            failure = failure or error
+        if failure is not None:
+            raise failure
         if isinstance(self.optimizer, ShardStep):
             self.optimizer.step()  # no gradients are left: only torch's schedulers and step hooks take note
 
+    def _step_buffer(self, held: GradientBuffer, grad_scale: float, arrivals: Iterator[Tensor]) -> None:
+        grad = held.shard if held.full is None else held.full
+        assert grad is not None, f"{held.name} is stepped without a gradient"
+        buffer = held.buffer
+        origin = buffer.layout.bounds(buffer.rank)[0] if held.full is None else 0
+        targets = self._targets(buffer)
+        for sub_group, pieces in self._cut(buffer):
+            if sub_group is not None and self.states is not None:
+                slab = next(arrivals)
+                self.states.attach(sub_group, slab, self.optimizer)
+            if isinstance(self.optimizer, ShardStep):
+                self._step_native(self.optimizer, pieces, grad, origin, grad_scale, targets)
+            else:
+                self._step_generic(pieces, grad, origin, grad_scale, targets)
+            if sub_group is not None and self.states is not None:
+                with self._waiting():
+                    self.states.detach(sub_group, slab, self.optimizer)
+        if buffer.home is not None:
+            buffer.home.commit()
+
+    def _cut(self, buffer: FlatBuffer) -> Iterator[tuple[SubGroup | None, Sequence[Piece]]]:
+        """The pieces of a buffer, by what they are fetched with."""
+        pieces = self.pieces[id(buffer)]
+        if self.states is None:
+            yield None, pieces
+            return
+        cursor = 0
+        for sub_group in self._sub_groups[id(buffer)]:
+            count = len(sub_group.pieces)
+            yield sub_group, pieces[cursor : cursor + count]
+            cursor += count
+
+    def _arrivals(self, gradients: Sequence[GradientBuffer]) -> Iterator[Tensor]:
+        """The slabs of all sub-groups in the order of the step; the next is under way while one is stepped."""
+        states = self.states
+        if states is None:
+            return
+        order = [sub_group for held in gradients for sub_group in self._sub_groups[id(held.buffer)]]
+        ahead: Fetch | None = None
+        for index, sub_group in enumerate(order):
+            fetch = ahead or states.fetch(sub_group)
+            with self._waiting():
+                slab = fetch.wait()
+            ahead = states.fetch(order[index + 1]) if states.pipeline_read and index + 1 < len(order) else None
+            yield slab
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waited_seconds += time.perf_counter() - begun
+
+    def _targets(self, buffer: FlatBuffer) -> Tensor | None:
+        """(S,) or (N,): where the new weights go besides the master; None where the parameters are the master."""
+        if buffer.home is not None:
+            return buffer.home.open()
+        if not buffer.master_is_apart:
+            return None
+        if buffer.master is not None and buffer.master.numel() == buffer.layout.numel:
+            return buffer.full
+        return buffer.shard
+
+    @contextmanager
+    def _target(self, piece: Piece, targets: Tensor | None) -> Iterator[Tensor | None]:
+        """A piece's part of the new weights, in the memory of its master; it is where it belongs afterwards."""
+        if targets is None:
+            yield None
+            return
+        whole = targets.numel() == piece.buffer.layout.numel
+        origin = 0 if whole else piece.buffer.layout.bounds(piece.buffer.rank)[0]
+        part = targets[piece.start - origin : piece.end - origin]
+        if part.device == piece.master.device:
+            yield part
+            return
+        assert self._copies is not None, "masters in another memory than the parameters, and nobody to copy"
+        staged = torch.empty(part.shape, dtype=part.dtype, pin_memory=self._copies.pinned)
+        yield staged
+        self._copies.to_device(part, staged)
+
     def _step_native(
-        self, kernel: ShardStep, pieces: Sequence[Piece], grad: Tensor, origin: int, grad_scale: float
+        self,
+        kernel: ShardStep,
+        pieces: Sequence[Piece],
+        grad: Tensor,
+        origin: int,
+        grad_scale: float,
+        targets: Tensor | None,
     ) -> None:
         for piece in pieces:
             group = self.optimizer.param_groups[piece.group]
             part = grad[piece.start - origin : piece.end - origin]
-            kernel.step_shard(group, piece.master, part, grad_scale=grad_scale, out=_copy_target(piece))
+            with self._target(piece, targets) as out:
+                kernel.step_shard(group, piece.master, part, grad_scale=grad_scale, out=out)
 
-    def _step_generic(self, pieces: Sequence[Piece], grad: Tensor, origin: int, grad_scale: float) -> None:
+    def _step_generic(
+        self, pieces: Sequence[Piece], grad: Tensor, origin: int, grad_scale: float, targets: Tensor | None
+    ) -> None:
         for batch in _batches(pieces, self._sub_group_numel):
             for piece in batch:
                 part = grad[piece.start - origin : piece.end - origin].to(torch.float32, copy=True)
@@ -256,45 +335,54 @@ class OptimizerShard:
                 self.optimizer.step()
             for piece in batch:
                 piece.master.grad = None
-                target = _copy_target(piece)
-                if target is not None:
-                    target.copy_(piece.master.detach().flatten())
+                with self._target(piece, targets) as out:
+                    if out is not None:
+                        out.copy_(piece.master.detach().flatten())
 
     def nbytes(self) -> int:
-        """Bytes of masters that are not the parameters themselves, and of the optimizer's state tensors."""
+        """Bytes in memory of masters that are not the parameters themselves, and of the optimizer's state tensors."""
         masters = sum(
             piece.master.numel() * 4
             for pieces in self.pieces.values()
             for piece in pieces
-            if piece.buffer.dtype is not torch.float32
+            if piece.buffer.master is not None and piece.buffer.master_is_apart
         )
         states = sum(
             value.numel() * value.itemsize
             for state in self.optimizer.state.values()
             for value in state.values()
-            if isinstance(value, Tensor) and value.dim() > 0
+            if isinstance(value, Tensor) and value.dim() > 0 and value.stride() != (0,)
         )
         return masters + states
 
 
+def group_runs(layout: FlatLayout, param_groups: Sequence[int], rank: int) -> list[tuple[int, int, int]]:
+    """(start, end, param group) of each run of one group in a rank's shard, in order and without gaps.
+
+    Args:
+        param_groups: of each slot.
+    """
+    low, high = layout.bounds(rank)
+    runs: list[tuple[int, int, int]] = []
+    for index, group in enumerate(param_groups):
+        start, end = _reach(layout, index, low, high)
+        if start >= end:
+            continue
+        if runs and runs[-1][2] == group:
+            runs[-1] = (runs[-1][0], end, group)
+        else:
+            runs.append((start, end, group))
+    return runs
+
+
 def _by_run(
     buffer: FlatBuffer, groups: Mapping[int, int], *, replicated: bool
-) -> Iterator[tuple[int, int, tuple[int, ...], nn.Parameter]]:
-    """(start, end, shape, a parameter of it) of each run of one group inside each shard that this rank steps."""
-    layout = buffer.layout
-    for rank in range(layout.world_size) if replicated else (buffer.rank,):
-        low, high = layout.bounds(rank)
-        runs: list[tuple[int, int, nn.Parameter]] = []
-        for index, param in enumerate(buffer.params):
-            start, end = _reach(layout, index, low, high)
-            if start >= end:
-                continue
-            if runs and groups[id(runs[-1][2])] == groups[id(param)]:
-                runs[-1] = (runs[-1][0], end, param)
-            else:
-                runs.append((start, end, param))
-        for start, end, param in runs:
-            yield start, end, (end - start,), param
+) -> Iterator[tuple[int, int, tuple[int, ...], int]]:
+    """(start, end, shape, param group) of each run of one group inside each shard that this rank steps."""
+    of_slots = [groups[id(param)] for param in buffer.params]
+    for rank in range(buffer.layout.world_size) if replicated else (buffer.rank,):
+        for start, end, group in group_runs(buffer.layout, of_slots, rank):
+            yield start, end, (end - start,), group
 
 
 def _reach(layout: FlatLayout, index: int, low: int, high: int) -> tuple[int, int]:
@@ -303,22 +391,10 @@ def _reach(layout: FlatLayout, index: int, low: int, high: int) -> tuple[int, in
     return max(layout.slots[index].start, low), min(following, high)
 
 
-def _by_parameter(buffer: FlatBuffer) -> Iterator[tuple[int, int, tuple[int, ...], nn.Parameter]]:
+def _by_parameter(buffer: FlatBuffer, groups: Mapping[int, int]) -> Iterator[tuple[int, int, tuple[int, ...], int]]:
     """Whole parameters in their own shapes, for optimizers that look at the shape."""
     for slot, param in zip(buffer.layout.slots, buffer.params, strict=True):
-        yield slot.start, slot.end, slot.shape, param
-
-
-def _copy_target(piece: Piece) -> Tensor | None:
-    """Where the new weights go besides the master: the parameters' own flat storage, unless that is the master."""
-    buffer = piece.buffer
-    if buffer.dtype is torch.float32:
-        return None
-    whole = buffer.master is not None and buffer.master.numel() == buffer.layout.numel
-    if whole:
-        return buffer.full[piece.start : piece.end]
-    low = buffer.layout.bounds(buffer.rank)[0]
-    return buffer.shard[piece.start - low : piece.end - low]
+        yield slot.start, slot.end, slot.shape, groups[id(param)]
 
 
 def _batches(pieces: Sequence[Piece], limit_numel: int) -> Iterator[list[Piece]]:

@@ -23,9 +23,12 @@ from torch import Tensor, nn
 from zeroaccel.comm.collectives import Collectives, Work
 from zeroaccel.config.plan import ShardPlan
 from zeroaccel.errors import ShardStateError
+from zeroaccel.zero.host_copies import Arrival, HostCopies
 from zeroaccel.zero.unit import FlatBuffer
 
 __all__ = ["GradientBuffer", "ReduceRules", "Reducer"]
+
+_LEAVING_LIMIT = 2  # reduced gradients that stay on the device while they are copied to the host
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,9 @@ class Reducer:
 
     Life of a backward (all ranks): 1. `begin(reduce)`, 2. `receive(param)` per gradient, 3. `end()`; and once a step
     `finish()`, after which every `GradientBuffer.shard` is complete, then `clear()`.
+
+    Args:
+        copies: takes reduced gradients to host memory as they come, where they are to be stepped there.
     """
 
     def __init__(
@@ -140,6 +146,7 @@ class Reducer:
         collectives: Collectives,
         plan: ShardPlan,
         rules: ReduceRules,
+        copies: HostCopies | None = None,
     ) -> None:
         # Backward meets the modules last to first; the root comes first in registration and so is launched last.
         self.gradients = [GradientBuffer(buffer, name) for name, buffer in reversed(buffers)]
@@ -153,6 +160,8 @@ class Reducer:
         }
         self._late: list[tuple[nn.Parameter, Tensor]] = []
         self._flights: deque[_Flight] = deque()
+        self._copies = copies
+        self._leaving: deque[tuple[GradientBuffer, Arrival]] = deque()
         self._next = 0
         self._reducing = False
 
@@ -248,7 +257,19 @@ class Reducer:
         while self._flights and sum(flight.flat.numel() for flight in self._flights) > limit_numel:
             flight = self._flights.popleft()
             flight.work.wait()
-            self._accept(flight.gradients, flight.reduced)
+            if self._copies is None:
+                self._accept(flight.gradients, flight.reduced)
+            else:
+                self._leaving.append((flight.gradients, self._copies.to_host(flight.reduced)))
+                self._land(_LEAVING_LIMIT)
+        if limit_numel == 0:
+            self._land(0)
+
+    def _land(self, limit: int) -> None:
+        """Takes in what has left for host memory, until at most `limit` reductions are on their way."""
+        while len(self._leaving) > limit:
+            gradients, arrival = self._leaving.popleft()
+            self._accept(gradients, arrival.wait())
 
     def _accept(self, gradients: GradientBuffer, reduced: Tensor) -> None:
         if gradients.shard is None:

@@ -56,6 +56,7 @@ class Residency:
         self._backwards = 0
         self._open: dict[str, list[Use]] = {unit.name: [] for unit in units}
         self._live: dict[str, int] = {}
+        self._fetched: list[str] = []  # shards on their way from a tier; gathered when the next unit is needed
         self._lenders: dict[str, list[ParamUnit]] = {}
         self._pinned: set[str] = set()
         self.in_backward = False
@@ -233,8 +234,18 @@ class Residency:
             unit.wait()  # recomputed within its own backward: whole already, and not another step of the schedule
             return
         self._unshard(unit)
-        for name in self._schedule.need(unit.name, self._live):
-            self._unshard(self._units[name])
+        ahead = self._schedule.need(unit.name, self._live)
+        fetched, self._fetched = self._fetched, []
+        for name in fetched:
+            if name in self._live:
+                self._unshard(self._units[name])
+        for name in ahead:
+            if self._units[name].is_away:  # one step earlier than others, as its shard has to be read first
+                self._units[name].prefetch()
+                self._live[name] = self._units[name].numel
+                self._fetched.append(name)
+            else:
+                self._unshard(self._units[name])
         unit.wait()
 
     def _unshard(self, unit: ParamUnit) -> None:
@@ -252,3 +263,4 @@ class Residency:
         for name in self._live.keys() - self._pinned:
             self._units[name].reshard()
             del self._live[name]
+        self._fetched.clear()

@@ -13,16 +13,20 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from zeroaccel.comm.agree import agree_or_raise
 from zeroaccel.comm.collectives import Collectives, Work
-from zeroaccel.errors import ShardStateError
+from zeroaccel.errors import OffloadError, ShardStateError
+from zeroaccel.zero.host_copies import HostCopies
 from zeroaccel.zero.layout import FlatLayout
+from zeroaccel.zero.shard_home import ShardHome
 
-__all__ = ["FlatBuffer", "ParamUnit", "ShardState"]
+__all__ = ["FlatBuffer", "ParamUnit", "Places", "ShardState"]
 
 
 class ShardState(enum.Enum):
@@ -43,14 +47,36 @@ _LEGAL = {
 }
 
 
+@dataclass(frozen=True)
+class Places:
+    """Where one buffer's shard and master live.
+
+    Attributes:
+        home: of the shard, if it is not in memory between uses.
+        shard: (S,) param dtype, host memory for the shard; None leaves it on the device.
+        master: the device of the master; None where an optimizer does not update these weights, or a tier takes it.
+        adopt_master: takes the first master, (S,) of any floating dtype, where it goes to a tier.
+        replicated: whether the master is the whole (N,) rather than this rank's (S,).
+    """
+
+    home: ShardHome | None = None
+    shard: Tensor | None = None
+    master: torch.device | None = None
+    adopt_master: Callable[[Tensor], None] | None = None
+    replicated: bool = False
+
+
 class FlatBuffer:
     """Parameters of one dtype, all trainable or all frozen, end to end in one buffer.
 
     Attributes:
         full: (N,) param dtype. Resident: always allocated. Otherwise its storage comes and goes.
-        shard: (S,) param dtype. A view into `full` when resident, else a tensor of its own.
+        shard: (S,) param dtype. A view into `full` when resident, else a tensor of its own, here or in host memory.
+            NaN where it has a home.
+        home: where the shard is between uses, if not in memory; None otherwise.
         master: (S,) fp32, or (N,) when the optimizer is replicated; the weights the optimizer updates. For fp32
-            parameters it is `shard` (or `full`) itself. None for frozen parameters and without an optimizer.
+            parameters it is `shard` (or `full`) itself, if both live in one memory. None for frozen parameters,
+            without an optimizer, and where masters are in a tier.
     """
 
     def __init__(
@@ -73,6 +99,7 @@ class FlatBuffer:
         self.full = torch.zeros(layout.numel, dtype=dtype, device=device)
         low, high = layout.bounds(rank)
         self.shard = self.full[low:high]
+        self.home: ShardHome | None = None
         self.master: Tensor | None = None
         absent = torch.full((), _absent_value(dtype), dtype=dtype)  # a single element to expand from
         self._absent = [absent.to(device).expand(param.shape) for param in params]
@@ -83,22 +110,38 @@ class FlatBuffer:
         """Bytes of the whole buffer, N elements."""
         return self.layout.numel * self.dtype.itemsize
 
-    def adopt(self, source: Tensor, *, master: bool, replicated: bool) -> None:
+    @property
+    def master_is_apart(self) -> bool:
+        """Whether new masters have to be copied to the parameters: they are not the same memory."""
+        own = self.full if self.resident else self.shard
+        return self.master is None or self.master.untyped_storage().data_ptr() != own.untyped_storage().data_ptr()
+
+    def adopt(self, source: Tensor, places: Places) -> None:
         """Takes over the weights and becomes what the parameters are views of.
 
         Args:
             source: (N,) the initial weights in their original dtype, laid out, equal on all ranks.
-            master: whether an optimizer will update these weights.
-            replicated: whether the master is the whole (N,) rather than this rank's (S,).
+            places: where the shard and the master are to live.
         """
+        low, high = self.layout.bounds(self.rank)
         self.full.copy_(source)
-        if not self.resident:
+        if places.home is not None:
+            self.home = places.home
+            self.home.open().copy_(self.full[low:high])
+            self.home.commit()
+            self.shard = torch.full((), _absent_value(self.dtype), dtype=self.dtype).expand(high - low)
+        elif places.shard is not None:
+            self.shard = places.shard.copy_(self.full[low:high])
+        elif not self.resident:
             self.shard = self.shard.clone()
-        if master:
-            kept = slice(None) if replicated else slice(*self.layout.bounds(self.rank))
-            own = self.full if replicated else self.shard
+        if places.adopt_master is not None:
+            places.adopt_master(source[low:high])
+        elif places.master is not None:
+            own = self.full if places.replicated else self.shard
+            kept = slice(None) if places.replicated else slice(low, high)
+            together = self.dtype is torch.float32 and self.home is None and own.device == places.master
             # From the original weights, so that an fp32 model keeps the bits that 16-bit parameters drop.
-            self.master = own if self.dtype is torch.float32 else source[kept].to(torch.float32, copy=True)
+            self.master = own if together else source[kept].to(places.master, torch.float32, copy=True)
         self.point(whole=True)
 
     def point(self, *, whole: bool) -> None:
@@ -155,10 +198,18 @@ class ParamUnit:
 
     Lifecycle (all ranks, in the same order): 1. `unshard()` starts the all-gather, 2. `wait()` before the first use,
     3. `reshard()` after the last. Each is a no-op where it has nothing to do; anything illegal raises ShardStateError.
+
+    Args:
+        copies: moves shards from host memory to the device, where they are two.
     """
 
     def __init__(
-        self, name: str, modules: Sequence[nn.Module], buffers: Sequence[FlatBuffer], collectives: Collectives
+        self,
+        name: str,
+        modules: Sequence[nn.Module],
+        buffers: Sequence[FlatBuffer],
+        collectives: Collectives,
+        copies: HostCopies | None = None,
     ):
         self.name = name
         self.modules = tuple(modules)
@@ -166,6 +217,7 @@ class ParamUnit:
         self.resident = all(buffer.resident for buffer in buffers)
         self.numel = sum(buffer.layout.numel for buffer in buffers)
         self._collectives = collectives
+        self._copies = copies
         self._works: list[Work] = []
         self._state = ShardState.UNSHARDED
 
@@ -181,17 +233,66 @@ class ParamUnit:
         """Names of all its parameters."""
         return (slot.fqn for buffer in self.buffers for slot in buffer.layout.slots)
 
+    def prefetch(self) -> None:
+        """Starts to bring shards that are not in memory, ahead of `unshard`."""
+        if self._state is ShardState.SHARDED:
+            for buffer in self.buffers:
+                if buffer.home is not None:
+                    buffer.home.prefetch()
+
     def unshard(self) -> None:
-        """Starts gathering the full parameters: all-gather over the shard group, (S,) -> (N,) per buffer."""
+        """Starts gathering the full parameters: all-gather over the shard group, (S,) -> (N,) per buffer.
+
+        Raises:
+            OffloadError: a rank cannot read its shard back; on every rank.
+        """
         if self._state is not ShardState.SHARDED:
             return
-        self._move(ShardState.GATHERING)
         label = f"unshard {self.name}"
+        brought = self._bring(label) if self.is_away else {}
+        self._move(ShardState.GATHERING)
         for buffer in self.buffers:
             if buffer.resident and not buffer.trainable:
                 continue  # frozen and whole everywhere: nobody changes it
             buffer.allocate()
-            self._works.append(self._collectives.all_gather(buffer.full, buffer.shard, label))
+            shard = brought.get(id(buffer), buffer.shard)
+            if shard.device == buffer.full.device:
+                self._works.append(self._collectives.all_gather(buffer.full, shard, label))
+                continue
+            assert self._copies is not None, f"{self.name}: shards on another device and nobody to copy them"
+            own = buffer.full[slice(*buffer.layout.bounds(buffer.rank))]
+            self._copies.to_device(own, shard)
+            with self._copies.stream():
+                self._works.append(self._collectives.all_gather(buffer.full, own, label))
+
+    @property
+    def is_away(self) -> bool:
+        """Whether a shard of it has to be read from a tier before each gather."""
+        return any(buffer.home is not None for buffer in self.buffers)
+
+    def _bring(self, label: str) -> dict[int, Tensor]:
+        """id(buffer) -> its shard, read from its tier; the ranks agree that all could. (all ranks)"""
+        self.prefetch()
+        brought: dict[int, Tensor] = {}
+        error: OffloadError | None = None
+        for buffer in self.buffers:
+            if buffer.home is not None and error is None:
+                try:
+                    brought[id(buffer)] = buffer.home.bring()
+                except OffloadError as raised:
+                    error = raised
+        failed = torch.tensor([float(error is not None)])
+        self._collectives.all_reduce(failed, "max", f"fetch of {self.name}")
+        if failed.item():
+            self._release()
+            agree_or_raise(self._collectives, error, f"{label}: fetch")
+        return brought
+
+    def _release(self) -> None:
+        """Gives what was brought, or is on its way, back to its tier."""
+        for buffer in self.buffers:
+            if buffer.home is not None:
+                buffer.home.release()
 
     def wait(self) -> None:
         """Finishes the gather in flight; the parameters are whole afterwards."""
@@ -204,6 +305,9 @@ class ParamUnit:
         for work in self._works:
             work.wait()
         self._works.clear()
+        if self._copies is not None:
+            self._copies.wait(finished=self.is_away)
+        self._release()
         if not self.resident:
             for buffer in self.buffers:
                 buffer.point(whole=True)
@@ -212,6 +316,7 @@ class ParamUnit:
     def reshard(self) -> None:
         """Gives up the full parameters and frees their storage; resident units only forget that they are whole."""
         if self._state is ShardState.SHARDED:
+            self._release()
             return
         self.wait()
         self._move(ShardState.SHARDED)

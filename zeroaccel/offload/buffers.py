@@ -1,0 +1,112 @@
+"""Page-aligned host memory on loan, within a budget of bytes: what files are read into and written from.
+
+Buffers are kept for the next loan of about their size, since fresh pages cost more than a fast disk. Who waits for
+room, and for how long, is the tier's matter (`nvme.py`); nothing blocks here.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+
+import torch
+from torch import Tensor
+
+__all__ = ["ALIGN_NBYTES", "HostBuffers", "aligned_bytes", "aligned_nbytes"]
+
+ALIGN_NBYTES = 4096
+"""Direct I/O wants addresses, offsets and lengths in multiples of the device's logical block: 512, or 4096 of some."""
+
+
+def aligned_nbytes(nbytes: int) -> int:
+    """The next multiple of `ALIGN_NBYTES`."""
+    return -(-nbytes // ALIGN_NBYTES) * ALIGN_NBYTES
+
+
+def aligned_bytes(nbytes: int, *, pinned: bool = False) -> Tensor:
+    """(nbytes,) uint8 of zeros in host memory that begins a page; freed with the last view of it.
+
+    Args:
+        nbytes: a multiple of `ALIGN_NBYTES`, above 0.
+        pinned: page-locked, so that a CUDA device copies from and to it beside its other work.
+    """
+    if not pinned:
+        return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+    raw = torch.zeros(nbytes + ALIGN_NBYTES, dtype=torch.uint8, pin_memory=True)
+    start = -raw.data_ptr() % ALIGN_NBYTES
+    return raw[start : start + nbytes]
+
+
+class HostBuffers:
+    """A pool of loans. Invariant: kept and lent bytes exceed the budget only by loans of `take_anyway`.
+
+    Args:
+        budget_nbytes: what may be lent at a time.
+        pinned: see `aligned_bytes`.
+
+    Attributes:
+        lent_nbytes: on loan now.
+        peak_nbytes: the most that was held at a time, on loan or kept.
+    """
+
+    def __init__(self, budget_nbytes: int, *, pinned: bool = False) -> None:
+        self.budget_nbytes = budget_nbytes
+        self.lent_nbytes = self.peak_nbytes = 0
+        self._pinned = pinned
+        self._lent: dict[int, Tensor] = {}
+        self._kept: list[Tensor] = []
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> Tensor | None:
+        """(nbytes,) uint8 of anything, or None if the budget has no room for it now.
+
+        A request beyond the budget is granted alone, while nothing else is lent.
+        """
+        with self._lock:
+            if self._lent and self.lent_nbytes + aligned_nbytes(nbytes) > self.budget_nbytes:
+                return None
+            return self._lend(nbytes)
+
+    def take_anyway(self, nbytes: int) -> Tensor:
+        """The same without asking the budget, for who would otherwise wait for himself."""
+        with self._lock:
+            return self._lend(nbytes)
+
+    def give_back(self, loan: Tensor) -> None:
+        """Ends a loan; `loan` begins where the lent tensor does."""
+        with self._lock:
+            base = self._lent.pop(loan.data_ptr())
+            self.lent_nbytes -= base.numel()
+            self._kept.append(base)
+            self._trim(self.budget_nbytes)
+
+    def is_lent(self, tensor: Tensor) -> bool:
+        """Whether `tensor` begins a loan of this pool."""
+        return tensor.data_ptr() in self._lent
+
+    def clear(self) -> None:
+        """Frees what is kept."""
+        with self._lock:
+            self._kept.clear()
+
+    def _lend(self, nbytes: int) -> Tensor:
+        size = max(aligned_nbytes(nbytes), ALIGN_NBYTES)
+        fitting = [kept for kept in self._kept if size <= kept.numel() <= size + size // 4]
+        if fitting:
+            base = min(fitting, key=Tensor.numel)
+            self._kept = [kept for kept in self._kept if kept is not base]
+        else:
+            self._trim(self.budget_nbytes - size)
+            base = aligned_bytes(size, pinned=self._pinned)
+        self._lent[base.data_ptr()] = base
+        self.lent_nbytes += base.numel()
+        self.peak_nbytes = max(self.peak_nbytes, self._held_nbytes())
+        return base[:nbytes]
+
+    def _trim(self, limit_nbytes: int) -> None:
+        """Frees kept buffers, the oldest first, until all that is held is within the limit."""
+        while self._kept and self._held_nbytes() > limit_nbytes:
+            self._kept.pop(0)
+
+    def _held_nbytes(self) -> int:
+        return self.lent_nbytes + sum(kept.numel() for kept in self._kept)

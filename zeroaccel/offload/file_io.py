@@ -1,0 +1,316 @@
+"""One file of blocks: preallocated, read and written by a few threads, without the page cache where that works.
+
+The file has no name: nobody else can open it, two runs in one folder do not meet, and its space comes back when the
+process ends, however it ends. Offsets, lengths and addresses are multiples of `ALIGN_NBYTES`. Knows nothing of what
+the bytes are.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import queue
+import tempfile
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Literal
+
+from torch import Tensor
+
+from zeroaccel.errors import ConfigError, OffloadError
+from zeroaccel.logs import log_once
+from zeroaccel.offload.buffers import ALIGN_NBYTES, aligned_bytes, aligned_nbytes
+from zeroaccel.offload.folder import FolderFacts
+
+__all__ = ["BlockFile", "Direction", "IoSettings", "Traffic"]
+
+Direction = Literal["read", "write"]
+_Done = Callable[["Exception | None"], None]
+_PROBE_NBYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class IoSettings:
+    """How a file is read and written: the config's `aio` section.
+
+    Attributes:
+        block_nbytes: of one request (`block_size`); a multiple of `ALIGN_NBYTES`.
+        threads: `intra_op_parallelism` x `queue_depth`: requests at the disk at a time, one by each thread.
+        overlap: start a transfer before the one before it is done (`overlap_events`).
+        checksum: sum up every block that is written and compare when it is read.
+    """
+
+    block_nbytes: int = 1 << 20
+    threads: int = 8
+    overlap: bool = True
+    checksum: bool = False
+
+
+@dataclass
+class Traffic:
+    """What has gone one way.
+
+    Attributes:
+        nbytes: moved.
+        seconds: during which something was on its way.
+    """
+
+    nbytes: int = 0
+    seconds: float = 0.0
+    in_flight: int = 0
+    since: float = 0.0
+
+    def begin(self) -> None:
+        """A transfer starts."""
+        if self.in_flight == 0:
+            self.since = time.perf_counter()
+        self.in_flight += 1
+
+    def end(self, nbytes: int) -> None:
+        """A transfer is done."""
+        self.in_flight -= 1
+        self.nbytes += nbytes
+        if self.in_flight == 0:
+            self.seconds += time.perf_counter() - self.since
+
+
+class _Transfer:
+    """One buffer on its way to or from one place in the file; done when its last block is."""
+
+    def __init__(self, direction: Direction, data: Tensor, offset: int, done: _Done) -> None:
+        self.direction = direction
+        self.data = data
+        self.view = data.numpy().data
+        self.offset = offset
+        self.done = done
+        self.left = 0
+        self.error: Exception | None = None
+
+
+class BlockFile:
+    """Made in a folder, of a fixed size. Life: `start` any number of times from any thread, `close` once.
+
+    Args:
+        folder: examined before.
+        nbytes: the size; the space is reserved at once.
+        where: the config key of the folder, for errors.
+        settings: how to read and write.
+
+    Attributes:
+        direct: whether the page cache is left out.
+        traffic: bytes and seconds of each direction.
+
+    Raises:
+        ConfigError: the folder does not take files, or has less free space than `nbytes`.
+    """
+
+    def __init__(self, folder: FolderFacts, nbytes: int, where: str, settings: IoSettings) -> None:
+        self.folder = folder
+        self.nbytes = aligned_nbytes(nbytes)
+        self.settings = settings
+        self.traffic: dict[Direction, Traffic] = {"read": Traffic(), "write": Traffic()}
+        self._handle = _open_nameless(folder, where)
+        try:
+            self._reserve(where)
+            self.direct = self._leave_out_the_cache()
+        except BaseException:
+            os.close(self._handle)
+            raise
+        self._sums: dict[int, tuple[int, int]] = {}  # offset of a block -> (length, checksum) as written last
+        self._lock = threading.Lock()
+        self._backlog: deque[_Transfer] = deque()
+        self._active = 0
+        self._requests: queue.SimpleQueue[tuple[_Transfer, int, int] | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._serve, name=f"zeroaccel-file-{index}", daemon=True)
+            for index in range(settings.threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def start(self, direction: Direction, data: Tensor, offset: int, done: _Done) -> None:
+        """Begins to move all of `data` to or from [offset, offset + len(data)).
+
+        Args:
+            data: (n,) uint8, aligned in address and length; it must stay as it is until `done`.
+            done: called once, by a thread of the file, with None or what went wrong.
+        """
+        assert data.numel() % ALIGN_NBYTES == 0 and offset % ALIGN_NBYTES == 0 and data.data_ptr() % ALIGN_NBYTES == 0
+        transfer = _Transfer(direction, data, offset, done)
+        with self._lock:
+            if self._active and not self.settings.overlap:
+                self._backlog.append(transfer)
+                return
+            self._launch(transfer)
+
+    def measure(self) -> tuple[float, float]:
+        """(write, read) in bytes per second, of at most 32 MiB at the start of the file, which are overwritten."""
+        data = aligned_bytes(min(self.nbytes, _PROBE_NBYTES))
+        return self._timed("write", data), self._timed("read", data)
+
+    def _timed(self, direction: Direction, data: Tensor) -> float:
+        """Bytes per second of moving `data` to or from the start of the file."""
+        finished, errors = threading.Event(), []
+
+        def done(error: Exception | None) -> None:
+            errors.append(error)
+            finished.set()
+
+        begun = time.perf_counter()
+        self.start(direction, data, 0, done)
+        finished.wait()
+        if errors[0] is not None:
+            raise errors[0]
+        return data.numel() / (time.perf_counter() - begun)
+
+    def close(self) -> None:
+        """Ends the threads, after what is on its way, and gives the space back. Idempotent."""
+        threads, self._threads = self._threads, []
+        for _ in threads:
+            self._requests.put(None)
+        for thread in threads:
+            thread.join()
+        if threads:
+            os.close(self._handle)
+
+    # -- making the file
+
+    def _reserve(self, where: str) -> None:
+        if self.nbytes == 0:
+            return
+        try:
+            os.posix_fallocate(self._handle, 0, self.nbytes)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            free = self.folder.free_nbytes
+            raise ConfigError(
+                f"{where} {self.folder.path}",
+                expected=f"{self.nbytes} bytes of free space for this rank",
+                got=f"{free} bytes ({error.strerror})",
+                fix="free some space or name another folder; nothing was trained",
+            ) from error
+
+    def _leave_out_the_cache(self) -> bool:
+        """Switches to direct I/O and tries it; back to the page cache, and a word about it, where that fails."""
+        flags = fcntl.fcntl(self._handle, fcntl.F_GETFL)
+        direct = getattr(os, "O_DIRECT", 0)
+        try:
+            if not direct:
+                raise OSError(errno.EINVAL, "this system has no O_DIRECT")
+            fcntl.fcntl(self._handle, fcntl.F_SETFL, flags | direct)
+            if self.nbytes:
+                block = aligned_bytes(ALIGN_NBYTES)
+                os.pwritev(self._handle, [block.numpy().data], 0)
+                os.preadv(self._handle, [block.numpy().data], 0)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            fcntl.fcntl(self._handle, fcntl.F_SETFL, flags)
+            log_once(
+                logging.WARNING,
+                f"{self.folder.path} ({self.folder.file_system}) takes no direct I/O ({error.strerror}), so offloaded "
+                "data goes through the page cache and competes for memory there",
+            )
+            return False
+        return True
+
+    # -- moving
+
+    def _launch(self, transfer: _Transfer) -> None:
+        """Hands the blocks to the threads. Under the lock."""
+        step, size = self.settings.block_nbytes, transfer.data.numel()
+        # Blocks are those of the file, so that each has one checksum whoever reads it.
+        cuts = [0, *range(step - transfer.offset % step, size, step), size]
+        transfer.left = len(cuts) - 1
+        self._active += 1
+        self.traffic[transfer.direction].begin()
+        for start, stop in pairwise(cuts):
+            self._requests.put((transfer, start, stop))
+
+    def _serve(self) -> None:
+        while (request := self._requests.get()) is not None:
+            transfer, start, stop = request
+            error: Exception | None = None
+            try:
+                if transfer.error is None:
+                    self._move(transfer, start, stop)
+            except Exception as raised:
+                error = raised
+            del request
+            with self._lock:
+                transfer.error = transfer.error or error
+                transfer.left -= 1
+                if transfer.left:
+                    continue
+                self._active -= 1
+                self.traffic[transfer.direction].end(transfer.data.numel())
+                if self._backlog and not self._active:
+                    self._launch(self._backlog.popleft())
+            transfer.done(transfer.error)
+            del transfer
+
+    def _move(self, transfer: _Transfer, start: int, stop: int) -> None:
+        part, offset = transfer.view[start:stop], transfer.offset + start
+        call = os.preadv if transfer.direction == "read" else os.pwritev
+        moved = 0
+        try:
+            if transfer.direction == "write" and self.settings.checksum:
+                self._sums[offset] = len(part), zlib.crc32(part)
+            while moved < len(part):
+                count = call(self._handle, [part[moved:]], offset + moved)
+                if count <= 0:
+                    raise OffloadError(
+                        f"{self._place(offset)}: a short {transfer.direction}",
+                        expected=f"{len(part)} bytes",
+                        got=f"{moved}",
+                        fix="the file was cut or its disk fails; resume from the last checkpoint",
+                    )
+                moved += count
+        except OSError as error:
+            advice = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check the disk"
+            raise OffloadError(
+                f"{self._place(offset)}: cannot {transfer.direction} ({error.strerror})",
+                fix=f"{advice}, then resume from the last checkpoint, which is intact",
+            ) from error
+        if transfer.direction == "read" and self.settings.checksum:
+            self._compare(part, offset)
+
+    def _compare(self, part: memoryview, offset: int) -> None:
+        """Raises if a block is not what was written. A part of one has no sum to compare."""
+        length, wanted = self._sums.get(offset, (0, 0))
+        if length == len(part) and zlib.crc32(part) != wanted:
+            raise OffloadError(
+                f"{self._place(offset)}: {len(part)} bytes are not what was written there (checksum)",
+                fix="the disk or its cable is failing; resume from the last checkpoint on another one",
+            )
+
+    def _place(self, offset: int) -> str:
+        return f"offloaded data in {self.folder.path}, byte {offset}"
+
+
+def _open_nameless(folder: FolderFacts, where: str) -> int:
+    """A file without a name that only this user may open."""
+    try:
+        try:
+            return os.open(folder.path, os.O_RDWR | os.O_TMPFILE | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+                raise
+        handle, name = tempfile.mkstemp(prefix="zeroaccel-offload-", dir=folder.path)
+        os.unlink(name)
+        return handle
+    except OSError as error:
+        raise ConfigError(
+            where,
+            expected="a folder that takes files",
+            got=f"{folder.path} ({error.strerror})",
+            fix="name a folder on a local disk that this user may write to",
+        ) from error

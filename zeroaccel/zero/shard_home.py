@@ -1,0 +1,81 @@
+"""A sharded buffer's shard in a tier: brought for each gather, replaced as a whole after each step.
+
+Made for shards that are not in memory between uses (`unit.py` asks); which buffers have one is `tiers.py`'s decision.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from torch import Tensor
+
+from zeroaccel.errors import OffloadError
+from zeroaccel.offload.tier import Fetch, Tier, TierRange
+
+__all__ = ["ShardHome"]
+
+
+class ShardHome:
+    """The shard under `key` of `tier`. Life of a use: `prefetch` if it is known early, `bring`, `release`.
+
+    Args:
+        numel: S, elements of the shard.
+    """
+
+    def __init__(self, tier: Tier, key: str, numel: int, dtype: torch.dtype) -> None:
+        self.tier = tier
+        self.key = key
+        self._numel = numel
+        self._dtype = dtype
+        self._fetch: Fetch | None = None
+        self._loan: Tensor | None = None
+
+    def prefetch(self) -> None:
+        """Starts to bring the shard, if that has not begun."""
+        if self._fetch is None:
+            self._fetch = self.tier.fetch(self.key)
+
+    def bring(self) -> Tensor:
+        """(S,) the shard in host memory, until `release`.
+
+        Raises:
+            OffloadError: it cannot be read back.
+        """
+        self.prefetch()
+        fetch, self._fetch = self._fetch, None
+        assert fetch is not None and self._loan is None, f"{self.key}: brought twice"
+        self._loan = fetch.wait()
+        return self._loan.view(self._dtype)
+
+    def release(self) -> None:
+        """The brought shard has been read. Also gives up a prefetch that nobody waited for."""
+        if self._fetch is not None:
+            fetch, self._fetch = self._fetch, None
+            with contextlib.suppress(OffloadError):  # if it matters, the next fetch meets it too
+                self.tier.release(fetch.wait())
+        if self._loan is not None:
+            loan, self._loan = self._loan, None
+            self.tier.release(loan)
+
+    def open(self) -> Tensor:
+        """(S,) of anything: the shard to come, which somebody is to fill before `commit`."""
+        assert self._loan is None, f"{self.key}: opened while it is in use"
+        self._loan = self.tier.take(self.key)
+        return self._loan.view(self._dtype)
+
+    def commit(self) -> None:
+        """Sends the filled shard to its tier."""
+        assert self._loan is not None, f"{self.key}: committed before it was opened"
+        loan, self._loan = self._loan, None
+        self.tier.store(self.key, loan)
+
+    def abandon(self) -> None:
+        """Drops an opened shard; the tier keeps the old one."""
+        if self._loan is not None:
+            loan, self._loan = self._loan, None
+            self.tier.release(loan)
+
+    def values(self) -> TierRange:
+        """The shard as it is in the tier, for a reader that takes it piece by piece."""
+        return TierRange(self.tier, self.key, 0, self._numel, self._dtype)

@@ -1,0 +1,257 @@
+"""Masters and optimizer states that are not in memory between steps: brought sub-group by sub-group.
+
+A sub-group is a run of one buffer's shard, the unit of what is fetched, stepped and stored. All its tensors lie in one
+slab, one key of a tier:
+
+    [ master: L fp32 | first state: L elements | second state | ... ]
+
+While it is away, masters and states show one NaN in their true shapes, as sharded parameters do. What a state holds
+besides elements (a step count) stays in memory. Knows nothing of gradients; `optimizer_shard.py` steps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zeroaccel.errors import UsageError
+from zeroaccel.offload.tier import Fetch, Tier, TierRange
+from zeroaccel.zero.trial import renew_state
+
+__all__ = ["StateTier", "SubGroup", "TieredPiece", "cut_sub_groups", "slab_nbytes"]
+
+SUB_GROUP_NUMEL = 1 << 23
+"""Elements of a sub-group, whatever more `sub_group_size` allows: 32 MiB per fp32 tensor keep any disk busy."""
+
+_GRAIN_NUMEL = 64  # sub-groups are multiples of it, so that every tensor of a slab starts on a cache line
+
+
+@dataclass(frozen=True)
+class TieredPiece:
+    """A run of one param group within a sub-group; places are elements of the flat buffer."""
+
+    start: int
+    end: int
+    group: int
+
+
+@dataclass(eq=False)
+class SubGroup:
+    """A run of a buffer's shard.
+
+    Attributes:
+        key: its slab in the tier.
+        pieces: what it is made of, in order and without gaps.
+        states: name -> dtype of the states its param groups keep per element.
+        masters: per piece the optimizer's parameter; set by `OptimizerShard`.
+        has_states: whether the states in the slab are any: before the first step there are none.
+    """
+
+    key: str
+    pieces: tuple[TieredPiece, ...]
+    states: Mapping[str, torch.dtype]
+    masters: list[nn.Parameter] = field(default_factory=list)
+    has_states: bool = False
+
+    @property
+    def start(self) -> int:
+        """First element in the flat buffer."""
+        return self.pieces[0].start
+
+    @property
+    def end(self) -> int:
+        """One past the last."""
+        return self.pieces[-1].end
+
+    @property
+    def numel(self) -> int:
+        """L."""
+        return self.end - self.start
+
+
+def slab_nbytes(group: SubGroup) -> int:
+    """Bytes of the master and all states."""
+    return group.numel * (4 + sum(dtype.itemsize for dtype in group.states.values()))
+
+
+def cut_sub_groups(
+    key: str, runs: Sequence[tuple[int, int, int]], states: Sequence[Mapping[str, torch.dtype]], limit_numel: int
+) -> list[SubGroup]:
+    """Sub-groups of at most `limit_numel` elements over the runs of a shard.
+
+    Args:
+        key: of the buffer; sub-groups are `key/0`, `key/1`, ...
+        runs: (start, end, param group) in order and without gaps.
+        states: per param group what it keeps per element.
+    """
+    limit = max(min(limit_numel, SUB_GROUP_NUMEL) // _GRAIN_NUMEL, 1) * _GRAIN_NUMEL
+    cuts: list[list[TieredPiece]] = []
+    room = 0
+    for start, end, group in runs:
+        while start < end:
+            if room == 0:
+                cuts.append([])
+                room = limit
+            stop = min(end, start + room)
+            cuts[-1].append(TieredPiece(start, stop, group))
+            room -= stop - start
+            start = stop
+    found = []
+    for index, pieces in enumerate(cuts):
+        names: dict[str, torch.dtype] = {}
+        for group in sorted({piece.group for piece in pieces}):
+            names.update(states[group])
+        found.append(SubGroup(f"{key}/{index}", tuple(pieces), names))
+    return found
+
+
+class StateTier:
+    """The masters and states of one rank in a tier.
+
+    1. `adopt` each sub-group's first master. 2. At every step, per sub-group: `fetch`, `attach`, the optimizer steps,
+    `detach`. 3. `master` and `state` are what a checkpoint reads.
+
+    Args:
+        tier: with one key per sub-group, of `slab_nbytes`.
+        sub_groups: key of a buffer -> its sub-groups.
+        pipeline_read: fetch the next sub-group while one is stepped.
+        pipeline_write: go on while one is written back.
+
+    Attributes:
+        renews: whether the optimizer's constructor makes states, so that those of a sub-group are made on its arrival.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        sub_groups: Mapping[str, Sequence[SubGroup]],
+        *,
+        pipeline_read: bool = False,
+        pipeline_write: bool = False,
+    ) -> None:
+        self.tier = tier
+        self.sub_groups = {key: tuple(groups) for key, groups in sub_groups.items()}
+        self.pipeline_read = pipeline_read
+        self.pipeline_write = pipeline_write
+        self.renews = False
+
+    def adopt(self, key: str, master: Tensor, origin: int) -> None:
+        """Stores the first master of a buffer.
+
+        Args:
+            master: (S,) any floating dtype; converted to fp32 sub-group by sub-group.
+            origin: of the shard in the flat buffer.
+        """
+        for group in self.sub_groups[key]:
+            slab = self.tier.take(group.key)
+            _part(slab, 0, group.numel, torch.float32).copy_(master[group.start - origin : group.end - origin])
+            self.tier.store(group.key, slab, 4 * group.numel)
+
+    def fetch(self, group: SubGroup) -> Fetch:
+        """Starts to bring what there is of a sub-group."""
+        return self.tier.fetch(group.key, None if group.has_states else 4 * group.numel)
+
+    def attach(self, group: SubGroup, slab: Tensor, optimizer: Optimizer) -> None:
+        """Points masters and states at their places in the slab; makes the states that a constructor makes."""
+        for piece, master in zip(group.pieces, group.masters, strict=True):
+            place = piece.start - group.start
+            master.data = _part(slab, 4 * place, piece.end - piece.start, torch.float32)
+            if group.has_states:
+                for name, value in self._elements(optimizer, master):
+                    optimizer.state[master][name] = self._place(group, slab, name, place, value.numel())
+        if self.renews and not group.has_states:
+            _begin_states(group, optimizer)
+
+    def detach(self, group: SubGroup, slab: Tensor, optimizer: Optimizer) -> None:
+        """Sends a stepped sub-group back; its masters and states show NaN again.
+
+        Raises:
+            UsageError: the optimizer made a state that it did not make when it was tried.
+        """
+        for piece, master in zip(group.pieces, group.masters, strict=True):
+            for name, value in self._elements(optimizer, master):
+                if group.states.get(name) != value.dtype:
+                    raise UsageError(
+                        f"optimizer {type(optimizer).__name__}, state {name!r}",
+                        expected=f"the states it had at its first step: {sorted(group.states)}",
+                        got=f"one of {value.dtype}",
+                        fix='do not change what it keeps during training, or set offload_optimizer.device to "cpu"',
+                    )
+                place = self._place(group, slab, name, piece.start - group.start, value.numel())
+                if value.data_ptr() != place.data_ptr():  # made by this step
+                    place.copy_(value)
+        self.put_away(group, optimizer)
+        group.has_states = bool(group.states) and any(optimizer.state.get(master) for master in group.masters)
+        self.tier.store(group.key, slab, None if group.has_states else 4 * group.numel)
+        if not self.pipeline_write:
+            self.tier.settle()
+
+    def put_away(self, group: SubGroup, optimizer: Optimizer) -> None:
+        """Shows NaN for what is away."""
+        for master in group.masters:
+            for name, value in self._elements(optimizer, master):
+                optimizer.state[master][name] = _absent(value.numel(), value.dtype)
+            master.data = _absent(master.numel(), torch.float32)
+
+    def settle(self) -> None:
+        """Returns when everything is stored; raises OffloadError if something could not be."""
+        self.tier.settle()
+
+    def master(self, group: SubGroup) -> TierRange:
+        """A sub-group's master."""
+        return TierRange(self.tier, group.key, 0, group.numel, torch.float32)
+
+    def state(self, group: SubGroup, name: str) -> TierRange:
+        """A state of all elements of a sub-group."""
+        return TierRange(self.tier, group.key, self._offset(group, name), group.numel, group.states[name])
+
+    def views(self, group: SubGroup, slab: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """((L,) the master, name -> (L,) the state) in a slab."""
+        master = _part(slab, 0, group.numel, torch.float32)
+        return master, {name: self._place(group, slab, name, 0, group.numel) for name in group.states}
+
+    def _offset(self, group: SubGroup, name: str) -> int:
+        offset = 4 * group.numel
+        for other, dtype in group.states.items():
+            if other == name:
+                return offset
+            offset += dtype.itemsize * group.numel
+        raise KeyError(name)
+
+    def _place(self, group: SubGroup, slab: Tensor, name: str, first: int, length: int) -> Tensor:
+        dtype = group.states[name]
+        return _part(slab, self._offset(group, name) + first * dtype.itemsize, length, dtype)
+
+    @staticmethod
+    def _elements(optimizer: Optimizer, master: nn.Parameter) -> Iterator[tuple[str, Tensor]]:
+        """The states of a piece that have one value per element."""
+        state = optimizer.state.get(master)
+        for name, value in list(state.items()) if state else ():
+            if isinstance(value, Tensor) and value.dim() > 0 and value.shape == master.shape:
+                yield name, value
+
+
+def _begin_states(group: SubGroup, optimizer: Optimizer) -> None:
+    before, params = dict(optimizer.state), [held["params"] for held in optimizer.param_groups]
+    try:
+        for index, held in enumerate(optimizer.param_groups):
+            held["params"] = [m for m, p in zip(group.masters, group.pieces, strict=True) if p.group == index]
+        renew_state(optimizer)
+    finally:
+        for held, kept in zip(optimizer.param_groups, params, strict=True):
+            held["params"] = kept
+    for master, state in before.items():
+        optimizer.state.setdefault(master, state)
+
+
+def _part(slab: Tensor, offset: int, length: int, dtype: torch.dtype) -> Tensor:
+    return slab[offset : offset + length * dtype.itemsize].view(dtype)
+
+
+def _absent(numel: int, dtype: torch.dtype) -> Tensor:
+    return torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype).expand(numel)
