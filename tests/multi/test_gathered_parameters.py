@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 import zeroaccel
 from tests.multi.pool import Pool
-from tests.multi.training import SGD, WIDTH, Run, Toy, batches, config, differences
+from tests.multi.training import SGD, WIDTH, Run, Toy, batches, config, differences, offloaded
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.zero import GatheredParameters, register_external_parameter
 from zeroaccel.zero.engine import Engine
@@ -40,9 +41,9 @@ def same_everywhere(engine: Engine, value: Tensor) -> bool:
     return len({bytes(one) for one in engine.collectives.gather_objects(value.numpy().tobytes(), "compare")}) == 1
 
 
-def _writes(stage: int, precision: str) -> Run:
+def _writes(stage: int, precision: str, **changes: Any) -> Run:
     """Trains, writes in all ways that are allowed, trains on."""
-    engine, model = build(config(stage, precision, optimizer=SGD))
+    engine, model = build(config(stage, precision, optimizer=SGD, **changes))
     run = Run(losses=steps(engine, 2))
     rank = engine.collectives.rank
     layer = model.layers[1]
@@ -73,8 +74,9 @@ def _writes(stage: int, precision: str) -> Run:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_writes_reach_every_rank_the_shard_and_the_master(ranks: Ranks, precision: str) -> None:
+def test_writes_reach_every_rank_the_shard_and_the_master(ranks: Ranks, tmp_path: Path, precision: str) -> None:
     runs = [ranks(2).run(_writes, stage, precision) for stage in (0, 1, 2, 3)]
+    runs.append(ranks(2).run(_writes, 3, precision, **offloaded(tmp_path, "nvme", "nvme")))
     assert runs[0][0].losses != runs[0][1].losses
     for other in runs[1:]:
         assert [differences(runs[0][rank], other[rank]) for rank in (0, 1)] == [[], []]

@@ -9,21 +9,11 @@ from typing import Any
 import pytest
 
 from tests.multi.pool import Pool
-from tests.multi.training import ADAMW, SGD, Run, config, differences, train
+from tests.multi.training import ADAMW, SGD, Run, config, differences, offloaded, train
 
 Ranks = Callable[[int], Pool]
 
 OPTIMIZERS: dict[str, dict[str, Any]] = {"AdamW": ADAMW, "SGD": SGD}
-
-
-def offloaded(folder: Path, optimizer: str = "none", param: str = "none", **optimizer_keys: Any) -> dict[str, Any]:
-    """Keys of `zero_optimization`: small sub-groups, nothing kept in memory that may be in a file."""
-    keys: dict[str, Any] = {"sub_group_size": 512}
-    if optimizer != "none":
-        keys["offload_optimizer"] = {"device": optimizer, "nvme_path": str(folder), **optimizer_keys}
-    if param != "none":
-        keys["offload_param"] = {"device": param, "nvme_path": str(folder), "max_in_cpu": 0}
-    return keys
 
 
 def _train_all(settings: list[dict[str, Any]], steps: int) -> list[Run]:

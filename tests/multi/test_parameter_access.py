@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 import zeroaccel
 from tests.multi.pool import Pool
-from tests.multi.training import WIDTH, Toy, batches, config
+from tests.multi.training import WIDTH, Toy, batches, config, offloaded
 from zeroaccel import zero
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.zero.engine import Engine
@@ -19,7 +20,7 @@ from zeroaccel.zero.engine import Engine
 Ranks = Callable[[int], Pool]
 
 
-def build(stage: int, precision: str, accumulation: int = 1) -> tuple[Engine, Toy]:
+def build(stage: int, precision: str, accumulation: int = 1, **changes: Any) -> tuple[Engine, Toy]:
     """Two param groups, the second with another rate."""
     torch.manual_seed(7)
     model = Toy(layers=2)
@@ -27,7 +28,7 @@ def build(stage: int, precision: str, accumulation: int = 1) -> tuple[Engine, To
     first = [p for n, p in named.items() if p.requires_grad and "norm" not in n]
     second = [p for n, p in named.items() if p.requires_grad and "norm" in n]
     optimizer = torch.optim.AdamW([{"params": first, "lr": 1e-2}, {"params": second, "lr": 1e-3}])
-    settings = config(stage, precision, accumulation, gradient_clipping=1e6)
+    settings = config(stage, precision, accumulation, gradient_clipping=1e6, **changes)
     del settings["optimizer"]
     engine, *_ = zeroaccel.initialize(model, optimizer, config=settings)
     return engine, model
@@ -37,9 +38,9 @@ def backward(engine: Engine, index: int) -> None:
     engine.backward(engine(batches(engine.collectives.rank, index + 1)[index]))
 
 
-def _everything(stage: int, precision: str, world_size: int) -> dict[str, Tensor]:
+def _everything(stage: int, precision: str, world_size: int, **changes: Any) -> dict[str, Tensor]:
     """Reads all there is, changes some of it, takes a step, reads again."""
-    engine, model = build(stage, precision)
+    engine, model = build(stage, precision, **changes)
     backward(engine, 0)
     engine.step()
     backward(engine, 1)
@@ -109,9 +110,11 @@ def _everything(stage: int, precision: str, world_size: int) -> dict[str, Tensor
 
 @pytest.mark.parametrize(("precision", "world_size", "stages"), [("bf16", 2, (0, 1, 2, 3)), ("fp16", 3, (0, 3))])
 def test_every_stage_shows_and_takes_the_same_values(
-    ranks: Ranks, precision: str, world_size: int, stages: tuple[int, ...]
+    ranks: Ranks, tmp_path: Path, precision: str, world_size: int, stages: tuple[int, ...]
 ) -> None:
     first, *others = (ranks(world_size).run(_everything, stage, precision, world_size)[-1] for stage in stages)
+    files = offloaded(tmp_path, "nvme", "nvme")
+    others.append(ranks(world_size).run(_everything, 3, precision, world_size, **files)[-1])
     assert len(first) > 80
     for other in others:
         assert [name for name in first if not torch.equal(first[name], other[name])] == []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -102,6 +103,16 @@ def config(stage: int, precision: str = "fp32", accumulation: int = 1, **changes
     for key, value in changes.items():
         (tree if key in top or key.startswith("gradient_") or key.startswith("prescale") else zero)[key] = value
     return tree
+
+
+def offloaded(folder: Path, optimizer: str = "none", param: str = "none", **optimizer_keys: Any) -> dict[str, Any]:
+    """Keys of `zero_optimization`: small sub-groups, nothing kept in memory that may be in a file."""
+    keys: dict[str, Any] = {"sub_group_size": 512}
+    if optimizer != "none":
+        keys["offload_optimizer"] = {"device": optimizer, "nvme_path": str(folder), **optimizer_keys}
+    if param != "none":
+        keys["offload_param"] = {"device": param, "nvme_path": str(folder), "max_in_cpu": 0}
+    return keys
 
 
 def recording() -> RecordingCollectives:

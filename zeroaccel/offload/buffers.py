@@ -73,16 +73,16 @@ class HostBuffers:
             return self._lend(nbytes)
 
     def give_back(self, loan: Tensor) -> None:
-        """Ends a loan; `loan` begins where the lent tensor does."""
+        """Ends a loan; `loan` is any view of it."""
         with self._lock:
-            base = self._lent.pop(loan.data_ptr())
+            base = self._lent.pop(_memory(loan))
             self.lent_nbytes -= base.numel()
             self._kept.append(base)
             self._trim(self.budget_nbytes)
 
     def is_lent(self, tensor: Tensor) -> bool:
-        """Whether `tensor` begins a loan of this pool."""
-        return tensor.data_ptr() in self._lent
+        """Whether `tensor` is a view of a loan of this pool."""
+        return _memory(tensor) in self._lent
 
     def clear(self) -> None:
         """Frees what is kept."""
@@ -98,7 +98,7 @@ class HostBuffers:
         else:
             self._trim(self.budget_nbytes - size)
             base = aligned_bytes(size, pinned=self._pinned)
-        self._lent[base.data_ptr()] = base
+        self._lent[_memory(base)] = base
         self.lent_nbytes += base.numel()
         self.peak_nbytes = max(self.peak_nbytes, self._held_nbytes())
         return base[:nbytes]
@@ -110,3 +110,8 @@ class HostBuffers:
 
     def _held_nbytes(self) -> int:
         return self.lent_nbytes + sum(kept.numel() for kept in self._kept)
+
+
+def _memory(tensor: Tensor) -> int:
+    """What loans are known by; a view of nothing has no address of its own."""
+    return tensor.untyped_storage().data_ptr()

@@ -151,7 +151,7 @@ class MemoryTier:
         return self._held[key]
 
     def store(self, key: str, loan: Tensor, nbytes: int | None = None) -> None:
-        assert loan.data_ptr() == self._held[key].data_ptr(), f"{key}: stored what this tier did not lend"
+        assert loan is self._held[key], f"{key}: stored what this tier did not lend"
 
     def release(self, loan: Tensor) -> None:
         return None

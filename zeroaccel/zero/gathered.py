@@ -161,16 +161,29 @@ def store(place: Place) -> None:
     start, end = place.reach(rank)
     with torch.no_grad():
         if not buffer.resident:
-            buffer.shard[start - low : end - low].copy_(buffer.full[start:end])
+            buffer.set_shard(start, buffer.full[start:end])
+        training = place.keeper.training
+        if training is not None and training.optimizer is not None and training.optimizer.is_away(buffer):
+            held = training.optimizer.copy(buffer, None, start, end)
+            training.optimizer.change(buffer, None, start, _merged(held, buffer.full[start:end]))
+            return
         master = buffer.master
-        if master is None or buffer.dtype is torch.float32:
+        if master is None or not buffer.master_is_apart:
             return
         origin = low
         if master.numel() == buffer.layout.numel:
             start, end, origin = slot.start, slot.end, 0
-        old, new = master[start - origin : end - origin], buffer.full[start:end]
-        same = old.to(buffer.dtype).view(torch.int16) == new.view(torch.int16)
-        old.copy_(torch.where(same, old, new.float()))
+        held = master[start - origin : end - origin]
+        held.copy_(_merged(held, buffer.full[start:end]))
+
+
+def _merged(held: Tensor, new: Tensor) -> Tensor:
+    """(n,) fp32 masters for new values: those that round to the same bits stay as they are."""
+    new = new.to(held.device)
+    if new.dtype is torch.float32:
+        return new
+    same = held.to(new.dtype).view(torch.int16) == new.view(torch.int16)
+    return torch.where(same, held, new.float())
 
 
 def _by_keeper(places: Sequence[Place]) -> list[tuple[Keeper, list[Place]]]:

@@ -339,6 +339,24 @@ class OptimizerShard:
                     if out is not None:
                         out.copy_(piece.master.detach().flatten())
 
+    def is_away(self, buffer: FlatBuffer) -> bool:
+        """Whether a buffer's masters and states are in a tier, where only `copy` and `change` reach them."""
+        return id(buffer) in self._sub_groups
+
+    def copy(self, buffer: FlatBuffer, name: str | None, start: int, end: int) -> Tensor:
+        """See `StateTier.copy`; for a buffer that is away."""
+        assert self.states is not None, "nothing is away"
+        return self.states.copy(self._sub_groups[id(buffer)], name, start, end)
+
+    def change(self, buffer: FlatBuffer, name: str | None, start: int, values: Tensor) -> None:
+        """See `StateTier.change`; for a buffer that is away."""
+        assert self.states is not None, "nothing is away"
+        self.states.change(self._sub_groups[id(buffer)], name, start, values)
+
+    def sub_groups(self, buffer: FlatBuffer) -> Sequence[SubGroup]:
+        """The sub-groups of a buffer that is away."""
+        return self._sub_groups[id(buffer)]
+
     def nbytes(self) -> int:
         """Bytes in memory of masters that are not the parameters themselves, and of the optimizer's state tensors."""
         masters = sum(

@@ -12,8 +12,9 @@ They are sharded, each rank having its own, or replicated, each having all. Ever
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -42,11 +43,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class _Part:
-    """Elements [start, end) of the flat buffer, as a (end - start,) view."""
+    """Elements [start, end) of the flat buffer: a (end - start,) view, or a copy where `change` writes them."""
 
     values: Tensor
     start: int
     end: int
+    change: Callable[[int, Tensor], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -82,9 +84,9 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     flat = _checked(place, value, "safe_set_full_fp32_param")
     _fill(place, _masters(place), flat, place.slot.start)
     with torch.no_grad():  # after the master: in fp32 that is part of these already
-        own, low = place.reach(_rank(place)), place.buffer.layout.bounds(_rank(place))[0]
+        own = place.reach(_rank(place))
         buffer, origin = place.buffer, place.slot.start
-        buffer.shard[own[0] - low : own[1] - low].copy_(flat[own[0] - origin : own[1] - origin])
+        buffer.set_shard(own[0], flat[own[0] - origin : own[1] - origin])
         if buffer.full.untyped_storage().nbytes():
             buffer.full[place.slot.start : place.slot.end].copy_(flat)
 
@@ -190,13 +192,21 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
 def _masters(place: Place) -> _Values:
     buffer, slot = place.buffer, place.slot
     low, _ = buffer.layout.bounds(_rank(place))
+    start, end = place.reach(_rank(place))
+    optimizer = None if place.keeper.training is None else place.keeper.training.optimizer
+    if optimizer is not None and optimizer.is_away(buffer):
+        away = optimizer.copy(buffer, None, start, end)
+        return _Values((_Part(away, start, end, partial(optimizer.change, buffer, None)),), replicated=False)
+    if buffer.home is not None:
+        return _Values((_Part(buffer.home.copy(start - low, end - low), start, end),), replicated=False)
     source, origin = buffer.shard, low
     if buffer.master is not None:
         source, origin = buffer.master, 0 if buffer.master.numel() == buffer.layout.numel else low
     elif buffer.resident:
         source, origin = buffer.full, 0
     replicated = source.numel() == buffer.layout.numel
-    start, end = (slot.start, slot.end) if replicated else place.reach(_rank(place))
+    if replicated:
+        start, end = slot.start, slot.end
     return _Values((_Part(source[start - origin : end - origin], start, end),), replicated)
 
 
@@ -244,6 +254,10 @@ def _states(place: Place, key: str) -> _Values:
                     f"{type(optimizer.optimizer).__name__}, state {key!r} of {slot.fqn}",
                     expected=f"one of {names}" if names else "a step before it: there is no state yet",
                 )
+            if optimizer.is_away(place.buffer):
+                away = optimizer.copy(place.buffer, key, start, end)
+                parts.append(_Part(away, start, end, partial(optimizer.change, place.buffer, key)))
+                continue
             parts.append(_Part(value.detach().view(-1)[start - piece.start : end - piece.start], start, end))
     return _Values(tuple(parts), replicated)
 
@@ -288,7 +302,11 @@ def _fill(place: Place, values: _Values, flat: Tensor, start: int) -> None:
     """Writes `flat`, which are the elements from `start` of the flat buffer on, wherever this rank keeps them."""
     with torch.no_grad():
         for part, low, high in _within(values.parts, start, start + flat.numel()):
-            part.values[low - part.start : high - part.start].copy_(flat[low - start : high - start] / values.factor)
+            new = flat[low - start : high - start] / values.factor
+            if part.change is not None:
+                part.change(low, new)
+            else:
+                part.values[low - part.start : high - part.start].copy_(new)
 
 
 def _within(parts: Sequence[_Part], start: int, end: int) -> Iterator[tuple[_Part, int, int]]:

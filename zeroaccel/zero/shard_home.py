@@ -70,11 +70,26 @@ class ShardHome:
         loan, self._loan = self._loan, None
         self.tier.store(self.key, loan)
 
+    def change(self, start: int, values: Tensor) -> None:
+        """Replaces elements [start, start + len(values)) of the shard, and returns when they are stored.
+
+        Raises:
+            OffloadError: it cannot be read back or stored.
+        """
+        self.bring()[start : start + values.numel()].copy_(values)
+        self.commit()
+        self.tier.settle()
+
     def abandon(self) -> None:
         """Drops an opened shard; the tier keeps the old one."""
         if self._loan is not None:
             loan, self._loan = self._loan, None
             self.tier.release(loan)
+
+    def copy(self, start: int, end: int) -> Tensor:
+        """(end - start,) a copy of elements of the shard."""
+        nbytes = self._dtype.itemsize
+        return self.tier.read(self.key, start * nbytes, (end - start) * nbytes).view(self._dtype)
 
     def values(self) -> TierRange:
         """The shard as it is in the tier, for a reader that takes it piece by piece."""

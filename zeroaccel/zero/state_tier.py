@@ -215,6 +215,28 @@ class StateTier:
         master = _part(slab, 0, group.numel, torch.float32)
         return master, {name: self._place(group, slab, name, 0, group.numel) for name in group.states}
 
+    def copy(self, groups: Sequence[SubGroup], name: str | None, start: int, end: int) -> Tensor:
+        """(end - start,) a copy of elements of a state, or of the master (None); places count in the flat buffer.
+
+        Raises:
+            OffloadError: they cannot be read back.
+        """
+        found = []
+        for group, low, high in _overlaps(groups, start, end):
+            held = (self.master(group) if name is None else self.state(group, name)).part(low - group.start, high - low)
+            found += [chunk.view(held.dtype) for chunk in held.chunks(max(held.numel() * held.dtype.itemsize, 1))]
+        return torch.cat(found) if found else torch.empty(0)
+
+    def change(self, groups: Sequence[SubGroup], name: str | None, start: int, values: Tensor) -> None:
+        """Replaces elements from `start` on, and returns when they are stored. Errors as of `copy`."""
+        for group, low, high in _overlaps(groups, start, start + values.numel()):
+            slab = self.fetch(group).wait()
+            master, states = self.views(group, slab)
+            target = master if name is None else states[name]
+            target[low - group.start : high - group.start].copy_(values[low - start : high - start])
+            self.tier.store(group.key, slab, None if group.has_states else 4 * group.numel)
+            self.tier.settle()
+
     def _offset(self, group: SubGroup, name: str) -> int:
         offset = 4 * group.numel
         for other, dtype in group.states.items():
@@ -234,6 +256,13 @@ class StateTier:
         for name, value in list(state.items()) if state else ():
             if isinstance(value, Tensor) and value.dim() > 0 and value.shape == master.shape:
                 yield name, value
+
+
+def _overlaps(groups: Sequence[SubGroup], start: int, end: int) -> Iterator[tuple[SubGroup, int, int]]:
+    for group in groups:
+        low, high = max(group.start, start), min(group.end, end)
+        if low < high:
+            yield group, low, high
 
 
 def _begin_states(group: SubGroup, optimizer: Optimizer) -> None:

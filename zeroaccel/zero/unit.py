@@ -149,6 +149,14 @@ class FlatBuffer:
         for param, data in zip(self.params, self._views if whole else self._absent, strict=True):
             param.data = data
 
+    def set_shard(self, start: int, values: Tensor) -> None:
+        """Replaces elements of the shard, wherever it is; `start` counts in the flat buffer."""
+        offset = start - self.layout.bounds(self.rank)[0]
+        if self.home is not None:
+            self.home.change(offset, values)
+        else:
+            self.shard[offset : offset + values.numel()].copy_(values)
+
     def allocate(self) -> None:
         """Gives the full buffer its storage (again)."""
         storage = self.full.untyped_storage()
