@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,15 +22,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedFakeTensorE
 from torch.utils.checkpoint import checkpoint
 
 from zeroaccel import assembly
-from zeroaccel.config import BatchSizes, Fact, load_config, shard_plan
+from zeroaccel.config import BatchSizes, Fact, load_config, shard_plan, tier_plan
 from zeroaccel.errors import UsageError
-from zeroaccel.zero.build import build_units
+from zeroaccel.zero.build import build_units, plan_buffers
 from zeroaccel.zero.clip import GradientHealth
 from zeroaccel.zero.engine import Engine
 from zeroaccel.zero.grouping import group_parameters
 from zeroaccel.zero.model_facts import facts_from_model
 from zeroaccel.zero.optimizer_shard import OptimizerShard
 from zeroaccel.zero.precision import cast_buffers
+from zeroaccel.zero.tiers import OffloadRules, TierSet
 
 from .absent_ranks import AbsentRanks
 from .ledger import Ledger
@@ -178,9 +180,13 @@ def _engine(model: nn.Module, workload: Workload, stage: int, collectives: Absen
     if workload.checkpointing:
         _recompute(model)
     device = torch.device("cpu")
-    placement = assembly._placement(model, settings, plan, groups, device)
+    residences = tier_plan(settings)
+    placement = assembly._placement(model, settings, plan, groups, device, residences)
     cast_buffers(model, device, assembly._dtype(settings.data_types.buffer_dtype), set(placement.fp32_names))
-    units = build_units(specs, placement, collectives)
+    plans = [plan_buffers(spec, placement, workload.ranks) for spec in specs]
+    rules = OffloadRules.of(settings, residences.param, residences.optimizer)
+    tiers = TierSet(rules, list(chain(*plans)), optimizer, 0, device)
+    units = build_units(specs, plans, placement, collectives, tiers)
     shard = OptimizerShard(
         optimizer,
         groups,

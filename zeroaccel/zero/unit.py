@@ -114,7 +114,7 @@ class FlatBuffer:
     def master_is_apart(self) -> bool:
         """Whether new masters have to be copied to the parameters: they are not the same memory."""
         own = self.full if self.resident else self.shard
-        return self.master is None or self.master.untyped_storage().data_ptr() != own.untyped_storage().data_ptr()
+        return self.master is None or self.master.untyped_storage()._cdata != own.untyped_storage()._cdata
 
     def adopt(self, source: Tensor, places: Places) -> None:
         """Takes over the weights and becomes what the parameters are views of.
