@@ -1,0 +1,79 @@
+"""Functions on several processes of this machine, started from a plain Python process, as a notebook would."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tests.multi.job import JobResult, run_command
+
+SCRIPT = """
+import os, time
+import torch
+import torch.distributed as dist
+from zeroaccel.comm.topology import init_process_group
+from zeroaccel.launchers import debug_launcher, notebook_launcher
+from zeroaccel.errors import ZeroAccelError
+
+
+def total(start):
+    topology = init_process_group()
+    value = torch.tensor(float(start + topology.rank))
+    dist.all_reduce(value)
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    place = f"rank {topology.rank} of {topology.world_size}"
+    print(f"{place}: {value.item()} on {topology.device}, {precision}", flush=True)
+
+
+def fail_on_1():
+    init_process_group()
+    if dist.get_rank() == 1:
+        raise KeyError("lost on the way")
+    time.sleep(60)
+
+
+torch.ones(64, 64) @ torch.ones(64, 64)
+debug_launcher(total, (10,))
+notebook_launcher(total, (20,), num_processes=2, mixed_precision="bf16")
+here = os.getpid()
+notebook_launcher(lambda: print("alone", os.environ["ACCELERATE_MIXED_PRECISION"], os.getpid() == here), (), 1)
+assert "ACCELERATE_MIXED_PRECISION" not in os.environ and "RANK" not in os.environ
+start = time.monotonic()
+try:
+    debug_launcher(fail_on_1)
+except Exception as error:
+    print("raised:", type(error).__name__, error)
+assert time.monotonic() - start < 30, "the other rank was waited for"
+for call in (
+    lambda: debug_launcher(total, (1,), num_processes=0),
+    lambda: notebook_launcher(total, (1,), mixed_precision="fp8"),
+    lambda: notebook_launcher(total, (1,), num_nodes=2),
+    lambda: (init_process_group(), debug_launcher(total, (1,))),
+):
+    try:
+        call()
+    except ZeroAccelError as error:
+        print("refused:", error)
+"""
+
+
+def test_launching_from_a_python_process(tmp_path: Path) -> None:
+    script = tmp_path / "notebook.py"
+    script.write_text(SCRIPT)
+    result: JobResult = run_command([sys.executable, script])
+    assert result.returncode == 0, result.stderr
+    for line in (
+        "rank 0 of 2: 21.0 on cpu, None",
+        "rank 1 of 2: 21.0 on cpu, None",
+        "rank 0 of 2: 41.0 on cpu, bf16",
+        "rank 1 of 2: 41.0 on cpu, bf16",
+        "alone no True",
+        "raised: ProcessRaisedException",
+        "in fail_on_1",
+        "KeyError: 'lost on the way'",
+        "num_processes: expected at least 1, got 0",
+        "mixed_precision): expected no, fp16, bf16, got 'fp8'",
+        "use_port): expected the same port on all nodes, got None",
+        "this process has joined a job already; restart the notebook",
+    ):
+        assert line in result.stdout, result.stdout + result.stderr

@@ -1,0 +1,160 @@
+"""Trackers: what TensorBoard reads back, what wandb is told, and a class of one's own."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from zeroaccel.errors import ConfigError, UsageError
+from zeroaccel.trackers import GeneralTracker, Trackers
+
+
+class Notes(GeneralTracker):
+    """A tracker of somebody's own."""
+
+    name = "notes"
+
+    def __init__(self, everywhere: bool = False) -> None:
+        self.main_process_only = not everywhere
+        self.calls: list[Any] = []
+
+    @property
+    def tracker(self) -> Any:
+        return self.calls
+
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+        self.calls.append(dict(values))
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        self.calls.append((dict(values), step, kwargs))
+
+    def finish(self) -> None:
+        self.calls.append("finish")
+
+
+def read(folder: Path) -> EventAccumulator:
+    accumulator = EventAccumulator(str(folder))
+    accumulator.Reload()
+    return accumulator
+
+
+def test_tensorboard_reads_what_was_logged(tmp_path: Path) -> None:
+    trackers = Trackers("tensorboard", tmp_path, is_main_process=True)
+    trackers.init("run", {"lr": 0.1, "layers": [1, 2]}, {"tensorboard": {"flush_secs": 30}})
+    trackers.log({"loss": torch.tensor(2.5), "note": "first"}, step=3)
+    trackers.log({"loss": 1.5, "both": {"a": 1.0, "b": 2.0}}, step=4)
+    trackers.get("tensorboard").log_images({"image": torch.zeros(1, 4, 5, 3)}, step=4)
+    writer = trackers.get("tensorboard", unwrap=True)
+    assert type(writer).__name__ == "SummaryWriter"
+    trackers.finish()
+    assert len(trackers) == 0
+    found = read(tmp_path / "run")
+    assert [(event.step, event.value) for event in found.Scalars("loss")] == [(3, 2.5), (4, 1.5)]
+    assert found.Tags()["images"] == ["image"]
+    assert "note/text_summary" in found.Tags()["tensors"]
+    assert yaml.safe_load((tmp_path / "run" / "hparams.yml").read_text()) == {"lr": 0.1, "layers": "[1, 2]"}
+    assert read(tmp_path / "run" / "both_b").Scalars("both")[0].value == 2.0
+
+
+def test_other_processes_write_nothing_and_need_not_ask(tmp_path: Path) -> None:
+    trackers = Trackers(["tensorboard", Notes(), Notes(everywhere=True)], tmp_path, is_main_process=False)
+    trackers.init("run", {"lr": 0.1})
+    trackers.log({"loss": 1.0})
+    assert list(tmp_path.iterdir()) == []
+    blank = trackers.get("tensorboard")
+    blank.log({"loss": 1.0}, step=1)
+    assert blank.tracker is None
+    assert trackers.get("notes").calls == [{"lr": 0.1}, ({"loss": 1.0}, None, {})]
+
+
+def test_a_tracker_of_ones_own_gets_its_keywords_and_its_end() -> None:
+    notes = Notes()
+    trackers = Trackers(notes, None, is_main_process=True)
+    trackers.init("run")
+    trackers.log({"loss": 1.0}, step=2, log_kwargs={"notes": {"commit": True}, "other": {"no": 1}})
+    assert trackers.get("notes", unwrap=True) is notes.calls
+    trackers.finish()
+    trackers.finish()
+    assert notes.calls == [({"loss": 1.0}, 2, {"commit": True}), "finish"]
+
+
+def test_one_that_fails_to_end_leaves_none_running() -> None:
+    class Broken(Notes):
+        name = "broken"
+
+        def finish(self) -> None:
+            raise OSError("no connection")
+
+    notes = Notes()
+    trackers = Trackers([Broken(), notes], None, is_main_process=True)
+    trackers.init("run")
+    with pytest.raises(OSError, match="no connection"):
+        trackers.finish()
+    assert notes.calls == ["finish"]
+
+
+def test_wandb_is_told_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb: Any = ModuleType("wandb")
+    wandb.__spec__ = ModuleSpec("wandb", None, origin="here")
+    run = MagicMock()
+    wandb.init = MagicMock(return_value=run)
+    wandb.Image = lambda image, **kwargs: ("image", image, kwargs)
+    wandb.Table = lambda **kwargs: ("table", kwargs["columns"])
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    trackers = Trackers("all", "logs", is_main_process=True)
+    trackers = Trackers(["wandb"], None, is_main_process=True)
+    trackers.init("project", {"lr": 0.1}, {"wandb": {"entity": "us"}})
+    wandb.init.assert_called_once_with(project="project", entity="us")
+    run.config.update.assert_called_once_with({"lr": 0.1}, allow_val_change=True)
+    trackers.log({"loss": 1.0}, step=5, log_kwargs={"wandb": {"commit": False}})
+    run.log.assert_called_once_with({"loss": 1.0}, step=5, commit=False)
+    trackers.get("wandb").log_table("t", columns=["a"], data=[[1]], step=6)
+    assert run.log.call_args.args == ({"t": ("table", ["a"])},)
+    trackers.log_images({"x": [1, 2]}, step=7)
+    assert run.log.call_args.args == ({"x": [("image", 1, {}), ("image", 2, {})]},)
+    assert trackers.get("wandb", unwrap=True) is run
+    trackers.finish()
+    run.finish.assert_called_once_with()
+
+
+def test_all_means_those_that_are_installed(tmp_path: Path) -> None:
+    trackers = Trackers("all", tmp_path, is_main_process=False)
+    assert trackers._chosen == ["tensorboard"]
+
+
+@pytest.mark.parametrize(
+    ("log_with", "logging_dir", "message"),
+    [
+        ("comet_ml", "logs", r"log_with\): expected \"all\", 'tensorboard', 'wandb', or an instance.*got 'comet_ml'"),
+        ("wandb", "logs", r"log_with\): expected the package wandb to be installed.*pip install"),
+        ("tensorboard", None, "log_with.: tensorboard: expected a folder to write to.*project_dir"),
+        (3, "logs", "names or instances of GeneralTracker, got 'int'"),
+    ],
+)
+def test_what_cannot_track_is_named(log_with: Any, logging_dir: str | None, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Trackers(log_with, logging_dir, is_main_process=False)
+
+
+def test_names_that_are_not_there(tmp_path: Path) -> None:
+    trackers = Trackers("tensorboard", tmp_path, is_main_process=True)
+    with pytest.raises(UsageError, match="call init_trackers first"):
+        trackers.get("tensorboard")
+    with pytest.raises(UsageError, match=r"log_with=\.\.\."):
+        trackers.get("wandb")
+    with pytest.raises(UsageError, match="init_kwargs"):
+        trackers.init("run", init_kwargs={"wandb": {}})
+    trackers.init("run")
+    with pytest.raises(UsageError, match="value of 'loss': expected a number"):
+        trackers.log({"loss": None})
+    trackers.finish()

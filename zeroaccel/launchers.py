@@ -1,0 +1,144 @@
+"""Starts a function on several processes of this machine: from a notebook, or to try something out.
+
+The processes are forked, so that functions defined in a notebook work in them. The first that fails ends the others,
+and its traceback is raised here. For scripts there is `zeroaccel launch`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import start_processes
+
+from zeroaccel.comm.topology import destroy
+from zeroaccel.errors import ConfigError, EngineStateError
+
+__all__ = ["debug_launcher", "notebook_launcher"]
+
+_PRECISIONS = ("no", "fp16", "bf16")
+
+
+def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
+    """Runs `function(*args)` as that many ranks on the CPU, over gloo, and waits for all of them.
+
+    Raises:
+        ProcessRaisedException: a rank failed; with its traceback.
+        EngineStateError: this process is a rank itself.
+        ConfigError: processes cannot be started so.
+    """
+    _launch(function, args, num_processes, {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""})
+
+
+def notebook_launcher(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    num_processes: int | None = None,
+    mixed_precision: str = "no",
+    use_port: int | str | None = None,
+    master_addr: str = "127.0.0.1",
+    node_rank: int = 0,
+    num_nodes: int = 1,
+) -> None:
+    """Runs `function(*args)` on all GPUs of this machine, or on `num_processes` processes, and waits for them.
+
+    Args:
+        num_processes: on this machine; by default one per GPU, and without a GPU one, which is this process itself.
+        mixed_precision: "no", "fp16" or "bf16", for accelerators that do not say it themselves.
+        use_port: of the rendezvous; by default a free one. With several nodes it must be the same on all.
+        master_addr, node_rank, num_nodes: where the job has several machines.
+
+    Raises:
+        ProcessRaisedException: a rank failed; with its traceback.
+        EngineStateError: CUDA or a process group is in use here already, which forked processes cannot share.
+        ConfigError: an argument is out of range.
+    """
+    if mixed_precision not in _PRECISIONS:
+        raise ConfigError("notebook_launcher(mixed_precision)", expected=", ".join(_PRECISIONS), got=mixed_precision)
+    if not 0 <= node_rank < num_nodes:
+        raise ConfigError("notebook_launcher(node_rank)", expected=f"0 to {num_nodes - 1}", got=node_rank)
+    if num_nodes > 1 and use_port is None:
+        raise ConfigError("notebook_launcher(use_port)", expected="the same port on all nodes", got=None)
+    if num_processes is None:
+        num_processes = max(1, torch.cuda.device_count())
+    variables = {"ACCELERATE_MIXED_PRECISION": mixed_precision}
+    if torch.cuda.device_count() < num_processes:
+        variables |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+    if num_processes * num_nodes == 1:
+        with _set(variables):
+            function(*args)
+        return
+    place = {
+        "MASTER_ADDR": master_addr,
+        "MASTER_PORT": str(use_port if use_port is not None else _free_port()),
+        "GROUP_RANK": str(node_rank),
+    }
+    _launch(function, args, num_processes, variables | place, num_nodes)
+
+
+def _launch(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    num_processes: int,
+    variables: Mapping[str, str],
+    num_nodes: int = 1,
+) -> None:
+    where = f"launching {getattr(function, '__name__', function)}"
+    if num_processes < 1:
+        raise ConfigError(f"{where}: num_processes", expected="at least 1", got=num_processes)
+    if "fork" not in multiprocessing.get_all_start_methods():
+        raise ConfigError(where, expected="a system that can fork", fix="put it into a script for `zeroaccel launch`")
+    if dist.is_initialized():
+        raise EngineStateError(
+            f"{where}: this process has joined a job already",
+            fix="restart the notebook, and make Accelerator() only inside the function that is launched",
+        )
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        raise EngineStateError(
+            f"{where}: CUDA is in use in this process, and forked processes cannot use it then",
+            fix="restart the notebook, and touch CUDA only inside the function that is launched",
+        )
+    shared = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(num_processes * num_nodes),
+        "LOCAL_WORLD_SIZE": str(num_processes),
+    }
+    start_processes(_rank_main, (function, tuple(args), shared | dict(variables)), num_processes, start_method="fork")
+
+
+def _rank_main(index: int, function: Callable[..., Any], args: tuple[Any, ...], shared: Mapping[str, str]) -> None:
+    first = int(shared["GROUP_RANK"]) * int(shared["LOCAL_WORLD_SIZE"])
+    os.environ.update(shared, RANK=str(first + index), LOCAL_RANK=str(index))
+    # A forked process has none of its parent's threads; torch's pools of several would wait for them.
+    torch.set_num_threads(1)
+    function(*args)
+    destroy()
+
+
+@contextlib.contextmanager
+def _set(variables: Mapping[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,129 @@
+"""Where a project keeps its states and logs, and which of its states it keeps.
+
+Names folders, finds and removes them; what is in a state is `run_state.py`'s matter.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from zeroaccel.errors import CheckpointError, ConfigError
+from zeroaccel.logs import logger
+
+__all__ = ["STATE_NAME", "ProjectConfiguration", "next_state_folder", "prune_states", "saved_states"]
+
+STATE_NAME = "run_state.json"
+"""The file of a state that is written last; a folder without it is no state."""
+
+_FOLDER = re.compile(r"checkpoint_(\d+)")
+
+
+@dataclass
+class ProjectConfiguration:
+    """Folders of a project.
+
+    Attributes:
+        project_dir: what is saved goes here.
+        logging_dir: what trackers write goes here; `project_dir` by default.
+        automatic_checkpoint_naming: states are `project_dir/checkpoints/checkpoint_0`, `_1` and so on.
+        total_limit: how many of these are kept; None for all.
+        iteration: number of the next one; set by `load_state` to follow the state that was loaded.
+        save_on_each_node: refused if set: all ranks write into one folder, which they must share.
+    """
+
+    project_dir: str | None = None
+    logging_dir: str | None = None
+    automatic_checkpoint_naming: bool = False
+    total_limit: int | None = None
+    iteration: int = 0
+    save_on_each_node: bool = False
+
+    def __post_init__(self) -> None:
+        where = "ProjectConfiguration"
+        if self.save_on_each_node:
+            raise ConfigError(
+                f"{where}.save_on_each_node",
+                expected="False: a state is one folder that all ranks share, each with its own part",
+                got=True,
+                fix="remove it, and save to a file system that all machines see",
+            )
+        if self.total_limit is not None and self.total_limit < 1:
+            raise ConfigError(f"{where}.total_limit", expected="at least 1, or None to keep all", got=self.total_limit)
+        if self.iteration < 0:
+            raise ConfigError(f"{where}.iteration", expected="0 or more", got=self.iteration)
+        self.set_directories(self.project_dir)
+
+    def set_directories(self, project_dir: str | os.PathLike[str] | None = None) -> None:
+        """Sets `project_dir`, and `logging_dir` where there is none yet."""
+        self.project_dir = None if project_dir is None else os.fspath(project_dir)
+        if self.logging_dir is None:
+            self.logging_dir = self.project_dir
+
+
+def next_state_folder(project: ProjectConfiguration) -> Path:
+    """The folder that `iteration` names.
+
+    Raises:
+        ConfigError: there is no project folder.
+        CheckpointError: a state of that number is there already.
+    """
+    folder = _states_folder(project) / f"checkpoint_{project.iteration}"
+    if (folder / STATE_NAME).exists():
+        raise CheckpointError(
+            f"{folder}: there is a state of this number",
+            fix="resume with load_state(), which continues the numbers, or set "
+            "ProjectConfiguration(iteration=...) or another project_dir",
+        )
+    return folder
+
+
+def saved_states(project: ProjectConfiguration) -> list[Path]:
+    """The project's complete states, by number; one that is not complete is told of.
+
+    Raises:
+        ConfigError: there is no project folder.
+    """
+    root = _states_folder(project)
+    found: list[tuple[int, Path]] = []
+    for path in root.iterdir() if root.is_dir() else ():
+        number = _FOLDER.fullmatch(path.name)
+        if number is None:
+            continue
+        if (path / STATE_NAME).exists():
+            found.append((int(number[1]), path))
+        else:
+            logger.warning("%s: saving was not finished; it is left out", path)
+    return [path for _, path in sorted(found)]
+
+
+def prune_states(project: ProjectConfiguration, *, in_flight: int = 0) -> None:
+    """Removes the oldest states above the limit. (one rank)
+
+    Args:
+        in_flight: how many of the newest may still turn out incomplete, and do not count.
+    """
+    if project.total_limit is None:
+        return
+    states = saved_states(project)
+    for folder in states[: max(0, len(states) - project.total_limit - in_flight)]:
+        logger.info("total_limit = %d: removing %s", project.total_limit, folder)
+        try:
+            (folder / STATE_NAME).unlink()  # first, so that what is left is never taken for a state
+            shutil.rmtree(folder)
+        except OSError as error:
+            logger.warning("%s could not be removed: %s", folder, error)
+
+
+def _states_folder(project: ProjectConfiguration) -> Path:
+    if project.project_dir is None:
+        raise ConfigError(
+            "save_state / load_state without a folder",
+            expected="a project folder",
+            got=None,
+            fix='pass a folder, or make Accelerator(project_dir="...")',
+        )
+    return Path(os.path.abspath(project.project_dir), "checkpoints")
