@@ -1,6 +1,6 @@
 """What this machine offers a launch: cores, accelerators, ports and names. Looks, and changes nothing.
 
-Read by `plan`. Only `accelerators` imports torch, and only when it is called.
+Read by `plan` and `estimate`. What asks for accelerators imports torch, and only when it is called.
 """
 
 from __future__ import annotations
@@ -11,7 +11,18 @@ import os
 import socket
 from pathlib import Path
 
-__all__ = ["accelerators", "is_known_host", "is_own_host", "own_address_towards", "port_trouble", "usable_cores"]
+import psutil
+
+__all__ = [
+    "accelerators",
+    "device_memory_nbytes",
+    "is_known_host",
+    "is_own_host",
+    "memory_nbytes",
+    "own_address_towards",
+    "port_trouble",
+    "usable_cores",
+]
 
 
 def usable_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
@@ -29,6 +40,22 @@ def accelerators() -> int:
     import torch
 
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def device_memory_nbytes() -> int:
+    """Memory of the smallest of the CUDA devices that the processes will see; there must be one."""
+    import torch
+
+    return min(int(torch.cuda.get_device_properties(i).total_memory) for i in range(torch.cuda.device_count()))
+
+
+def memory_nbytes(cgroup: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
+    """Memory of this machine, or of the container this process runs in if that has less."""
+    total = int(psutil.virtual_memory().total)
+    try:
+        return min(total, int(cgroup.read_text()))
+    except (OSError, ValueError):  # no container, or one without a limit
+        return total
 
 
 def port_trouble(port: int) -> str:

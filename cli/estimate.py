@@ -1,0 +1,188 @@
+"""`zeroaccel estimate`: what training a model takes, per plan, as a table, as JSON, or as a chart.
+
+Reads the question and shows the answer; the numbers are those of `zeroaccel.estimate`, the charts are drawn by
+`estimate_chart`. Data goes to stdout, remarks to stderr.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from zeroaccel.errors import ConfigError
+
+if TYPE_CHECKING:
+    from zeroaccel.estimate import Capacity, PlanRow, Workload
+
+    _Type = click.ParamType[Any]
+else:
+    _Type = click.ParamType  # generic only in newer releases
+
+__all__ = ["estimate"]
+
+_UNITS = {"": 10**9, "gb": 10**9, "gib": 2**30, "mb": 10**6, "mib": 2**20, "tb": 10**12, "tib": 2**40}
+_CHARTS = (".html", ".png")
+OPTIMIZERS = ("adam", "lion", "adagrad", "momentum", "sgd")
+COUNT = click.IntRange(1)
+_option = click.option
+
+
+class Size(_Type):
+    """80GB, 141GiB, 512MB; a bare number counts GB."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(value).strip().lower())
+        if match is None or match[2] not in _UNITS or not float(match[1]):
+            self.fail(f"{value!r} is not a size such as 80GB or 512MiB", param, ctx)
+        return round(float(match[1]) * _UNITS[match[2]])
+
+
+@click.command(
+    context_settings={"token_normalize_func": lambda name: name.replace("-", "_"), "max_content_width": 120},
+    short_help="How much memory training a model takes, for every plan.",
+)
+@click.argument("model")
+@_option("--ranks", "--num_processes", type=COUNT, metavar="N", help="Processes. [default: one per accelerator, or 1]")
+@_option("--ranks_per_machine", type=COUNT, metavar="N", help="Of these on one machine. [default: all]")
+@_option("--precision", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16", show_default=True)
+@_option("--batch", type=COUNT, default=1, show_default=True, help="Samples per rank and micro-step.")
+@_option("--sequence", "--seq", type=COUNT, default=2048, show_default=True, help="Tokens per sample.")
+@_option("--accumulation", type=COUNT, default=1, show_default=True, help="Micro-steps per step.")
+@_option("--checkpointing", is_flag=True, help="Recompute each block's activations in backward.")
+@_option("--optimizer", type=click.Choice(OPTIMIZERS), default="adam", show_default=True, help="Whose states are kept.")
+@_option("--device_memory", type=Size(), metavar="SIZE", help="Of one accelerator, as 80GB. [default: as here, if any]")
+@_option("--host_memory", type=Size(), metavar="SIZE", help="Of one machine. [default: as here, beside accelerators]")
+@_option("--disk", type=Size(), metavar="SIZE", help="Free for offload on one machine.")
+@_option("--cpu", is_flag=True, help="The ranks compute on the CPU of this machine.")
+@_option("--json", "as_json", is_flag=True, help="Bytes, for programs.")
+@_option("--plot", type=click.Path(dir_okay=False), metavar="FILE", help="A chart, as .html or .png.")
+def estimate(
+    model: str,
+    ranks: int | None,
+    device_memory: int | None,
+    host_memory: int | None,
+    disk: int | None,
+    cpu: bool,
+    as_json: bool,
+    plot: str | None,
+    **workload: Any,
+) -> None:
+    """Memory that each rank needs to train MODEL, on device, host and disk, under every stage and offload.
+
+    MODEL is a number of parameters (7b), the folder or config.json of a Hugging Face model, or module:function, a
+    function that returns a model, or a model and a function (model, batch, sequence) -> loss.
+
+    A step is taken by the engine itself on tensors without data: no weights are read, no process is started.
+    """
+    _check_chart(plot)
+    from zeroaccel.errors import UsageError
+    from zeroaccel.estimate import Capacity, Workload, plan_table, subject
+
+    from .machine import accelerators, device_memory_nbytes, memory_nbytes
+
+    devices = 0 if cpu else accelerators()
+    if devices and device_memory is None:
+        device_memory = device_memory_nbytes()
+    if (devices or cpu) and host_memory is None:
+        host_memory = memory_nbytes()
+    try:
+        asked = Workload(ranks=ranks or max(1, devices), **workload)
+    except UsageError as error:
+        raise ConfigError(str(error).replace("Workload.", "--")) from None
+    what = subject(model)
+    capacity = Capacity(device=device_memory, host=host_memory, disk=disk, on_cpu=cpu)
+    rows = plan_table(what, asked, capacity)
+    if what.note:
+        click.echo(f"zeroaccel: {what.note}", err=True)
+    if as_json:
+        click.echo(json.dumps(_report(model, asked, capacity, rows), indent=2))
+    else:
+        _show(model, asked, capacity, rows)
+    if plot is not None:
+        from .estimate_chart import draw
+
+        draw(Path(plot), _title(model, asked, rows), rows, capacity)
+        click.echo(f"zeroaccel: chart written to {plot}", err=True)
+
+
+def _check_chart(plot: str | None) -> None:
+    if plot is None:
+        return
+    path = Path(plot)
+    if path.suffix not in _CHARTS:
+        raise ConfigError("--plot", expected="a file that ends in .html or .png", got=plot)
+    if not path.absolute().parent.is_dir():
+        raise ConfigError(f"--plot {plot}: there is no folder {path.parent}", fix="make it, or name another")
+
+
+def _report(model: str, workload: Workload, capacity: Capacity, rows: list[PlanRow]) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    plans = []
+    for row in rows:
+        held = asdict(row.estimate)
+        for place in ("device", "host", "disk"):
+            held[place]["total"] = getattr(row.estimate, place).total
+        plans.append({**held, "fits": row.fits, "short_of": row.short_of, "recommended": row.recommended})
+    return {"model": model, "workload": asdict(workload), "capacity": asdict(capacity), "plans": plans}
+
+
+def _title(model: str, workload: Workload, rows: list[PlanRow]) -> str:
+    words = [
+        f"{model}: {rows[0].estimate.numel / 1e9:.3g} B parameters",
+        f"{workload.ranks} rank{'s' if workload.ranks > 1 else ''}",
+        workload.precision,
+        f"batch {workload.batch} x {workload.sequence}",
+    ]
+    words += [f"{workload.accumulation} micro-steps"] if workload.accumulation > 1 else []
+    words += ["recomputation"] if workload.checkpointing else []
+    return ", ".join([*words, workload.optimizer])
+
+
+def _show(model: str, workload: Workload, capacity: Capacity, rows: list[PlanRow]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    is_plain = not console.is_terminal
+    console = Console(width=160 if is_plain else max(console.width, 100), soft_wrap=is_plain)
+    device = "in memory, per rank" if capacity.on_cpu else "on the device, per rank"
+    table = Table(
+        title=None if is_plain else f"{_title(model, workload, rows)}; GB",
+        caption=None if is_plain else f"{device}, at the peak of a step; host and disk are per machine",
+        box=None if is_plain else box.ROUNDED,
+    )
+    for heading in ("plan", "params", "optimizer", "gradients", "activations", "total", "host", "disk", "fits"):
+        table.add_column(heading, justify="left" if heading in ("plan", "fits") else "right", no_wrap=True)
+    for row in rows:
+        one, local = row.estimate, workload.local_ranks
+        parts = (one.device.params, one.device.optimizer, one.device.gradients, one.device.activations)
+        sizes = [_gb(size) for size in (*parts, one.device.total, one.host.total * local, one.disk.total * local)]
+        style = "bold green" if row.recommended else "dim" if row.fits is False else ""
+        table.add_row(one.name, *sizes, _fits(row), style=None if is_plain else style)
+    if is_plain:
+        click.echo(f"{_title(model, workload, rows)}; GB")
+    console.print(table)
+    if all(row.fits is None for row in rows):
+        click.echo("zeroaccel: --device_memory 80GB (or --cpu) says what fits", err=True)
+    elif not any(row.fits for row in rows):
+        click.echo("zeroaccel: no plan fits; use more ranks, a smaller batch, or --checkpointing", err=True)
+
+
+def _gb(nbytes: int) -> str:
+    if not nbytes:
+        return "-"
+    return f"{nbytes / 1e9:.3f}" if nbytes < 1e9 else f"{nbytes / 1e9:.1f}"
+
+
+def _fits(row: PlanRow) -> str:
+    if row.fits is None:
+        return "?"
+    return "recommended" if row.recommended else "yes" if row.fits else f"no: {row.short_of}"

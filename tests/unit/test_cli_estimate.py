@@ -1,0 +1,97 @@
+"""`zeroaccel estimate`: the table, the JSON, the charts, and what it says to a wrong command line."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from torch import Tensor, nn
+
+from zeroaccel.cli.main import main
+
+MODEL = f"{__name__}:tiny"
+
+
+class Tiny(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 32)
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.head(self.embedding(ids))
+        return out
+
+
+def tiny() -> nn.Module:
+    return Tiny()
+
+
+def _run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as exit_:
+        main(["estimate", *arguments], prog_name="zeroaccel")
+    return int(exit_.value.code or 0)
+
+
+def test_json_is_all_there_is_on_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(MODEL, "--ranks", "2", "--seq", "8", "--device-memory", "1MB", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["workload"]["ranks"] == 2
+    assert report["capacity"]["device"] == 10**6
+    assert len(report["plans"]) == 11
+    assert [plan["recommended"] for plan in report["plans"]].index(True) == 0
+    for plan in report["plans"]:
+        device = plan["device"]
+        assert device["total"] == sum(device[part] for part in ("params", "optimizer", "gradients", "activations"))
+
+
+def test_a_table_in_a_pipe_is_plain_text(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(MODEL, "--ranks", "2", "--seq", "8", "--device_memory", "1KB") == 2
+    assert _run(MODEL, "--ranks", "2", "--seq", "8", "--device_memory", "1MiB") == 0
+    shown = capsys.readouterr()
+    lines = shown.out.splitlines()
+    assert lines[0] == f"{MODEL}: 4.16e-06 B parameters, 2 ranks, bf16, batch 1 x 8, adam; GB"
+    assert re.match(r" stage 1 +0\.000 +0\.000 .* recommended", lines[2])
+    assert len(lines) == 13
+    assert shown.out.isascii()
+
+
+def test_when_nothing_fits_it_says_what_would_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run(MODEL, "--seq", "8", "--host_memory", "1MB", "--device_memory", "0.001MB") == 0
+    assert "no plan fits; use more ranks" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["html", "png"])
+def test_charts_are_written(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"chart.{kind}"
+    assert _run(MODEL, "--seq", "8", "--device_memory", "1MB", "--plot", str(path)) == 0
+    if kind == "png":
+        assert path.read_bytes().startswith(b"\x89PNG")
+    else:
+        page = path.read_text()
+        assert page.count("<title>optimizer: ") == 11
+        assert "stage 3, all on cpu" in page
+        assert "(recommended)" in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["7x"], "MODEL: expected a parameter count such as 7b"),
+        ([MODEL, "--ranks", "8", "--ranks_per_machine", "3"], "--ranks_per_machine: expected a divisor of the 8 ranks"),
+        ([MODEL, "--disk", "much"], "'much' is not a size such as 80GB or 512MiB"),
+        ([MODEL, "--plot", "/no/such/folder/a.png"], "there is no folder /no/such/folder; make it, or name another"),
+        ([MODEL, "--plot", "a.pdf"], "--plot: expected a file that ends in .html or .png, got 'a.pdf'"),
+        ([MODEL, "--batch", "0"], "0 is not in the range x>=1"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run(*arguments) == 2
+    said = capsys.readouterr()
+    assert message in said.err
+    assert said.err.count("\n") == 1
+    assert said.out == ""
