@@ -11,7 +11,7 @@ import torch
 from zeroaccel.comm.topology import init_process_group
 from zeroaccel.errors import UsageError
 
-__all__ = ["DEEPSPEED_ENVIRONMENT_NAME", "get_local_rank", "init_distributed"]
+__all__ = ["DEEPSPEED_ENVIRONMENT_NAME", "get_local_rank", "init_distributed", "is_initialized"]
 
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 """A file of variables for a launcher over ssh; `accelerate launch` imports the name before it knows if it needs it."""
@@ -47,22 +47,29 @@ def init_distributed(
             got=f"init_method={init_method!r}, rank={rank}, world_size={world_size}",
             fix="use zeroaccel launch or torchrun, or call torch.distributed.init_process_group first",
         )
-    on_host = not torch.cuda.is_available()
-    topology = init_process_group(None if on_host and dist_backend == "nccl" else dist_backend, timeout)
-    if on_host and topology.world_size > 1:
-        _tell_accelerate("gloo")
+    no_cuda = not torch.cuda.is_available()
+    init_process_group(None if no_cuda and dist_backend == "nccl" else dist_backend, timeout)
+    _tell_accelerate()
 
 
-def _tell_accelerate(backend: str) -> None:
+def is_initialized() -> bool:
+    """Whether this process has joined a job."""
+    _tell_accelerate()
+    return torch.distributed.is_initialized()
+
+
+def _tell_accelerate() -> None:
     """Corrects the state that accelerate is making when it calls: without an accelerator it has no backend in mind.
 
-    It would then believe of every rank that it is alone, although it has just joined the group; its state is made
-    before this call and asked for its backend after it.
+    It would then believe of every rank that it is alone, although it is in a group; its state is made before these
+    calls and asked for its backend after them.
     """
+    if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
+        return
     module = sys.modules.get("accelerate.state")
     state = getattr(getattr(module, "PartialState", None), "_shared_state", None)
     if state is not None and "backend" in state and state["backend"] is None:
-        state["backend"] = backend
+        state["backend"] = torch.distributed.get_backend()
 
 
 def get_local_rank() -> int:

@@ -43,7 +43,6 @@ _COMM = {
         "get_world_size",
         "irecv",
         "is_available",
-        "is_initialized",
         "isend",
         "new_group",
         "recv",
@@ -53,7 +52,7 @@ _COMM = {
         "scatter",
         "send",
     )
-} | {name: f"{_COMMUNICATION}:{name}" for name in ("get_local_rank", "init_distributed")}
+} | {name: f"{_COMMUNICATION}:{name}" for name in ("get_local_rank", "init_distributed", "is_initialized")}
 _LR_SCHEDULES = {
     name: f"{_SCHEDULES}:{name}"
     for name in ("LRRangeTest", "OneCycle", "VALID_LR_SCHEDULES", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR")
@@ -102,7 +101,7 @@ SURFACE: Mapping[str, Mapping[str, str]] = {
     "deepspeed.runtime.utils": {"move_to_device": f"{_ENGINE}:move_to_device"},
     "deepspeed.utils": {
         **_LEAVES,
-        "is_initialized": "torch.distributed:is_initialized",
+        "is_initialized": f"{_COMMUNICATION}:is_initialized",
         "log_dist": f"{_ENGINE}:log_dist",
         "logger": "zeroaccel.logs:logger",
     },

@@ -1,0 +1,213 @@
+"""Programs of Hugging Face users, as they are: run on every rank by `test_huggingface.py`, with the facade on.
+
+    huggingface_runs.py SCENARIO,... STAGE,... FOLDER
+
+Prints, on rank 0, one JSON line per scenario and stage with its losses and a digest of the final weights; stage "ddp" is
+the same program without a DeepSpeed config. Models are tiny, made from configs, and nothing is downloaded. What is not a
+user's is between the runs only: libraries keep one state per process, and `forget` clears it.
+"""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from accelerate.state import AcceleratorState, PartialState
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainingArguments, set_seed
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+VOCABULARY = 96
+
+
+class Samples(Dataset[dict[str, torch.Tensor]]):
+    """`count` samples that `make` draws from one generator."""
+
+    def __init__(self, count: int, make: Callable[[torch.Generator], dict[str, torch.Tensor]]) -> None:
+        generator = torch.Generator().manual_seed(count)
+        self._items = [make(generator) for _ in range(count)]
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self._items[index]
+
+
+def tokens(generator: torch.Generator) -> dict[str, torch.Tensor]:
+    ids = torch.randint(5, VOCABULARY, (12,), generator=generator)
+    return {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
+
+
+def llama() -> Any:
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def config(stage: str, **sections: Any) -> dict[str, Any] | None:
+    """Everything "auto", as the libraries' guides write it."""
+    if stage == "ddp":
+        return None
+    zero = {
+        "stage": int(stage),
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": 16,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    }
+    autos = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+    precision = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
+    return {**dict.fromkeys(autos, "auto"), **precision, "zero_optimization": zero, **sections}
+
+
+OPTIMIZER = {"type": "AdamW", "params": dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")}
+SCHEDULER = {
+    "type": "WarmupDecayLR",
+    "params": dict.fromkeys(("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps"), "auto"),
+}
+
+
+def arguments(folder: Path, deepspeed: Mapping[str, Any] | None, kind: Any = TrainingArguments, **more: Any) -> Any:
+    settings = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 4,
+        "learning_rate": 2e-3,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": [],
+        "disable_tqdm": True,
+        "seed": 3,
+        "bf16": False,
+        "dataloader_pin_memory": False,
+    }
+    if deepspeed is None:
+        settings["use_cpu"] = True
+    return kind(str(folder), deepspeed=deepspeed, **{**settings, **more})
+
+
+def outcome(trainer: Any, **more: Any) -> dict[str, Any]:
+    """Losses by step, and a digest of the weights as `save_model` wrote them."""
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    folder = Path(trainer.args.output_dir) / "final"
+    trainer.save_model(str(folder))
+    digest = ""
+    if trainer.args.process_index == 0:
+        files = sorted(folder.glob("*.safetensors"))
+        digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+    return {"losses": losses, "weights": digest, **more}
+
+
+def trainer(stage: str, folder: Path) -> dict[str, Any]:
+    """Trainer with optimizer and scheduler in the config, accumulation, checkpointing, evaluation, prediction, saving."""
+    sections = {"optimizer": OPTIMIZER, "scheduler": SCHEDULER}
+    settings = arguments(
+        folder,
+        config(stage, **sections),
+        gradient_checkpointing=True,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_strategy="steps",
+        save_steps=2,
+        load_best_model_at_end=True,
+        warmup_steps=1,
+        lr_scheduler_type="linear",
+    )
+    run = Trainer(model=llama(), args=settings, train_dataset=Samples(32, tokens), eval_dataset=Samples(4, tokens))
+    run.train()
+    evaluated = [entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry]
+    predicted = run.predict(Samples(4, tokens)).metrics["test_loss"]
+    result = outcome(run, evaluated=evaluated, predicted=predicted)
+    if run.args.process_index == 0:
+        result["reloads"] = _reloads(run, Path(run.args.output_dir) / "final")
+    return result
+
+
+def _reloads(run: Any, folder: Path) -> bool:
+    """Whether plain `from_pretrained` finds every weight in the folder."""
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+    transformers.integrations.deepspeed.unset_hf_deepspeed_config()
+    _, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    return not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+
+
+def resumed(stage: str, folder: Path) -> dict[str, Any]:
+    """The second half of `trainer`, from its checkpoint."""
+    sections = {"optimizer": OPTIMIZER, "scheduler": SCHEDULER}
+    settings = arguments(
+        folder, config(stage, **sections), gradient_checkpointing=True, warmup_steps=1, lr_scheduler_type="linear"
+    )
+    run = Trainer(model=llama(), args=settings, train_dataset=Samples(32, tokens))
+    run.train(resume_from_checkpoint=str(folder.with_name(folder.name.replace("resumed", "trainer")) / "checkpoint-2"))
+    return outcome(run)
+
+
+def own_optimizer(stage: str, folder: Path) -> dict[str, Any]:
+    """Trainer's own AdamW and cosine schedule, in bf16."""
+    settings = arguments(folder, config(stage), bf16=True, use_cpu=True, lr_scheduler_type="cosine")
+    run = Trainer(model=llama(), args=settings, train_dataset=Samples(32, tokens))
+    run.train()
+    return outcome(run)
+
+
+def lora(stage: str, folder: Path) -> dict[str, Any]:
+    """PEFT: adapters over a frozen base, with gradient checkpointing; the adapter is saved and read back."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    model = get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    settings = arguments(
+        folder, config(stage), gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False}
+    )
+    model.enable_input_require_grads()
+    run = Trainer(model=model, args=settings, train_dataset=Samples(32, tokens))
+    run.train()
+    return outcome(run)
+
+
+SCENARIOS = {found.__name__: found for found in (trainer, resumed, own_optimizer, lora)}
+
+
+def forget() -> None:
+    """Clears what accelerate and transformers keep per process."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    PartialState._reset_state()
+    transformers.integrations.deepspeed.unset_hf_deepspeed_config()
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
+    gc.collect()
+
+
+def main(scenarios: str, stages: str, folder: str) -> None:
+    for name in scenarios.split(","):
+        for stage in stages.split(","):
+            forget()
+            set_seed(0)
+            result = SCENARIOS[name](stage, Path(folder) / f"{name}-{stage}")
+            if torch.distributed.get_rank() == 0:
+                print(json.dumps({"scenario": name, "stage": stage, **result}), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
