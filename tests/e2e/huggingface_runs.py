@@ -186,7 +186,158 @@ def lora(stage: str, folder: Path) -> dict[str, Any]:
     return outcome(run)
 
 
-SCENARIOS = {found.__name__: found for found in (trainer, resumed, own_optimizer, lora)}
+def tokenizer() -> Any:
+    """Words w0 ... w89 and five special tokens."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    special = ["<pad>", "<s>", "</s>", "<unk>", "<sep>"]
+    words = {word: index for index, word in enumerate([*special, *(f"w{n}" for n in range(VOCABULARY - 5))])}
+    made = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+def texts(count: int, seed: int) -> list[str]:
+    generator = torch.Generator().manual_seed(seed)
+    return [" ".join(f"w{n}" for n in torch.randint(0, 90, (8,), generator=generator).tolist()) for _ in range(count)]
+
+
+def sft(stage: str, folder: Path) -> dict[str, Any]:
+    """TRL's SFTTrainer."""
+    import datasets
+    from trl import SFTConfig, SFTTrainer
+
+    settings = arguments(folder, config(stage), SFTConfig, max_length=16, gradient_checkpointing=False)
+    data = datasets.Dataset.from_dict({"text": texts(32, 1)})
+    run = SFTTrainer(model=llama(), args=settings, train_dataset=data, processing_class=tokenizer())
+    run.train()
+    return outcome(run)
+
+
+def dpo(stage: str, folder: Path) -> dict[str, Any]:
+    """TRL's DPOTrainer, with a reference model that is only run."""
+    import datasets
+    from trl import DPOConfig, DPOTrainer
+
+    settings = arguments(folder, config(stage), DPOConfig, max_length=24, gradient_checkpointing=False)
+    data = datasets.Dataset.from_dict({"prompt": texts(32, 1), "chosen": texts(32, 2), "rejected": texts(32, 3)})
+    reference = llama()
+    run = DPOTrainer(
+        model=llama(), ref_model=reference, args=settings, train_dataset=data, processing_class=tokenizer()
+    )
+    run.train()
+    return outcome(run)
+
+
+def vision(stage: str, folder: Path) -> dict[str, Any]:
+    """An image classifier."""
+    settings = transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, image_size=16, patch_size=8
+    )
+    settings.num_labels = 4
+
+    def image(generator: torch.Generator) -> dict[str, torch.Tensor]:
+        return {
+            "pixel_values": torch.randn(3, 16, 16, generator=generator),
+            "labels": torch.randint(0, 4, (), generator=generator),
+        }
+
+    return plain(stage, folder, lambda: transformers.ViTForImageClassification(settings), image)
+
+
+def encoder_decoder(stage: str, folder: Path) -> dict[str, Any]:
+    """T5: tied embeddings, relative positions, two stacks."""
+    settings = transformers.T5Config(
+        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
+    return plain(stage, folder, lambda: transformers.T5ForConditionalGeneration(settings), tokens)
+
+
+def experts(stage: str, folder: Path) -> dict[str, Any]:
+    """A mixture of experts, of which ranks use different ones."""
+    settings = transformers.MixtralConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        max_position_embeddings=64,
+    )
+    return plain(stage, folder, lambda: transformers.MixtralForCausalLM(settings), tokens)
+
+
+def multimodal(stage: str, folder: Path) -> dict[str, Any]:
+    """LLaVA: the hidden size is in a nested config, and there are two towers."""
+    text = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=64,
+    )
+    sight = transformers.CLIPVisionConfig(
+        hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4
+    )
+    settings = transformers.LlavaConfig(vision_config=sight, text_config=text, image_token_index=4)
+
+    def both(generator: torch.Generator) -> dict[str, torch.Tensor]:
+        sample = tokens(generator)
+        sample["input_ids"][:4] = 4  # one per patch
+        return {**sample, "pixel_values": torch.randn(3, 8, 8, generator=generator)}
+
+    return plain(stage, folder, lambda: transformers.LlavaForConditionalGeneration(settings), both)
+
+
+def plain(stage: str, folder: Path, make: Callable[[], Any], sample: Any) -> dict[str, Any]:
+    """A model by its class, with Trainer's own optimizer."""
+    run = Trainer(
+        model=make(),
+        args=arguments(folder, config(stage), max_steps=3, gradient_accumulation_steps=1),
+        train_dataset=Samples(32, sample),
+    )
+    run.train()
+    return outcome(run)
+
+
+def generation(stage: str, folder: Path) -> dict[str, Any]:
+    """New tokens, longer embeddings, training, then `generate` with ranks that stop at different times."""
+    model = llama()
+    model.resize_token_embeddings(VOCABULARY + 8)
+    run = Trainer(
+        model=model,
+        args=arguments(folder, config(stage), max_steps=2, gradient_accumulation_steps=1),
+        train_dataset=Samples(32, tokens),
+    )
+    run.train()
+    rank = run.args.process_index
+    prompt = torch.arange(6, 10)[None] + 3 * rank
+    written = run.model.generate(
+        prompt, max_new_tokens=4 + 3 * rank, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    return outcome(run, written=written.tolist())
+
+
+SCENARIOS = {
+    found.__name__: found
+    for found in (
+        trainer,
+        resumed,
+        own_optimizer,
+        lora,
+        sft,
+        dpo,
+        vision,
+        encoder_decoder,
+        experts,
+        multimodal,
+        generation,
+    )
+}
 
 
 def forget() -> None:
