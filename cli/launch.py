@@ -14,9 +14,12 @@ from typing import Any
 
 import click
 
+from zeroaccel.compat.finder import real_location
+from zeroaccel.compat.inherit import inherited_environment
 from zeroaccel.config.launch_file import find_launch_file, read_launch_file
 from zeroaccel.config.launch_json import check_json
 from zeroaccel.config.launch_sources import Given, gather, launched_environment
+from zeroaccel.errors import ConfigError
 
 from .failures import exit_code, first_failure, tell
 from .launch_flags import LaunchCommand, given_by_flags, setting_flags
@@ -72,7 +75,8 @@ def launch(
     settings = given.settings()
     check_json(given)
     program = Program(script, script_args, "module" if module else "executable" if no_python else "script")
-    plan = plan_launch(settings, program, os.environ, launched_environment(settings, given.sources))
+    told = {**launched_environment(settings, given.sources), **_facade(settings.engine, given.where("engine"))}
+    plan = plan_launch(settings, program, os.environ, told)
     if found is not None:
         _say(f"settings from {found[0]} ({found[1]})")
     for line in (*plan.warnings, *(() if dry_run else (plan.headline,))):
@@ -81,6 +85,16 @@ def launch(
         click.echo(plan.describe())
         return 0
     return _run(plan)
+
+
+def _facade(engine: str | None, where: str) -> dict[str, str]:
+    """The variables that make `import deepspeed` give zeroaccel in the processes, where that is wanted."""
+    real = real_location()
+    if engine == "deepspeed" and real is None:
+        raise ConfigError(where, expected="an engine that is installed", got=engine, fix="pip install deepspeed")
+    if engine == "deepspeed" or (engine is None and real is not None):
+        return {}
+    return inherited_environment(os.environ, shadow=real is not None)
 
 
 def _run(plan: LaunchPlan) -> int:

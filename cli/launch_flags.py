@@ -44,6 +44,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
         "same_network",
     ),
     "Precision and ZeRO, for what the script does not say": (
+        "engine",
         "mixed_precision",
         "distributed_type",
         "deepspeed_config_file",

@@ -1,10 +1,10 @@
 """Programs of Hugging Face users, as they are: run on every rank by `test_huggingface.py`, with the facade on.
 
-    huggingface_runs.py SCENARIO,... STAGE,... FOLDER
+    huggingface_runs.py FOLDER SCENARIO:STAGE,... ...
 
-Prints, on rank 0, one JSON line per scenario and stage with its losses and a digest of the final weights; stage "ddp" is
-the same program without a DeepSpeed config. Models are tiny, made from configs, and nothing is downloaded. What is not a
-user's is between the runs only: libraries keep one state per process, and `forget` clears it.
+Prints, on rank 0, one JSON line per scenario and stage with its losses and a digest of the final weights; stage "ddp"
+is the same program without a DeepSpeed config. Models are tiny, made from configs, and nothing is downloaded. What is
+not a user's is between the runs only: libraries keep one state per process, and `forget` clears it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import datasets
 import torch
 import transformers
 from accelerate.state import AcceleratorState, PartialState
@@ -26,6 +27,7 @@ from transformers import Trainer, TrainingArguments, set_seed
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
+datasets.disable_progress_bars()
 
 VOCABULARY = 96
 
@@ -69,13 +71,11 @@ def config(stage: str, **sections: Any) -> dict[str, Any] | None:
     """Everything "auto", as the libraries' guides write it."""
     if stage == "ddp":
         return None
-    zero = {
-        "stage": int(stage),
-        "reduce_bucket_size": "auto",
-        "stage3_prefetch_bucket_size": "auto",
-        "stage3_param_persistence_threshold": 16,
-        "stage3_gather_16bit_weights_on_model_save": True,
-    }
+    zero: dict[str, Any] = {"stage": int(stage), "reduce_bucket_size": "auto"}
+    if stage == "3":
+        zero["stage3_prefetch_bucket_size"] = "auto"
+        zero["stage3_param_persistence_threshold"] = 16
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
     autos = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
     precision = {"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}
     return {**dict.fromkeys(autos, "auto"), **precision, "zero_optimization": zero, **sections}
@@ -120,7 +120,7 @@ def outcome(trainer: Any, **more: Any) -> dict[str, Any]:
 
 
 def trainer(stage: str, folder: Path) -> dict[str, Any]:
-    """Trainer with optimizer and scheduler in the config, accumulation, checkpointing, evaluation, prediction, saving."""
+    """Trainer, with optimizer and scheduler in the config, evaluation, checkpoints, prediction and saving."""
     sections = {"optimizer": OPTIMIZER, "scheduler": SCHEDULER}
     settings = arguments(
         folder,
@@ -206,7 +206,6 @@ def texts(count: int, seed: int) -> list[str]:
 
 def sft(stage: str, folder: Path) -> dict[str, Any]:
     """TRL's SFTTrainer."""
-    import datasets
     from trl import SFTConfig, SFTTrainer
 
     settings = arguments(folder, config(stage), SFTConfig, max_length=16, gradient_checkpointing=False)
@@ -218,7 +217,6 @@ def sft(stage: str, folder: Path) -> dict[str, Any]:
 
 def dpo(stage: str, folder: Path) -> dict[str, Any]:
     """TRL's DPOTrainer, with a reference model that is only run."""
-    import datasets
     from trl import DPOConfig, DPOTrainer
 
     settings = arguments(folder, config(stage), DPOConfig, max_length=24, gradient_checkpointing=False)
@@ -350,8 +348,9 @@ def forget() -> None:
     gc.collect()
 
 
-def main(scenarios: str, stages: str, folder: str) -> None:
-    for name in scenarios.split(","):
+def main(folder: str, *wanted: str) -> None:
+    for scenario in wanted:
+        name, _, stages = scenario.partition(":")
         for stage in stages.split(","):
             forget()
             set_seed(0)

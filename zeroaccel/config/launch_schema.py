@@ -127,6 +127,7 @@ Device = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(lowered)]
 GpuIds = Annotated[str, BeforeValidator(_gpu_ids)]
 ClassNames = Annotated[tuple[str, ...], BeforeValidator(_class_names)]
 Launcher = Annotated[Literal["ssh", "standard"], BeforeValidator(_launcher)]
+EngineName = Annotated[Literal["zeroaccel", "deepspeed"], BeforeValidator(lowered)]
 Kind = Annotated[DistributedType, BeforeValidator(_distributed_type)]
 
 
@@ -135,6 +136,8 @@ class ProcessSettings(ConfigSection):
 
     distributed_type: Kind | None = None
     """DEEPSPEED for the ZeRO engine, MULTI_GPU, MULTI_CPU or NO without it. [default: DEEPSPEED if ZeRO is set up]"""
+    engine: EngineName | None = None
+    """What `import deepspeed` gives the processes. [default: deepspeed where one is installed, else zeroaccel]"""
     num_processes: PositiveCount | None = None
     """Processes of the whole job, over all machines. [default: one per accelerator; without any, 1 per machine]"""
     num_machines: PositiveCount = 1

@@ -1,0 +1,105 @@
+"""Unmodified programs of Hugging Face users on two processes, with zeroaccel in DeepSpeed's place.
+
+The programs are in `huggingface_runs.py`. One launch runs them all; here is what their losses and weights must be.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.multi.job import run_command
+
+pytest.importorskip("transformers")
+pytest.importorskip("peft")
+pytest.importorskip("trl")
+
+pytestmark = pytest.mark.timeout(300)
+
+STAGES = ("0", "1", "2", "3")
+RUNS = {
+    "trainer": STAGES,
+    "resumed": STAGES,
+    "own_optimizer": STAGES,
+    "lora": ("1", "2", "3"),
+    "sft": ("0", "2", "3"),
+    "dpo": ("0", "2", "3"),
+    "vision": ("2", "3"),
+    "encoder_decoder": ("2", "3"),
+    "experts": ("2", "3"),
+    "multimodal": ("2", "3"),
+    "generation": ("2", "3"),
+}
+BF16 = ("own_optimizer",)
+# These warm up by DeepSpeed's schedule, which plain Trainer does not have.
+WITHOUT_PEER = ("trainer", "resumed")
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
+    """(scenario, stage) -> what rank 0 printed."""
+    wanted = [
+        f"{name}:{','.join((*stages, *(() if name in WITHOUT_PEER else ('ddp',))))}" for name, stages in RUNS.items()
+    ]
+    folder = tmp_path_factory.mktemp("huggingface")
+    program = Path(__file__).with_name("huggingface_runs.py")
+    command = [
+        sys.executable,
+        "-m",
+        "zeroaccel.cli",
+        "launch",
+        "--num_processes",
+        2,
+        "--engine",
+        "zeroaccel",
+        program,
+        folder,
+        *wanted,
+    ]
+    result = run_command(command, timeout=280)
+    assert result.returncode == 0, result.stderr[-6000:]
+    lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith('{"scenario"')]
+    return {(line["scenario"], line["stage"]): line for line in lines}
+
+
+@pytest.mark.parametrize("scenario", RUNS)
+def test_stages_agree_to_the_last_bit(outcomes: Any, scenario: str) -> None:
+    """Within 0 and 1, and within 2 and 3: between the two, accumulation sums in another order."""
+    runs = {stage: outcomes[scenario, stage] for stage in RUNS[scenario]}
+    for pair in (("0", "1"), ("2", "3")):
+        there = [runs[stage] for stage in pair if stage in runs]
+        for one, other in pairwise(there):
+            assert {**one, "stage": ""} == {**other, "stage": ""}
+    losses = [run["losses"] for run in runs.values()]
+    assert all(loss == pytest.approx(losses[0], rel=1e-5) for loss in losses)
+    assert len(losses[0]) >= 2
+
+
+@pytest.mark.parametrize("scenario", [name for name in RUNS if name not in WITHOUT_PEER])
+def test_they_train_like_plain_data_parallelism(outcomes: Any, scenario: str) -> None:
+    expected = outcomes[scenario, "ddp"]["losses"]
+    for stage in RUNS[scenario]:
+        close = pytest.approx(expected, rel=2e-4 if scenario in BF16 else 1e-5)
+        assert outcomes[scenario, stage]["losses"] == close
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_resumed_trainer_ends_where_the_other_did(outcomes: Any, stage: str) -> None:
+    assert outcomes["resumed", stage]["losses"][-2:] == outcomes["trainer", stage]["losses"][-2:]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_saved_model_is_an_ordinary_one(outcomes: Any, stage: str) -> None:
+    assert outcomes["trainer", stage]["reloads"]
+    # The best checkpoint is loaded at the end, so the prediction is its evaluation again.
+    assert outcomes["trainer", stage]["predicted"] == min(outcomes["trainer", stage]["evaluated"])
+
+
+def test_generation_is_that_of_the_whole_model(outcomes: Any) -> None:
+    for stage in RUNS["generation"]:
+        assert outcomes["generation", stage]["written"] == outcomes["generation", "ddp"]["written"]
