@@ -338,14 +338,15 @@ SCENARIOS = {
 }
 
 
-def forget() -> None:
-    """Clears what accelerate and transformers keep per process."""
+def forget(*, keep_environment: bool = False) -> None:
+    """Clears what accelerate and transformers keep per process, and by default what they read from the environment."""
     AcceleratorState._reset_state(reset_partial_state=True)
     PartialState._reset_state()
     transformers.integrations.deepspeed.unset_hf_deepspeed_config()
-    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
-    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
     gc.collect()
+    if not keep_environment:
+        os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
+        os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
 
 
 def main(folder: str, *wanted: str) -> None:

@@ -103,3 +103,39 @@ def test_a_saved_model_is_an_ordinary_one(outcomes: Any, stage: str) -> None:
 def test_generation_is_that_of_the_whole_model(outcomes: Any) -> None:
     for stage in RUNS["generation"]:
         assert outcomes["generation", stage]["written"] == outcomes["generation", "ddp"]["written"]
+
+
+LAUNCH_FILE = """
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+deepspeed_config:
+  gradient_accumulation_steps: 2
+  gradient_clipping: 1.0
+  offload_optimizer_device: none
+  offload_param_device: none
+  zero3_init_flag: false
+  zero_stage: 2
+machine_rank: 0
+main_process_port: 0
+mixed_precision: 'no'
+num_machines: 1
+num_processes: 2
+"""
+
+
+def test_the_launcher_chooses_for_scripts_that_say_nothing(tmp_path: Path) -> None:
+    """`accelerate launch` and `zeroaccel launch` take the same questionnaire's file, and run the same engine."""
+    launch_file = tmp_path / "launch.yaml"
+    launch_file.write_text(LAUNCH_FILE)
+    program = Path(__file__).with_name("huggingface_launched.py")
+    theirs = [sys.executable, "-m", "zeroaccel.compat", "-m", "accelerate.commands.launch"]
+    ours = [sys.executable, "-m", "zeroaccel.cli", "launch", "--engine", "zeroaccel"]
+    printed = []
+    for launcher in (theirs, ours):
+        result = run_command([*launcher, "--config_file", launch_file, program, tmp_path / "out"], timeout=100)
+        assert result.returncode == 0, result.stderr[-6000:]
+        printed.append(json.loads(next(line for line in result.stdout.splitlines() if line.startswith('{"by_hand"'))))
+    assert printed[0] == printed[1]
+    assert printed[0]["by_hand"]["engine"] == printed[0]["by_trainer"]["engine"] == "zeroaccel.compat.engine"
+    assert (printed[0]["by_hand"]["stage"], printed[0]["by_hand"]["world"]) == (2, 2)
+    assert printed[0]["by_hand"]["losses"][-1] < printed[0]["by_hand"]["losses"][0]
