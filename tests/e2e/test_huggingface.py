@@ -76,7 +76,7 @@ def test_stages_agree_to_the_last_bit(outcomes: Any, scenario: str) -> None:
         for one, other in pairwise(there):
             assert {**one, "stage": ""} == {**other, "stage": ""}
     losses = [run["losses"] for run in runs.values()]
-    assert all(loss == pytest.approx(losses[0], rel=1e-5) for loss in losses)
+    assert all(loss == pytest.approx(losses[0], rel=2e-4 if scenario in BF16 else 1e-5) for loss in losses)
     assert len(losses[0]) >= 2
 
 
