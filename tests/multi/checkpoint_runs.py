@@ -83,7 +83,10 @@ def train(engine: CheckpointingEngine, tokens: Sequence[Tensor]) -> list[float]:
 def snapshot(engine: CheckpointingEngine, client_state: dict[str, Any]) -> Snapshot:
     """The state now, and what `STEPS` more steps give; the engine is used up."""
     contents = Contents.collect(engine._holdings(), exclude_frozen=False)
-    pieces = {entry.key: (entry.start, entry.data.clone()) for entry in contents.entries}
+    pieces = {
+        entry.key: (entry.start, entry.data.clone() if isinstance(entry.data, Tensor) else entry.data.copy())
+        for entry in contents.entries
+    }
     counters = (engine.global_steps, engine.micro_steps, engine.global_samples, int(engine.loss_scale.value))
     rates = engine.get_lr()
     losses = train(engine, batches(0, 2 * STEPS)[STEPS:])

@@ -16,6 +16,7 @@ from zeroaccel.checkpoint.dtypes import dtype_name
 from zeroaccel.checkpoint.manifest import ParameterRecord
 from zeroaccel.checkpoint.plain import encode
 from zeroaccel.errors import CheckpointError
+from zeroaccel.offload.tier import TierElements
 from zeroaccel.zero.layout import Slot
 from zeroaccel.zero.optimizer_shard import OptimizerShard, Piece
 from zeroaccel.zero.unit import FlatBuffer, ParamUnit
@@ -48,13 +49,16 @@ class Holdings:
 
 @dataclass(frozen=True)
 class Entry:
-    """Elements [start, start + data.numel()) of the tensor `key` of shape `shape`; `data` is a flat, live view."""
+    """Elements [start, start + data.numel()) of the tensor `key` of shape `shape`.
+
+    `data` is a flat, live view, or tells where the elements lie in a tier.
+    """
 
     key: str
     dtype: str
     shape: tuple[int, ...]
     start: int
-    data: Tensor
+    data: Tensor | TierElements
 
 
 @dataclass
@@ -83,7 +87,7 @@ class Contents:
         """
         found = cls(holdings.rank)
         for buffer in holdings.buffers():
-            found._add_weights(buffer, exclude_frozen=exclude_frozen)
+            found._add_weights(buffer, holdings.optimizer, exclude_frozen=exclude_frozen)
             if holdings.optimizer is not None:
                 for piece in holdings.optimizer.pieces.get(id(buffer), ()):
                     found._add_state(holdings.optimizer, piece)
@@ -101,23 +105,21 @@ class Contents:
         data = tensor.detach().contiguous().view(-1)
         self.entries.append(Entry(key, dtype_name(tensor.dtype), tuple(tensor.shape), 0, data))
 
-    def _add_weights(self, buffer: FlatBuffer, *, exclude_frozen: bool) -> None:
+    def _add_weights(self, buffer: FlatBuffer, optimizer: OptimizerShard | None, *, exclude_frozen: bool) -> None:
         low, _ = buffer.layout.bounds(buffer.rank)
-        kind, source, origin = "value", buffer.shard, low
-        if buffer.master is not None:
-            kind, source = "master", buffer.master
-            origin = 0 if source.numel() == buffer.layout.numel else low
+        kind = "master" if buffer.trainable else "value"
         for slot, param in zip(buffer.layout.slots, buffer.params, strict=True):
             start, end = max(slot.start, low), min(slot.end, low + buffer.layout.shard_numel)
             if exclude_frozen and not param.requires_grad:
                 continue
             if start < end:
-                self._add(f"{kind}/{slot.fqn}", slot, start, source[start - origin : end - origin])
+                self._add(f"{kind}/{slot.fqn}", slot, start, _weights(buffer, optimizer, start, end))
             elif slot.numel == 0 and buffer.rank == 0:
-                self._add(f"{kind}/{slot.fqn}", slot, slot.start, source[:0])
+                self._add(f"{kind}/{slot.fqn}", slot, slot.start, _weights(buffer, optimizer, low, low))
 
-    def _add(self, key: str, slot: Slot, start: int, data: Tensor) -> None:
-        self.entries.append(Entry(key, dtype_name(data.dtype), slot.shape, start - slot.start, data.detach()))
+    def _add(self, key: str, slot: Slot, start: int, data: Tensor | TierElements) -> None:
+        data = data.detach() if isinstance(data, Tensor) else data
+        self.entries.append(Entry(key, dtype_name(data.dtype), slot.shape, start - slot.start, data))
 
     def _add_state(self, optimizer: OptimizerShard, piece: Piece) -> None:
         low, high = piece.buffer.layout.bounds(piece.buffer.rank)
@@ -131,15 +133,21 @@ class Contents:
             if isinstance(value, Tensor) and value.dim() > 0 and value.shape == piece.master.shape
         }
         rest = {name: value for name, value in state.items() if name not in elements}
+        away = optimizer.is_away(piece.buffer)
         for slot in slots:
-            start, end = max(slot.start, piece.start, low), min(slot.end, piece.end, high)
+            # A parameter goes on from piece to piece where they are cut for a tier; it is told of once.
+            begins = not away or slot.start >= piece.start or piece.start == low
+            start, end = max(slot.start, piece.start, low), min(slot.end, high if away else piece.end, high)
             for name, value in elements.items():
-                flat = value.contiguous().view(-1)
-                if start < end:
+                if start < end and begins:
                     key = self._state_key(name, slot.fqn, optimizer)
-                    self._add(key, slot, start, flat[start - piece.start : end - piece.start])
-            if low <= max(slot.start, piece.start) < high:
-                self._add_rest(rest, slot, optimizer, alone=tuple(piece.master.shape) == slot.shape)
+                    if away:
+                        self._add(key, slot, start, optimizer.stored(piece.buffer, name, start, end))
+                    else:
+                        flat = value.contiguous().view(-1)
+                        self._add(key, slot, start, flat[start - piece.start : end - piece.start])
+            if begins and low <= max(slot.start, piece.start) < high:
+                self._add_rest(rest, slot, optimizer, alone=tuple(piece.master.shape) == slot.shape and not away)
 
     def _add_rest(self, rest: dict[str, Any], slot: Slot, optimizer: OptimizerShard, *, alone: bool) -> None:
         """State that does not have one value per element."""
@@ -167,6 +175,19 @@ class Contents:
                 got=name,
             )
         return f"state/{name}/{fqn}"
+
+
+def _weights(buffer: FlatBuffer, optimizer: OptimizerShard | None, start: int, end: int) -> Tensor | TierElements:
+    """Elements [start, end) of the flat buffer: the master where there is one, else the parameters' own."""
+    low, _ = buffer.layout.bounds(buffer.rank)
+    if optimizer is not None and optimizer.is_away(buffer):
+        return optimizer.stored(buffer, None, start, end)
+    if buffer.master is not None:
+        origin = 0 if buffer.master.numel() == buffer.layout.numel else low
+        return buffer.master[start - origin : end - origin]
+    if buffer.home is not None:
+        return buffer.home.stored(start - low, end - low)
+    return buffer.shard[start - low : end - low]
 
 
 def reached_slots(piece: Piece) -> Iterator[Slot]:

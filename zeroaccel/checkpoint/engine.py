@@ -116,7 +116,6 @@ class CheckpointingEngine(Engine):
             EngineStateError: gradients of unfinished accumulation would be lost.
         """
         self._require_usable("save_checkpoint")
-        self._require_in_memory("save_checkpoint")
         self._finish_saving()
         with agreed(self.collectives, "save_checkpoint: state"):
             self._require_boundary()
@@ -211,7 +210,6 @@ class CheckpointingEngine(Engine):
         """
         self.keeper.require_free("engine.load_checkpoint()")
         self._finish_saving()
-        self._require_in_memory("load_checkpoint")
         self.reset()
         for unit in self.units:
             if not unit.resident:
@@ -281,7 +279,10 @@ class CheckpointingEngine(Engine):
             client_state = decode(manifest.client_state, store.fetch)
             self.loaded = LoadReport(store.wanted_nbytes, store.read_nbytes)
         refresh_copies(self.units)
-        self._half_loaded = None
+        if self._tiers is not None:
+            with agreed(self.collectives, f"{where}: store"):
+                self._tiers.settle()
+        self._half_loaded = self._broken = None
         return client_state
 
     def _load_progress(self, store: TensorStore, wanted: _Wanted) -> None:
@@ -403,12 +404,6 @@ class CheckpointingEngine(Engine):
             raise EngineStateError(
                 f"engine.{call}(): loading {self._half_loaded} failed half way, so the weights are a mixture",
                 fix="load another checkpoint first",
-            )
-
-    def _require_in_memory(self, call: str) -> None:
-        if self._tiers is not None and self._tiers.can_fail:
-            raise EngineStateError(
-                f"engine.{call}(): states on NVMe are not part of checkpoints yet", fix='set device to "cpu"'
             )
 
     def _require_boundary(self) -> None:

@@ -6,8 +6,10 @@ only while reading leaves the engine half loaded, which `engine.py` does not let
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from zeroaccel.errors import CheckpointError
 from zeroaccel.logs import logger
 from zeroaccel.zero.layout import Slot
 from zeroaccel.zero.optimizer_shard import OptimizerShard, Piece
+from zeroaccel.zero.shard_home import ShardHome
 from zeroaccel.zero.unit import FlatBuffer, ParamUnit, ShardState
 
 __all__ = ["LoadReport", "load_optimizer", "load_weights", "refresh_copies"]
@@ -47,15 +50,16 @@ def load_weights(holdings: Holdings, store: TensorStore) -> None:
     """
     kept: list[str] = []
     for buffer in holdings.buffers():
-        target, low, high = _weights(buffer)
-        for slot in buffer.layout.slots:
-            start, end = max(slot.start, low), min(slot.end, high)
-            name = store.manifest.canonical(slot.fqn)
-            key = store.manifest.weight_key(name) if name is not None else None
-            if key is None:
-                kept.append(slot.fqn)
-            elif start < end:
-                store.fill(key, start - slot.start, target[start - low : end - low])
+        if holdings.optimizer is not None and holdings.optimizer.is_away(buffer):
+            kept += _load_masters_away(buffer, holdings.optimizer, store)
+        elif buffer.master is None and buffer.home is not None:
+            low, high = buffer.layout.bounds(buffer.rank)
+            with _or_released(buffer.home):
+                kept += _fill_weights(buffer, store, buffer.home.bring(), low, high)
+                store.read()
+                buffer.home.commit()
+        else:
+            kept += _fill_weights(buffer, store, *_weights(buffer))
     buffers = {}
     for name, held in persistent_buffers(holdings.model):
         if f"buffer/{name}" in store.manifest.tensors:
@@ -67,6 +71,49 @@ def load_weights(holdings: Holdings, store: TensorStore) -> None:
             held.detach().copy_(buffers[name].view(held.shape))
     if kept:
         logger.warning("not in the checkpoint, so they stay as they are: %s", ", ".join(kept))
+
+
+def _fill_weights(buffer: FlatBuffer, store: TensorStore, target: Tensor, low: int, high: int) -> list[str]:
+    """Notes what goes into `target`, elements [low, high) of the buffer; returns what the checkpoint does not have."""
+    kept = []
+    for slot in buffer.layout.slots:
+        start, end = max(slot.start, low), min(slot.end, high)
+        name = store.manifest.canonical(slot.fqn)
+        key = store.manifest.weight_key(name) if name is not None else None
+        if key is None:
+            kept.append(slot.fqn)
+        elif start < end:
+            store.fill(key, start - slot.start, target[start - low : end - low])
+    return kept
+
+
+def _load_masters_away(buffer: FlatBuffer, optimizer: OptimizerShard, store: TensorStore) -> list[str]:
+    """Masters of a buffer into their tier, and their rounded copies, sub-group by sub-group."""
+    states = optimizer.states
+    assert states is not None, "masters away without a tier"
+    kept: list[str] = []
+    origin, _ = buffer.layout.bounds(buffer.rank)
+    with _or_released(buffer.home):
+        copies = buffer.shard if buffer.home is None else buffer.home.open()
+        for group in optimizer.sub_groups(buffer):
+            with states.changing(group) as (master, _):
+                kept = _fill_weights(buffer, store, master, group.start, group.end)
+                store.read()
+                copies[group.start - origin : group.end - origin].copy_(master)
+        if buffer.home is not None:
+            buffer.home.commit()
+    return kept
+
+
+@contextmanager
+def _or_released(home: ShardHome | None) -> Iterator[None]:
+    """A shard that cannot be filled, since the checkpoint is damaged, goes back to its tier as it is."""
+    try:
+        yield
+    except BaseException:
+        if home is not None:
+            home.release()
+        raise
 
 
 def _weights(buffer: FlatBuffer) -> tuple[Tensor, int, int]:
@@ -85,11 +132,15 @@ def refresh_copies(units: Sequence[ParamUnit]) -> None:
     for unit in units:
         stale = False
         for buffer in unit.buffers:
-            if buffer.master is None:
+            if not buffer.trainable:
                 continue
-            whole = buffer.master.numel() == buffer.layout.numel
-            if buffer.dtype is not torch.float32:
-                (buffer.full if whole else buffer.shard).copy_(buffer.master)
+            whole = buffer.master is not None and buffer.master.numel() == buffer.layout.numel
+            if buffer.master is not None and buffer.master_is_apart:
+                if buffer.home is not None:
+                    buffer.home.open().copy_(buffer.master)
+                    buffer.home.commit()
+                else:
+                    (buffer.full if whole and buffer.resident else buffer.shard).copy_(buffer.master)
             stale |= not whole
         if unit.resident and stale:
             unit.reshard()
@@ -105,9 +156,15 @@ def load_optimizer(optimizer: OptimizerShard, store: TensorStore, where: str) ->
         CheckpointError: the states do not fit the pieces, or are damaged.
     """
     states: dict[Tensor, dict[str, Any]] = {}
+    away = [pieces for pieces in optimizer.pieces.values() if pieces and pieces[0].sub_group is not None]
+    for pieces in away:
+        _load_states_away(pieces, optimizer, store, where)
     for pieces in optimizer.pieces.values():
         for piece in pieces:
-            if state := _state(piece, optimizer.optimizer.param_groups[piece.group], store, where):
+            if piece.sub_group is not None:
+                if piece.master in optimizer.optimizer.state:
+                    states[piece.master] = optimizer.optimizer.state[piece.master]
+            elif state := _state(piece, optimizer.optimizer.param_groups[piece.group], store, where):
                 states[piece.master] = state
     store.read()
     inner = optimizer.optimizer
@@ -119,6 +176,21 @@ def load_optimizer(optimizer: OptimizerShard, store: TensorStore, where: str) ->
     inner.state.update(states)
     # As torch's own load_state_dict ends: the class brings an older or foreign form of its state up to date.
     inner.__setstate__({"state": inner.state, "param_groups": inner.param_groups})
+
+
+def _load_states_away(pieces: Sequence[Piece], optimizer: OptimizerShard, store: TensorStore, where: str) -> None:
+    """States of one buffer's pieces into their tier, sub-group by sub-group."""
+    states, inner = optimizer.states, optimizer.optimizer
+    assert states is not None, "states away without a tier"
+    for group, held in groupby(pieces, key=lambda piece: piece.sub_group):
+        assert group is not None, "a piece without a sub-group among some that have one"
+        found = {piece.master: _state(piece, inner.param_groups[piece.group], store, where) for piece in held}
+        store.read()
+        for state in found.values():
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.dim() > 0 and name in group.states:
+                    state[name] = value.to(group.states[name])
+        states.replace_states(group, inner, found)
 
 
 def _state(piece: Piece, group: Mapping[str, Any], store: TensorStore, where: str) -> dict[str, Any]:

@@ -135,7 +135,10 @@ class RankFileWriter:
     def _sources(self) -> Iterator[Tensor]:
         yield torch.frombuffer(bytearray(self.layout.header), dtype=torch.uint8)
         for entry in self.entries:
-            yield entry.data.view(torch.uint8)
+            if isinstance(entry.data, Tensor):
+                yield entry.data.view(torch.uint8)
+            else:
+                yield from entry.data.chunks(CHUNK_NBYTES)
 
     def _write(self, handle: int) -> bytes:
         sums = []

@@ -17,7 +17,7 @@ from torch import Tensor
 from zeroaccel.offload.buffers import aligned_bytes, aligned_nbytes
 from zeroaccel.offload.file_io import Direction, Traffic
 
-__all__ = ["DeviceTier", "Fetch", "HostTier", "MemoryTier", "Tier", "TierRange"]
+__all__ = ["DeviceTier", "Fetch", "HostTier", "MemoryTier", "Tier", "TierElements", "TierRange"]
 
 
 class Fetch(Protocol):
@@ -108,6 +108,28 @@ class TierRange:
         end = self.start + self.length * self.dtype.itemsize
         for first in range(self.start, end, limit_nbytes):
             yield self.tier.read(self.key, first, min(limit_nbytes, end - first))
+
+
+@dataclass(frozen=True)
+class TierElements:
+    """Elements that lie in ranges, one after the other, of one dtype: what a tensor of them would hold."""
+
+    ranges: tuple[TierRange, ...]
+    dtype: torch.dtype
+
+    def numel(self) -> int:
+        """Elements of all ranges."""
+        return sum(held.length for held in self.ranges)
+
+    def chunks(self, limit_nbytes: int) -> Iterator[Tensor]:
+        """See `TierRange.chunks`."""
+        for held in self.ranges:
+            yield from held.chunks(limit_nbytes)
+
+    def copy(self) -> Tensor:
+        """(n,) all of them."""
+        found = [chunk.view(self.dtype) for chunk in self.chunks(1 << 62)]
+        return torch.cat(found) if found else torch.empty(0, dtype=self.dtype)
 
 
 class _Here:

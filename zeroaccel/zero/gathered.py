@@ -164,7 +164,7 @@ def store(place: Place) -> None:
             buffer.set_shard(start, buffer.full[start:end])
         training = place.keeper.training
         if training is not None and training.optimizer is not None and training.optimizer.is_away(buffer):
-            held = training.optimizer.copy(buffer, None, start, end)
+            held = training.optimizer.stored(buffer, None, start, end).copy()
             training.optimizer.change(buffer, None, start, _merged(held, buffer.full[start:end]))
             return
         master = buffer.master

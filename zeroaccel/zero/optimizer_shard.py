@@ -14,8 +14,8 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from zeroaccel.errors import ConfigError, OffloadError, UsageError
 from zeroaccel.logs import logger
-from zeroaccel.offload.tier import Fetch
+from zeroaccel.offload.tier import Fetch, TierElements
 from zeroaccel.ops.shard_step import ShardStep
 from zeroaccel.zero.host_copies import HostCopies
 from zeroaccel.zero.layout import FlatLayout
@@ -210,6 +210,7 @@ class OptimizerShard:
                     self._step_buffer(held, grad_scale, arrivals)
             except OffloadError as error:
                 failure = error
+                arrivals.close()
                 if held.buffer.home is not None:
                     held.buffer.home.abandon()
             if self._copies is not None:
@@ -228,7 +229,7 @@ class OptimizerShard:
         if isinstance(self.optimizer, ShardStep):
             self.optimizer.step()  # no gradients are left: only torch's schedulers and step hooks take note
 
-    def _step_buffer(self, held: GradientBuffer, grad_scale: float, arrivals: Iterator[Tensor]) -> None:
+    def _step_buffer(self, held: GradientBuffer, grad_scale: float, arrivals: Generator[Tensor]) -> None:
         grad = held.shard if held.full is None else held.full
         assert grad is not None, f"{held.name} is stepped without a gradient"
         buffer = held.buffer
@@ -260,19 +261,25 @@ class OptimizerShard:
             yield sub_group, pieces[cursor : cursor + count]
             cursor += count
 
-    def _arrivals(self, gradients: Sequence[GradientBuffer]) -> Iterator[Tensor]:
+    def _arrivals(self, gradients: Sequence[GradientBuffer]) -> Generator[Tensor]:
         """The slabs of all sub-groups in the order of the step; the next is under way while one is stepped."""
         states = self.states
         if states is None:
             return
         order = [sub_group for held in gradients for sub_group in self._sub_groups[id(held.buffer)]]
         ahead: Fetch | None = None
-        for index, sub_group in enumerate(order):
-            fetch = ahead or states.fetch(sub_group)
-            with self._waiting():
-                slab = fetch.wait()
-            ahead = states.fetch(order[index + 1]) if states.pipeline_read and index + 1 < len(order) else None
-            yield slab
+        try:
+            for index, sub_group in enumerate(order):
+                fetch, ahead = ahead or states.fetch(sub_group), None
+                with self._waiting():
+                    slab = fetch.wait()
+                if states.pipeline_read and index + 1 < len(order):
+                    ahead = states.fetch(order[index + 1])
+                yield slab
+        finally:
+            if ahead is not None:  # the step broke off
+                with suppress(OffloadError):
+                    states.tier.release(ahead.wait())
 
     @contextmanager
     def _waiting(self) -> Iterator[None]:
@@ -288,9 +295,8 @@ class OptimizerShard:
             return buffer.home.open()
         if not buffer.master_is_apart:
             return None
-        if buffer.master is not None and buffer.master.numel() == buffer.layout.numel:
-            return buffer.full
-        return buffer.shard
+        whole = buffer.master is not None and buffer.master.numel() == buffer.layout.numel
+        return buffer.full if whole and buffer.resident else buffer.shard
 
     @contextmanager
     def _target(self, piece: Piece, targets: Tensor | None) -> Iterator[Tensor | None]:
@@ -340,13 +346,13 @@ class OptimizerShard:
                         out.copy_(piece.master.detach().flatten())
 
     def is_away(self, buffer: FlatBuffer) -> bool:
-        """Whether a buffer's masters and states are in a tier, where only `copy` and `change` reach them."""
+        """Whether a buffer's masters and states are in a tier, where only `stored` and `change` reach them."""
         return id(buffer) in self._sub_groups
 
-    def copy(self, buffer: FlatBuffer, name: str | None, start: int, end: int) -> Tensor:
-        """See `StateTier.copy`; for a buffer that is away."""
+    def stored(self, buffer: FlatBuffer, name: str | None, start: int, end: int) -> TierElements:
+        """See `StateTier.stored`; for a buffer that is away."""
         assert self.states is not None, "nothing is away"
-        return self.states.copy(self._sub_groups[id(buffer)], name, start, end)
+        return self.states.stored(self._sub_groups[id(buffer)], name, start, end)
 
     def change(self, buffer: FlatBuffer, name: str | None, start: int, values: Tensor) -> None:
         """See `StateTier.change`; for a buffer that is away."""

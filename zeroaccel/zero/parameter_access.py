@@ -195,10 +195,10 @@ def _masters(place: Place) -> _Values:
     start, end = place.reach(_rank(place))
     optimizer = None if place.keeper.training is None else place.keeper.training.optimizer
     if optimizer is not None and optimizer.is_away(buffer):
-        away = optimizer.copy(buffer, None, start, end)
+        away = optimizer.stored(buffer, None, start, end).copy()
         return _Values((_Part(away, start, end, partial(optimizer.change, buffer, None)),), replicated=False)
     if buffer.home is not None:
-        return _Values((_Part(buffer.home.copy(start - low, end - low), start, end),), replicated=False)
+        return _Values((_Part(buffer.home.stored(start - low, end - low).copy(), start, end),), replicated=False)
     source, origin = buffer.shard, low
     if buffer.master is not None:
         source, origin = buffer.master, 0 if buffer.master.numel() == buffer.layout.numel else low
@@ -255,7 +255,7 @@ def _states(place: Place, key: str) -> _Values:
                     expected=f"one of {names}" if names else "a step before it: there is no state yet",
                 )
             if optimizer.is_away(place.buffer):
-                away = optimizer.copy(place.buffer, key, start, end)
+                away = optimizer.stored(place.buffer, key, start, end).copy()
                 parts.append(_Part(away, start, end, partial(optimizer.change, place.buffer, key)))
                 continue
             parts.append(_Part(value.detach().view(-1)[start - piece.start : end - piece.start], start, end))

@@ -11,22 +11,17 @@ import torch
 from torch import Tensor
 
 from zeroaccel.errors import OffloadError
-from zeroaccel.offload.tier import Fetch, Tier, TierRange
+from zeroaccel.offload.tier import Fetch, Tier, TierElements, TierRange
 
 __all__ = ["ShardHome"]
 
 
 class ShardHome:
-    """The shard under `key` of `tier`. Life of a use: `prefetch` if it is known early, `bring`, `release`.
+    """The shard under `key` of `tier`. Life of a use: `prefetch` if it is known early, `bring`, `release`."""
 
-    Args:
-        numel: S, elements of the shard.
-    """
-
-    def __init__(self, tier: Tier, key: str, numel: int, dtype: torch.dtype) -> None:
+    def __init__(self, tier: Tier, key: str, dtype: torch.dtype) -> None:
         self.tier = tier
         self.key = key
-        self._numel = numel
         self._dtype = dtype
         self._fetch: Fetch | None = None
         self._loan: Tensor | None = None
@@ -86,11 +81,7 @@ class ShardHome:
             loan, self._loan = self._loan, None
             self.tier.release(loan)
 
-    def copy(self, start: int, end: int) -> Tensor:
-        """(end - start,) a copy of elements of the shard."""
-        nbytes = self._dtype.itemsize
-        return self.tier.read(self.key, start * nbytes, (end - start) * nbytes).view(self._dtype)
-
-    def values(self) -> TierRange:
-        """The shard as it is in the tier, for a reader that takes it piece by piece."""
-        return TierRange(self.tier, self.key, 0, self._numel, self._dtype)
+    def stored(self, start: int, end: int) -> TierElements:
+        """Elements [start, end) of the shard as they are in the tier."""
+        held = TierRange(self.tier, self.key, start * self._dtype.itemsize, end - start, self._dtype)
+        return TierElements((held,), self._dtype)

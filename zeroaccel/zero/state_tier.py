@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroaccel.errors import UsageError
-from zeroaccel.offload.tier import Fetch, Tier, TierRange
+from zeroaccel.offload.tier import Fetch, Tier, TierElements, TierRange
 from zeroaccel.zero.trial import renew_state
 
 __all__ = ["StateTier", "SubGroup", "TieredPiece", "cut_sub_groups", "slab_nbytes"]
@@ -114,7 +115,7 @@ class StateTier:
     """The masters and states of one rank in a tier.
 
     1. `adopt` each sub-group's first master. 2. At every step, per sub-group: `fetch`, `attach`, the optimizer steps,
-    `detach`. 3. `master` and `state` are what a checkpoint reads.
+    `detach`. 3. A checkpoint reads what is `stored`.
 
     Args:
         tier: with one key per sub-group, of `slab_nbytes`.
@@ -187,6 +188,10 @@ class StateTier:
                     place.copy_(value)
         self.put_away(group, optimizer)
         group.has_states = bool(group.states) and any(optimizer.state.get(master) for master in group.masters)
+        self.store(group, slab)
+
+    def store(self, group: SubGroup, slab: Tensor) -> None:
+        """Sends a slab back as it is."""
         self.tier.store(group.key, slab, None if group.has_states else 4 * group.numel)
         if not self.pipeline_write:
             self.tier.settle()
@@ -202,40 +207,62 @@ class StateTier:
         """Returns when everything is stored; raises OffloadError if something could not be."""
         self.tier.settle()
 
-    def master(self, group: SubGroup) -> TierRange:
-        """A sub-group's master."""
-        return TierRange(self.tier, group.key, 0, group.numel, torch.float32)
+    def stored(self, groups: Sequence[SubGroup], name: str | None, start: int, end: int) -> TierElements:
+        """Elements [start, end) of a state, or of the master (None), as they are in the tier.
 
-    def state(self, group: SubGroup, name: str) -> TierRange:
-        """A state of all elements of a sub-group."""
-        return TierRange(self.tier, group.key, self._offset(group, name), group.numel, group.states[name])
+        Args:
+            groups: of one buffer; places count in its flat buffer.
+        """
+        dtype = torch.float32
+        ranges = []
+        for group, low, high in _overlaps(groups, start, end):
+            dtype = torch.float32 if name is None else group.states[name]
+            offset = (0 if name is None else self._offset(group, name)) + (low - group.start) * dtype.itemsize
+            ranges.append(TierRange(self.tier, group.key, offset, high - low, dtype))
+        return TierElements(tuple(ranges), dtype)
 
-    def views(self, group: SubGroup, slab: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """((L,) the master, name -> (L,) the state) in a slab."""
-        master = _part(slab, 0, group.numel, torch.float32)
-        return master, {name: self._place(group, slab, name, 0, group.numel) for name in group.states}
+    def replace_states(
+        self, group: SubGroup, optimizer: Optimizer, found: Mapping[nn.Parameter, dict[str, object]]
+    ) -> None:
+        """Gives a sub-group other states, one dictionary per master, or none.
 
-    def copy(self, groups: Sequence[SubGroup], name: str | None, start: int, end: int) -> Tensor:
-        """(end - start,) a copy of elements of a state, or of the master (None); places count in the flat buffer.
+        Raises:
+            UsageError: the optimizer does not keep such states.
+        """
+        slab = self.fetch(group).wait()
+        for master in group.masters:
+            optimizer.state.pop(master, None)
+            if found.get(master):
+                optimizer.state[master] = dict(found[master])
+        self.detach(group, slab, optimizer)
+
+    @contextmanager
+    def changing(self, group: SubGroup) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        """((L,) the master, name -> (L,) the state), stored as they are left; not if the block raises.
 
         Raises:
             OffloadError: they cannot be read back.
         """
-        found = []
-        for group, low, high in _overlaps(groups, start, end):
-            held = (self.master(group) if name is None else self.state(group, name)).part(low - group.start, high - low)
-            found += [chunk.view(held.dtype) for chunk in held.chunks(max(held.numel() * held.dtype.itemsize, 1))]
-        return torch.cat(found) if found else torch.empty(0)
+        slab = self.fetch(group).wait()
+        try:
+            places = {name: self._place(group, slab, name, 0, group.numel) for name in group.states}
+            yield _part(slab, 0, group.numel, torch.float32), places
+        except BaseException:
+            self.tier.release(slab)
+            raise
+        self.store(group, slab)
 
     def change(self, groups: Sequence[SubGroup], name: str | None, start: int, values: Tensor) -> None:
-        """Replaces elements from `start` on, and returns when they are stored. Errors as of `copy`."""
+        """Replaces elements of a state, or of the master (None), from `start` on; returns when they are stored.
+
+        Raises:
+            OffloadError: they cannot be read back or stored.
+        """
         for group, low, high in _overlaps(groups, start, start + values.numel()):
-            slab = self.fetch(group).wait()
-            master, states = self.views(group, slab)
-            target = master if name is None else states[name]
-            target[low - group.start : high - group.start].copy_(values[low - start : high - start])
-            self.tier.store(group.key, slab, None if group.has_states else 4 * group.numel)
-            self.tier.settle()
+            with self.changing(group) as (master, states):
+                target = master if name is None else states[name]
+                target[low - group.start : high - group.start].copy_(values[low - start : high - start])
+        self.tier.settle()
 
     def _offset(self, group: SubGroup, name: str) -> int:
         offset = 4 * group.numel

@@ -132,7 +132,7 @@ class TierSet:
         tier = self._away.get(plan.key)
         places = Places(replicated=replicated)
         if isinstance(tier, NvmeTier):
-            places = replace(places, home=ShardHome(tier, plan.key, plan.layout.shard_numel, plan.dtype))
+            places = replace(places, home=ShardHome(tier, plan.key, plan.dtype))
         elif tier is not None:
             places = replace(places, shard=tier.take(plan.key).view(plan.dtype))
         if not plan.trainable:
