@@ -167,7 +167,7 @@ def initialize(
             memory_breakdown=settings.memory_breakdown,
             monitors=monitors,
         ),
-        config=settings.raw,
+        config=settings.resolved,
         checkpoint=CheckpointSettings(
             background=settings.checkpoint.async_save,
             staging_nbytes=settings.checkpoint.staging_nbytes,

@@ -19,7 +19,7 @@ from zeroaccel.config.document import given_paths, read_document
 from zeroaccel.config.facts import Facts
 from zeroaccel.config.origin import Origin, Path, dotted
 from zeroaccel.config.problems import Problem, from_pydantic, report
-from zeroaccel.config.resolve import Filled, after, fill
+from zeroaccel.config.resolve import Filled, after, as_written, fill, spelled
 from zeroaccel.config.schema import Config
 from zeroaccel.config.support import moot_notes, refusals
 from zeroaccel.logs import log_once
@@ -68,6 +68,11 @@ def load_config(
         written=written,
         unresolved=tuple(dotted(path) for path in canonical.unresolved if path not in filled.sources),
         notes=(*canonical.notes, *filled.notes, *moot_notes(canonical.written)),
+        resolved=as_written(filled.tree, (), canonical.written),
+        resolved_sources={
+            dotted(spelled(path, canonical.written)): places.get(place, document.name)
+            for path, place in written.items()
+        },
     )
     config, invalid = _validated(filled.tree, origin)
     wrong_values = {problem.path for problem in invalid}

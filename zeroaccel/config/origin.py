@@ -32,6 +32,8 @@ class Origin:
         written: path in the schema's names -> path as written, of every key that was given.
         unresolved: dotted paths, in the schema's names, whose value is "auto".
         notes: one line for each key that is accepted without being followed to the letter.
+        resolved: the tree in the spelling that was written, every "auto" filled, or absent where it takes its default.
+        resolved_sources: dotted path in `resolved` -> where the value came from, or the formula that filled it.
     """
 
     name: str = field(default="config", compare=False)
@@ -40,6 +42,8 @@ class Origin:
     written: Mapping[Path, Path] = field(default_factory=dict, compare=False)
     unresolved: tuple[str, ...] = field(default=(), compare=False)
     notes: tuple[str, ...] = field(default=(), compare=False)
+    resolved: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    resolved_sources: Mapping[str, str] = field(default_factory=dict, compare=False)
 
     def spelling(self, path: Path) -> Path:
         """The path in the spelling that was written, as far as it was written."""

@@ -19,7 +19,7 @@ from zeroaccel.config.problems import Problem, report
 from zeroaccel.config.schema import Config
 from zeroaccel.config.section import ConfigSection, nested_section, spellings
 
-__all__ = ["Filled", "Resolved", "after", "fill", "resolve"]
+__all__ = ["Filled", "Resolved", "after", "as_written", "fill", "resolve", "spelled"]
 
 _OPTIONAL = ("optimizer", "scheduler")
 """Sections that facts complete but never create: whether there is one decides who makes the object."""
@@ -84,8 +84,8 @@ def resolve(tree: Mapping[str, Any], facts: Facts, *, sources: Mapping[str, str]
     for path, how in filled.sources.items():
         told[path] = after(told.get(path), how)
     return Resolved(
-        _as_written(filled.tree, (), written),
-        {dotted(_spelled(path, written)): source for path, source in told.items()},
+        as_written(filled.tree, (), written),
+        {dotted(spelled(path, written)): source for path, source in told.items()},
     )
 
 
@@ -191,16 +191,17 @@ def _default(path: Path) -> Any:
 # -- back to the spelling in which it was written
 
 
-def _as_written(tree: Mapping[str, Any], path: Path, written: Mapping[Path, Path]) -> dict[str, Any]:
+def as_written(tree: Mapping[str, Any], path: Path, written: Mapping[Path, Path]) -> dict[str, Any]:
+    """A tree in the schema's names (the part of it at `path`) as a plain dict in the spelling that was written."""
     return {
-        str(_spelled((*path, name), written)[-1]): (
-            _as_written(value, (*path, name), written) if isinstance(value, dict) else value
+        str(spelled((*path, name), written)[-1]): (
+            as_written(value, (*path, name), written) if isinstance(value, dict) else value
         )
         for name, value in tree.items()
     }
 
 
-def _spelled(path: Path, written: Mapping[Path, Path]) -> Path:
+def spelled(path: Path, written: Mapping[Path, Path]) -> Path:
     """The path with every key under the name it was written with, unless that is an older form."""
     section: type[ConfigSection] | None = Config
     spelled: list[str | int] = []

@@ -279,6 +279,19 @@ class Config(ConfigSection):
         return self._origin.raw
 
     @property
+    def resolved(self) -> Mapping[str, Any]:
+        """The plain tree in which every "auto" is filled, in the spelling it was written in.
+
+        An "auto" that takes a default which cannot be written down is absent.
+        """
+        return self._origin.resolved
+
+    @property
+    def resolved_sources(self) -> Mapping[str, str]:
+        """Dotted path in `resolved` -> where the value came from, or the formula that filled it."""
+        return self._origin.resolved_sources
+
+    @property
     def sources(self) -> Mapping[str, str]:
         """Dotted path -> where its value was given ("ds_config.json:3:5"); keys that were not given are absent."""
         return self._origin.sources()
