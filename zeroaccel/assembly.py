@@ -63,7 +63,7 @@ __all__ = ["initialize"]
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
-ConfigSource = Mapping[str, Any] | str | os.PathLike[str]
+ConfigSource = Mapping[str, Any] | str | os.PathLike[str] | Config
 OptimizerSource = Optimizer | Callable[[list[nn.Parameter]], Optimizer]
 SchedulerSource = Any
 
@@ -79,6 +79,7 @@ def initialize(
     collate_fn: Callable[..., Any] | None = None,
     collectives: Collectives | None = None,
     engine_type: type[CheckpointingEngine] = CheckpointingEngine,
+    cast_inputs: bool = False,
 ) -> tuple[CheckpointingEngine, Any, DataLoader[Any] | None, Any]:
     """Makes an engine. (all ranks, with the same arguments)
 
@@ -92,6 +93,8 @@ def initialize(
         config: DeepSpeed-format JSON as a dict, path or text. "auto" bucket sizes follow from the model's hidden size.
         collate_fn: for the loader of `training_data`.
         collectives: how ranks talk; a `RecordingCollectives` counts the traffic.
+        cast_inputs: cast floating inputs of forward to the precision; without it that happens under fp16 with
+            `auto_cast` only.
         engine_type: the class of the engine, for faces that add calls to it.
 
     Returns:
@@ -117,7 +120,7 @@ def initialize(
         names = {id(param): fqn for fqn, param in model.named_parameters()}
         groups = group_index(built, names) if built is not None else {}
         specs = _unit_specs(model, settings, plan)
-        engine_settings = _engine_settings(settings, plan, batch, collectives.world_size)
+        engine_settings = _engine_settings(settings, plan, batch, collectives.world_size, cast_inputs=cast_inputs)
         scheduler = _scheduler(lr_scheduler, settings, built)
         monitors = build_monitors(settings, collectives.rank)
     residences = tier_plan(settings)
@@ -132,6 +135,7 @@ def initialize(
         tiers = TierSet(rules, list(chain(*plans)), built, collectives.rank, topology.device)
     units = build_units(specs, plans, units_placement, collectives, tiers)
     unused = [param for param in model.parameters() if param.requires_grad and id(param) not in groups]
+    # Gradients that only pass through a model for inference, on their way to another, would pile up in it.
     with _agreed(collectives, "initialize: optimizer"):
         shard = None
         if built is not None:
@@ -157,7 +161,7 @@ def initialize(
         optimizer=shard,
         lr_scheduler=scheduler,
         loss_scale=_loss_scale(settings),
-        discarded=unused if built is not None else (),
+        discarded=unused,
         tiers=tiers,
         report=StepReport(
             device=topology.device,
@@ -277,11 +281,14 @@ def _placement(
     return Placement(_DTYPES[settings.precision], frozenset(fp32), device, plan, groups, offloads_params)
 
 
-def _engine_settings(settings: Config, plan: ShardPlan, batch: BatchSizes, world_size: int) -> EngineSettings:
+def _engine_settings(
+    settings: Config, plan: ShardPlan, batch: BatchSizes, world_size: int, *, cast_inputs: bool
+) -> EngineSettings:
     zero = settings.zero_optimization
     predivide = float(world_size) if settings.prescale_gradients else settings.gradient_predivide_factor
     mean = settings.gradient_allreduce_op == "mean"
     accumulation = settings.data_types.grad_accum_dtype
+    casts = (settings.fp16.enabled and settings.fp16.auto_cast) or (cast_inputs and settings.precision != "fp32")
     return EngineSettings(
         plan=plan,
         micro_batch_size=batch.micro,
@@ -291,7 +298,7 @@ def _engine_settings(settings: Config, plan: ShardPlan, batch: BatchSizes, world
         compute_norm=zero.compute_grad_norm,
         skip_overflow=settings.fp16.enabled or (settings.bf16.enabled and settings.bf16.check_grad_overflow),
         loss_scaled=settings.fp16.enabled,
-        autocast_dtype=torch.float16 if settings.fp16.enabled and settings.fp16.auto_cast else None,
+        autocast_dtype=_DTYPES[settings.precision] if casts else None,
         gather_numel=zero.allgather_bucket_size,
         limits=Limits(zero.prefetch_bucket_size, zero.max_live_parameters, zero.max_reuse_distance),
         rules=ReduceRules(

@@ -1,4 +1,4 @@
-"""What the launcher said about training, read from this process's environment: the only place of the faces that looks."""
+"""What the launcher said about training, read from this process's environment: no other face looks."""
 
 from __future__ import annotations
 

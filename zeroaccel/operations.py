@@ -9,7 +9,7 @@ Letters: W = world size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import Topology, init_process_group
 from zeroaccel.errors import UsageError
+from zeroaccel.nested import map_tensors, to_device
 
 __all__ = [
     "broadcast",
@@ -26,7 +27,6 @@ __all__ = [
     "concatenate",
     "gather",
     "gather_object",
-    "map_tensors",
     "pad_across_processes",
     "reduce",
     "send_to_device",
@@ -44,52 +44,28 @@ def collectives_of_process() -> Collectives:
     return _cached[1]
 
 
-def map_tensors(function: Callable[[Tensor], Any], data: Any, *, call: str = "", strict: bool = False) -> Any:
-    """`data` with `function` applied to every tensor in it; containers keep their types.
-
-    Args:
-        call: who asks, for the message.
-        strict: anything that is neither a container nor a tensor is an error; otherwise it is handed on as it is.
-
-    Raises:
-        UsageError: strict, and there is such a thing.
-    """
-    return _mapped(function, data, "", call, strict)
+def send_to_device(data: Any, device: torch.device | str, *, non_blocking: bool = False) -> Any:
+    """`data` with every tensor on `device`; objects with a `to` of their own, as batches of tokens, use that."""
+    return to_device(data, device, non_blocking=non_blocking)
 
 
-def _mapped(function: Callable[[Tensor], Any], data: Any, path: str, call: str, strict: bool) -> Any:
+def _require_tensors(data: Any, call: str, path: str = "") -> Iterator[Tensor]:
+    """The tensors in `data`; anything else in it is an error, as it would silently stay this rank's own."""
     if isinstance(data, Tensor):
-        return function(data)
-    if isinstance(data, Mapping):
-        items = {key: _mapped(function, item, f"{path}[{key!r}]", call, strict) for key, item in data.items()}
-        return _rebuilt_mapping(data, items)
-    if isinstance(data, (tuple, list)):
-        parts = [_mapped(function, item, f"{path}[{index}]", call, strict) for index, item in enumerate(data)]
-        return type(data)(*parts) if hasattr(data, "_fields") else type(data)(parts)  # named tuples take arguments
-    if strict:
+        yield data
+    elif isinstance(data, Mapping):
+        for key, item in data.items():
+            yield from _require_tensors(item, call, f"{path}[{key!r}]")
+    elif isinstance(data, (tuple, list)):
+        for index, item in enumerate(data):
+            yield from _require_tensors(item, call, f"{path}[{index}]")
+    else:
         raise UsageError(
             f"{call}: the value at {path or 'the top'}",
             expected="tensors, or tuples, lists and mappings of them",
             got=type(data).__name__,
-            fix="gather other objects with gather_object, or gather_for_metrics(use_gather_object=True)",
+            fix="gather other objects with gather_object",
         )
-    return data
-
-
-def _rebuilt_mapping(data: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    if type(data) is dict:
-        return items
-    try:
-        return type(data)(items)  # type: ignore[call-arg]  # e.g. BatchEncoding, whose constructor takes the data
-    except TypeError:
-        return type(data)(**items)  # dataclass-like outputs of models
-
-
-def send_to_device(data: Any, device: torch.device | str, *, non_blocking: bool = False) -> Any:
-    """`data` with every tensor on `device`; objects with a `to` of their own, as batches of tokens, use that."""
-    if not isinstance(data, (Tensor, tuple, list, dict)) and callable(getattr(data, "to", None)):
-        return data.to(device)
-    return map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking), data)
 
 
 def gather(data: Any) -> Any:
@@ -104,7 +80,7 @@ def gather(data: Any) -> Any:
         rows = _rows(tensor, "gather")
         return rows if tensor.dim() == 0 else rows.flatten(0, 1)
 
-    return map_tensors(of_all, data, call="gather", strict=True)
+    return map_tensors(of_all, data)
 
 
 def reduce(data: Any, reduction: Literal["mean", "sum", "none"] = "mean", scale: float = 1.0) -> Any:
@@ -129,7 +105,7 @@ def reduce(data: Any, reduction: Literal["mean", "sum", "none"] = "mean", scale:
         total = total / collectives_of_process().world_size if reduction == "mean" else total
         return total * scale if scale != 1.0 else total
 
-    return map_tensors(of_all, data, call="reduce", strict=True)
+    return map_tensors(of_all, data)
 
 
 def broadcast(data: Any, from_process: int = 0) -> Any:
@@ -142,7 +118,7 @@ def broadcast(data: Any, from_process: int = 0) -> Any:
         collectives_of_process().broadcast(flat.view(torch.uint8) if flat.numel() else flat, from_process, "broadcast")
         return flat.view(tensor.shape)
 
-    return map_tensors(of_one, data, call="broadcast", strict=True)
+    return map_tensors(of_one, data)
 
 
 def broadcast_object_list(objects: list[Any], from_process: int = 0) -> list[Any]:
@@ -171,11 +147,11 @@ def pad_across_processes(data: Any, dim: int = 0, pad_index: float = 0, pad_firs
         pad_index: the value of the padding.
         pad_first: padding goes before the data rather than behind it.
     """
-    found: list[Tensor] = []
-    map_tensors(found.append, data, call="pad_across_processes", strict=True)
+    found = _require_tensors(data, "pad_across_processes")
     sizes = [tensor.shape[dim] if -tensor.dim() <= dim < tensor.dim() else None for tensor in found]
     everyone = collectives_of_process().gather_objects(sizes, "pad_across_processes")
-    _require(len({len(theirs) for theirs in everyone}) == 1, "pad_across_processes", list(map(len, everyone)), "tensors")
+    counts = [len(theirs) for theirs in everyone]
+    _require(len(set(counts)) == 1, "pad_across_processes", counts, "number of tensors")
     widest = [None if None in column else max(column) for column in zip(*everyone, strict=True)]
     wanted = iter(widest)
 
@@ -195,15 +171,9 @@ def pad_across_processes(data: Any, dim: int = 0, pad_index: float = 0, pad_firs
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
     """One nested structure from several of the same form, their tensors strung together along `dim`."""
-    first = data[0]
-    if isinstance(first, Mapping):
-        return _rebuilt_mapping(first, {key: concatenate([item[key] for item in data], dim) for key in first})
-    if isinstance(first, (tuple, list)):
-        parts = [concatenate([item[index] for item in data], dim) for index in range(len(first))]
-        return type(first)(*parts) if hasattr(first, "_fields") else type(first)(parts)
-    if not isinstance(first, Tensor):
-        raise UsageError("concatenate", expected="tensors, or tuples, lists and mappings of them", got=first)
-    return torch.cat(list(data), dim=dim)
+    columns = zip(*(_require_tensors(item, "concatenate") for item in data), strict=True)
+    joined = iter([torch.cat(column, dim=dim) for column in columns])
+    return map_tensors(lambda _: next(joined), data[0])
 
 
 def _rows(tensor: Tensor, call: str) -> Tensor:
@@ -223,7 +193,7 @@ def _require_alike(data: Any, call: str, fix: str = "") -> None:
     held: list[str] = []
     error: UsageError | None = None
     try:
-        map_tensors(lambda t: held.append(f"{tuple(t.shape)} {t.dtype}"), data, call=call, strict=True)
+        held = [f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in _require_tensors(data, call)]
     except UsageError as raised:
         error = raised
     everyone = collectives_of_process().gather_objects(str(error) if error else held, f"{call}: shapes")

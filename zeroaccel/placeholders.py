@@ -53,9 +53,7 @@ class DummyOptim:
 
     def parameters(self) -> list[nn.Parameter]:
         """Every parameter of every group."""
-        return [
-            param for item in self.params for param in (item["params"] if isinstance(item, dict) else [item])
-        ]
+        return [param for item in self.params for param in (item["params"] if isinstance(item, dict) else [item])]
 
     def facts(self) -> Facts:
         """What fills "auto"; a value that somebody wrote is binding."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 from zeroaccel.config import Fact, Facts
@@ -39,6 +38,7 @@ _FACTS: Mapping[str, tuple[str, Any]] = {
     "zero3_save_16bit_model": ("save_16bit_weights", False),
     "train_micro_batch_size_per_gpu": ("micro_batch_size", None),
 }
+_KEYS = {fact: name for name, (fact, _) in _FACTS.items()} | {"precision": "mixed_precision"}  # as people call them
 _PLACES = {
     "zero_stage": "zero_optimization.stage",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -237,12 +237,15 @@ class ZeroPlugin:
         self.selected = selected
 
     def _read(
-        self, given: Mapping[str, Any] | str | os.PathLike[str] | None, settings: LaunchedSettings, sources: Mapping[str, str]
+        self,
+        given: Mapping[str, Any] | str | os.PathLike[str] | None,
+        settings: LaunchedSettings,
+        sources: Mapping[str, str],
     ) -> None:
         source = given if given is not None else settings.deepspeed_config_file
         if source is None:
             self._name = "ZeroPlugin"
-            auto = {name: "auto" for name in ("stage", "stage3_gather_16bit_weights_on_model_save")}
+            auto = dict.fromkeys(("stage", "stage3_gather_16bit_weights_on_model_save"), "auto")
             self.deepspeed_config = {
                 **dict.fromkeys(_BATCH_KEYS, "auto"),
                 "zero_optimization": {
@@ -271,9 +274,7 @@ class ZeroPlugin:
         self.deepspeed_config = document.tree
         self._places = {dotted(path): place for path, place in document.places.items()}
 
-    def _leaf_classes(
-        self, given: str | None, settings: LaunchedSettings, sources: Mapping[str, str]
-    ) -> None:
+    def _leaf_classes(self, given: str | None, settings: LaunchedSettings, sources: Mapping[str, str]) -> None:
         said = given if given is not None else settings.deepspeed_moe_layer_cls_names
         if not said:
             return
@@ -301,35 +302,37 @@ class ZeroPlugin:
 
 
 def gather_facts(*several: Facts) -> Facts:
-    """One set of facts from several; a binding one comes before one that only fills, and then the earlier before the later.
+    """One set of facts from several: a binding one comes before one that only fills, else the earlier before the later.
 
     Raises:
         ConfigError: two binding ones differ; both places are named.
     """
-    merged = Facts()
+    merged: dict[str, Any] = dict(vars(Facts()))
     for facts in several:
         for name, fact in vars(facts).items():
-            held = getattr(merged, name)
+            held = merged[name]
             if isinstance(fact, bool):
-                merged = replace(merged, **{name: held or fact})
+                merged[name] = held or fact
             elif fact is not None and (held is None or (fact.binding and not held.binding)):
-                merged = replace(merged, **{name: fact})
+                merged[name] = fact
             elif fact is not None and held.binding and fact.binding and held.value != fact.value:
                 raise ConfigError(
-                    f"{name}: {shown(held.value)} from {held.source}, but {shown(fact.value)} from {fact.source}",
+                    f"{_KEYS.get(name, name)}: {shown(held.value)} from {held.source}, but {shown(fact.value)} from {fact.source}",
                     fix=f"write {shown(held.value)} in both places, or leave one of them out",
                 )
-    return merged
+    return Facts(**merged)
 
 
 def _merged(given: Mapping[str, Any], settings: LaunchedSettings, sources: Mapping[str, str]) -> Facts:
-    code = {_FACTS[name][0]: Fact(value, f"ZeroPlugin({name}={value!r})") for name, value in given.items()}
-    said = {
+    code: dict[str, Any] = {
+        _FACTS[name][0]: Fact(value, f"ZeroPlugin({name}={value!r})") for name, value in given.items()
+    }
+    said: dict[str, Any] = {
         _FACTS[name][0]: Fact(getattr(settings, name), sources[name], sources[name] != "default")
         for name in _FACTS
         if getattr(settings, name, None) is not None
     }
-    default = {
+    default: dict[str, Any] = {
         fact: Fact(value, "default", False) for fact, value in _FACTS.values() if value is not None
     }
     return gather_facts(Facts(**code), Facts(**said), Facts(**default))

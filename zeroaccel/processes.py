@@ -175,8 +175,8 @@ class ProcessControl:
             last = part[-1:] if len(part) else inputs[-1:]
             return torch.cat([part, last]) if missing else part
         if isinstance(inputs, (list, tuple)):
-            part = inputs[start:end]
-            return part + (part[-1:] or inputs[-1:]) if missing else part
+            taken: Any = inputs[start:end]
+            return taken + (taken[-1:] or inputs[-1:]) if missing else taken
         positions = [*range(start, end), *([end - 1 if end > start else len(inputs) - 1] * missing)]
         select = getattr(inputs, "select", None)  # a dataset of Hugging Face's keeps its kind
         return select(positions) if callable(select) else [inputs[position] for position in positions]

@@ -1,4 +1,4 @@
-"""What an `Accelerator` knows: about the process, about accumulation, and about its settings, each value with its source.
+"""What an `Accelerator` knows: of the process, of accumulation, and of its settings, each value with its source.
 
 `PartialState` is the process's place in the job, `GradientState` where training stands between two updates, and
 `AcceleratorState` both with the plugins and the resolved configs; printing that one shows everything. They are

@@ -394,7 +394,7 @@ class CheckpointingEngine(Engine):
             lr_scheduler=None
             if scheduler is None or not hasattr(scheduler, "state_dict")
             else {"type": type(scheduler).__name__, "state": scheduler.state_dict()},
-            config=self.config,
+            config=self.zero_config,
             sharded=asdict(self.settings.plan),
             random_state=random_state(self._device()) if self._checkpoint_settings.random_state else None,
         )

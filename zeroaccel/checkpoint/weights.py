@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,15 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import CheckpointError
 from zeroaccel.zero.unit import FlatBuffer, ParamUnit, ShardState
 
-__all__ = ["consolidated_state_dict", "save_weights"]
+__all__ = [
+    "PickledWeights",
+    "StreamedWeights",
+    "announced",
+    "consolidated_state_dict",
+    "save_weights",
+    "streamed",
+    "under_all_names",
+]
 
 _PICKLES = (".bin", ".pt", ".pth")
 
@@ -45,15 +53,18 @@ def save_weights(path: Path, holdings: Holdings, collectives: Collectives, *, ex
             raise CheckpointError(f"{path}", expected="a name ending in .safetensors, .bin, .pt or .pth")
         if writes:
             path.parent.mkdir(parents=True, exist_ok=True)
-    sink: _Pickle | _Safetensors | None = None
+    sink: PickledWeights | StreamedWeights | None = None
     error: Exception | None = None
     try:
         if writes:
-            kind = _Safetensors if path.suffix == ".safetensors" else _Pickle
-            sink = kind(path, holdings, exclude_frozen=exclude_frozen)
+            if path.suffix == ".safetensors":
+                tensors = list(announced(holdings, exclude_frozen=exclude_frozen))
+                sink = StreamedWeights(path, tensors, ties_of(holdings.model))
+            else:
+                sink = PickledWeights(path, holdings.model)
     except Exception as raised:
         error = raised
-    for key, value in _weights(holdings, exclude_frozen=exclude_frozen):
+    for key, value in streamed(holdings, exclude_frozen=exclude_frozen):
         try:
             if sink is not None and error is None:
                 sink.add(key, value)
@@ -80,20 +91,20 @@ def consolidated_state_dict(holdings: Holdings, *, exclude_frozen: bool) -> dict
         the others, which take part in gathering one unit at a time.
     """
     found: dict[str, Tensor] = {}
-    for name, value in _weights(holdings, exclude_frozen=exclude_frozen):
+    for name, value in streamed(holdings, exclude_frozen=exclude_frozen):
         if holdings.rank == 0:
             found[name] = value.to("cpu", copy=True)
-    return _under_all_names(found, holdings.model) if holdings.rank == 0 else None
+    return under_all_names(found, holdings.model) if holdings.rank == 0 else None
 
 
-def _under_all_names(found: dict[str, Tensor], model: torch.nn.Module) -> dict[str, Tensor]:
+def under_all_names(found: dict[str, Tensor], model: torch.nn.Module) -> dict[str, Tensor]:
     """The same tensors under every name that a state dict of the model has for them, in its order."""
     ties = {alias: name for alias, name in ties_of(model).items() if name in found}
     named = {**found, **{alias: found[name] for alias, name in ties.items()}}
     return {name: named[name] for name in _state_dict_names(model) if name in named}
 
 
-def _weights(holdings: Holdings, *, exclude_frozen: bool) -> Iterator[tuple[str, Tensor]]:
+def streamed(holdings: Holdings, *, exclude_frozen: bool) -> Iterator[tuple[str, Tensor]]:
     """(name, value) in descending order of item size, each unit whole only while its own are handed out. (all ranks)"""
     for itemsize in (8, 4, 2, 1):
         for unit in holdings.units:
@@ -119,8 +130,8 @@ def _whole(unit: ParamUnit) -> bool:
     return sharded
 
 
-def _shapes(holdings: Holdings, *, exclude_frozen: bool) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
-    """What `_weights` will hand out, without gathering."""
+def announced(holdings: Holdings, *, exclude_frozen: bool) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
+    """What `streamed` will hand out, in its order, without gathering: name, dtype, shape."""
     buffers: list[FlatBuffer] = list(holdings.buffers())
     for itemsize in (8, 4, 2, 1):
         for buffer in buffers:
@@ -133,14 +144,21 @@ def _shapes(holdings: Holdings, *, exclude_frozen: bool) -> Iterator[tuple[str, 
                 yield name, value.dtype, tuple(value.shape)
 
 
-class _Safetensors:
-    """Streams: the header is known before the first unit is gathered."""
+class StreamedWeights:
+    """A safetensors file that is written as tensors come, in the order they were announced.
 
-    def __init__(self, path: Path, holdings: Holdings, *, exclude_frozen: bool) -> None:
+    Args:
+        tensors: (name, dtype, shape) of each.
+        ties: alias -> name of the same tensor; kept as metadata.
+    """
+
+    def __init__(
+        self, path: Path, tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], ties: Mapping[str, str]
+    ) -> None:
         self._path, self._temporary = path, path.with_name(path.name + TEMPORARY_SUFFIX)
-        header: dict[str, Any] = {"__metadata__": {"format": "pt", **ties_of(holdings.model)}}
+        header: dict[str, Any] = {"__metadata__": {"format": "pt", **ties}}
         cursor = 0
-        for name, dtype, shape in _shapes(holdings, exclude_frozen=exclude_frozen):
+        for name, dtype, shape in tensors:
             end = cursor + torch.Size(shape).numel() * dtype.itemsize
             header[name] = {"dtype": dtype_name(dtype), "shape": list(shape), "data_offsets": [cursor, end]}
             cursor = end
@@ -151,6 +169,7 @@ class _Safetensors:
         write_all(self._handle, memoryview(len(text).to_bytes(8, "little") + text))
 
     def add(self, name: str, value: Tensor) -> None:
+        """Takes the next tensor."""
         # By way of a chunk of our own: a storage that numpy has seen can never be freed by resizing again.
         data = value.contiguous().view(-1).view(torch.uint8)
         for part in data.split(CHUNK_NBYTES) if data.numel() else ():
@@ -158,31 +177,36 @@ class _Safetensors:
             write_all(self._handle, self._chunk[: part.numel()].numpy().data)
 
     def finish(self) -> None:
+        """Brings the file to disk under its name."""
         publish(self._handle, self._temporary, self._path)
 
     def close(self) -> None:
+        """Leaves nothing half-written behind."""
         os.close(self._handle)
         self._temporary.unlink(missing_ok=True)
 
 
-class _Pickle:
+class PickledWeights:
     """Collects copies in host memory and writes them at the end, by `torch.save`."""
 
-    def __init__(self, path: Path, holdings: Holdings, *, exclude_frozen: bool) -> None:
+    def __init__(self, path: Path, model: torch.nn.Module) -> None:
         self._path, self._temporary = path, path.with_name(path.name + TEMPORARY_SUFFIX)
-        self._model = holdings.model
+        self._model = model
         self._found: dict[str, Tensor] = {}
 
     def add(self, name: str, value: Tensor) -> None:
+        """Takes a tensor."""
         self._found[name] = value.to("cpu", copy=True)
 
     def finish(self) -> None:
+        """Brings the file to disk under its name."""
         with open(self._temporary, "wb") as file:
-            torch.save(_under_all_names(self._found, self._model), file)
+            torch.save(under_all_names(self._found, self._model), file)
             file.flush()
             publish(file.fileno(), self._temporary, self._path)
 
     def close(self) -> None:
+        """Leaves nothing half-written behind."""
         self._temporary.unlink(missing_ok=True)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,8 +22,9 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.config.plan import ShardPlan
 from zeroaccel.errors import CollectiveError, EngineStateError, OffloadError, UsageError
 from zeroaccel.zero.clip import GradientHealth, clip_factor, examine
+from zeroaccel.zero.faces import FaceCheck
 from zeroaccel.zero.gathered import gathered, iter_named_full_params
-from zeroaccel.zero.hooks import Hooks
+from zeroaccel.zero.hooks import Hooks, LoadHooks
 from zeroaccel.zero.keeper import Keeper, Training
 from zeroaccel.zero.optimizer_shard import OptimizerShard
 from zeroaccel.zero.precision import LossScale
@@ -86,6 +87,8 @@ class Engine(nn.Module):
         skipped_steps: steps skipped because gradients were not finite.
         micro_steps: `step()` calls.
         global_samples: samples seen by all ranks.
+        zero_config: the resolved config it was made from, as a plain dict; `config` is the same.
+        divides_direct: a plain `loss.backward()` is divided by the accumulation steps, as `engine.backward` is.
     """
 
     def __init__(
@@ -106,7 +109,7 @@ class Engine(nn.Module):
         super().__init__()
         self.module = model
         self.settings = settings
-        self.config = dict(config or {})
+        self.zero_config = self.config = dict(config or {})
         self.lr_scheduler = lr_scheduler
         self.loss_scale = loss_scale or LossScale()
         self.units = tuple(units)
@@ -133,11 +136,16 @@ class Engine(nn.Module):
             training=Training(optimizer, self._reducer, lambda: self.loss_scale),
         )
         self.keeper.add(units)
+        self._faces = FaceCheck(units, trained=optimizer is not None)
+        self.divides_direct = True
+        self._load_hooks = LoadHooks(model, units)
         self._boundary: bool | None = None
         self._syncing = True
-        self._in_backward = self._direct = False
+        self._in_backward = self._direct = self._collecting = False
         self._backwards = 0
         self._norm: float | None = None
+        self._health: GradientHealth | None = None
+        self._asked_factor = 1.0
         self._applied = False
         self._destroyed = False
         self._broken: str | None = None
@@ -147,6 +155,7 @@ class Engine(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; sharded parameters are gathered as their modules run."""
         self._check_usable()
+        self._faces.check_storage()
         self._report.begin("forward")
         self._note("forward" if torch.is_grad_enabled() else "eval")
         dtype = self.settings.autocast_dtype
@@ -172,6 +181,7 @@ class Engine(nn.Module):
             EngineStateError: the engine has no optimizer.
         """
         self._check_loss(loss)
+        self._require_optimizer("backward")
         factor = self.loss_scale.value / (self.settings.accumulation if scale_wrt_gas else 1)
         self._report.begin("backward")
         self._begin_backward(direct=False)
@@ -199,8 +209,7 @@ class Engine(nn.Module):
         if not self._syncing:
             raise EngineStateError("engine.step()", expected="to be outside engine.no_sync()")
         boundary = self.is_gradient_accumulation_boundary()
-        self.micro_steps += 1
-        self.global_samples += self.settings.micro_batch_size * self.collectives.world_size
+        self.count_micro_step()
         self._applied = False
         self._backwards = 0
         if boundary:
@@ -209,39 +218,93 @@ class Engine(nn.Module):
             self._report.end("step")
             self._report.step(self)
 
+    def count_micro_step(self) -> None:
+        """What `step()` does where nothing is updated, for loops that call it only where something is."""
+        self.micro_steps += 1
+        self.global_samples += self.settings.micro_batch_size * self.collectives.world_size
+
     def _update(self, shard: OptimizerShard) -> None:
-        self._note("step")
-        self._residency.end_step()
-        self._reducer.finish()
-        health = self._examine()
+        health = self._finish_gradients(norm=self.settings.compute_norm or self.settings.clipping > 0)
         scale = self.loss_scale.value
-        self._norm = None if not self._wants_norm else health.norm / scale if health.finite else math.inf
+        self._norm = None if math.isnan(health.norm) and health.finite else self._unscaled(health)
         overflow = self.settings.skip_overflow and not health.finite
         try:
             if overflow:
                 self.skipped_steps += 1
             else:
                 clip = 1.0 if self._norm is None else clip_factor(self._norm, self.settings.clipping)
-                self._replace_weights(shard, clip / scale)
+                self._replace_weights(shard, min(clip, self._asked_factor) / scale)
                 self._applied = True
         finally:
-            self._reducer.clear()
+            self._drop_gradients()
             self.global_steps += 1
         self.loss_scale.update(overflow=overflow)
         if self._applied and self.lr_scheduler is not None:
             self.lr_scheduler.step()
 
-    def _examine(self) -> GradientHealth:
-        shards = [held.shard for held in self._reducer.gradients if held.shard is not None]
-        digest = self.collectives.journal.digest()
-        health = examine(shards, self.collectives, digest=digest, norm=self._wants_norm)
-        if not health.agreed:
+    def _finish_gradients(self, *, norm: bool) -> GradientHealth:
+        """Completes the reductions of this step and looks at what came of them, once. (all ranks)"""
+        if self._health is None:
+            self._note("step")
+            self._residency.end_step()
+            self._reducer.finish()
+            shards = [held.shard for held in self._reducer.gradients if held.shard is not None]
+            digest = self.collectives.journal.digest()
+            self._health = examine(shards, self.collectives, digest=digest, norm=norm)
+        if not self._health.agreed:
             raise CollectiveError(disagreement_report(self.collectives))
-        return health
+        return self._health
 
-    @property
-    def _wants_norm(self) -> bool:
-        return self.settings.compute_norm or self.settings.clipping > 0
+    def _unscaled(self, health: GradientHealth) -> float:
+        return health.norm / self.loss_scale.value if health.finite else math.inf
+
+    def _drop_gradients(self) -> None:
+        self._reducer.clear()
+        self._health, self._asked_factor = None, 1.0
+
+    # -- clipping on request
+
+    def gradient_norm(self) -> float:
+        """The global L2 norm of the gradients that the coming `step()` will use, unscaled and unclipped. (all ranks)
+
+        Between the last backward and the `step()` of a boundary; inf where they are not finite.
+
+        Raises:
+            EngineStateError: there are no gradients yet.
+        """
+        self._require_gradients("gradient_norm")
+        return self._unscaled(self._finish_gradients(norm=True))
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiplies the gradients of the coming `step()` by this; `gradient_clipping` may still clip more."""
+        self._require_gradients("scale_gradients")
+        self._asked_factor = float(factor)
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Cuts every element of the reduced gradients to [-clip_value, clip_value]. (all ranks)
+
+        Raises:
+            EngineStateError: there are no gradients yet, or their norm was taken before.
+        """
+        self._require_gradients("clip_grad_value_")
+        if self._health is not None:
+            raise EngineStateError("engine.clip_grad_value_()", expected="to come before the norm is taken")
+        self._note("step")
+        self._residency.end_step()
+        self._reducer.finish()
+        limit = float(clip_value) * self.loss_scale.value
+        for held in self._reducer.gradients:
+            grad = held.shard if held.full is None else held.full
+            if grad is not None:
+                grad.clamp_(-limit, limit)
+
+    def _require_gradients(self, call: str) -> None:
+        self._require_optimizer(call)
+        self._check_usable()
+        if self._backwards == 0:
+            raise EngineStateError(
+                f"engine.{call}()", expected="a backward before it", fix="call it between backward and step()"
+            )
 
     def _replace_weights(self, shard: OptimizerShard, grad_scale: float) -> None:
         """Steps buffer by buffer; a resident unit's gather starts as soon as its shards are new."""
@@ -283,32 +346,40 @@ class Engine(nn.Module):
     def gradient_arrived(self, param: nn.Parameter) -> None:
         """Autograd has accumulated this parameter's gradient."""
         self.backward_begins()
-        if self._direct and self.settings.accumulation > 1 and param.grad is not None:
+        if self._direct and self.divides_direct and self.settings.accumulation > 1 and param.grad is not None:
             param.grad.div_(self.settings.accumulation)
         self._reducer.receive(param)
 
     def _begin_backward(self, *, direct: bool) -> None:
-        self._require_optimizer("backward")
         self._check_usable()
         if self._residency.requests is not None:
             raise EngineStateError("backward inside engine.gathered()", fix="train outside of it; it is for inference")
-        if direct and self.settings.loss_scaled:
+        # Through a frozen model gradients only pass: its parameters are needed, and there is nothing to reduce.
+        self._collecting = self._faces.collects_gradients()
+        if self._collecting and direct and self.settings.loss_scaled:
             raise EngineStateError(
                 "loss.backward() under fp16 misses the loss scale", fix="call engine.backward(loss) instead"
+            )
+        if self._collecting and self._health is not None:
+            raise EngineStateError(
+                "engine: a backward after the gradients were clipped", fix="clip after the last backward of a step"
             )
         self._in_backward, self._direct = True, direct
         self._note("backward")
         self._residency.begin_backward()
+        if not self._collecting:
+            return
         reduces = self.settings.plan.grads or (self._syncing and self.is_gradient_accumulation_boundary())
         self._reducer.begin(reduce=reduces)
 
     def _end_backward(self) -> None:
-        self._report.begin("reduce")
-        self._reducer.end()
-        self._report.end("reduce")
+        if self._collecting:
+            self._report.begin("reduce")
+            self._reducer.end()
+            self._report.end("reduce")
+            self._backwards += 1
         self._residency.end_backward()
         self._in_backward = self._direct = False
-        self._backwards += 1
 
     def _note(self, phase: str) -> None:
         """For the message of whoever has to wait for this rank."""
@@ -381,7 +452,7 @@ class Engine(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients accumulated since the last step."""
-        self._reducer.clear()
+        self._drop_gradients()
         self._backwards = 0
 
     # -- what happened
@@ -468,6 +539,7 @@ class Engine(nn.Module):
         self._in_backward = self._direct = False
         self._residency.reset()
         self._reducer.forget()
+        self._drop_gradients()
         self._backwards = 0
 
     def destroy(self) -> None:
@@ -484,6 +556,7 @@ class Engine(nn.Module):
                 buffer.give_back()
         self.keeper.close()
         self._hooks.detach()
+        self._load_hooks.detach()
         self._report.close()
         if self._tiers is not None:
             self._tiers.close()
@@ -506,6 +579,14 @@ class Engine(nn.Module):
                 fix="read it inside engine.gathered(), or save with the checkpoint calls",
             )
         return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own: every rank gives the same values, and they reach shards and masters too. (all ranks)"""
+        return self.module.load_state_dict(*args, **kwargs)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Engine:
+        self._faces.check_conversion(fn, self.module)
+        return self  # nothing would change
 
 
 def _cast_floats(value: Any, dtype: torch.dtype) -> Any:

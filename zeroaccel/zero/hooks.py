@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from zeroaccel.errors import EngineStateError
 from zeroaccel.zero.residency import Residency, Use
 from zeroaccel.zero.unit import ParamUnit, ShardState
 
@@ -156,6 +157,68 @@ class Hooks:
                 return True
             frame = frame.f_back
         return False
+
+
+class LoadHooks:
+    """Makes `load_state_dict` of the model, or of a part of it, reach what the engine keeps. Attaches on construction.
+
+    Each module's units are whole while it loads; what it was given goes into their shards and masters, with the bits
+    that 16-bit parameters drop. All ranks load the same.
+    """
+
+    def __init__(self, root: nn.Module, units: Sequence[ParamUnit]) -> None:
+        self._home = {
+            id(param): (unit, buffer, index)
+            for unit in units
+            for buffer in unit.buffers
+            for index, param in enumerate(buffer.params)
+        }
+        self._handles: list[RemovableHandle] = []
+        for module in root.modules():
+            owned = {name: param for name, param in module._parameters.items() if id(param) in self._home}
+            if owned:
+                self._attach(module, {name: param for name, param in owned.items() if param is not None})
+
+    def detach(self) -> None:
+        """Removes every hook."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _attach(self, module: nn.Module, owned: Mapping[str, nn.Parameter]) -> None:
+        units = list({id(unit): unit for param in owned.values() for unit in (self._home[id(param)][0],)}.values())
+        given: dict[str, Tensor] = {}
+        gathered: list[ParamUnit] = []
+
+        def before(module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Any, *rest: Any) -> None:
+            if metadata.get("assign_to_params_buffers"):
+                raise EngineStateError(
+                    "load_state_dict(assign=True) would replace parameters that the engine keeps",
+                    fix="leave assign out: values are copied",
+                )
+            given.clear()
+            gathered.clear()
+            for name, param in owned.items():
+                value = state.get(prefix + name)
+                if isinstance(value, Tensor) and value.shape == param.shape:
+                    given[name] = value
+            for unit in units:
+                if unit.state is ShardState.SHARDED:
+                    gathered.append(unit)
+                unit.unshard()
+                unit.wait()
+
+        def after(module: nn.Module, incompatible: Any) -> None:
+            for name, value in given.items():
+                _, buffer, index = self._home[id(owned[name])]
+                buffer.overwrite(index, value)
+            for unit in gathered:
+                unit.reshard()
+            given.clear()
+            gathered.clear()
+
+        self._handles.append(module.register_load_state_dict_pre_hook(before))
+        self._handles.append(module.register_load_state_dict_post_hook(after))
 
 
 class WatchedParameters(dict[str, "nn.Parameter | None"]):

@@ -1,0 +1,192 @@
+"""A model as libraries of models keep it: safetensors files of limited size with an index, streamed from the shards.
+
+Which tensor goes into which file is planned from the shapes alone; then units are gathered one at a time and written as
+they come. No rank holds more than one unit, and rank 0 a chunk to copy through (of pickled files, one file).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from zeroaccel.checkpoint.agreement import agreed
+from zeroaccel.checkpoint.contents import Holdings, ties_of
+from zeroaccel.checkpoint.durable import write_durably
+from zeroaccel.checkpoint.weights import PickledWeights, StreamedWeights, announced, streamed
+from zeroaccel.comm.collectives import Collectives
+from zeroaccel.errors import CheckpointError, UsageError
+
+__all__ = ["parse_nbytes", "plan_files", "save_model_files"]
+
+_UNITS = {"": 1, "B": 1} | {
+    name: factor
+    for index, prefix in enumerate("KMGT", start=1)
+    for name, factor in ((f"{prefix}B", 1000**index), (f"{prefix}IB", 1024**index))
+}
+_STEMS = {".safetensors": "model", ".bin": "pytorch_model"}
+
+Announced = tuple[str, torch.dtype, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """One file to write.
+
+    Attributes:
+        tensors: name, dtype and shape, in the order in which they come.
+    """
+
+    name: str
+    tensors: Sequence[Announced]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(_nbytes(item) for item in self.tensors)
+
+
+def parse_nbytes(size: int | str) -> int:
+    """Bytes of "10GB" (powers of 1000), "5GiB" (of 1024), or of a number.
+
+    Raises:
+        UsageError: it is no size, or not above 0.
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
+    unit = _UNITS.get(match[2].upper()) if match is not None else None
+    if match is None or unit is None or float(match[1]) * unit < 1:
+        raise UsageError("max_shard_size", expected='bytes, or a size as "10GB" or "512MiB"', got=size)
+    return int(float(match[1]) * unit)
+
+
+def plan_files(tensors: Sequence[Announced], max_nbytes: int, suffix: str) -> list[ModelFile]:
+    """Runs of tensors of at most `max_nbytes` together, in their order; a larger tensor goes alone."""
+    runs: list[list[Announced]] = [[]]
+    total = 0
+    for item in tensors:
+        if runs[-1] and total + _nbytes(item) > max_nbytes:
+            runs.append([])
+            total = 0
+        runs[-1].append(item)
+        total += _nbytes(item)
+    stem = _STEMS[suffix]
+    if len(runs) == 1:
+        return [ModelFile(f"{stem}{suffix}", runs[0])]
+    return [ModelFile(f"{stem}-{n:05d}-of-{len(runs):05d}{suffix}", run) for n, run in enumerate(runs, start=1)]
+
+
+def save_model_files(
+    folder: Path,
+    holdings: Holdings,
+    collectives: Collectives,
+    *,
+    max_nbytes: int,
+    pickled: bool = False,
+    exclude_frozen: bool = False,
+) -> list[str]:
+    """Writes all parameters and persistent buffers into `folder`, on rank 0. (all ranks)
+
+    `model.safetensors`, or `model-00001-of-0000N.safetensors` and so on with `model.safetensors.index.json`; pickled,
+    `pytorch_model.bin` and the like. Tied parameters are one tensor, in safetensors files under the first of their
+    names. Each file replaces its predecessor when it is complete, and files of an earlier save in other numbers go.
+
+    Returns:
+        The names of the files, index included.
+
+    Raises:
+        CheckpointError: the folder cannot be written; on every rank.
+    """
+    suffix = ".bin" if pickled else ".safetensors"
+    files = plan_files(list(announced(holdings, exclude_frozen=exclude_frozen)), max_nbytes, suffix)
+    with agreed(collectives, "save model: folder"):
+        if holdings.rank == 0:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise CheckpointError(f"{folder}: cannot be made ({error.strerror})") from error
+    error: Exception | None = None
+    writer = _Writer(folder, files, holdings, pickled=pickled) if holdings.rank == 0 else None
+    for name, value in streamed(holdings, exclude_frozen=exclude_frozen):
+        try:
+            if writer is not None and error is None:
+                writer.add(name, value)
+        except Exception as raised:  # the others are on their way to the next gather, so this rank goes along
+            error = raised
+    with agreed(collectives, "save model: write"):
+        try:
+            if error is not None:
+                raise error
+            if writer is not None:
+                writer.finish()
+        except OSError as raised:
+            raise CheckpointError(f"{folder}: cannot be written ({raised.strerror})") from raised
+        finally:
+            if writer is not None:
+                writer.close()
+    names = [file.name for file in files]
+    return names if len(files) == 1 else [*names, _index_name(suffix)]
+
+
+class _Writer:
+    """Opens the files one after the other, as their tensors come."""
+
+    def __init__(self, folder: Path, files: Sequence[ModelFile], holdings: Holdings, *, pickled: bool) -> None:
+        self._folder, self._files, self._holdings, self._pickled = folder, files, holdings, pickled
+        self._ties = ties_of(holdings.model)
+        self._open: PickledWeights | StreamedWeights | None = None
+        self._written = 0
+        self._left = 0
+
+    def add(self, name: str, value: Tensor) -> None:
+        if self._open is None:
+            file = self._files[self._written]
+            self._left = len(file.tensors)
+            held = {item[0] for item in file.tensors}
+            ties = {alias: first for alias, first in self._ties.items() if first in held}
+            path = self._folder / file.name
+            if self._pickled:
+                self._open = PickledWeights(path, self._holdings.model)
+            else:
+                self._open = StreamedWeights(path, file.tensors, ties)
+        self._open.add(name, value)
+        self._left -= 1
+        if self._left == 0:
+            self._open.finish()
+            self._open.close()
+            self._open = None
+            self._written += 1
+
+    def finish(self) -> None:
+        assert self._written == len(self._files) or not self._files[0].tensors, "a file was not filled"
+        suffix = Path(self._files[0].name).suffix
+        index = self._folder / _index_name(suffix)
+        if len(self._files) > 1:
+            names = {name: file.name for file in self._files for name, _, _ in file.tensors}
+            aliases = {alias: names[first] for alias, first in self._ties.items() if self._pickled and first in names}
+            total = sum(file.nbytes for file in self._files)
+            content = {"metadata": {"total_size": total}, "weight_map": {**names, **aliases}}
+            write_durably(index, json.dumps(content, indent=2, sort_keys=True).encode() + b"\n")
+        else:
+            index.unlink(missing_ok=True)
+        kept = {file.name for file in self._files}
+        stale = re.compile(rf"{_STEMS[suffix]}(-\d{{5}}-of-\d{{5}})?{re.escape(suffix)}")
+        for path in self._folder.iterdir():
+            if stale.fullmatch(path.name) and path.name not in kept:
+                path.unlink()
+
+    def close(self) -> None:
+        if self._open is not None:
+            self._open.close()
+
+
+def _index_name(suffix: str) -> str:
+    return f"{_STEMS[suffix]}{suffix}.index.json"
+
+
+def _nbytes(item: Announced) -> int:
+    return torch.Size(item[2]).numel() * item[1].itemsize

@@ -1,0 +1,96 @@
+"""Whether parameters still are what the engine took them for: their dtype, their device, and who is trained.
+
+Programs may change all three behind the engine's back (`model.half()`, `param.requires_grad_(False)`); the engine asks
+here before it computes with them, so that the change is told by name instead of training something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from zeroaccel.errors import EngineStateError
+from zeroaccel.zero.unit import ParamUnit
+
+__all__ = ["FaceCheck"]
+
+_OTHERWISE = "say which are trained before initialize() or prepare(), or destroy() the engine and make another"
+
+
+class FaceCheck:
+    """Compares the parameters with what they were when the engine was made.
+
+    Args:
+        units: all of the engine's.
+        trained: whether there is an optimizer; without one nothing is collected, whoever asks for gradients.
+    """
+
+    def __init__(self, units: Sequence[ParamUnit], *, trained: bool) -> None:
+        self._buffers = [buffer for unit in units for buffer in unit.buffers if buffer.params]
+        named = [(s.fqn, p, b) for b in self._buffers for s, p in zip(b.layout.slots, b.params, strict=True)]
+        self._trained = [(fqn, param) for fqn, param, buffer in named if trained and buffer.trainable]
+        self._frozen = [(fqn, p) for fqn, p, _ in named if trained and not p.requires_grad]
+
+    def check_storage(self) -> None:
+        """Before a forward.
+
+        Raises:
+            EngineStateError: a parameter has another dtype or is on another device than the engine put it.
+        """
+        for buffer in self._buffers:
+            param = buffer.params[0]
+            if param.dtype is not buffer.dtype or param.device != buffer.full.device:
+                raise EngineStateError(
+                    f"parameter {buffer.layout.slots[0].fqn}",
+                    expected=f"{buffer.dtype} on {buffer.full.device}, where the engine keeps it",
+                    got=f"{param.dtype} on {param.device}",
+                    fix='call model.half(), .float() or .to() before initialize() or prepare(); "fp16" and "bf16" in'
+                    " the config choose the dtype",
+                )
+
+    def collects_gradients(self) -> bool:
+        """Before a backward: whether this engine's parameters take gradients. False where all of them are frozen.
+
+        Raises:
+            EngineStateError: some of them have been frozen, or others unfrozen, since the engine was made.
+        """
+        fixed = next((fqn for fqn, param in self._trained if not param.requires_grad), None)
+        if fixed is not None:
+            moving = next((fqn for fqn, param in self._trained if param.requires_grad), None)
+            if moving is None:
+                return False
+            raise EngineStateError(
+                f"parameter {fixed}",
+                expected="to be trained, as when the engine was made",
+                got=f"requires_grad=False, while {moving} is trained",
+                fix=f"freeze the whole model, or a param group with lr 0; {_OTHERWISE}",
+            )
+        thawed = next((fqn for fqn, param in self._frozen if param.requires_grad), None)
+        if thawed is not None:
+            raise EngineStateError(
+                f"parameter {thawed}",
+                expected="to be frozen, as when the engine was made",
+                got="requires_grad=True",
+                fix=_OTHERWISE,
+            )
+        return bool(self._trained)
+
+    def check_conversion(self, convert: Callable[[Tensor], Tensor], module: nn.Module) -> None:
+        """Before `module.to(...)` and its like.
+
+        Raises:
+            EngineStateError: it would change a dtype or a device.
+        """
+        kinds = {(buffer.dtype, buffer.full.device) for buffer in self._buffers}
+        kinds |= {(buffer.dtype, buffer.device) for buffer in module.buffers()}
+        for dtype, device in kinds:
+            after = convert(torch.empty(0, dtype=dtype, device=device))
+            if after.dtype is not dtype or after.device != device:
+                raise EngineStateError(
+                    "engine.to(), .half(), .float() and the like",
+                    expected=f"to leave {dtype} on {device} as it is",
+                    got=f"a change to {after.dtype} on {after.device}",
+                    fix="convert the model before initialize() or prepare(), or choose the precision in the config",
+                )
