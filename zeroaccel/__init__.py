@@ -6,13 +6,53 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from zeroaccel.accelerator import Accelerator as Accelerator
+    from zeroaccel.accelerator import GradientAccumulationPlugin as GradientAccumulationPlugin
     from zeroaccel.assembly import initialize as initialize
+    from zeroaccel.data import DataLoaderConfiguration as DataLoaderConfiguration
+    from zeroaccel.data import skip_first_batches as skip_first_batches
+    from zeroaccel.placeholders import DummyOptim as DummyOptim
+    from zeroaccel.placeholders import DummyScheduler as DummyScheduler
+    from zeroaccel.plugin import DeepSpeedPlugin as DeepSpeedPlugin
+    from zeroaccel.plugin import ZeroPlugin as ZeroPlugin
+    from zeroaccel.profiling import ProfileKwargs as ProfileKwargs
+    from zeroaccel.state import DistributedType as DistributedType
+    from zeroaccel.state import PartialState as PartialState
     from zeroaccel.zero.engine import Engine as Engine
 
-__all__ = ["Engine", "__version__", "initialize"]
+__all__ = [
+    "Accelerator",
+    "DataLoaderConfiguration",
+    "DeepSpeedPlugin",
+    "DistributedType",
+    "DummyOptim",
+    "DummyScheduler",
+    "Engine",
+    "GradientAccumulationPlugin",
+    "PartialState",
+    "ProfileKwargs",
+    "ZeroPlugin",
+    "__version__",
+    "initialize",
+    "skip_first_batches",
+]
 __version__ = "0.1.0"
 
-_HOMES = {"Engine": "zeroaccel.zero.engine", "initialize": "zeroaccel.assembly"}
+_HOMES = {
+    "Accelerator": "zeroaccel.accelerator",
+    "DataLoaderConfiguration": "zeroaccel.data",
+    "DeepSpeedPlugin": "zeroaccel.plugin",
+    "DistributedType": "zeroaccel.state",
+    "DummyOptim": "zeroaccel.placeholders",
+    "DummyScheduler": "zeroaccel.placeholders",
+    "Engine": "zeroaccel.zero.engine",
+    "GradientAccumulationPlugin": "zeroaccel.accelerator",
+    "PartialState": "zeroaccel.state",
+    "ProfileKwargs": "zeroaccel.profiling",
+    "ZeroPlugin": "zeroaccel.plugin",
+    "initialize": "zeroaccel.assembly",
+    "skip_first_batches": "zeroaccel.data",
+}
 
 
 def __getattr__(name: str) -> Any:

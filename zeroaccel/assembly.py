@@ -282,7 +282,7 @@ def _placement(
 
 
 def _engine_settings(
-    settings: Config, plan: ShardPlan, batch: BatchSizes, world_size: int, *, cast_inputs: bool
+    settings: Config, plan: ShardPlan, batch: BatchSizes, world_size: int, *, cast_inputs: bool = False
 ) -> EngineSettings:
     zero = settings.zero_optimization
     predivide = float(world_size) if settings.prescale_gradients else settings.gradient_predivide_factor

@@ -116,4 +116,3 @@ class PreparedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise EngineStateError("a prepared optimizer cannot be pickled", fix="use accelerator.save_state(folder)")
-

@@ -20,7 +20,7 @@ from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.launched import launched
 from zeroaccel.logs import logger
 
-__all__ = ["ZeroPlugin", "gather_facts"]
+__all__ = ["DeepSpeedPlugin", "ZeroPlugin", "gather_facts"]
 
 _DEFAULT_STAGE = 2
 _DEVICES = ("none", "cpu", "nvme")
@@ -38,7 +38,8 @@ _FACTS: Mapping[str, tuple[str, Any]] = {
     "zero3_save_16bit_model": ("save_16bit_weights", False),
     "train_micro_batch_size_per_gpu": ("micro_batch_size", None),
 }
-_KEYS = {fact: name for name, (fact, _) in _FACTS.items()} | {"precision": "mixed_precision"}  # as people call them
+# fact -> what people call it
+_KEYS = {fact: name for name, (fact, _) in _FACTS.items()} | {"precision": "mixed_precision"}
 _PLACES = {
     "zero_stage": "zero_optimization.stage",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -111,6 +112,7 @@ class ZeroPlugin:
         self.is_train_batch_min = is_train_batch_min
         self._facts = _merged(given, settings, sources)
         self._name = "config"
+        self._is_own = False
         self._places: dict[str, str] = {}
         self.deepspeed_config: dict[str, Any] = {}
         self._read(hf_ds_config, settings, sources)
@@ -208,10 +210,12 @@ class ZeroPlugin:
         return self._facts
 
     def sources(self) -> dict[str, str]:
-        """Dotted path as written -> where it was written, of every key of `deepspeed_config`."""
+        """Dotted path as written -> where it was written, of every key of `deepspeed_config` that somebody wrote."""
         found: dict[str, str] = {}
         for path in given_paths(self.deepspeed_config):
             name = dotted(path)
+            if self._is_own and _at(self.deepspeed_config, path) == "auto":
+                continue  # nobody wrote it
             same = name in self._original and self._original[name] == _at(self.deepspeed_config, path)
             found[name] = self._places.get(name, self._name) if same else "plugin.deepspeed_config in code"
         return found
@@ -244,7 +248,7 @@ class ZeroPlugin:
     ) -> None:
         source = given if given is not None else settings.deepspeed_config_file
         if source is None:
-            self._name = "ZeroPlugin"
+            self._name, self._is_own = "ZeroPlugin", True
             auto = dict.fromkeys(("stage", "stage3_gather_16bit_weights_on_model_save"), "auto")
             self.deepspeed_config = {
                 **dict.fromkeys(_BATCH_KEYS, "auto"),
@@ -301,6 +305,10 @@ class ZeroPlugin:
         return fact.value if fact is not None and (fact.binding or written) else default
 
 
+DeepSpeedPlugin = ZeroPlugin
+"""The name that scripts written for accelerate know."""
+
+
 def gather_facts(*several: Facts) -> Facts:
     """One set of facts from several: a binding one comes before one that only fills, else the earlier before the later.
 
@@ -317,7 +325,8 @@ def gather_facts(*several: Facts) -> Facts:
                 merged[name] = fact
             elif fact is not None and held.binding and fact.binding and held.value != fact.value:
                 raise ConfigError(
-                    f"{_KEYS.get(name, name)}: {shown(held.value)} from {held.source}, but {shown(fact.value)} from {fact.source}",
+                    f"{_KEYS.get(name, name)}: {shown(held.value)} from {held.source}, but {shown(fact.value)} "
+                    f"from {fact.source}",
                     fix=f"write {shown(held.value)} in both places, or leave one of them out",
                 )
     return Facts(**merged)

@@ -17,8 +17,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from zeroaccel.assembly import initialize
-from zeroaccel.checkpoint.agreement import agreed
 from zeroaccel.checkpoint.engine import CheckpointingEngine
+from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.config import Config, Fact, Facts, load_config
 from zeroaccel.errors import ConfigError, UsageError
@@ -73,7 +73,7 @@ class Prepared:
         """The resolved config as it is shown."""
         role = "trained" if self.optimizer is not None else "inference"
         name = f"{type(self.engine.module).__name__} ({role})"
-        return ConfigView(name, self.config.resolved, self.config.resolved_sources)
+        return ConfigView(name, self.config.resolved, self.config.resolved_sources, self.config.raw)
 
 
 def prepare_job(
@@ -118,9 +118,7 @@ def prepare_job(
     done = Prepared(engine, plugin, config)
     if job.optimizer is not None:
         done.optimizer = PreparedOptimizer(engine, gradient_state)
-        done.schedulers = [
-            _scheduler(value, done.optimizer, gradient_state, rules) for _, value in job.schedulers
-        ]
+        done.schedulers = [_scheduler(value, done.optimizer, gradient_state, rules) for _, value in job.schedulers]
     return done
 
 
@@ -168,7 +166,7 @@ def _check_scheduler(
             )
     elif scheduler.lr_scheduler_callable is not None and scheduled:
         raise ConfigError(
-            f"{section(_SCHEDULER)} {_type_of(tree[_SCHEDULER])}, and DummyScheduler(lr_scheduler_callable=...) in code",
+            f"{section(_SCHEDULER)} {_type_of(tree[_SCHEDULER])}, and lr_scheduler_callable in code",
             fix="remove the section, or the argument",
         )
     elif scheduler.lr_scheduler_callable is None and not scheduled:
@@ -208,6 +206,8 @@ def _facts(
     held = [rules.facts, plugin.facts()]
     if isinstance(job.optimizer, DummyOptim):
         held.append(job.optimizer.facts())
+    elif job.optimizer is not None and isinstance(lr := job.optimizer.defaults.get("lr"), float):
+        held.append(Facts(lr=Fact(lr, f"{type(job.optimizer).__name__}(lr={lr})", binding=False)))
     for _, scheduler in job.schedulers:
         if isinstance(scheduler, DummyScheduler) and scheduler.lr_scheduler_callable is None:
             held.append(scheduler.facts(rules.per_update))
@@ -265,9 +265,10 @@ def _batch_size(loader: Any, *, probe: bool) -> tuple[int | None, str]:
 
 def _probed(loader: Any) -> int | None:
     """The size of a loader's first batch; the random numbers it takes are given back."""
+    batches = getattr(loader, "batch_sampler", None)
     generators = {
         id(source): source
-        for holder in (loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None))
+        for holder in (loader, batches, getattr(loader, "sampler", None), getattr(batches, "sampler", None))
         if isinstance(source := getattr(holder, "generator", None), torch.Generator)
     }
     before = {key: source.get_state() for key, source in generators.items()}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,7 +54,7 @@ class PartialState(ProcessControl):
     def __init__(self, cpu: bool = False, *, debug: bool = False) -> None:
         self._topology = init_process_group("gloo" if cpu else None)
         self.device: torch.device = torch.device("cpu") if cpu else self._topology.device
-        self.backend: str = self._topology.backend
+        self.backend: str = _backend(self._topology.backend, self.device)
         self.debug = debug
 
     @property
@@ -106,6 +106,12 @@ class PartialState(ProcessControl):
             f"Local process index: {self.local_process_index}\n"
             f"Device: {self.device}\n"
         )
+
+
+def _backend(config: str, device: torch.device) -> str:
+    """The one of "cpu:gloo,cuda:nccl" that tensors of this device travel on."""
+    by_device = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
+    return by_device.get(device.type, config)
 
 
 class GradientState:
@@ -187,26 +193,31 @@ class ConfigView:
     Attributes:
         title: of whom: "GPT (trained)", or a plugin's name.
         tree: the plain dict.
+        like: a dict whose order of keys is kept, as far as it has them.
         sources: dotted path -> where the value came from.
     """
 
     title: str
     tree: Mapping[str, Any]
     sources: Mapping[str, str]
+    like: Mapping[str, Any] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
         """One line per value: path, value, source; sections of defaults are not written out."""
-        rows = [(path, shown(value), self.sources.get(path, "default")) for path, value in _leaves(self.tree, "")]
+        rows = [
+            (path, shown(value), self.sources.get(path, "default")) for path, value in _leaves(self.tree, "", self.like)
+        ]
         key = max((len(path) for path, _, _ in rows), default=0)
         value = min(max((len(text) for _, text, _ in rows), default=0), 24)
         return [f"Config of {self.title}:"] + [f"  {p:<{key}}  {v:<{value}}  {source}" for p, v, source in rows]
 
 
-def _leaves(tree: Mapping[str, Any], above: str) -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
+def _leaves(tree: Mapping[str, Any], above: str, like: Any) -> Iterator[tuple[str, Any]]:
+    order = {name: place for place, name in enumerate(like)} if isinstance(like, Mapping) else {}
+    for name, value in sorted(tree.items(), key=lambda item: order.get(item[0], len(order))):
         path = f"{above}.{name}" if above else str(name)
         if isinstance(value, Mapping) and value:
-            yield from _leaves(value, path)
+            yield from _leaves(value, path, order and like.get(name))
         else:
             yield path, value
 

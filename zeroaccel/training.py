@@ -125,7 +125,7 @@ class TrainingLoop:
                 fix="call model, optimizer = accelerator.prepare(model, optimizer) first",
             )
         for engine in trained:
-            engine.set_gradient_accumulation_boundary(self.sync_gradients)
+            engine.set_gradient_accumulation_boundary(self.sync_gradients or self.gradient_state.sync_each_batch)
         reached = trained if len(trained) == 1 else _reached(loss, trained)
         divided = loss / self.gradient_accumulation_steps if self.gradient_accumulation_steps > 1 else loss
         # The others that it reaches take note of their gradients by themselves.
@@ -172,7 +172,7 @@ class TrainingLoop:
                 )
             if math.isfinite(norm):
                 engine.scale_gradients(clip_factor(norm, max_norm) if max_norm > 0 else 0.0)
-        return torch.tensor(norm, dtype=torch.float32, device=engines[0].device)
+        return torch.tensor(norm, dtype=torch.float32, device=self.state.partial.device)
 
     def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
         """Cuts every element of the coming update's gradients to [-clip_value, clip_value].
@@ -209,7 +209,7 @@ class TrainingLoop:
         """
         dtype = _AUTOCAST.get(self.state.mixed_precision)
         enabled = dtype is not None and bool(getattr(autocast_handler, "enabled", True))
-        device = self.state.device.type
+        device = self.state.partial.device.type
         with torch.autocast(device, dtype=dtype, enabled=True) if enabled else contextlib.nullcontext():
             yield
 
@@ -238,8 +238,13 @@ class TrainingLoop:
         for item in self.prepared:
             if item.optimizer is None:
                 continue
-            trained = {slot.fqn: p for unit in item.engine.units for b in unit.buffers if b.trainable
-                       for slot, p in zip(b.layout.slots, b.params, strict=True)}
+            trained = {
+                slot.fqn: p
+                for unit in item.engine.units
+                for b in unit.buffers
+                if b.trainable
+                for slot, p in zip(b.layout.slots, b.params, strict=True)
+            }
             missing = [fqn for fqn, param in trained.items() if id(param) not in held]
             if len(missing) == len(trained):
                 continue
@@ -290,7 +295,7 @@ def _reached(loss: Tensor, engines: list[CheckpointingEngine]) -> list[Checkpoin
     }
     found: set[int] = set()
     seen: set[Any] = set()
-    waiting = [loss.grad_fn] if isinstance(loss, Tensor) and loss.grad_fn is not None else []
+    waiting: list[Any] = [loss.grad_fn] if isinstance(loss, Tensor) and loss.grad_fn is not None else []
     while waiting and len(found) < len(engines):
         node = waiting.pop()
         if node is None or node in seen:
@@ -299,7 +304,7 @@ def _reached(loss: Tensor, engines: list[CheckpointingEngine]) -> list[Checkpoin
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) in home:
             found.add(home[id(variable)])
-        waiting.extend(following for following, _ in node.next_functions)
+        waiting.extend([following for following, _ in node.next_functions])
     if not found:
         raise UsageError(
             "accelerator.backward(loss)",

@@ -23,6 +23,7 @@ from zeroaccel.checkpoint.find import find_checkpoint, newest_first
 from zeroaccel.checkpoint.fit import CheckpointMisfit, check_model, check_optimizer
 from zeroaccel.checkpoint.load import LoadReport, load_optimizer, load_weights, refresh_copies
 from zeroaccel.checkpoint.manifest import Manifest, read_manifest
+from zeroaccel.checkpoint.model_files import save_model_files
 from zeroaccel.checkpoint.plain import decode
 from zeroaccel.checkpoint.random_state import random_state, restore_random_state
 from zeroaccel.checkpoint.rank_file import CHUNK_NBYTES
@@ -159,6 +160,27 @@ class CheckpointingEngine(Engine):
             exclude_frozen=exclude_frozen_parameters,
         )
         return True
+
+    def save_model(
+        self, save_dir: PathLike, *, max_nbytes: int, pickled: bool = False, exclude_frozen_parameters: bool = False
+    ) -> list[str]:
+        """Writes the model as files of at most `max_nbytes` with an index, as libraries of models read it. (all ranks)
+
+        Returns:
+            The names of the files.
+
+        Raises:
+            CheckpointError: the folder cannot be written.
+        """
+        self._require_usable("save_model")
+        return save_model_files(
+            Path(save_dir),
+            self._holdings(),
+            self.collectives,
+            max_nbytes=max_nbytes,
+            pickled=pickled,
+            exclude_frozen=exclude_frozen_parameters,
+        )
 
     def consolidated_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
         """The whole model's state dict in host memory, on rank 0; None on the others. (all ranks)

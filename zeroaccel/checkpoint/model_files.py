@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from zeroaccel.checkpoint.agreement import agreed
 from zeroaccel.checkpoint.contents import Holdings, ties_of
 from zeroaccel.checkpoint.durable import write_durably
 from zeroaccel.checkpoint.weights import PickledWeights, StreamedWeights, announced, streamed
+from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import CheckpointError, UsageError
 
@@ -107,8 +107,8 @@ def save_model_files(
         if holdings.rank == 0:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise CheckpointError(f"{folder}: cannot be made ({error.strerror})") from error
+            except OSError as raised:
+                raise CheckpointError(f"{folder}: cannot be made ({raised.strerror})") from raised
     error: Exception | None = None
     writer = _Writer(folder, files, holdings, pickled=pickled) if holdings.rank == 0 else None
     for name, value in streamed(holdings, exclude_frozen=exclude_frozen):

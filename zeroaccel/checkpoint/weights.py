@@ -57,11 +57,7 @@ def save_weights(path: Path, holdings: Holdings, collectives: Collectives, *, ex
     error: Exception | None = None
     try:
         if writes:
-            if path.suffix == ".safetensors":
-                tensors = list(announced(holdings, exclude_frozen=exclude_frozen))
-                sink = StreamedWeights(path, tensors, ties_of(holdings.model))
-            else:
-                sink = PickledWeights(path, holdings.model)
+            sink = _sink(path, holdings, exclude_frozen=exclude_frozen)
     except Exception as raised:
         error = raised
     for key, value in streamed(holdings, exclude_frozen=exclude_frozen):
@@ -81,6 +77,13 @@ def save_weights(path: Path, holdings: Holdings, collectives: Collectives, *, ex
         finally:
             if sink is not None:
                 sink.close()
+
+
+def _sink(path: Path, holdings: Holdings, *, exclude_frozen: bool) -> PickledWeights | StreamedWeights:
+    if path.suffix != ".safetensors":
+        return PickledWeights(path, holdings.model)
+    tensors = list(announced(holdings, exclude_frozen=exclude_frozen))
+    return StreamedWeights(path, tensors, ties_of(holdings.model))
 
 
 def consolidated_state_dict(holdings: Holdings, *, exclude_frozen: bool) -> dict[str, Tensor] | None:

@@ -24,6 +24,7 @@ from zeroaccel.errors import CollectiveError, EngineStateError, OffloadError, Us
 from zeroaccel.zero.clip import GradientHealth, clip_factor, examine
 from zeroaccel.zero.faces import FaceCheck
 from zeroaccel.zero.gathered import gathered, iter_named_full_params
+from zeroaccel.zero.gradient_access import GradientAccess
 from zeroaccel.zero.hooks import Hooks, LoadHooks
 from zeroaccel.zero.keeper import Keeper, Training
 from zeroaccel.zero.optimizer_shard import OptimizerShard
@@ -73,7 +74,7 @@ class EngineSettings:
     rules: ReduceRules = field(default_factory=ReduceRules)
 
 
-class Engine(nn.Module):
+class Engine(GradientAccess, nn.Module):
     """Trains (or runs) one model; made by `zeroaccel.initialize`.
 
     A step is: `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`, once per micro-batch. Attributes that
@@ -136,9 +137,9 @@ class Engine(nn.Module):
             training=Training(optimizer, self._reducer, lambda: self.loss_scale),
         )
         self.keeper.add(units)
+        self._load_hooks = LoadHooks(model, self.keeper)
         self._faces = FaceCheck(units, trained=optimizer is not None)
         self.divides_direct = True
-        self._load_hooks = LoadHooks(model, units)
         self._boundary: bool | None = None
         self._syncing = True
         self._in_backward = self._direct = self._collecting = False
@@ -226,7 +227,7 @@ class Engine(nn.Module):
     def _update(self, shard: OptimizerShard) -> None:
         health = self._finish_gradients(norm=self.settings.compute_norm or self.settings.clipping > 0)
         scale = self.loss_scale.value
-        self._norm = None if math.isnan(health.norm) and health.finite else self._unscaled(health)
+        self._norm = math.inf if not health.finite else None if math.isnan(health.norm) else health.norm / scale
         overflow = self.settings.skip_overflow and not health.finite
         try:
             if overflow:
@@ -245,9 +246,7 @@ class Engine(nn.Module):
     def _finish_gradients(self, *, norm: bool) -> GradientHealth:
         """Completes the reductions of this step and looks at what came of them, once. (all ranks)"""
         if self._health is None:
-            self._note("step")
-            self._residency.end_step()
-            self._reducer.finish()
+            self._complete_gradients()
             shards = [held.shard for held in self._reducer.gradients if held.shard is not None]
             digest = self.collectives.journal.digest()
             self._health = examine(shards, self.collectives, digest=digest, norm=norm)
@@ -255,56 +254,14 @@ class Engine(nn.Module):
             raise CollectiveError(disagreement_report(self.collectives))
         return self._health
 
-    def _unscaled(self, health: GradientHealth) -> float:
-        return health.norm / self.loss_scale.value if health.finite else math.inf
+    def _complete_gradients(self) -> None:
+        self._note("step")
+        self._residency.end_step()
+        self._reducer.finish()
 
     def _drop_gradients(self) -> None:
         self._reducer.clear()
         self._health, self._asked_factor = None, 1.0
-
-    # -- clipping on request
-
-    def gradient_norm(self) -> float:
-        """The global L2 norm of the gradients that the coming `step()` will use, unscaled and unclipped. (all ranks)
-
-        Between the last backward and the `step()` of a boundary; inf where they are not finite.
-
-        Raises:
-            EngineStateError: there are no gradients yet.
-        """
-        self._require_gradients("gradient_norm")
-        return self._unscaled(self._finish_gradients(norm=True))
-
-    def scale_gradients(self, factor: float) -> None:
-        """Multiplies the gradients of the coming `step()` by this; `gradient_clipping` may still clip more."""
-        self._require_gradients("scale_gradients")
-        self._asked_factor = float(factor)
-
-    def clip_grad_value_(self, clip_value: float) -> None:
-        """Cuts every element of the reduced gradients to [-clip_value, clip_value]. (all ranks)
-
-        Raises:
-            EngineStateError: there are no gradients yet, or their norm was taken before.
-        """
-        self._require_gradients("clip_grad_value_")
-        if self._health is not None:
-            raise EngineStateError("engine.clip_grad_value_()", expected="to come before the norm is taken")
-        self._note("step")
-        self._residency.end_step()
-        self._reducer.finish()
-        limit = float(clip_value) * self.loss_scale.value
-        for held in self._reducer.gradients:
-            grad = held.shard if held.full is None else held.full
-            if grad is not None:
-                grad.clamp_(-limit, limit)
-
-    def _require_gradients(self, call: str) -> None:
-        self._require_optimizer(call)
-        self._check_usable()
-        if self._backwards == 0:
-            raise EngineStateError(
-                f"engine.{call}()", expected="a backward before it", fix="call it between backward and step()"
-            )
 
     def _replace_weights(self, shard: OptimizerShard, grad_scale: float) -> None:
         """Steps buffer by buffer; a resident unit's gather starts as soon as its shards are new."""

@@ -25,7 +25,14 @@ from zeroaccel.zero.on_request import Requests
 from zeroaccel.zero.residency import Residency
 from zeroaccel.zero.unit import ParamUnit
 
-__all__ = ["GatheredParameters", "gathered", "iter_named_full_params", "register_external_parameter", "store"]
+__all__ = [
+    "GatheredParameters",
+    "gathered",
+    "iter_named_full_params",
+    "overwrite",
+    "register_external_parameter",
+    "store",
+]
 
 
 class GatheredParameters:
@@ -175,6 +182,31 @@ def store(place: Place) -> None:
             start, end, origin = slot.start, slot.end, 0
         held = master[start - origin : end - origin]
         held.copy_(_merged(held, buffer.full[start:end]))
+
+
+def overwrite(place: Place, value: Tensor) -> None:
+    """Gives a parameter, which must be whole, another value: here, in the shard and in the master.
+
+    Args:
+        value: of the parameter's shape, any dtype, equal on all ranks; the master keeps bits that 16 bits drop.
+    """
+    buffer, slot, training = place.buffer, place.slot, place.keeper.training
+    rank = place.keeper.collectives.rank
+    start, end = place.reach(rank)
+    with torch.no_grad():
+        flat = value.detach().reshape(-1).to(buffer.full.device)
+        buffer.full[slot.start : slot.end].copy_(flat)
+        own = flat[start - slot.start : end - slot.start]
+        if not buffer.resident:
+            buffer.set_shard(start, buffer.full[start:end])
+        if training is not None and training.optimizer is not None and training.optimizer.is_away(buffer):
+            training.optimizer.change(buffer, None, start, own.float())
+        elif buffer.master is not None and buffer.master_is_apart:
+            low, _ = buffer.layout.bounds(rank)
+            if buffer.master.numel() == buffer.layout.numel:
+                buffer.master[slot.start : slot.end].copy_(flat)
+            else:
+                buffer.master[start - low : end - low].copy_(own)
 
 
 def _merged(held: Tensor, new: Tensor) -> Tensor:

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zeroaccel.errors import EngineStateError
+from zeroaccel.zero.gathered import overwrite
+from zeroaccel.zero.keeper import Keeper, Place
 from zeroaccel.zero.residency import Residency, Use
 from zeroaccel.zero.unit import ParamUnit, ShardState
 
@@ -166,18 +168,13 @@ class LoadHooks:
     that 16-bit parameters drop. All ranks load the same.
     """
 
-    def __init__(self, root: nn.Module, units: Sequence[ParamUnit]) -> None:
-        self._home = {
-            id(param): (unit, buffer, index)
-            for unit in units
-            for buffer in unit.buffers
-            for index, param in enumerate(buffer.params)
-        }
+    def __init__(self, root: nn.Module, keeper: Keeper) -> None:
         self._handles: list[RemovableHandle] = []
         for module in root.modules():
-            owned = {name: param for name, param in module._parameters.items() if id(param) in self._home}
+            places = {name: keeper.place(param) for name, param in module._parameters.items() if param is not None}
+            owned = {name: place for name, place in places.items() if place is not None}
             if owned:
-                self._attach(module, {name: param for name, param in owned.items() if param is not None})
+                self._attach(module, owned)
 
     def detach(self) -> None:
         """Removes every hook."""
@@ -185,8 +182,8 @@ class LoadHooks:
             handle.remove()
         self._handles.clear()
 
-    def _attach(self, module: nn.Module, owned: Mapping[str, nn.Parameter]) -> None:
-        units = list({id(unit): unit for param in owned.values() for unit in (self._home[id(param)][0],)}.values())
+    def _attach(self, module: nn.Module, owned: Mapping[str, Place]) -> None:
+        units = list({id(place.unit): place.unit for place in owned.values()}.values())
         given: dict[str, Tensor] = {}
         gathered: list[ParamUnit] = []
 
@@ -198,9 +195,9 @@ class LoadHooks:
                 )
             given.clear()
             gathered.clear()
-            for name, param in owned.items():
+            for name, place in owned.items():
                 value = state.get(prefix + name)
-                if isinstance(value, Tensor) and value.shape == param.shape:
+                if isinstance(value, Tensor) and tuple(value.shape) == place.slot.shape:
                     given[name] = value
             for unit in units:
                 if unit.state is ShardState.SHARDED:
@@ -210,8 +207,7 @@ class LoadHooks:
 
         def after(module: nn.Module, incompatible: Any) -> None:
             for name, value in given.items():
-                _, buffer, index = self._home[id(owned[name])]
-                buffer.overwrite(index, value)
+                overwrite(owned[name], value)
             for unit in gathered:
                 unit.reshard()
             given.clear()

@@ -189,25 +189,6 @@ class FlatBuffer:
         storages = {self.full.untyped_storage()._cdata, *(nan.untyped_storage()._cdata for nan in self._absent[:1])}
         return data.untyped_storage()._cdata in storages
 
-    def overwrite(self, index: int, value: Tensor) -> None:
-        """Gives a parameter, which must be whole, another value: in the full buffer, the shard and the master.
-
-        Args:
-            value: of the parameter's shape, any dtype; the master keeps bits that a 16-bit parameter drops.
-        """
-        slot, (low, high) = self.layout.slots[index], self.layout.bounds(self.rank)
-        flat = value.detach().reshape(-1).to(self.full.device)
-        self.full[slot.start : slot.end].copy_(flat)
-        start, end = max(slot.start, low), min(slot.end, high)
-        if not self.resident and start < end:
-            self.shard[start - low : end - low].copy_(flat[start - slot.start : end - slot.start])
-        if self.master is None or self.dtype is torch.float32:
-            return  # an fp32 master is the shard, or the full buffer, itself
-        if self.master.numel() == self.layout.numel:
-            self.master[slot.start : slot.end].copy_(flat)
-        elif start < end:
-            self.master[start - low : end - low].copy_(flat[start - slot.start : end - slot.start])
-
     def view(self, index: int) -> Tensor:
         """The view of the full buffer that parameter `index` uses while whole."""
         return self._views[index]

@@ -1,0 +1,82 @@
+"""What a loop may do to the gradients of a step before it happens: take their norm, scale them, cut them.
+
+A mixin of the engine, whose gradients they are; the norm taken here is the one that `step()` goes by, so that it
+is computed once. Nothing here clips by itself: `gradient_clipping` of the config is `step()`'s own.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol, cast
+
+from zeroaccel.errors import EngineStateError
+from zeroaccel.zero.clip import GradientHealth
+from zeroaccel.zero.precision import LossScale
+from zeroaccel.zero.reducer import Reducer
+
+__all__ = ["GradientAccess"]
+
+
+class _Parts(Protocol):
+    """What the engine has."""
+
+    loss_scale: LossScale
+    _reducer: Reducer
+    _health: GradientHealth | None
+    _asked_factor: float
+    _backwards: int
+
+    def _check_usable(self) -> None: ...
+    def _require_optimizer(self, call: str) -> object: ...
+    def _complete_gradients(self) -> None: ...
+    def _finish_gradients(self, *, norm: bool) -> GradientHealth: ...
+
+
+class GradientAccess:
+    """Between the last backward of a step and the `step()` at its boundary."""
+
+    @property
+    def _parts(self) -> _Parts:
+        return cast(_Parts, self)
+
+    def gradient_norm(self) -> float:
+        """The global L2 norm of the gradients that the coming `step()` will use, unscaled and unclipped. (all ranks)
+
+        Between the last backward and the `step()` of a boundary; inf where they are not finite.
+
+        Raises:
+            EngineStateError: there are no gradients yet.
+        """
+        self._require_gradients("gradient_norm")
+        health = self._parts._finish_gradients(norm=True)
+        return health.norm / self._parts.loss_scale.value if health.finite else math.inf
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiplies the gradients of the coming `step()` by this; `gradient_clipping` may still clip more."""
+        self._require_gradients("scale_gradients")
+        self._parts._asked_factor = float(factor)
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Cuts every element of the reduced gradients to [-clip_value, clip_value]. (all ranks)
+
+        Raises:
+            EngineStateError: there are no gradients yet, or their norm was taken before.
+        """
+        self._require_gradients("clip_grad_value_")
+        parts = self._parts
+        if parts._health is not None:
+            raise EngineStateError("engine.clip_grad_value_()", expected="to come before the norm is taken")
+        parts._complete_gradients()
+        limit = float(clip_value) * parts.loss_scale.value
+        for held in parts._reducer.gradients:
+            grad = held.shard if held.full is None else held.full
+            if grad is not None:
+                grad.clamp_(-limit, limit)
+
+    def _require_gradients(self, call: str) -> None:
+        self._parts._require_optimizer(call)
+        self._parts._check_usable()
+        if self._parts._backwards == 0:
+            raise EngineStateError(
+                f"engine.{call}()", expected="a backward before it", fix="call it between backward and step()"
+            )
