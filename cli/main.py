@@ -25,6 +25,7 @@ __all__ = ["CommandLine", "main"]
 # name -> what it is for; the module and the command in it have the same name
 SUB_COMMANDS: Mapping[str, str] = {
     "checkpoint": "Look into checkpoints, check them, write them for another number of ranks.",
+    "config": "Make, check and explain launch files, by questions or by flags.",
     "estimate": "How much memory training a model takes, for every stage and offload.",
     "launch": "Run a script as several processes, on this machine or on several.",
     "zero-to-fp32": "Make whole weights of a sharded checkpoint.",

@@ -123,6 +123,9 @@ def _contradictions(settings: LaunchSettings) -> Iterator[Problem]:
 
 def _problems_between_machines(settings: LaunchSettings) -> Iterator[Problem]:
     machines = settings.num_machines
+    if settings.hostfile is not None:
+        yield from _problem_of_division(settings)
+        return  # each machine is told its number and the meeting point by the one that starts the job
     if settings.machine_rank is None or settings.machine_rank >= machines:
         got = NOTHING if settings.machine_rank is None else settings.machine_rank
         yield Problem(("machine_rank",), expected=f"the number of this machine, 0 to {machines - 1}", got=got)
@@ -131,6 +134,11 @@ def _problems_between_machines(settings: LaunchSettings) -> Iterator[Problem]:
     if settings.main_process_port == 0:
         fix = "choose one that is free on machine 0, and give it on every machine"
         yield Problem(("main_process_port",), expected="a port that all machines know", got=0, fix=fix)
+    yield from _problem_of_division(settings)
+
+
+def _problem_of_division(settings: LaunchSettings) -> Iterator[Problem]:
+    machines = settings.num_machines
     if settings.num_processes and settings.num_processes % machines:
         per_machine = settings.num_processes // machines
         counts = " or ".join(str(count * machines) for count in (per_machine, per_machine + 1) if count)

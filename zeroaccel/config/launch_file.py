@@ -26,7 +26,16 @@ from zeroaccel.config.problems import Problem, from_pydantic, report
 from zeroaccel.config.yaml_text import parse_yaml
 from zeroaccel.errors import ConfigError
 
-__all__ = ["CONFIG_VARIABLE", "FILE_NAME", "LaunchConfig", "find_launch_file", "read_launch_file", "user_config_folder"]
+__all__ = [
+    "CONFIG_VARIABLE",
+    "FILE_NAME",
+    "LaunchConfig",
+    "find_launch_file",
+    "parse_launch_file",
+    "read_launch_file",
+    "text_of_file",
+    "user_config_folder",
+]
 
 CONFIG_VARIABLE = "ZEROACCEL_CONFIG"
 FILE_NAME = "zeroaccel.yaml"
@@ -99,8 +108,16 @@ def read_launch_file(path: Path, why: str = "") -> LaunchConfig:
     Raises:
         ConfigError: it cannot be read, is not YAML, or says something wrong: all that is wrong, with line and column.
     """
-    name = str(path)
-    parsed = parse_yaml(_text_of(path, why), name)
+    return parse_launch_file(text_of_file(path, why), str(path))
+
+
+def parse_launch_file(text: str, name: str) -> LaunchConfig:
+    """Checks the text of a launch file; as `read_launch_file`, for a text that lies in no file, or not yet.
+
+    Args:
+        name: what to call it in messages.
+    """
+    parsed = parse_yaml(text, name)
     if not isinstance(parsed.value, dict):
         raise ConfigError(name, expected="settings as in `num_processes: 2`", got=parsed.value)
     tree = _without_nothing(parsed.value)
@@ -131,20 +148,26 @@ def _project_folders(folder: Path) -> Iterator[Path]:
     yield from above[: roots[0] + 1 if roots else 1]
 
 
-def _text_of(path: Path, why: str) -> str:
+def text_of_file(path: Path | str, why: str = "") -> str:
+    """The text of a file that people write.
+
+    Raises:
+        ConfigError: there is no such file, or it cannot be read.
+    """
+    path = Path(path)
     said = f"{path} ({why})" if why else str(path)
     try:
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
-        raise ConfigError(f"launch file {said} does not exist", fix=_near(path)) from None
+        raise ConfigError(f"file {said} does not exist", fix=_near(path)) from None
     except IsADirectoryError:
         found = sorted(entry.name for entry in path.iterdir() if entry.suffix in (".yaml", ".yml"))[:3]
         fix = f"YAML files in it: {', '.join(found)}" if found else "name a file"
-        raise ConfigError(f"launch file {said} is a folder", fix=fix) from None
+        raise ConfigError(f"file {said} is a folder", fix=fix) from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"launch file {said}: byte {error.start} is not UTF-8") from None
+        raise ConfigError(f"file {said}: byte {error.start} is not UTF-8") from None
     except OSError as error:
-        raise ConfigError(f"launch file {said} cannot be read: {error.strerror}") from None
+        raise ConfigError(f"file {said} cannot be read: {error.strerror}") from None
 
 
 def _near(path: Path) -> str:

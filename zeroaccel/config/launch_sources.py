@@ -17,7 +17,7 @@ from zeroaccel.config.launch_env import LaunchedSettings, to_environment, variab
 from zeroaccel.config.problems import Problem
 from zeroaccel.config.section import spellings
 
-__all__ = ["Given", "from_text", "gather", "given_in_environment", "kind_of", "launched_environment", "other_names"]
+__all__ = ["Given", "from_text", "gather", "given_in_environment", "kind_of", "launched_environment", "other_names", "variables_of"]
 
 SettingKind = Literal["switch", "count", "number", "streams", "pairs", "text"]
 
@@ -77,7 +77,7 @@ def given_in_environment(environ: Mapping[str, str]) -> Given:
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for name in LaunchSettings.model_fields:
-        for variable in _variables(name):
+        for variable in variables_of(name):
             text = environ.get(variable, "").strip()
             if text and text.lower() not in _unsaid(name):
                 sources[name] = f"environment {variable}"

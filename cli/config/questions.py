@@ -1,0 +1,472 @@
+"""The questions of `zeroaccel config`, as one table: words, kind, condition, choices, default, place in the file.
+
+Wizard, flags, `--answers`, `--yes` and every check are made from it, so that none can ask or allow what another does
+not. A question is about one setting of a launch and has its name. Pure data and functions of a `Situation`: nothing
+here asks, prints, or imports torch or pydantic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from zeroaccel.cli.facts import Machine
+
+__all__ = ["AUTO", "QUESTIONS", "Choice", "Condition", "JsonFacts", "Question", "Situation", "by_key"]
+
+AUTO = "auto"
+"""Leaves a number to the script."""
+
+Kind = Literal["choice", "yes_no", "count", "number", "text", "names", "file", "folder"]
+
+
+@dataclass(frozen=True)
+class JsonFacts:
+    """What a JSON config leaves to the launch.
+
+    Attributes:
+        open_keys: settings that it leaves "auto".
+        stage: the stage it decides, or None.
+    """
+
+    open_keys: frozenset[str] = frozenset()
+    stage: int | None = None
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What is known when a question comes up: the answers so far, the machine, the JSON config if one is named.
+
+    Attributes:
+        needs: setting -> bytes per machine that have to fit in the folder it names, where a plan has said so.
+    """
+
+    answers: Mapping[str, Any]
+    machine: Machine
+    json: JsonFacts | None = None
+    needs: Mapping[str, int] = field(default_factory=dict)
+
+    def __getitem__(self, key: str) -> Any:
+        return self.answers.get(key)
+
+    @property
+    def stage(self) -> int:
+        """The stage of ZeRO; 0 without it."""
+        if not self["use_deepspeed"]:
+            return 0
+        if self.json is not None and self.json.stage is not None:
+            return self.json.stage
+        stage: int = 2 if self["zero_stage"] is None else self["zero_stage"]
+        return stage
+
+    def leaves_open(self, key: str) -> bool:
+        """Whether the launch has to say this, and not a JSON config."""
+        return self.json is None or key in self.json.open_keys
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One possible answer.
+
+    Attributes:
+        about: what it means, in a few words.
+        impossible: why it cannot be chosen in a situation; empty when it can.
+    """
+
+    value: Any
+    about: str = ""
+    impossible: Callable[[Situation], str] = lambda _: ""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """When a question applies, and what is to be said where it does not."""
+
+    holds: Callable[[Situation], bool]
+    otherwise: str
+
+
+@dataclass(frozen=True)
+class Question:
+    """One question, about the setting `key`.
+
+    Attributes:
+        words: the question.
+        default: the answer when nothing else is said; None where there is none. With a gate, what is proposed.
+        path: of the key in the launch file; empty where the answer becomes something else there.
+        gate: a question that is asked first, to which "no", the default, leaves the setting out.
+        check: what is wrong with an answer that has the right form, and what to do.
+    """
+
+    key: str
+    words: str
+    kind: Kind
+    path: tuple[str, ...] = ()
+    conditions: tuple[Condition, ...] = ()
+    choices: tuple[Choice, ...] = ()
+    default: Callable[[Situation], Any] = lambda _: None
+    gate: str = ""
+    check: Callable[[Any, Situation], tuple[str, str]] = lambda _, __: ("", "")
+    takes_auto: bool = False
+    least: float = 0
+
+    @property
+    def flag(self) -> str:
+        """The flag that answers it."""
+        return f"--{self.key}"
+
+    def applies(self, situation: Situation) -> bool:
+        """Whether the answer would mean anything."""
+        return all(condition.holds(situation) for condition in self.conditions)
+
+    def why_not(self, situation: Situation) -> str:
+        """Why the answer would mean nothing."""
+        return next(one.otherwise for one in self.conditions if not one.holds(situation))
+
+
+def _folder_check(key: str) -> Callable[[Any, Situation], tuple[str, str]]:
+    def check(folder: Any, situation: Situation) -> tuple[str, str]:
+        from zeroaccel.cli.facts import folder_trouble
+
+        return folder_trouble(str(folder), situation.needs.get(key, 0))
+
+    return check
+
+
+def _file_check(path: Any, _: Situation) -> tuple[str, str]:
+    from pathlib import Path
+
+    if Path(path).is_file():
+        return "", ""
+    return (f"{path} is a folder" if Path(path).is_dir() else f"there is no file {path}"), "name an existing file"
+
+
+def _disk(situation: Situation) -> str | None:
+    roomy = sorted(situation.machine.disks, key=lambda disk: disk.free_nbytes)
+    return roomy[-1].folder if roomy else None
+
+
+def _no_disk(situation: Situation) -> str:
+    return "" if situation.machine.disks else "no local disk with room was found on this machine"
+
+
+def _no_bf16(situation: Situation) -> str:
+    devices = () if situation["use_cpu"] else situation.machine.devices
+    lacking = [device.name for device in devices if not device.has_bf16]
+    return f"{lacking[0]} does not compute in bf16" if lacking else ""
+
+
+def _precision(situation: Situation) -> str:
+    if situation["use_cpu"] or not situation.machine.devices:
+        return "no"
+    return "fp16" if _no_bf16(situation) else "bf16"
+
+
+def _processes(situation: Situation) -> int:
+    per_machine = 1 if situation["use_cpu"] else len(situation.machine.devices) or 1
+    return per_machine * (situation["num_machines"] or 1)
+
+
+def _divisible(value: Any, situation: Situation) -> tuple[str, str]:
+    machines = situation["num_machines"] or 1
+    if value % machines:
+        return f"{value} processes on {machines} machines", f"a multiple of {machines}: it counts those of all machines"
+    return "", ""
+
+
+def _rank_exists(value: Any, situation: Situation) -> tuple[str, str]:
+    last = situation["num_machines"] - 1
+    return ("", "") if value <= last else (f"the machines are 0 to {last}", "give the number of this one")
+
+
+_ZERO = Condition(lambda s: bool(s["use_deepspeed"]), "it is a setting of ZeRO, which is off (--use_deepspeed)")
+_SEVERAL = Condition(lambda s: (s["num_machines"] or 1) > 1, "there is one machine (--num_machines)")
+_EACH = Condition(lambda s: s["multinode_launcher"] != "ssh", "the job is started on all machines from here (ssh)")
+_BY_SSH = Condition(
+    lambda s: s["multinode_launcher"] == "ssh", "the command is run on each machine (--multinode_launcher)"
+)
+_PARAMS = Condition(lambda s: s.stage == 3, "parameters are sharded at stage 3 only (--zero_stage)")
+_STATES = Condition(lambda s: s.stage >= 1, "optimizer states are sharded from stage 1 on (--zero_stage)")
+_COMPILED = Condition(lambda s: s["dynamo_backend"] not in (None, "no"), "nothing is compiled (--dynamo_backend)")
+
+
+def _open(key: str) -> Condition:
+    return Condition(lambda s: s.leaves_open(key), "the JSON config decides it (--deepspeed_config_file)")
+
+
+def _nvme(what: str) -> Condition:
+    key = f"offload_{what}_device"
+    return Condition(lambda s: s[key] == "nvme", f"nothing of it is offloaded to nvme (--{key})")
+
+
+_TIERS = (
+    Choice("none", "on the device"),
+    Choice("cpu", "in the memory of the machine"),
+    Choice("nvme", "in files on a local disk", _no_disk),
+)
+_DEEPSPEED = "deepspeed_config"
+_DYNAMO = "dynamo_config"
+
+QUESTIONS: tuple[Question, ...] = (
+    Question(
+        "use_cpu",
+        "Run on the CPU only, even on a machine with accelerators?",
+        "yes_no",
+        ("use_cpu",),
+        default=lambda s: not s.machine.devices,
+    ),
+    Question(
+        "num_machines",
+        "How many machines will you use?",
+        "count",
+        ("num_machines",),
+        default=lambda _: 1,
+        least=1,
+    ),
+    Question(
+        "multinode_launcher",
+        "How is the job started on the other machines?",
+        "choice",
+        (_DEEPSPEED, "deepspeed_multinode_launcher"),
+        (_SEVERAL,),
+        (Choice("standard", "run the command on each machine"), Choice("ssh", "from this one, by ssh and a hostfile")),
+        default=lambda _: "standard",
+    ),
+    Question(
+        "hostfile",
+        "Where is the hostfile?",
+        "file",
+        (_DEEPSPEED, "deepspeed_hostfile"),
+        (_SEVERAL, _BY_SSH),
+        check=_file_check,
+    ),
+    Question(
+        "exclusion_filter",
+        "Which machines and devices of the hostfile are left out, as in node1:3?",
+        "text",
+        (_DEEPSPEED, "deepspeed_exclusion_filter"),
+        (_SEVERAL, _BY_SSH),
+        gate="Leave some machines or devices of the hostfile out?",
+    ),
+    Question(
+        "inclusion_filter",
+        "Which machines and devices of the hostfile are used, as in node1@node2:0,2?",
+        "text",
+        (_DEEPSPEED, "deepspeed_inclusion_filter"),
+        (
+            _SEVERAL,
+            _BY_SSH,
+            Condition(lambda s: s["exclusion_filter"] is None, "there is an exclusion filter (--exclusion_filter)"),
+        ),
+        gate="Use only some machines or devices of the hostfile?",
+    ),
+    Question(
+        "machine_rank",
+        "What is the number of this machine, from 0?",
+        "count",
+        ("machine_rank",),
+        (_SEVERAL, _EACH),
+        default=lambda _: 0,
+        check=_rank_exists,
+    ),
+    Question(
+        "main_process_ip",
+        "What is the address of machine 0, as the others reach it?",
+        "text",
+        ("main_process_ip",),
+        (_SEVERAL,),
+    ),
+    Question(
+        "main_process_port",
+        "On which port of machine 0 do the processes meet?",
+        "count",
+        ("main_process_port",),
+        (_SEVERAL,),
+        default=lambda _: 29500,
+        least=1,
+    ),
+    Question(
+        "use_deepspeed",
+        "Shard the training with ZeRO (what DeepSpeed does in other launchers)?",
+        "yes_no",
+        default=lambda _: True,
+    ),
+    Question(
+        "deepspeed_config_file",
+        "Where is the JSON config?",
+        "file",
+        (_DEEPSPEED, "deepspeed_config_file"),
+        (_ZERO,),
+        gate="Do you have a JSON config in DeepSpeed's format?",
+        check=_file_check,
+    ),
+    Question(
+        "zero_stage",
+        "Which stage of ZeRO?",
+        "choice",
+        (_DEEPSPEED, "zero_stage"),
+        (_ZERO, _open("zero_stage")),
+        (
+            Choice(0, "nothing is sharded"),
+            Choice(1, "optimizer states"),
+            Choice(2, "optimizer states and gradients"),
+            Choice(3, "optimizer states, gradients and parameters"),
+        ),
+        default=lambda _: 2,
+    ),
+    Question(
+        "offload_optimizer_device",
+        "Where do optimizer states live?",
+        "choice",
+        (_DEEPSPEED, "offload_optimizer_device"),
+        (_ZERO, _open("offload_optimizer_device"), _STATES),
+        _TIERS,
+        default=lambda _: "none",
+    ),
+    Question(
+        "offload_param_device",
+        "Where do parameters live between uses?",
+        "choice",
+        (_DEEPSPEED, "offload_param_device"),
+        (_ZERO, _open("offload_param_device"), _PARAMS),
+        _TIERS,
+        default=lambda _: "none",
+    ),
+    Question(
+        "offload_param_nvme_path",
+        "In which folder of a local disk do parameters live?",
+        "folder",
+        (_DEEPSPEED, "offload_param_nvme_path"),
+        (_ZERO, _nvme("param")),
+        default=_disk,
+        check=_folder_check("offload_param_nvme_path"),
+    ),
+    Question(
+        "offload_optimizer_nvme_path",
+        "In which folder of a local disk do optimizer states live?",
+        "folder",
+        (_DEEPSPEED, "offload_optimizer_nvme_path"),
+        (_ZERO, _nvme("optimizer")),
+        default=_disk,
+        check=_folder_check("offload_optimizer_nvme_path"),
+    ),
+    Question(
+        "gradient_accumulation_steps",
+        "How many gradient accumulation steps (auto: the script decides)?",
+        "count",
+        (_DEEPSPEED, "gradient_accumulation_steps"),
+        (_ZERO, _open("gradient_accumulation_steps")),
+        default=lambda _: AUTO,
+        takes_auto=True,
+        least=1,
+    ),
+    Question(
+        "gradient_clipping",
+        "What is the largest norm of the gradients?",
+        "number",
+        (_DEEPSPEED, "gradient_clipping"),
+        (_ZERO, _open("gradient_clipping")),
+        default=lambda _: 1.0,
+        gate="Clip gradients?",
+    ),
+    Question(
+        "zero3_save_16bit_model",
+        "Gather the whole model when it is saved?",
+        "yes_no",
+        (_DEEPSPEED, "zero3_save_16bit_model"),
+        (_ZERO, _open("zero3_save_16bit_model"), _PARAMS),
+        default=lambda _: False,
+    ),
+    Question(
+        "zero3_init_flag",
+        "Shard large models while they are being built (zero.Init)?",
+        "yes_no",
+        (_DEEPSPEED, "zero3_init_flag"),
+        (_ZERO, _PARAMS),
+        default=lambda _: True,
+    ),
+    Question(
+        "deepspeed_moe_layer_cls_names",
+        "Which classes are mixture-of-experts layers, separated by commas?",
+        "names",
+        (_DEEPSPEED, "deepspeed_moe_layer_cls_names"),
+        (_ZERO, _open("deepspeed_moe_layer_cls_names"), _PARAMS),
+        gate="Does the model have mixture-of-experts layers to be gathered as a whole?",
+    ),
+    Question(
+        "num_processes",
+        "How many processes, over all machines?",
+        "count",
+        ("num_processes",),
+        default=_processes,
+        check=_divisible,
+        least=1,
+    ),
+    Question(
+        "mixed_precision",
+        "Which precision?",
+        "choice",
+        ("mixed_precision",),
+        (_open("mixed_precision"),),
+        (Choice("no", "fp32"), Choice("fp16"), Choice("bf16", "", _no_bf16)),
+        default=_precision,
+    ),
+    Question(
+        "dynamo_backend",
+        "Which backend of torch.compile?",
+        "choice",
+        (_DYNAMO, "dynamo_backend"),
+        (),
+        (
+            Choice("inductor"),
+            Choice("eager"),
+            Choice("aot_eager"),
+            Choice("cudagraphs"),
+            Choice("onnxrt"),
+            Choice("tvm"),
+        ),
+        default=lambda _: "inductor",
+        gate="Compile the model with torch.compile (dynamo)?",
+    ),
+    Question(
+        "dynamo_mode",
+        "What should the compiler aim for?",
+        "choice",
+        (_DYNAMO, "dynamo_mode"),
+        (_COMPILED,),
+        (Choice("default"), Choice("reduce-overhead"), Choice("max-autotune")),
+        default=lambda _: "default",
+    ),
+    Question(
+        "dynamo_use_fullgraph",
+        "Make a graph break an error?",
+        "yes_no",
+        (_DYNAMO, "dynamo_use_fullgraph"),
+        (_COMPILED,),
+        default=lambda _: False,
+    ),
+    Question(
+        "dynamo_use_dynamic",
+        "Compile for changing shapes?",
+        "yes_no",
+        (_DYNAMO, "dynamo_use_dynamic"),
+        (_COMPILED,),
+        default=lambda _: False,
+    ),
+    Question(
+        "dynamo_use_regional_compilation",
+        "Compile the repeated blocks rather than the model as a whole?",
+        "yes_no",
+        (_DYNAMO, "dynamo_use_regional_compilation"),
+        (_COMPILED,),
+        default=lambda _: False,
+    ),
+)
+"""In the order in which they are asked; a condition reads only answers to questions before it."""
+
+
+def by_key(key: str) -> Question:
+    """The question about a setting."""
+    return next(question for question in QUESTIONS if question.key == key)

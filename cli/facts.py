@@ -1,0 +1,228 @@
+"""What this machine has to train with, looked at once: devices, memory, cores, disks, torch, the job it is in.
+
+For the questionnaire, which shows it before it asks, and whose choices depend on it. Looking imports torch; the classes
+do not. Nothing is changed on the machine, but for one file that is written and removed where a disk is measured.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+from .machine import usable_cores
+
+__all__ = ["Device", "Disk", "Machine", "folder_trouble", "look", "measure_disk"]
+
+_GIB = 2**30
+_IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+_LOCAL = ("ext4", "ext3", "ext2", "xfs", "btrfs", "zfs", "f2fs", "apfs", "overlay")
+_OF_THE_SYSTEM = ("/boot", "/dev", "/etc", "/proc", "/run", "/snap", "/sys")
+_LEAST_FREE = 2 * _GIB  # a disk with less is no place for optimizer states
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator."""
+
+    name: str
+    memory_nbytes: int
+    has_bf16: bool
+
+
+@dataclass(frozen=True)
+class Disk:
+    """A folder on a local disk that could hold what is offloaded to "nvme".
+
+    Attributes:
+        write, read: bytes per second, or None where it was not measured.
+    """
+
+    folder: str
+    file_system: str
+    free_nbytes: int
+    write: float | None = None
+    read: float | None = None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is here.
+
+    Attributes:
+        memory_nbytes: RAM of the machine, or of the container this runs in.
+        job: of a cluster's scheduler, in words; empty outside of one.
+        torch: its version.
+    """
+
+    devices: tuple[Device, ...] = ()
+    memory_nbytes: int = 0
+    cores: int = 1
+    disks: tuple[Disk, ...] = ()
+    job: str = ""
+    torch: str = ""
+
+    def with_disks(self, disks: tuple[Disk, ...]) -> Machine:
+        """The same machine with these disks, as after measuring them."""
+        return replace(self, disks=disks)
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """The machine as pairs of a heading and what there is."""
+        if self.devices:
+            first = self.devices[0]
+            kinds = {(device.name, device.memory_nbytes) for device in self.devices}
+            names = (
+                f"{len(self.devices)} x {first.name}" if len(kinds) == 1 else ", ".join(d.name for d in self.devices)
+            )
+            bf16 = "bf16" if all(device.has_bf16 for device in self.devices) else "no bf16"
+            yield "accelerators", f"{names}, {_gib(first.memory_nbytes)} each, {bf16}"
+        else:
+            yield "accelerators", "none; processes would run on the CPU"
+        yield "memory", _gib(self.memory_nbytes)
+        yield "cores", str(self.cores)
+        for disk in self.disks:
+            speeds = (
+                ""
+                if disk.write is None or disk.read is None
+                else f", {_speed(disk.write)} write, {_speed(disk.read)} read"
+            )
+            yield "disk", f"{disk.folder} ({disk.file_system}), {_gib(disk.free_nbytes)} free{speeds}"
+        if not self.disks:
+            yield "disk", "no local disk with room for offload"
+        if self.job:
+            yield "job", self.job
+        yield "torch", self.torch or "not installed"
+
+
+def look(environ: Mapping[str, str]) -> Machine:
+    """Looks at this machine.
+
+    Args:
+        environ: tells of a scheduler's job.
+    """
+    return Machine(
+        devices=_devices(),
+        memory_nbytes=_memory(),
+        cores=usable_cores(),
+        disks=tuple(_disks()),
+        job=_job(environ),
+        torch=_version("torch"),
+    )
+
+
+def measure_disk(disk: Disk, nbytes: int = 64 * 2**20) -> Disk:
+    """The same disk with its speeds, from one file of `nbytes` that is written through to it and read again.
+
+    What was read may still lie in the system's memory, so the file is dropped from there first where that can be done.
+    """
+    path = Path(disk.folder, f".zeroaccel-speed-{os.getpid()}")
+    block = os.urandom(2**20)
+    try:
+        start = time.perf_counter()
+        with open(path, "wb", buffering=0) as file:
+            for _ in range(nbytes // len(block)):
+                file.write(block)
+            os.fsync(file.fileno())
+            written = time.perf_counter() - start
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        start = time.perf_counter()
+        with open(path, "rb", buffering=0) as file:
+            while file.read(len(block)):
+                pass
+        read = time.perf_counter() - start
+    except OSError:
+        return disk
+    finally:
+        with suppress(OSError):
+            path.unlink()
+    return replace(disk, write=nbytes / written, read=nbytes / read)
+
+
+def folder_trouble(folder: str, needed_nbytes: int = 0) -> tuple[str, str]:
+    """Why what is offloaded to "nvme" could not live in a folder, and what to do; two empty strings when it could."""
+    path = Path(folder)
+    if not path.exists():
+        return f"there is no folder {folder}", "make it, or name another"
+    if not path.is_dir():
+        return f"{folder} is a file", "name a folder"
+    if not os.access(path, os.W_OK | os.X_OK):
+        return f"{folder} is not writable", "change its permissions, or name another"
+    if (kind := _file_system(path)) in _IN_MEMORY:
+        return f"{folder} is in memory ({kind}), not on a disk", "name a folder on a local disk, or offload to cpu"
+    free = psutil.disk_usage(folder).free
+    if free < needed_nbytes:
+        return (
+            f"{folder} has {_gib(free)} free, and {_gib(needed_nbytes)} are needed",
+            "name a larger one, or free some",
+        )
+    return "", ""
+
+
+def _devices() -> tuple[Device, ...]:
+    import torch
+
+    if not torch.cuda.is_available():
+        return ()
+    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    properties = (torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))
+    return tuple(Device(one.name, int(one.total_memory), has_bf16) for one in properties)
+
+
+def _memory(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
+    total = int(psutil.virtual_memory().total)
+    try:
+        return min(total, int(limit.read_text()))
+    except (OSError, ValueError):  # no container, or one without a limit
+        return total
+
+
+def _disks() -> Iterator[Disk]:
+    """The writable folders of people's disks: mount points, the home folder and the folder for temporary files."""
+    seen: set[int] = set()
+    mounts = [part.mountpoint for part in psutil.disk_partitions() if part.fstype in _LOCAL]
+    for folder in [*mounts, os.path.expanduser("~"), tempfile.gettempdir()]:
+        if folder == "/" or folder.startswith(_OF_THE_SYSTEM) or not os.path.isdir(folder) or folder_trouble(folder)[0]:
+            continue
+        device = os.stat(folder).st_dev
+        free = psutil.disk_usage(folder).free
+        if device not in seen and free >= _LEAST_FREE:
+            seen.add(device)
+            yield Disk(folder, _file_system(Path(folder)), free)
+
+
+def _file_system(path: Path) -> str:
+    """The kind of file system a path is on; "unknown" where the system does not say."""
+    place = str(path.resolve())
+    kinds = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
+    around = [mount for mount in kinds if place == mount or place.startswith(mount.rstrip("/") + "/")]
+    return kinds[max(around, key=len)] if around else "unknown"
+
+
+def _job(environ: Mapping[str, str]) -> str:
+    if "SLURM_JOB_ID" in environ:
+        nodes = environ.get("SLURM_NNODES") or environ.get("SLURM_JOB_NUM_NODES", "1")
+        return f"SLURM job {environ['SLURM_JOB_ID']} on {nodes} machines"
+    return ""
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / _GIB:.0f} GiB" if nbytes >= 10 * _GIB else f"{nbytes / _GIB:.1f} GiB"
+
+
+def _speed(per_second: float) -> str:
+    return f"{per_second / 1e9:.1f} GB/s"
