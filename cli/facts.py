@@ -1,7 +1,8 @@
 """What this machine has to train with, looked at once: devices, memory, cores, disks, torch, the job it is in.
 
-For the questionnaire, which shows it before it asks, and whose choices depend on it. Looking imports torch; the classes
-do not. Nothing is changed on the machine, but for one file that is written and removed where a disk is measured.
+For the questionnaire, which shows it before it asks, and whose choices depend on it. Looking imports torch where there
+is a driver; the classes do not. Nothing is changed on the machine, but for one file that is written and removed where a
+disk is measured.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ __all__ = ["Device", "Disk", "Machine", "folder_trouble", "look", "measure_disk"
 
 _GIB = 2**30
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+_NO_FILES = ("proc", "sysfs", "cgroup", "cgroup2", "devpts", "mqueue")
 _LOCAL = ("ext4", "ext3", "ext2", "xfs", "btrfs", "zfs", "f2fs", "apfs", "overlay")
+_DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # of CUDA, of CUDA in WSL, of ROCm
 _OF_THE_SYSTEM = ("/boot", "/dev", "/etc", "/proc", "/run", "/snap", "/sys")
 _LEAST_FREE = 2 * _GIB  # a disk with less is no place for optimizer states
 
@@ -153,9 +156,11 @@ def folder_trouble(folder: str, needed_nbytes: int = 0) -> tuple[str, str]:
         return f"there is no folder {folder}", "make it, or name another"
     if not path.is_dir():
         return f"{folder} is a file", "name a folder"
+    if (kind := _file_system(path)) in _NO_FILES:
+        return f"{folder} is not on a disk", "name a folder on a local disk"
     if not os.access(path, os.W_OK | os.X_OK):
         return f"{folder} is not writable", "change its permissions, or name another"
-    if (kind := _file_system(path)) in _IN_MEMORY:
+    if kind in _IN_MEMORY:
         return f"{folder} is in memory ({kind}), not on a disk", "name a folder on a local disk, or offload to cpu"
     free = psutil.disk_usage(folder).free
     if free < needed_nbytes:
@@ -167,6 +172,8 @@ def folder_trouble(folder: str, needed_nbytes: int = 0) -> tuple[str, str]:
 
 
 def _devices() -> tuple[Device, ...]:
+    if not any(os.path.exists(driver) for driver in _DRIVERS):
+        return ()  # without waiting for torch
     import torch
 
     if not torch.cuda.is_available():

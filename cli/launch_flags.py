@@ -13,6 +13,7 @@ import click
 
 from zeroaccel.config.launch import LaunchSettings
 from zeroaccel.config.launch_sources import Given, from_text, kind_of, other_names
+from zeroaccel.config.problems import closest
 
 __all__ = ["GROUPS", "LaunchCommand", "flag", "given_by_flags", "setting_flags"]
 
@@ -126,7 +127,9 @@ class LaunchCommand(click.Command):
             for beginning, reason in _REFUSED_BEGINNINGS.items():
                 if name.startswith(beginning) or (name == "q" and beginning == "quiet"):
                     raise click.UsageError(f"{error.option_name}: {reason}", ctx) from None
-            raise
+            meant = closest(name, [option.lstrip("-") for param in self.params for option in param.opts])
+            fix = f"; did you mean --{meant}?" if meant else ""
+            raise click.UsageError(f"No such option {error.option_name}{fix}", ctx) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         records = {param.name: record for param in self.params if (record := param.get_help_record(ctx)) is not None}

@@ -17,7 +17,7 @@ from zeroaccel.errors import ConfigError, compose
 from .questions import AUTO, QUESTIONS, JsonFacts, Question, Situation
 
 if TYPE_CHECKING:
-    from zeroaccel.cli.facts import Machine
+    from ..facts import Machine
 
 __all__ = ["Settled", "Wrong", "accept", "as_text", "json_facts", "parse", "settle", "with_answer"]
 

@@ -61,6 +61,7 @@ class ConfigCommands(click.Group):
 @click.pass_context
 def config(
     ctx: click.Context,
+    /,
     answers: str | None,
     sets: tuple[str, ...],
     config_file: str | None,
@@ -80,8 +81,7 @@ def config(
         ]:
             raise click.UsageError(f"--{given[0]} goes behind {ctx.invoked_subcommand}.", ctx)
         return
-    from zeroaccel.cli.facts import look, measure_disk
-
+    from ..facts import look, measure_disk
     from .making import Request, make, why_not_ask
 
     said = gather_answers(typed, answers, sets)

@@ -11,10 +11,10 @@ from typing import Any
 
 import click
 
-from zeroaccel.cli.facts import look
 from zeroaccel.config.launch_file import find_launch_file, read_launch_file
 from zeroaccel.errors import ConfigError
 
+from ..facts import look
 from .command import CONTEXT
 from .flags import gather_answers, question_flags
 from .making import Request, make, why_not_ask
@@ -28,6 +28,7 @@ __all__ = ["default", "update"]
 @click.pass_obj
 def default(
     environ: Mapping[str, str],
+    /,
     answers: str | None,
     sets: tuple[str, ...],
     config_file: str | None,
@@ -42,9 +43,13 @@ def default(
     """
     path = Path(config_file or "zeroaccel.yaml")
     if path.exists() and not yes and not dry_run:
-        raise ConfigError(f"{path} exists", fix="--yes replaces it and keeps a copy; `zeroaccel config update` changes it")
+        raise ConfigError(
+            f"{path} exists", fix="--yes replaces it and keeps a copy; `zeroaccel config update` changes it"
+        )
     said = gather_answers(typed, answers, sets)
-    request = Request(path, said.answers, said.sources, said.extras, yes=True, dry_run=dry_run, no_asking="nobody is asked")
+    request = Request(
+        path, said.answers, said.sources, said.extras, yes=True, dry_run=dry_run, no_asking="nobody is asked"
+    )
     make(request, look(environ))
 
 
@@ -53,6 +58,7 @@ def default(
 @click.pass_obj
 def update(
     environ: Mapping[str, str],
+    /,
     answers: str | None,
     sets: tuple[str, ...],
     config_file: str | None,

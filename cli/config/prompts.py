@@ -64,7 +64,10 @@ class Prompts:
         choices: list[Any] = [
             questionary.Choice(one.title, value=one, disabled=one.impossible or None) for one in options
         ]
-        start = next((one for one in options if one.value == proposal and not one.impossible), None)
+        possible = (
+            choice for choice, one in zip(choices, options, strict=True) if one.value == proposal and not one.impossible
+        )
+        start = next(possible, None)
         choices.append(questionary.Separator())
         if back:
             choices.append(questionary.Choice("back", value=BACK))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from zeroaccel.cli.facts import Machine
+    from ..facts import Machine
 
 __all__ = ["AUTO", "QUESTIONS", "Choice", "Condition", "JsonFacts", "Question", "Situation", "by_key"]
 
@@ -128,7 +128,7 @@ class Question:
 
 def _folder_check(key: str) -> Callable[[Any, Situation], tuple[str, str]]:
     def check(folder: Any, situation: Situation) -> tuple[str, str]:
-        from zeroaccel.cli.facts import folder_trouble
+        from ..facts import folder_trouble
 
         return folder_trouble(str(folder), situation.needs.get(key, 0))
 

@@ -23,7 +23,7 @@ from zeroaccel.config.section import ConfigSection, nested_section, spellings
 from zeroaccel.config.support import KEYS, Kind
 from zeroaccel.errors import ConfigError
 
-from zeroaccel.cli.launch_flags import flag
+from ..launch_flags import GROUPS, flag
 from .command import CONTEXT
 
 __all__ = ["explain", "schema", "show"]
@@ -49,7 +49,8 @@ def show(environ: Mapping[str, str], config_file: str | None, resolve: bool, as_
     given = gather(Given(), environ, file)
     settings = given.settings()
     config = check_json(given)
-    rows = [(name, getattr(settings, name), given.sources.get(name, "default")) for name in LaunchSettings.model_fields]
+    names = [name for group in GROUPS.values() for name in group]
+    rows = [(name, getattr(settings, name), given.sources.get(name, "default")) for name in names]
     if config is not None:
         path = given.values["deepspeed_config_file"]
         rows += [(f"{path}: {key}", _value(config, key), source) for key, source in config.sources.items()]
@@ -84,7 +85,10 @@ def _about_settings(key: str) -> Iterator[list[str]]:
     for setting, field in LaunchSettings.model_fields.items():
         if name not in (setting, flag(setting).lstrip("-"), *other_names(setting)):
             continue
-        sections = {"deepspeed_config": DeepSpeedSection, "dynamo_config": DynamoSettings}
+        sections: dict[str, type[ConfigSection]] = {
+            "deepspeed_config": DeepSpeedSection,
+            "dynamo_config": DynamoSettings,
+        }
         above = next((f"{part}." for part, model in sections.items() if setting in model.model_fields), "")
         default = field.get_default(call_default_factory=True)
         yield [
@@ -157,7 +161,9 @@ def _value(config: Config, key: str) -> Any:
 def _shown(value: Any) -> str:
     if value is None:
         return "-"
-    return str(value).lower() if isinstance(value, bool) else ",".join(value) if isinstance(value, tuple) else str(value)
+    return (
+        str(value).lower() if isinstance(value, bool) else ",".join(value) if isinstance(value, tuple) else str(value)
+    )
 
 
 def _table(heading: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:

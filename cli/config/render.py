@@ -63,7 +63,7 @@ def answers_of(file: LaunchConfig) -> tuple[dict[str, Any], dict[tuple[str, ...]
             value = values.pop(question.key)
             answers[question.key] = ",".join(value) if isinstance(value, tuple) else value
     sections = {"dynamo_": "dynamo_config", "offload_": "deepspeed_config", "zero": "deepspeed_config"}
-    extras = {}
+    extras: dict[tuple[str, ...], Any] = {}
     for key, value in values.items():
         section = next((section for start, section in sections.items() if key.startswith(start)), None)
         extras[(section, key) if section else (key,)] = value

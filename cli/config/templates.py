@@ -1,11 +1,11 @@
 """`zeroaccel config template`: the files of the package to start from, listed, printed or written.
 
-The files themselves are in `templates/`; a line at their top says what each is for.
+The files themselves are in `templates/`, with a table that says what each is for.
 """
 
 from __future__ import annotations
 
-from importlib import resources
+from importlib import import_module, resources
 from pathlib import Path
 
 import click
@@ -19,6 +19,8 @@ from .write import write_file
 
 __all__ = ["template", "template_names"]
 
+_PACKAGE = "zeroaccel.templates"
+
 
 @click.command(context_settings=CONTEXT)
 @click.argument("name", required=False)
@@ -28,13 +30,15 @@ def template(name: str | None, output: str | None, yes: bool) -> None:
     """Print a template; without NAME, list them."""
     names = template_names()
     if name is None:
-        for known in names:
-            click.echo(f"{known}\t{_about(_text(known))}")
+        for known, words in _about().items():
+            click.echo(f"{known}\t{words}")
         return
     chosen = next((known for known in names if name in (known, Path(known).stem)), None)
     if chosen is None:
         meant = closest(name, names)
-        raise ConfigError(f"{name}: no such template", fix=f"did you mean {meant}?" if meant else "leave NAME out for a list")
+        raise ConfigError(
+            f"{name}: no such template", fix=f"did you mean {meant}?" if meant else "leave NAME out for a list"
+        )
     text = _text(chosen)
     if output is None:
         click.echo(text, nl=False)
@@ -48,15 +52,14 @@ def template(name: str | None, output: str | None, yes: bool) -> None:
 
 def template_names() -> list[str]:
     """The names of the templates."""
-    folder = resources.files("zeroaccel.templates")
-    return sorted(entry.name for entry in folder.iterdir() if entry.is_file() and not entry.name.endswith((".py", ".pyc")))
+    return list(_about())
+
+
+def _about() -> dict[str, str]:
+    """File -> what it is for."""
+    about: dict[str, str] = import_module(_PACKAGE).ABOUT
+    return dict(sorted(about.items()))
 
 
 def _text(name: str) -> str:
-    return (resources.files("zeroaccel.templates") / name).read_text()
-
-
-def _about(text: str) -> str:
-    """What the first comment of a template says."""
-    lines = (line.strip() for line in text.splitlines())
-    return next((line.lstrip("/# ") for line in lines if line.startswith(("#", "//")) and not line.startswith("#!")), "")
+    return (resources.files(_PACKAGE) / name).read_text()

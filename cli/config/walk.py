@@ -14,7 +14,7 @@ from .answers import Settled, Wrong, accept, settle
 from .questions import QUESTIONS, Question, Situation
 
 if TYPE_CHECKING:
-    from zeroaccel.cli.facts import Machine
+    from ..facts import Machine
 
 __all__ = ["BACK", "Asker", "Quit", "Walk"]
 

@@ -23,7 +23,7 @@ from zeroaccel.config.launch_schema import (
 from zeroaccel.config.problems import NOTHING, Problem, closest, from_pydantic
 from zeroaccel.errors import ConfigError, compose
 
-__all__ = ["LaunchSettings", "Rendezvous", "Streams", "launch_settings", "wrong_settings"]
+__all__ = ["LaunchSettings", "Rendezvous", "Streams", "launch_settings", "typed_settings", "wrong_settings"]
 
 DEFAULT_STAGE = 2
 """The stage of a launch that asks for ZeRO without saying which, as in accelerate."""
@@ -78,15 +78,24 @@ def launch_settings(values: Mapping[str, Any], address: Callable[[str], str] = s
     Raises:
         ConfigError: some are wrong; all of them are told, one line each.
     """
-    if unknown := [name for name in values if name not in LaunchSettings.model_fields]:
-        raise wrong_settings([_unknown(name) for name in unknown], address)
-    try:
-        settings = LaunchSettings(**values)
-    except ValidationError as error:
-        raise wrong_settings([from_pydantic(entry) for entry in error.errors(include_url=False)], address) from None
+    settings = typed_settings(values, address)
     if problems := list(_contradictions(settings)):
         raise wrong_settings(problems, address)
     return settings
+
+
+def typed_settings(values: Mapping[str, Any], address: Callable[[str], str] = str) -> LaunchSettings:
+    """The same, each setting checked by itself only: for the part of a launch that a file shows.
+
+    Raises:
+        ConfigError: as for `launch_settings`.
+    """
+    if unknown := [name for name in values if name not in LaunchSettings.model_fields]:
+        raise wrong_settings([_unknown(name) for name in unknown], address)
+    try:
+        return LaunchSettings(**values)
+    except ValidationError as error:
+        raise wrong_settings([from_pydantic(entry) for entry in error.errors(include_url=False)], address) from None
 
 
 def _unknown(name: str) -> Problem:

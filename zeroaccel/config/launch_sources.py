@@ -17,7 +17,16 @@ from zeroaccel.config.launch_env import LaunchedSettings, to_environment, variab
 from zeroaccel.config.problems import Problem
 from zeroaccel.config.section import spellings
 
-__all__ = ["Given", "from_text", "gather", "given_in_environment", "kind_of", "launched_environment", "other_names", "variables_of"]
+__all__ = [
+    "Given",
+    "from_text",
+    "gather",
+    "given_in_environment",
+    "kind_of",
+    "launched_environment",
+    "other_names",
+    "variables_of",
+]
 
 SettingKind = Literal["switch", "count", "number", "streams", "pairs", "text"]
 
@@ -175,7 +184,8 @@ def _plain_types(annotation: Any) -> list[type]:
     return [get_origin(annotation) or annotation]
 
 
-def _variables(name: str) -> tuple[str, ...]:
+def variables_of(name: str) -> tuple[str, ...]:
+    """The variables of the environment that give a setting, the first that is there first."""
     handed_on = (variable_of(name),) if name in _HANDED_ON and name != "debug" else ()
     return (f"{_PREFIX}{name.upper()}", *_OTHER_VARIABLES.get(name, ()), *handed_on)
 

@@ -1,0 +1,165 @@
+"""The questionnaire as a person meets it: in a pseudo-terminal, key by key; and that flags make the same bytes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pexpect
+import pytest
+
+from tests.multi.environment import outside_any_job
+from tests.multi.job import run_command
+
+CONFIG = ["-m", "zeroaccel.cli", "config"]
+ENTER, DOWN, UP, CLEAR, CTRL_C = "\r", "\x1b[B", "\x1b[A", "\x15", "\x03"
+FILE = "zeroaccel.yaml"
+
+
+class Terminal:
+    """A person at the questionnaire: waits for words, then presses keys."""
+
+    def __init__(self, process: pexpect.spawn[str]) -> None:
+        self.process = process
+
+    def at(self, words: str, keys: str = ENTER) -> None:
+        self.process.expect_exact(words)
+        self.process.expect_exact("quit")  # the prompt is drawn to its end
+        self.process.send(keys)
+
+    def ends(self) -> tuple[int, str]:
+        """The exit code, and what was said since the last prompt, as plain text."""
+        self.process.expect(pexpect.EOF)
+        said = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.process.before or "")
+        self.process.close()
+        return (128 + self.process.signalstatus if self.process.signalstatus else self.process.exitstatus), said
+
+
+@contextmanager
+def _terminal(folder: Path, *flags: str) -> Iterator[Terminal]:
+    environment = outside_any_job() | {"TERM": "xterm", "NO_COLOR": "1", "CI": "", "XDG_CONFIG_HOME": str(folder)}
+    process = pexpect.spawn(
+        sys.executable,
+        [*CONFIG, *flags],
+        env=environment,
+        cwd=str(folder),
+        encoding="utf-8",
+        timeout=40,
+        dimensions=(60, 200),
+    )
+    try:
+        yield Terminal(process)
+    finally:
+        process.close(force=True)
+
+
+def _by_flags(folder: Path, said: str) -> str:
+    """The file that the printed command makes, in another folder."""
+    line = next(line for line in said.splitlines() if line.startswith("again:"))
+    words = shlex.split(line.removeprefix("again:"))[2:]
+    elsewhere = folder / "again"
+    elsewhere.mkdir()
+    result = run_command([sys.executable, *CONFIG, *words], cwd=elsewhere)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == ""
+    return (elsewhere / FILE).read_text()
+
+
+def test_without_a_json_config(tmp_path: Path) -> None:
+    with _terminal(tmp_path) as person:
+        person.process.expect_exact("this machine")
+        person.at("Run on the CPU only")
+        person.at("How many machines")
+        person.at("Shard the training with ZeRO")
+        person.at("Do you have a JSON config")
+        person.at("Which stage of ZeRO?", UP + ENTER)  # from 2 to 1
+        person.at("Where do optimizer states live?")
+        person.at("gradient accumulation steps", f"{CLEAR}0")
+        person.process.expect_exact("expected a number of at least 1, got 0")
+        person.process.send(f"{CLEAR}4{ENTER}")
+        person.at("Clip gradients?", UP + ENTER)
+        person.at("largest norm", f"{CLEAR}0.5{ENTER}")
+        person.at("How many processes", f"{CLEAR}2{ENTER}")
+        person.at("Which precision?")
+        person.at("Compile the model")
+        person.at(f"Write {FILE}?")
+        code, said = person.ends()
+    assert code == 0
+    text = (tmp_path / FILE).read_text()
+    assert "  zero_stage: 1\n" in text
+    assert "  gradient_accumulation_steps: 4\n  gradient_clipping: 0.5\n" in text
+    assert "written: zeroaccel.yaml\r\nstart:   zeroaccel launch train.py\r\n" in said
+    assert _by_flags(tmp_path, said) == text
+
+
+def test_with_a_json_config_and_an_existing_file(tmp_path: Path) -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    (tmp_path / FILE).write_text("num_processes: 7\n")
+    with _terminal(tmp_path, "--num_processes", "2") as person:
+        person.at("Run on the CPU only")
+        person.at("How many machines")
+        person.at("Shard the training with ZeRO")
+        person.at("Do you have a JSON config", UP + ENTER)
+        person.at("Where is the JSON config?", "nowhere.json")
+        person.process.expect_exact("there is no file nowhere.json")
+        person.process.send(f"{CLEAR}ds.json{ENTER}")
+        person.at("Compile the model")  # everything else is decided
+        person.process.expect_exact("-num_processes: 7")
+        person.at(f"Write {FILE}?")
+        code, said = person.ends()
+    assert code == 0
+    text = (tmp_path / FILE).read_text()
+    assert "  deepspeed_config_file: ds.json\nnum_processes: 2\n" in text
+    assert "mixed_precision" not in text
+    assert (tmp_path / f"{FILE}.bak").read_text() == "num_processes: 7\n"
+    assert "(what was there is in zeroaccel.yaml.bak)" in said
+
+
+def test_stage_3_on_nvme_after_going_back(tmp_path: Path) -> None:
+    with _terminal(tmp_path, "--use_cpu", "yes", "--num_machines", "1") as person:
+        person.at("Shard the training with ZeRO")
+        person.at("Do you have a JSON config")
+        person.at("Which stage of ZeRO?")
+        person.at("Where do optimizer states live?", DOWN * 3 + ENTER)  # below the three tiers: back
+        person.at("Which stage of ZeRO?", DOWN + ENTER)  # and from 2 to 3
+        person.at("Where do optimizer states live?", DOWN * 2 + ENTER)
+        person.at("Where do parameters live", DOWN + ENTER)
+        person.at("In which folder of a local disk do optimizer states live?", f"{CLEAR}/proc{ENTER}")
+        person.process.expect_exact("/proc is not on a disk")
+        person.process.send(f"{CLEAR}{tmp_path}{ENTER}")
+        person.at("gradient accumulation steps", f"{CLEAR}<{ENTER}")  # and back from a line of text
+        person.at("In which folder of a local disk do optimizer states live?")
+        person.at("gradient accumulation steps")
+        person.at("Clip gradients?")
+        person.at("Gather the whole model")
+        person.at("zero.Init")
+        person.at("mixture-of-experts")
+        person.at("How many processes", f"{CLEAR}2{ENTER}")
+        person.at("Which precision?")
+        person.at("Compile the model")
+        person.at(f"Write {FILE}?")
+        code, said = person.ends()
+    assert code == 0
+    text = (tmp_path / FILE).read_text()
+    assert "  zero_stage: 3\n  offload_optimizer_device: nvme\n  offload_param_device: cpu\n" in text
+    assert f"  offload_optimizer_nvme_path: {tmp_path}\n" in text
+    assert _by_flags(tmp_path, said) == text
+
+
+@pytest.mark.parametrize("keys", [CTRL_C, DOWN * 4 + ENTER], ids=["Ctrl-C", "quit"])
+def test_leaving_writes_nothing(keys: str, tmp_path: Path) -> None:
+    with _terminal(tmp_path) as person:
+        person.at("Run on the CPU only")
+        person.at("How many machines")
+        person.at("Shard the training with ZeRO", keys if keys == CTRL_C else DOWN * 3 + ENTER)
+        code, said = person.ends()
+    assert code == 130
+    assert "nothing was written" in said
+    assert "Traceback" not in said
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,302 @@
+"""`zeroaccel config` and its sub-commands, in process: what they print where, what they write, how mistakes end."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.multi.environment import ROOT
+from zeroaccel.cli.config import command as command_module
+from zeroaccel.cli.config.command import SUB_COMMANDS
+from zeroaccel.cli.main import main
+from zeroaccel.config.schema import Config
+from zeroaccel.templates import ABOUT
+
+FILE = "zeroaccel.yaml"
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory, and no launch file of the user."""
+    monkeypatch.chdir(tmp_path)
+    environ = {"HOME": str(tmp_path / "home"), "PATH": "/usr/bin:/bin"}
+    monkeypatch.setattr(command_module.os, "environ", environ)
+    return tmp_path
+
+
+def _run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as exit_:
+        main(["config", *arguments], prog_name="zeroaccel")
+    return int(exit_.value.code or 0)
+
+
+def test_data_goes_to_stdout_and_talk_to_stderr(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("--yes", "--dry_run", "--zero-stage", "1") == 0
+    said = capsys.readouterr()
+    assert yaml.safe_load(said.out)["deepspeed_config"]["zero_stage"] == 1
+    assert said.err == "dry run: zeroaccel.yaml is not written\n"
+    assert list(project.iterdir()) == []
+    assert _run("--yes", "--zero_stage", "1") == 0
+    written = capsys.readouterr()
+    assert written.out == ""
+    assert (project / FILE).read_text() == said.out
+    assert "\x1b" not in written.err
+
+
+def test_without_a_terminal_the_missing_flags_are_named(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("--zero_stage", "3") == 2
+    said = capsys.readouterr().err
+    assert said.startswith("zeroaccel: stdin is no terminal, so nobody is asked: give --use_cpu (true), ")
+    assert "--zero3_init_flag (true)" in said
+    assert "--zero_stage" not in said
+    assert said.count("\n") == 1
+    assert _run("--yes", "--num_machines", "2") == 2
+    assert "--yes is given, and there is no default for --main_process_ip: give a value." in capsys.readouterr().err
+    assert list(project.iterdir()) == []
+
+
+def test_no_terminal_is_needed_where_nothing_is_left_to_ask(project: Path) -> None:
+    flags = ["--use_cpu", "yes", "--num_machines", "1", "--use_deepspeed", "no", "--num_processes", "1"]
+    assert _run("--no_input", *flags, "--mixed_precision", "no") == 0
+    assert yaml.safe_load((project / FILE).read_text())["distributed_type"] == "NO"
+
+
+def test_flags_before_set_before_answers(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "answers.yaml").write_text("zero_stage: 1\nnum_processes: 3\nuse_cpu: yes\n")
+    sets = ["--set", "deepspeed_config.zero_stage=2", "--set", "num_processes=4", "--set", "max_restarts=5"]
+    assert _run("--yes", "--dry_run", "--answers", "answers.yaml", *sets, "--num_processes", "2") == 0
+    made = yaml.safe_load(capsys.readouterr().out)
+    assert made["deepspeed_config"]["zero_stage"] == 2
+    assert (made["num_processes"], made["max_restarts"], made["use_cpu"]) == (2, 5, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--zero_stage", "7"], "--zero_stage: expected 0, 1, 2 or 3, got '7'"),
+        (["--offload_param_device", "gpu"], "--offload_param_device: expected none, cpu or nvme, got 'gpu'"),
+        (["--zero_stge", "3"], "No such option '--zero_stge'"),
+        (["--set", "deepspeed_config.zero_stge=3"], "--set deepspeed_config.zero_stge: unknown key; did you mean"),
+        (["--set", "zero_stage"], "--set: expected KEY=VALUE, as in deepspeed_config.zero_stage=3, got 'zero_stage'"),
+        (["--set", "max_restarts=-1"], "max_restarts: expected a number of at least 0, got -1"),
+        (["--answers", "nowhere.yaml"], "file nowhere.yaml (--answers) does not exist"),
+        (["--answers", "bad.yaml"], "bad.yaml:1:1: zero_stge: no such question; did you mean zero_stage?"),
+        (["--config_file", "."], ". is a folder; name a file"),
+        (["--deepspeed_config_file", "broken.json"], "broken.json:1:2: not valid JSON"),
+        (["valdate"], "No such command 'valdate'."),
+        (["--zero_stage", "3", "show"], "--zero_stage goes behind show."),
+        (["show"], "there is no launch file; make one: `zeroaccel config`"),
+        (["update"], "there is no launch file; name one by --config_file"),
+        (["explain", "zero_stge"], "zero_stge: no such key; did you mean zero_stage?"),
+        (["template", "zero_stage3_bf61"], "no such template; did you mean zero_stage3_bf16.json?"),
+        (["convert", "nowhere.yaml"], "file nowhere.yaml does not exist"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(
+    arguments: list[str], words: str, project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "bad.yaml").write_text("zero_stge: 3\n")
+    (project / "broken.json").write_text("{")
+    flags = [] if arguments[0] in {*SUB_COMMANDS, "valdate"} or "show" in arguments else ["--yes"]
+    assert _run(*flags, *arguments) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith("zeroaccel: ")
+    assert words in said.err
+    assert "Traceback" not in said.err
+    assert not (project / FILE).exists()
+
+
+def test_default_does_not_replace_a_file_unless_told(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("default", "--mixed_precision", "fp16") == 0
+    first = (project / FILE).read_text()
+    assert "mixed_precision: fp16\n" in first
+    assert _run("default") == 2
+    assert "zeroaccel.yaml exists; --yes replaces it and keeps a copy" in capsys.readouterr().err
+    assert _run("default", "--yes") == 0
+    assert (project / f"{FILE}.bak").read_text() == first
+    assert (project / FILE).read_text() != first
+
+
+def test_update_changes_what_it_is_told(project: Path) -> None:
+    (project / FILE).write_text(
+        "num_processes: 2\ntimeout: 30\ndeepspeed_config:\n  zero_stage: 3\n  zero3_init_flag: true\n"
+    )
+    assert _run("update", "--zero_stage", "2") == 0
+    made = yaml.safe_load((project / FILE).read_text())
+    assert made["deepspeed_config"] == {"zero_stage": 2, "offload_optimizer_device": "none"}
+    assert (made["num_processes"], made["timeout"]) == (2, 30.0)
+
+
+def test_show_says_what_a_launch_would_run_with(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "ds.json").write_text('{"gradient_clipping": 0.5, "train_micro_batch_size_per_gpu": "auto"}')
+    (project / FILE).write_text("num_processes: 2\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n")
+    command_module.os.environ["ZEROACCEL_NUM_PROCESSES"] = "3"  # type: ignore[index]
+    assert _run("show") == 0
+    assert capsys.readouterr().out == (project / FILE).read_text()
+    assert _run("show", "--resolve") == 0
+    rows = dict(line.split("\t", 1) for line in capsys.readouterr().out.splitlines())
+    assert rows["num_processes"] == "3\tenvironment ZEROACCEL_NUM_PROCESSES"
+    assert rows["deepspeed_config_file"] == "ds.json\tzeroaccel.yaml:3:3"
+    assert rows["max_restarts"] == "0\tdefault"
+    assert rows["ds.json: gradient_clipping"] == "0.5\tds.json:1:2"
+    assert rows["ds.json: train_micro_batch_size_per_gpu"].startswith("auto\t")
+    assert _run("show", "--resolve", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["num_processes"]["value"] == 3
+
+
+def test_validate_tells_every_file(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "good.yaml").write_text("num_processes: 2\n")
+    (project / "bad.yaml").write_text("num_proceses: 2\n")
+    (project / "ds.json").write_text('{"zero_optimization": {"stage": 7}}')
+    (project / "accelerate.json").write_text('{"distributed_type": "NO", "mixed_precision": "no"}')
+    (project / "job.sh").write_text("#!/bin/sh\nexport ZEROACCEL_NUM_PROCESES=2\nzeroaccel launch train.py\n")
+    (project / "flag.sh").write_text("#!/bin/sh\nzeroaccel launch \\\n  --zero_stge 3 train.py\n")
+    (project / "hosts").write_text("node1 slots=8\nnode2 slot=8\n")
+    names = ["good.yaml", "bad.yaml", "ds.json", "accelerate.json", "job.sh", "flag.sh", "hosts"]
+    assert _run("validate", *names) == 2
+    said = capsys.readouterr()
+    assert said.out.splitlines() == ["good.yaml: launch file, right", "accelerate.json: launch file, right"]
+    assert said.err.splitlines() == [
+        'zeroaccel: bad.yaml:1:1: num_proceses: unknown key; did you mean "num_processes"?',
+        "zeroaccel: ds.json:1:24: zero_optimization.stage: expected 0, 1, 2 or 3, got 7",
+        "zeroaccel: job.sh:2: ZEROACCEL_NUM_PROCESES: no such setting; did you mean ZEROACCEL_NUM_PROCESSES?",
+        "zeroaccel: flag.sh:2: No such option --zero_stge; did you mean --zero_stage?",
+        "zeroaccel: hosts:2: expected a machine as in: node1 slots=8, got 'node2 slot=8'",
+    ]
+
+
+def test_explain_covers_launch_and_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("explain", "zero_stage") == 0
+    said = capsys.readouterr().out
+    assert "  environment  ZEROACCEL_ZERO_STAGE, ACCELERATE_DEEPSPEED_ZERO_STAGE\n" in said
+    assert "  launch file  deepspeed_config.zero_stage\n" in said
+    assert _run("explain", "stage3_prefetch_bucket_size") == 0
+    assert "also         stage3_prefetch_bucket_size" in capsys.readouterr().out
+    assert _run("explain", "elasticity") == 0
+    assert "refused: the batch size does not follow the number of ranks" in capsys.readouterr().out
+
+
+def test_the_schemas_are_json_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("schema") == 0
+    launch = json.loads(capsys.readouterr().out)
+    assert launch["additionalProperties"] is False
+    assert {"deepspeed_config", "num_processes", "hostfile"} - set(launch["properties"]) == {"hostfile"}
+    assert _run("schema", "json") == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(Config.model_json_schema()))
+
+
+OF_FSDP = """\
+compute_environment: LOCAL_MACHINE
+distributed_type: FSDP
+downcast_bf16: 'no'
+fsdp_config:
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_backward_prefetch: BACKWARD_PRE
+  fsdp_cpu_ram_efficient_loading: true
+  fsdp_offload_params: true
+  fsdp_sharding_strategy: FULL_SHARD
+  fsdp_state_dict_type: FULL_STATE_DICT
+  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer
+machine_rank: 0
+mixed_precision: bf16
+num_machines: 1
+num_processes: 2
+rdzv_backend: static
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "section"),
+    [
+        (
+            ("", ""),
+            {
+                "zero_stage": 3,
+                "zero3_init_flag": True,
+                "offload_optimizer_device": "cpu",
+                "offload_param_device": "cpu",
+                "zero3_save_16bit_model": True,
+            },
+        ),
+        (("FULL_SHARD", "2"), {"zero_stage": 2, "offload_optimizer_device": "cpu"}),
+        (
+            ("fsdp_sharding_strategy: FULL_SHARD", "fsdp_reshard_after_forward: false"),
+            {"zero_stage": 2, "offload_optimizer_device": "cpu"},
+        ),
+        (
+            ("params: true\n  fsdp_sharding_strategy: FULL_SHARD", "params: false\n  fsdp_sharding_strategy: NO_SHARD"),
+            {"zero_stage": 0},
+        ),
+    ],
+)
+def test_convert_shards_as_fsdp_did(
+    change: tuple[str, str], section: dict[str, Any], project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "fsdp.yaml").write_text(OF_FSDP.replace(*change))
+    assert _run("convert", "fsdp.yaml") == 0
+    said = capsys.readouterr()
+    made = yaml.safe_load(said.out)
+    assert made["deepspeed_config"] == section
+    assert (made["distributed_type"], made["num_processes"], made["mixed_precision"]) == ("DEEPSPEED", 2, "bf16")
+    assert "left out fsdp_backward_prefetch: prefetching is set in the JSON config" in said.err
+
+
+def test_convert_leaves_out_of_a_json_what_is_of_no_use(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tree = {
+        "train_batch_size": "auto",
+        "amp": {"enabled": True},
+        "zero_optimization": {"stage": 2, "round_robin_gradients": True, "legacy_stage1": False},
+        "flops_profiler": {"enabled": True, "profile_step": 1},
+    }
+    (project / "ds.json").write_text(json.dumps(tree))
+    assert _run("convert", "ds.json", "-o", "ours.json") == 0
+    assert json.loads((project / "ours.json").read_text()) == {
+        "train_batch_size": "auto",
+        "zero_optimization": {"stage": 2, "legacy_stage1": False},
+    }
+    said = capsys.readouterr().err
+    assert "left out amp: Apex is not supported; use bf16 or fp16" in said
+    assert "left out zero_optimization.round_robin_gradients: every rank owns" in said
+
+
+@pytest.mark.parametrize("arguments", [["fsdp.yaml"], ["ds.json"]])
+def test_convert_does_not_guess(arguments: list[str], project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "fsdp.yaml").write_text("distributed_type: FSDP\nfsdp_config: {fsdp_sharding_stratgy: FULL_SHARD}\n")
+    (project / "ds.json").write_text('{"zero_optimisation": {}}')
+    assert _run("convert", *arguments) == 2
+    assert "unknown key" in capsys.readouterr().err
+
+
+def test_templates_are_listed_printed_and_written(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("template") == 0
+    listed = [line.split("\t")[0] for line in capsys.readouterr().out.splitlines()]
+    in_tree = [
+        path.name for path in (ROOT / "templates").iterdir() if path.is_file() and path.suffix not in (".py", ".pyc")
+    ]
+    assert listed == sorted(ABOUT) == sorted(in_tree)
+    assert _run("template", "zero_stage3_bf16") == 0
+    assert capsys.readouterr().out == (ROOT / "templates" / "zero_stage3_bf16.json").read_text()
+    assert _run("template", "hostfile", "-o", "hosts") == 0
+    shutil.copy("hosts", "before")
+    assert _run("template", "hostfile", "-o", "hosts") == 2
+    assert _run("template", "hostfile", "-o", "hosts", "--yes") == 0
+    assert Path("hosts").read_text() == Path("before").read_text()
+
+
+def test_help_imports_neither_torch_nor_pydantic() -> None:
+    import subprocess
+    import sys
+
+    check = (
+        "import sys\nfrom zeroaccel.cli.main import main\n"
+        "try: main(['config', '--help'])\nexcept SystemExit as exit_: assert not exit_.code\n"
+        "assert not [name for name in ('torch', 'pydantic', 'rich', 'questionary') if name in sys.modules]"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert all(f"  {name} " in done.stdout for name in SUB_COMMANDS)

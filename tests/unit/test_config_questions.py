@@ -1,0 +1,306 @@
+"""The questionnaire without a terminal: one table behind wizard and flags, and never a key that does not apply."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from zeroaccel.cli.config.answers import Wrong, accept, as_text, parse, settle
+from zeroaccel.cli.config.questions import AUTO, QUESTIONS, Question, Situation, by_key
+from zeroaccel.cli.config.render import answers_of, checked, command_line, render
+from zeroaccel.cli.config.walk import BACK, Walk
+from zeroaccel.cli.facts import Device, Disk, Machine
+from zeroaccel.config.launch import LaunchSettings
+from zeroaccel.errors import ConfigError
+
+OLD_DEVICE = Device("Old", 2**34, has_bf16=False)
+NEW_DEVICE = Device("New", 2**36, has_bf16=True)
+
+
+def _machine(folder: Path, *devices: Device) -> Machine:
+    return Machine(devices, 2**36, 8, (Disk(str(folder), "ext4", 2**40),), torch="2.13.0")
+
+
+class Scripted:
+    """Answers by a table, else takes what is proposed; notes what it was asked."""
+
+    def __init__(self, answers: Mapping[str, Any] | None = None, backs: Mapping[str, int] | None = None) -> None:
+        self.answers, self.backs = dict(answers or {}), dict(backs or {})
+        self.asked: list[str] = []
+
+    def value(self, question: Question, proposal: Any, situation: Situation, *, back: bool) -> Any:
+        self.asked.append(question.key)
+        if self.backs.get(question.key, 0):
+            assert back
+            self.backs[question.key] -= 1
+            return BACK
+        answer = self.answers.get(question.key, proposal)
+        answer = answer.pop(0) if isinstance(answer, list) else answer
+        assert answer is not None, question.key
+        accept(question, answer, situation)
+        return answer
+
+    def yes_no(self, words: str, proposal: bool, *, back: bool) -> Any:
+        key = next(question.key for question in QUESTIONS if question.gate == words)
+        self.asked.append(f"{key}?")
+        return key in self.answers or proposal
+
+
+def _walk(machine: Machine, asker: Scripted, given: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+    walk = Walk(machine, given or {}, {})
+    assert walk.run(asker)
+    return walk.settled().answers
+
+
+def test_every_question_is_about_a_setting_and_reads_only_earlier_ones() -> None:
+    earlier: set[str] = set()
+
+    class Watched(dict[str, Any]):
+        def get(self, key: str, default: Any = None) -> Any:
+            assert key in earlier, f"reads {key} before it is asked"
+            return super().get(key, default)
+
+    for question in QUESTIONS:
+        assert question.key in LaunchSettings.model_fields or question.key == "use_deepspeed"
+        for answers in ({}, {"use_deepspeed": True, "num_machines": 2, "zero_stage": 3}):
+            situation = Situation(Watched({key: value for key, value in answers.items() if key in earlier}), Machine())
+            if question.applies(situation):
+                question.default(situation)
+            else:
+                assert question.why_not(situation)
+        earlier.add(question.key)
+
+
+def test_only_what_applies_is_asked(tmp_path: Path) -> None:
+    asker = Scripted({"zero_stage": 2})
+    _walk(_machine(tmp_path), asker)
+    assert asker.asked == [
+        "use_cpu",
+        "num_machines",
+        "use_deepspeed",
+        "deepspeed_config_file?",
+        "zero_stage",
+        "offload_optimizer_device",
+        "gradient_accumulation_steps",
+        "gradient_clipping?",
+        "num_processes",
+        "mixed_precision",
+        "dynamo_backend?",
+    ]
+    asker = Scripted({"zero_stage": 0, "use_deepspeed": False})
+    _walk(_machine(tmp_path), asker)
+    assert "zero_stage" not in asker.asked
+    assert "offload_optimizer_device" not in asker.asked
+
+
+def test_a_json_config_leaves_only_its_autos_to_be_asked(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
+    path.write_text(json.dumps({**config, "gradient_clipping": "auto"}))
+    asker = Scripted({"deepspeed_config_file": str(path), "gradient_clipping": 0.5})
+    answers = _walk(_machine(tmp_path), asker)
+    asked = asker.asked[asker.asked.index("deepspeed_config_file") + 1 :]
+    assert asked == ["gradient_clipping?", "gradient_clipping", "zero3_init_flag", "num_processes", "dynamo_backend?"]
+    checked(render(answers), "zeroaccel.yaml")  # and a launch does not find anything said twice
+
+
+def _random_answer(question: Question, situation: Situation, chance: random.Random, folder: Path) -> Any:
+    if question.kind == "choice":
+        return chance.choice([one.value for one in question.choices if not one.impossible(situation)])
+    if question.kind == "yes_no":
+        return chance.random() < 0.5
+    if question.takes_auto and chance.random() < 0.5:
+        return AUTO
+    if question.key == "num_processes":
+        return chance.randint(1, 3) * (situation["num_machines"] or 1)
+    if question.key == "machine_rank":
+        return chance.randrange(situation["num_machines"])
+    if question.kind == "count":
+        return chance.randint(1, 4)
+    if question.kind == "number":
+        return chance.choice([0.0, 0.5, 1.0, 1e-3])
+    if question.kind == "folder":
+        return str(folder)
+    if question.kind == "file":
+        return str(folder / ("ds.json" if question.key == "deepspeed_config_file" else "hostfile"))
+    return chance.choice(["node1", "Block,Layer", "10.0.0.1"])
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_wizard_flags_and_the_file_itself_make_the_same_bytes(seed: int, tmp_path: Path) -> None:
+    chance = random.Random(seed)
+    zero = {"stage": chance.choice([1, 3, "auto"])}
+    (tmp_path / "ds.json").write_text(json.dumps({"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}))
+    (tmp_path / "hostfile").write_text("node1 slots=2\n")
+    machine = _machine(tmp_path, *chance.choice([(), (NEW_DEVICE,), (OLD_DEVICE, OLD_DEVICE)]))
+
+    class Guessing(Scripted):
+        def value(self, question: Question, proposal: Any, situation: Situation, *, back: bool) -> Any:
+            if back and chance.random() < 0.1:
+                return BACK
+            answer = _random_answer(question, situation, chance, tmp_path)
+            accept(question, answer, situation)
+            return answer
+
+        def yes_no(self, words: str, proposal: bool, *, back: bool) -> Any:
+            return BACK if back and chance.random() < 0.1 else chance.random() < 0.5
+
+    answers = _walk(machine, Guessing())
+    text = render(answers)
+    file = checked(text, "zeroaccel.yaml")
+    # by flags
+    again = {key: parse(by_key(key), as_text(value)) for key, value in answers.items()}
+    assert render(settle(again, machine).answers) == text
+    # by the command that is printed
+    words = command_line(answers, {}, Path("zeroaccel.yaml"))
+    assert all(by_key(key).flag in words for key in answers)
+    # and from the file, as an update without changes
+    former, extras = answers_of(file)
+    assert extras == {}
+    assert render(settle({}, machine, former=former).answers) == text
+
+
+def test_back_changes_an_answer_and_drops_what_hung_on_it(tmp_path: Path) -> None:
+    script = {"zero_stage": [3, 2], "offload_param_device": "nvme", "offload_optimizer_device": ["cpu", "cpu"]}
+    # Back from the folder, through the devices, to the stage.
+    asker = Scripted(script, {"offload_param_nvme_path": 1, "offload_param_device": 1, "offload_optimizer_device": 1})
+
+    def value(question: Question, proposal: Any, situation: Situation, *, back: bool) -> Any:
+        if question.key in ("offload_param_device", "offload_optimizer_device") and asker.asked.count(question.key) < 1:
+            asker.asked.append(question.key)
+            answers: Any = asker.answers[question.key]
+            return answers.pop(0) if isinstance(answers, list) else answers
+        return Scripted.value(asker, question, proposal, situation, back=back)
+
+    asker.value = value  # type: ignore[method-assign]
+    answers = _walk(_machine(tmp_path), asker)
+    assert asker.asked.count("zero_stage") == 2
+    assert (answers["zero_stage"], answers["offload_optimizer_device"]) == (2, "cpu")
+    assert not {"offload_param_device", "offload_param_nvme_path", "zero3_init_flag"} & set(answers)
+
+
+def test_back_from_the_first_question_is_told(tmp_path: Path) -> None:
+    asker = Scripted(backs={"use_cpu": 1})
+    walk = Walk(_machine(tmp_path), {}, {})
+    assert not walk.run(asker, back=True)
+    assert walk.run(asker)
+
+
+def test_what_flags_say_is_not_asked(tmp_path: Path) -> None:
+    asker = Scripted()
+    answers = _walk(_machine(tmp_path), asker, {"zero_stage": 3, "gradient_clipping": 0.5})
+    assert not {"zero_stage", "gradient_clipping?", "gradient_clipping"} & set(asker.asked)
+    assert (answers["zero_stage"], answers["gradient_clipping"]) == (3, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("devices", "given", "precision", "processes"),
+    [
+        ((), {}, "no", 1),
+        ((NEW_DEVICE, NEW_DEVICE), {}, "bf16", 2),
+        ((OLD_DEVICE,), {}, "fp16", 1),
+        ((NEW_DEVICE, NEW_DEVICE), {"use_cpu": True}, "no", 1),
+        ((NEW_DEVICE,) * 4, {"num_machines": 2, "main_process_ip": "a"}, "bf16", 8),
+    ],
+)
+def test_defaults_are_those_of_the_machine(
+    devices: tuple[Device, ...], given: dict[str, Any], precision: str, processes: int, tmp_path: Path
+) -> None:
+    answers = settle(given, _machine(tmp_path, *devices)).answers
+    assert (answers["mixed_precision"], answers["num_processes"]) == (precision, processes)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            {"offload_param_device": "cpu"},
+            "--offload_param_device: it does not apply: parameters are sharded at stage 3",
+        ),
+        ({"zero_stage": 0, "offload_optimizer_device": "cpu"}, "it does not apply: optimizer states are sharded from"),
+        (
+            {"use_deepspeed": False, "zero_stage": 2},
+            "--zero_stage: it does not apply: it is a setting of ZeRO, which is",
+        ),
+        ({"main_process_ip": "a"}, "--main_process_ip: it does not apply: there is one machine (--num_machines)"),
+        ({"mixed_precision": "bf16"}, "--mixed_precision: bf16: Old does not compute in bf16; choose another"),
+        ({"num_machines": 0}, "--num_machines: expected a number of at least 1, got 0"),
+        ({"num_machines": 2, "main_process_ip": "a", "machine_rank": 2}, "--machine_rank: the machines are 0 to 1"),
+        ({"num_machines": 2, "main_process_ip": "a", "num_processes": 3}, "3 processes on 2 machines; a multiple of 2"),
+        ({"gradient_clipping": -1.0}, "--gradient_clipping: expected a number of at least 0, got -1"),
+        ({"gradient_clipping": float("nan")}, "--gradient_clipping: expected a number of at least 0, got nan"),
+        ({"deepspeed_config_file": "nowhere.json"}, "--deepspeed_config_file: there is no file nowhere.json"),
+        (
+            {"offload_optimizer_device": "nvme", "offload_optimizer_nvme_path": "/nowhere"},
+            "--offload_optimizer_nvme_path: there is no folder /nowhere; make it, or name another",
+        ),
+    ],
+)
+def test_an_answer_that_cannot_be_taken(given: dict[str, Any], words: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        settle(given, _machine(tmp_path, OLD_DEVICE))
+
+
+def test_nvme_cannot_be_chosen_without_a_disk() -> None:
+    with pytest.raises(ConfigError, match="nvme: no local disk with room was found"):
+        settle({"offload_optimizer_device": "nvme"}, Machine())
+
+
+def test_a_folder_that_is_too_small_for_the_plan(tmp_path: Path) -> None:
+    given = {"offload_optimizer_device": "nvme", "offload_optimizer_nvme_path": str(tmp_path)}
+    needs = {"offload_optimizer_nvme_path": 2**60}
+    with pytest.raises(ConfigError, match=r"GiB free, and 1073741824 GiB are needed; name a larger one"):
+        settle(given, _machine(tmp_path), needs=needs)
+    settle(given, _machine(tmp_path), needs={"offload_optimizer_nvme_path": 1})
+
+
+def test_what_has_no_default_is_missing(tmp_path: Path) -> None:
+    settled = settle({"num_machines": 2, "multinode_launcher": "ssh"}, _machine(tmp_path))
+    assert [question.key for question in settled.missing] == ["hostfile", "main_process_ip"]
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("zero_stage", "3", 3),
+        ("use_cpu", "Yes", True),
+        ("use_cpu", "0", False),
+        ("gradient_accumulation_steps", "auto", AUTO),
+        ("gradient_clipping", "1e-1", 0.1),
+        ("mixed_precision", "BF16", "bf16"),
+    ],
+)
+def test_text_becomes_a_value(key: str, text: str, value: Any) -> None:
+    assert parse(by_key(key), text) == value
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "words"),
+    [
+        ("zero_stage", "7", "expected 0, 1, 2 or 3, got '7'"),
+        ("offload_param_device", "gpu", "expected none, cpu or nvme, got 'gpu'"),
+        ("num_processes", "auto", "expected a whole number, got 'auto'"),
+        ("gradient_accumulation_steps", "x", "expected a whole number, or \"auto\", got 'x'"),
+        ("use_cpu", "maybe", "expected yes or no, got 'maybe'"),
+        ("main_process_ip", " ", "expected text, got ''"),
+    ],
+)
+def test_text_without_a_meaning(key: str, text: str, words: str) -> None:
+    with pytest.raises(Wrong, match=re.escape(words)):
+        parse(by_key(key), text)
+
+
+def test_an_update_keeps_what_no_question_is_about(tmp_path: Path) -> None:
+    text = "num_processes: 2\nmax_restarts: 3\ndynamo_config: {dynamo_backend: 'no'}\nmixed_precision: bf16\n"
+    former, extras = answers_of(checked(text, "zeroaccel.yaml"))
+    again = yaml.safe_load(render(settle({"zero_stage": 1}, _machine(tmp_path), former=former).answers, extras))
+    assert (again["num_processes"], again["max_restarts"], again["mixed_precision"]) == (2, 3, "bf16")
+    assert again["deepspeed_config"]["zero_stage"] == 1
+    assert "dynamo_config" not in again
