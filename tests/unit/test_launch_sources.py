@@ -34,6 +34,7 @@ TRIPLES: dict[str, tuple[str, str, str]] = {
     "monitor_interval": ("1.5", "2.5", "3.5"),
     "gpu_ids": ("0", "1", "2"),
     "num_cpu_threads_per_process": ("2", "3", "4"),
+    "engine": ("zeroaccel", "deepspeed", "zeroaccel"),
     "mixed_precision": ("fp16", "bf16", "no"),
     "role": ("a", "b", "c"),
     "log_dir": ("a", "b", "c"),
