@@ -212,6 +212,13 @@ def _optimizer(
     model: nn.Module, given: OptimizerSource | None, params: Iterable[Any] | None, settings: Config
 ) -> Optimizer | None:
     section = settings.optimizer
+    if settings.bf16.bf16_optimizer_states and (given is not None or section is None):
+        raise ConfigError(
+            settings.where("bf16.bf16_optimizer_states"),
+            expected="an optimizer section with Adam, AdamW, Lion or Adagrad, whose states it is about",
+            got="an optimizer passed to initialize()" if given is not None else "none",
+            fix="name the optimizer in the config, or remove the key",
+        )
     if given is not None:
         if section is not None:
             raise ConfigError(
@@ -228,7 +235,10 @@ def _optimizer(
         return None
     chosen = list(params) if params is not None else [p for p in model.parameters() if p.requires_grad]
     _check_param_groups(model, chosen)
-    return build_optimizer(section.type, section.params, chosen)
+    params_of = dict(section.params)
+    if settings.bf16.bf16_optimizer_states:
+        params_of.setdefault("moments_dtype", "bf16")
+    return build_optimizer(section.type, params_of, chosen)
 
 
 def _check_param_groups(model: nn.Module, chosen: list[Any]) -> None:

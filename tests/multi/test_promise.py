@@ -60,11 +60,12 @@ def test_settings_of_movement_change_nothing(ranks: Ranks, setting: str) -> None
         assert [differences(a, b) for a, b in zip(reference, changed, strict=True)] == [[], []], stage
 
 
-@pytest.mark.parametrize("kind", ["SGD", "Adagrad", "Lion", "RMSprop", "torch AdamW", "NAdam"])
+@pytest.mark.parametrize("kind", ["SGD", "Adagrad", "Lion", "RMSprop", "torch AdamW", "NAdam", "bf16", "int8"])
 def test_every_optimizer_keeps_the_promise(ranks: Ranks, kind: str) -> None:
     section = {
         "SGD": SGD,
         "torch AdamW": {**ADAMW, "params": {**ADAMW["params"], "torch_adam": True}},
+        **{kept: {**ADAMW, "params": {**ADAMW["params"], "moments_dtype": kept}} for kept in ("bf16", "int8")},
     }.get(kind, {"type": kind, "params": {"lr": 1e-3}})
     runs = [ranks(2).run(_train, config(stage, "bf16", optimizer=section)) for stage in (0, 1, 3)]
     for other in runs[1:]:

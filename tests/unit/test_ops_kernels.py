@@ -9,13 +9,13 @@ import numba
 import numpy as np
 import pytest
 
-from zeroaccel.ops import kernels
+from zeroaccel.ops import kernels, number_formats, updates
 
-UPDATES = {  # kernel -> (buffers, coefficients after grad_scale)
-    kernels.adam: (2, 8),
-    kernels.lion: (1, 6),
-    kernels.adagrad: (1, 3),
-    kernels.sgd: (1, 6),
+UPDATES: dict[Any, tuple[tuple[Any, ...], int]] = {  # kernel -> (dtypes of buffers, coefficients after grad_scale)
+    updates.adam: ((np.float32, np.float32), 8),
+    updates.lion: ((np.float32,), 6),
+    updates.adagrad: ((np.float32,), 3),
+    updates.sgd: ((np.float32,), 6),
 }
 NUMPY_DTYPES = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.int16}
 
@@ -28,16 +28,33 @@ def compiled_ir(kernel: Any, *arguments: Any) -> str:
     return str(text)
 
 
+def update_ir(kernel: Any, buffers: tuple[Any, ...], coefficients: int, dtype: Any) -> str:
+    state = [np.zeros(8, np.float32), *(np.zeros(8, kind) for kind in buffers)]
+    grad, out = (np.zeros(8, dtype) for _ in range(2))
+    key = [] if kernel is updates.sgd else [np.uint32(7)]
+    return compiled_ir(kernel, *state, grad, out, np.float32(0.5), *key, *[np.float32(0.5)] * coefficients)
+
+
 @pytest.mark.parametrize("dtype", NUMPY_DTYPES)
 @pytest.mark.parametrize("kernel", UPDATES, ids=lambda kernel: kernel.__name__)
 def test_updates_are_vectors_of_float32_rounded_at_each_operation(kernel: Any, dtype: str) -> None:
     buffers, coefficients = UPDATES[kernel]
-    state = [np.zeros(8, np.float32) for _ in range(1 + buffers)]
-    grad, out = (np.zeros(8, NUMPY_DTYPES[dtype]) for _ in range(2))
-    ir = compiled_ir(kernel, *state, grad, out, *[np.float32(0.5)] * (1 + coefficients))
+    ir = update_ir(kernel, buffers, coefficients, NUMPY_DTYPES[dtype])
     assert re.search(r"fmul <\d+ x float>", ir)
     assert not re.search(r"fpext|\bf(?:add|sub|mul|div)\b.*\bdouble\b", ir), "a float64 literal promotes the arithmetic"
     assert not re.search(r"\.fma\.|fmuladd|\b(?:contract|reassoc|fast)\b", ir), "two roundings may become one"
+
+
+@pytest.mark.parametrize(
+    ("kernel", "buffers"),
+    [(updates.adam, (np.uint16,) * 2), (updates.adam_blocks, (np.uint8,) * 4)],
+    ids=["bf16", "int8"],
+)
+def test_rounding_at_random_is_made_of_vectors_of_32_bits(kernel: Any, buffers: tuple[Any, ...]) -> None:
+    ir = update_ir(kernel, buffers, 8, np.uint16)
+    assert re.search(r"fmul <\d+ x float>", ir)
+    assert re.search(r"mul <\d+ x i32>", ir), "a hash in 64 bits has half the lanes"
+    assert not re.search(r"mul <\d+ x i64>", ir)
 
 
 def test_reductions_are_vectors() -> None:
@@ -50,9 +67,16 @@ def test_reductions_are_vectors() -> None:
 def test_a_kernel_works_where_no_cache_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Numba finds no folder for a function that came from no file; the answer is the same as for a read-only disk."""
     said: list[str] = []
-    monkeypatch.setattr(kernels, "log_once", lambda level, message: said.append(message))
+    monkeypatch.setattr(number_formats, "log_once", lambda level, message: said.append(message))
     namespace: dict[str, Any] = {}
     exec("def add(a, b):\n    return a + b", namespace)
-    assert kernels._compiled(namespace["add"])(1, 2) == 3
+    assert number_formats.compiled(namespace["add"])(1, 2) == 3
     assert len(said) == 1
     assert "NUMBA_CACHE_DIR" in said[0]
+
+
+def test_what_is_kept_on_disk_goes_stale_with_every_file_that_it_was_made_of() -> None:
+    """Numba's own stamp is that of a function's own file, and a loop is inlined from several."""
+    cache = updates.adam._cache._cache_file
+    assert cache._source_stamp == number_formats._stamp()
+    assert len(cache._source_stamp) > 1

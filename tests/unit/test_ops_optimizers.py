@@ -40,10 +40,20 @@ OPTIMIZERS = {
     "sgd": (SGD, {"lr": 0.1, "weight_decay": 0.1}),
     "nesterov": (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
     "dampened": (SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3}),
+    "adamw-bf16": (Adam, {"weight_decay": 0.1, "moments_dtype": "bf16"}),
+    "lion-bf16": (Lion, {"weight_decay": 0.1, "moments_dtype": "bf16"}),
+    "adagrad-bf16": (Adagrad, {"initial_accumulator_value": 0.1, "moments_dtype": "bf16"}),
+}
+BLOCKED = {
+    "adamw-int8": (Adam, {"weight_decay": 0.1, "moments_dtype": "int8"}),
 }
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 every_optimizer = pytest.mark.parametrize(("optimizer_class", "options"), OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+every_format = pytest.mark.parametrize(
+    ("optimizer_class", "options"), [*OPTIMIZERS.values(), *BLOCKED.values()], ids=[*OPTIMIZERS, *BLOCKED]
+)
+blocked_optimizers = pytest.mark.parametrize(("optimizer_class", "options"), BLOCKED.values(), ids=BLOCKED.keys())
 Make = Callable[[list[Tensor]], torch.optim.Optimizer]
 
 
@@ -59,6 +69,8 @@ def advance(
 
 def same_bits(ours: Tensor, theirs: Tensor) -> bool:
     """Equal to the bit, but that one NaN is as good as another."""
+    if not ours.is_floating_point():
+        return torch.equal(ours, theirs)
     integer = torch.int32 if ours.element_size() == 4 else torch.int16
     equal = ours.detach().view(integer) == theirs.detach().view(integer)
     return bool((equal | (ours.isnan() & theirs.isnan())).all())
@@ -139,7 +151,7 @@ def test_lion_is_the_algorithm_of_its_paper() -> None:
     torch.testing.assert_close(optimizer.state[start]["exp_avg"].double(), m, rtol=1e-6, atol=1e-6)
 
 
-@every_optimizer
+@every_format
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_16_bit_gradient_is_its_float32_value_and_the_scale_one_product(
     optimizer_class: type[ShardOptimizer], options: dict[str, Any], dtype: torch.dtype
@@ -151,7 +163,7 @@ def test_a_16_bit_gradient_is_its_float32_value_and_the_scale_one_product(
     assert same_bits(scaled, plain)
 
 
-@every_optimizer
+@every_format
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_out_is_the_master_rounded_and_the_gradient_is_left_alone(
     optimizer_class: type[ShardOptimizer], options: dict[str, Any], dtype: torch.dtype
@@ -208,7 +220,18 @@ def test_any_cut_gives_the_same_bits(
         assert same_bits(pieces_out, whole_out)
 
 
-@every_optimizer
+@blocked_optimizers
+def test_any_cut_between_blocks_gives_the_same_bits(
+    optimizer_class: type[ShardOptimizer], options: dict[str, Any]
+) -> None:
+    whole, whole_out = three_steps(optimizer_class, options, [], torch.bfloat16)
+    for cuts in ([32], [64, 96, 1024, 1984], list(range(32, 640, 32))):
+        pieces, pieces_out = three_steps(optimizer_class, options, cuts, torch.bfloat16)
+        assert all(same_bits(ours, theirs) for ours, theirs in zip(pieces, whole, strict=True))
+        assert same_bits(pieces_out, whole_out)
+
+
+@every_format
 @pytest.mark.parametrize("threads", [2, 3])
 def test_threads_give_the_same_bits(
     optimizer_class: type[ShardOptimizer], options: dict[str, Any], threads: int, monkeypatch: pytest.MonkeyPatch
@@ -224,7 +247,7 @@ def rounded_sqrt(tensor: Tensor) -> Tensor:
     return torch.from_numpy(np.sqrt(tensor.numpy()))
 
 
-@every_optimizer
+@every_format
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_the_torch_path_gives_the_bits_of_the_kernel(
     optimizer_class: type[ShardOptimizer], options: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -232,7 +255,8 @@ def test_the_torch_path_gives_the_bits_of_the_kernel(
     """With a square root that is rounded correctly, as CUDA's is; torch's own on the CPU is at times an ulp off."""
     monkeypatch.setattr(Tensor, "sqrt", rounded_sqrt)
     kernel, kernel_out = three_steps(optimizer_class, options, [], dtype)
-    monkeypatch.setattr(shard_step, "_TILE_NUMEL", 300)
+    monkeypatch.setattr(shard_step, "_TILE_NUMEL", 320)
+    monkeypatch.setattr(shard_step, "_ROUNDED_TILE_NUMEL", 320)
     monkeypatch.setattr(ShardOptimizer, "_update_on_cpu", ShardOptimizer._update_in_tiles)
     tiles, tiles_out = three_steps(optimizer_class, options, [], dtype)
     assert all(same_bits(ours, theirs) for ours, theirs in zip(tiles, kernel, strict=True))
@@ -240,7 +264,7 @@ def test_the_torch_path_gives_the_bits_of_the_kernel(
 
 
 @pytest.mark.gpu
-@every_optimizer
+@every_format
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_gpu_gives_the_bits_of_the_kernel(
     optimizer_class: type[ShardOptimizer], options: dict[str, Any], dtype: torch.dtype
@@ -323,7 +347,7 @@ def test_the_state_of_adam() -> None:
     }
 
 
-@every_optimizer
+@every_format
 def test_a_saved_state_goes_on_as_if_nothing_had_been(
     optimizer_class: type[ShardOptimizer], options: dict[str, Any]
 ) -> None:
@@ -427,6 +451,12 @@ def test_autograd_notices_that_the_weights_changed() -> None:
         (lambda p: Adam(p, betas=(0.9, 1.0)), r"Adam, betas: expected two numbers in \[0, 1\)"),
         (lambda p: Lion(p, betas=(0.9,)), "Lion, betas"),
         (lambda p: Adagrad(p, lr_decay=-1.0), "Adagrad, lr_decay"),
+        (
+            lambda p: Adam(p, moments_dtype="fp8"),
+            'Adam, moments_dtype: expected "fp32" or "bf16" or "int8", got \'fp8\'',
+        ),
+        (lambda p: Adagrad(p, moments_dtype="int8"), 'Adagrad, moments_dtype: expected "fp32" or "bf16", got'),
+        (lambda p: Lion(p, moments_dtype="int8"), 'Lion, moments_dtype: expected "fp32" or "bf16", got'),
         (lambda p: SGD(p, momentum=-1.0), "SGD, momentum"),
         (lambda p: SGD(p, nesterov=True), "SGD, nesterov: expected momentum above 0 and dampening 0"),
     ],

@@ -123,7 +123,7 @@ class Contents:
 
     def _add_state(self, optimizer: OptimizerShard, piece: Piece) -> None:
         low, high = piece.buffer.layout.bounds(piece.buffer.rank)
-        state = optimizer.optimizer.state.get(piece.master)
+        state = optimizer.state_of(piece)
         slots = list(reached_slots(piece))
         if not state or not slots:
             return

@@ -119,7 +119,7 @@ KEYS: Mapping[str, Standing] = {
     "bf16.check_grad_overflow": _WORKS,
     "bf16.immediate_grad_update": _moot("each gradient is added to its sum as soon as it is there"),
     "bf16.bf16_master_weights_and_grads": _refused("master weights in bf16 are not available yet"),
-    "bf16.bf16_optimizer_states": _refused("optimizer states in bf16 are not available yet"),
+    "bf16.bf16_optimizer_states": _WORKS,
     "data_types": _WORKS,
     "data_types.grad_accum_dtype": _WORKS,
     "data_types.param_dtype": _WORKS,

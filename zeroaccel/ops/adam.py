@@ -1,19 +1,20 @@
 """Adam and AdamW, one class: `adamw_mode` tells which.
 
-The formula is that of `kernels.adam`; how a step runs is `shard_step`'s matter.
+The formula is that of `updates.adam`; how a step runs is `shard_step`'s matter.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
 
-import torch
+import numpy as np
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from zeroaccel.errors import UsageError
-from zeroaccel.ops import kernels
+from zeroaccel.ops import updates
 from zeroaccel.ops.shard_step import Hyperparameters, ShardOptimizer, require, require_unit_interval
 
 __all__ = ["Adam", "CPUAdam"]
@@ -22,8 +23,9 @@ __all__ = ["Adam", "CPUAdam"]
 class Adam(ShardOptimizer):
     """Adam (Kingma & Ba 2015) with decoupled weight decay (Loshchilov & Hutter 2019) unless told otherwise.
 
-    ``state[param] = {"step": int, "exp_avg": Tensor, "exp_avg_sq": Tensor}``, float32 and shaped like the parameter.
-    A state_dict of torch.optim.Adam or AdamW loads, and theirs take ours.
+    ``state[param] = {"step": int, "exp_avg": Tensor, "exp_avg_sq": Tensor}``, shaped like the parameter; float32, or as
+    `moments_dtype` says, with ``"exp_avg_exponents"`` and ``"exp_avg_sq_exponents"`` beside 8-bit codes. A state_dict
+    of torch.optim.Adam or AdamW loads, and theirs take ours.
 
     Args:
         params: float32 by the time they are stepped; parameters or groups, as for any torch optimizer.
@@ -35,12 +37,16 @@ class Adam(ShardOptimizer):
         amsgrad: must be False; the parameter is there because configurations name it.
         adamw_mode: True is AdamW: the weights shrink by lr * weight_decay; False is L2: weight_decay * weights joins
             the gradient.
+        moments_dtype: "fp32" (8 bytes per parameter), "bf16" (4) or "int8" (2.06), the last two rounded at random; see
+            the notes in `updates`.
 
     Raises:
         UsageError: for a hyperparameter out of its range, or `amsgrad`.
     """
 
-    kernel = staticmethod(kernels.adam)
+    kernel = staticmethod(updates.adam)
+    block_kernel = staticmethod(updates.adam_blocks)
+    moments: ClassVar[Mapping[str, bool]] = {"exp_avg": True, "exp_avg_sq": False}
 
     def __init__(
         self,
@@ -52,6 +58,7 @@ class Adam(ShardOptimizer):
         weight_decay: float = 0.0,
         amsgrad: bool = False,
         adamw_mode: bool = True,
+        moments_dtype: str = "fp32",
     ) -> None:
         require(lr >= 0, "Adam, lr", "a number of at least 0", lr)
         require_unit_interval("Adam, betas", betas)
@@ -68,18 +75,16 @@ class Adam(ShardOptimizer):
             "amsgrad": False,
             "adamw_mode": adamw_mode,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults, moments_dtype)
 
-    def _advance(self, group: Hyperparameters, param: Tensor) -> tuple[list[Tensor | None], list[float]]:
+    def _advance(self, group: Hyperparameters, param: Tensor) -> tuple[list[Tensor | None], list[float | np.uint32]]:
+        self._make_moments(param)
         state = self.state[param]
-        if not state:
-            state["step"] = 0
-            state["exp_avg"] = torch.zeros_like(param, memory_format=torch.contiguous_format)
-            state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.contiguous_format)
-        state["step"] = step = int(state["step"]) + 1
+        state["step"] = step = int(state.get("step", 0)) + 1
         lr, weight_decay, (beta1, beta2) = float(group["lr"]), float(group["weight_decay"]), group["betas"]
         corrected, decoupled = group["bias_correction"], group["adamw_mode"]
-        coefficients = [
+        coefficients: list[float | np.uint32] = [
+            self._key(step),
             1 - lr * weight_decay if decoupled else 1.0,
             0.0 if decoupled else weight_decay,
             1 - beta1,
@@ -89,7 +94,7 @@ class Adam(ShardOptimizer):
             float(group["eps"]),
             -lr / (1 - beta1**step) if corrected else -lr,
         ]
-        return [state["exp_avg"], state["exp_avg_sq"]], coefficients
+        return self._moments_of(param), coefficients
 
     def _update_tile(self, x: Tensor, buffers: Sequence[Tensor], d: Tensor, coefficients: Sequence[float]) -> None:
         m, v = buffers

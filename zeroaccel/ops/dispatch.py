@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zeroaccel.ops.kernels import Array
+from zeroaccel.ops.number_formats import Array
 
 __all__ = ["array_of", "in_spans"]
 
@@ -27,19 +27,19 @@ _Result = TypeVar("_Result")
 _MIN_SPAN_NUMEL = 1 << 17  # elements: about 60 us of Adam
 _ALIGNMENT_NUMEL = 64  # spans start on cache lines, whatever the dtype
 
-_PATTERNS = {torch.float32: np.float32, torch.bfloat16: np.uint16, torch.float16: np.int16}
+_PATTERNS = {torch.bfloat16: np.uint16, torch.float16: np.int16}
 _pool: ThreadPoolExecutor | None = None
 
 
 def array_of(tensor: Tensor) -> Array:
-    """A flat view, not a copy, in the form that `kernels` reads: float32, bfloat16 as uint16, float16 as int16.
+    """A flat view, not a copy, in the form that `kernels` reads: float32, uint8, bfloat16 as uint16, float16 as int16.
 
     Args:
-        tensor: contiguous, on the CPU, in one of the three dtypes.
+        tensor: contiguous, on the CPU, in one of the four dtypes.
     """
     assert tensor.is_contiguous(), f"a kernel needs contiguous memory, got strides {tensor.stride()}"
     flat = tensor.detach().view(-1)
-    if tensor.dtype is torch.float32:
+    if tensor.dtype in (torch.float32, torch.uint8):
         return flat.numpy()
     return flat.view(torch.int16).numpy().view(_PATTERNS[tensor.dtype])
 

@@ -1,17 +1,18 @@
 """SGD, with momentum or without.
 
-The formula is that of `kernels.sgd`; how a step runs is `shard_step`'s matter.
+The formula is that of `updates.sgd`; how a step runs is `shard_step`'s matter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from zeroaccel.ops import kernels
+from zeroaccel.ops import updates
 from zeroaccel.ops.shard_step import Hyperparameters, ShardOptimizer, require
 
 __all__ = ["CPUSGD", "SGD"]
@@ -34,7 +35,7 @@ class SGD(ShardOptimizer):
         UsageError: for a hyperparameter out of its range.
     """
 
-    kernel = staticmethod(kernels.sgd)
+    kernel = staticmethod(updates.sgd)
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class SGD(ShardOptimizer):
         }
         super().__init__(params, defaults)
 
-    def _advance(self, group: Hyperparameters, param: Tensor) -> tuple[list[Tensor | None], list[float]]:
+    def _advance(self, group: Hyperparameters, param: Tensor) -> tuple[list[Tensor | None], list[float | np.uint32]]:
         momentum, weight, buffer = float(group["momentum"]), 1.0, None
         if momentum:
             state = self.state[param]

@@ -1,7 +1,7 @@
 """What the engine asks of an optimizer with a native step, and the part of it that all of ours share.
 
 `ShardStep` is the protocol: advance one flat master shard, not the whole model, so that the caller decides when each
-shard's memory is at hand. `ShardOptimizer` implements it over a kernel of `kernels` (CPU) or over torch operations
+shard's memory is at hand. `ShardOptimizer` implements it over a kernel of `updates` (CPU) or over torch operations
 (any other device), and is an ordinary torch.optim.Optimizer besides. Nothing here knows of ranks, stages or tiers,
 and no step communicates.
 """
@@ -9,15 +9,19 @@ and no step communicates.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol, overload, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Protocol, TypeVar, overload, runtime_checkable
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from zeroaccel.errors import UsageError
+from zeroaccel.ops import moments
 from zeroaccel.ops.dispatch import array_of, in_spans
+from zeroaccel.ops.number_formats import Array
+from zeroaccel.ops.updates import BLOCK_NUMEL
 
 __all__ = ["Hyperparameters", "ShardOptimizer", "ShardStep", "require", "require_unit_interval"]
 
@@ -25,6 +29,7 @@ Hyperparameters = dict[str, Any]
 
 _GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TILE_NUMEL = 1 << 25  # bounds the float32 copy of a 16-bit gradient off the CPU: 128 MiB
+_ROUNDED_TILE_NUMEL = 1 << 22  # the same for moments that are rounded, which takes some int64 temporaries
 
 
 @runtime_checkable
@@ -58,27 +63,108 @@ class ShardOptimizer(torch.optim.Optimizer):
     backend may contract (lerp, addcmul, addcdiv, add with alpha), and no division by a scalar, which CUDA turns into
     a product with its reciprocal.
 
-    A subclass names its kernel, its state, its coefficients, and that formula.
+    A subclass names its kernels, its state, its coefficients, and that formula.
+
+    Attributes:
+        moments_dtype: "fp32", "bf16" or "int8", how the moments are kept; see the notes in `updates`. A loaded state is
+            brought into this form, whatever it was saved from.
     """
 
     kernel: ClassVar[Callable[..., None]]
+    block_kernel: ClassVar[Callable[..., None] | None] = None
+    """The kernel for moments in 8-bit blocks."""
+    moments: ClassVar[Mapping[str, bool]] = {}
+    """Name in the state -> whether it has signs, of each moment that may be kept in fewer bits."""
+
+    def __init__(self, params: ParamsT, defaults: Hyperparameters, moments_dtype: str = "fp32") -> None:
+        where = f"{type(self).__name__}, moments_dtype"
+        require(
+            moments_dtype in self.moments_dtypes(),
+            where,
+            " or ".join(f'"{name}"' for name in self.moments_dtypes()),
+            moments_dtype,
+        )
+        self.moments_dtype = moments_dtype
+        super().__init__(params, defaults)
+
+    @classmethod
+    def moments_dtypes(cls) -> tuple[str, ...]:
+        """What `moments_dtype` may be."""
+        if not cls.moments:
+            return ("fp32",)
+        return ("fp32", "bf16") if cls.block_kernel is None else ("fp32", "bf16", "int8")
 
     @abstractmethod
-    def _advance(self, group: Hyperparameters, param: Tensor) -> tuple[list[Tensor | None], list[float]]:
-        """Counts a step of `param`; returns the kernel's buffers, made if need be, and its coefficients."""
+    def _advance(self, group: Hyperparameters, param: Tensor) -> tuple[list[Tensor | None], list[float | np.uint32]]:
+        """Counts a step of `param`; returns the kernel's buffers, made if need be, and its coefficients.
+
+        With moments in blocks the buffers are codes and exponents in turn. A kernel that rounds at random has its key
+        for a first coefficient.
+        """
 
     @abstractmethod
     def _update_tile(self, x: Tensor, buffers: Sequence[Tensor], d: Tensor, coefficients: Sequence[float]) -> None:
         """The kernel's formula, in place on the flat master `x` and the buffers.
 
-        `d` is the scaled float32 gradient, free to be overwritten; `coefficients` are already rounded to float32.
+        `d` is the scaled float32 gradient, free to be overwritten; `coefficients` are already rounded to float32, and
+        have no key.
         """
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "moments_dtype": self.moments_dtype}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         for group in self.param_groups:  # a state_dict of torch's counterpart lacks our switches
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
+        wanted = moments.MOMENT_DTYPES[self.moments_dtype]
+        for entries in self.state.values():
+            for name, signed in self.moments.items():
+                if name in entries and entries[name].dtype is not wanted:
+                    plain = moments.per_element(entries, name, signed=signed)
+                    entries.pop(moments.exponents_name(name), None)
+                    entries.update(moments.in_format(plain, name, wanted, signed=signed))
+
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's; moments in 8-bit blocks are there as what they stand for, so that any format can load them."""
+        found = super().state_dict()
+        return {**found, "state": {key: self.portable(entries) for key, entries in found["state"].items()}}
+
+    def portable(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """A parameter's state with one number per element, whatever the format of its moments; loses nothing."""
+        hidden = {moments.exponents_name(name) for name in self.moments}
+        plain = {name: value for name, value in entries.items() if name not in hidden}
+        for name, signed in self.moments.items():
+            if name in plain:
+                plain[name] = moments.per_element(entries, name, signed=signed)
+        return plain
+
+    def _make_moments(self, param: Tensor, fill: float = 0.0) -> None:
+        """Makes the moments of `param` in their format, if it has none yet."""
+        state = self.state[param]
+        dtype = moments.MOMENT_DTYPES[self.moments_dtype]
+        for name, signed in self.moments.items():
+            if name in state:
+                continue
+            if dtype is torch.uint8:
+                one = moments.in_format(torch.full((1,), fill, device=param.device), name, dtype, signed=signed)
+                blocks = -(-param.numel() // BLOCK_NUMEL)
+                state[name] = one[name].expand(param.shape).contiguous()
+                state[moments.exponents_name(name)] = one[moments.exponents_name(name)].expand(blocks).contiguous()
+            else:
+                state[name] = torch.full_like(param, fill, dtype=dtype, memory_format=torch.contiguous_format)
+
+    def _moments_of(self, param: Tensor) -> list[Tensor | None]:
+        """The kernel's buffers."""
+        state = self.state[param]
+        if self.moments_dtype != "int8":
+            return [state[name] for name in self.moments]
+        return [state[entry] for name in self.moments for entry in (name, moments.exponents_name(name))]
+
+    def _key(self, step: int) -> np.uint32:
+        """What makes the rounding of one step at random another than that of the next."""
+        return np.uint32((step * 0x9E3779B9 + 0x7F4A7C15) & 0xFFFFFFFF)
 
     @overload
     def step(self, closure: None = None) -> None: ...
@@ -106,12 +192,12 @@ class ShardOptimizer(torch.optim.Optimizer):
         """See `ShardStep.step_shard`."""
         self._check(param, grad, out)
         buffers, coefficients = self._advance(group, param)
-        for buffer in buffers:
-            self._check_buffer(param, buffer)
+        self._check_buffers(param, buffers)
         written = [param, *buffers, out]
         flats = [_flat(tensor) for tensor in written]
         update = self._update_on_cpu if param.device.type == "cpu" else self._update_in_tiles
-        update(flats, grad.detach().contiguous().view(-1), [np.float32(value) for value in (grad_scale, *coefficients)])
+        scalars = [v if isinstance(v, np.uint32) else np.float32(v) for v in (grad_scale, *coefficients)]
+        update(flats, grad.detach().contiguous().view(-1), scalars)
         for tensor, flat in zip(written, flats, strict=True):
             if tensor is None or flat is None:
                 continue
@@ -120,24 +206,57 @@ class ShardOptimizer(torch.optim.Optimizer):
             else:
                 tensor.copy_(flat.view(tensor.shape))
 
-    def _update_on_cpu(self, written: Sequence[Tensor | None], grad: Tensor, scalars: Sequence[np.float32]) -> None:
+    def _update_on_cpu(self, written: Sequence[Tensor | None], grad: Tensor, scalars: Sequence[np.generic]) -> None:
         *state, out = [None if flat is None else array_of(flat) for flat in written]
         arrays = [*state, array_of(grad), out]
+        kernel = type(self).block_kernel if self._in_blocks(written) else type(self).kernel
+        assert kernel is not None, f"{type(self).__name__} has no kernel for moments in blocks"
 
         def update(start: int, stop: int) -> None:
-            type(self).kernel(*[None if array is None else array[start:stop] for array in arrays], *scalars)
+            kernel(*[None if array is None else _span(array, grad.numel(), start, stop) for array in arrays], *scalars)
 
         in_spans(grad.numel(), update)
 
-    def _update_in_tiles(self, written: Sequence[Tensor | None], grad: Tensor, scalars: Sequence[np.float32]) -> None:
-        grad_scale, *coefficients = [float(value) for value in scalars]
-        for start in range(0, grad.numel(), _TILE_NUMEL):
-            tile = slice(start, start + _TILE_NUMEL)
-            *state, out = [None if flat is None else flat[tile] for flat in written]
+    def _update_in_tiles(self, written: Sequence[Tensor | None], grad: Tensor, scalars: Sequence[np.generic]) -> None:
+        keys = [int(value) for value in scalars if isinstance(value, np.uint32)]
+        grad_scale, *coefficients = [float(value) for value in scalars if isinstance(value, np.float32)]
+        rounded = any(flat is not None and flat.dtype in (torch.uint8, torch.bfloat16) for flat in written[1:-1])
+        length = _ROUNDED_TILE_NUMEL if rounded else _TILE_NUMEL
+        for start in range(0, grad.numel(), length):
+            stop = min(start + length, grad.numel())
+            *state, out = [None if flat is None else _span(flat, grad.numel(), start, stop) for flat in written]
             master, *buffers = [flat for flat in state if flat is not None]
-            self._update_tile(master, buffers, grad[tile].to(torch.float32) * grad_scale, coefficients)
+            d = grad[start:stop].to(torch.float32) * grad_scale
+            if rounded:
+                self._update_rounded_tile(master, buffers, d, keys[0], coefficients)
+            else:
+                self._update_tile(master, buffers, d, coefficients)
             if out is not None:
                 out.copy_(master)
+
+    def _update_rounded_tile(
+        self, x: Tensor, kept: Sequence[Tensor], d: Tensor, key: int, coefficients: Sequence[float]
+    ) -> None:
+        """`_update_tile` on float32 copies of the moments, which are then rounded at random."""
+        signs, before = list(self.moments.values()), x.clone()
+        if self._in_blocks(kept):
+            pairs = list(zip(kept[::2], kept[1::2], strict=True))
+            values = [moments.decode(*pair, signed=signed) for pair, signed in zip(pairs, signs, strict=True)]
+        else:
+            values = [value.to(torch.float32) for value in kept]
+        self._update_tile(x, values, d, coefficients)
+        random = moments.random_bits(before, values[0], key)
+        for index, (value, signed) in enumerate(zip(values, signs, strict=True)):
+            bits = random >> 16 if index else random
+            if self._in_blocks(kept):
+                codes, exponents = moments.encode(value, signed=signed, random=bits)
+                pairs[index][0].copy_(codes)
+                pairs[index][1].copy_(exponents)
+            else:
+                moments.write_rounded(kept[index], value, bits)
+
+    def _in_blocks(self, buffers: Sequence[Tensor | None]) -> bool:
+        return any(buffer is not None and buffer.dtype is torch.uint8 for buffer in buffers)
 
     def _check(self, param: Tensor, grad: Tensor, out: Tensor | None) -> None:
         where = f"{type(self).__name__}, parameter of shape {tuple(param.shape)}"
@@ -155,16 +274,29 @@ class ShardOptimizer(torch.optim.Optimizer):
                 kind = f"{tensor.numel()} elements on {tensor.device}"
                 raise UsageError(f"{where}, {name}", expected=f"{param.numel()} elements on {param.device}", got=kind)
 
-    def _check_buffer(self, param: Tensor, buffer: Tensor | None) -> None:
-        if buffer is None:
-            return
-        if buffer.dtype is not torch.float32 or buffer.numel() != param.numel() or buffer.device != param.device:
+    def _check_buffers(self, param: Tensor, buffers: Sequence[Tensor | None]) -> None:
+        dtype = moments.MOMENT_DTYPES[self.moments_dtype]
+        for index, buffer in enumerate(buffers):
+            is_exponents = dtype is torch.uint8 and index % 2
+            numel = -(-param.numel() // BLOCK_NUMEL) if is_exponents else param.numel()
+            if buffer is None or (buffer.dtype, buffer.numel(), buffer.device) == (dtype, numel, param.device):
+                continue
             raise UsageError(
                 f"{type(self).__name__}, state of the parameter of shape {tuple(param.shape)}",
-                expected=f"{param.numel()} float32 elements on {param.device}",
+                expected=f"{numel} {dtype} elements on {param.device}",
                 got=f"{buffer.numel()} {buffer.dtype} elements on {buffer.device}",
                 fix="load a state that was saved for this parameter",
             )
+
+
+_Flat = TypeVar("_Flat", Array, Tensor)
+
+
+def _span(flat: _Flat, numel: int, start: int, stop: int) -> _Flat:
+    """Elements [start, stop) of `numel`, or the exponents of the blocks that these make up."""
+    if len(flat) == numel:
+        return flat[start:stop]
+    return flat[start // BLOCK_NUMEL : -(-stop // BLOCK_NUMEL)]
 
 
 def _flat(tensor: Tensor | None) -> Tensor | None:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from torch.optim import Optimizer
 from zeroaccel.errors import ConfigError, OffloadError, UsageError
 from zeroaccel.logs import logger
 from zeroaccel.offload.tier import Fetch, TierElements
-from zeroaccel.ops.shard_step import ShardStep
+from zeroaccel.ops.shard_step import ShardOptimizer, ShardStep
 from zeroaccel.zero.host_copies import HostCopies
 from zeroaccel.zero.layout import FlatLayout
 from zeroaccel.zero.reducer import GradientBuffer
@@ -362,6 +363,11 @@ class OptimizerShard:
     def sub_groups(self, buffer: FlatBuffer) -> Sequence[SubGroup]:
         """The sub-groups of a buffer that is away."""
         return self._sub_groups[id(buffer)]
+
+    def state_of(self, piece: Piece) -> dict[str, Any]:
+        """The optimizer's state of a piece, tensors of elements with one number per element; empty before a step."""
+        state: dict[str, Any] = self.optimizer.state.get(piece.master, {})
+        return self.optimizer.portable(state) if isinstance(self.optimizer, ShardOptimizer) else state
 
     def nbytes(self) -> int:
         """Bytes in memory of masters that are not the parameters themselves, and of the optimizer's state tensors."""

@@ -65,8 +65,9 @@ def build_optimizer(
     """An optimizer of the named type.
 
     Adam, AdamW, Lion, Adagrad and SGD (any case) have kernels of their own that update, unscale, clip and round in
-    one pass; `torch_adam: true` takes torch's. "Adam" means decoupled weight decay unless `adam_w_mode` is false,
-    as in DeepSpeed. Any other `torch.optim` class goes by its exact name.
+    one pass; `moments_dtype` ("fp32", "bf16", "int8"; not of SGD) is theirs alone; `torch_adam: true` takes torch's.
+    "Adam" means decoupled weight decay unless `adam_w_mode` is false, as in DeepSpeed. Any other `torch.optim` class
+    goes by its exact name.
 
     Raises:
         ConfigError: an unknown type, a type that cannot be sharded, or a setting the type does not have.
@@ -82,8 +83,7 @@ def build_optimizer(
         build, signature, extra = _OWN[name]
         if not settings.get("torch_adam"):
             settings = {key: value for key, value in settings.items() if key not in {"foreach", "fused"}}
-            if settings.pop("fp32_optimizer_states", True) is not True:
-                raise ConfigError("optimizer.params.fp32_optimizer_states", expected="true", got=False)
+            _apply_state_dtype(settings)
         _check(kind, settings, signature, extra)
     elif kind in _TORCH:
         build = _TORCH[kind]
@@ -94,6 +94,19 @@ def build_optimizer(
         return build(_materialized(params), **settings)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer.params of {kind}: {error}") from error
+
+
+def _apply_state_dtype(settings: dict[str, Any]) -> None:
+    """DeepSpeed's word for moments in 16 bits, put into ours."""
+    if settings.pop("fp32_optimizer_states", True):
+        return
+    if settings.setdefault("moments_dtype", "bf16") == "fp32":
+        raise ConfigError(
+            "optimizer.params.moments_dtype",
+            expected='"bf16" beside "fp32_optimizer_states": false',
+            got="fp32",
+            fix="remove one of the two",
+        )
 
 
 def _materialized(params: Iterable[Any]) -> list[Any]:

@@ -104,6 +104,7 @@ class TierSet:
         dtypes = _states_on_the_host(optimizer) if optimizer is not None and rules.optimizer != "device" else []
         try:
             if optimizer is not None and rules.optimizer == "nvme":
+                _check_one_number_per_element(optimizer, rules.where)
                 self.states = self._state_tier(plans, dtypes, type(optimizer).__name__, rank)
             if rules.param != "device":
                 self._place_shards([plan for plan in plans if not plan.resident])
@@ -221,6 +222,16 @@ class TierSet:
             tier.close()
             raise
         return tier
+
+
+def _check_one_number_per_element(optimizer: Optimizer, where: str) -> None:
+    if getattr(optimizer, "moments_dtype", "fp32") == "int8":
+        raise ConfigError(
+            "optimizer.params.moments_dtype",
+            expected=f'"fp32" or "bf16" with {where}.offload_optimizer.device "nvme"',
+            got="int8",
+            fix='8-bit blocks stay in memory: use "bf16", or set device to "cpu"',
+        )
 
 
 def _states_on_the_host(optimizer: Optimizer) -> list[dict[str, torch.dtype]]:

@@ -1,0 +1,135 @@
+"""One contender of `offload.py adam`, in a process of its own: steps when it is told to, and answers with the seconds.
+
+    python benchmarks/host_adam.py CONTENDER NUMEL THREADS
+
+Reads a number of steps per line from standard input and prints a JSON list of their seconds. A step takes a bf16
+gradient, multiplies it by a factor, updates float32 masters and two moments, and leaves bf16 weights; what an
+optimizer does not do itself (upcast, scale, downcast) is done around it: as one would write it, or, in the contenders
+called "kept buffers", into a float32 gradient that stays allocated. The file imports nothing of the project but in
+`zeroaccel`'s own contenders, because DeepSpeed's runs in another environment.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Step = Callable[[], Any]
+
+SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+SCALE = 0.5
+BYTES_PER_ELEMENT = {"adam": 28, "triad": 12}
+"""Adam: gradient 2, weight 2, and master and two moments 4 each, read and written. Triad: two read, one written."""
+FETCHED_BYTES_PER_ELEMENT = {"adam": 30, "triad": 16}
+"""The same with the lines that a processor reads because they are about to be written over."""
+
+
+def own(numel: int, **options: Any) -> Step:
+    from zeroaccel.ops.adam import CPUAdam
+
+    master, grad, weight = _tensors(numel)
+    optimizer = CPUAdam([master], **SETTINGS, **options)
+    group = optimizer.param_groups[0]
+    return lambda: optimizer.step_shard(group, master, grad, grad_scale=SCALE, out=weight)
+
+
+def around(numel: int, make: Callable[[list[Tensor]], torch.optim.Optimizer], *, keep: bool) -> Step:
+    """Upcast and scale, `make`'s optimizer, downcast."""
+    master, grad, weight = _tensors(numel)
+    master = torch.nn.Parameter(master)
+    kept = torch.empty_like(master)
+    optimizer = make([master])
+
+    def step() -> None:
+        master.grad = (kept.copy_(grad) if keep else grad.float()).mul_(SCALE)
+        optimizer.step()
+        weight.copy_(master.detach())
+        master.grad = None
+
+    return step
+
+
+def alone(numel: int, make: Callable[[list[Tensor]], torch.optim.Optimizer]) -> Step:
+    """`make`'s optimizer on a float32 gradient, and nothing around it."""
+    master, grad, _ = _tensors(numel)
+    master = torch.nn.Parameter(master)
+    master.grad = grad.float()
+    return make([master]).step
+
+
+def deepspeed(params: list[Tensor]) -> torch.optim.Optimizer:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    return DeepSpeedCPUAdam(params, adamw_mode=True, **SETTINGS)
+
+
+def fused(params: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, fused=True, **SETTINGS)
+
+
+def unfused(params: list[Tensor]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, foreach=False, **SETTINGS)
+
+
+def triad(numel: int) -> Step:
+    """a = b + s * c over float32, compiled like the optimizer's kernel and on the same threads."""
+    import numba
+    import numpy as np
+
+    from zeroaccel.ops.dispatch import in_spans
+
+    @numba.njit(nogil=True)
+    def kernel(a: Any, b: Any, c: Any, s: Any) -> None:
+        for i in range(a.size):
+            a[i] = b[i] + s * c[i]
+
+    a, b, c = (np.ones(numel, np.float32) for _ in range(3))
+    factor = np.float32(3.0)
+    return lambda: in_spans(numel, lambda start, end: kernel(a[start:end], b[start:end], c[start:end], factor))
+
+
+def _tensors(numel: int) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    master = torch.randn(numel, generator=generator).mul_(0.02)
+    grad = torch.randn(numel, generator=generator).mul_(1e-3).bfloat16()
+    return master, grad, torch.zeros(numel, dtype=torch.bfloat16)
+
+
+CONTENDERS: dict[str, Callable[[int], Step]] = {
+    "zeroaccel": own,
+    "zeroaccel, bf16 moments": lambda numel: own(numel, moments_dtype="bf16"),
+    "zeroaccel, 8-bit moments": lambda numel: own(numel, moments_dtype="int8"),
+    "deepspeed": lambda numel: around(numel, deepspeed, keep=False),
+    "deepspeed, kept buffers": lambda numel: around(numel, deepspeed, keep=True),
+    "torch fused": lambda numel: around(numel, fused, keep=False),
+    "torch fused, kept buffers": lambda numel: around(numel, fused, keep=True),
+    "torch unfused": lambda numel: around(numel, unfused, keep=True),
+    "torch unfused, update only": lambda numel: alone(numel, unfused),
+    "triad": triad,
+}
+
+
+def main(name: str, numel: int, threads: int) -> None:
+    torch.set_num_threads(threads)
+    with torch.no_grad():
+        step = CONTENDERS[name](numel)
+        for _ in range(2):
+            step()
+        print(json.dumps("ready"), flush=True)
+        for line in sys.stdin:
+            seconds = []
+            for _ in range(int(line)):
+                start = time.perf_counter()
+                step()
+                seconds.append(time.perf_counter() - start)
+            print(json.dumps(seconds), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,132 @@
+"""How a moment is kept between steps: float32, bfloat16, or 8-bit blocks; in torch operations, on any device.
+
+The formats and their rounding are described in `updates`, whose loops read and write them in one pass on the CPU. Here
+they are made, converted (a checkpoint has one value per element, whatever the format), and updated on other devices,
+where these operations give the bits of the kernels. Knows no optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroaccel.ops.updates import BLOCK_NUMEL
+
+__all__ = [
+    "MOMENT_DTYPES",
+    "decode",
+    "encode",
+    "exponents_name",
+    "in_format",
+    "per_element",
+    "random_bits",
+    "write_rounded",
+]
+
+MOMENT_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
+"""By the name that configurations use: the dtype of the tensor with a value, or a code, per element."""
+
+_WORD = 0xFFFFFFFF
+_INF = 0x7F800000
+_CODE_BITS = 20  # of a magnitude's 23 bits of mantissa, those that a code has not
+
+
+def exponents_name(name: str) -> str:
+    """The entry beside ``state[name]`` that holds the exponents of its blocks: uint8, one per BLOCK_NUMEL elements."""
+    return f"{name}_exponents"
+
+
+def random_bits(weight: Tensor, moment: Tensor, key: int) -> Tensor:
+    """(L,) int64 in [0, 2**32): the hash of `updates`, of weights before the step and the moment after it."""
+    seed = _bits(weight) ^ ((_bits(moment) * 0x9E3779B9) & _WORD) ^ key
+    seed = ((seed ^ (seed >> 16)) * 0x7FEB352D) & _WORD
+    seed = ((seed ^ (seed >> 15)) * 0x846CA68B) & _WORD
+    return seed ^ (seed >> 16)
+
+
+def decode(codes: Tensor, exponents: Tensor, *, signed: bool) -> Tensor:
+    """The float32 values of 8-bit blocks.
+
+    Args:
+        codes: (L,) uint8.
+        exponents: (ceil(L / BLOCK_NUMEL),) uint8.
+        signed: whether a code's highest bit is a sign.
+    """
+    exponent = exponents.to(torch.int32).repeat_interleave(BLOCK_NUMEL)[: codes.numel()]
+    reach = 15 if signed else 31
+    wide = codes.to(torch.int32)
+    magnitude = wide & 0x7F if signed else wide
+    lowest = (exponent - reach + 1).clamp(min=1) << 23
+    steps = magnitude << _CODE_BITS
+    small = (lowest + steps).view(torch.float32) - lowest.view(torch.float32)
+    large = (steps + lowest - (1 << 23)).view(torch.float32)
+    values = torch.where(magnitude < 8, small, large)
+    if signed:
+        values = torch.where(wide >= 0x80, -values, values)
+    return torch.where(exponent == 255, torch.nan, values)
+
+
+def encode(values: Tensor, *, signed: bool, random: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(codes, exponents) of (L,) float32 values; the inverse of `decode` where `values` came from there.
+
+    Args:
+        random: (L,) int64 of which 16 bits decide the rounding; without it, to nearest, ties to even.
+    """
+    numel, reach = values.numel(), 15 if signed else 31
+    blocks = -(-numel // BLOCK_NUMEL)
+    bits = _bits(values)
+    magnitude = bits & 0x7FFFFFFF
+    padded = torch.nn.functional.pad(magnitude, (0, blocks * BLOCK_NUMEL - numel))
+    exponents = (padded.view(blocks, BLOCK_NUMEL).amax(1) + 0xFFFFF if blocks else padded) >> 23
+    exponents = torch.where(exponents >= 254, 255, exponents.clamp(min=40))
+    exponent = exponents.repeat_interleave(BLOCK_NUMEL)[:numel]
+    lowest = (exponent - reach + 1) << 23
+    small = _bits(_float(magnitude) + _float(lowest)) - lowest
+    steps = torch.where(magnitude < lowest, small, magnitude - lowest + (1 << 23))
+    if random is None:
+        codes = (steps + ((1 << 19) - 1) + ((steps >> _CODE_BITS) & 1)) >> _CODE_BITS
+    else:
+        codes = (steps + ((random & 0xFFFF) << 4)) >> _CODE_BITS
+    signs = (bits >> 24) & 0x80
+    codes = (codes & 0x7F) | signs if signed else torch.where(values > 0, codes.clamp(min=1), codes)
+    codes = torch.where(exponent == 255, 0, codes & 0xFF)
+    return codes.to(torch.uint8), exponents.to(torch.uint8)
+
+
+def write_rounded(kept: Tensor, values: Tensor, random: Tensor) -> None:
+    """Writes float32 `values` into the bfloat16 `kept`, rounded up or down at random by 16 bits of `random`."""
+    bits = _bits(values)
+    rounded = ((bits + (random & 0xFFFF)) >> 16) << 16
+    finite = (bits & _INF) < _INF
+    kept.copy_(torch.where(finite, _float(rounded), values))
+
+
+def in_format(value: Tensor, name: str, dtype: torch.dtype, *, signed: bool) -> dict[str, Tensor]:
+    """State entries that stand for `value` (any floating dtype, one value per element) in another format.
+
+    Values that the format has not are rounded to nearest, ties to even.
+    """
+    if dtype is not torch.uint8:
+        return {name: value.to(dtype)}
+    codes, exponents = encode(value.detach().to(torch.float32).contiguous().view(-1), signed=signed)
+    return {name: codes.view(value.shape), exponents_name(name): exponents}
+
+
+def per_element(state: Mapping[str, Any], name: str, *, signed: bool) -> Tensor:
+    """``state[name]`` with one number per element: itself, or what its 8-bit blocks stand for, exactly, in bfloat16."""
+    kept: Tensor = state[name]
+    if kept.dtype is not torch.uint8:
+        return kept
+    return decode(kept.view(-1), state[exponents_name(name)], signed=signed).to(torch.bfloat16).view(kept.shape)
+
+
+def _bits(values: Tensor) -> Tensor:
+    return values.view(torch.int32).to(torch.int64) & _WORD
+
+
+def _float(bits: Tensor) -> Tensor:
+    signed = torch.where(bits >= 1 << 31, bits - (1 << 32), bits)
+    return signed.to(torch.int32).view(torch.float32)

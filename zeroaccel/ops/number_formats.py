@@ -1,0 +1,272 @@
+"""What compiled loops are made of: how they are compiled, and 16-bit floats read and written as float32.
+
+`kernels` and `updates` hold the loops; they see NumPy arrays, never tensors. The dtype of numbers is told by the
+array: float32 is itself, uint16 holds bfloat16 bits, int16 float16 bits.
+
+No fast-math, no contraction into FMA (Numba's default), so that the vector body and the scalar tail of a loop round
+alike. Every scalar is float32 unless a docstring says otherwise; a Python float would silently promote the arithmetic
+to float64.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+import numba
+import numpy as np
+import numpy.typing as npt
+from numba import types
+from numba.extending import overload
+
+from zeroaccel.logs import log_once
+
+__all__ = [
+    "Array",
+    "bits_of",
+    "compiled",
+    "decode_bfloat16",
+    "encode_bfloat16",
+    "float_of",
+    "inlined",
+    "load",
+    "load_number",
+    "magnitude_pattern",
+    "of_pattern",
+    "store",
+    "store_number",
+]
+
+Array = npt.NDArray[Any]
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def inlined(function: _Function) -> _Function:
+    """For the scalar functions that the loops are built of."""
+    return cast(_Function, numba.njit(error_model="numpy")(function))
+
+
+def compiled(function: _Function) -> _Function:
+    """For a loop: compiled at the first call for each set of dtypes, then loaded from disk; it runs without the GIL.
+
+    Numba keeps what it compiles where `NUMBA_CACHE_DIR` says, else beside the function's file, else in the user's cache
+    folder. `error_model="numpy"` makes a division by zero inf or NaN; Python's has a branch there, and no vectors.
+    """
+    options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
+    try:
+        made = numba.njit(cache=True, **options)(function)
+    except RuntimeError:  # Numba's way to say that none of those folders can be written
+        log_once(
+            logging.WARNING,
+            "no folder for compiled kernels can be written: each process compiles its own; set NUMBA_CACHE_DIR",
+        )
+        return cast(_Function, numba.njit(**options)(function))
+    made._cache._cache_file._source_stamp = _stamp()
+    return cast(_Function, made)
+
+
+def _stamp() -> list[tuple[float, int]]:
+    """What a cached loop is made of: Numba itself would notice a change of the function's own file only."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return [(status.st_mtime, status.st_size) for status in (file.stat() for file in files)]
+
+
+# ---- 16-bit floats ----
+
+
+# Numba computes integers in 64 bits; a cast at the end of each line lets the compiler narrow it to more lanes.
+
+
+@inlined
+def bits_of(value: Any) -> Any:
+    return np.float32(value).view(np.uint32)
+
+
+@inlined
+def float_of(bits: Any) -> Any:
+    return np.uint32(bits).view(np.float32)
+
+
+@inlined
+def decode_bfloat16(pattern: Any) -> Any:
+    return float_of(np.uint32(pattern) << 16)
+
+
+@inlined
+def _round_bfloat16(value: Any) -> Any:
+    """Nearest, ties to even, of a number. A mantissa that rounds over carries into the exponent, as it should."""
+    bits = bits_of(value)
+    return np.uint16(np.uint32(bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
+
+
+@inlined
+def encode_bfloat16(value: Any) -> Any:
+    """As `_round_bfloat16`, and NaN stays NaN."""
+    bits = bits_of(value)
+    rounded = _round_bfloat16(value)
+    quiet_nan = np.uint32((bits >> 16) | 0x40)
+    return np.uint16(quiet_nan if np.uint32(bits & 0x7FFFFFFF) > 0x7F800000 else rounded)
+
+
+@inlined
+def _decode_float16(pattern: Any) -> Any:
+    magnitude = np.uint32(pattern & 0x7FFF)
+    sign = np.uint32((pattern & 0x8000) << 16)
+    subnormal = bits_of(np.float32(np.int32(magnitude)) * np.float32(2.0**-24))
+    normal = np.uint32((magnitude << 13) + ((127 - 15) << 23))
+    inf_or_nan = np.uint32((magnitude << 13) + ((255 - 31) << 23))
+    return float_of(sign | (subnormal if magnitude < 0x0400 else (normal if magnitude < 0x7C00 else inf_or_nan)))
+
+
+@inlined
+def _decode_finite_float16(pattern: Any) -> Any:
+    """Of a number: its bits in the places of a float32 are too small by 2**112, subnormal ones as well."""
+    return float_of(np.uint32((np.int32(pattern) << 13) & 0x8FFFE000)) * np.float32(2.0**112)
+
+
+@inlined
+def _round_float16(value: Any) -> Any:
+    """As `_encode_float16`, of a number that is not beyond the range."""
+    magnitude = np.uint32(bits_of(value) & 0x7FFFFFFF)
+    sign = np.uint32((bits_of(value) >> 16) & 0x8000)
+    normal = np.uint32(np.uint32(magnitude + 0x0FFF + ((magnitude >> 13) & 1) - ((127 - 15) << 23)) >> 13)
+    subnormal = np.uint32(bits_of(float_of(magnitude) + np.float32(0.5)) - bits_of(np.float32(0.5)))
+    return np.int16(sign | (subnormal if magnitude < (127 - 14) << 23 else normal))
+
+
+@inlined
+def _encode_float16(value: Any) -> Any:
+    """Nearest, ties to even; from 65520 on it is inf."""
+    magnitude = np.uint32(bits_of(value) & 0x7FFFFFFF)
+    sign = np.uint32((bits_of(value) >> 16) & 0x8000)
+    normal = np.uint32(np.uint32(magnitude + 0x0FFF + ((magnitude >> 13) & 1) - ((127 - 15) << 23)) >> 13)
+    # In [0.5, 1) a float32's last place is worth 2**-24, as in a subnormal float16: the addition does the rounding.
+    subnormal = np.uint32(bits_of(float_of(magnitude) + np.float32(0.5)) - bits_of(np.float32(0.5)))
+    if magnitude > 0x7F800000:
+        return np.int16(sign | 0x7E00)
+    if magnitude >= (127 + 16) << 23:  # 2**16; what rounds up to it from below becomes inf by itself
+        return np.int16(sign | 0x7C00)
+    return np.int16(sign | (subnormal if magnitude < (127 - 14) << 23 else normal))
+
+
+def load(array: Any, index: Any) -> Any:
+    """``array[index]`` as a float32, whichever of the three formats the array holds. Exists only in compiled code."""
+    raise NotImplementedError
+
+
+def store(array: Any, index: Any, value: Any) -> None:
+    """Writes a float32 to ``array[index]``, rounded to the array's format; nothing where the array is None."""
+    raise NotImplementedError
+
+
+def load_number(array: Any, index: Any) -> Any:
+    """As `load`, of what is neither inf nor NaN: faster for float16."""
+    raise NotImplementedError
+
+
+def store_number(array: Any, index: Any, value: Any) -> None:
+    """As `store`, of a number within the range of the format: faster for 16 bits."""
+    raise NotImplementedError
+
+
+def magnitude_pattern(array: Any, index: Any) -> Any:
+    """``array[index]`` without its sign, as an unsigned integer of its width."""
+    raise NotImplementedError
+
+
+def of_pattern(array: Any, pattern: Any) -> Any:
+    """The float32 that a `magnitude_pattern` of the array stands for."""
+    raise NotImplementedError
+
+
+def _load_for(array: Any, index: Any) -> Callable[..., Any] | None:
+    """Numba asks it, with types for arguments, what `load` is; it compares the annotations of both, too."""
+
+    def plain(array: Any, index: Any) -> Any:
+        return array[index]
+
+    def bfloat16(array: Any, index: Any) -> Any:
+        return decode_bfloat16(array[index])
+
+    def float16(array: Any, index: Any) -> Any:
+        return _decode_float16(array[index])
+
+    return {types.float32: plain, types.uint16: bfloat16, types.int16: float16}.get(array.dtype)
+
+
+def _store_for(array: Any, index: Any, value: Any) -> Callable[..., None] | None:
+    """As `_load_for`, of `store`."""
+
+    def nothing(array: Any, index: Any, value: Any) -> None:
+        pass
+
+    def plain(array: Any, index: Any, value: Any) -> None:
+        array[index] = value
+
+    def bfloat16(array: Any, index: Any, value: Any) -> None:
+        array[index] = encode_bfloat16(value)
+
+    def float16(array: Any, index: Any, value: Any) -> None:
+        array[index] = _encode_float16(value)
+
+    if isinstance(array, types.NoneType):
+        return nothing
+    return {types.float32: plain, types.uint16: bfloat16, types.int16: float16}.get(array.dtype)
+
+
+def _store_number_for(array: Any, index: Any, value: Any) -> Callable[..., None] | None:
+    """As `_load_for`, of `store_number`."""
+
+    def bfloat16(array: Any, index: Any, value: Any) -> None:
+        array[index] = _round_bfloat16(value)
+
+    def float16(array: Any, index: Any, value: Any) -> None:
+        array[index] = _round_float16(value)
+
+    return {types.uint16: bfloat16, types.int16: float16}.get(array.dtype) or _store_for(array, index, value)
+
+
+def _load_number_for(array: Any, index: Any) -> Callable[..., Any] | None:
+    """As `_load_for`, of `load_number`."""
+
+    def float16(array: Any, index: Any) -> Any:
+        return _decode_finite_float16(array[index])
+
+    return float16 if array.dtype == types.int16 else _load_for(array, index)
+
+
+def _magnitude_pattern_for(array: Any, index: Any) -> Callable[..., Any]:
+    """As `_load_for`, of `magnitude_pattern`."""
+
+    def wide(array: Any, index: Any) -> Any:
+        return np.uint32(bits_of(array[index]) & 0x7FFFFFFF)
+
+    def narrow(array: Any, index: Any) -> Any:
+        return np.uint16(array[index] & 0x7FFF)
+
+    return wide if array.dtype == types.float32 else narrow
+
+
+def _of_pattern_for(array: Any, pattern: Any) -> Callable[..., Any] | None:
+    """As `_load_for`, of `of_pattern`."""
+
+    def plain(array: Any, pattern: Any) -> Any:
+        return float_of(pattern)
+
+    def bfloat16(array: Any, pattern: Any) -> Any:
+        return decode_bfloat16(pattern)
+
+    def float16(array: Any, pattern: Any) -> Any:
+        return _decode_float16(pattern)
+
+    return {types.float32: plain, types.uint16: bfloat16, types.int16: float16}.get(array.dtype)
+
+
+overload(load)(_load_for)
+overload(load_number)(_load_number_for)
+overload(magnitude_pattern)(_magnitude_pattern_for)
+overload(of_pattern)(_of_pattern_for)
+overload(store)(_store_for)
+overload(store_number)(_store_number_for)

@@ -1,0 +1,402 @@
+"""The optimizers' compiled loops over flat CPU arrays: one read and one write of memory per step.
+
+`shard_step` calls them, `number_formats` is what they are made of.
+
+Element i of a result depends on element i of the inputs and on the coefficients, never on i, on the length of the
+call or on the threads. A moment may be float32, bfloat16 (as uint16), or the codes (uint8) of [Note: 8-bit blocks].
+
+[Note: rounding at random] A moment moves by a thousandth of itself per step, which nearest rounding to a few bits would
+swallow for ever. A 16-bit or 8-bit moment is therefore rounded up with the probability that makes its mean right
+(Connolly, Higham & Mary 2021, "Stochastic rounding and its probabilistic backward error analysis"). The random
+bits are a hash of the weight, the new moment and a key that counts steps, never of a position, so that cuts and threads
+change nothing here either.
+
+[Note: 8-bit blocks] BLOCK_NUMEL elements share the exponent of the largest among them, in one byte, as in the
+microscaling formats (Rouhani et al. 2023, "Microscaling data formats for deep learning"). An element has three bits of
+mantissa below its leading one, and an exponent relative to the block's: four bits and a sign for a moment with signs,
+five bits for a sum of squares. A positive square never becomes 0, as it is divided by. A block with an inf or NaN is
+NaN as a whole. What a block stands for is exact in bfloat16, and encoding that again gives the same values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import types
+from numba.extending import overload
+
+from zeroaccel.ops.number_formats import (
+    Array,
+    bits_of,
+    compiled,
+    encode_bfloat16,
+    float_of,
+    inlined,
+    load,
+    store,
+)
+
+__all__ = ["BLOCK_NUMEL", "adagrad", "adam", "adam_blocks", "lion", "sgd"]
+
+BLOCK_NUMEL = 32
+"""Elements of an 8-bit block: what parameters and shards are aligned to, so that no cut ever divides a block."""
+
+_ROW = 1024  # elements whose moments a loop holds decoded at once
+
+
+def keep(array: Any, index: Any, value: Any, random: Any) -> None:
+    """Writes a moment: a float32 as it is; to bfloat16 by [Note: rounding at random], with 16 random bits."""
+    raise NotImplementedError
+
+
+def part_of(array: Any, start: Any, stop: Any) -> Any:
+    """``array[start:stop]``, of None None."""
+    raise NotImplementedError
+
+
+def _keep_for(array: Any, index: Any, value: Any, random: Any) -> Callable[..., None] | None:
+    def plain(array: Any, index: Any, value: Any, random: Any) -> None:
+        array[index] = value
+
+    def bfloat16(array: Any, index: Any, value: Any, random: Any) -> None:
+        array[index] = _encode_bfloat16_at_random(value, random)
+
+    return {types.float32: plain, types.uint16: bfloat16}.get(array.dtype)
+
+
+def _part_for(array: Any, start: Any, stop: Any) -> Callable[..., Any]:
+    if isinstance(array, types.NoneType):
+        return lambda array, start, stop: None
+    return lambda array, start, stop: array[start:stop]
+
+
+overload(part_of)(_part_for)
+overload(keep)(_keep_for)
+
+
+# ---- rounding at random ----
+
+
+@inlined
+def _random(weight: Any, moment: Any, key: Any) -> Any:
+    """32 bits that look random; the constants of the last lines are Wellons' "lowbias32"."""
+    seed = np.uint32(bits_of(weight) ^ np.uint32(bits_of(moment) * np.uint32(0x9E3779B9)) ^ key)
+    seed = np.uint32(np.uint32(seed ^ (seed >> 16)) * np.uint32(0x7FEB352D))
+    seed = np.uint32(np.uint32(seed ^ (seed >> 15)) * np.uint32(0x846CA68B))
+    return np.uint32(seed ^ (seed >> 16))
+
+
+@inlined
+def _encode_bfloat16_at_random(value: Any, random: Any) -> Any:
+    bits = bits_of(value)
+    rounded = np.uint32(np.uint32(bits + np.uint32(random & 0xFFFF)) >> 16)
+    return np.uint16(rounded) if np.uint32(bits & 0x7F800000) < 0x7F800000 else encode_bfloat16(value)
+
+
+# ---- 8-bit blocks ----
+# `lowest` is the bits of a block's least normal magnitude: 2**-14 of its exponent for codes with a sign, 2**-30 else.
+
+
+@inlined
+def _block_exponent(largest: Any) -> Any:
+    """The exponent byte of a block: that of its largest magnitude (as bits), rounded up to what a code can hold.
+
+    At least 40, which keeps every code clear of subnormal floats; 255 stands for a block that is not finite.
+    """
+    exponent = np.uint32(np.uint32(largest + 0xFFFFF) >> 23)
+    return np.uint32(255 if exponent >= 254 else (40 if exponent < 40 else exponent))
+
+
+@inlined
+def _decode_magnitude(code: Any, lowest: Any) -> Any:
+    steps = np.uint32(np.uint32(code) << 20)
+    small = float_of(np.uint32(lowest + steps)) - float_of(lowest)
+    return small if code < 8 else float_of(np.uint32(steps + (lowest - 0x800000)))
+
+
+@inlined
+def _encode_magnitude(bits: Any, lowest: Any, random: Any) -> Any:
+    small = np.uint32(bits_of(float_of(bits) + float_of(lowest)) - lowest)
+    steps = np.uint32(small if bits < lowest else bits - (lowest - 0x800000))
+    return np.uint32(np.uint32(steps + np.uint32(np.uint32(random & 0xFFFF) << 4)) >> 20)
+
+
+# A scratch array has four rows of _ROW floats: two moments, the random bits, and for every element the bits of the
+# least normal magnitude of its block. One array, because LLVM gives up on vectors when it has many pointers to compare;
+# each row is indexed from 0, because a sum as an index might be negative for all it knows.
+
+
+@inlined
+def _rows(scratch: Any) -> tuple[Any, Any, Any, Any]:
+    return scratch[:_ROW], scratch[_ROW : 2 * _ROW], scratch[2 * _ROW : 3 * _ROW], scratch[3 * _ROW :]
+
+
+@inlined
+def _spread(row: Any, exponents: Any, reach: Any) -> None:
+    """Writes the fourth row; all ones for a block that is not finite."""
+    for block in range(exponents.size):
+        exponent = np.uint32(exponents[block])
+        lowest = np.uint32(np.uint32(exponent - reach + 1) << 23)
+        value = float_of(np.uint32(0xFFFFFFFF if exponent == 255 else lowest))
+        part = row[block * BLOCK_NUMEL : (block + 1) * BLOCK_NUMEL]
+        for i in range(BLOCK_NUMEL):
+            part[i] = value
+
+
+@inlined
+def _decode_signed(scratch: Any, codes: Any, exponents: Any) -> None:
+    values, _, _, row = _rows(scratch)
+    _spread(row, exponents, np.uint32(15))
+    for i in range(codes.size):
+        code, lowest = np.uint32(codes[i]), bits_of(row[i])
+        magnitude = _decode_magnitude(np.uint32(code & 0x7F), lowest)
+        signed = float_of(np.uint32(bits_of(magnitude) | np.uint32(np.uint32(code & 0x80) << 24)))
+        values[i] = np.float32(np.nan) if lowest == 0xFFFFFFFF else signed
+
+
+@inlined
+def _decode_unsigned(scratch: Any, codes: Any, exponents: Any) -> None:
+    _, values, _, row = _rows(scratch)
+    _spread(row, exponents, np.uint32(31))
+    for i in range(codes.size):
+        lowest = bits_of(row[i])
+        magnitude = _decode_magnitude(np.uint32(codes[i]), lowest)
+        values[i] = np.float32(np.nan) if lowest == 0xFFFFFFFF else magnitude
+
+
+@inlined
+def _find_exponents(exponents: Any, values: Any, count: Any) -> None:
+    for i in range(count, exponents.size * BLOCK_NUMEL):
+        values[i] = np.float32(0)
+    for block in range(exponents.size):
+        part = values[block * BLOCK_NUMEL : (block + 1) * BLOCK_NUMEL]
+        largest = np.uint32(0)
+        for i in range(BLOCK_NUMEL):
+            magnitude = np.uint32(bits_of(part[i]) & 0x7FFFFFFF)
+            largest = magnitude if magnitude > largest else largest
+        exponents[block] = np.uint8(_block_exponent(largest))
+
+
+@inlined
+def _encode_signed(codes: Any, exponents: Any, scratch: Any) -> None:
+    values, _, randoms, row = _rows(scratch)
+    _find_exponents(exponents, values, codes.size)
+    _spread(row, exponents, np.uint32(15))
+    for i in range(codes.size):
+        bits, lowest = bits_of(values[i]), bits_of(row[i])
+        code = _encode_magnitude(np.uint32(bits & 0x7FFFFFFF), lowest, bits_of(randoms[i]))
+        code = np.uint32(np.uint32(code & 0x7F) | np.uint32(np.uint32(bits >> 24) & 0x80))
+        codes[i] = np.uint8(np.uint32(0) if lowest == 0xFFFFFFFF else code)
+
+
+@inlined
+def _encode_unsigned(codes: Any, exponents: Any, scratch: Any) -> None:
+    _, values, randoms, row = _rows(scratch)
+    _find_exponents(exponents, values, codes.size)
+    _spread(row, exponents, np.uint32(31))
+    for i in range(codes.size):
+        bits, lowest = bits_of(values[i]), bits_of(row[i])
+        code = _encode_magnitude(bits, lowest, np.uint32(bits_of(randoms[i]) >> 16))
+        code = np.uint32(1) if code == 0 and bits > 0 else code
+        codes[i] = np.uint8(np.uint32(0) if lowest == 0xFFFFFFFF else code)
+
+
+# ---- optimizer updates: (master, states..., grad, out, grad_scale, coefficients...) ----
+# In the formulas x is the master, d the gradient after `grad_scale`; each operator is one rounding to float32.
+
+
+@compiled
+def adam(
+    master: Array,
+    exp_avg: Array,
+    exp_avg_sq: Array,
+    grad: Array,
+    out: Array | None,
+    grad_scale: np.float32,
+    key: np.uint32,
+    decay: np.float32,
+    l2: np.float32,
+    weight1: np.float32,
+    beta2: np.float32,
+    weight2: np.float32,
+    inverse_root: np.float32,
+    eps: np.float32,
+    negative_step: np.float32,
+) -> None:
+    """Adam (Kingma & Ba 2015, Algorithm 1) and AdamW (Loshchilov & Hutter 2019, Algorithm 2).
+
+    ```text
+    d = grad * grad_scale + l2 * x          l2    = weight_decay, or 0 in decoupled mode
+    x = x * decay                           decay = 1 - lr * weight_decay, or 1 in L2 mode
+    m = m + weight1 * (d - m)               weight1 = 1 - beta1
+    v = v * beta2 + (weight2 * d) * d       weight2 = 1 - beta2
+    x = x + (negative_step * m) / (sqrt(v) * inverse_root + eps)
+                                            negative_step = -lr / (1 - beta1**t), inverse_root = 1 / sqrt(1 - beta2**t)
+    ```
+    The order of torch.optim.AdamW(foreach=False), but that it divides by the root, and that its line for m is one FMA.
+    """
+    for i in range(master.size):
+        x = master[i]
+        d = load(grad, i) * grad_scale + l2 * x
+        m = load(exp_avg, i)
+        m = m + weight1 * (d - m)
+        v = load(exp_avg_sq, i) * beta2 + (weight2 * d) * d
+        random = _random(x, m, key)
+        x = x * decay + (negative_step * m) / (np.sqrt(v) * inverse_root + eps)
+        keep(exp_avg, i, m, random)
+        keep(exp_avg_sq, i, v, np.uint32(random >> 16))
+        master[i] = x
+        store(out, i, x)
+
+
+@compiled
+def adam_blocks(
+    master: Array,
+    exp_avg: Array,
+    exp_avg_exponents: Array,
+    exp_avg_sq: Array,
+    exp_avg_sq_exponents: Array,
+    grad: Array,
+    out: Array | None,
+    grad_scale: np.float32,
+    key: np.uint32,
+    decay: np.float32,
+    l2: np.float32,
+    weight1: np.float32,
+    beta2: np.float32,
+    weight2: np.float32,
+    inverse_root: np.float32,
+    eps: np.float32,
+    negative_step: np.float32,
+) -> None:
+    """`adam` with its moments in 8-bit blocks, which begin at element 0."""
+    scratch = np.empty(4 * _ROW, np.float32)
+    ms, vs, randoms, _ = _rows(scratch)
+    for begin in range(0, master.size, _ROW):
+        end = min(begin + _ROW, master.size)
+        first, last = begin // BLOCK_NUMEL, (end + BLOCK_NUMEL - 1) // BLOCK_NUMEL
+        m_codes, m_exponents = exp_avg[begin:end], exp_avg_exponents[first:last]
+        v_codes, v_exponents = exp_avg_sq[begin:end], exp_avg_sq_exponents[first:last]
+        _decode_signed(scratch, m_codes, m_exponents)
+        _decode_unsigned(scratch, v_codes, v_exponents)
+        xs, gs, rounded = master[begin:end], grad[begin:end], part_of(out, begin, end)
+        for i in range(end - begin):
+            x = xs[i]
+            d = load(gs, i) * grad_scale + l2 * x
+            m = ms[i]
+            m = m + weight1 * (d - m)
+            v = vs[i] * beta2 + (weight2 * d) * d
+            randoms[i] = float_of(_random(x, m, key))
+            x = x * decay + (negative_step * m) / (np.sqrt(v) * inverse_root + eps)
+            ms[i] = m
+            vs[i] = v
+            xs[i] = x
+            store(rounded, i, x)
+        _encode_signed(m_codes, m_exponents, scratch)
+        _encode_unsigned(v_codes, v_exponents, scratch)
+
+
+@compiled
+def lion(
+    master: Array,
+    exp_avg: Array,
+    grad: Array,
+    out: Array | None,
+    grad_scale: np.float32,
+    key: np.uint32,
+    decay: np.float32,
+    beta1: np.float32,
+    weight1: np.float32,
+    beta2: np.float32,
+    weight2: np.float32,
+    negative_lr: np.float32,
+) -> None:
+    """Lion (Chen et al. 2023, Algorithm 2).
+
+    ```text
+    d = grad * grad_scale
+    c = beta1 * m + weight1 * d             weight1 = 1 - beta1
+    x = x * decay + negative_lr * sign(c)   decay = 1 - lr * weight_decay; sign(NaN) = NaN
+    m = beta2 * m + weight2 * d             weight2 = 1 - beta2
+    ```
+    """
+    for i in range(master.size):
+        d = load(grad, i) * grad_scale
+        m = load(exp_avg, i)
+        c = beta1 * m + weight1 * d
+        m = beta2 * m + weight2 * d
+        random = _random(master[i], m, key)
+        direction = np.float32(1) if c > np.float32(0) else (np.float32(-1) if c < np.float32(0) else c)
+        x = master[i] * decay + negative_lr * direction
+        keep(exp_avg, i, m, random)
+        master[i] = x
+        store(out, i, x)
+
+
+@compiled
+def adagrad(
+    master: Array,
+    square_sum: Array,
+    grad: Array,
+    out: Array | None,
+    grad_scale: np.float32,
+    key: np.uint32,
+    l2: np.float32,
+    eps: np.float32,
+    negative_lr: np.float32,
+) -> None:
+    """Adagrad (Duchi et al. 2011, the diagonal form of Figure 1).
+
+    ```text
+    d = grad * grad_scale + l2 * x
+    s = s + d * d
+    x = x + (negative_lr * d) / (sqrt(s) + eps)
+    ```
+    """
+    for i in range(master.size):
+        x = master[i]
+        d = load(grad, i) * grad_scale + l2 * x
+        s = load(square_sum, i) + d * d
+        random = _random(x, s, key)
+        x = x + (negative_lr * d) / (np.sqrt(s) + eps)
+        keep(square_sum, i, s, random)
+        master[i] = x
+        store(out, i, x)
+
+
+@compiled
+def sgd(
+    master: Array,
+    momentum_buffer: Array | None,
+    grad: Array,
+    out: Array | None,
+    grad_scale: np.float32,
+    l2: np.float32,
+    momentum: np.float32,
+    weight: np.float32,
+    grad_weight: np.float32,
+    buffer_weight: np.float32,
+    negative_lr: np.float32,
+) -> None:
+    """SGD with momentum (Sutskever et al. 2013, in the form of torch.optim.SGD).
+
+    ```text
+    d = grad * grad_scale + l2 * x
+    b = momentum * b + weight * d           weight = 1 - dampening, or 1 at the first step
+    d = grad_weight * d + buffer_weight * b (0, 1), or with Nesterov (1, momentum)
+    x = x + negative_lr * d
+    ```
+    Without a buffer the two lines in the middle are left out.
+    """
+    for i in range(master.size):
+        x = master[i]
+        d = load(grad, i) * grad_scale + l2 * x
+        if momentum_buffer is not None:
+            b = momentum * momentum_buffer[i] + weight * d
+            momentum_buffer[i] = b
+            d = grad_weight * d + buffer_weight * b
+        x = x + negative_lr * d
+        master[i] = x
+        store(out, i, x)
