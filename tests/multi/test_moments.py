@@ -15,7 +15,8 @@ from tests.multi.checkpoint_runs import assembled, snapshot, train
 from tests.multi.pool import Pool
 from tests.multi.training import Toy, batches, config
 from zeroaccel.checkpoint.engine import CheckpointingEngine
-from zeroaccel.errors import ConfigError
+from zeroaccel.errors import ConfigError, UsageError
+from zeroaccel.zero.parameter_access import safe_get_full_optimizer_state
 
 Ranks = Callable[[int], Pool]
 
@@ -77,6 +78,23 @@ def test_deepspeeds_keys_for_16_bit_states(ranks: Ranks) -> None:
     for settings in (by_precision, config(2, "bf16", optimizer=adam)):
         assert ranks(2).run(_dtypes, settings) == [{torch.bfloat16}] * 2
     assert ranks(2).run(_dtypes, config(2, "bf16")) == [{torch.float32}] * 2
+
+
+def _in_blocks(settings: dict[str, Any]) -> str:
+    engine, *_ = zeroaccel.initialize(Toy(), config=settings)
+    train(engine, batches(0, 1))
+    with pytest.raises(UsageError) as caught:
+        safe_get_full_optimizer_state(engine.module.layers[0].up.weight, "exp_avg")
+    engine.destroy()
+    return str(caught.value)
+
+
+def test_blocks_are_refused_where_a_number_per_element_is_asked_for(ranks: Ranks, tmp_path: Path) -> None:
+    section = {"type": "AdamW", "params": {"lr": 1e-2, "moments_dtype": "int8"}}
+    assert "8-bit blocks" in ranks(2).run(_in_blocks, config(3, "bf16", optimizer=section))[0]
+    files = {"device": "nvme", "nvme_path": str(tmp_path)}
+    refusal = ranks(2).run(_refusal, config(3, "bf16", optimizer=section, offload_optimizer=files))[0]
+    assert 'moments_dtype: expected "fp32" or "bf16" with' in refusal
 
 
 def test_what_has_no_such_states_says_so(ranks: Ranks) -> None:

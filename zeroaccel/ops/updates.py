@@ -67,9 +67,13 @@ def _keep_for(array: Any, index: Any, value: Any, random: Any) -> Callable[..., 
 
 
 def _part_for(array: Any, start: Any, stop: Any) -> Callable[..., Any]:
-    if isinstance(array, types.NoneType):
-        return lambda array, start, stop: None
-    return lambda array, start, stop: array[start:stop]
+    def nothing(array: Any, start: Any, stop: Any) -> Any:
+        return None
+
+    def part(array: Any, start: Any, stop: Any) -> Any:
+        return array[start:stop]
+
+    return nothing if isinstance(array, types.NoneType) else part
 
 
 overload(part_of)(_part_for)

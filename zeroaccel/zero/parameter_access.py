@@ -248,6 +248,13 @@ def _states(place: Place, key: str) -> _Values:
                 continue
             state = optimizer.optimizer.state.get(piece.master, {})
             value = state.get(key)
+            if isinstance(value, Tensor) and value.dtype is torch.uint8:
+                raise UsageError(
+                    f"{type(optimizer.optimizer).__name__}, state {key!r} of {slot.fqn}",
+                    expected="one number per element",
+                    got='8-bit blocks (moments_dtype "int8")',
+                    fix='set moments_dtype to "bf16" or "fp32", or read it from a checkpoint',
+                )
             if not isinstance(value, Tensor) or value.numel() != piece.master.numel():
                 names = [n for n, v in state.items() if isinstance(v, Tensor) and v.numel() == piece.master.numel()]
                 raise UsageError(
