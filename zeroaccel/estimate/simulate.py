@@ -157,7 +157,8 @@ class _StatesOnly(torch.optim.Optimizer):
 
 
 class _EngineWithoutValues(Engine):
-    def _examine(self) -> GradientHealth:
+    def _finish_gradients(self, *, norm: bool) -> GradientHealth:
+        self._complete_gradients()
         return GradientHealth(finite=True, norm=1.0, agreed=True)
 
 
