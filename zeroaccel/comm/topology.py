@@ -1,8 +1,8 @@
 """Who takes part: the only place that creates process groups and picks a rank's device.
 
 A `Topology` is made once per default group and shared by all engines of the process. It has a group for gathers, one
-for reductions and one for control, because ranks may start a gather and a reduction in different orders. It starts
-the `Watchdog`; it does not communicate beyond what making groups takes.
+for reductions and one for control, because ranks may start a gather and a reduction in different orders; `connect`
+adds the same for some of the ranks. It starts the `Watchdog`; it does not communicate beyond what making groups takes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -31,9 +31,31 @@ from zeroaccel.comm.side_channel import SideChannel
 from zeroaccel.comm.watchdog import Watchdog
 from zeroaccel.errors import CollectiveError, ConfigError, EngineStateError
 
-__all__ = ["Topology", "current_topology", "destroy", "init_process_group"]
+__all__ = ["RankGroup", "Topology", "connect", "current_topology", "destroy", "init_process_group"]
 
 _BACKSTOP_SECONDS = 60.0  # how much later than the watchdog the backend's own timeout strikes
+
+
+@dataclass(frozen=True)
+class RankGroup:
+    """Some of a job's ranks, this one among them, and how they are connected.
+
+    Attributes:
+        ranks: their numbers in the job, in the order of their places.
+        place: this rank's place among them.
+        gather_group, reduce_group, control_group: as of `Topology`, with the places as ranks.
+    """
+
+    ranks: tuple[int, ...]
+    place: int
+    gather_group: dist.ProcessGroup
+    reduce_group: dist.ProcessGroup
+    control_group: dist.ProcessGroup
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return len(self.ranks)
 
 
 @dataclass(frozen=True)
@@ -41,6 +63,10 @@ class Topology:
     """The ranks of a job and how they are connected.
 
     Attributes:
+        nodes: the ranks on each machine, in ascending order.
+        groups: every process group made here, but for the default one.
+        connected: what `connect` has made, by its cells.
+        limit: seconds a collective may wait.
         local_rank, local_world_size: among the ranks on this machine.
         device: where this rank computes.
         backend: of the default group, as torch names it.
@@ -61,6 +87,16 @@ class Topology:
     control_group: dist.ProcessGroup
     journal: Journal
     watchdog: Watchdog | None
+    nodes: tuple[tuple[int, ...], ...]
+    limit: float = math.inf
+    groups: list[dist.ProcessGroup] = field(default_factory=list)
+    connected: dict[tuple[tuple[int, ...], ...], RankGroup] = field(default_factory=dict)
+
+    @property
+    def everyone(self) -> RankGroup:
+        """All ranks of the job."""
+        ranks = tuple(range(self.world_size))
+        return RankGroup(ranks, self.rank, self.gather_group, self.reduce_group, self.control_group)
 
 
 _current: tuple[dist.ProcessGroup, Topology] | None = None
@@ -136,9 +172,8 @@ def destroy() -> None:
         _made_default_group = False
         dist.destroy_process_group()
         return
-    for group in _distinct(topology):
-        if group is not default:
-            dist.destroy_process_group(group)
+    for group in topology.groups:
+        dist.destroy_process_group(group)
 
 
 def _dismiss() -> None:
@@ -156,23 +191,80 @@ def _build(default: dist.ProcessGroup, limit: float) -> Topology:
     journal = Journal()
     if world_size == 1:
         device = _device(0) if accelerated else torch.device("cpu")
-        return Topology(0, 1, 0, 1, device, backend, default, default, default, journal, None)
+        return Topology(0, 1, 0, 1, device, backend, default, default, default, journal, None, ((0,),))
     simulated = "fake" in backend  # torch's group without peers, for measurements
     patience = _patience(limit)
     control = dist.new_group(backend="fake" if simulated else "gloo", timeout=patience)
-    local_rank, local_world_size = _local_place(rank, world_size, control, alone=simulated)
+    nodes = ((rank,),) if simulated else _nodes(rank, world_size, control)
+    node = next(node for node in nodes if rank in node)
+    local_rank = node.index(rank)
     device = _device(local_rank) if accelerated else torch.device("cpu")
-    data_backend = "cpu:gloo,cuda:nccl" if accelerated else None  # None: as the default group
-    gather, reduce = (dist.new_group(backend=data_backend, timeout=patience) for _ in range(2))
+    gather, reduce = (dist.new_group(backend=_data_backend(backend), timeout=patience) for _ in range(2))
+    groups = [gather, reduce, control]
     watchdog = None
     if not simulated:
         store = dist.distributed_c10d._get_default_store()
         channel = SideChannel(store, rank, world_size, _generation, launcher_keeps_store=launcher_keeps_store())
-        watchdog = Watchdog(journal, channel, limit, _interrupter((gather, reduce, control), device))
+        watchdog = Watchdog(journal, channel, limit, _interrupter(groups, device))
         announce_end_through(watchdog)
     return Topology(
-        rank, world_size, local_rank, local_world_size, device, backend, gather, reduce, control, journal, watchdog
+        rank,
+        world_size,
+        local_rank,
+        len(node),
+        device,
+        backend,
+        gather,
+        reduce,
+        control,
+        journal,
+        watchdog,
+        nodes,
+        limit,
+        groups,
     )
+
+
+def connect(topology: Topology, cells: Sequence[Sequence[int]]) -> RankGroup:
+    """The cell that this rank is in, with process groups of its own. (all ranks, with the same cells)
+
+    Made at the first call and kept, so that engines with equal cells share them.
+
+    Args:
+        cells: every rank of the job in exactly one; the order within a cell is that of its places.
+    """
+    key = tuple(tuple(cell) for cell in cells)
+    everyone = sorted(rank for cell in key for rank in cell)
+    assert everyone == list(range(topology.world_size)), f"cells must hold every rank once, got {key}"
+    if key == (topology.everyone.ranks,):
+        return topology.everyone
+    if key not in topology.connected:
+        made = [_connect_cell(topology, cell) for cell in key]
+        topology.connected[key] = next(group for group in made if group is not None)
+    return topology.connected[key]
+
+
+def _connect_cell(topology: Topology, cell: tuple[int, ...]) -> RankGroup | None:
+    """None for a cell that this rank is not in: a group is made by all ranks all the same."""
+    patience = _patience(topology.limit)
+    backend = None if topology.watchdog is None else _data_backend(topology.backend)
+    ranks = list(cell)
+    gather, reduce = (_cell_group(ranks, backend, patience) for _ in range(2))
+    control = _cell_group(ranks, None if topology.watchdog is None else "gloo", patience)
+    if topology.rank not in cell:
+        return None
+    topology.groups.extend((gather, reduce, control))
+    return RankGroup(cell, ranks.index(topology.rank), gather, reduce, control)
+
+
+def _cell_group(ranks: list[int], backend: str | None, patience: timedelta) -> dist.ProcessGroup:
+    # Sorted by default, and then a rank's place would not be its number in the group.
+    return dist.new_group(ranks, backend=backend, timeout=patience, sort_ranks=False)  # type: ignore[no-any-return]
+
+
+def _data_backend(backend: str) -> str | None:
+    """Of a group for tensors of the model; None: as the default group."""
+    return "cpu:gloo,cuda:nccl" if "nccl" in backend else None
 
 
 def _rendezvous(backend: str, rank: int, world_size: int, limit: float) -> None:
@@ -187,15 +279,15 @@ def _rendezvous(backend: str, rank: int, world_size: int, limit: float) -> None:
         ) from error
 
 
-def _local_place(rank: int, world_size: int, control: dist.ProcessGroup, *, alone: bool) -> tuple[int, int]:
-    """(local rank, local world size): as the launcher says, else by comparing host names."""
-    if alone:
-        return 0, 1
-    if (place := place_on_machine()) is not None:
-        return place
-    hosts: list[str] = [""] * world_size
-    dist.all_gather_object(hosts, socket.gethostname(), group=control)
-    return hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
+def _nodes(rank: int, world_size: int, control: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
+    """The ranks on each machine: as the launchers say, which number them one after the other, else by host names."""
+    place = place_on_machine()
+    told: list[tuple[str, int | None]] = [("", None)] * world_size
+    first = None if place is None else rank - place[0]
+    dist.all_gather_object(told, (socket.gethostname(), first), group=control)
+    launched = all(start is not None for _, start in told)
+    keys = [start if launched else host for host, start in told]
+    return tuple(tuple(r for r in range(world_size) if keys[r] == key) for key in dict.fromkeys(keys))
 
 
 def _device(local_rank: int) -> torch.device:
@@ -215,11 +307,7 @@ def _patience(limit: float) -> timedelta:
     return timedelta(seconds=limit + _BACKSTOP_SECONDS) if math.isfinite(limit) else timedelta(days=365)
 
 
-def _distinct(topology: Topology) -> Sequence[dist.ProcessGroup]:
-    return tuple({id(g): g for g in (topology.gather_group, topology.reduce_group, topology.control_group)}.values())
-
-
-def _interrupter(groups: Sequence[dist.ProcessGroup], device: torch.device) -> Callable[[], None]:
+def _interrupter(groups: list[dist.ProcessGroup], device: torch.device) -> Callable[[], None]:
     """A function that breaks the groups' connections, so that whoever waits on them raises.
 
     gloo closes a group's connections when an operation on it times out. A receive that nobody sends to does that on
@@ -227,15 +315,15 @@ def _interrupter(groups: Sequence[dist.ProcessGroup], device: torch.device) -> C
     """
 
     def interrupt() -> None:
-        for group in groups:
-            peer = (group.rank() + 1) % group.size()
-            try:
-                never_sent = messenger(group).recv([torch.empty(1)], peer, 0)
-                never_sent.wait(timedelta(milliseconds=1))
-            except RuntimeError:
-                pass  # the purpose of it; or they are closed already
-        if device.type == "cuda":
-            for group in groups[:2]:
+        for group in tuple(groups):
+            if group.size() > 1:
+                peer = (group.rank() + 1) % group.size()
+                try:
+                    never_sent = messenger(group).recv([torch.empty(1)], peer, 0)
+                    never_sent.wait(timedelta(milliseconds=1))
+                except RuntimeError:
+                    pass  # the purpose of it; or they are closed already
+            if device.type == "cuda" and "cuda" in str(group._device_types):
                 group._get_backend(device).abort()
 
     return interrupt
