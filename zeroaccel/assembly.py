@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from zeroaccel.checkpoint.engine import CheckpointingEngine, CheckpointSettings
 from zeroaccel.comm.agree import agree_or_raise
+from zeroaccel.comm.arranged import arrange
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import init_process_group
 from zeroaccel.config import (
@@ -29,6 +30,7 @@ from zeroaccel.config import (
     Fact,
     ShardPlan,
     TierPlan,
+    comm_plan,
     load_config,
     overlaps_communication,
     shard_plan,
@@ -121,18 +123,20 @@ def initialize(
         groups = group_index(built, names) if built is not None else {}
         specs = _unit_specs(model, settings, plan)
         engine_settings = _engine_settings(settings, plan, batch, collectives.world_size, cast_inputs=cast_inputs)
+        spread = comm_plan(settings, collectives.world_size)
         scheduler = _scheduler(lr_scheduler, settings, built)
         monitors = build_monitors(settings, collectives.rank)
     residences = tier_plan(settings)
     units_placement = _placement(model, settings, plan, groups, topology.device, residences)
-    check_same(model, units_placement, str(engine_settings).split(", "), collectives)
+    check_same(model, units_placement, [*str(engine_settings).split(", "), str(spread)], collectives)
+    collectives = arrange(collectives, spread)
 
     cast_buffers(model, topology.device, _dtype(settings.data_types.buffer_dtype), set(units_placement.fp32_names))
     broadcast_buffers(model, collectives)
-    plans = [plan_buffers(spec, units_placement, collectives.world_size) for spec in specs]
+    plans = [plan_buffers(spec, units_placement, collectives.shard_world_size) for spec in specs]
     with _agreed(collectives, "initialize: offload"):
         rules = OffloadRules.of(settings, residences.param, residences.optimizer)
-        tiers = TierSet(rules, list(chain(*plans)), built, collectives.rank, topology.device)
+        tiers = TierSet(rules, list(chain(*plans)), built, collectives.shard_rank, topology.device)
     units = build_units(specs, plans, units_placement, collectives, tiers)
     unused = [param for param in model.parameters() if param.requires_grad and id(param) not in groups]
     # Gradients that only pass through a model for inference, on their way to another, would pile up in it.
@@ -288,7 +292,8 @@ def _placement(
 ) -> Placement:
     fp32 = kept_in_fp32(model, settings.data_types.keep_in_fp32_modules)
     offloads_params = residences.param != "device"
-    return Placement(_DTYPES[settings.precision], frozenset(fp32), device, plan, groups, offloads_params)
+    packs_frozen = settings.zero_optimization.zero_quantized_nontrainable_weights
+    return Placement(_DTYPES[settings.precision], frozenset(fp32), device, plan, groups, offloads_params, packs_frozen)
 
 
 def _engine_settings(

@@ -34,13 +34,18 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Holdings:
-    """The parts of an engine that a checkpoint is about."""
+    """The parts of an engine that a checkpoint is about.
+
+    Attributes:
+        replica: which set of shards this rank's belongs to; the first one's ranks save, and all load.
+    """
 
     model: nn.Module
     units: Sequence[ParamUnit]
     optimizer: OptimizerShard | None
     rank: int
     world_size: int
+    replica: int = 0
 
     def buffers(self) -> Iterator[FlatBuffer]:
         """Every flat buffer, in the order of the units."""
@@ -86,7 +91,7 @@ class Contents:
             CheckpointError: the optimizer's state has a form that cannot be saved; it names the state.
         """
         found = cls(holdings.rank)
-        for buffer in holdings.buffers():
+        for buffer in holdings.buffers() if holdings.replica == 0 else ():
             found._add_weights(buffer, holdings.optimizer, exclude_frozen=exclude_frozen)
             if holdings.optimizer is not None:
                 for piece in holdings.optimizer.pieces.get(id(buffer), ()):
@@ -187,7 +192,7 @@ def _weights(buffer: FlatBuffer, optimizer: OptimizerShard | None, start: int, e
         return buffer.master[start - origin : end - origin]
     if buffer.home is not None:
         return buffer.home.stored(start - low, end - low)
-    return buffer.shard[start - low : end - low]
+    return buffer.values()[start - low : end - low]
 
 
 def reached_slots(piece: Piece) -> Iterator[Slot]:

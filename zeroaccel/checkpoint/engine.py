@@ -398,7 +398,8 @@ class CheckpointingEngine(Engine):
     # -- what there is
 
     def _holdings(self) -> Holdings:
-        return Holdings(self.module, self.units, self._shard, self.collectives.rank, self.collectives.world_size)
+        ranks = self.collectives
+        return Holdings(self.module, self.units, self._shard, ranks.rank, ranks.world_size, ranks.replica)
 
     def _device(self) -> torch.device:
         return self.units[0].buffers[0].full.device if self.units else torch.device("cpu")

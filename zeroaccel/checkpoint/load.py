@@ -49,6 +49,7 @@ def load_weights(holdings: Holdings, store: TensorStore) -> None:
     Parameters that were left out of the checkpoint, or have no namesake there, stay as they are.
     """
     kept: list[str] = []
+    packed: list[tuple[FlatBuffer, Tensor]] = []
     for buffer in holdings.buffers():
         if holdings.optimizer is not None and holdings.optimizer.is_away(buffer):
             kept += _load_masters_away(buffer, holdings.optimizer, store)
@@ -59,13 +60,18 @@ def load_weights(holdings: Holdings, store: TensorStore) -> None:
                 store.read()
                 buffer.home.commit()
         else:
-            kept += _fill_weights(buffer, store, *_weights(buffer))
+            target, low, high = _weights(buffer)
+            kept += _fill_weights(buffer, store, target, low, high)
+            if buffer.packed is not None:
+                packed.append((buffer, target))
     buffers = {}
     for name, held in persistent_buffers(holdings.model):
         if f"buffer/{name}" in store.manifest.tensors:
             buffers[name] = torch.empty(held.numel(), dtype=held.dtype, device=held.device)
             store.fill(f"buffer/{name}", 0, buffers[name])
     store.read()
+    for buffer, values in packed:
+        buffer.set_shard(buffer.layout.bounds(buffer.rank)[0], values)
     for name, held in persistent_buffers(holdings.model):
         if name in buffers:
             held.detach().copy_(buffers[name].view(held.shape))
@@ -124,13 +130,14 @@ def _weights(buffer: FlatBuffer) -> tuple[Tensor, int, int]:
         return (buffer.master, 0, buffer.layout.numel) if whole else (buffer.master, low, high)
     if buffer.resident:
         return buffer.full, 0, buffer.layout.numel
-    return buffer.shard, low, high
+    return buffer.values(), low, high
 
 
 def refresh_copies(units: Sequence[ParamUnit]) -> None:
     """Rounds masters to the parameters' own dtype and gathers what is whole on every rank. (all ranks)"""
     for unit in units:
         stale = False
+        unit.drop_second()
         for buffer in unit.buffers:
             if not buffer.trainable:
                 continue

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from zeroaccel.ops import kernels
-from zeroaccel.ops.dispatch import array_of, in_spans
+from zeroaccel.ops.dispatch import borrowed_array, in_spans
 
 __all__ = ["CODABLE", "INT4", "INT8", "Codec", "decode", "decode_add", "encode"]
 
@@ -131,7 +131,8 @@ def _parts(values: Tensor, codec: Codec, code: Tensor) -> tuple[Tensor, Tensor]:
 
 def _run(kernel: Callable[..., None], values: Tensor, scales: Tensor, codes: Tensor, codec: Codec) -> None:
     """One of the compiled loops, on several threads: each gets whole blocks."""
-    flat, sizes, integers, block = array_of(values), array_of(scales), codes.numpy(), codec.block_numel
+    flat, sizes, integers = borrowed_array(values), borrowed_array(scales), borrowed_array(codes)
+    block = codec.block_numel
 
     def work(start: int, stop: int) -> None:
         kernel(flat, sizes, integers, block, -(-start // block), -(-stop // block))

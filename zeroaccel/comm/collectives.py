@@ -10,16 +10,29 @@ is rounded once: it depends neither on timing nor on where in a tensor an elemen
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from zeroaccel.comm.exchange import DirectExchange, exchange_over
+from zeroaccel.comm.codecs import INT8, decode
+from zeroaccel.comm.exchange import DirectExchange, Exchanges, Meter, exchange_over
 from zeroaccel.comm.journal import Entry, Journal
 from zeroaccel.comm.scratch import Scratch
-from zeroaccel.comm.topology import Topology
-from zeroaccel.comm.work import DONE, AverageWork, DeviceWork, MessageWork, RankSumWork, Supervisor, Work
+from zeroaccel.comm.topology import RankGroup, Topology
+from zeroaccel.comm.work import (
+    DONE,
+    AverageWork,
+    CodedDeviceWork,
+    CodedWork,
+    DeviceWork,
+    MessageWork,
+    RankSumWork,
+    Supervisor,
+    Work,
+)
 from zeroaccel.ops.reduce import sum_ranks
 
 __all__ = ["Collectives", "Work"]
@@ -30,29 +43,65 @@ class Collectives:
 
     Gathers and reductions may interleave differently on different ranks, since they use separate groups.
 
+    Shards are gathered and reduced over all ranks here; `arranged.py` has collectives for which ranks differ.
+
     Args:
         topology: shared with every other engine of the process.
+        group: the ranks that see different samples; by default all.
 
     Attributes:
-        rank, world_size: of this process.
+        rank, world_size: of this process, among the ranks that see different samples.
+        shard_rank, shard_world_size: its place among the ranks that hold different shards, and their number.
+        replica: number of the set of shards that this rank's belongs to; 0 where there is one.
+        second_rank, second_world_size: as the shard's, of the copy that backward gathers from; the shard's where there
+            is none.
+        nodes: the ranks on each machine, by their numbers in the job.
+        codes_weights: whether `gather_weights` rounds.
         journal: what has been issued; the engine sets its `phase` and `step`.
+        meter: told of every message of gathers, reductions and broadcasts: (tag of the call, receiver's number in the
+            job, bytes). None for nobody.
     """
 
     rank: int
     world_size: int
+    shard_rank: int
+    shard_world_size: int
+    replica: int
+    second_rank: int
+    second_world_size: int
+    codes_weights: bool
+    nodes: Sequence[Sequence[int]]
     journal: Journal
+    topology: Topology
+    meter: Meter | None
 
-    def __init__(self, topology: Topology) -> None:
-        self.rank = topology.rank
-        self.world_size = topology.world_size
+    def __init__(self, topology: Topology, group: RankGroup | None = None) -> None:
+        group = group or topology.everyone
+        self.topology = topology
+        self.rank = self.shard_rank = self.second_rank = group.place
+        self.world_size = self.shard_world_size = self.second_world_size = group.size
+        self.replica = 0
+        self.codes_weights = False
+        self.nodes = topology.nodes
+        self.meter = None
         self.journal = topology.journal
         self._supervisor = Supervisor(topology.journal, topology.watchdog)
         self._scratch = Scratch()
         if self.world_size > 1:
-            devices = {"cpu", topology.device.type}
-            self._gathers = {device: exchange_over(topology.gather_group, device) for device in devices}
-            self._reductions = {device: exchange_over(topology.reduce_group, device) for device in devices}
-            self._control = exchange_over(topology.control_group, "cpu")
+            self._gathers = self._exchanges(group, group.gather_group)
+            self._reductions = self._exchanges(group, group.reduce_group)
+            self._control = exchange_over(group.control_group, "cpu")
+            self._shard_gathers = self._gathers
+
+    def _exchanges(self, group: RankGroup, over: dist.ProcessGroup) -> Exchanges:
+        """Those of one process group of `group`, by the type of device; what they send is metered."""
+
+        def tell(tag: int, place: int, nbytes: int) -> None:
+            if self.meter is not None:
+                self.meter(tag, group.ranks[place], nbytes)
+
+        devices = {"cpu", self.topology.device.type}
+        return {device: exchange_over(over, device, tell) for device in devices}
 
     def all_gather(self, out: Tensor, shard: Tensor, label: str) -> Work:
         """out[r*S:(r+1)*S] = shard of rank r. Over the gather group; sends (W-1)*S elements.
@@ -62,17 +111,20 @@ class Collectives:
             shard: (S,), of the dtype of `out`; may be this rank's part of `out`. Must stay as it is until `wait`.
             label: what it is for, the same on all ranks: "unshard layers.3".
         """
-        assert out.numel() == self.world_size * shard.numel() and out.dtype == shard.dtype, (
-            f"{label}: a gather of {self.world_size} x {shard.numel()} {shard.dtype} into {out.numel()} {out.dtype}"
+        assert out.numel() == self.shard_world_size * shard.numel() and out.dtype == shard.dtype, (
+            f"{label}: a gather of {self.shard_world_size} x {shard.numel()} {shard.dtype} into {out.numel()}"
         )
-        if self.world_size == 1:
+        if self.shard_world_size == 1:
             if out.data_ptr() != shard.data_ptr():
                 out.copy_(shard)
             return DONE
-        entry = self._supervisor.issue("gather", "all_gather", label, out)
+        return self._gather(self._shard_gathers, out, shard, "all_gather", label)
+
+    def _gather(self, exchanges: Exchanges, out: Tensor, shard: Tensor, op: str, label: str) -> Work:
+        entry = self._supervisor.issue("gather", op, label, out)
         if out.numel() == 0:
             return self._nothing_to_move(entry)
-        exchange = self._gathers[out.device.type]
+        exchange = exchanges[out.device.type]
         pending = self._supervisor.start(entry, exchange.all_gather, out, shard)
         if isinstance(exchange, DirectExchange):
             return MessageWork(self._supervisor, entry, pending)
@@ -107,6 +159,43 @@ class Collectives:
         average = out if out.dtype == flat.dtype else torch.empty_like(out, dtype=flat.dtype)
         pending = self._supervisor.start(entry, exchange.reduce_scatter, average, flat)
         return AverageWork(self._supervisor, entry, pending, average, out, scale * self.world_size)
+
+    def gather_weights(self, out: Tensor, shard: Tensor, label: str) -> Work:
+        """As `all_gather`, of weights to compute with; may round them where `codes_weights` says so."""
+        return self.all_gather(out, shard, label)
+
+    def gather_second(self, out: Tensor, second: Tensor, label: str) -> Work:
+        """As `all_gather`, over the ranks that hold the second copy. `second`: (N / second_world_size,)."""
+        return self.all_gather(out, second, label)
+
+    def gather_packed(self, out: Tensor, packed: Tensor, label: str) -> Work:
+        """As `all_gather`, of shards that are stored as int8 codes.
+
+        Args:
+            packed: (INT8.nbytes(S),) uint8, this rank's code; as it is until `wait`.
+        """
+        numel = out.numel() // self.shard_world_size
+        if self.shard_world_size == 1 or numel == 0:
+            decode(packed, INT8, out)
+            return DONE
+        entry = self._supervisor.issue("gather", "all_gather int8", label, out)
+        exchange = self._shard_gathers[out.device.type]
+        ranks, nbytes = self.shard_world_size, self.shard_world_size * packed.numel()
+        if isinstance(exchange, DirectExchange):
+            codes = self._scratch.take(nbytes, torch.uint8)
+            pending = self._supervisor.start(entry, exchange.all_gather, codes, packed)
+            return CodedWork(self._supervisor, entry, pending, codes.view(ranks, -1), out, self._scratch)
+        codes = packed.new_empty(nbytes)
+        pending = self._supervisor.start(entry, exchange.all_gather, codes, packed)
+        return CodedDeviceWork(self._supervisor, entry, pending, codes.view(ranks, -1), out)
+
+    def over(self, arranged: Collectives) -> Collectives:
+        """What to use in place of these where others are needed: `arranged`, in the same wrappings."""
+        return arranged
+
+    def reduction_nbytes(self, shard_numel: int, dtype: torch.dtype) -> int:
+        """Bytes that this rank sends in a `reduce_scatter` of W*S elements of this dtype."""
+        return (self.shard_world_size - 1) * shard_numel * dtype.itemsize
 
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"], label: str) -> None:
         """Replaces `tensor` by its sum or maximum over the ranks, the same bits on all of them. Blocks.

@@ -13,7 +13,7 @@ takes a shorter message for a complete one, and ends the process on a longer one
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Protocol, cast
 
@@ -21,10 +21,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["DirectExchange", "Exchange", "Messenger", "NativeExchange", "Pending", "exchange_over", "messenger"]
+__all__ = [
+    "DirectExchange",
+    "Exchange",
+    "Exchanges",
+    "Messenger",
+    "Meter",
+    "NativeExchange",
+    "Pending",
+    "exchange_over",
+    "messenger",
+]
 
 # The names since torch 2.13; the earlier ones are deprecated there, and the only ones before.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_all_to_all = dist.all_to_all_single
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -34,6 +45,10 @@ class Pending(Protocol):
     def wait(self, timeout: timedelta = ...) -> bool: ...
 
     def is_completed(self) -> bool: ...
+
+
+Meter = Callable[[int, int, int], None]
+"""Told of every message that is sent: (tag, place of the receiver in the group, bytes)."""
 
 
 class Messenger(Protocol):
@@ -61,6 +76,9 @@ class Exchange(Protocol):
     def broadcast(self, tensor: Tensor, src: int, tag: int) -> Iterable[Pending]:
         """tensor = that of rank `src`. Each work must have been waited for when the next is asked for."""
 
+    def swap(self, out: Tensor, parts: Tensor, tag: int) -> Sequence[Pending]:
+        """out[r] = parts[own rank] of rank r, for the others; out[own rank] may stay as it is.  Both: (W, n)."""
+
 
 class DirectExchange:
     """Point-to-point messages between all pairs, for gloo. See [Note: direct exchange].
@@ -68,10 +86,10 @@ class DirectExchange:
     A rank sends and receives (W-1)*S elements in 2*(W-1) messages.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, meter: Meter | None = None) -> None:
         self.rank, self.world_size = group.rank(), group.size()
-        gloo = messenger(group)
-        self._send, self._recv = gloo.send, gloo.recv
+        self._gloo, self._meter = messenger(group), meter
+        self._recv = self._gloo.recv
         # Each rank starts with another peer, so that no rank is everybody's first.
         ahead = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
         self._targets, self._sources = ahead, ahead[::-1]
@@ -94,6 +112,25 @@ class DirectExchange:
         slots[self.rank].copy_(parts[self.rank])
         return works
 
+    def swap(self, out: Tensor, parts: Tensor, tag: int) -> Sequence[Pending]:
+        """Whole rows, each one message; this rank's own stays where it is."""
+        works = [self._recv([out[peer]], peer, tag) for peer in self._sources]
+        works += [self._send([parts[peer]], peer, tag) for peer in self._targets]
+        return works
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> Pending:
+        """To one peer, who must `receive` it."""
+        return self._send([tensor], peer, tag)
+
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> Pending:
+        """From one peer."""
+        return self._recv([tensor], peer, tag)
+
+    def _send(self, tensors: list[Tensor], peer: int, tag: int) -> Pending:
+        if self._meter is not None:
+            self._meter(tag, peer, tensors[0].nbytes)
+        return self._gloo.send(tensors, peer, tag)
+
     def broadcast(self, tensor: Tensor, src: int, tag: int) -> Iterator[Pending]:
         """Along a binomial tree rooted at `src`: log2(W) hops, each of a whole tensor."""
         place = (self.rank - src) % self.world_size  # in the tree, the root being 0
@@ -110,27 +147,54 @@ class DirectExchange:
 
 
 class NativeExchange:
-    """The backend's own collectives, for NCCL and its like. They match calls by order alone; tags are not used."""
+    """The backend's own collectives, for NCCL and its like. They match calls by order alone; tags are not used.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    The meter is told what direct messages would carry: the backend does not say which way it goes.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, meter: Meter | None = None) -> None:
+        self._group, self._meter = group, meter
         self.rank, self.world_size = group.rank(), group.size()
 
     def all_gather(self, out: Tensor, shard: Tensor, tag: int) -> Sequence[Pending]:
+        self._tell(tag, shard.nbytes)
         return (_all_gather(out, shard, group=self._group, async_op=True),)
 
     def reduce_scatter(self, out: Tensor, flat: Tensor, tag: int) -> Sequence[Pending]:
         """`out` is (S,): the average over the ranks. Not the sum, which in fp16 could overflow before it is scaled."""
+        self._tell(tag, flat.nbytes // self.world_size)
         work = _reduce_scatter(out, flat, op=dist.ReduceOp.AVG, group=self._group, async_op=True)
         return (work,)
 
     def broadcast(self, tensor: Tensor, src: int, tag: int) -> Iterable[Pending]:
         source = dist.get_global_rank(self._group, src)
+        if self.rank == src:
+            self._tell(tag, tensor.nbytes)
         return (dist.broadcast(tensor, source, group=self._group, async_op=True),)
 
+    def swap(self, out: Tensor, parts: Tensor, tag: int) -> Sequence[Pending]:
+        """The backend's all-to-all; this rank's own row is copied."""
+        self._tell(tag, parts[0].nbytes)
+        return (_all_to_all(out, parts, group=self._group, async_op=True),)
 
-def exchange_over(group: dist.ProcessGroup, device: str) -> DirectExchange | NativeExchange:
+    def average(self, tensor: Tensor, tag: int) -> Sequence[Pending]:
+        """tensor = the mean over the ranks, in the backend's order. Counted as a reduce-scatter and an all-gather."""
+        self._tell(tag, 2 * tensor.nbytes // self.world_size)
+        return (dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self._group, async_op=True),)
+
+    def _tell(self, tag: int, nbytes: int) -> None:
+        if self._meter is not None:
+            for peer in range(self.world_size):
+                if peer != self.rank:
+                    self._meter(tag, peer, nbytes)
+
+
+Exchanges = Mapping[str, DirectExchange | NativeExchange]
+"""Of one set of ranks, by the type of device."""
+
+
+def exchange_over(group: dist.ProcessGroup, device: str, meter: Meter | None = None) -> DirectExchange | NativeExchange:
     """What suits the backend that `group` has for tensors on `device`."""
     if device == "cpu" and group._get_backend(torch.device(device)).name() == "gloo":
-        return DirectExchange(group)
-    return NativeExchange(group)
+        return DirectExchange(group, meter)
+    return NativeExchange(group, meter)

@@ -114,6 +114,10 @@ class Journal:
         self._entries.append(entry)
         return entry
 
+    def entry(self, tag: int) -> Entry | None:
+        """The newest call with this message tag, if it is still in the ring."""
+        return next((entry for entry in reversed(tuple(self._entries)) if entry.tag == tag), None)
+
     def begin_wait(self, entry: Entry) -> None:
         entry.since = time.monotonic()
         self._waits.append(entry)

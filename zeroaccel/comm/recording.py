@@ -1,19 +1,24 @@
 """The seam for tests and measurements: collectives that pass every call on and remember it.
 
-Public, so that a program can assert its own traffic. Counts what a rank sends; it does not look at the wire.
+Public, so that a program can assert its own traffic. `calls` are what was asked for, `traffic` is what was sent for
+it: message by message in host memory, and on an accelerator what direct messages would carry.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
+from zeroaccel.comm.codecs import CODABLE, INT8
 from zeroaccel.comm.collectives import Collectives, Work
 
-__all__ = ["CollectiveCall", "RecordingCollectives"]
+__all__ = ["CollectiveCall", "RecordingCollectives", "Traffic"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +29,7 @@ class CollectiveCall:
         op: the method's name.
         dtype: as torch prints it without its prefix, "bfloat16"; "object" for pickled ones.
         numel: elements of the whole tensor: W*S for a gather and a reduction.
-        nbytes: what this rank sends: (W-1)*S elements for those two.
+        nbytes: what this rank sends: (W-1)*S elements for plain gathers and reductions.
     """
 
     op: str
@@ -34,20 +39,56 @@ class CollectiveCall:
     nbytes: int
 
 
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one rank sent over one class of links.
+
+    Attributes:
+        op: of the collective, as the journal has it: "all_gather int8".
+        purpose: the first word of its label: "unshard", "reduce".
+        link: "inside" a node, or "across" nodes.
+    """
+
+    op: str
+    purpose: str
+    link: Literal["inside", "across"]
+    nbytes: int
+
+
 class RecordingCollectives(Collectives):
-    """Wraps `inner` and keeps its calls.
+    """Wraps `inner` and keeps its calls, and how many bytes went to which ranks.
+
+    Args:
+        nodes: the ranks on each machine, by their numbers in the job; by default as the topology, or a config's
+            `node_size`, says.
 
     Attributes:
         calls: since the beginning or the last `reset`, in order.
     """
 
-    def __init__(self, inner: Collectives) -> None:
+    def __init__(self, inner: Collectives, nodes: Sequence[Sequence[int]] | None = None) -> None:
         # No super().__init__: this one communicates through `inner` alone.
-        self.inner = inner
-        self.rank = inner.rank
-        self.world_size = inner.world_size
-        self.journal = inner.journal
+        self._given_nodes = nodes
         self.calls: list[CollectiveCall] = []
+        self._sent: Counter[tuple[str, str, int]] = Counter()  # by op, purpose, receiver
+        self._wrap(inner)
+
+    def _wrap(self, inner: Collectives) -> None:
+        self.inner = inner
+        self.topology = inner.topology
+        self.rank, self.world_size, self.replica = inner.rank, inner.world_size, inner.replica
+        self.shard_rank, self.shard_world_size = inner.shard_rank, inner.shard_world_size
+        self.second_rank, self.second_world_size = inner.second_rank, inner.second_world_size
+        self.codes_weights = inner.codes_weights
+        self.journal = inner.journal
+        self.nodes = self._given_nodes or inner.nodes
+        inner.meter = self._count
+
+    def over(self, arranged: Collectives) -> Collectives:
+        """Another of these, around `arranged`, that writes into the same books."""
+        copied = copy.copy(self)
+        copied._wrap(self.inner.over(arranged))
+        return copied
 
     def count(self, op: str | None = None, label: str = "") -> int:
         """How many calls there were, of one operation, with labels that begin so."""
@@ -60,16 +101,46 @@ class RecordingCollectives(Collectives):
             totals[call.op] += call.nbytes
         return dict(totals)
 
+    def traffic(self) -> list[Traffic]:
+        """What this rank has sent in gathers, reductions and broadcasts, counted message by message; sorted."""
+        home = next(set(node) for node in self.nodes if self.topology.rank in node)
+        totals: Counter[tuple[str, str, Literal["inside", "across"]]] = Counter()
+        for (op, purpose, receiver), nbytes in self._sent.items():
+            totals[op, purpose, "inside" if receiver in home else "across"] += nbytes
+        return [Traffic(*key, nbytes) for key, nbytes in sorted(totals.items())]
+
+    def across_nbytes(self) -> int:
+        """Bytes this rank has sent to ranks on other machines."""
+        return sum(sent.nbytes for sent in self.traffic() if sent.link == "across")
+
     def reset(self) -> None:
         self.calls.clear()
+        self._sent.clear()
 
     def all_gather(self, out: Tensor, shard: Tensor, label: str) -> Work:
         self._note("all_gather", label, out, out.nbytes - shard.nbytes)
         return self.inner.all_gather(out, shard, label)
 
+    def gather_weights(self, out: Tensor, shard: Tensor, label: str) -> Work:
+        codes = self.codes_weights and shard.dtype in CODABLE
+        sent = INT8.nbytes(shard.numel()) if codes else shard.nbytes
+        self._note("gather_weights", label, out, (self.shard_world_size - 1) * sent)
+        return self.inner.gather_weights(out, shard, label)
+
+    def gather_second(self, out: Tensor, second: Tensor, label: str) -> Work:
+        self._note("gather_second", label, out, out.nbytes - second.nbytes)
+        return self.inner.gather_second(out, second, label)
+
+    def gather_packed(self, out: Tensor, packed: Tensor, label: str) -> Work:
+        self._note("gather_packed", label, out, (self.shard_world_size - 1) * packed.nbytes)
+        return self.inner.gather_packed(out, packed, label)
+
     def reduce_scatter(self, out: Tensor, flat: Tensor, label: str, scale: float = 1.0) -> Work:
-        self._note("reduce_scatter", label, flat, flat.nbytes - out.numel() * flat.element_size())
+        self._note("reduce_scatter", label, flat, self.inner.reduction_nbytes(out.numel(), flat.dtype))
         return self.inner.reduce_scatter(out, flat, label, scale)
+
+    def reduction_nbytes(self, shard_numel: int, dtype: torch.dtype) -> int:
+        return self.inner.reduction_nbytes(shard_numel, dtype)
 
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"], label: str) -> None:
         self._note("all_reduce", label, tensor, (self.world_size - 1) * tensor.nbytes)
@@ -91,3 +162,8 @@ class RecordingCollectives(Collectives):
     def _note(self, op: str, label: str, tensor: Tensor, nbytes: int) -> None:
         dtype = str(tensor.dtype).removeprefix("torch.")
         self.calls.append(CollectiveCall(op, label, dtype, tensor.numel(), nbytes))
+
+    def _count(self, tag: int, receiver: int, nbytes: int) -> None:
+        entry = self.journal.entry(tag)
+        op, label = ("forgotten", "") if entry is None else (entry.op, entry.label)
+        self._sent[op, label.partition(" ")[0], receiver] += nbytes

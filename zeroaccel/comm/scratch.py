@@ -15,9 +15,10 @@ _KEPT = 2  # as many as a schedule has reductions under way
 
 
 class Scratch:
-    """Lends flat tensors in host memory. It keeps the two largest that came back."""
+    """Lends flat tensors in host memory to one thread. It keeps the `kept` largest that came back."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: int = _KEPT) -> None:
+        self._kept = kept
         self._free: list[Tensor] = []  # uint8, smallest first
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -33,4 +34,4 @@ class Scratch:
         block = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
         self._free.append(block)
         self._free.sort(key=Tensor.numel)
-        del self._free[:-_KEPT]
+        del self._free[: -self._kept]

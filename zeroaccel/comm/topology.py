@@ -197,7 +197,8 @@ def _build(default: dist.ProcessGroup, limit: float) -> Topology:
     control = dist.new_group(backend="fake" if simulated else "gloo", timeout=patience)
     nodes = ((rank,),) if simulated else _nodes(rank, world_size, control)
     node = next(node for node in nodes if rank in node)
-    local_rank = node.index(rank)
+    told = None if simulated else place_on_machine()
+    local_rank, local_world_size = told or (node.index(rank), len(node))
     device = _device(local_rank) if accelerated else torch.device("cpu")
     gather, reduce = (dist.new_group(backend=_data_backend(backend), timeout=patience) for _ in range(2))
     groups = [gather, reduce, control]
@@ -211,7 +212,7 @@ def _build(default: dist.ProcessGroup, limit: float) -> Topology:
         rank,
         world_size,
         local_rank,
-        len(node),
+        local_world_size,
         device,
         backend,
         gather,
@@ -282,11 +283,10 @@ def _rendezvous(backend: str, rank: int, world_size: int, limit: float) -> None:
 def _nodes(rank: int, world_size: int, control: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
     """The ranks on each machine: as the launchers say, which number them one after the other, else by host names."""
     place = place_on_machine()
-    told: list[tuple[str, int | None]] = [("", None)] * world_size
-    first = None if place is None else rank - place[0]
-    dist.all_gather_object(told, (socket.gethostname(), first), group=control)
-    launched = all(start is not None for _, start in told)
-    keys = [start if launched else host for host, start in told]
+    everyone: list[tuple[str, int | None]] = [("", None)] * world_size
+    dist.all_gather_object(everyone, (socket.gethostname(), place and rank - place[0]), group=control)
+    launched = all(first is not None for _, first in everyone)
+    keys = [first if launched else host for host, first in everyone]
     return tuple(tuple(r for r in range(world_size) if keys[r] == key) for key in dict.fromkeys(keys))
 
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from zeroaccel.comm.codecs import INT8, decode
 from zeroaccel.comm.exchange import Pending
 from zeroaccel.comm.journal import Entry, Journal, Kind
 from zeroaccel.comm.scratch import Scratch
@@ -20,7 +21,17 @@ from zeroaccel.comm.watchdog import Watchdog
 from zeroaccel.errors import CollectiveError
 from zeroaccel.ops.reduce import sum_ranks
 
-__all__ = ["DONE", "AverageWork", "DeviceWork", "MessageWork", "RankSumWork", "Supervisor", "Work"]
+__all__ = [
+    "DONE",
+    "AverageWork",
+    "CodedDeviceWork",
+    "CodedWork",
+    "DeviceWork",
+    "MessageWork",
+    "RankSumWork",
+    "Supervisor",
+    "Work",
+]
 
 _Pendings = TypeVar("_Pendings", bound=Iterable[Pending])
 _DTYPE_NAMES: dict[torch.dtype, str] = {}
@@ -66,8 +77,21 @@ class Supervisor:
         except RuntimeError as error:
             raise self._explain(entry, error) from error
 
+    def move(self, entry: Entry, move: Callable[..., _Pendings], *args: Any) -> None:
+        """One of several moves of a call: makes it and blocks until it is through."""
+        self.follow(entry, self.start(entry, move, *args))
+
     def wait(self, entry: Entry, pending: Iterable[Pending]) -> None:
         """Blocks until the messages of the call are through, one after another."""
+        self.follow(entry, pending)
+        self.finish(entry)
+
+    def finish(self, entry: Entry) -> None:
+        """The call is done."""
+        self.journal.finish(entry)
+
+    def follow(self, entry: Entry, pending: Iterable[Pending]) -> None:
+        """Blocks until some messages of the call are through; others may follow."""
         journal = self.journal
         journal.begin_wait(entry)
         try:
@@ -77,7 +101,6 @@ class Supervisor:
             raise self._explain(entry, error) from error
         finally:
             journal.end_wait(entry)
-        journal.finish(entry)
 
     def _explain(self, entry: Entry, error: RuntimeError) -> CollectiveError:
         if self._watchdog is None:
@@ -155,6 +178,34 @@ class RankSumWork(MessageWork):
         del self._parts
 
 
+class CodedWork(MessageWork):
+    """An all-gather of codes.
+
+    Args:
+        codes: (W, INT8.nbytes(S)) uint8, on loan from `scratch`; in the order of the ranks.
+        out: (W*S,), gets their values.
+    """
+
+    __slots__ = ("_codes", "_out", "_scratch")
+
+    def __init__(
+        self,
+        supervisor: Supervisor,
+        entry: Entry,
+        pending: Sequence[Pending],
+        codes: Tensor,
+        out: Tensor,
+        scratch: Scratch,
+    ) -> None:
+        super().__init__(supervisor, entry, pending)
+        self._codes, self._out, self._scratch = codes, out, scratch
+
+    def _complete(self) -> None:
+        _decode_all(self._codes, self._out)
+        self._scratch.give_back(self._codes)
+        del self._codes
+
+
 class DeviceWork(MessageWork):
     """A collective of the backend itself, on an accelerator: `wait` does not block the host.
 
@@ -210,3 +261,24 @@ class AverageWork(DeviceWork):
             self._out.copy_(self._average.float().mul_(self._factor))
         elif self._factor != 1.0:
             self._out.mul_(self._factor)
+
+
+class CodedDeviceWork(DeviceWork):
+    """As `CodedWork`, on an accelerator."""
+
+    __slots__ = ("_codes", "_out")
+
+    def __init__(
+        self, supervisor: Supervisor, entry: Entry, pending: Sequence[Pending], codes: Tensor, out: Tensor
+    ) -> None:
+        super().__init__(supervisor, entry, pending, out.device)
+        self._codes, self._out = codes, out
+
+    def _complete(self) -> None:
+        _decode_all(self._codes, self._out)
+
+
+def _decode_all(codes: Tensor, out: Tensor) -> None:
+    """out: (W*S,) = the values of the (W, INT8.nbytes(S)) codes."""
+    for code, part in zip(codes, out.view(codes.shape[0], -1), strict=True):
+        decode(code, INT8, part)

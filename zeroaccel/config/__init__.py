@@ -8,6 +8,7 @@ be checked anywhere.
 from __future__ import annotations
 
 from zeroaccel.config.batch import BatchSizes, solve_batch
+from zeroaccel.config.communication import CommPlan, comm_plan
 from zeroaccel.config.facts import Fact, Facts
 from zeroaccel.config.load import load_config
 from zeroaccel.config.plan import Residence, ShardPlan, TierPlan, overlaps_communication, shard_plan, tier_plan
@@ -16,6 +17,7 @@ from zeroaccel.config.schema import Config
 
 __all__ = [
     "BatchSizes",
+    "CommPlan",
     "Config",
     "Fact",
     "Facts",
@@ -23,6 +25,7 @@ __all__ = [
     "Resolved",
     "ShardPlan",
     "TierPlan",
+    "comm_plan",
     "load_config",
     "overlaps_communication",
     "resolve",

@@ -174,6 +174,54 @@ def _blocks_are_made_of_pages(config: Config) -> _Found:
         )
 
 
+@_check(
+    "zero_optimization.stage",
+    "zero_optimization.zero_hpz_partition_size",
+    "zero_optimization.zero_quantized_weights",
+    "zero_optimization.zero_quantized_nontrainable_weights",
+    "zero_optimization.zero_quantized_gradients",
+    "zero_optimization.mics_shard_size",
+    "zero_optimization.offload_param",
+)
+def _spread_needs_shards(config: Config) -> _Found:
+    zero = config.zero_optimization
+    asked = {
+        "zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
+        "zero_quantized_weights": zero.zero_quantized_weights,
+        "zero_quantized_nontrainable_weights": zero.zero_quantized_nontrainable_weights,
+        "zero_quantized_gradients": zero.zero_quantized_gradients,
+        "mics_shard_size": zero.mics_shard_size > 0,
+    }
+    for key, on in asked.items():
+        if on and not shard_plan(config).params:
+            yield Problem(
+                ("zero_optimization", key),
+                text=f"parameters are sharded at stage 3 only, and the stage is {zero.stage}",
+                fix="set zero_optimization.stage to 3, or remove the key",
+            )
+    if zero.zero_hpz_partition_size == 0:
+        yield Problem(("zero_optimization", "zero_hpz_partition_size"), expected="a number above 0; 1 is off", got=0)
+    if zero.mics_shard_size < 1 and zero.mics_shard_size != -1:
+        yield Problem(
+            ("zero_optimization", "mics_shard_size"),
+            expected="a number above 0, or -1 for all",
+            got=zero.mics_shard_size,
+        )
+    offloads = zero.offload_param is not None and zero.offload_param.device != "none"
+    if zero.zero_quantized_nontrainable_weights and offloads:
+        yield Problem(
+            ("zero_optimization", "zero_quantized_nontrainable_weights"),
+            text="shards that are offloaded (offload_param) are not stored as 8-bit integers",
+            fix="remove one of the two keys",
+        )
+    if zero.zero_quantized_gradients and zero.mics_shard_size > 0:
+        yield Problem(
+            ("zero_optimization", "zero_quantized_gradients"),
+            text="gradients that are summed across replicas (mics_shard_size) are not quantised",
+            fix="remove one of the two keys; zero_hpz_partition_size keeps the gathers of backward inside a node",
+        )
+
+
 @_check("optimizer")
 def _clipping_is_no_argument(config: Config) -> _Found:
     if config.optimizer is not None and "max_grad_norm" in config.optimizer.params:

@@ -30,7 +30,7 @@ from zeroaccel.config.section import (
     wrong,
 )
 
-__all__ = ["Aio", "LeafModule", "OffloadOptimizer", "OffloadParam", "ZenFlow", "ZeroOptimization"]
+__all__ = ["Aio", "LeafModule", "OffloadOptimizer", "OffloadParam", "ZenFlow", "ZeroOptimization", "ZeroPlusPlus"]
 
 
 def _stage(value: object) -> int:
@@ -126,6 +126,17 @@ class LeafModule(ConfigSection):
     """Full names of modules, as in named_modules()."""
     name_suffixes: Texts = ()
     """Ends of such names."""
+
+
+class ZeroPlusPlus(ConfigSection):
+    """What zeroaccel adds to the format for the zero_quantized_*, zero_hpz_* and mics_* keys."""
+
+    node_size: PositiveCount | None = None
+    """Consecutive ranks to take for one machine; absent, as the launcher or the host names say."""
+    quantize_gradients_on_one_node: Flag = False
+    """Follow zero_quantized_gradients even where no traffic across nodes is saved."""
+    watch_interval: Count = 0
+    """Steps between two looks at the error of a quantised gather and reduction; 0 is never."""
 
 
 class Aio(ConfigSection):
@@ -230,6 +241,8 @@ class ZeroOptimization(ConfigSection):
     """Reduce the gradients as 4-bit integers (stage 3)."""
     zeropp_loco_param: FreeSection = None
     """Error feedback for quantised gradients."""
+    zeropp: ZeroPlusPlus = ZeroPlusPlus()
+    """Settings beside the quantised and hierarchical keys."""
     mics_shard_size: Whole = -1
     """Ranks among which the model is sharded, with replicas beyond; -1 is all."""
     mics_hierarchical_params_gather: Flag = False

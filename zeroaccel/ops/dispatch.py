@@ -20,14 +20,14 @@ from torch import Tensor
 
 from zeroaccel.ops.number_formats import Array
 
-__all__ = ["array_of", "in_spans"]
+__all__ = ["array_of", "borrowed_array", "in_spans"]
 
 _Result = TypeVar("_Result")
 
 _MIN_SPAN_NUMEL = 1 << 17  # elements: about 60 us of Adam
 _ALIGNMENT_NUMEL = 64  # spans start on cache lines, whatever the dtype
 
-_PATTERNS = {torch.bfloat16: np.uint16, torch.float16: np.int16}
+_PATTERNS = {torch.float32: np.float32, torch.uint8: np.uint8, torch.bfloat16: np.uint16, torch.float16: np.int16}
 _pool: ThreadPoolExecutor | None = None
 
 
@@ -42,6 +42,28 @@ def array_of(tensor: Tensor) -> Array:
     if tensor.dtype in (torch.float32, torch.uint8):
         return flat.numpy()
     return flat.view(torch.int16).numpy().view(_PATTERNS[tensor.dtype])
+
+
+class _Memory:
+    """What NumPy asks an object that offers its memory."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        dtype = np.dtype(_PATTERNS[tensor.dtype])
+        self.__array_interface__ = {
+            "data": (tensor.data_ptr(), False),
+            "shape": (tensor.numel(),),
+            "typestr": dtype.str,
+            "version": 3,
+        }
+
+
+def borrowed_array(tensor: Tensor) -> Array:
+    """As `array_of`, for the length of a call: the array does not keep the memory.
+
+    A storage that `Tensor.numpy` has seen can never be freed by resizing again, as those of sharded units must be.
+    """
+    assert tensor.is_contiguous(), f"a kernel needs contiguous memory, got strides {tensor.stride()}"
+    return np.asarray(_Memory(tensor)) if tensor.numel() else np.empty(0, _PATTERNS[tensor.dtype])
 
 
 def in_spans(numel: int, work: Callable[[int, int], _Result]) -> list[_Result]:

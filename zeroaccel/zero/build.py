@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from zeroaccel.comm.codecs import CODABLE
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.config.plan import ShardPlan
 from zeroaccel.errors import UsageError
@@ -45,6 +46,7 @@ class Placement:
         plan: what is sharded.
         groups: id(parameter) -> index of its param group; parameters not in it are not optimized.
         offloads_params: shards of parameters are not on the device, so that even one rank alone has shards.
+        packs_frozen: the shards of frozen parameters are stored as int8 codes.
     """
 
     dtype: torch.dtype | None
@@ -53,6 +55,7 @@ class Placement:
     plan: ShardPlan
     groups: Mapping[int, int]
     offloads_params: bool = False
+    packs_frozen: bool = False
 
     def param_dtype(self, fqn: str, param: nn.Parameter) -> torch.dtype:
         """The dtype this parameter is stored and computed in."""
@@ -219,11 +222,13 @@ def _build_unit(
             plan.params,
             dtype=plan.dtype,
             device=placement.device,
-            rank=collectives.rank,
+            rank=collectives.shard_rank,
             trainable=plan.trainable,
             resident=plan.resident,
         )
-        buffer.adopt(source, tiers.places(plan, collectives.rank, replicated=not placement.plan.optimizer))
+        buffer.adopt(source, tiers.places(plan, collectives.shard_rank, replicated=not placement.plan.optimizer))
+        if placement.packs_frozen and not (plan.trainable or plan.resident) and plan.dtype in CODABLE:
+            buffer.pack()
         buffers.append(buffer)
     unit = ParamUnit(spec.name, spec.modules, buffers, collectives, tiers.copies)
     if not unit.resident:

@@ -38,7 +38,8 @@ def examine(shards: Sequence[Tensor], collectives: Collectives, *, digest: int, 
     """Looks at the reduced gradients of this rank's shards; collective over all ranks.
 
     Args:
-        shards: the mean gradients of this rank's own elements, any float dtype, any number.
+        shards: the mean gradients of this rank's own elements, any float dtype, any number. Replicas hold the same
+            ones, which are counted once.
         digest: a number below 2^52 that sums up the collectives this rank has issued.
         norm: whether to compute the norm too.
     """
@@ -54,7 +55,7 @@ def examine(shards: Sequence[Tensor], collectives: Collectives, *, digest: int, 
         return GradientHealth(True, 0.0, agreed)
     exponent = norm_exponent(largest)
     sums = torch.zeros(2, dtype=torch.int64)
-    for shard in shards:
+    for shard in shards if collectives.replica == 0 else ():
         sums += torch.tensor(square_sums(shard, exponent), dtype=torch.int64)
     collectives.all_reduce(sums, "sum", "gradient norm")
     return GradientHealth(True, norm_from(int(sums[0]), int(sums[1]), exponent), agreed)

@@ -226,6 +226,8 @@ class Engine(GradientAccess, nn.Module):
 
     def _update(self, shard: OptimizerShard) -> None:
         health = self._finish_gradients(norm=self.settings.compute_norm or self.settings.clipping > 0)
+        for unit in self.units:
+            unit.drop_second()
         scale = self.loss_scale.value
         self._norm = math.inf if not health.finite else None if math.isnan(health.norm) else health.norm / scale
         overflow = self.settings.skip_overflow and not health.finite
@@ -454,7 +456,9 @@ class Engine(GradientAccess, nn.Module):
         params = 0
         for buffer in (buffer for unit in self.units for buffer in unit.buffers):
             params += buffer.full.untyped_storage().nbytes()
-            params += 0 if buffer.resident or buffer.home is not None else buffer.shard.numel() * buffer.shard.itemsize
+            away = buffer.resident or buffer.home is not None
+            kept = (buffer.packed, buffer.second, None if away else buffer.shard)
+            params += sum(tensor.nbytes for tensor in kept if tensor is not None)
         return {
             "params": params,
             "gradients": self._reducer.nbytes(),

@@ -163,12 +163,13 @@ def iter_named_full_params(keeper: Keeper) -> Iterator[tuple[str, Tensor]]:
 def store(place: Place) -> None:
     """Takes the values in the whole parameter, equal on all ranks, into the shard and the master."""
     buffer, slot = place.buffer, place.slot
-    rank = place.keeper.collectives.rank
+    rank = buffer.rank
     low, _ = buffer.layout.bounds(rank)
     start, end = place.reach(rank)
     with torch.no_grad():
         if not buffer.resident:
             buffer.set_shard(start, buffer.full[start:end])
+            place.unit.drop_second()
         training = place.keeper.training
         if training is not None and training.optimizer is not None and training.optimizer.is_away(buffer):
             held = training.optimizer.stored(buffer, None, start, end).copy()

@@ -87,6 +87,7 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
         own = place.reach(_rank(place))
         buffer, origin = place.buffer, place.slot.start
         buffer.set_shard(own[0], flat[own[0] - origin : own[1] - origin])
+        place.unit.drop_second()
         if buffer.full.untyped_storage().nbytes():
             buffer.full[place.slot.start : place.slot.end].copy_(flat)
 
@@ -199,7 +200,7 @@ def _masters(place: Place) -> _Values:
         return _Values((_Part(away, start, end, partial(optimizer.change, buffer, None)),), replicated=False)
     if buffer.home is not None:
         return _Values((_Part(buffer.home.stored(start - low, end - low).copy(), start, end),), replicated=False)
-    source, origin = buffer.shard, low
+    source, origin = buffer.values(), low
     if buffer.master is not None:
         source, origin = buffer.master, 0 if buffer.master.numel() == buffer.layout.numel else low
     elif buffer.resident:
@@ -295,7 +296,7 @@ def _assembled(place: Place, own: Tensor, label: str) -> Tensor:
     """(numel,) fp32 from each rank's elements. Sends as many elements as the parameter has."""
     collectives, slot = place.keeper.collectives, place.slot
     out = torch.empty(slot.numel, dtype=torch.float32, device=own.device)
-    for rank in range(collectives.world_size):
+    for rank in range(place.buffer.layout.world_size):  # the first replica's
         start, end = place.reach(rank)
         part = out[start - slot.start : end - slot.start]
         if rank == collectives.rank:
@@ -327,7 +328,7 @@ def _within(parts: Sequence[_Part], start: int, end: int) -> Iterator[tuple[_Par
 
 
 def _rank(place: Place) -> int:
-    return place.keeper.collectives.rank
+    return place.buffer.rank
 
 
 def _required(param: nn.Parameter, call: str) -> Place:

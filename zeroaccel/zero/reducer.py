@@ -306,7 +306,7 @@ class Reducer:
             work.wait()
         for gradients in self.gradients:
             if gradients.full is not None:
-                gradients.shard = gradients.full[slice(*gradients.buffer.layout.bounds(self._collectives.rank))]
+                gradients.shard = gradients.full[slice(*gradients.buffer.layout.bounds(self._collectives.shard_rank))]
 
     def _wire(self, gradients: GradientBuffer) -> torch.dtype:
         return self._rules.dtype or gradients.buffer.dtype

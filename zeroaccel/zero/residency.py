@@ -185,7 +185,7 @@ class Residency:
         """Makes a unit whole until `unpin`, whatever passes come and go."""
         if unit.name in self._units:
             self._pinned.add(unit.name)
-            self._unshard(unit)
+            self._unshard(unit, exact=True)
             unit.wait()
 
     def unpin(self, unit: ParamUnit) -> None:
@@ -248,8 +248,8 @@ class Residency:
                 self._unshard(self._units[name])
         unit.wait()
 
-    def _unshard(self, unit: ParamUnit) -> None:
-        unit.unshard()
+    def _unshard(self, unit: ParamUnit, *, exact: bool = False) -> None:
+        unit.unshard(exact=exact)
         self._live[unit.name] = unit.numel
 
     def _release(self, unit: ParamUnit) -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroaccel.comm.agree import agree_or_raise
+from zeroaccel.comm.codecs import INT8, decode, encode
 from zeroaccel.comm.collectives import Collectives, Work
 from zeroaccel.errors import OffloadError, ShardStateError
 from zeroaccel.zero.host_copies import HostCopies
@@ -74,6 +75,8 @@ class FlatBuffer:
         shard: (S,) param dtype. A view into `full` when resident, else a tensor of its own, here or in host memory.
             NaN where it has a home.
         home: where the shard is between uses, if not in memory; None otherwise.
+        packed: (INT8.nbytes(S),) uint8, the code that stands for `shard`, which is then empty; None where it does not.
+        second: this rank's part of a copy that fewer ranks hold among them; None while there is none.
         master: (S,) fp32, or (N,) when the optimizer is replicated; the weights the optimizer updates. For fp32
             parameters it is `shard` (or `full`) itself, if both live in one memory. None for frozen parameters,
             without an optimizer, and where masters are in a tier.
@@ -100,6 +103,8 @@ class FlatBuffer:
         low, high = layout.bounds(rank)
         self.shard = self.full[low:high]
         self.home: ShardHome | None = None
+        self.packed: Tensor | None = None
+        self.second: Tensor | None = None
         self.master: Tensor | None = None
         absent = torch.full((), _absent_value(dtype), dtype=dtype)  # a single element to expand from
         self._absent = [absent.to(device).expand(param.shape) for param in params]
@@ -144,6 +149,27 @@ class FlatBuffer:
             self.master = own if together else source[kept].to(places.master, torch.float32, copy=True)
         self.point(whole=True)
 
+    def pack(self) -> None:
+        """Stores the shard of a frozen buffer as an int8 code from now on, and the whole buffer as what that says."""
+        assert not (self.trainable or self.resident), "only what is sharded and never changes is stored as a code"
+        self.packed = self.shard.new_empty(INT8.nbytes(self.shard.numel()), dtype=torch.uint8)
+        encode(self.shard, INT8, self.packed)
+        self.shard = self.shard[:0].clone()
+
+    def values(self) -> Tensor:
+        """(S,) the shard, or what its code stands for."""
+        if self.packed is None:
+            return self.shard
+        values = torch.empty(self.layout.shard_numel, dtype=self.dtype, device=self.full.device)
+        decode(self.packed, INT8, values)
+        return values
+
+    def keep_second(self, place: int, count: int) -> None:
+        """Keeps the `place`-th of `count` parts of the whole buffer, which must be there."""
+        if self.second is None:
+            numel = self.layout.numel // count
+            self.second = self.full[place * numel : (place + 1) * numel].clone()
+
     def point(self, *, whole: bool) -> None:
         """Points every parameter at its view of the full buffer, or at NaN."""
         for param, data in zip(self.params, self._views if whole else self._absent, strict=True):
@@ -154,6 +180,10 @@ class FlatBuffer:
         offset = start - self.layout.bounds(self.rank)[0]
         if self.home is not None:
             self.home.change(offset, values)
+        elif self.packed is not None:
+            whole = self.values()
+            whole[offset : offset + values.numel()].copy_(values)
+            encode(whole, INT8, self.packed)
         else:
             self.shard[offset : offset + values.numel()].copy_(values)
 
@@ -227,6 +257,7 @@ class ParamUnit:
         self._collectives = collectives
         self._copies = copies
         self._works: list[Work] = []
+        self._exact = True
         self._state = ShardState.UNSHARDED
 
     def __repr__(self) -> str:
@@ -248,14 +279,21 @@ class ParamUnit:
                 if buffer.home is not None:
                     buffer.home.prefetch()
 
-    def unshard(self) -> None:
+    def unshard(self, *, exact: bool = True) -> None:
         """Starts gathering the full parameters: all-gather over the shard group, (S,) -> (N,) per buffer.
+
+        Args:
+            exact: False for weights to compute with: they may come rounded, and from the second copy where there is
+                one, and leave one. It is for uses that all ranks make alike.
 
         Raises:
             OffloadError: a rank cannot read its shard back; on every rank.
         """
+        if exact and not self._exact:
+            self.reshard()
         if self._state is not ShardState.SHARDED:
             return
+        self._exact = exact or self.resident
         label = f"unshard {self.name}"
         brought = self._bring(label) if self.is_away else {}
         self._move(ShardState.GATHERING)
@@ -264,14 +302,26 @@ class ParamUnit:
                 continue  # frozen and whole everywhere: nobody changes it
             buffer.allocate()
             shard = brought.get(id(buffer), buffer.shard)
-            if shard.device == buffer.full.device:
-                self._works.append(self._collectives.all_gather(buffer.full, shard, label))
+            if shard.device == buffer.full.device or self._gathers_second(buffer):
+                self._works.append(self._gather(buffer, shard, label))
                 continue
             assert self._copies is not None, f"{self.name}: shards on another device and nobody to copy them"
             own = buffer.full[slice(*buffer.layout.bounds(buffer.rank))]
             self._copies.to_device(own, shard)
             with self._copies.stream():
-                self._works.append(self._collectives.all_gather(buffer.full, own, label))
+                self._works.append(self._gather(buffer, own, label))
+
+    def _gathers_second(self, buffer: FlatBuffer) -> bool:
+        return buffer.second is not None and not self._exact
+
+    def _gather(self, buffer: FlatBuffer, shard: Tensor, label: str) -> Work:
+        if buffer.second is not None and not self._exact:
+            return self._collectives.gather_second(buffer.full, buffer.second, label)
+        if buffer.packed is not None:
+            return self._collectives.gather_packed(buffer.full, buffer.packed, label)
+        if self._collectives.codes_weights and not self._exact:
+            return self._collectives.gather_weights(buffer.full, shard, label)
+        return self._collectives.all_gather(buffer.full, shard, label)
 
     @property
     def is_away(self) -> bool:
@@ -329,9 +379,18 @@ class ParamUnit:
         self.wait()
         self._move(ShardState.SHARDED)
         if not self.resident:
+            leaves_second = not self._exact and self._collectives.second_world_size < self._collectives.shard_world_size
             for buffer in self.buffers:
+                if leaves_second:
+                    buffer.keep_second(self._collectives.second_rank, self._collectives.second_world_size)
                 buffer.point(whole=False)
                 buffer.free()
+        self._exact = True
+
+    def drop_second(self) -> None:
+        """The weights are new, or about to be: the copy of the old ones goes."""
+        for buffer in self.buffers:
+            buffer.second = None
 
     def take_part(self) -> None:
         """Joins a gather that other ranks need; here the unit is afterwards as it was."""
