@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from zeroaccel.config.traffic import INT4_BLOCK_NUMEL, INT8_BLOCK_NUMEL, code_nbytes
 from zeroaccel.ops import kernels
 from zeroaccel.ops.dispatch import borrowed_array, in_spans
 
@@ -34,7 +35,6 @@ __all__ = ["CODABLE", "INT4", "INT8", "Codec", "decode", "decode_add", "encode"]
 CODABLE = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that have a code."""
 
-_ALIGN_NBYTES = 16
 _TILE_BLOCKS = 1 << 13  # blocks at a time off the CPU: bounds the float32 temporaries to 16 MiB each
 
 
@@ -61,19 +61,18 @@ class Codec:
 
     def nbytes(self, numel: int) -> int:
         """Bytes of the code of `numel` values, a multiple of 16: 4 per block, and `bits` per value."""
-        used = 4 * self.blocks(numel) + -(-numel * self.bits // 8)
-        return -(-used // _ALIGN_NBYTES) * _ALIGN_NBYTES
+        return code_nbytes(numel, self.bits, self.block_numel)
 
     def error_bound(self, absmax: float) -> float:
         """The most by which a decoded float32 of a block with this largest magnitude is off; see [Note: error]."""
         return max(absmax / self.levels, kernels.SCALE_FLOOR) * (0.5 + 2.0**-15)
 
 
-INT8 = Codec(bits=8, block_numel=512)
-"""0.8 % of the bytes are scales."""
+INT8 = Codec(bits=8, block_numel=INT8_BLOCK_NUMEL)
+"""For weights: 0.8 % of the bytes are scales."""
 
-INT4 = Codec(bits=4, block_numel=256)
-"""3.1 % of the bytes are scales."""
+INT4 = Codec(bits=4, block_numel=INT4_BLOCK_NUMEL)
+"""For gradients: 3.1 % of the bytes are scales."""
 
 
 def encode(values: Tensor, codec: Codec, out: Tensor) -> None:

@@ -44,8 +44,8 @@ class CommPlan:
 
     @property
     def plain(self) -> bool:
-        """Whether shards are spread over all ranks and travel as they are."""
-        spread = self.second_size == self.shard_size == self.world_size
+        """Whether shards are spread over all ranks and travel as they are, on the machines that the launcher knows."""
+        spread = self.second_size == self.shard_size == self.world_size and self.node_size is None
         return spread and not (self.codes_weights or self.packs_frozen or self.codes_gradients)
 
 
