@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from zeroaccel.zero.gathered import GatheredParameters as GatheredParameters
     from zeroaccel.zero.gathered import register_external_parameter as register_external_parameter
+    from zeroaccel.zero.init import Init as Init
     from zeroaccel.zero.parameter_access import safe_get_full_fp32_param as safe_get_full_fp32_param
     from zeroaccel.zero.parameter_access import safe_get_full_grad as safe_get_full_grad
     from zeroaccel.zero.parameter_access import safe_get_full_optimizer_state as safe_get_full_optimizer_state
@@ -23,9 +24,12 @@ if TYPE_CHECKING:
     from zeroaccel.zero.parameter_access import safe_set_local_fp32_param as safe_set_local_fp32_param
     from zeroaccel.zero.parameter_access import safe_set_local_grad as safe_set_local_grad
     from zeroaccel.zero.parameter_access import safe_set_local_optimizer_state as safe_set_local_optimizer_state
+    from zeroaccel.zero.stream import load_safetensors as load_safetensors
 
 __all__ = [
     "GatheredParameters",
+    "Init",
+    "load_safetensors",
     "register_external_parameter",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
@@ -43,6 +47,8 @@ __all__ = [
 
 _HOMES = {
     "GatheredParameters": "gathered",
+    "Init": "init",
+    "load_safetensors": "stream",
     "register_external_parameter": "gathered",
     **{name: "parameter_access" for name in __all__ if name.startswith("safe_")},
 }

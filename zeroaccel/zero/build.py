@@ -20,6 +20,7 @@ from zeroaccel.config.plan import ShardPlan
 from zeroaccel.errors import UsageError
 from zeroaccel.zero.grouping import UnitSpec
 from zeroaccel.zero.host_copies import HostCopies
+from zeroaccel.zero.keeper import Place, place_of
 from zeroaccel.zero.layout import FlatLayout
 from zeroaccel.zero.unit import FlatBuffer, ParamUnit, Places
 
@@ -31,6 +32,7 @@ __all__ = [
     "build_units",
     "check_parameters",
     "check_same",
+    "initial_values",
     "plan_buffers",
 ]
 
@@ -86,17 +88,34 @@ class Tiers(Protocol):
         """Returns when all that was sent is stored."""
 
 
+_OTHER_ENGINE = "call destroy() of that engine first"
+_FROM_META = "load it with zero.load_safetensors, or build the model without the meta device"
+
+
 def check_parameters(model: nn.Module) -> None:
     """Every parameter must have values, and real ones where it is trained.
 
     Raises:
-        UsageError: one is on the meta device, or complex.
+        UsageError: one is on the meta device, or complex, or sharded in another engine, or a copy of a sharded one.
     """
     for fqn, param in model.named_parameters():
-        if param.is_meta:
+        place = place_of(param)
+        if place is not None and place.keeper.training is not None and not place.buffer.resident:
             raise UsageError(
-                f"parameter {fqn}", expected="real values", got="the meta device", fix="materialize the model first"
+                f"parameter {fqn}",
+                expected="a model of its own",
+                got="one that another engine holds",
+                fix=_OTHER_ENGINE,
             )
+        if (place is None or place.replaced) and _says_absent(param):
+            raise UsageError(
+                f"parameter {fqn}",
+                expected="values",
+                got="only NaN, as a copy or a cast of a sharded parameter has",
+                fix="copy or cast it inside zero.GatheredParameters; zero.Init(dtype=...) casts while it builds",
+            )
+        if param.is_meta:
+            raise UsageError(f"parameter {fqn}", expected="real values", got="the meta device", fix=_FROM_META)
         if param.is_complex() and param.requires_grad:
             raise UsageError(
                 f"parameter {fqn}",
@@ -215,8 +234,7 @@ def _build_unit(
 ) -> ParamUnit:
     buffers = []
     for plan in plans:
-        source = _initial_values(plan.layout, plan.params, placement.device)
-        collectives.broadcast(source, 0, f"initial weights of {spec.name}")
+        source = initial_values(plan.layout, plan.params, placement.device, collectives, spec.name)
         buffer = FlatBuffer(
             plan.layout,
             plan.params,
@@ -236,15 +254,58 @@ def _build_unit(
     return unit
 
 
-def _initial_values(layout: FlatLayout, params: Sequence[nn.Parameter], device: torch.device) -> Tensor:
-    """(N,) the parameters end to end in the widest of their dtypes: no bit is lost before the master is made."""
+def initial_values(
+    layout: FlatLayout, params: Sequence[nn.Parameter], device: torch.device, collectives: Collectives, name: str
+) -> Tensor:
+    """(N,) the parameters end to end in the widest of their dtypes: no bit is lost before the master is made.
+
+    Those of rank 0, on every rank. What `zero.Init` sharded is gathered, and is the caller's from now on. (all ranks)
+
+    Args:
+        name: whose they are, for whoever has to wait.
+    """
     dtype = params[0].dtype
     for param in params[1:]:
         dtype = torch.promote_types(dtype, param.dtype)
     source = torch.zeros(layout.numel, dtype=dtype, device=device)
+    held: Place | None = None
     for slot, param in zip(layout.slots, params, strict=True):
+        place = _kept(param)
+        if (place and place.unit) is not (held and held.unit):
+            if held is not None:
+                held.keeper.release([held.unit])
+            if place is not None:
+                place.keeper.hold([place.unit])
+            held = place
         source[slot.start : slot.end].view(slot.shape).copy_(param.data)
+    if held is not None:
+        held.keeper.release([held.unit])
+    if any(_kept(param) is None for param in params):  # what is kept already is the same on all ranks
+        collectives.broadcast(source, 0, f"initial weights of {name}")
+    _take_over(params)
     return source
+
+
+def _kept(param: nn.Parameter) -> Place | None:
+    """Where a parameter that `zero.Init` sharded lies; None for an ordinary one."""
+    place = place_of(param)
+    return place if place is not None and place.keeper.training is None and not place.replaced else None
+
+
+def _take_over(params: Sequence[nn.Parameter]) -> None:
+    """Ends the keeping of parameters whose values have been copied; what is left without any is freed."""
+    for param in params:
+        place = place_of(param)
+        if place is not None and place.keeper.training is None:
+            place.keeper.drop([param])
+
+
+def _says_absent(param: nn.Parameter) -> bool:
+    """Whether all values are NaN; looks at more than the first only if that is."""
+    if param.is_meta or not param.is_floating_point() or not param.numel():
+        return False
+    data = param.detach()
+    return bool(data[(0,) * data.dim()].isnan()) and bool(data.isnan().all())
 
 
 def broadcast_buffers(model: nn.Module, collectives: Collectives) -> None:

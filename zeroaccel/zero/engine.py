@@ -478,8 +478,7 @@ class Engine(GradientAccess, nn.Module):
                 each forward. None keeps all.
 
         Raises:
-            UsageError: `budget` is not a number of bytes, or not the same on all ranks.
-            EngineStateError: there is one already.
+            UsageError: `budget` is not a number of bytes, or not the same on all ranks; or there is one already.
         """
         self._check_usable()
         return gathered(self.keeper, self._residency, budget)

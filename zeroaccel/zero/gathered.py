@@ -150,7 +150,7 @@ def gathered(keeper: Keeper, residency: Residency, budget: int | None) -> Iterat
 
 def iter_named_full_params(keeper: Keeper) -> Iterator[tuple[str, Tensor]]:
     """See `Engine.iter_named_full_params`."""
-    for unit in list(keeper.units):
+    for unit in keeper.units:
         keeper.hold([unit])
         try:
             for buffer in unit.buffers:

@@ -17,6 +17,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.utils.hooks import RemovableHandle
 
 from zeroaccel.errors import EngineStateError
@@ -25,7 +29,7 @@ from zeroaccel.zero.keeper import Keeper, Place
 from zeroaccel.zero.residency import Residency, Use
 from zeroaccel.zero.unit import ParamUnit, ShardState
 
-__all__ = ["BackwardListener", "Hooks", "WatchedParameters", "tensors_in"]
+__all__ = ["BackwardListener", "Hooks", "WatchedParameters", "tensors_in", "watch_construction"]
 
 _CALL = nn.Module._call_impl.__code__
 
@@ -215,6 +219,22 @@ class LoadHooks:
 
         self._handles.append(module.register_load_state_dict_pre_hook(before))
         self._handles.append(module.register_load_state_dict_post_hook(after))
+
+
+def watch_construction(
+    on_parameter: Callable[[nn.Module, str, nn.Parameter | None], None],
+    on_child: Callable[[nn.Module, str, nn.Module | None], None],
+) -> list[RemovableHandle]:
+    """Tells, for every module of the process, what is registered in it, until the handles are removed.
+
+    Args:
+        on_parameter: (module, name, parameter), before it is registered.
+        on_child: (parent, name, module), when a module, made and initialised, becomes part of another.
+    """
+    return [
+        register_module_parameter_registration_hook(on_parameter),
+        register_module_module_registration_hook(on_child),
+    ]
 
 
 class WatchedParameters(dict[str, "nn.Parameter | None"]):

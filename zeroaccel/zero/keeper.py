@@ -1,8 +1,9 @@
 """Who keeps a parameter: from a bare `nn.Parameter` to the unit it lies in, for calls that are given nothing else.
 
-A parameter gets no attribute for it (one would be pickled with the model); a process-wide weak table maps it to its
-`Keeper`, which an engine or a `zero.Init` owns. A keeper counts who needs which unit whole. It moves nothing itself:
-its owner says how a unit is pinned. Reading and writing values is `gathered.py`'s and `parameter_access.py`'s.
+A process-wide weak table maps a parameter to its `Keeper`. That of an engine lives as long as the engine; one that a
+`zero.Init` made lives as long as the parameters, which therefore hold it. A keeper counts who needs which unit whole.
+It moves nothing itself: its owner says how a unit is pinned. Reading and writing values is `gathered.py`'s and
+`parameter_access.py`'s.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +31,7 @@ __all__ = ["Keeper", "Place", "Training", "place_of"]
 
 _KEEPERS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to its keeper
 _NUMBERS = itertools.count()
+_HELD = "_kept_by"
 
 
 @dataclass(frozen=True)
@@ -79,10 +82,9 @@ class Keeper:
     Args:
         pin: makes a unit whole and keeps it so, whatever forward and backward do.
         unpin: lets it go again.
-        training: None where there is no engine yet.
+        training: None where there is no engine yet; the parameters then keep the keeper alive.
 
     Attributes:
-        units: in the order they came; the same on all ranks.
         prints: what whole parameters looked like, for `gathered.py`.
     """
 
@@ -96,40 +98,64 @@ class Keeper:
     ) -> None:
         self.collectives = collectives
         self.training = training
-        self.units: list[ParamUnit] = []
         self.prints = Prints()
+        self._units: dict[int, ParamUnit] = {}
+        self._left: dict[int, int] = {}
         self._pin, self._unpin = pin, unpin
+        self._own = weakref.ref(self)
         self._number = next(_NUMBERS)
+        self._order = itertools.count()
         self._places: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._holds: dict[int, int] = {}
 
+    def __reduce__(self) -> Any:
+        raise EngineStateError(
+            "pickling a model of zero.Init: its values are shared among the ranks",
+            fix="hand it to initialize() and save a checkpoint",
+        )
+
     def add(self, units: Iterable[ParamUnit]) -> None:
         """Takes units in; their parameters are found from now on."""
-        own = weakref.ref(self)
         for unit in units:
-            number = len(self.units)
-            self.units.append(unit)
+            number = next(self._order)
+            self._units[number] = unit
             count = 0
             for buffer in unit.buffers:
                 for index, param in enumerate(buffer.params):
                     self._places[param] = (unit, buffer, index, (self._number, number, count))
-                    _KEEPERS[param] = own
+                    _KEEPERS[param] = self._own
+                    if self.training is None:
+                        vars(param)[_HELD] = self
                     count += 1
+            self._left[number] = count
 
     def drop(self, params: Iterable[nn.Parameter]) -> None:
-        """Parameters that are somebody else's from now on."""
+        """Parameters that are somebody else's from now on; a unit without any is gone."""
         for param in params:
-            self._places.pop(param, None)
-            held = _KEEPERS.get(param)
-            if held is not None and held() is self:
+            place = self._places.pop(param, None)
+            if place is not None:
+                _, buffer, index, (_, number, _) = place
+                buffer.abandon(index)
+                self._left[number] -= 1
+                if not self._left[number]:
+                    del self._units[number], self._left[number]
+            if _KEEPERS.get(param) is self._own:
                 del _KEEPERS[param]
+                vars(param).pop(_HELD, None)
 
     def close(self) -> None:
-        """Its parameters are ordinary ones again."""
+        """Its parameters are found no longer."""
         for unit in self.units:
             for buffer in unit.buffers:
-                self.drop(buffer.params)
-        self.units.clear()
+                for param in buffer.params:
+                    if _KEEPERS.get(param) is self._own:
+                        del _KEEPERS[param]
+        self._units.clear()
+
+    @property
+    def units(self) -> tuple[ParamUnit, ...]:
+        """In the order they came, which is the same on all ranks."""
+        return tuple(self._units.values())
 
     def place(self, param: Tensor) -> Place | None:
         """Where a parameter lies; None if it is not here."""
@@ -140,6 +166,10 @@ class Keeper:
     def holding(self) -> bool:
         """Whether somebody needs a unit whole."""
         return bool(self._holds)
+
+    def is_held(self, unit: ParamUnit) -> bool:
+        """Whether somebody needs this one whole."""
+        return id(unit) in self._holds
 
     def hold(self, units: Sequence[ParamUnit]) -> None:
         """Makes units whole until `release`; counted. (all ranks, with the same units in the same order)"""

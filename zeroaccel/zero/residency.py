@@ -193,7 +193,7 @@ class Residency:
         if unit.name in self._units:
             self._pinned.discard(unit.name)
             if not (self.is_running(unit) or self._open[unit.name]):
-                unit.reshard()
+                unit.reshard(leave=True)
                 self._live.pop(unit.name, None)
 
     def lend(self, unit: ParamUnit) -> None:

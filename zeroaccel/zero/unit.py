@@ -107,7 +107,7 @@ class FlatBuffer:
         self.second: Tensor | None = None
         self.master: Tensor | None = None
         absent = torch.full((), _absent_value(dtype), dtype=dtype)  # a single element to expand from
-        self._absent = [absent.to(device).expand(param.shape) for param in params]
+        self._absent = [absent.to(device).expand(slot.shape) for slot in layout.slots]
         self._views = self._cut()
 
     @property
@@ -198,8 +198,11 @@ class FlatBuffer:
         storage = self.full.untyped_storage()
         if storage.resizable():
             storage.resize_(0)
-            return
-        # Somebody holds a numpy array of it. That keeps the memory, with the values of now; the unit goes on elsewhere.
+        else:
+            self.leave()  # somebody holds a numpy array of it
+
+    def leave(self) -> None:
+        """Goes on with other storage: whoever holds a view of this one keeps it, with the values of now."""
         self.full = torch.empty(self.layout.numel, dtype=self.dtype, device=self.full.device)
         self._views = self._cut()
         self.full.untyped_storage().resize_(0)
@@ -210,6 +213,11 @@ class FlatBuffer:
             param.data = param.data.clone()
         if not self.resident:
             self.free()
+
+    def abandon(self, index: int) -> None:
+        """Leaves a parameter to whoever has it now: it no longer follows this buffer."""
+        nobody = nn.Parameter(self._absent[index], requires_grad=False)
+        self.params = (*self.params[:index], nobody, *self.params[index + 1 :])
 
     def _cut(self) -> list[Tensor]:
         return [self.full[slot.start : slot.end].view(slot.shape) for slot in self.layout.slots]
@@ -239,6 +247,7 @@ class ParamUnit:
 
     Args:
         copies: moves shards from host memory to the device, where they are two.
+        sharded: whether the full buffers have no values, so that it starts sharded.
     """
 
     def __init__(
@@ -248,6 +257,8 @@ class ParamUnit:
         buffers: Sequence[FlatBuffer],
         collectives: Collectives,
         copies: HostCopies | None = None,
+        *,
+        sharded: bool = False,
     ):
         self.name = name
         self.modules = tuple(modules)
@@ -259,6 +270,8 @@ class ParamUnit:
         self._works: list[Work] = []
         self._exact = True
         self._state = ShardState.UNSHARDED
+        if sharded:
+            self.reshard()
 
     def __repr__(self) -> str:
         return f"ParamUnit({self.name}, {self.numel} elements, {self._state.value})"
@@ -371,8 +384,12 @@ class ParamUnit:
                 buffer.point(whole=True)
         self._move(ShardState.UNSHARDED)
 
-    def reshard(self) -> None:
-        """Gives up the full parameters and frees their storage; resident units only forget that they are whole."""
+    def reshard(self, *, leave: bool = False) -> None:
+        """Gives up the full parameters and frees their storage; resident units only forget that they are whole.
+
+        Args:
+            leave: people may hold views of the full parameters: let the storage live as long as they do.
+        """
         if self._state is ShardState.SHARDED:
             self._release()
             return
@@ -384,7 +401,10 @@ class ParamUnit:
                 if leaves_second:
                     buffer.keep_second(self._collectives.second_rank, self._collectives.second_world_size)
                 buffer.point(whole=False)
-                buffer.free()
+                if leave:
+                    buffer.leave()
+                else:
+                    buffer.free()
         self._exact = True
 
     def drop_second(self) -> None:

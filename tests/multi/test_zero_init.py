@@ -1,0 +1,215 @@
+"""Models that are sharded while they are built: the same training as of a model that was built whole."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeroaccel
+from tests.multi.pool import Pool
+from tests.multi.training import SGD, WIDTH, Run, Toy, batches, config, differences
+from zeroaccel import zero
+from zeroaccel.comm.recording import RecordingCollectives
+from zeroaccel.errors import EngineStateError, UsageError
+from zeroaccel.zero.keeper import place_of
+
+Ranks = Callable[[int], Pool]
+
+
+class Elaborate(Toy):
+    """A constructor that comes back to what it built: initialises, computes, ties, replaces."""
+
+    def __init__(self, layers: int = 3, width: int = WIDTH) -> None:
+        super().__init__(layers, width)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=0.2)
+                if module.bias is not None:
+                    module.bias.data.fill_(0.1)
+        with torch.no_grad():
+            self.layers[0].up.weight.mul_(0.5)
+            self.layers[1].norm.weight.copy_(self.layers[2].norm.weight * 2)
+            self.start = float(self.layers[1].up(torch.ones(1, width)).sum())
+        self.layers[2].down.bias.data = torch.full((width,), 0.25)
+        self.layers[0].up.bias = nn.Parameter(torch.full((2 * width + 1,), 0.125))
+
+
+class LateParameter(nn.Module):
+    """Gives a module that is part of it already another parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Module()
+        self.part.weight = nn.Parameter(torch.randn(7, 5))
+
+
+def train(engine: Any, steps: int = 3) -> Run:
+    run = Run()
+    for batch in batches(engine.collectives.rank, steps):
+        loss = engine(batch)
+        engine.backward(loss)
+        engine.step()
+        run.losses.append(loss.item())
+        run.norms.append(engine.get_global_grad_norm())
+    engine.destroy()
+    run.weights = {name: param.detach().clone() for name, param in engine.module.named_parameters()}
+    return run
+
+
+def whole_elements(model: nn.Module) -> int:
+    """Elements of parameters that are in this rank's memory as they are."""
+    found = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() // p.element_size() for p in model.parameters()}
+    return sum(found.values())
+
+
+def _same(stage: int, precision: str, how: str, folder: str) -> Run:
+    rank = torch.distributed.get_rank()
+    torch.manual_seed(7 + rank)  # rank 0's values count
+    settings = config(stage, precision, optimizer=SGD)
+    if how == "plain":
+        model = Elaborate()
+    else:
+        device: Any = how if how in ("cpu", "nvme") else None
+        with zero.Init(remote_device=device, nvme_path=folder if how == "nvme" else None):
+            model = Elaborate()
+        assert all(place_of(param) is not None for param in model.parameters())
+        assert bool(model.layers[1].up.weight.isnan().all())
+        if how == "nvme":
+            assert list(Path(folder).iterdir()) == []  # unlinked: gone with the process
+        with zero.GatheredParameters(model.parameters()):
+            assert model.layers[2].down.bias[0].item() == 0.25
+            starts = model.layers[1].up(torch.ones(1, WIDTH)).sum().item()
+        assert rank or starts == model.start
+    assert model.head.weight is model.embed.weight
+    engine, *_ = zeroaccel.initialize(model, config=settings)
+    return train(engine)
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(3, "fp32"), (3, "bf16"), (1, "bf16")])
+def test_the_same_as_a_model_that_was_built_whole(ranks: Ranks, stage: int, precision: str, tmp_path: Path) -> None:
+    expected = ranks(2).run(_same, stage, precision, "plain", "")
+    for how in ("init", "cpu", "nvme") if (stage, precision) == (3, "bf16") else ("init",):
+        found = ranks(2).run(_same, stage, precision, how, str(tmp_path))
+        assert [differences(*pair) for pair in zip(expected, found, strict=True)] == [[], []], how
+
+
+def _sizes() -> None:
+    """Each rank has its part; nesting, dtypes, models that are there, what no other module holds."""
+    with zero.Init(dtype=torch.bfloat16):
+        model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512))
+        with zero.Init(dtype=torch.float32):
+            inner = LateParameter()
+        with zero.Init(enabled=False):
+            outer = nn.Linear(3, 3)
+        loose = nn.Linear(64, 64)  # part of nothing
+        with torch.device("meta"):
+            meta = nn.Linear(4, 4)
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16} == {p.dtype for p in outer.parameters()}
+    assert inner.part.weight.dtype is torch.float32
+    assert model[0].weight.shape == (512, 512)
+    assert whole_elements(model) <= 8
+    assert place_of(loose.weight) is not None
+    assert meta.weight.is_meta
+    held = sum(b.shard.numel() for b in {place_of(p).buffer for p in model.parameters()})  # type: ignore[union-attr]
+    assert held <= 2 * (512 * 512 + 512) // 2 + 4 * 64
+    there = nn.Linear(16, 16)
+    values = there.weight.detach().clone()
+    zero.Init(there)
+    assert bool(there.weight.isnan().all())
+    with zero.GatheredParameters(there.weight):
+        assert torch.equal(there.weight, values)
+    with zero.GatheredParameters(model[0].weight, modifier_rank=1), torch.no_grad():
+        model[0].weight.fill_(float(torch.distributed.get_rank()))
+    assert float(zero.safe_get_full_fp32_param(model[0].weight).sum()) == 512 * 512  # type: ignore[union-attr]
+    kept = place_of(loose.weight).keeper  # type: ignore[union-attr]
+    before = len(kept.units)
+    zeroaccel.initialize(loose, config=config(3))[0].destroy()
+    assert len(kept.units) == before - 1  # its shards are gone
+
+
+def test_who_is_sharded_where(ranks: Ranks) -> None:
+    ranks(2).run(_sizes)
+
+
+def _undone() -> list[str]:
+    """Nothing of it is left, whatever ended it; and what cannot be is said."""
+    hooks = [
+        nn.modules.module._global_module_registration_hooks,
+        nn.modules.module._global_parameter_registration_hooks,
+    ]
+    with pytest.raises(ZeroDivisionError), zero.Init(), zero.Init():
+        nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3 // 0))
+    assert [len(table) for table in hooks] == [0, 0]
+    assert torch.overrides._get_current_function_mode() is None
+    assert place_of(nn.Sequential(nn.Linear(3, 3))[0].weight) is None
+    found = []
+
+    def attempt(error: type[Exception], action: Callable[[], object]) -> None:
+        with pytest.raises(error) as raised:
+            action()
+        found.append(str(raised.value))
+
+    with zero.Init():
+        model = nn.Sequential(nn.Linear(5, 5))
+    attempt(UsageError, lambda: zeroaccel.initialize(copy.deepcopy(model), config=config(3)))
+    attempt(EngineStateError, lambda: __import__("pickle").dumps(model))
+    attempt(UsageError, lambda: zero.Init(dtype=torch.int32))
+    attempt(UsageError, lambda: zero.Init(remote_device="tape"))  # type: ignore[arg-type]
+    attempt(UsageError, lambda: zero.Init(remote_device="nvme"))
+    first, *_ = zeroaccel.initialize(model, config=config(3))
+    attempt(UsageError, lambda: zeroaccel.initialize(model, config=config(3)))
+    first.destroy()
+    second, *_ = zeroaccel.initialize(model, config=config(3))  # of an engine that is gone
+    with zero.Init():
+        other = nn.Linear(4, 4)  # beside an engine
+    second(torch.ones(1, 5))
+    second.destroy()
+    zeroaccel.initialize(other, config=config(3))[0].destroy()
+    return found
+
+
+def test_nothing_is_left_and_mistakes_are_named(ranks: Ranks) -> None:
+    for found in ranks(2).run(_undone):
+        copied, pickled, dtype, device, nvme, twice = found
+        assert "only NaN, as a copy or a cast of a sharded parameter has" in copied
+        assert "pickling a model of zero.Init" in pickled
+        assert "a floating-point torch.dtype" in dtype
+        assert "'tape'" in device
+        assert "nvme_path" in nvme
+        assert "one that another engine holds'; call destroy() of that engine first" in twice
+
+
+def _alone() -> list[Tensor]:
+    with zero.Init(dtype=torch.bfloat16):
+        model = nn.Sequential(nn.Linear(4, 4))
+    assert place_of(model[0].weight) is None
+    assert bool(model[0].weight.isfinite().all())
+    return [param.detach() for param in model.parameters()]
+
+
+def test_one_rank_only_casts(ranks: Ranks) -> None:
+    (values,) = ranks(1).run(_alone)
+    assert {value.dtype for value in values} == {torch.bfloat16}
+
+
+def _traffic() -> list[str]:
+    """Values that are the same on all ranks already are not sent again by initialize()."""
+    zeroaccel.comm.topology.init_process_group()
+    with zero.Init():
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    collectives = RecordingCollectives(
+        zeroaccel.comm.collectives.Collectives(zeroaccel.comm.topology.current_topology())
+    )
+    engine, *_ = zeroaccel.initialize(model, config=config(3), collectives=collectives)
+    engine.destroy()
+    return [call.label for call in collectives.calls if "initial weights" in call.label]
+
+
+def test_initialize_does_not_send_them_again(ranks: Ranks) -> None:
+    assert ranks(2).run(_traffic) == [[], []]
