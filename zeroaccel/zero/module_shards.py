@@ -131,7 +131,7 @@ class ModuleShards:
             for _, param in same:
                 _leave_meta(param, dtype, self.destination.device)
             buffer = self._buffer(layout, [param for _, param in same], dtype)
-            buffer.free()  # zero pages that nobody has touched: they were never memory
+            buffer.free()  # nobody has touched its pages: they were never memory
             buffer.shard = self.destination.empty(layout.shard_numel, dtype).zero_()
             buffers.append(buffer)
         if buffers:

@@ -99,7 +99,7 @@ class FlatBuffer:
         self.rank = rank
         self.trainable = trainable
         self.resident = resident
-        self.full = torch.zeros(layout.numel, dtype=dtype, device=device)
+        self.full = torch.empty(layout.numel, dtype=dtype, device=device)
         low, high = layout.bounds(rank)
         self.shard = self.full[low:high]
         self.home: ShardHome | None = None
