@@ -119,7 +119,9 @@ class Accelerator(TrainingLoop, ModelSaving, ProcessControl):
         self.prepared: list[Prepared] = []
         self.dataloaders: list[PreparedLoader] = []
         self.step = 0
-        self.state = AcceleratorState(partial, plugins, ZeroPlugin(zero_stage=0), self._views, self._precision_now)
+        # Made only where nobody asks for ZeRO: it would contradict a launch that does.
+        plain = next(iter(plugins.values())) if plugins else ZeroPlugin(zero_stage=0)
+        self.state = AcceleratorState(partial, plugins, plain, self._views, self._precision_now)
         handling = gradient_accumulation_plugin or GradientAccumulationPlugin()
         self.gradient_state = GradientState(
             adjust_scheduler=handling.adjust_scheduler,
