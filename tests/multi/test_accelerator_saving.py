@@ -1,0 +1,165 @@
+"""Models handed out at every stage: state dicts, safetensors shards with an index, files that transformers loads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from tests.multi.pool import Pool
+from tests.multi.training import Toy, batches
+from zeroaccel import Accelerator, ZeroPlugin
+from zeroaccel.checkpoint import model_files
+from zeroaccel.errors import CheckpointError, UsageError
+
+Ranks = Callable[[int], Pool]
+
+
+def _trained(stage: int, precision: str = "bf16") -> tuple[Accelerator, Any]:
+    tree = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
+    accelerator = Accelerator(zero_plugin=ZeroPlugin(tree), mixed_precision=precision)
+    torch.manual_seed(7)
+    model: Any = Toy()
+    optimizer: Any = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    accelerator.backward(model(batches(accelerator.process_index, 1)[0]))
+    optimizer.step()
+    return accelerator, model
+
+
+def _save(stage: int, folder: Path, pickled: bool) -> tuple[list[str], dict[str, Tensor] | None, dict[str, Tensor]]:
+    """The names of the files, this rank's state dict, and the model's own once the engine is off."""
+    accelerator, model = _trained(stage)
+    names = accelerator.save_model(model, folder, max_shard_size="3KB", safe_serialization=not pickled)
+    state = accelerator.get_state_dict(model)
+    inner = accelerator.unwrap_model(model)
+    accelerator.free_memory()
+    return names, state, {name: value.detach().clone() for name, value in inner.state_dict().items()}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_state_dict_and_shards_are_the_model(ranks: Ranks, tmp_path: Path, stage: int) -> None:
+    (tmp_path / "model-00001-of-00099.safetensors").write_bytes(b"of an earlier save")
+    (names, state, whole), (_, other, _) = ranks(2).run(_save, stage, tmp_path, False)
+    assert other is None
+    assert state is not None
+    assert list(state) == list(whole)
+    assert all(torch.equal(state[name], value) for name, value in whole.items())
+    assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()  # tied
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(names)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    found: dict[str, Tensor] = {}
+    for file in names[:-1]:
+        tensors = load_file(tmp_path / file)
+        assert tensors
+        assert sum(value.nbytes for value in tensors.values()) <= 3000 or len(tensors) == 1
+        assert all(index["weight_map"][name] == file for name in tensors)
+        found |= tensors
+    assert set(index["weight_map"]) == set(found) == set(whole) - {"head.weight"}
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in found.values())
+    assert all(torch.equal(found[name], value) for name, value in whole.items() if name in found)
+    assert [name for name, value in found.items() if not value.numel()] == ["nothing"]  # it has no element
+
+
+def test_pickled_files_hold_every_name(ranks: Ranks, tmp_path: Path) -> None:
+    names, _, whole = ranks(2).run(_save, 3, tmp_path, True)[0]
+    found: dict[str, Tensor] = {}
+    for file in names[:-1]:
+        found |= torch.load(tmp_path / file, weights_only=True)
+    weight_map = json.loads((tmp_path / "pytorch_model.bin.index.json").read_text())["weight_map"]
+    assert set(found) == set(whole) == set(weight_map)
+    assert all(torch.equal(found[name], value) for name, value in whole.items())
+
+
+def _alone(folder: Path) -> list[str]:
+    accelerator, model = _trained(3)
+    names = accelerator.save_model(model, folder)
+    inner = accelerator.unwrap_model(model)
+    accelerator.save({"a": torch.ones(2)}, folder / "extra.safetensors", safe_serialization=True)
+    accelerator.save([1, 2], folder / "extra.pt")
+    with pytest.raises(UsageError, match="expected a model of transformers"):
+        accelerator.save_pretrained(model, folder)
+    with pytest.raises(UsageError, match="max_shard_size: expected bytes, or a size"):
+        accelerator.save_model(model, folder, max_shard_size="big")
+    with pytest.raises(UsageError, match=r"save_model\(Linear\): expected a model that prepare"):
+        accelerator.save_model(nn.Linear(2, 2), folder)
+    accelerator.wait_for_everyone()
+    with pytest.raises(CheckpointError, match=r"extra.pt: cannot be made \(File exists\)|Not a directory"):
+        accelerator.save_model(model, folder / "extra.pt" / "below")
+    assert accelerator.unwrap_model(model) is inner
+    accelerator.free_memory()
+    return names
+
+
+def test_a_small_model_is_one_file(ranks: Ranks, tmp_path: Path) -> None:
+    assert ranks(2).run(_alone, tmp_path) == [["model.safetensors"]] * 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["extra.pt", "extra.safetensors", "model.safetensors"]
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt", "head.weight": "embed.weight"}
+
+
+def _peak(folder: Path) -> tuple[int, int]:
+    """The most elements that were whole at a time while saving, and the elements of the largest unit."""
+    accelerator, model = _trained(3)
+    seen = []
+    original = model_files.StreamedWeights.add
+
+    def watch(self: Any, name: str, value: Tensor) -> None:
+        seen.append(sum(b.full.untyped_storage().nbytes() // b.dtype.itemsize for u in model.units for b in u.buffers))
+        original(self, name, value)
+
+    model_files.StreamedWeights.add = watch  # type: ignore[method-assign]
+    try:
+        accelerator.save_model(model, folder)
+    finally:
+        model_files.StreamedWeights.add = original  # type: ignore[method-assign]
+    largest = max(unit.numel for unit in model.units)
+    accelerator.free_memory()
+    return max(seen, default=0), largest
+
+
+def test_one_unit_at_a_time_is_whole(ranks: Ranks, tmp_path: Path) -> None:
+    (most, largest), (elsewhere, _) = ranks(2).run(_peak, tmp_path)
+    assert 0 < most <= largest
+    assert elsewhere == 0  # rank 0 writes
+
+
+def _hugging_face(folder: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    settings = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    torch.manual_seed(3)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings, **heads))
+    tree = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    accelerator = Accelerator(zero_plugin=ZeroPlugin(tree), mixed_precision="bf16")
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    tokens = torch.randint(0, 64, (2, 8))
+    accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+    optimizer.step()
+    assert model.config.hidden_size == 16
+    accelerator.save_pretrained(model, folder / "streamed", max_shard_size="4KB")
+    state = accelerator.get_state_dict(model)
+    accelerator.unwrap_model(model).save_pretrained(
+        folder / "own", is_main_process=accelerator.is_main_process, save_function=accelerator.save, state_dict=state
+    )
+    inner = accelerator.unwrap_model(model)
+    accelerator.free_memory()
+    if accelerator.is_main_process:
+        for way in ("streamed", "own"):
+            loaded = transformers.LlamaForCausalLM.from_pretrained(folder / way, dtype=torch.bfloat16)
+            for (name, weight), other in zip(inner.named_parameters(), loaded.parameters(), strict=True):
+                assert torch.equal(weight, other), (way, name)
+            assert loaded.generation_config is not None
+
+
+def test_transformers_loads_what_was_saved(ranks: Ranks, tmp_path: Path) -> None:
+    ranks(2).run(_hugging_face, tmp_path, timeout=120)
+    assert (tmp_path / "streamed" / "model.safetensors.index.json").exists()
+    assert json.loads((tmp_path / "streamed" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
