@@ -53,8 +53,8 @@ class ModelSaving:
         compiled = getattr(inner, "_orig_mod", None)
         return compiled if compiled is not None and not keep_torch_compile else inner
 
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor] | None:
-        """The whole model's state dict in host memory, on the main process; None on the others. (all ranks)
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
+        """The whole model's state dict in host memory, on the main process; an empty one on the others. (all ranks)
 
         At every stage; one unit at a time is gathered. Weights have the dtypes they are computed in; the exact fp32
         ones are in checkpoints. Tied parameters are one tensor under each of their names.
@@ -64,9 +64,9 @@ class ModelSaving:
         """
         engine = self._engine_behind(model)
         if engine is not None:
-            return engine.consolidated_state_dict()
+            return engine.consolidated_state_dict() or {}  # None would make save_pretrained look for weights
         if self.collectives.rank != 0:
-            return None
+            return {}
         return {name: value.detach().to("cpu", copy=True) for name, value in model.state_dict().items()}
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
