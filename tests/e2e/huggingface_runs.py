@@ -25,6 +25,8 @@ from accelerate.state import AcceleratorState, PartialState
 from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments, set_seed
 
+import zeroaccel.comm.topology
+
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 datasets.disable_progress_bars()
@@ -65,6 +67,16 @@ def llama() -> Any:
         eos_token_id=2,
     )
     return transformers.AutoModelForCausalLM.from_config(config)
+
+
+def written(folder: Path, make: Callable[[], Any] = llama) -> Callable[[], Any]:
+    """A call that loads a model from files. They are written before there is a config, so all stages start alike."""
+    model = make()
+    source = folder.with_name(f"{folder.name}-source")
+    if torch.distributed.get_rank() == 0:
+        model.save_pretrained(source)
+    torch.distributed.barrier()
+    return lambda: type(model).from_pretrained(source)
 
 
 def config(stage: str, **sections: Any) -> dict[str, Any] | None:
@@ -108,19 +120,36 @@ def arguments(folder: Path, deepspeed: Mapping[str, Any] | None, kind: Any = Tra
 
 
 def outcome(trainer: Any, **more: Any) -> dict[str, Any]:
-    """Losses by step, and a digest of the weights as `save_model` wrote them."""
+    """Losses by step, and on rank 0 a digest of what plain `from_pretrained` finds where the model was saved."""
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     folder = Path(trainer.args.output_dir) / "final"
     trainer.save_model(str(folder))
-    digest = ""
+    result = {"losses": losses, **more}
     if trainer.args.process_index == 0:
-        files = sorted(folder.glob("*.safetensors"))
-        digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
-    return {"losses": losses, "weights": digest, **more}
+        forget()  # so that it is plain
+        result["weights"] = adapter_digest(folder) or model_digest(
+            folder, type(trainer.accelerator.unwrap_model(trainer.model))
+        )
+    return result
+
+
+def adapter_digest(folder: Path) -> str:
+    adapter = folder / "adapter_model.safetensors"
+    return hashlib.sha256(adapter.read_bytes()).hexdigest() if adapter.exists() else ""
+
+
+def model_digest(folder: Path, kind: Any) -> str:
+    model, report = kind.from_pretrained(folder, output_loading_info=True)
+    assert not any(report[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    digest = hashlib.sha256()
+    for name, value in sorted(model.state_dict().items()):
+        digest.update(name.encode() + value.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def trainer(stage: str, folder: Path) -> dict[str, Any]:
     """Trainer, with optimizer and scheduler in the config, evaluation, checkpoints, prediction and saving."""
+    model = written(folder)
     sections = {"optimizer": OPTIMIZER, "scheduler": SCHEDULER}
     settings = arguments(
         folder,
@@ -134,22 +163,11 @@ def trainer(stage: str, folder: Path) -> dict[str, Any]:
         warmup_steps=1,
         lr_scheduler_type="linear",
     )
-    run = Trainer(model=llama(), args=settings, train_dataset=Samples(32, tokens), eval_dataset=Samples(4, tokens))
+    run = Trainer(model=model(), args=settings, train_dataset=Samples(32, tokens), eval_dataset=Samples(4, tokens))
     run.train()
     evaluated = [entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry]
     predicted = run.predict(Samples(4, tokens)).metrics["test_loss"]
-    result = outcome(run, evaluated=evaluated, predicted=predicted)
-    if run.args.process_index == 0:
-        result["reloads"] = _reloads(run, Path(run.args.output_dir) / "final")
-    return result
-
-
-def _reloads(run: Any, folder: Path) -> bool:
-    """Whether plain `from_pretrained` finds every weight in the folder."""
-    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)
-    transformers.integrations.deepspeed.unset_hf_deepspeed_config()
-    _, report = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
-    return not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return outcome(run, evaluated=evaluated, predicted=predicted)
 
 
 def resumed(stage: str, folder: Path) -> dict[str, Any]:
@@ -165,8 +183,9 @@ def resumed(stage: str, folder: Path) -> dict[str, Any]:
 
 def own_optimizer(stage: str, folder: Path) -> dict[str, Any]:
     """Trainer's own AdamW and cosine schedule, in bf16."""
+    model = written(folder)
     settings = arguments(folder, config(stage), bf16=True, use_cpu=True, lr_scheduler_type="cosine")
-    run = Trainer(model=llama(), args=settings, train_dataset=Samples(32, tokens))
+    run = Trainer(model=model(), args=settings, train_dataset=Samples(32, tokens))
     run.train()
     return outcome(run)
 
@@ -175,11 +194,12 @@ def lora(stage: str, folder: Path) -> dict[str, Any]:
     """PEFT: adapters over a frozen base, with gradient checkpointing; the adapter is saved and read back."""
     from peft import LoraConfig, get_peft_model
 
-    torch.manual_seed(0)
-    model = get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    base = written(folder)
     settings = arguments(
         folder, config(stage), gradient_checkpointing=True, gradient_checkpointing_kwargs={"use_reentrant": False}
     )
+    torch.manual_seed(0)
+    model = get_peft_model(base(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
     model.enable_input_require_grads()
     run = Trainer(model=model, args=settings, train_dataset=Samples(32, tokens))
     run.train()
@@ -208,9 +228,10 @@ def sft(stage: str, folder: Path) -> dict[str, Any]:
     """TRL's SFTTrainer."""
     from trl import SFTConfig, SFTTrainer
 
+    model = written(folder)
     settings = arguments(folder, config(stage), SFTConfig, max_length=16, gradient_checkpointing=False)
     data = datasets.Dataset.from_dict({"text": texts(32, 1)})
-    run = SFTTrainer(model=llama(), args=settings, train_dataset=data, processing_class=tokenizer())
+    run = SFTTrainer(model=model(), args=settings, train_dataset=data, processing_class=tokenizer())
     run.train()
     return outcome(run)
 
@@ -219,12 +240,10 @@ def dpo(stage: str, folder: Path) -> dict[str, Any]:
     """TRL's DPOTrainer, with a reference model that is only run."""
     from trl import DPOConfig, DPOTrainer
 
+    model = written(folder)
     settings = arguments(folder, config(stage), DPOConfig, max_length=24, gradient_checkpointing=False)
     data = datasets.Dataset.from_dict({"prompt": texts(32, 1), "chosen": texts(32, 2), "rejected": texts(32, 3)})
-    reference = llama()
-    run = DPOTrainer(
-        model=llama(), ref_model=reference, args=settings, train_dataset=data, processing_class=tokenizer()
-    )
+    run = DPOTrainer(model=model(), ref_model=model(), args=settings, train_dataset=data, processing_class=tokenizer())
     run.train()
     return outcome(run)
 
@@ -293,9 +312,11 @@ def multimodal(stage: str, folder: Path) -> dict[str, Any]:
 
 def plain(stage: str, folder: Path, make: Callable[[], Any], sample: Any) -> dict[str, Any]:
     """A model by its class, with Trainer's own optimizer."""
+    model = written(folder, make)
+    settings = arguments(folder, config(stage), max_steps=3, gradient_accumulation_steps=1)
     run = Trainer(
-        model=make(),
-        args=arguments(folder, config(stage), max_steps=3, gradient_accumulation_steps=1),
+        model=model(),
+        args=settings,
         train_dataset=Samples(32, sample),
     )
     run.train()
@@ -304,20 +325,20 @@ def plain(stage: str, folder: Path, make: Callable[[], Any], sample: Any) -> dic
 
 def generation(stage: str, folder: Path) -> dict[str, Any]:
     """New tokens, longer embeddings, training, then `generate` with ranks that stop at different times."""
-    model = llama()
-    model.resize_token_embeddings(VOCABULARY + 8)
+    source = written(folder)
+    settings = arguments(folder, config(stage), max_steps=2, gradient_accumulation_steps=1)
+    model = source()
+    model.resize_token_embeddings(VOCABULARY + 8, mean_resizing=False)
     run = Trainer(
         model=model,
-        args=arguments(folder, config(stage), max_steps=2, gradient_accumulation_steps=1),
+        args=settings,
         train_dataset=Samples(32, tokens),
     )
     run.train()
     rank = run.args.process_index
     prompt = torch.arange(6, 10)[None] + 3 * rank
-    written = run.model.generate(
-        prompt, max_new_tokens=4 + 3 * rank, do_sample=False, eos_token_id=None, pad_token_id=0
-    )
-    return outcome(run, written=written.tolist())
+    text = run.model.generate(prompt, max_new_tokens=4 + 3 * rank, do_sample=False, eos_token_id=None, pad_token_id=0)
+    return outcome(run, written=text.tolist())
 
 
 SCENARIOS = {
@@ -350,6 +371,7 @@ def forget(*, keep_environment: bool = False) -> None:
 
 
 def main(folder: str, *wanted: str) -> None:
+    zeroaccel.comm.topology.init_process_group()
     for scenario in wanted:
         name, _, stages = scenario.partition(":")
         for stage in stages.split(","):

@@ -31,7 +31,7 @@ def from_library(config: Mapping[str, Any]) -> dict[str, Any]:
         for parent in parents:
             node = node.setdefault(parent, {})
         if node.get(last, "auto") == "auto":
-            node[last] = value
+            node[last] = int(value) if isinstance(value, float) else value  # sizes, computed as 0.9 * hidden ** 2
     if tree.get("steps_per_print") == math.inf:
         del tree["steps_per_print"]
     return tree

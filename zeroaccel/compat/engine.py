@@ -19,6 +19,7 @@ from zeroaccel.assembly import initialize as assemble
 from zeroaccel.checkpoint.engine import CheckpointingEngine
 from zeroaccel.compat.dicts import from_library
 from zeroaccel.compat.leaves import marked_names
+from zeroaccel.compat.parameters import ParameterOffload, attach
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.logs import logger
 
@@ -137,8 +138,11 @@ def initialize(
         collate_fn=collate_fn,
         engine_type=DeepSpeedEngine,
     )
+    if engine.settings.plan.params:
+        attach(engine.keeper)
     if engine.optimizer is not None:
         engine.optimizer.overflow = False
+        engine.optimizer.parameter_offload = ParameterOffload(model)
     return engine, *others
 
 

@@ -15,11 +15,25 @@ PACKAGE = "deepspeed"
 
 _ENGINE = "zeroaccel.compat.engine"
 _COMMUNICATION = "zeroaccel.compat.communication"
+_ZERO = "zeroaccel.zero"
+_SHARDING = "zeroaccel.compat.sharding"
 _SCHEDULES = "zeroaccel.zero.lr_schedules"
 _OPTIMIZERS = "zeroaccel.compat.optimizers"
 _ACCELERATOR = "zeroaccel.compat.accelerator"
 _CONSOLIDATION = "zeroaccel.checkpoint.consolidate"
 
+_INIT = {
+    "GatheredParameters": f"{_ZERO}:GatheredParameters",
+    "Init": f"{_SHARDING}:Init",
+    "ZeroParamStatus": "zeroaccel.compat.parameters:ZeroParamStatus",
+    "register_external_parameter": f"{_ZERO}:register_external_parameter",
+}
+_ACCESS = {
+    f"safe_{verb}_{part}_{what}": f"{_ZERO}:safe_{verb}_{part}_{what}"
+    for verb in ("get", "set")
+    for part in ("full", "local")
+    for what in ("fp32_param", "grad", "optimizer_state")
+}
 _LEAVES = {
     name: f"zeroaccel.compat.leaves:{name}"
     for name in ("get_z3_leaf_modules", "set_z3_leaf_modules", "unset_z3_leaf_modules", "z3_leaf_module")
@@ -99,13 +113,22 @@ SURFACE: Mapping[str, Mapping[str, str]] = {
     "deepspeed.runtime.engine": _ENGINE_CLASS,
     "deepspeed.runtime.lr_schedules": _LR_SCHEDULES,
     "deepspeed.runtime.utils": {"move_to_device": f"{_ENGINE}:move_to_device"},
+    "deepspeed.runtime.zero": _INIT,
+    "deepspeed.runtime.zero.partition_parameters": {
+        **_INIT,
+        "_orig_torch_arange": "torch:arange",
+        "get_accelerator": f"{_ACCELERATOR}:get_accelerator",
+        "zero_wrapper_for_fp_tensor_constructor": f"{_SHARDING}:zero_wrapper_for_fp_tensor_constructor",
+    },
     "deepspeed.utils": {
+        **_ACCESS,
         **_LEAVES,
         "is_initialized": f"{_COMMUNICATION}:is_initialized",
         "log_dist": f"{_ENGINE}:log_dist",
         "logger": "zeroaccel.logs:logger",
     },
     "deepspeed.utils.zero_to_fp32": _CONVERSION,
+    "deepspeed.zero": _INIT,
 }
 
 ABSENT: Mapping[str, str] = {
