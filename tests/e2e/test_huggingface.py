@@ -24,11 +24,11 @@ pytestmark = pytest.mark.timeout(300)
 STAGES = ("0", "1", "2", "3")
 RUNS = {
     "trainer": STAGES,
-    "resumed": STAGES,
-    "own_optimizer": STAGES,
-    "lora": ("1", "2", "3"),
-    "sft": ("0", "2", "3"),
-    "dpo": ("0", "2", "3"),
+    "resumed": ("1", "3"),
+    "own_optimizer": ("1", "2", "3"),
+    "lora": ("2", "3"),
+    "sft": ("2", "3"),
+    "dpo": ("2", "3"),
     "vision": ("2", "3"),
     "encoder_decoder": ("2", "3"),
     "experts": ("2", "3"),
@@ -88,7 +88,7 @@ def test_they_train_like_plain_data_parallelism(outcomes: Any, scenario: str) ->
         assert outcomes[scenario, stage]["losses"] == close
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", RUNS["resumed"])
 def test_a_resumed_trainer_ends_where_the_other_did(outcomes: Any, stage: str) -> None:
     assert outcomes["resumed", stage]["losses"][-2:] == outcomes["trainer", stage]["losses"][-2:]
 
