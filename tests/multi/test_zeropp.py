@@ -15,12 +15,14 @@ from torch import Tensor, nn
 import zeroaccel
 from tests.multi.pool import Pool
 from tests.multi.training import SGD, Run, Toy, batches, config, differences, train
-from zeroaccel.comm.arranged import arrange
+from zeroaccel.comm.arranged import ArrangedCollectives, arrange
 from zeroaccel.comm.codecs import INT4, INT8, Codec
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import init_process_group
+from zeroaccel.comm.watch import Deviation
 from zeroaccel.config import comm_plan, load_config
 from zeroaccel.logs import logger
+from zeroaccel.zero.engine import Engine
 
 Ranks = Callable[[int], Pool]
 
@@ -215,6 +217,37 @@ def test_masters_and_what_is_saved_stay_exact(ranks: Ranks) -> None:
     for (_, exact), (untouched, shown) in zip(plain, coded, strict=True):
         assert untouched
         assert all(torch.equal(exact[name], shown[name]) for name in exact)
+
+
+def _watched(changes: dict[str, Any]) -> tuple[Run, list[Deviation], list[str]]:
+    """(a run of 8 steps, what its watch saw, what it logged)."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.INFO)
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    seen: list[Deviation] = []
+
+    def keep(engine: Engine) -> None:
+        assert isinstance(engine.collectives, ArrangedCollectives)
+        assert engine.collectives.watch is not None
+        nonlocal seen
+        seen = engine.collectives.watch.seen
+
+    try:
+        run = train(config(3, "bf16", **changes), steps=8, before=keep)
+    finally:
+        logger.removeHandler(handler)
+    return run, seen, [line for line in lines if "is off by" in line]
+
+
+def test_the_watch_compares_and_changes_nothing(ranks: Ranks) -> None:
+    watched = ranks(4).run(_watched, {**ALL, "zeropp": {"node_size": 2, "watch_interval": 3}})
+    plain = ranks(4).run(_trained, [ALL], "bf16")
+    for rank, (run, seen, lines) in enumerate(watched):
+        assert differences(run, plain[rank][0]) == []
+        assert [(d.step, d.kind) for d in seen] == [(step, k) for step in (0, 3, 6) for k in ("gather", "reduction")]
+        assert all(0 < d.relative_error < (0.01 if d.kind == "gather" else 0.25) for d in seen), seen
+        assert len(lines) == (6 if rank == 0 else 0)
 
 
 def _log_of_fallback(changes: dict[str, Any]) -> list[str]:

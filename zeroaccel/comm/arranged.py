@@ -25,6 +25,7 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.courier import Courier
 from zeroaccel.comm.reductions import AcrossReplicas, InFourBits, Reduction
 from zeroaccel.comm.topology import RankGroup, Topology, connect
+from zeroaccel.comm.watch import Watch, WatchedWork
 from zeroaccel.comm.work import DONE, Work
 from zeroaccel.config.communication import CommPlan
 from zeroaccel.logs import log_once
@@ -115,12 +116,16 @@ class ArrangedCollectives(Collectives):
 
     Args:
         codes_weights: gather weights to compute with as int8.
+        watch_interval: steps between two comparisons with exact collectives; 0 is never.
 
     Attributes:
         arrangement: as given.
+        watch: of those comparisons; None where there are none.
     """
 
-    def __init__(self, topology: Topology, arrangement: Arrangement, *, codes_weights: bool = False) -> None:
+    def __init__(
+        self, topology: Topology, arrangement: Arrangement, *, codes_weights: bool = False, watch_interval: int = 0
+    ) -> None:
         super().__init__(topology, connect(topology, arrangement.data))
         self.arrangement = arrangement
         self.codes_weights = codes_weights
@@ -128,6 +133,7 @@ class ArrangedCollectives(Collectives):
         second = connect(topology, arrangement.second)
         self.shard_rank, self.shard_world_size, self.replica = shards.place, shards.size, replicas.place
         self.second_rank, self.second_world_size = second.place, second.size
+        self.watch = Watch(watch_interval, logs=self.rank == 0) if watch_interval else None
         self._courier = Courier()
         self._reduction: Reduction | None = None
         if self.world_size == 1:
@@ -154,7 +160,13 @@ class ArrangedCollectives(Collectives):
             return self.all_gather(out, shard, label)
         packed = shard.new_empty(INT8.nbytes(shard.numel()), dtype=torch.uint8)
         encode(shard, INT8, packed)
-        return self.gather_packed(out, packed, label)
+        coded = self.gather_packed(out, packed, label)
+        step = self.journal.step
+        if self.watch is None or not self.watch.due("gather", step):
+            return coded
+        watch, exact = self.watch, torch.empty_like(out)
+        beside = self.all_gather(exact, shard, f"{label}, exact")
+        return WatchedWork(coded, beside, lambda: watch.compare("gather", step, label, out, exact))
 
     def gather_second(self, out: Tensor, second: Tensor, label: str) -> Work:
         assert out.numel() == self.second_world_size * second.numel(), (
@@ -174,7 +186,14 @@ class ArrangedCollectives(Collectives):
         )
         op = "reduce_scatter int4" if isinstance(reduction, InFourBits) else "reduce_scatter across replicas"
         entry = self._supervisor.issue("reduce", op, label, flat)
-        return self._courier.send(lambda: reduction(entry, out, flat, scale), flat.device)
+        work = self._courier.send(lambda: reduction(entry, out, flat, scale), flat.device)
+        step = self.journal.step
+        codes = isinstance(reduction, InFourBits)
+        if not codes or self.watch is None or not self.watch.due("reduction", step):
+            return work
+        watch, exact = self.watch, torch.empty_like(out)
+        beside = super().reduce_scatter(exact, flat, f"{label}, exact", scale)
+        return WatchedWork(work, beside, lambda: watch.compare("reduction", step, label, out, exact))
 
     def reduction_nbytes(self, shard_numel: int, dtype: torch.dtype) -> int:
         if self._reduction is None:
@@ -203,6 +222,8 @@ def arrange(collectives: Collectives, plan: CommPlan, data: Cells | None = None)
     if arrangement.refused and topology.rank == 0:
         key = "zero_optimization.zero_quantized_gradients"
         log_once(logging.WARNING, f"{key}: gradients travel as they are: {arrangement.refused}")
-    made = ArrangedCollectives(topology, arrangement, codes_weights=plan.codes_weights)
+    made = ArrangedCollectives(
+        topology, arrangement, codes_weights=plan.codes_weights, watch_interval=plan.watch_interval
+    )
     made.nodes = nodes_of(topology, plan)
     return collectives.over(made)
