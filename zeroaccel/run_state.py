@@ -226,7 +226,7 @@ def _check_counts(root: Path, saved: Mapping[str, int], now: Mapping[str, int]) 
 
 def _check_keep_last(run: RunParts) -> None:
     for engine in run.engines:
-        keep = engine.config.get("checkpoint", {}).get("keep_last")
+        keep = engine.zero_config.get("checkpoint", {}).get("keep_last")
         if keep is not None and keep < len(run.engines):
             raise UsageError(
                 "save_state: checkpoint.keep_last of the config",
