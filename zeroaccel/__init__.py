@@ -11,13 +11,18 @@ if TYPE_CHECKING:
     from zeroaccel.assembly import initialize as initialize
     from zeroaccel.data import DataLoaderConfiguration as DataLoaderConfiguration
     from zeroaccel.data import skip_first_batches as skip_first_batches
+    from zeroaccel.launchers import debug_launcher as debug_launcher
+    from zeroaccel.launchers import notebook_launcher as notebook_launcher
     from zeroaccel.placeholders import DummyOptim as DummyOptim
     from zeroaccel.placeholders import DummyScheduler as DummyScheduler
     from zeroaccel.plugin import DeepSpeedPlugin as DeepSpeedPlugin
     from zeroaccel.plugin import ZeroPlugin as ZeroPlugin
     from zeroaccel.profiling import ProfileKwargs as ProfileKwargs
+    from zeroaccel.project import ProjectConfiguration as ProjectConfiguration
+    from zeroaccel.seeds import set_seed as set_seed
     from zeroaccel.state import DistributedType as DistributedType
     from zeroaccel.state import PartialState as PartialState
+    from zeroaccel.trackers import GeneralTracker as GeneralTracker
     from zeroaccel.zero.engine import Engine as Engine
 
 __all__ = [
@@ -28,12 +33,17 @@ __all__ = [
     "DummyOptim",
     "DummyScheduler",
     "Engine",
+    "GeneralTracker",
     "GradientAccumulationPlugin",
     "PartialState",
     "ProfileKwargs",
+    "ProjectConfiguration",
     "ZeroPlugin",
     "__version__",
+    "debug_launcher",
     "initialize",
+    "notebook_launcher",
+    "set_seed",
     "skip_first_batches",
 ]
 __version__ = "0.1.0"
@@ -46,11 +56,16 @@ _HOMES = {
     "DummyOptim": "zeroaccel.placeholders",
     "DummyScheduler": "zeroaccel.placeholders",
     "Engine": "zeroaccel.zero.engine",
+    "GeneralTracker": "zeroaccel.trackers",
     "GradientAccumulationPlugin": "zeroaccel.accelerator",
     "PartialState": "zeroaccel.state",
     "ProfileKwargs": "zeroaccel.profiling",
+    "ProjectConfiguration": "zeroaccel.project",
     "ZeroPlugin": "zeroaccel.plugin",
+    "debug_launcher": "zeroaccel.launchers",
     "initialize": "zeroaccel.assembly",
+    "notebook_launcher": "zeroaccel.launchers",
+    "set_seed": "zeroaccel.seeds",
     "skip_first_batches": "zeroaccel.data",
 }
 

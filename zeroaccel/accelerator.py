@@ -1,13 +1,15 @@
 """`Accelerator`: the face in the manner of Hugging Face's accelerate, over the same engine as `zeroaccel.initialize`.
 
 It knows the process, the plugins and what was prepared, and is put together from mixins, one for each of what scripts
-call it for: `TrainingLoop`, `ModelSaving`, `ProcessControl`. Two accelerators share nothing but the process group.
+call it for: `TrainingLoop`, `ModelSaving`, `RunSaving`, `RunTracking`, `ProcessControl`. Two accelerators share
+nothing but the process group.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -30,6 +32,9 @@ from zeroaccel.plugin import ZeroPlugin, gather_facts
 from zeroaccel.prepare import Prepared, Rules, prepare_job
 from zeroaccel.processes import ProcessControl
 from zeroaccel.profiling import ProfileKwargs, profile
+from zeroaccel.project import ProjectConfiguration
+from zeroaccel.run_saving import RunSaving
+from zeroaccel.run_tracking import RunTracking
 from zeroaccel.scheduler import PreparedScheduler
 from zeroaccel.state import AcceleratorState, ConfigView, DistributedType, GradientState, PartialState
 from zeroaccel.training import TrainingLoop
@@ -57,7 +62,7 @@ class GradientAccumulationPlugin:
     sync_each_batch: bool = False
 
 
-class Accelerator(TrainingLoop, ModelSaving, ProcessControl):
+class Accelerator(TrainingLoop, ModelSaving, RunSaving, RunTracking, ProcessControl):
     """Prepares models, optimizers, schedules and loaders for ZeRO training, and stands beside the training loop.
 
     Args:
@@ -69,6 +74,9 @@ class Accelerator(TrainingLoop, ModelSaving, ProcessControl):
         deepspeed_plugin: a `ZeroPlugin`, or several by name; the first is selected. Without one there is one if the
             launcher asks for ZeRO; else training is plain data parallelism, which is stage 0.
         zero_plugin: another name for it.
+        log_with: trackers: "tensorboard", "wandb", "all", instances of `GeneralTracker`, or a list of these.
+        project_dir: where states and what trackers write go.
+        project_config: the same, with more to choose.
         deepspeed_plugins: several by name.
         gradient_accumulation_plugin: instead of the number.
         step_scheduler_with_optimizer: False makes every call of a schedule's `step` count.
@@ -98,6 +106,9 @@ class Accelerator(TrainingLoop, ModelSaving, ProcessControl):
         kwargs_handlers: Sequence[Any] | None = None,
         deepspeed_plugins: ZeroPlugin | Mapping[str, ZeroPlugin] | None = None,
         *,
+        log_with: Any = None,
+        project_dir: str | os.PathLike[str] | None = None,
+        project_config: ProjectConfiguration | None = None,
         zero_plugin: ZeroPlugin | Mapping[str, ZeroPlugin] | None = None,
         scheduler_counts_processes: bool = False,
     ) -> None:
@@ -131,6 +142,8 @@ class Accelerator(TrainingLoop, ModelSaving, ProcessControl):
         self.gradient_state.num_steps = self._accumulation_now()
         self._profile_settings = _handler(kwargs_handlers or ())
         self._triggered = False
+        self._start_saving(project_dir, project_config)
+        self._start_tracking(log_with, self.logging_dir)
 
     # -- who and where
 
@@ -350,7 +363,11 @@ class Accelerator(TrainingLoop, ModelSaving, ProcessControl):
         return self.free_memory(*objects)
 
     def end_training(self) -> None:
-        """Waits for everyone, and leaves the job: the process group is closed if zeroaccel made it. (all ranks)"""
+        """Ends the trackers, waits for everyone, and leaves the job. (all ranks)
+
+        The process group is closed if zeroaccel made it.
+        """
+        self._end_tracking()
         self.wait_for_everyone()
         self.state.partial.destroy_process_group()
 

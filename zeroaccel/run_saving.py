@@ -93,7 +93,9 @@ class RunSaving:
             require_stateful(obj)
             if any(obj is other for other in (*self._objects, *self.dataloaders)):
                 raise UsageError(
-                    f"register_for_checkpointing({type(obj).__name__})", expected="each object once", got="one that is in"
+                    f"register_for_checkpointing({type(obj).__name__})",
+                    expected="each object once",
+                    got="one that is in",
                 )
             if any(obj is held for item in self.prepared for held in (item.engine, item.optimizer, *item.schedulers)):
                 raise UsageError(

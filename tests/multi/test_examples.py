@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import io
 import json
@@ -14,6 +15,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +24,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.multi.environment import ROOT
 from tests.multi.job import run_command
 from tests.multi.pool import Pool
+from zeroaccel.state import PartialState
 
 Runner = Callable[..., list[Any]]
 
@@ -38,11 +41,15 @@ def _call(path: str, argv: list[str], stage: int | None, config: str | None) -> 
         spec = importlib.util.spec_from_file_location("example", ROOT / "examples" / path)
         assert spec is not None
         assert spec.loader is not None
-        with warnings.catch_warnings(), contextlib.redirect_stdout(printed):
+        # The pool's process group, and what is built on it, outlives an example.
+        stays = patch.object(PartialState, "destroy_process_group", lambda state: None)
+        with warnings.catch_warnings(), contextlib.redirect_stdout(printed), stays:
             warnings.filterwarnings("ignore", category=DeprecationWarning)  # of packages that examples import
             module = importlib.util.module_from_spec(spec)
             spec.loader.exec_module(module)
-            return module.main(argv), printed.getvalue()
+            result = module.main(argv)
+        gc.collect()  # engines of an example that is over
+        return result, printed.getvalue()
     finally:
         for name in said:
             del os.environ[name]
