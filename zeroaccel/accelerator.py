@@ -397,11 +397,9 @@ class Accelerator(TrainingLoop, ModelSaving, RunSaving, RunTracking, ProcessCont
 
     def _accumulation_now(self) -> int:
         plugin = self.state.active_plugin
-        configured = plugin.get_value("gradient_accumulation_steps")
-        if isinstance(configured, int):
-            return configured
         known = gather_facts(self._facts, plugin.facts()).accumulation
-        return 1 if known is None else known.value
+        configured = plugin.get_value("gradient_accumulation_steps")
+        return configured if isinstance(configured, int) else 1 if known is None else known.value
 
 
 def _accumulation(steps: int | None, plugin: GradientAccumulationPlugin | None) -> Fact[int] | None:

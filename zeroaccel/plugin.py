@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from zeroaccel.config import Fact, Facts
+from zeroaccel.config import Fact, Facts, load_config
 from zeroaccel.config.autos import shown
 from zeroaccel.config.document import given_paths, read_document
 from zeroaccel.config.launch_env import LaunchedSettings
@@ -118,6 +118,7 @@ class ZeroPlugin:
         self._read(hf_ds_config, settings, sources)
         self._original = {dotted(path): _at(self.deepspeed_config, path) for path in given_paths(self.deepspeed_config)}
         self._leaf_classes(transformer_moe_cls_names, settings, sources)
+        load_config(self.deepspeed_config, sources=self.sources())  # what is wrong already is told here, where it is
         self._zero3_init = zero3_init_flag if zero3_init_flag is not None else settings.zero3_init_flag
         if self._zero3_init and self.zero_stage != 3:
             logger.warning("zero3_init_flag has no effect at stage %s; models are built whole", self.zero_stage)
