@@ -1,6 +1,7 @@
-"""`zeroaccel checkpoint`: look into checkpoints, check every byte of them, write them for another number of ranks.
+"""`zeroaccel checkpoint`: look into checkpoints, check every byte of them, write them again in other forms.
 
-Shows what `zeroaccel.checkpoint` finds; reads no weights but to check or move them, and imports no torch.
+Shows what `zeroaccel.checkpoint` finds; reads no weights but to check or move them, and imports no torch but to
+translate from and to torch.distributed.checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _TAG = click.option("-t", "--tag", help="One checkpoint of the folder.")
 
 @click.group()
 def checkpoint() -> None:
-    """Look into checkpoints, check them, write them for another number of ranks."""
+    """Look into checkpoints, check them, write them for other numbers of ranks or other programs."""
 
 
 @checkpoint.command()
@@ -83,6 +84,46 @@ def reshard_command(folder: Path, out: Path, world_size: int, tag: str | None) -
     """Write the checkpoint of DIR into OUT as files of another number of ranks, bit by bit the same values."""
     made = reshard(folder, out, world_size, tag)
     click.echo(f"{made}: {world_size} files, {read_manifest(made).nbytes} bytes")
+
+
+@checkpoint.command("import")
+@click.argument("folder", metavar="DCP_DIR", type=_FOLDER)
+@click.argument("out", type=_FOLDER)
+@click.option("-t", "--tag", help="Name of the checkpoint in OUT; that of the folder by default.")
+@click.option("--world_size", "--world-size", type=click.IntRange(1), default=1, help="Ranks to write files for.")
+@click.option("--tie", "ties", multiple=True, metavar="ALIAS=NAME", help="Two names of one parameter.")
+@click.option("--buffer", "buffers", multiple=True, metavar="NAME", help="A buffer, which DCP does not mark as such.")
+def import_command(
+    folder: Path, out: Path, tag: str | None, world_size: int, ties: tuple[str, ...], buffers: tuple[str, ...]
+) -> None:
+    """Write a checkpoint of torch.distributed.checkpoint (FSDP2) into OUT in this project's format.
+
+    An engine also loads such a folder as it is.
+    """
+    from zeroaccel.checkpoint.dcp_import import import_dcp
+
+    pairs = dict(_pair(tie) for tie in ties)
+    name = tag or folder.resolve().name
+    made = import_dcp(folder, out, tag=name, world_size=world_size, ties=pairs, buffers=buffers or None)
+    click.echo(f"{made}: {world_size} files, {read_manifest(made).nbytes} bytes")
+
+
+@checkpoint.command("export")
+@click.argument("folder", metavar="DIR", type=_FOLDER)
+@click.argument("out", metavar="DCP_DIR", type=_FOLDER)
+@_TAG
+def export_command(folder: Path, out: Path, tag: str | None) -> None:
+    """Write the checkpoint of DIR as a folder of torch.distributed.checkpoint, for FSDP2."""
+    from zeroaccel.checkpoint.dcp_export import export_dcp
+
+    click.echo(f"{export_dcp(folder, out, tag)}: written for torch.distributed.checkpoint.load")
+
+
+def _pair(tie: str) -> tuple[str, str]:
+    alias, equals, name = tie.partition("=")
+    if not (alias and equals and name):
+        raise UsageError("--tie", expected="ALIAS=NAME", got=tie)
+    return alias, name
 
 
 def _chosen(folder: Path, tag: str | None) -> list[Path]:

@@ -24,7 +24,7 @@ __all__ = ["CommandLine", "main"]
 
 # name -> what it is for; the module and the command in it have the same name
 SUB_COMMANDS: Mapping[str, str] = {
-    "checkpoint": "Look into checkpoints, check them, write them for another number of ranks.",
+    "checkpoint": "Look into checkpoints, check them, write them for other numbers of ranks or other programs.",
     "config": "Make, check and explain launch files, by questions or by flags.",
     "estimate": "How much memory training a model takes, for every stage and offload.",
     "launch": "Run a script as several processes, on this machine or on several.",

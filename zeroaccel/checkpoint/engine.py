@@ -16,7 +16,9 @@ from torch import Tensor
 
 from zeroaccel.checkpoint.background import BackgroundSave
 from zeroaccel.checkpoint.commit import CommitRules
-from zeroaccel.checkpoint.contents import Holdings
+from zeroaccel.checkpoint.contents import Holdings, persistent_buffers, ties_of
+from zeroaccel.checkpoint.dcp_files import find_dcp
+from zeroaccel.checkpoint.dcp_import import open_dcp
 from zeroaccel.checkpoint.deepspeed_files import is_deepspeed_checkpoint
 from zeroaccel.checkpoint.deepspeed_resume import open_to_resume
 from zeroaccel.checkpoint.find import find_checkpoint, newest_first
@@ -212,7 +214,8 @@ class CheckpointingEngine(Engine):
     ) -> tuple[str | None, dict[str, Any]]:
         """Resumes from a checkpoint that any number of ranks saved, at any stage and precision. (all ranks)
 
-        A folder that DeepSpeed wrote can be resumed from as well.
+        A folder that DeepSpeed wrote, or torch.distributed.checkpoint with the state dicts of FSDP2, can be resumed
+        from as well.
 
         Args:
             tag: which; by default the one that `latest` names. "auto" takes the newest that is valid, and says which
@@ -254,6 +257,9 @@ class CheckpointingEngine(Engine):
             scheduler = None if self.lr_scheduler is None else type(self.lr_scheduler).__name__
             groups = self._shard.group_of if wanted.optimizer and self._shard is not None else None
             return open_to_resume(root, tag, scheduler_type=scheduler, group_of=groups)
+        if (dcp := find_dcp(root, tag)) is not None:
+            buffers = [name for name, _ in persistent_buffers(self.module)]
+            return dcp, open_dcp(dcp, ties=ties_of(self.module), buffers=buffers)
         folder, manifest = find_checkpoint(root, tag)
         return folder, TensorStore(folder, manifest)
 

@@ -10,10 +10,10 @@ import hashlib
 import os
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -40,7 +40,14 @@ from zeroaccel.checkpoint.rank_file import (
 )
 from zeroaccel.errors import CheckpointError, UsageError
 
-__all__ = ["reshard"]
+__all__ = ["reshard", "write_again"]
+
+
+class OpenFile(Protocol):
+    """A file to copy from; `read` checks what it hands out."""
+
+    def read(self, requests: Iterable[Request]) -> None:
+        """Delivers each request."""
 
 
 @dataclass(frozen=True)
@@ -65,29 +72,37 @@ def reshard(source: Path, out: Path, world_size: int, tag: str | None = None) ->
         CheckpointError: the source is damaged, or the disk is full. UsageError: the checkpoint is already in `out`.
     """
     folder, manifest = find_checkpoint(source, tag)
+    if world_size != manifest.world_size:
+        manifest = replace(manifest, random_state=None)
+    files: list[RankFile] = []
+    try:
+        files += [RankFile(folder, record) for record in manifest.files]
+        return write_again(manifest, files, out, world_size)
+    finally:
+        for file in files:
+            file.close()
+
+
+def write_again(manifest: Manifest, files: Sequence[OpenFile], out: Path, world_size: int) -> Path:
+    """Writes what `manifest` says is in `files` into `out/<tag>` for `world_size` ranks; returns that folder.
+
+    Raises:
+        CheckpointError: a file is damaged, or the disk is full. UsageError: the checkpoint is already in `out`.
+    """
     target = out / manifest.tag
     if world_size < 1:
         raise UsageError("world_size", expected="a number above 0", got=world_size)
     if (target / MANIFEST_NAME).exists():
         raise UsageError(f"{target}", expected="no checkpoint there", fix="choose another folder")
-    if world_size != manifest.world_size:
-        manifest = replace(manifest, random_state=None)
     save_id = secrets.token_hex(4)
     try:
         target.mkdir(parents=True, exist_ok=True)
-        files = [RankFile(folder, record) for record in manifest.files]
-        try:
-            parts = list(_divide(manifest, world_size))
-            layouts = [
-                lay_out_file([(part.key, part.tensor.dtype, part.length) for part in of_rank]) for of_rank in parts
-            ]
-            records = []
-            for rank, (of_rank, layout) in enumerate(zip(parts, layouts, strict=True)):
-                path = target / rank_file_name(rank, world_size, save_id)
-                records.append(_write_file(path, rank, layout, _contents(layout, of_rank, files)))
-        finally:
-            for file in files:
-                file.close()
+        parts = list(_divide(manifest, world_size))
+        layouts = [lay_out_file([(part.key, part.tensor.dtype, part.length) for part in of_rank]) for of_rank in parts]
+        records = []
+        for rank, (of_rank, layout) in enumerate(zip(parts, layouts, strict=True)):
+            path = target / rank_file_name(rank, world_size, save_id)
+            records.append(_write_file(path, rank, layout, _contents(layout, of_rank, files)))
         write_manifest(target, _moved(manifest, save_id, world_size, records, parts, layouts))
         write_durably(out / LATEST_NAME, manifest.tag.encode())
     except OSError as error:
@@ -124,7 +139,7 @@ def _referenced(encoded: Any) -> Iterator[str]:
             yield from _referenced(list(encoded.values()))
 
 
-def _contents(layout: FileLayout, parts: list[_Part], files: list[RankFile]) -> Iterator[Bytes]:
+def _contents(layout: FileLayout, parts: list[_Part], files: Sequence[OpenFile]) -> Iterator[Bytes]:
     """The bytes of a file up to its table, a chunk or less at a time."""
     yield np.frombuffer(layout.header, np.uint8)
     for part in parts:

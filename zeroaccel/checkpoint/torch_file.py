@@ -6,7 +6,9 @@ is possible because torch stores them uncompressed. Needs no torch.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import struct
 import zipfile
 import zlib
@@ -29,8 +31,41 @@ _PICKLE_LIMIT_NBYTES = 1 << 30
 _CHUNK_NBYTES = 1 << 22
 
 
+class _Window(io.RawIOBase):
+    """Bytes [start, start + nbytes) of a file as a file."""
+
+    def __init__(self, path: Path, start: int, nbytes: int) -> None:
+        self._file = path.open("rb", buffering=0)
+        self._start, self._nbytes, self._at = start, nbytes, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._nbytes}[whence]
+        self._at = max(0, origin + offset)
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer)[: max(0, self._nbytes - self._at)]
+        self._file.seek(self._start + self._at)
+        count = self._file.readinto(view) or 0
+        self._at += count
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
 class TorchFile:
-    """One file.
+    """One file, or one of several that follow each other in a larger one.
+
+    Args:
+        region: (first byte, bytes) of it in the larger file; None for a file of its own.
 
     Attributes:
         path: of the file.
@@ -41,11 +76,14 @@ class TorchFile:
         CheckpointError: it is missing, cut off, damaged, of torch's old format, or its pickle is not admitted.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, region: tuple[int, int] | None = None) -> None:
         self.path = path
         try:
-            self.nbytes = path.stat().st_size
-            with zipfile.ZipFile(path) as archive:
+            size = path.stat().st_size
+            self._origin, self.nbytes = region if region is not None else (0, size)
+            if self._origin + self.nbytes > size:
+                raise CheckpointError(f"{path}: ends at byte {size}", expected=f"{self._origin + self.nbytes} bytes")
+            with self._archive() as archive:
                 self._records = {record.filename: record for record in archive.infolist()}
                 self._prefix = self._find_prefix()
                 order = self._prefix + "byteorder"
@@ -67,6 +105,11 @@ class TorchFile:
         self._starts: dict[str, int] = {}
         self._checked: set[str] = set()
         self._checking = Lock()
+
+    @contextlib.contextmanager
+    def _archive(self) -> Iterator[zipfile.ZipFile]:
+        with io.BufferedReader(_Window(self.path, self._origin, self.nbytes)) as file, zipfile.ZipFile(file) as archive:
+            yield archive
 
     @property
     def fingerprint(self) -> str:
@@ -106,14 +149,14 @@ class TorchFile:
             if record.compress_type != zipfile.ZIP_STORED:
                 raise CheckpointError(f"{self.path}: {name} is compressed", expected="a file as torch.save writes it")
             with self.path.open("rb") as file:
-                file.seek(record.header_offset)
+                file.seek(self._origin + record.header_offset)
                 header = file.read(_LOCAL_HEADER_NBYTES)
             if len(header) != _LOCAL_HEADER_NBYTES or header[:4] != b"PK\x03\x04":
                 raise CheckpointError(f"{self.path}: damaged at byte {record.header_offset}: no record of {name}")
             name_nbytes, extra_nbytes = struct.unpack_from("<HH", header, 26)
-            start = record.header_offset + _LOCAL_HEADER_NBYTES + name_nbytes + extra_nbytes
-            if start + record.file_size > self.nbytes:
-                raise CheckpointError(f"{self.path}: ends at byte {self.nbytes}, inside {name}")
+            start = self._origin + record.header_offset + _LOCAL_HEADER_NBYTES + name_nbytes + extra_nbytes
+            if start + record.file_size > self._origin + self.nbytes:
+                raise CheckpointError(f"{self.path}: ends at byte {self._origin + self.nbytes}, inside {name}")
             self._starts[name] = start
         held = self._records[name].file_size // ITEMSIZE[tensor.dtype]
         if tensor.storage_numel > held:
@@ -154,7 +197,7 @@ class TorchFile:
 
     def _verify(self, name: str) -> None:
         try:
-            with zipfile.ZipFile(self.path) as archive, archive.open(self._records[name]) as content:
+            with self._archive() as archive, archive.open(self._records[name]) as content:
                 while content.read(_CHUNK_NBYTES):
                     pass
         except OSError as error:

@@ -112,17 +112,18 @@ _STAND_INS = frozenset(
 )
 
 
-def load_pickle(content: bytes, where: str) -> Any:
+def load_pickle(content: bytes, where: str, also: Mapping[str, Any] | None = None) -> Any:
     """The object of a pickle, with `StoredTensor` for tensors.
 
     Args:
         where: the file, for messages.
+        also: dotted name -> what it means, beside the table.
 
     Raises:
         CheckpointError: it names something that is not admitted, or is no pickle.
     """
     try:
-        return _Restricted(content, where).load()
+        return _Restricted(content, where, also or {}).load()
     except CheckpointError:
         raise
     except Exception as error:  # a damaged pickle can make the reader fail in any way
@@ -130,9 +131,10 @@ def load_pickle(content: bytes, where: str) -> Any:
 
 
 class _Restricted(pickle.Unpickler):
-    def __init__(self, content: bytes, where: str) -> None:
+    def __init__(self, content: bytes, where: str, also: Mapping[str, Any]) -> None:
         super().__init__(io.BytesIO(content))
         self._where = where
+        self._also = also
         # Made anew for each pickle, so that none can leave anything behind for the next.
         self._admitted: dict[str, Any] = {
             "collections.OrderedDict": OrderedDict,
@@ -168,6 +170,8 @@ class _Restricted(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
+        if full in self._also:
+            return self._also[full]
         if full not in self._admitted:
             raise CheckpointError(
                 f"{self._where}: its pickle refers to {full}",
