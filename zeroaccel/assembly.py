@@ -128,7 +128,7 @@ def initialize(
         monitors = build_monitors(settings, collectives.rank)
     residences = tier_plan(settings)
     units_placement = _placement(model, settings, plan, groups, topology.device, residences)
-    check_same(model, units_placement, [*str(engine_settings).split(", "), str(spread)], collectives)
+    check_same(model, units_placement, [*str(engine_settings).split(", "), str(spread), str(residences)], collectives)
     collectives = arrange(collectives, spread)
 
     cast_buffers(model, topology.device, _dtype(settings.data_types.buffer_dtype), set(units_placement.fp32_names))
@@ -137,26 +137,31 @@ def initialize(
     with _agreed(collectives, "initialize: offload"):
         rules = OffloadRules.of(settings, residences.param, residences.optimizer)
         tiers = TierSet(rules, list(chain(*plans)), built, collectives.shard_rank, topology.device)
-    units = build_units(specs, plans, units_placement, collectives, tiers)
-    unused = [param for param in model.parameters() if param.requires_grad and id(param) not in groups]
-    # Gradients that only pass through a model for inference, on their way to another, would pile up in it.
-    with _agreed(collectives, "initialize: optimizer"):
-        shard = None
-        if built is not None:
-            warn_unoptimized([names[id(param)] for param in unused])
-            buffers = [buffer for unit in units for buffer in unit.buffers if buffer.trainable]
-            keys = [plan.key for plan in chain(*plans) if plan.trainable]
-            shard = OptimizerShard(
-                built,
-                groups,
-                buffers,
-                replicated=not plan.optimizer,
-                sub_group_numel=settings.zero_optimization.sub_group_size,
-                states=tiers.states,
-                keys={id(buffer): key for buffer, key in zip(buffers, keys, strict=True)},
-                copies=tiers.copies,
-            )
-        loader = _loader(training_data, settings, batch, collectives, collate_fn)
+    _open_tiers(tiers, collectives)
+    try:
+        units = build_units(specs, plans, units_placement, collectives, tiers)
+        unused = [param for param in model.parameters() if param.requires_grad and id(param) not in groups]
+        with _agreed(collectives, "initialize: optimizer"):
+            tiers.settle()
+            shard = None
+            if built is not None:
+                warn_unoptimized([names[id(param)] for param in unused])
+                buffers = [buffer for unit in units for buffer in unit.buffers if buffer.trainable]
+                keys = [plan.key for plan in chain(*plans) if plan.trainable]
+                shard = OptimizerShard(
+                    built,
+                    groups,
+                    buffers,
+                    replicated=not plan.optimizer,
+                    sub_group_numel=settings.zero_optimization.sub_group_size,
+                    states=tiers.states,
+                    keys={id(buffer): key for buffer, key in zip(buffers, keys, strict=True)},
+                    copies=tiers.copies,
+                )
+            loader = _loader(training_data, settings, batch, collectives, collate_fn)
+    except Exception:
+        tiers.close()
+        raise
     engine = engine_type(
         model,
         units,
@@ -165,6 +170,7 @@ def initialize(
         optimizer=shard,
         lr_scheduler=scheduler,
         loss_scale=_loss_scale(settings),
+        # Gradients that only pass through a model for inference, on their way to another, would pile up in it.
         discarded=unused,
         tiers=tiers,
         report=StepReport(
@@ -186,6 +192,17 @@ def initialize(
     if settings.dump_state:
         logger.warning("%s", engine_settings)
     return engine, engine.optimizer, loader, scheduler
+
+
+def _open_tiers(tiers: TierSet, collectives: Collectives) -> None:
+    """All ranks open their tiers, or none. (all ranks)"""
+    needs = collectives.gather_objects(tiers.needs(), "space for offload") if tiers.can_fail else []
+    try:
+        with _agreed(collectives, "initialize: open the tiers"):
+            tiers.open(list(chain(*needs)))
+    except Exception:
+        tiers.close()
+        raise
 
 
 @contextmanager

@@ -187,6 +187,7 @@ def _engine(model: nn.Module, workload: Workload, stage: int, collectives: Absen
     plans = [plan_buffers(spec, placement, workload.ranks) for spec in specs]
     rules = OffloadRules.of(settings, residences.param, residences.optimizer)
     tiers = TierSet(rules, list(chain(*plans)), optimizer, 0, device)
+    tiers.open([])
     units = build_units(specs, plans, placement, collectives, tiers)
     shard = OptimizerShard(
         optimizer,

@@ -6,13 +6,14 @@ room, and for how long, is the tier's matter (`nvme.py`); nothing blocks here.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import threading
 
 import torch
 from torch import Tensor
 
-__all__ = ["ALIGN_NBYTES", "HostBuffers", "aligned_bytes", "aligned_nbytes"]
+__all__ = ["ALIGN_NBYTES", "HostBuffers", "aligned_bytes", "aligned_nbytes", "return_freed_memory"]
 
 ALIGN_NBYTES = 4096
 """Direct I/O wants addresses, offsets and lengths in multiples of the device's logical block: 512, or 4096 of some."""
@@ -31,10 +32,17 @@ def aligned_bytes(nbytes: int, *, pinned: bool = False) -> Tensor:
         pinned: page-locked, so that a CUDA device copies from and to it beside its other work.
     """
     if not pinned:
-        return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
+        return torch.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
     raw = torch.zeros(nbytes + ALIGN_NBYTES, dtype=torch.uint8, pin_memory=True)
     start = -raw.data_ptr() % ALIGN_NBYTES
     return raw[start : start + nbytes]
+
+
+def return_freed_memory() -> None:
+    """Gives pages that were freed, but kept for later by the C library, back to the system."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's; others keep less
+    if trim is not None:
+        trim(0)
 
 
 class HostBuffers:

@@ -7,6 +7,7 @@ the bytes are.
 
 from __future__ import annotations
 
+import atexit
 import errno
 import fcntl
 import logging
@@ -20,7 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -134,6 +135,7 @@ class BlockFile:
         ]
         for thread in self._threads:
             thread.start()
+        atexit.register(self.close)  # a thread that the interpreter finds running while it goes away ends the process
 
     def start(self, direction: Direction, data: Tensor, offset: int, done: _Done) -> None:
         """Begins to move all of `data` to or from [offset, offset + len(data)).
@@ -152,23 +154,25 @@ class BlockFile:
 
     def measure(self) -> tuple[float, float]:
         """(write, read) in bytes per second, of at most 32 MiB at the start of the file, which are overwritten."""
-        data = aligned_bytes(min(self.nbytes, _PROBE_NBYTES))
-        return self._timed("write", data), self._timed("read", data)
+        data = aligned_bytes(min(self.nbytes, _PROBE_NBYTES // 8))
+        return self._rate("write", data), self._rate("read", data)
 
-    def _timed(self, direction: Direction, data: Tensor) -> float:
-        """Bytes per second of moving `data` to or from the start of the file."""
-        finished, errors = threading.Event(), []
-
-        def done(error: Exception | None) -> None:
-            errors.append(error)
-            finished.set()
-
+    def _rate(self, direction: Direction, data: Tensor) -> float:
+        end = min(self.nbytes, _PROBE_NBYTES) // data.numel() * data.numel()
         begun = time.perf_counter()
-        self.start(direction, data, 0, done)
-        finished.wait()
-        if errors[0] is not None:
-            raise errors[0]
-        return data.numel() / (time.perf_counter() - begun)
+        for offset in range(0, end, data.numel()):
+            finished = threading.Event()
+            errors: list[Any] = []
+
+            def done(error: Exception | None, errors: list[Any] = errors, finished: threading.Event = finished) -> None:
+                errors.append(error)
+                finished.set()
+
+            self.start(direction, data, offset, done)
+            finished.wait()
+            if errors[0] is not None:
+                raise errors[0]
+        return end / (time.perf_counter() - begun)
 
     def close(self) -> None:
         """Ends the threads, after what is on its way, and gives the space back. Idempotent."""
@@ -179,6 +183,7 @@ class BlockFile:
             thread.join()
         if threads:
             os.close(self._handle)
+            atexit.unregister(self.close)
 
     # -- making the file
 
@@ -270,7 +275,7 @@ class BlockFile:
                     raise OffloadError(
                         f"{self._place(offset)}: a short {transfer.direction}",
                         expected=f"{len(part)} bytes",
-                        got=f"{moved}",
+                        got=moved,
                         fix="the file was cut or its disk fails; resume from the last checkpoint",
                     )
                 moved += count

@@ -84,9 +84,6 @@ class Tiers(Protocol):
     def places(self, plan: BufferPlan, rank: int, *, replicated: bool) -> Places:
         """Where the shard and the master of a buffer live."""
 
-    def settle(self) -> None:
-        """Returns when all that was sent is stored."""
-
 
 _OTHER_ENGINE = "call destroy() of that engine first"
 _FROM_META = "load it with zero.load_safetensors, or build the model without the meta device"
@@ -220,13 +217,11 @@ def build_units(
 
     Args:
         plans: of each spec, by `plan_buffers`.
-        tiers: where shards and masters go.
+        tiers: where shards and masters go; they may still be on their way there afterwards.
     """
-    units = []
-    for spec, buffers in zip(specs, plans, strict=True):
-        units.append(_build_unit(spec, buffers, placement, collectives, tiers))
-    tiers.settle()
-    return units
+    return [
+        _build_unit(spec, buffers, placement, collectives, tiers) for spec, buffers in zip(specs, plans, strict=True)
+    ]
 
 
 def _build_unit(

@@ -27,6 +27,7 @@ from zeroaccel.zero.gathered import gathered, iter_named_full_params
 from zeroaccel.zero.gradient_access import GradientAccess
 from zeroaccel.zero.hooks import Hooks, LoadHooks
 from zeroaccel.zero.keeper import Keeper, Training
+from zeroaccel.zero.offload_log import OffloadLog
 from zeroaccel.zero.optimizer_shard import OptimizerShard
 from zeroaccel.zero.precision import LossScale
 from zeroaccel.zero.reducer import Reducer, ReduceRules
@@ -118,6 +119,8 @@ class Engine(GradientAccess, nn.Module):
         self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = 0
         self._shard = optimizer
         self._report = report or StepReport()
+        if tiers is not None and tiers.is_used:
+            self._report.offload = OffloadLog(tiers, optimizer)
         self._unit_of = {id(buffer): unit for unit in units for buffer in unit.buffers}
         trained = [(unit.name, b) for unit in units for b in unit.buffers if b.trainable]
         self._tiers = tiers
@@ -293,6 +296,7 @@ class Engine(GradientAccess, nn.Module):
             self._broken = "a step failed half way, so the weights are a mixture of old and new"
             agree_or_raise(self.collectives, failure, "offloaded update")
             self._broken = None
+            self._tiers.settle()
 
     # -- backward events (told by the hooks)
 
@@ -464,6 +468,13 @@ class Engine(GradientAccess, nn.Module):
             "gradients": self._reducer.nbytes(),
             "optimizer": self._shard.nbytes() if self._shard is not None else 0,
         }
+
+    def tier_nbytes(self) -> dict[str, int]:
+        """Bytes of this rank in tiers other than its device: "params, host", "params, nvme", "optimizer, nvme"...
+
+        States in the host memory of a CPU run are where they always are, and counted by `model_state_nbytes`.
+        """
+        return {} if self._tiers is None else {name: tier.nbytes for name, tier in self._tiers.tiers.items()}
 
     # -- whole parameters
 

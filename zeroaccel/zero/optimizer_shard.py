@@ -106,7 +106,7 @@ class OptimizerShard:
     Attributes:
         pieces: id(buffer) -> its pieces that this rank steps.
         states: as given.
-        waited_seconds: of the last step, for the tier.
+        update_seconds, waited_seconds: of all steps so far: in all, and of it for a tier.
         group_of: fqn -> index of its param group, of every trainable parameter.
     """
 
@@ -143,7 +143,7 @@ class OptimizerShard:
             )
         self.optimizer = optimizer
         self.states = states
-        self.waited_seconds = 0.0
+        self.update_seconds = self.waited_seconds = 0.0
         self._copies = copies
         self._sub_group_numel = sub_group_numel
         self.pieces: dict[int, list[Piece]] = {id(buffer): [] for buffer in buffers}
@@ -204,7 +204,7 @@ class OptimizerShard:
         """
         failure: OffloadError | None = None
         arrivals = self._arrivals(gradients)
-        self.waited_seconds = 0.0
+        begun = time.perf_counter()
         for held in gradients:
             try:
                 if failure is None:
@@ -225,6 +225,7 @@ class OptimizerShard:
                     self.states.settle()
         except OffloadError as error:
             failure = failure or error
+        self.update_seconds += time.perf_counter() - begun
         if failure is not None:
             raise failure
         if isinstance(self.optimizer, ShardStep):

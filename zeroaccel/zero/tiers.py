@@ -6,6 +6,7 @@ moves; the ranks agree on errors (`assembly.py`).
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,9 +19,9 @@ from zeroaccel.config.schema import Config
 from zeroaccel.config.schema_zero import OffloadOptimizer, OffloadParam
 from zeroaccel.errors import ConfigError
 from zeroaccel.logs import logger
-from zeroaccel.offload.buffers import HostBuffers
+from zeroaccel.offload.buffers import HostBuffers, aligned_nbytes, return_freed_memory
 from zeroaccel.offload.file_io import IoSettings
-from zeroaccel.offload.folder import examine_folder
+from zeroaccel.offload.folder import FolderFacts, examine_folder
 from zeroaccel.offload.nvme import NvmeTier
 from zeroaccel.offload.tier import HostTier, Tier
 from zeroaccel.zero.build import BufferPlan
@@ -31,7 +32,7 @@ from zeroaccel.zero.state_tier import StateTier, SubGroup, cut_sub_groups, slab_
 from zeroaccel.zero.trial import state_dtypes
 from zeroaccel.zero.unit import Places
 
-__all__ = ["OffloadRules", "TierSet"]
+__all__ = ["OffloadRules", "SpaceNeed", "TierSet"]
 
 _HOST = torch.device("cpu")
 
@@ -67,8 +68,37 @@ class OffloadRules:
         )
 
 
+@dataclass(frozen=True)
+class SpaceNeed:
+    """What one file will take, for all ranks to compare.
+
+    Attributes:
+        disk: the same for files that share their free space.
+        where: the config key of the folder, and the folder.
+    """
+
+    disk: tuple[str, int]
+    where: str
+    nbytes: int
+    free_nbytes: int
+
+
+@dataclass(frozen=True)
+class _FilePlan:
+    where: str
+    folder: FolderFacts
+    sizes: Mapping[str, int]
+    buffers: HostBuffers
+
+    def need(self) -> SpaceNeed:
+        nbytes = sum(aligned_nbytes(size) for size in self.sizes.values())
+        disk = platform.node(), self.folder.path.stat().st_dev
+        return SpaceNeed(disk, f"{self.where} {self.folder.path}", nbytes, self.folder.free_nbytes)
+
+
 class TierSet:
-    """The tiers of one rank. Made before units are built; closed with the engine.
+    """The tiers of one rank. 1. Made, which looks at everything; 2. `needs`, which the ranks exchange; 3. `open`, which
+    takes memory and disk space; 4. `close`, with the engine.
 
     Args:
         plans: every buffer, in the order of the units.
@@ -76,7 +106,7 @@ class TierSet:
 
     Attributes:
         states: of masters and optimizer states, where they are in files.
-        shards: of the parameters that come and go: "host" and "nvme", each None where it is not used.
+        shards: of the parameters that come and go: "host" and "nvme", as far as they are used.
         copies: see `build.Tiers`.
 
     Raises:
@@ -93,30 +123,62 @@ class TierSet:
     ) -> None:
         self._rules = rules
         self._device = device
-        self._away: dict[str, Tier] = {}
         self.copies: HostCopies | None = None
         self.states: StateTier | None = None
         self.shards: dict[Residence, Tier] = {}
+        self._sub_groups: dict[str, list[SubGroup]] = {}
+        self._state_file: _FilePlan | None = None
+        self._shard_file: _FilePlan | None = None
+        self._on_host: dict[str, int] = {}  # keys and bytes of shards in host memory
         offloads = rules.param != "device" or rules.optimizer != "device"
         if offloads and device.type == "cuda":
             pinned = rules.param_section.pin_memory and rules.optimizer_section.pin_memory
             self.copies = HostCopies(device, pinned=pinned)
-        dtypes = _states_on_the_host(optimizer) if optimizer is not None and rules.optimizer != "device" else []
-        try:
-            if optimizer is not None and rules.optimizer == "nvme":
+        if optimizer is not None and rules.optimizer != "device":
+            dtypes = _states_on_the_host(optimizer)
+            if rules.optimizer == "nvme":
                 _check_one_number_per_element(optimizer, rules.where)
-                self.states = self._state_tier(plans, dtypes, type(optimizer).__name__, rank)
-            if rules.param != "device":
-                self._place_shards([plan for plan in plans if not plan.resident])
-        except BaseException:
-            self.close()
-            raise
+                self._plan_states([plan for plan in plans if plan.trainable], dtypes, type(optimizer).__name__, rank)
+        if rules.param != "device":
+            self._plan_shards([plan for plan in plans if not plan.resident])
+
+    def needs(self) -> list[SpaceNeed]:
+        """What the files of this rank will take."""
+        return [plan.need() for plan in (self._state_file, self._shard_file) if plan is not None]
+
+    def open(self, needs: Sequence[SpaceNeed]) -> None:
+        """Takes memory and disk space.
+
+        Args:
+            needs: of all ranks.
+
+        Raises:
+            ConfigError: a disk has less free space than the ranks on it need together.
+        """
+        _check_space(needs)
+        section = self._rules.optimizer_section
+        if self._on_host:
+            self.shards["host"] = HostTier(self._on_host, pinned=self._pins(self._rules.param_section.pin_memory))
+        if self._shard_file is not None:
+            self.shards["nvme"] = self._file_tier(self._shard_file)
+        if self._state_file is not None:
+            self.states = StateTier(
+                self._file_tier(self._state_file),
+                self._sub_groups,
+                pipeline_read=section.pipeline_read,
+                pipeline_write=section.pipeline_write,
+            )
 
     @property
     def tiers(self) -> dict[str, Tier]:
         """Every tier, by what is in it and where."""
         found = {f"params, {residence}": tier for residence, tier in self.shards.items()}
         return found | ({"optimizer, nvme": self.states.tier} if self.states is not None else {})
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anything is offloaded."""
+        return self._rules.param != "device" or self._rules.optimizer != "device"
 
     @property
     def steps_on_host(self) -> bool:
@@ -126,16 +188,15 @@ class TierSet:
     @property
     def can_fail(self) -> bool:
         """Whether anything is in files, which fail on one rank alone."""
-        return self.states is not None or "nvme" in self.shards
+        return self._state_file is not None or self._shard_file is not None
 
     def places(self, plan: BufferPlan, rank: int, *, replicated: bool) -> Places:
         """See `build.Tiers.places`."""
-        tier = self._away.get(plan.key)
         places = Places(replicated=replicated)
-        if isinstance(tier, NvmeTier):
-            places = replace(places, home=ShardHome(tier, plan.key, plan.dtype))
-        elif tier is not None:
-            places = replace(places, shard=tier.take(plan.key).view(plan.dtype))
+        if plan.key in self._on_host:
+            places = replace(places, shard=self.shards["host"].take(plan.key).view(plan.dtype))
+        elif self._shard_file is not None and plan.key in self._shard_file.sizes:
+            places = replace(places, home=ShardHome(self.shards["nvme"], plan.key, plan.dtype))
         if not plan.trainable:
             return places
         if self.states is not None:
@@ -147,22 +208,25 @@ class TierSet:
         """Returns when every store is done; raises OffloadError if one failed."""
         for tier in self.tiers.values():
             tier.settle()
+        if self.can_fail:  # what is in files was moved there to have its memory for others
+            return_freed_memory()
 
     def close(self) -> None:
         """Gives memory and files back. Idempotent."""
         for tier in self.tiers.values():
             tier.close()
 
-    def _state_tier(
+    def _pins(self, pin_memory: bool) -> bool:
+        return pin_memory and self._device.type == "cuda"
+
+    def _plan_states(
         self, plans: Sequence[BufferPlan], dtypes: Sequence[Mapping[str, torch.dtype]], name: str, rank: int
-    ) -> StateTier:
+    ) -> None:
         section, where = self._rules.optimizer_section, f"{self._rules.where}.offload_optimizer"
-        cut: dict[str, list[SubGroup]] = {}
         for plan in plans:
-            if plan.trainable:
-                runs = group_runs(plan.layout, plan.param_groups, rank)
-                cut[plan.key] = cut_sub_groups(plan.key, runs, dtypes, self._rules.sub_group_numel)
-        groups = [group for of_buffer in cut.values() for group in of_buffer]
+            runs = group_runs(plan.layout, plan.param_groups, rank)
+            self._sub_groups[plan.key] = cut_sub_groups(plan.key, runs, dtypes, self._rules.sub_group_numel)
+        groups = [group for of_buffer in self._sub_groups.values() for group in of_buffer]
         tensors = 1 + max((len(group.states) for group in groups), default=0)
         if section.buffer_count < tensors:
             raise ConfigError(
@@ -172,55 +236,47 @@ class TierSet:
             )
         at_a_time = 1 + section.pipeline_read + section.pipeline_write
         budget = section.buffer_count * 4 * max((group.numel for group in groups), default=0) * at_a_time
-        tier = self._nvme(
-            f"{where}.nvme_path", section.nvme_path, {g.key: slab_nbytes(g) for g in groups}, budget, section.pin_memory
-        )
-        return StateTier(tier, cut, pipeline_read=section.pipeline_read, pipeline_write=section.pipeline_write)
+        sizes = {group.key: slab_nbytes(group) for group in groups}
+        self._state_file = self._file_plan(f"{where}.nvme_path", section.nvme_path, sizes, budget, section.pin_memory)
 
-    def _place_shards(self, plans: Sequence[BufferPlan]) -> None:
+    def _plan_shards(self, plans: Sequence[BufferPlan]) -> None:
         section, where = self._rules.param_section, f"{self._rules.where}.offload_param"
         sizes = {plan.key: plan.layout.shard_numel * plan.dtype.itemsize for plan in plans}
-        on_host = list(sizes)
-        if self._rules.param == "nvme":
-            room, on_host = section.max_in_cpu, []
-            for plan in plans:
-                if plan.layout.shard_numel > room:
-                    break
-                room -= plan.layout.shard_numel
-                on_host.append(plan.key)
-        if on_host:
-            pinned = section.pin_memory and self._device.type == "cuda"
-            self.shards["host"] = HostTier({key: sizes[key] for key in on_host}, pinned=pinned)
-        away = {key: nbytes for key, nbytes in sizes.items() if key not in on_host}
+        if self._rules.param == "host":
+            self._on_host = sizes
+            return
+        room = section.max_in_cpu
+        for plan in plans:
+            if plan.layout.shard_numel > room:
+                break
+            room -= plan.layout.shard_numel
+            self._on_host[plan.key] = sizes[plan.key]
+        if self._on_host:
+            logger.info("%s.max_in_cpu keeps %d of %d shards in host memory", where, len(self._on_host), len(sizes))
+        away = {key: nbytes for key, nbytes in sizes.items() if key not in self._on_host}
         if away:
-            widest = max(plan.dtype.itemsize for plan in plans)
-            budget = section.buffer_count * section.buffer_size * widest
-            self.shards["nvme"] = self._nvme(f"{where}.nvme_path", section.nvme_path, away, budget, section.pin_memory)
-        if self._rules.param == "nvme" and on_host:
-            logger.info("offload_param.max_in_cpu keeps %d of %d shards in host memory", len(on_host), len(sizes))
-        self._away = {key: self.shards["host" if key in on_host else "nvme"] for key in sizes}
+            budget = section.buffer_count * section.buffer_size * max(plan.dtype.itemsize for plan in plans)
+            self._shard_file = self._file_plan(
+                f"{where}.nvme_path", section.nvme_path, away, budget, section.pin_memory
+            )
 
-    def _nvme(
+    def _file_plan(
         self, where: str, path: str | None, sizes: Mapping[str, int], budget_nbytes: int, pin_memory: bool
-    ) -> NvmeTier:
+    ) -> _FilePlan:
         assert path is not None, f"{where}: no path"
-        buffers = HostBuffers(budget_nbytes, pinned=pin_memory and self._device.type == "cuda")
-        tier = NvmeTier(sizes, examine_folder(path, where), where, buffers, self._rules.io)
+        buffers = HostBuffers(budget_nbytes, pinned=self._pins(pin_memory))
+        return _FilePlan(where, examine_folder(path, where), sizes, buffers)
+
+    def _file_tier(self, plan: _FilePlan) -> NvmeTier:
+        tier = NvmeTier(plan.sizes, plan.folder, plan.where, plan.buffers, self._rules.io)
         try:
-            if sizes:
-                write, read = tier.file.measure()
-                logger.info(
-                    "%s: %s, %s I/O, %.2f GB/s write, %.2f GB/s read, %.3f GB reserved",
-                    where,
-                    tier.name,
-                    "direct" if tier.file.direct else "cached",
-                    write / 1e9,
-                    read / 1e9,
-                    tier.file.nbytes / 1e9,
-                )
+            write, read = tier.file.measure()
         except BaseException:
             tier.close()
             raise
+        how = "direct" if tier.file.direct else "cached"
+        rates = f"{write / 1e9:.2f} GB/s write, {read / 1e9:.2f} GB/s read"
+        logger.info("%s: %s, %s I/O, %s, %.3f GB reserved", plan.where, tier.name, how, rates, tier.file.nbytes / 1e9)
         return tier
 
 
@@ -232,6 +288,22 @@ def _check_one_number_per_element(optimizer: Optimizer, where: str) -> None:
             got="int8",
             fix='8-bit blocks stay in memory: use "bf16", or set device to "cpu"',
         )
+
+
+def _check_space(needs: Sequence[SpaceNeed]) -> None:
+    """Raises ConfigError if files on one disk are larger than it has room, before any of them takes it."""
+    by_disk: dict[tuple[str, int], list[SpaceNeed]] = {}
+    for need in needs:
+        by_disk.setdefault(need.disk, []).append(need)
+    for (host, _), on_disk in by_disk.items():
+        nbytes, free = sum(need.nbytes for need in on_disk), min(need.free_nbytes for need in on_disk)
+        if nbytes > free:
+            raise ConfigError(
+                on_disk[0].where,
+                expected=f"{nbytes} bytes of free space for {len(on_disk)} files of the ranks on {host}",
+                got=f"{free} bytes free",
+                fix="free some space, or name a folder on a larger disk; nothing was written",
+            )
 
 
 def _states_on_the_host(optimizer: Optimizer) -> list[dict[str, torch.dtype]]:

@@ -12,7 +12,7 @@ import logging
 import resource
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -232,6 +232,9 @@ class StepReport:
         wall_clock_breakdown: time per phase.
         memory_breakdown: memory after each phase.
         monitors: who gets events at every step, or None.
+
+    Attributes:
+        offload: gives the line about offload, of so many steps; with the breakdown of times. None where nothing is.
     """
 
     def __init__(
@@ -251,6 +254,7 @@ class StepReport:
         self._clock = PhaseClock(self._device) if wall_clock_breakdown and reports else None
         self._memory: dict[str, Memory] | None = {} if memory_breakdown and reports else None
         self._monitors = monitors if monitors is not None and len(monitors) and reports else None
+        self.offload: Callable[[int], str] | None = None
         self._losses: list[Tensor] = []
         self._steps = 0  # since the last lines
         self._since: tuple[int, float] | None = None  # samples and time at the last lines, or after the first step
@@ -297,6 +301,8 @@ class StepReport:
             _lines.info(format_step(_facts(engine), self._samples_per_second(engine.global_samples)))
         if self._clock is not None:
             _lines.info(format_phases(self._clock.mean_milliseconds(self._steps), self._steps))
+            if self.offload is not None:
+                _lines.info(self.offload(self._steps))
         if self._memory is not None:
             _lines.info(format_memory(self._memory, "allocated" if self._device.type == "cuda" else "resident"))
 

@@ -1,0 +1,314 @@
+"""The tier in a file: what comes back, in which order, within which memory; and what is said when it does not."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from zeroaccel.errors import ConfigError, OffloadError
+from zeroaccel.offload import file_io
+from zeroaccel.offload.buffers import ALIGN_NBYTES, HostBuffers, aligned_bytes
+from zeroaccel.offload.file_io import IoSettings
+from zeroaccel.offload.folder import FolderFacts, examine_folder
+from zeroaccel.offload.nvme import NvmeTier
+from zeroaccel.offload.tier import HostTier, Tier, TierElements, TierRange
+
+SIZES = {"small": 1000, "large": 300_000, "empty": 0, "page": 4096}
+PAGES = IoSettings(block_nbytes=4096, threads=3)
+
+
+def _tier(folder: Path, settings: IoSettings = PAGES, budget: int = 1 << 20, **sizes: int) -> NvmeTier:
+    facts = FolderFacts(folder, "ext4", 1 << 40)
+    return NvmeTier(sizes or SIZES, facts, "nvme_path", HostBuffers(budget), settings)
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[NvmeTier]:
+    made = _tier(tmp_path)
+    yield made
+    made.close()
+
+
+def _store(tier: Tier, key: str, value: int) -> None:
+    loan = tier.take(key)
+    loan.copy_(_pattern(loan.numel(), value))
+    tier.store(key, loan)
+
+
+def _pattern(numel: int, value: int) -> torch.Tensor:
+    return ((torch.arange(numel) * 7 + value) % 251).to(torch.uint8)
+
+
+@pytest.mark.parametrize("threads", [1, 8])
+@pytest.mark.parametrize("block", [4096, 1 << 20])
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("checksum", [True, False])
+def test_what_is_stored_comes_back(tmp_path: Path, threads: int, block: int, overlap: bool, checksum: bool) -> None:
+    tier = _tier(tmp_path, IoSettings(block, threads, overlap, checksum))
+    for value in (1, 2):
+        for index, key in enumerate(SIZES):
+            _store(tier, key, value + index)
+        fetches = {key: tier.fetch(key) for key in SIZES}  # some while they are still being written
+        for index, key in enumerate(SIZES):
+            loan = fetches[key].wait()
+            assert torch.equal(loan, _pattern(SIZES[key], value + index)), key
+            tier.release(loan)
+    assert torch.equal(tier.read("large", 12_345, 67_890), _pattern(300_000, 3)[12_345 : 12_345 + 67_890])
+    assert tier.buffers.lent_nbytes == 0
+    assert tier.traffic["read"].nbytes >= 2 * sum(SIZES.values())
+    assert tier.traffic["write"].seconds > 0
+    tier.settle()
+    tier.close()
+    tier.close()
+
+
+def test_every_tier_has_the_same_calls(tier: NvmeTier) -> None:
+    kinds: list[Tier] = [tier, HostTier(SIZES, pinned=False)]
+    for each in kinds:
+        _store(each, "large", 5)
+        each.settle()
+        held = TierRange(each, "large", 40, 1000, torch.float32)
+        assert [chunk.numel() for chunk in held.chunks(3000)] == [3000, 1000]
+        joined = TierElements((held.part(0, 10), held.part(20, 5)), torch.float32).copy()
+        raw = _pattern(300_000, 5)[40:4040].clone().view(torch.float32)
+        assert torch.equal(joined.view(torch.int32), torch.cat([raw[:10], raw[20:25]]).view(torch.int32))
+        assert each.nbytes == sum(SIZES.values())
+
+
+def test_a_part_of_a_key_can_be_stored_and_fetched(tier: NvmeTier) -> None:
+    loan = tier.take("large")
+    loan[:5000].fill_(9)
+    tier.store("large", loan, 5000)
+    loan = tier.fetch("large", 5000).wait()
+    assert loan.numel() == 300_000
+    assert bool((loan[:5000] == 9).all())
+    tier.release(loan)
+
+
+def test_the_budget_holds_and_nobody_waits_for_himself(tmp_path: Path) -> None:
+    tier = _tier(tmp_path, budget=3 * 40_960, **{str(index): 40_960 for index in range(8)}, huge=1_000_000)
+    for index in range(8):
+        _store(tier, str(index), index)
+    tier.settle()
+    assert tier.buffers.peak_nbytes <= 3 * 40_960
+    fetches = [tier.fetch(str(index)) for index in range(8)]
+    for index, fetch in enumerate(fetches):
+        loan = fetch.wait()
+        assert torch.equal(loan, _pattern(40_960, index))
+        tier.release(loan)
+    assert tier.buffers.peak_nbytes <= 3 * 40_960
+    _store(tier, "huge", 1)  # beyond the budget, alone
+    held = [tier.fetch("0").wait(), tier.fetch("1").wait(), tier.fetch("2").wait(), tier.fetch("huge").wait()]
+    assert torch.equal(held[-1], _pattern(1_000_000, 1))
+    for loan in held:
+        tier.release(loan)
+    tier.close()
+
+
+def test_many_threads_share_a_tier(tmp_path: Path) -> None:
+    tier = _tier(tmp_path, budget=100_000, **{str(index): 40_960 for index in range(4)})
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        for value in range(20):
+            _store(tier, str(number), value)
+            loan = tier.fetch(str(number)).wait()
+            if not torch.equal(loan, _pattern(40_960, value)):
+                wrong.append(value)
+            tier.release(loan)
+            if not torch.equal(tier.read(str(number), 1, 5000), _pattern(40_960, value)[1:5001]):
+                wrong.append(value)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+    assert wrong == []
+    tier.close()
+
+
+def test_without_overlap_one_transfer_goes_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    for overlap in (True, False):
+        tier = _tier(tmp_path, IoSettings(4096, 4, overlap), **{str(index): 4096 for index in range(4)})
+        most, gate, real = 0, threading.Barrier(2), os.pwritev
+
+        def slow(handle: int, buffers: Any, offset: int, *, gate: threading.Barrier = gate, real: Any = real) -> int:
+            try:  # two that meet here were on their way at one time
+                gate.wait(0.2)
+                seen.append(1)
+            except threading.BrokenBarrierError:
+                gate.reset()
+            return int(real(handle, buffers, offset))
+
+        seen.clear()
+        monkeypatch.setattr(file_io.os, "pwritev", slow)
+        for index in range(2):
+            _store(tier, str(index), index)
+        tier.settle()
+        monkeypatch.undo()
+        most = len(seen)
+        assert most == (2 if overlap else 0), overlap
+        tier.close()
+
+
+# -- the file and its folder
+
+
+def test_the_file_is_nobody_elses_and_leaves_nothing(tmp_path: Path) -> None:
+    first, second = _tier(tmp_path), _tier(tmp_path)
+    _store(first, "large", 1)
+    _store(second, "large", 2)
+    first.settle()
+    second.settle()
+    assert list(tmp_path.iterdir()) == []  # no name: nothing to collide with, nothing left after a crash
+    assert stat.S_IMODE(os.fstat(first.file._handle).st_mode) == 0o600
+    loan = first.fetch("large").wait()
+    assert torch.equal(loan, _pattern(300_000, 1))
+    for each in (first, second):
+        each.close()
+
+
+def test_a_file_system_without_nameless_files_or_direct_io(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    real_open, real_fcntl = os.open, file_io.fcntl.fcntl
+
+    def no_tmpfile(path: Any, flags: int, *rest: Any, **named: Any) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, "no")
+        return real_open(path, flags, *rest, **named)
+
+    def no_direct(handle: int, command: int, flags: int = 0) -> Any:
+        if command == file_io.fcntl.F_SETFL and flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "no direct I/O here")
+        return real_fcntl(handle, command, flags)
+
+    monkeypatch.setattr(file_io.os, "open", no_tmpfile)
+    monkeypatch.setattr(file_io.fcntl, "fcntl", no_direct)
+    said: list[str] = []
+    monkeypatch.setattr(file_io, "log_once", lambda level, message: said.append(message))
+    tier = _tier(tmp_path)
+    assert not tier.file.direct
+    assert "takes no direct I/O" in said[0]
+    assert list(tmp_path.iterdir()) == []
+    _store(tier, "large", 4)
+    loan = tier.fetch("large").wait()
+    assert torch.equal(loan, _pattern(300_000, 4))
+    tier.close()
+
+
+def test_a_folder_that_will_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(ConfigError, match=r"^nvme_path: expected a folder on a local disk, got .*missing, which"):
+        examine_folder(tmp_path / "missing", "nvme_path")
+    with pytest.raises(ConfigError, match="which is a file"):
+        examine_folder(file, "nvme_path")
+    with pytest.raises(ConfigError, match="which is a tmpfs: its files take the memory"):
+        examine_folder("/dev/shm", "nvme_path")
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(ConfigError, match="a folder one may write to"):
+        examine_folder(tmp_path, "nvme_path")
+    monkeypatch.undo()
+    facts = examine_folder(tmp_path, "nvme_path")
+    assert facts.free_nbytes > 0
+    assert facts.file_system not in ("unknown", "tmpfs")
+
+
+def test_a_read_only_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> int:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(file_io.os, "open", refuse)
+    with pytest.raises(ConfigError, match=r"nvme_path: expected a folder that takes files, got .*Read-only file"):
+        _tier(tmp_path)
+
+
+def test_a_disk_that_fills_up_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(file_io.os, "posix_fallocate", full)
+    with pytest.raises(ConfigError, match=r"bytes of free space for this rank.*No space left.*nothing was trained"):
+        _tier(tmp_path)
+
+
+# -- faults
+
+
+def _damage(tier: NvmeTier, key: str, place: int) -> None:
+    """Flips one bit of a key in the file."""
+    base = tier._table[key][0] + place // ALIGN_NBYTES * ALIGN_NBYTES
+    page = aligned_bytes(ALIGN_NBYTES)
+    os.preadv(tier.file._handle, [page.numpy().data], base)
+    page[place % ALIGN_NBYTES] ^= 1
+    os.pwritev(tier.file._handle, [page.numpy().data], base)
+
+
+def test_a_flipped_bit_is_found_on_request(tmp_path: Path) -> None:
+    for checksum in (True, False):
+        tier = _tier(tmp_path, IoSettings(8192, 2, True, checksum))
+        _store(tier, "large", 1)
+        tier.settle()
+        _damage(tier, "large", 100_000)
+        fetch = tier.fetch("large")
+        if checksum:
+            with pytest.raises(OffloadError, match=r"byte 98304: 8192 bytes are not what was written there"):
+                fetch.wait()
+            with pytest.raises(OffloadError, match="not what was written"):
+                tier.read("large", 100_001, 1)
+            tier.read("large", 0, 50_000)  # the rest is sound
+        else:
+            tier.release(fetch.wait())
+        assert tier.buffers.lent_nbytes == 0
+        tier.close()
+
+
+def test_a_short_read_is_an_error(tier: NvmeTier) -> None:
+    _store(tier, "large", 1)
+    tier.settle()
+    os.ftruncate(tier.file._handle, 8192)
+    with pytest.raises(OffloadError, match="a short read: expected 4096 bytes, got 0"):
+        tier.fetch("large").wait()
+    assert tier.buffers.lent_nbytes == 0
+
+
+def test_a_disk_that_is_full_in_the_middle(tier: NvmeTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(file_io.os, "pwritev", full)
+    _store(tier, "large", 1)
+    with pytest.raises(OffloadError, match=r"cannot write \(No space left on device\); free some space, then resume"):
+        tier.settle()
+    monkeypatch.undo()
+    _store(tier, "large", 2)  # it goes on once there is space
+    tier.settle()
+    loan = tier.fetch("large").wait()
+    assert torch.equal(loan, _pattern(300_000, 2))
+    tier.release(loan)
+
+
+def test_a_system_call_may_move_less_than_asked(tier: NvmeTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("preadv", "pwritev"):
+        real = getattr(os, name)
+
+        def some(handle: int, buffers: Any, offset: int, *, real: Any = real) -> int:
+            return int(real(handle, [buffers[0][: max(512, len(buffers[0]) // 2)]], offset))
+
+        monkeypatch.setattr(file_io.os, name, some)
+    _store(tier, "large", 6)
+    loan = tier.fetch("large").wait()
+    assert torch.equal(loan, _pattern(300_000, 6))
+    tier.release(loan)
