@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import tempfile
 import uuid
@@ -31,6 +32,7 @@ from . import runner
 from .failures import RankEnd, Report, read_report
 from .leftovers import LAUNCH_ID, end_leftovers
 from .plan import LaunchPlan
+from .preflight import meet_machines
 from .stopping import Stopping
 
 __all__ = ["JobEnd", "run_plan"]
@@ -110,14 +112,16 @@ class RankFiles(DefaultLogsSpecs):
         return f"local rank {rank} failed first: {report.headline}"
 
 
-def run_plan(plan: LaunchPlan, say: Callable[[str], None]) -> JobEnd:
+def run_plan(plan: LaunchPlan, say: Callable[[str], None], arrival_seconds: float | None = None) -> JobEnd:
     """Starts the processes, waits for all of them, and leaves none behind unless all succeeded.
 
     Args:
         say: tells the user something while the job runs.
+        arrival_seconds: how long the other machines may take to come; by default as long as torch's rendezvous waits.
 
     Raises:
         CollectiveError: the machines did not meet.
+        ConfigError: they want different things.
     """
     settings = plan.settings
     launch_id = uuid.uuid4().hex
@@ -134,11 +138,15 @@ def run_plan(plan: LaunchPlan, say: Callable[[str], None]) -> JobEnd:
         stopping.processes_exist,
         say,
     )
+    if settings.max_restarts:
+        _renew_stores()
     with stopping, _agent_log(settings):
         try:
+            meeting = meet_machines(plan, say, arrival_seconds)  # its store lives until the ranks have theirs
             # The agent fills in ${local_rank} and turns $$ into $; the arguments are meant as they are.
             command = [word.replace("$", "$$") for word in plan.command[1:]]
             launch_agent(_launch_config(plan, files), plan.command[0], command)
+            del meeting
             succeeded = True
             return JobEnd()
         except ChildFailedError as error:
@@ -155,18 +163,27 @@ def run_plan(plan: LaunchPlan, say: Callable[[str], None]) -> JobEnd:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
+def _renew_stores() -> None:
+    """Gives the ranks a new store for every attempt.
+
+    The one that torch's agent would share with them keeps what the last attempt wrote, such as addresses of processes
+    that are gone, and a rank that reads one before it is written anew waits for nobody (torch 2.13).
+    """
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+
+
 def _launch_config(plan: LaunchPlan, files: RankFiles) -> LaunchConfig:
     settings = plan.settings
     conf: dict[str, Any] = dict(settings.rdzv_conf)
     if settings.rendezvous == "static":
         conf["rank"] = settings.machine
-    else:
-        conf["is_host"] = settings.is_main_machine
+    elif settings.machine_rank is not None or settings.num_machines == 1:
+        conf["is_host"] = settings.is_main_machine  # otherwise torch compares addresses
     known = {field.name for field in fields(LaunchConfig)}
     # Not in every release that is supported. Without them the agent waits for 30 s, and handles all signals itself.
     newer: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_SECONDS, "signals_to_handle": "SIGQUIT"}
     return LaunchConfig(
-        min_nodes=settings.num_machines,
+        min_nodes=settings.min_machines or settings.num_machines,
         max_nodes=settings.num_machines,
         nproc_per_node=plan.num_local,
         logs_specs=files,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,18 @@ import click
 
 from zeroaccel.compat.finder import real_location
 from zeroaccel.compat.inherit import inherited_environment
+from zeroaccel.config.launch import LaunchSettings, launch_settings
 from zeroaccel.config.launch_file import find_launch_file, read_launch_file
 from zeroaccel.config.launch_json import check_json
 from zeroaccel.config.launch_sources import Given, gather, launched_environment
 from zeroaccel.errors import ConfigError
 
+from .errands import describe_errands, is_only_this_machine, plan_errands, ssh_words
 from .failures import exit_code, first_failure, tell
 from .launch_flags import LaunchCommand, given_by_flags, setting_flags
 from .plan import LaunchPlan, Program, plan_launch
+from .remote import run_errands
+from .surroundings import surroundings
 
 __all__ = ["launch"]
 
@@ -71,14 +76,21 @@ def launch(
     flags = given_by_flags(typed)
     found = find_launch_file(config_file, os.environ, Path.cwd())
     file = Given() if found is None else read_launch_file(*found)
-    given = gather(flags, os.environ, file)
+    # A scheduler knows this machine better than a file that all machines may share.
+    given = gather(flags, os.environ, file.under(surroundings(os.environ)))
     settings = given.settings()
     check_json(given)
     program = Program(script, script_args, "module" if module else "executable" if no_python else "script")
-    told = {**launched_environment(settings, given.sources), **_facade(settings.engine, given.where("engine"))}
-    plan = plan_launch(settings, program, os.environ, told)
     if found is not None:
         _say(f"settings from {found[0]} ({found[1]})")
+    told = {**launched_environment(settings, given.sources), **_facade(settings.engine, given.where("engine"))}
+    if settings.starts_hosts:
+        return _launch_hosts(given, program, told, dry_run=dry_run)
+    return _launch_here(settings, program, told, dry_run=dry_run)
+
+
+def _launch_here(settings: LaunchSettings, program: Program, told: Mapping[str, str], *, dry_run: bool) -> int:
+    plan = plan_launch(settings, program, os.environ, told)
     for line in (*plan.warnings, *(() if dry_run else (plan.headline,))):
         _say(line)
     if dry_run:
@@ -95,6 +107,20 @@ def _facade(engine: str | None, where: str) -> dict[str, str]:
     if engine == "deepspeed" or (engine is None and real is not None):
         return {}
     return inherited_environment(os.environ, shadow=real is not None)
+
+
+def _launch_hosts(given: Given, program: Program, told: Mapping[str, str], *, dry_run: bool) -> int:
+    ssh = ssh_words(os.environ.get("ZEROACCEL_SSH", ""))
+    errands = plan_errands(given, program, told, os.environ, ssh)
+    if is_only_this_machine(errands):
+        return _launch_here(launch_settings(errands[0].order["settings"]), program, told, dry_run=dry_run)
+    python_path = os.environ.get("PYTHONPATH")
+    if dry_run:
+        click.echo(describe_errands(errands, ssh, python_path, os.environ))
+        return 0
+    num_local = len(errands[0].ranks)
+    _say(f"{len(errands)} machines, {num_local} process{'es' if num_local > 1 else ''} each")
+    return run_errands(errands, ssh, python_path, _say, debug=given.settings().debug)
 
 
 def _run(plan: LaunchPlan) -> int:

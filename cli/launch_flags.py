@@ -33,6 +33,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     ),
     "Machines": (
         "num_machines",
+        "min_machines",
         "machine_rank",
         "main_process_ip",
         "main_process_port",
@@ -164,10 +165,14 @@ def given_by_flags(typed: Mapping[str, Any]) -> Given:
     Raises:
         ConfigError: a value has not the form of its setting.
     """
+    typed = {name: value for name, value in typed.items() if value is not None}
+    least, colon, most = str(typed.get("num_machines", "")).partition(":")
+    if colon:  # as torchrun's --nnodes
+        typed |= {"num_machines": most, "min_machines": least}
     values = {
         name: value if isinstance(value, bool) else from_text(name, value, flag)
         for name, value in typed.items()
-        if value is not None and name not in _ENGINES
+        if name not in _ENGINES
     }
     sources = {name: flag(name) for name in values}
     for engine, kind in _ENGINES.items():

@@ -16,6 +16,7 @@ import psutil
 __all__ = [
     "accelerators",
     "device_memory_nbytes",
+    "has_bf16",
     "is_known_host",
     "is_own_host",
     "memory_nbytes",
@@ -47,6 +48,13 @@ def device_memory_nbytes() -> int:
     import torch
 
     return min(int(torch.cuda.get_device_properties(i).total_memory) for i in range(torch.cuda.device_count()))
+
+
+def has_bf16() -> bool:
+    """Whether the CUDA devices compute in bf16 themselves; there must be one."""
+    import torch
+
+    return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
 
 def memory_nbytes(cgroup: Path = Path("/sys/fs/cgroup/memory.max")) -> int:

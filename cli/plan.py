@@ -14,7 +14,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +22,7 @@ from zeroaccel.config.launch import LaunchSettings
 from zeroaccel.errors import ConfigError
 
 from .affinity import divide_cores, neighbouring_cores
-from .machine import accelerators, is_known_host, is_own_host, own_address_towards, port_trouble, usable_cores
+from .machine import accelerators, has_bf16, is_known_host, is_own_host, own_address_towards, port_trouble, usable_cores
 
 __all__ = ["LaunchPlan", "Program", "plan_launch"]
 
@@ -68,6 +68,8 @@ class LaunchPlan:
         headline: one line that says what is started.
         warnings: one line each, for what is allowed but seldom meant.
         cores: per process the cores it is bound to, as "0,1"; empty when none is.
+        program: what was asked for; `command` runs it.
+        told: the part of `environment` that tells the processes what the launch says about training.
     """
 
     settings: LaunchSettings
@@ -81,6 +83,8 @@ class LaunchPlan:
     headline: str
     warnings: tuple[str, ...] = ()
     cores: tuple[str, ...] = ()
+    program: Program = Program("")
+    told: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
@@ -94,7 +98,7 @@ class LaunchPlan:
         return {
             "RANK": str(settings.machine * self.num_local + local_rank) if ranks_are_known else "<order of arrival>",
             "LOCAL_RANK": str(local_rank),
-            "WORLD_SIZE": str(self.world_size),
+            "WORLD_SIZE": str(self.world_size) if settings.min_machines is None else f"<at most {self.world_size}>",
             "LOCAL_WORLD_SIZE": str(self.num_local),
             "MASTER_ADDR": self.host if ranks_are_known else "<machine of rank 0>",
             "MASTER_PORT": str(self.port) if is_static and self.port != FREE_PORT else "<free port>",
@@ -115,23 +119,29 @@ class LaunchPlan:
 
 
 def plan_launch(
-    settings: LaunchSettings, program: Program, environ: Mapping[str, str], told: Mapping[str, str] | None = None
+    settings: LaunchSettings,
+    program: Program,
+    environ: Mapping[str, str],
+    told: Mapping[str, str] | None = None,
+    *,
+    here: bool = True,
 ) -> LaunchPlan:
     """Works out what to start on this machine.
 
     Args:
         environ: the launcher's environment.
         told: variables that tell the processes what the launch says about training.
+        here: False for a machine like this one, whose ports and folders cannot be looked at.
 
     Raises:
         ConfigError: the program is not there, the port is taken, the address is unknown, or counts do not fit.
     """
-    if settings.hostfile is not None:
-        raise ConfigError("--hostfile: starting other machines from here is not available yet", fix="run it on each")
     _check_program(program, environ)
-    host, port = _meeting_point(settings)
+    host, port = _meeting_point(settings, here=here)
     _check_log_dir(settings)
     devices = _devices(settings, environ)
+    if devices and settings.mixed_precision == "bf16" and not has_bf16():
+        raise ConfigError("--mixed_precision bf16: the accelerators of this machine have no bf16", fix="use fp16")
     num_processes = settings.num_processes
     num_local = (devices or 1) if num_processes is None else num_processes // settings.num_machines
     _check_local_ranks(settings, num_local)
@@ -148,6 +158,8 @@ def plan_launch(
         headline=f"{_about_processes(settings, num_local, devices)}, {about_threads}",
         warnings=_warnings(num_local, devices),
         cores=_cores(settings, program, num_local),
+        program=program,
+        told=told or {},
     )
 
 
@@ -197,7 +209,7 @@ def _check_module(name: str) -> None:
         raise ConfigError(f"--module {name}: there is no module {top!r} here or among the installed ones", fix=fix)
 
 
-def _meeting_point(settings: LaunchSettings) -> tuple[str, int]:
+def _meeting_point(settings: LaunchSettings, *, here: bool) -> tuple[str, int]:
     """Host and port, checked where this machine is the one to listen there."""
     several = settings.num_machines > 1
     host = settings.main_process_ip or LOOPBACK
@@ -209,7 +221,8 @@ def _meeting_point(settings: LaunchSettings) -> tuple[str, int]:
     if not several and not is_own_host(host):
         fix = "leave it out, or set --num_machines if there are more than this one"
         raise ConfigError("--main_process_ip", expected="an address of this machine", got=host, fix=fix)
-    if settings.is_main_machine and port != FREE_PORT and (trouble := port_trouble(port)):
+    listens = here and settings.is_main_machine and (settings.machine_rank is not None or not several)
+    if listens and port != FREE_PORT and (trouble := port_trouble(port)):
         otherwise = "the same on every machine" if several else "or leave it out for a free one"
         raise ConfigError(f"--main_process_port {port}: {trouble}", fix=f"choose another, {otherwise}")
     return host, port

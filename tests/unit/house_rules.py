@@ -46,8 +46,10 @@ LAYERS = (
 
 # Who may read the environment, and for what. Everything else gets what it needs as an argument.
 ENVIRONMENT_READERS = {
+    "cli/agent.py": "tells torch's elastic agent, which reads it, that attempts do not share a store",
     "cli/config/command.py": "whether there is somebody to ask, and where files of the user lie",
     "cli/launch.py": "the launcher's own switches, and what its plan passes on to the ranks",
+    "cli/node.py": "what the launching machine hands on, for the ranks it starts",
     "cli/runner.py": "inside a rank: how many started beside it, and where to leave its error",
     "zeroaccel/comm/environment.py": "what the launcher says of the job, and the limit for hangs",
     "zeroaccel/compat/__main__.py": "hands the facade on to the processes that a script starts",

@@ -25,6 +25,7 @@ TRIPLES: dict[str, tuple[str, str, str]] = {
     "distributed_type": ("DEEPSPEED", "MULTI_GPU", "MULTI_CPU"),
     "num_processes": ("2", "3", "4"),
     "num_machines": ("2", "3", "4"),
+    "min_machines": ("1", "2", "3"),
     "machine_rank": ("1", "2", "3"),
     "main_process_ip": ("a", "b", "c"),
     "main_process_port": ("1", "2", "3"),
@@ -257,3 +258,12 @@ def test_a_json_beside_the_launch_file_is_pointed_at(tmp_path: Path, monkeypatch
     given = Given({"deepspeed_config_file": "ds.json"}, {"deepspeed_config_file": "configs/launch.yaml:3:1"})
     with pytest.raises(ConfigError, match=r"ds\.json does not exist in .*; write configs/ds\.json"):
         check_json(given)
+
+
+def test_a_range_of_machines_is_two_settings() -> None:
+    assert _typed("num_machines", "1:4").values == {"num_machines": 4, "min_machines": 1}
+    with pytest.raises(ConfigError, match="--min_machines: expected at most num_machines"):
+        Given({"num_machines": 2, "min_machines": 3, "main_process_ip": "a"}).settings()
+    with pytest.raises(ConfigError, match="the static rendezvous does not tell other machines of a restart"):
+        values = {"num_machines": 2, "machine_rank": 0, "main_process_ip": "a", "max_restarts": 1}
+        Given({**values, "rdzv_backend": "static"}).settings()

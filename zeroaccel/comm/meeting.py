@@ -13,10 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import accumulate
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ProcessGroupGloo
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
 
 from zeroaccel.comm.verdict import rank_list
 from zeroaccel.errors import CollectiveError, ConfigError
@@ -55,7 +56,7 @@ class Meeting:
     """
 
     cards: Sequence[Card]
-    store: dist.Store
+    store: Store
 
 
 def meet(
@@ -80,7 +81,7 @@ def meet(
         ConfigError: two machines want different things.
     """
     store = _store(address, machine, arrival_seconds, say)
-    books = dist.PrefixStore(_PREFIX, store)
+    books = PrefixStore(_PREFIX, store)
     books.set(f"card/{machine}", json.dumps([card.host, card.ranks, dict(card.facts)]))
     _await(books, "card", num_machines, card.ranks, arrival_seconds, say)
     cards = [Card(*json.loads(books.get(f"card/{number}"))) for number in range(num_machines)]
@@ -89,14 +90,14 @@ def meet(
     return Meeting(cards, store)
 
 
-def _store(address: tuple[str, int], machine: int, seconds: float, say: Callable[[str], None]) -> dist.Store:
+def _store(address: tuple[str, int], machine: int, seconds: float, say: Callable[[str], None]) -> Store:
     host, port = address
     # A client that finds nobody listening tries again until its time is over, in silence; so in two parts.
     waits = [min(CHECK_SECONDS, seconds), seconds - CHECK_SECONDS]
     for wait in waits if machine else [seconds]:
         try:
             # Several tenants: torch's own rendezvous listens at the same port, in the same process.
-            return dist.TCPStore(
+            return TCPStore(
                 host,
                 port,
                 is_master=machine == 0,
@@ -115,7 +116,7 @@ def _store(address: tuple[str, int], machine: int, seconds: float, say: Callable
 
 
 def _await(
-    books: dist.Store, what: str, count: int, ranks_each: int, seconds: float, say: Callable[[str], None] | None
+    books: Store, what: str, count: int, ranks_each: int, seconds: float, say: Callable[[str], None] | None
 ) -> None:
     """Waits until every machine has set its `what`."""
     start, told = time.monotonic(), False
@@ -150,10 +151,10 @@ def _compare(cards: Sequence[Card]) -> None:
                 )
 
 
-def _try_network(books: dist.Store, machine: int, cards: Sequence[Card]) -> None:
+def _try_network(books: Store, machine: int, cards: Sequence[Card]) -> None:
     limit = timedelta(seconds=CHECK_SECONDS)
     try:
-        group = ProcessGroupGloo(dist.PrefixStore("network", books), machine, len(cards), limit)
+        group: Any = ProcessGroupGloo(PrefixStore("network", books), machine, len(cards), limit)
         total = torch.tensor([float(cards[machine].ranks)])
         group.allreduce([total]).wait(limit)
     except RuntimeError as error:
@@ -163,7 +164,7 @@ def _try_network(books: dist.Store, machine: int, cards: Sequence[Card]) -> None
     _await(books, "reached", len(cards), cards[machine].ranks, CHECK_SECONDS, None)
 
 
-def _cut_off(books: dist.Store, machine: int, cards: Sequence[Card], error: RuntimeError) -> str:
+def _cut_off(books: Store, machine: int, cards: Sequence[Card], error: RuntimeError) -> str:
     starts = [0, *accumulate(card.ranks for card in cards)]
     silent = [n for n in range(len(cards)) if n != machine and not books.check([f"reached/{n}"])]
     who = "; ".join(

@@ -43,6 +43,8 @@ class LaunchSettings(ProcessSettings, ZeroSettings, HostSettings, DynamoSettings
         """How the machines meet. A port that somebody chose becomes MASTER_PORT only by the static way."""
         if self.num_machines == 1 and not self.main_process_port:
             return "c10d"  # at a port that the agent finds; on one machine the ranks are fixed either way
+        if self.rdzv_backend is None and (self.max_restarts or self.min_machines):
+            return "c10d"  # the static way does not tell other machines of a restart
         return self.rdzv_backend or "static"
 
     @property
@@ -54,6 +56,11 @@ class LaunchSettings(ProcessSettings, ZeroSettings, HostSettings, DynamoSettings
     def is_main_machine(self) -> bool:
         """Whether the meeting point is on this machine."""
         return self.machine == 0
+
+    @property
+    def starts_hosts(self) -> bool:
+        """Whether this launcher starts the job on the machines of a hostfile, rather than its own part of it."""
+        return self.hostfile is not None and self.multinode_launcher != "standard"
 
     @property
     def uses_zero(self) -> bool:
@@ -114,9 +121,10 @@ def wrong_settings(problems: list[Problem], address: Callable[[str], str]) -> Co
 
 
 def _contradictions(settings: LaunchSettings) -> Iterator[Problem]:
-    if settings.num_machines > 1:
+    yield from _problems_of_elasticity(settings)
+    if settings.num_machines > 1 and not settings.starts_hosts:
         yield from _problems_between_machines(settings)
-    elif settings.machine_rank:
+    elif settings.machine_rank and not settings.starts_hosts:
         yield Problem(
             ("machine_rank",), expected="0 on one machine", got=settings.machine_rank, fix="set num_machines too"
         )
@@ -130,12 +138,28 @@ def _contradictions(settings: LaunchSettings) -> Iterator[Problem]:
     yield from _problems_of_zero(settings)
 
 
+def _problems_of_elasticity(settings: LaunchSettings) -> Iterator[Problem]:
+    if settings.max_restarts and settings.num_machines > 1 and settings.rendezvous == "static":
+        text = "the static rendezvous does not tell other machines of a restart"
+        yield Problem(("rdzv_backend",), text=text, fix="set it to c10d, or max_restarts to 0")
+    least = settings.min_machines
+    if least is None:
+        return
+    if least > settings.num_machines:
+        expected = f"at most num_machines ({settings.num_machines})"
+        yield Problem(("min_machines",), expected=expected, got=least)
+    elif settings.rendezvous != "c10d":
+        text = "machines come and go with the c10d rendezvous only"
+        yield Problem(("min_machines",), text=text, fix="set rdzv_backend to c10d, or leave it out")
+
+
 def _problems_between_machines(settings: LaunchSettings) -> Iterator[Problem]:
     machines = settings.num_machines
     if settings.hostfile is not None:
         yield from _problem_of_division(settings)
         return  # each machine is told its number and the meeting point by the one that starts the job
-    if settings.machine_rank is None or settings.machine_rank >= machines:
+    arrives = settings.rendezvous == "c10d"  # then the numbers are given out in some order
+    if (settings.machine_rank is None and not arrives) or (settings.machine_rank or 0) >= machines:
         got = NOTHING if settings.machine_rank is None else settings.machine_rank
         yield Problem(("machine_rank",), expected=f"the number of this machine, 0 to {machines - 1}", got=got)
     if settings.main_process_ip is None:

@@ -141,7 +141,9 @@ class ProcessSettings(ConfigSection):
     num_processes: PositiveCount | None = None
     """Processes of the whole job, over all machines. [default: one per accelerator; without any, 1 per machine]"""
     num_machines: PositiveCount = 1
-    """Machines that take part; run the same command on each, with its --machine_rank. [default: 1]"""
+    """Machines that take part; the command runs on each, with its --machine_rank. MIN:MAX with c10d. [default: 1]"""
+    min_machines: PositiveCount | None = None
+    """With c10d, machines that are enough to begin, and to go on with when others are lost. [default: all of them]"""
     machine_rank: Count | None = None
     """The number of this machine, from 0. Machine 0 hosts the meeting point."""
     main_process_ip: Name | None = None

@@ -1,0 +1,288 @@
+"""A job on several machines, started from this one over ssh: one `node` each, told to go together and stopped together.
+
+The program that reaches a machine is the system's ssh, or what ZEROACCEL_SSH says instead: any command that takes
+`[-o option]... -- host command` and connects stdin, stdout and stderr. Output comes here as it is printed, each line
+behind the name of its machine. Used by `launch`; what the job is, is in the orders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import re
+import secrets
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, BinaryIO
+
+from zeroaccel.errors import ConfigError
+
+from .failures import RankEnd, Report, exit_code, first_failure, tell
+from .node import MODULE
+
+__all__ = ["Errand", "remote_command", "run_errands"]
+
+_OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=15")
+_READY_SECONDS = 120.0  # python has to start there, from a file system that may be slow
+_COMPANY_SECONDS = 3.0  # for machines that fail alike to say so, before the rest is stopped
+_STOP_SECONDS = 30.0  # for an orderly end everywhere
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Errand:
+    """One machine and its part of the job.
+
+    Attributes:
+        host: as ssh takes it.
+        order: see `node.Order`; without the token.
+        ranks: those it will start.
+    """
+
+    host: str
+    order: Mapping[str, Any]
+    ranks: range
+
+
+@dataclass
+class _Outing:
+    """An errand under way.
+
+    Attributes:
+        ends: the ranks that failed there.
+        error: why it did not get as far as having ranks, and the exit code for that.
+        code: of the process that reached the machine; None while it runs.
+    """
+
+    errand: Errand
+    process: subprocess.Popen[bytes]
+    ready: bool = False
+    ends: list[RankEnd] = field(default_factory=list)
+    error: tuple[str, int] | None = None
+    code: int | None = None
+
+    def write(self, line: str) -> None:
+        assert self.process.stdin is not None, "stdin is a pipe"
+        with contextlib.suppress(OSError):  # it has ended; that is noticed elsewhere
+            self.process.stdin.write(f"{line}\n".encode())
+            self.process.stdin.flush()
+
+    def hang_up(self) -> None:
+        """Ends the connection, upon which the other side stops by itself."""
+        assert self.process.stdin is not None, "stdin is a pipe"
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+
+
+def remote_command(ssh: Sequence[str], host: str, python_path: str | None) -> list[str]:
+    """The words that start a `node` on a machine. What the shell over there sees holds a path or two, all quoted."""
+    words = ["exec", "env", *([f"PYTHONPATH={python_path}"] if python_path else []), sys.executable, "-u", "-m", MODULE]
+    options = [word for option in _OPTIONS for word in ("-o", option)]
+    return [*ssh, *options, "--", host, shlex.join(words)]
+
+
+def run_errands(
+    errands: Sequence[Errand],
+    ssh: Sequence[str],
+    python_path: str | None,
+    say: Callable[[str], None],
+    *,
+    debug: bool = False,
+) -> int:
+    """Starts the job on all machines and waits for its end. Returns the launcher's exit code.
+
+    Args:
+        ssh: the program that reaches a machine, with its own arguments.
+        python_path: PYTHONPATH over there.
+        debug: show tracebacks also of errors that were raised on purpose.
+
+    Raises:
+        ConfigError: there is no such program.
+    """
+    return _Job(say, debug=debug).run(errands, ssh, python_path)
+
+
+class _Job:
+    """All machines of one job. Threads read; everything is decided in the thread that calls `run`."""
+
+    def __init__(self, say: Callable[[str], None], *, debug: bool) -> None:
+        self._say = say
+        self._debug = debug
+        self._token = f"\x1e{secrets.token_hex(8)} "
+        self._events: queue.SimpleQueue[tuple[_Outing | None, Any]] = queue.SimpleQueue()
+        self._outings: list[_Outing] = []
+        self._signal = 0
+        self._stop_at: float | None = None  # when the rest is told to stop
+        self._give_up_at: float | None = None  # when it is no longer waited for
+
+    def run(self, errands: Sequence[Errand], ssh: Sequence[str], python_path: str | None) -> int:
+        before = {number: signal.signal(number, self._on_signal) for number in _STOP_SIGNALS}
+        try:
+            for errand in errands:
+                self._outings.append(self._set_out(errand, ssh, python_path))
+            self._wait()
+        finally:
+            for outing in self._outings:
+                outing.hang_up()
+                if outing.process.poll() is None:
+                    outing.process.terminate()
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        return self._conclude()
+
+    def _set_out(self, errand: Errand, ssh: Sequence[str], python_path: str | None) -> _Outing:
+        command = remote_command(ssh, errand.host, python_path)
+        pipe = subprocess.PIPE
+        try:
+            # In a session of its own: Ctrl-C comes here, and is passed on in words.
+            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
+        except OSError as error:
+            fix = "install it, or name another command in ZEROACCEL_SSH"
+            raise ConfigError(f"{ssh[0]}: {(error.strerror or 'cannot be run').lower()}", fix=fix) from None
+        outing = _Outing(errand, process)
+        assert process.stdout is not None and process.stderr is not None, "both are pipes"
+        readers = [
+            threading.Thread(target=self._read, args=(outing, process.stdout, sys.stdout), daemon=True),
+            threading.Thread(target=self._read, args=(outing, process.stderr, sys.stderr), daemon=True),
+        ]
+        for reader in readers:
+            reader.start()
+        threading.Thread(target=self._see_off, args=(outing, readers), daemon=True).start()
+        outing.write(json.dumps({**errand.order, "token": self._token}))
+        return outing
+
+    def _read(self, outing: _Outing, source: BinaryIO, target: Any) -> None:
+        for line in _lines(source):
+            said, mark, record = line.partition(self._token)
+            if mark:
+                self._events.put((outing, json.loads(record)))
+            if said or not mark:
+                target.write(f"[{outing.errand.host}] {said.rstrip()}\n")
+                target.flush()
+
+    def _see_off(self, outing: _Outing, readers: Sequence[threading.Thread]) -> None:
+        code = outing.process.wait()
+        for reader in readers:
+            reader.join(timeout=5.0)  # a process that was left behind may hold the pipe open
+        self._events.put((outing, code))
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        self._events.put((None, number))
+
+    def _wait(self) -> None:
+        ready_by = time.monotonic() + _READY_SECONDS
+        while any(outing.code is None for outing in self._outings):
+            with contextlib.suppress(queue.Empty):
+                self._note(*self._events.get(timeout=0.2))
+            now = time.monotonic()
+            waiting = [o.errand.host for o in self._outings if not o.ready and o.code is None]
+            if waiting and now > ready_by and self._stop_at is None:
+                self._say(f"{', '.join(waiting)} did not answer within {_READY_SECONDS:g} s")
+                self._stop_at = now
+            if self._stop_at is not None and now >= self._stop_at and self._give_up_at is None:
+                self._stop_all(signal.SIGTERM)
+            if self._give_up_at is not None and now > self._give_up_at:
+                return
+
+    def _note(self, outing: _Outing | None, event: Any) -> None:
+        if outing is None:
+            self._note_signal(event)
+        elif isinstance(event, int):
+            outing.code = event
+            if event and self._stop_at is None:
+                self._stop_at = time.monotonic() + (_COMPANY_SECONDS if outing.ready else 0.0)
+        elif "ready" in event:
+            outing.ready = True
+            for warning in event["warnings"]:
+                self._say(f"{outing.errand.host}: {warning}")
+            self._say(f"{outing.errand.host}: {event['ready']}")
+            if all(one.ready for one in self._outings) and self._stop_at is None:
+                for one in self._outings:
+                    one.write("go")
+        elif "error" in event:
+            outing.error = event["error"], event["exit_code"]
+        else:
+            outing.ends = [RankEnd(**{**one, "report": _report(one["report"])}) for one in event["ends"]]
+
+    def _note_signal(self, number: int) -> None:
+        if self._signal:
+            for outing in self._outings:
+                outing.hang_up()
+                outing.process.kill()
+            return
+        self._signal = number
+        self._say(f"{signal.Signals(number).name}: stopping all machines; once more leaves them to stop by themselves")
+        self._stop_all(number)
+
+    def _stop_all(self, number: int) -> None:
+        self._give_up_at = time.monotonic() + _STOP_SECONDS
+        self._stop_at = self._stop_at or time.monotonic()
+        for outing in self._outings:
+            if outing.code is None:
+                outing.write(f"stop {number}")
+                if not all(one.ready for one in self._outings):
+                    outing.hang_up()  # it waits to be told to go
+
+    def _conclude(self) -> int:
+        """Says what became of the job, the cause last. Returns the exit code."""
+        if self._signal:
+            running = [outing.errand.host for outing in self._outings if outing.code is None]
+            self._say(
+                f"{', '.join(running)} did not end in time"
+                if running
+                else f"stopped by {signal.Signals(self._signal).name}; all machines have ended"
+            )
+            return 128 + self._signal
+        failed = [outing for outing in self._outings if outing.ends]
+        if failed:
+            return self._tell_ranks(failed)
+        for outing in self._outings:
+            if outing.error is not None:
+                told = [o.errand.host for o in self._outings if o.error is not None and o.error[0] == outing.error[0]]
+                self._say(f"{', '.join(told)}: {outing.error[0]}")
+                return outing.error[1]
+        lost = [outing for outing in self._outings if outing.code != 0]
+        for outing in lost:
+            self._say(f"{outing.errand.host}: {_lost(outing)}")
+        return 1 if lost else 0
+
+    def _tell_ranks(self, failed: Sequence[_Outing]) -> int:
+        first = first_failure([end for outing in failed for end in outing.ends])
+        guilty = next(outing for outing in failed if first in outing.ends)
+        others = [outing.errand.host for outing in self._outings if outing is not guilty and outing.code != 0]
+        if others:
+            self._say(f"{', '.join(others)}: ended with the job")
+        ranks = guilty.errand.ranks
+        self._say(tell(guilty.ends, ranks=ranks, host=guilty.errand.host, several_machines=True, debug=self._debug))
+        return exit_code(first)
+
+
+def _lines(source: BinaryIO) -> Iterator[str]:
+    """Lines as they come; a carriage return, as of progress bars, ends one too."""
+    rest = b""
+    while chunk := os.read(source.fileno(), 1 << 16):
+        *lines, rest = re.split(rb"\r\n|\n|\r", rest + chunk)
+        yield from (line.decode(errors="replace") for line in lines)
+    if rest:
+        yield rest.decode(errors="replace")
+
+
+def _report(data: Mapping[str, Any] | None) -> Report | None:
+    return None if data is None else Report(**data)
+
+
+def _lost(outing: _Outing) -> str:
+    if outing.code == 255 and not outing.ready:
+        return "ssh could not start anything there; what it said is above"
+    if not outing.ready:
+        return f"zeroaccel did not start there (exit code {outing.code}); what it said is above"
+    return f"the connection was lost (exit code {outing.code}), and with it the job"

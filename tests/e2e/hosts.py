@@ -1,0 +1,89 @@
+"""Two "machines" on this one: loopback addresses, each reached by a program that takes ssh's arguments."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from tests.multi.environment import free_port, outside_any_job
+from tests.multi.job import JobResult, run_command
+
+__all__ = ["HOSTS", "alive", "files_of", "launch", "launching", "write_script"]
+
+HOSTS = ("127.0.0.1", "127.0.0.2")
+
+# As ssh, in a shell and a folder of its own, with none of our variables; and it knows one machine that is down.
+_SSH = """#!/bin/sh
+while [ "$1" != "--" ]; do shift; done
+if [ "$2" = "127.0.0.9" ]; then echo "connect to host $2: refused" >&2; exit 255; fi
+cd / && exec env -u ZEROACCEL_SECRET sh -c "$3"
+"""
+
+
+def write_script(folder: Path, source: str) -> Path:
+    path = folder / "train.py"
+    path.write_text(source)
+    return path
+
+
+def _command(folder: Path, arguments: Sequence[object], hosts: Sequence[str], slots: int) -> list[str]:
+    (folder / "hosts").write_text("".join(f"{host} slots={slots}\n" for host in hosts))
+    ssh = folder / "ssh"
+    ssh.write_text(_SSH)
+    ssh.chmod(0o755)
+    hostfile = ["--hostfile", folder / "hosts", "--main_process_port", free_port()]
+    return [sys.executable, "-m", "zeroaccel.cli", "launch", "--cpu", *map(str, [*hostfile, *arguments])]
+
+
+def launch(
+    folder: Path, *arguments: object, hosts: Sequence[str] = HOSTS, slots: int = 1, env: Mapping[str, str] | None = None
+) -> JobResult:
+    """Runs `zeroaccel launch` in `folder`, on these hosts."""
+    command = _command(folder, arguments, hosts, slots)
+    return run_command(command, env={"ZEROACCEL_SSH": str(folder / "ssh"), **(env or {})}, cwd=folder)
+
+
+@contextmanager
+def launching(folder: Path, *arguments: object) -> Iterator[subprocess.Popen[str]]:
+    """The same, as a process; killed at the end if it is still there."""
+    launcher = subprocess.Popen(
+        _command(folder, arguments, HOSTS, 1),
+        env=outside_any_job() | {"ZEROACCEL_SSH": str(folder / "ssh")},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+    )
+    try:
+        yield launcher
+    finally:
+        if launcher.poll() is None:
+            launcher.send_signal(signal.SIGTERM)
+        launcher.communicate(timeout=40)
+
+
+def files_of(folder: Path, names: Sequence[str], seconds: float = 60.0) -> list[int]:
+    """The process ids that the ranks have written into these files, once all are there."""
+    files = [folder / name for name in names]
+    deadline = time.monotonic() + seconds
+    while not all(file.exists() and file.read_text().endswith("\n") for file in files):
+        assert time.monotonic() < deadline, f"the ranks did not start: {[file.name for file in files]}"
+        time.sleep(0.05)
+    return [int(file.read_text()) for file in files]
+
+
+def alive(pids: Sequence[int], seconds: float = 20.0) -> list[int]:
+    """Which of these processes are still there after a while."""
+    deadline = time.monotonic() + seconds
+    while left := [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    return left
