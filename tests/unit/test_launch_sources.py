@@ -264,6 +264,6 @@ def test_a_range_of_machines_is_two_settings() -> None:
     assert _typed("num_machines", "1:4").values == {"num_machines": 4, "min_machines": 1}
     with pytest.raises(ConfigError, match="--min_machines: expected at most num_machines"):
         Given({"num_machines": 2, "min_machines": 3, "main_process_ip": "a"}).settings()
+    values = {"num_machines": 2, "machine_rank": 0, "main_process_ip": "a", "max_restarts": 1, "rdzv_backend": "static"}
     with pytest.raises(ConfigError, match="the static rendezvous does not tell other machines of a restart"):
-        values = {"num_machines": 2, "machine_rank": 0, "main_process_ip": "a", "max_restarts": 1}
-        Given({**values, "rdzv_backend": "static"}).settings()
+        Given(values).settings()

@@ -122,7 +122,7 @@ def wrong_settings(problems: list[Problem], address: Callable[[str], str]) -> Co
 
 def _contradictions(settings: LaunchSettings) -> Iterator[Problem]:
     yield from _problems_of_elasticity(settings)
-    if settings.num_machines > 1 and not settings.starts_hosts:
+    if settings.num_machines > 1:
         yield from _problems_between_machines(settings)
     elif settings.machine_rank and not settings.starts_hosts:
         yield Problem(
@@ -155,7 +155,7 @@ def _problems_of_elasticity(settings: LaunchSettings) -> Iterator[Problem]:
 
 def _problems_between_machines(settings: LaunchSettings) -> Iterator[Problem]:
     machines = settings.num_machines
-    if settings.hostfile is not None:
+    if settings.starts_hosts:
         yield from _problem_of_division(settings)
         return  # each machine is told its number and the meeting point by the one that starts the job
     arrives = settings.rendezvous == "c10d"  # then the numbers are given out in some order
