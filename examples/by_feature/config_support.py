@@ -14,6 +14,7 @@ import sysconfig
 from pathlib import Path
 
 import torch
+from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, get_scheduler
 
@@ -69,8 +70,9 @@ def evaluate(model, dataloader, accelerator):
     losses = []
     for ids in dataloader:
         with torch.no_grad():
-            loss = model(input_ids=ids, labels=ids).loss
-        losses.append(accelerator.gather_for_metrics(loss.repeat(len(ids))))
+            logits = model(input_ids=ids).logits
+        of_tokens = cross_entropy(logits[:, :-1].transpose(1, 2).float(), ids[:, 1:], reduction="none")
+        losses.append(accelerator.gather_for_metrics(of_tokens.mean(dim=1)))
     loss = torch.cat(losses).mean().item()
     return math.exp(loss), loss
 

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -132,7 +133,8 @@ def test_a_student_learns_from_a_frozen_teacher(run: Runner) -> None:
 
 
 def test_all_processes_stop_when_one_has_seen_enough(run: Runner) -> None:
-    (steps, stopped, zero), (others, also, one) = run("by_feature/early_stopping.py", "--target_loss", 0.5)
+    results = run("by_feature/early_stopping.py", "--target_loss", 0.5)
+    ((steps, stopped, zero), _), ((others, also, one), _) = results
     assert steps == others < 320
     assert stopped
     assert also
@@ -178,7 +180,7 @@ def test_what_the_config_file_has_is_used(run: Runner, tmp_path: Path, sections:
     arguments = (*files, *sizes, *rest, *track, "--num_warmup_steps", 2)
     (best, printed), (other, _) = run("by_feature/config_support.py", *arguments, config=tmp_path / "zero3.json")
     assert best == other < 100 < 256
-    assert "hidden_size^2" in printed
+    assert re.search(r"reduce_bucket_size +1024 .*hidden_size", printed), printed
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     ids = torch.tensor(list(TEXT[-1600:].encode())).view(-1, 32)
     with torch.no_grad():
