@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from zeroaccel.activations import Recomputation
 from zeroaccel.checkpoint.engine import CheckpointingEngine, CheckpointSettings
 from zeroaccel.comm.agree import agree_or_raise
 from zeroaccel.comm.arranged import arrange
@@ -126,6 +127,7 @@ def initialize(
         spread = comm_plan(settings, collectives.world_size)
         scheduler = _scheduler(lr_scheduler, settings, built)
         monitors = build_monitors(settings, collectives.rank)
+        recomputation = _recomputation(model, settings)
     residences = tier_plan(settings)
     units_placement = _placement(model, settings, plan, groups, topology.device, residences)
     check_same(model, units_placement, [*str(engine_settings).split(", "), str(spread), str(residences)], collectives)
@@ -189,6 +191,9 @@ def initialize(
             random_state=settings.checkpoint.save_random_state,
         ),
     )
+    if recomputation is not None:
+        recomputation.apply()
+        engine.at_destroy(recomputation.undo)
     if settings.dump_state:
         logger.warning("%s", engine_settings)
     return engine, engine.optimizer, loader, scheduler
@@ -203,6 +208,11 @@ def _open_tiers(tiers: TierSet, collectives: Collectives) -> None:
     except Exception:
         tiers.close()
         raise
+
+
+def _recomputation(model: nn.Module, settings: Config) -> Recomputation | None:
+    section = settings.activation_checkpointing
+    return None if section == type(section)() else Recomputation(model, section)
 
 
 @contextmanager

@@ -36,20 +36,29 @@ __all__ = [
 
 
 class ActivationCheckpointing(ConfigSection):
-    """Options of a checkpointing function that a model calls itself; nothing is recomputed because of this section."""
+    """Recomputation in backward: of functions that a model checkpoints itself, and of its repeated blocks."""
 
+    wrap_blocks: Flag | None = None
+    """Recompute every repeated block; absent, true where inputs are partitioned, on the host or in one buffer."""
     partition_activations: Flag = False
-    """Shard saved activations among tensor-parallel ranks."""
+    """Keep a share of each input per rank of the tensor-parallel group."""
     cpu_checkpointing: Flag = False
-    """Keep saved activations in host memory."""
+    """Keep inputs in host memory."""
     contiguous_memory_optimization: Flag = False
-    """Keep saved activations in one buffer."""
-    number_checkpoints: Count | None = None
-    """Checkpoints that buffer is sized for."""
+    """Keep inputs in one buffer."""
+    number_checkpoints: PositiveCount | None = None
+    """Inputs that buffer is sized for; absent, the number of repeated blocks."""
     synchronize_checkpoint_boundary: Flag = False
     """Wait for the device at each checkpoint."""
     profile: Flag = False
-    """Time each checkpointed function."""
+    """Log the time of checkpointed functions in forward and again in backward, and the bytes kept."""
+
+    @property
+    def wraps_blocks(self) -> bool:
+        """Whether repeated blocks are recomputed."""
+        if self.wrap_blocks is not None:
+            return self.wrap_blocks
+        return self.partition_activations or self.cpu_checkpointing or self.contiguous_memory_optimization
 
 
 class Pipeline(ConfigSection):

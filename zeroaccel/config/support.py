@@ -56,9 +56,6 @@ def _refused(reason: str, switch: str = "", fix: str = "") -> Standing:
 
 
 _REMOVED = _refused("this feature is not part of zeroaccel")
-_RECOMPUTE = _refused(
-    "zeroaccel has no checkpointing function of its own", fix="use torch.utils.checkpoint in the model; remove the key"
-)
 
 KEYS: Mapping[str, Standing] = {
     # batch sizes and the step
@@ -221,12 +218,14 @@ KEYS: Mapping[str, Standing] = {
     "checkpoint.parallel_write": _moot("every rank writes its own part"),
     "checkpoint.parallel_write.pipeline_stage": _refused("there is no pipeline parallelism"),
     "checkpoint.writer": _refused("there is one way of writing"),
-    "activation_checkpointing": _moot("recomputation is the model's own: torch.utils.checkpoint works as it is"),
-    "activation_checkpointing.partition_activations": _RECOMPUTE,
-    "activation_checkpointing.cpu_checkpointing": _RECOMPUTE,
-    "activation_checkpointing.contiguous_memory_optimization": _RECOMPUTE,
-    "activation_checkpointing.synchronize_checkpoint_boundary": _RECOMPUTE,
-    "activation_checkpointing.profile": _RECOMPUTE,
+    "activation_checkpointing": _WORKS,
+    "activation_checkpointing.wrap_blocks": _WORKS,
+    "activation_checkpointing.number_checkpoints": _WORKS,
+    "activation_checkpointing.partition_activations": _WORKS,
+    "activation_checkpointing.cpu_checkpointing": _WORKS,
+    "activation_checkpointing.contiguous_memory_optimization": _WORKS,
+    "activation_checkpointing.synchronize_checkpoint_boundary": _WORKS,
+    "activation_checkpointing.profile": _WORKS,
     # beyond sharded data parallelism
     "sequence_parallel_size": _refused("sequence parallelism is not available yet"),
     "use_data_before_expert_parallelism": _refused("expert parallelism is not available yet"),

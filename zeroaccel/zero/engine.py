@@ -152,6 +152,7 @@ class Engine(GradientAccess, nn.Module):
         self._asked_factor = 1.0
         self._applied = False
         self._destroyed = False
+        self._undo: list[Callable[[], None]] = []
         self._broken: str | None = None
 
     # -- the loop
@@ -513,6 +514,10 @@ class Engine(GradientAccess, nn.Module):
         self._drop_gradients()
         self._backwards = 0
 
+    def at_destroy(self, undo: Callable[[], None]) -> None:
+        """Has `undo` called when the engine goes: whoever patches something for an engine takes it back."""
+        self._undo.append(undo)
+
     def destroy(self) -> None:
         """Takes the engine off the model: hooks removed, weights whole and in storage of their own. (all ranks)"""
         if self._destroyed:
@@ -526,6 +531,8 @@ class Engine(GradientAccess, nn.Module):
             for buffer in unit.buffers:
                 buffer.give_back()
         self.keeper.close()
+        while self._undo:
+            self._undo.pop()()
         self._hooks.detach()
         self._load_hooks.detach()
         self._report.close()

@@ -1,0 +1,272 @@
+"""Recomputation: a function's activations are dropped in forward and computed again in backward, from its inputs.
+
+`checkpoint` is torch's own (without re-entrance), with a choice of where the inputs are kept meanwhile
+(`offload/activation_store.py`). The config's `activation_checkpointing` section makes the choice, for calls of
+`checkpoint` in a model and for the repeated blocks of any model. Numbers are those of a run without it, random ones
+included.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint as recompute
+
+from zeroaccel.comm.group_shares import GroupShares
+from zeroaccel.config.schema_extensions import ActivationCheckpointing
+from zeroaccel.errors import UsageError
+from zeroaccel.logs import logger
+from zeroaccel.offload.activation_store import ActivationStore
+
+__all__ = ["Activations", "Profile", "Recomputation", "checkpoint", "configure", "repeated_blocks", "reset"]
+
+_Result = TypeVar("_Result")
+_LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+@dataclass
+class Profile:
+    """What recomputation took since the forward began.
+
+    Attributes:
+        calls: of checkpointed functions.
+        forward_seconds: inside them in forward; on a CUDA device, with the device's work.
+        recompute_seconds: the same in backward.
+        kept_nbytes: the most that was kept at a time in memory that was taken for it.
+    """
+
+    calls: int = 0
+    forward_seconds: float = 0.0
+    recompute_seconds: float = 0.0
+    kept_nbytes: int = 0
+
+
+class Activations:
+    """Recomputes functions, and keeps their inputs as a config says.
+
+    Args:
+        section: `activation_checkpointing` of a config.
+        group: the tensor-parallel group whose ranks call with equal inputs; needed by `partition_activations`.
+        calls: how many functions a forward checkpoints, for `contiguous_memory_optimization` without
+            `number_checkpoints`.
+
+    Raises:
+        UsageError: a switch lacks what it needs.
+    """
+
+    def __init__(
+        self,
+        section: ActivationCheckpointing | None = None,
+        *,
+        group: dist.ProcessGroup | None = None,
+        calls: int | None = None,
+    ) -> None:
+        self.section = section = section or ActivationCheckpointing()
+        slots = (section.number_checkpoints or calls) if section.contiguous_memory_optimization else None
+        if section.contiguous_memory_optimization and not slots:
+            raise UsageError(
+                "activation_checkpointing.contiguous_memory_optimization",
+                expected="number_checkpoints, the number of checkpointed calls in forward, which sizes the buffer",
+                got=section.number_checkpoints,
+            )
+        if section.partition_activations and group is None:
+            raise UsageError(
+                "activation_checkpointing.partition_activations",
+                expected="a tensor-parallel group, whose ranks hold the same activations",
+                got=None,
+                fix="call zeroaccel.activations.configure(tensor_parallel_group=...) first, or remove the key",
+            )
+        shares = GroupShares(group) if section.partition_activations and group is not None else None
+        self.store = ActivationStore(on_host=section.cpu_checkpointing, shares=shares, slots=slots)
+        self.profile = Profile()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Activations:
+        return self  # a copied model is recomputed by the same settings
+
+    def __reduce__(self) -> Any:
+        return Activations, ()  # what is kept, and for which group, means nothing to another process
+
+    def checkpoint(self, function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
+        """See the module's `checkpoint`."""
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        chosen = [index for index, leaf in enumerate(leaves) if _is_activation(leaf)]
+        inputs = [leaves[index] for index in chosen]
+        others = [None if index in set(chosen) else leaf for index, leaf in enumerate(leaves)]
+
+        def run(*tensors: Tensor) -> _Result:
+            merged = list(others)
+            for index, tensor in zip(chosen, tensors, strict=True):
+                merged[index] = tensor
+            some_args, some_kwargs = tree_unflatten(merged, spec)
+            with self._around(tensors):
+                return function(*some_args, **some_kwargs)
+
+        self.store.calls += 1
+        with saved_tensors_hooks(self._pack, self.store.fetch):  # inside, torch's own take over: these see the inputs
+            result: _Result = recompute(run, *inputs, use_reentrant=False)
+        return result
+
+    def _pack(self, tensor: Tensor) -> Any:
+        return self.store.keep(tensor) if tensor.numel() else tensor
+
+    @contextmanager
+    def _around(self, tensors: tuple[Tensor, ...]) -> Iterator[None]:
+        """Waits for the device at both ends, and takes the time, where that is asked for."""
+        section = self.section
+        again = torch._C._current_graph_task_id() != -1
+        device = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
+        waits = device is not None and (section.profile or section.synchronize_checkpoint_boundary)
+        if not again and self.profile.recompute_seconds:
+            self._say()
+        if waits:
+            torch.cuda.synchronize(device)
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            if waits:
+                torch.cuda.synchronize(device)
+            seconds = time.perf_counter() - begun
+            if again:
+                self.profile.recompute_seconds += seconds
+            else:
+                self.profile.calls += 1
+                self.profile.forward_seconds += seconds
+            self.profile.kept_nbytes = max(self.profile.kept_nbytes, self.store.kept_nbytes)
+
+    def _say(self) -> None:
+        found, self.profile = self.profile, Profile()
+        if self.section.profile:
+            logger.warning(
+                "activations: %d checkpointed calls, %.1f ms in forward, %.1f ms again in backward, %.1f MiB kept",
+                found.calls,
+                found.forward_seconds * 1e3,
+                found.recompute_seconds * 1e3,
+                found.kept_nbytes / 2**20,
+            )
+
+
+_current = Activations()
+_group: dist.ProcessGroup | None = None
+
+
+def checkpoint(function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
+    """Calls ``function(*args, **kwargs)``, drops what it saves for backward, and computes it again there.
+
+    Inputs that carry gradients are kept as the config of the last `initialize` (or `configure`) says; masks, positions
+    and the like stay where they are, as blocks share them. Nested calls, several outputs, keyword arguments and frozen
+    inputs are fine; random numbers are drawn anew as they were.
+    """
+    return _current.checkpoint(function, *args, **kwargs)
+
+
+def configure(
+    section: ActivationCheckpointing | None = None, *, tensor_parallel_group: dist.ProcessGroup | None = None
+) -> None:
+    """Says how `checkpoint` keeps inputs from now on, in this process. `initialize` calls it for a config's section.
+
+    Args:
+        tensor_parallel_group: of this rank, for `partition_activations`; it stays known until `reset`.
+
+    Raises:
+        UsageError: a switch lacks what it needs.
+    """
+    global _current, _group
+    group = tensor_parallel_group or _group
+    made = Activations(section, group=group)
+    _current, _group = made, group
+
+
+def reset() -> None:
+    """Forgets what was configured: `checkpoint` keeps inputs as they are, and no group is known."""
+    global _current, _group
+    _current, _group = Activations(), None
+
+
+def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """(fqn, block) of the children of the outermost lists that have at least one more of their class beside them."""
+    found: list[tuple[str, nn.Module]] = []
+
+    def walk(fqn: str, module: nn.Module) -> None:
+        kinds = Counter(type(child) for child in module.children()) if isinstance(module, _LISTS) else Counter()
+        for name, child in module.named_children():
+            if not any(True for _ in child.parameters()):
+                continue
+            child_fqn = f"{fqn}.{name}" if fqn else name
+            if kinds[type(child)] > 1 and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+                found.append((child_fqn, child))
+            else:
+                walk(child_fqn, child)
+
+    walk("", model)
+    return found
+
+
+class Recomputation:
+    """What a config's section does to a model and to `checkpoint`, from `apply` to `undo`.
+
+    Raises:
+        UsageError: there is no repeated block to recompute, or a switch lacks what it needs.
+    """
+
+    def __init__(self, model: nn.Module, section: ActivationCheckpointing) -> None:
+        self._blocks = [block for _, block in repeated_blocks(model)] if section.wraps_blocks else []
+        if section.wraps_blocks and not self._blocks:
+            raise UsageError(
+                "activation_checkpointing",
+                expected="a model with repeated blocks (modules of one class in a ModuleList or Sequential)",
+                got=type(model).__name__,
+                fix='call zeroaccel.activations.checkpoint in the model, and set "wrap_blocks" to false',
+            )
+        self._activations = Activations(section, group=_group, calls=len(self._blocks))
+        self._before = _current
+
+    def apply(self) -> None:
+        """Has the blocks recomputed, and the model's own calls of `checkpoint` keep their inputs the same way."""
+        global _current
+        self._before, _current = _current, self._activations
+        for block in self._blocks:
+            block.__dict__["forward"] = _Recomputed(block.forward, self._activations)
+
+    def undo(self) -> None:
+        """Puts everything back."""
+        global _current
+        if _current is self._activations:
+            _current = self._before
+        for block in self._blocks:
+            held = block.__dict__.get("forward")
+            if isinstance(held, _Recomputed):
+                held.take_off(block)
+
+
+class _Recomputed:
+    """Stands for a block's forward. A copy of the block gets one that calls the copy."""
+
+    def __init__(self, forward: Callable[..., Any], activations: Activations) -> None:
+        self._forward = forward
+        self._activations = activations
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._activations.checkpoint(self._forward, *args, **kwargs)
+
+    def take_off(self, block: nn.Module) -> None:
+        """Puts back what was there before."""
+        del block.__dict__["forward"]
+        if self._forward != block.forward:  # somebody had replaced it already
+            block.__dict__["forward"] = self._forward
+
+
+def _is_activation(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad and leaf.numel() > 0 and not isinstance(leaf, nn.Parameter)
