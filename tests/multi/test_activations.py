@@ -45,7 +45,7 @@ def _runs(settings: list[tuple[dict[str, Any], dict[str, Any] | None, bool]]) ->
         whole = {**base, **({} if section is None else {"activation_checkpointing": section})}
         torch.manual_seed(5)
         kind = _Checkpointing if by_hand else _Dropping
-        found.append(train(whole, 4, make=lambda kind=kind: _model(kind)))
+        found.append(train(whole, 6, make=lambda kind=kind: _model(kind)))
         assert activations._current.section == ActivationCheckpointing(), "an engine left its settings behind"
     return found
 
