@@ -20,7 +20,7 @@ import psutil
 
 from .machine import usable_cores
 
-__all__ = ["Device", "Disk", "Machine", "folder_trouble", "look", "measure_disk"]
+__all__ = ["Device", "Disk", "Machine", "folder_trouble", "gib", "look", "measure_disk"]
 
 _GIB = 2**30
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
@@ -85,10 +85,10 @@ class Machine:
                 f"{len(self.devices)} x {first.name}" if len(kinds) == 1 else ", ".join(d.name for d in self.devices)
             )
             bf16 = "bf16" if all(device.has_bf16 for device in self.devices) else "no bf16"
-            yield "accelerators", f"{names}, {_gib(first.memory_nbytes)} each, {bf16}"
+            yield "accelerators", f"{names}, {gib(first.memory_nbytes)} each, {bf16}"
         else:
             yield "accelerators", "none; processes would run on the CPU"
-        yield "memory", _gib(self.memory_nbytes)
+        yield "memory", gib(self.memory_nbytes)
         yield "cores", str(self.cores)
         for disk in self.disks:
             speeds = (
@@ -96,7 +96,7 @@ class Machine:
                 if disk.write is None or disk.read is None
                 else f", {_speed(disk.write)} write, {_speed(disk.read)} read"
             )
-            yield "disk", f"{disk.folder} ({disk.file_system}), {_gib(disk.free_nbytes)} free{speeds}"
+            yield "disk", f"{disk.folder} ({disk.file_system}), {gib(disk.free_nbytes)} free{speeds}"
         if not self.disks:
             yield "disk", "no local disk with room for offload"
         if self.job:
@@ -165,7 +165,7 @@ def folder_trouble(folder: str, needed_nbytes: int = 0) -> tuple[str, str]:
     free = psutil.disk_usage(folder).free
     if free < needed_nbytes:
         return (
-            f"{folder} has {_gib(free)} free, and {_gib(needed_nbytes)} are needed",
+            f"{folder} has {gib(free)} free, and {gib(needed_nbytes)} are needed",
             "name a larger one, or free some",
         )
     return "", ""
@@ -227,7 +227,8 @@ def _version(package: str) -> str:
         return ""
 
 
-def _gib(nbytes: int) -> str:
+def gib(nbytes: int) -> str:
+    """A number of bytes for people."""
     return f"{nbytes / _GIB:.0f} GiB" if nbytes >= 10 * _GIB else f"{nbytes / _GIB:.1f} GiB"
 
 

@@ -58,10 +58,22 @@ class ConfigCommands(click.Group):
     cls=ConfigCommands, invoke_without_command=True, context_settings=CONTEXT, short_help="Make a launch file."
 )
 @question_flags
+@click.option("--model", metavar="MODEL", help="What will be trained, as for `zeroaccel estimate`: plans what fits.")
+@click.option(
+    "--sequence", type=click.IntRange(1), default=2048, metavar="N", help="Its tokens per sample. [default: 2048]"
+)
+@click.option(
+    "--batch", type=click.IntRange(1), default=1, metavar="N", help="Its samples per micro-step. [default: 1]"
+)
+@click.option("--checkpointing", is_flag=True, help="It recomputes activations.")
 @click.pass_context
 def config(
     ctx: click.Context,
     /,
+    model: str | None,
+    sequence: int,
+    batch: int,
+    checkpointing: bool,
     answers: str | None,
     sets: tuple[str, ...],
     config_file: str | None,
@@ -83,6 +95,7 @@ def config(
         return
     from ..facts import look, measure_disk
     from .making import Request, make, why_not_ask
+    from .plan import Model
 
     said = gather_answers(typed, answers, sets)
     no_asking = why_not_ask(os.environ, yes=yes, no_input=no_input)
@@ -95,6 +108,7 @@ def config(
             given=said.answers,
             sources=said.sources,
             extras=said.extras,
+            model=None if model is None else Model(model, sequence, batch, checkpointing),
             yes=yes,
             dry_run=dry_run,
             no_asking=no_asking,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .answers import Settled, as_text, settle
+from .plan import PLANNED, Model, Plan, ask_plan, best_plan, outlook
 from .questions import by_key
 from .render import checked, command_line, launch_line, render
 from .walk import BACK, Quit, Walk
@@ -37,6 +38,7 @@ class Request:
         sources: setting -> who said it, for messages.
         extras: path of a key of the file -> value, for keys that no question is about.
         former: answers of the file as it is, for an update.
+        model: what will be trained, where a flag says it.
         no_asking: why nobody is asked; empty if somebody is.
     """
 
@@ -45,6 +47,7 @@ class Request:
     sources: Mapping[str, str] = field(default_factory=dict)
     extras: Mapping[tuple[str, ...], Any] = field(default_factory=dict)
     former: Mapping[str, Any] | None = None
+    model: Model | None = None
     yes: bool = False
     dry_run: bool = False
     no_asking: str = ""
@@ -77,6 +80,8 @@ def make(request: Request, machine: Machine) -> None:
     """
     if request.no_asking:
         settled = _without_asking(request, machine)
+        if request.model is not None:
+            say(outlook(request.model, machine, settled.answers))
         _finish(request, settled.answers, _text(request, settled))
         return
     from .prompts import Prompts
@@ -95,7 +100,11 @@ def say(message: str = "") -> None:
 
 
 def _without_asking(request: Request, machine: Machine) -> Settled:
-    settled = settle(request.given, machine, sources=request.sources, former=request.former)
+    former, needs = request.former, None
+    if request.model is not None and not {*PLANNED, "deepspeed_config_file"} & set(request.given):
+        plan = best_plan(request.model, machine, request.given)
+        former, needs = {**(former or {}), **(plan.answers or {})}, plan.needs
+    settled = settle(request.given, machine, sources=request.sources, former=former, needs=needs)
     if settled.missing:
         flags = ", ".join(question.flag for question in settled.missing)
         raise click.UsageError(f"{request.no_asking}, and there is no default for {flags}: give a value.")
@@ -111,20 +120,25 @@ def _without_asking(request: Request, machine: Machine) -> Settled:
 
 def _by_asking(request: Request, machine: Machine, prompts: Prompts) -> Settled:
     show_machine(machine)
-    walk = Walk(machine, request.given, request.former or {})
+    # An update is about a file that is there; what it trains was planned when it was made.
+    has_plan = request.former is None or request.model is not None
     while True:
-        walk.run(prompts)
-        settled = walk.settled()
-        if _is_wanted(request, settled, prompts):
-            return settled
-        walk.back()
+        plan = ask_plan(prompts, request.model, machine, request.given) if has_plan else Plan()
+        walk = Walk(machine, request.given, request.former or {}, plan.needs, plan.answers)
+        while walk.run(prompts, back=has_plan):
+            settled = walk.settled()
+            if _is_wanted(request, settled, plan, machine, prompts):
+                return settled
+            walk.back()
 
 
-def _is_wanted(request: Request, settled: Settled, prompts: Prompts) -> bool:
+def _is_wanted(request: Request, settled: Settled, plan: Plan, machine: Machine, prompts: Prompts) -> bool:
     """Shows what would be written; false to go back to the last question."""
     from .prompts import Option
 
     show_file(request.path, _text(request, settled))
+    if plan.model is not None and (words := outlook(plan.model, machine, settled.answers)):
+        say(words)
     words = "Print it?" if request.dry_run else f"Write {request.path}?"
     return prompts.choose(words, [Option("yes", True)], True, back=True) is not BACK
 

@@ -53,6 +53,7 @@ class Walk:
         given: answers by flags, which are not asked again.
         proposals: answers to propose, as those of an earlier file.
         needs: as in `Situation`.
+        assumed: answers that are taken without asking wherever they apply, as those of a plan.
     """
 
     def __init__(
@@ -61,8 +62,10 @@ class Walk:
         given: Mapping[str, Any],
         proposals: Mapping[str, Any],
         needs: Mapping[str, int] | None = None,
+        assumed: Mapping[str, Any] | None = None,
     ) -> None:
         self._machine, self._given, self._needs = machine, given, needs
+        self._assumed = {key: value for key, value in (assumed or {}).items() if key not in given}
         self._proposals = dict(proposals)
         self._answers: dict[str, Any] = {}  # of the steps behind us only: those that do not apply are never among them
         self._open_gates: set[str] = set()
@@ -108,7 +111,14 @@ class Walk:
 
     def _settle(self, number: int) -> Settled:
         said = {**self._answers, **self._given}
-        return settle(said, self._machine, needs=self._needs, with_defaults=False, questions=QUESTIONS[:number])
+        return settle(
+            said,
+            self._machine,
+            former=self._assumed,
+            needs=self._needs,
+            with_defaults=False,
+            questions=QUESTIONS[:number],
+        )
 
     def _situation(self, step: _Step) -> Situation | None:
         """What is known when a step comes up, or None if it is not to be asked."""
@@ -116,7 +126,10 @@ class Walk:
         is_open = step.is_gate or not question.gate or question.key in self._open_gates
         if question.key in self._given or not is_open:
             return None
-        situation = self._settle(QUESTIONS.index(question)).situation
+        number = QUESTIONS.index(question)
+        if question.key in self._assumed and question.key in self._settle(number + 1).answers:
+            return None
+        situation = self._settle(number).situation
         return situation if question.applies(situation) else None
 
     def _put(self, ask: Asker, step: _Step, situation: Situation, *, back: bool) -> Any:

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pexpect
-import pytest
 
 from tests.multi.environment import outside_any_job
 from tests.multi.job import run_command
@@ -73,6 +72,7 @@ def _by_flags(folder: Path, said: str) -> str:
 def test_without_a_json_config(tmp_path: Path) -> None:
     with _terminal(tmp_path) as person:
         person.process.expect_exact("this machine")
+        person.at("What will you train?")
         person.at("Run on the CPU only")
         person.at("How many machines")
         person.at("Shard the training with ZeRO")
@@ -102,6 +102,7 @@ def test_with_a_json_config_and_an_existing_file(tmp_path: Path) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(config))
     (tmp_path / FILE).write_text("num_processes: 7\n")
     with _terminal(tmp_path, "--num_processes", "2") as person:
+        person.at("What will you train?")
         person.at("Run on the CPU only")
         person.at("How many machines")
         person.at("Shard the training with ZeRO")
@@ -123,6 +124,7 @@ def test_with_a_json_config_and_an_existing_file(tmp_path: Path) -> None:
 
 def test_stage_3_on_nvme_after_going_back(tmp_path: Path) -> None:
     with _terminal(tmp_path, "--use_cpu", "yes", "--num_machines", "1") as person:
+        person.at("What will you train?")
         person.at("Shard the training with ZeRO")
         person.at("Do you have a JSON config")
         person.at("Which stage of ZeRO?")
@@ -152,14 +154,35 @@ def test_stage_3_on_nvme_after_going_back(tmp_path: Path) -> None:
     assert _by_flags(tmp_path, said) == text
 
 
-@pytest.mark.parametrize("keys", [CTRL_C, DOWN * 4 + ENTER], ids=["Ctrl-C", "quit"])
-def test_leaving_writes_nothing(keys: str, tmp_path: Path) -> None:
-    with _terminal(tmp_path) as person:
-        person.at("Run on the CPU only")
+def test_a_plan_answers_the_stage_and_can_be_left_backwards(tmp_path: Path) -> None:
+    with _terminal(tmp_path, "--num_processes", "2", "--use_cpu", "yes") as person:
+        person.at("What will you train?", "1x")
+        person.process.expect_exact("expected a parameter count such as 7b")
+        person.process.send(f"{CLEAR}1m{ENTER}")
+        person.at("How many tokens per sample?", f"{CLEAR}64{ENTER}")
+        person.at("How many samples per process")
+        person.process.expect_exact("stage 1: ")
+        person.process.expect_exact("(recommended)")
+        person.at("none of these", DOWN * 2 + ENTER)  # the third line: stage 3
+        person.at("How many machines", f"{CLEAR}<{ENTER}")  # back to the beginning
+        person.at("What will you train?", "1m" + ENTER)
+        person.at("How many tokens per sample?", f"{CLEAR}64{ENTER}")
+        person.at("How many samples per process")
+        person.at("none of these", DOWN * 2 + ENTER)
         person.at("How many machines")
-        person.at("Shard the training with ZeRO", keys if keys == CTRL_C else DOWN * 3 + ENTER)
+        person.at("Shard the training with ZeRO")
+        person.at("Do you have a JSON config")
+        person.at("gradient accumulation steps")  # what the plan says is not asked
+        person.at("Clip gradients?", CTRL_C)
         code, said = person.ends()
     assert code == 130
     assert "nothing was written" in said
-    assert "Traceback" not in said
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_quitting_writes_nothing(tmp_path: Path) -> None:
+    with _terminal(tmp_path) as person:
+        person.at("What will you train?", f":q{ENTER}")
+        code, said = person.ends()
+    assert (code, said.splitlines()[-1]) == (130, "nothing was written")
     assert list(tmp_path.iterdir()) == []

@@ -48,6 +48,17 @@ def test_data_goes_to_stdout_and_talk_to_stderr(project: Path, capsys: pytest.Ca
     assert "\x1b" not in written.err
 
 
+def test_a_model_is_planned_for(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--yes", "--dry_run", "--use_cpu", "yes", "--sequence", "64", "--num_processes", "2"]
+    assert _run(*words, "--model", "1m") == 0
+    said = capsys.readouterr()
+    assert yaml.safe_load(said.out)["deepspeed_config"]["zero_stage"] == 1
+    assert said.err.startswith("1m takes 0.")
+    assert "per process, which fits\n" in said.err
+    assert _run(*words, "--model", "1m", "--zero_stage", "3", "--offload_optimizer_device", "cpu") == 0
+    assert "more in memory, which fits\n" in capsys.readouterr().err
+
+
 def test_without_a_terminal_the_missing_flags_are_named(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run("--zero_stage", "3") == 2
     said = capsys.readouterr().err

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from zeroaccel.cli.config.answers import Wrong, accept, as_text, parse, settle
+from zeroaccel.cli.config.plan import Model, best_plan
 from zeroaccel.cli.config.questions import AUTO, QUESTIONS, Question, Situation, by_key
 from zeroaccel.cli.config.render import answers_of, checked, command_line, render
 from zeroaccel.cli.config.walk import BACK, Walk
@@ -198,6 +199,30 @@ def test_what_flags_say_is_not_asked(tmp_path: Path) -> None:
     answers = _walk(_machine(tmp_path), asker, {"zero_stage": 3, "gradient_clipping": 0.5})
     assert not {"zero_stage", "gradient_clipping?", "gradient_clipping"} & set(asker.asked)
     assert (answers["zero_stage"], answers["gradient_clipping"]) == (3, 0.5)
+
+
+def test_a_model_that_fits_nowhere_says_what_it_needs() -> None:
+    with pytest.raises(ConfigError) as caught:
+        best_plan(Model("1m", 64), Machine(memory_nbytes=2**20), {})
+    assert str(caught.value).startswith("--model 1m: no plan fits this machine: stage ")
+    assert "GiB in memory, of 0.0 GiB, of which a tenth stays free; more processes, a smaller --batch" in str(
+        caught.value
+    )
+
+
+def test_what_a_plan_answers_is_not_asked_while_it_applies(tmp_path: Path) -> None:
+    plan = {"zero_stage": 3, "offload_optimizer_device": "nvme", "offload_param_device": "none"}
+    needs = {"offload_optimizer_nvme_path": 2**60}
+    asker = Scripted()
+    walk = Walk(_machine(tmp_path), {}, {}, needs, plan)
+    with pytest.raises(Wrong, match="GiB are needed"):  # the folder is held to what the plan needs
+        walk.run(asker)
+    assert "zero_stage" not in asker.asked
+    assert asker.asked[-1] == "offload_optimizer_nvme_path"
+    asker = Scripted({"use_deepspeed": False})
+    walk = Walk(_machine(tmp_path), {}, {}, needs, plan)
+    assert walk.run(asker)
+    assert not set(plan) & set(walk.settled().answers)
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,12 @@ class AbsentRanks(Collectives):
 
     def __init__(self, world_size: int, *, receives_in_host_memory: bool) -> None:
         # No super().__init__: there is no topology.
-        self.rank = 0
-        self.world_size = world_size
+        self.rank = self.shard_rank = self.second_rank = 0
+        self.world_size = self.shard_world_size = self.second_world_size = world_size
+        self.replica = 0
+        self.codes_weights = False
+        self.nodes = [list(range(world_size))]
+        self.meter = None
         self.journal = Journal()
         self._receives = receives_in_host_memory and world_size > 1
         self._free: list[Tensor] = []
