@@ -1,6 +1,6 @@
 """A script written for DeepSpeed: run by `test_deepspeed_parity.py` with the real one and with zeroaccel in its place.
 
-    deepspeed_script.py STAGE
+deepspeed_script.py STAGE
 """
 
 from __future__ import annotations

@@ -190,6 +190,20 @@ def own_optimizer(stage: str, folder: Path) -> dict[str, Any]:
     return outcome(run)
 
 
+def offloaded(stage: str, folder: Path) -> dict[str, Any]:
+    """At stage 3 with everything on the host or on disk, which changes nothing: the optimizer is the config's."""
+    model = written(folder)
+    zero = config(stage, optimizer=OPTIMIZER)
+    if zero is not None and stage == "3":
+        files = folder.with_name(f"{folder.name}-files")
+        files.mkdir(parents=True, exist_ok=True)
+        zero["zero_optimization"]["offload_optimizer"] = {"device": "nvme", "nvme_path": str(files)}
+        zero["zero_optimization"]["offload_param"] = {"device": "cpu", "pin_memory": True}
+    run = Trainer(model=model(), args=arguments(folder, zero), train_dataset=Samples(32, tokens))
+    run.train()
+    return outcome(run)
+
+
 def lora(stage: str, folder: Path) -> dict[str, Any]:
     """PEFT: adapters over a frozen base, with gradient checkpointing; the adapter is saved and read back."""
     from peft import LoraConfig, get_peft_model
@@ -347,6 +361,7 @@ SCENARIOS = {
         trainer,
         resumed,
         own_optimizer,
+        offloaded,
         lora,
         sft,
         dpo,

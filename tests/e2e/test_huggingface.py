@@ -26,6 +26,7 @@ RUNS = {
     "trainer": STAGES,
     "resumed": ("1", "3"),
     "own_optimizer": ("1", "2", "3"),
+    "offloaded": ("2", "3"),
     "lora": ("2", "3"),
     "sft": ("2", "3"),
     "dpo": ("2", "3"),
