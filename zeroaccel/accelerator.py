@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from zeroaccel import operations
+from zeroaccel.comm.agree import agreed
 from zeroaccel.config import Fact, Facts
 from zeroaccel.config.launch_env import LaunchedSettings
 from zeroaccel.data import DataLoaderConfiguration, PreparedLoader, prepare_data_loader
@@ -115,9 +116,10 @@ class Accelerator(TrainingLoop, ModelSaving, RunSaving, RunTracking, ProcessCont
         settings, sources = launched()
         partial = PartialState(cpu or bool(settings.use_cpu), debug=bool(settings.debug))
         self.collectives = collectives_of_process()
-        accumulation = _accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
-        precision = _precision(mixed_precision, settings, sources)
-        plugins = _plugins([deepspeed_plugin, deepspeed_plugins, zero_plugin], settings)
+        with agreed(self.collectives, "Accelerator: settings"):
+            accumulation = _accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
+            precision = _precision(mixed_precision, settings, sources)
+            plugins = _plugins([deepspeed_plugin, deepspeed_plugins, zero_plugin], settings)
         self.dataloader_config = dataloader_config or DataLoaderConfiguration()
         self.device_placement = device_placement
         self._facts = Facts(accumulation=accumulation, precision=precision)
@@ -240,7 +242,8 @@ class Accelerator(TrainingLoop, ModelSaving, RunSaving, RunTracking, ProcessCont
             )
         result = list(objects)
         found = sort(objects)
-        jobs, late = pair(found, [item.engine for item in self.prepared])
+        with agreed(self.collectives, "prepare: objects"):
+            jobs, late = pair(found, [item.engine for item in self.prepared])
         for job in jobs:
             plugin = self.state.active_plugin
             given = [loader for _, loader in found.loaders if not isinstance(loader, PreparedLoader)]

@@ -180,6 +180,8 @@ class TrainingLoop:
         Raises:
             UsageError: only a part of a model's parameters, or parameters of no prepared model.
         """
+        if not clip_value >= 0:
+            raise UsageError("clip_grad_value_: clip_value", expected="a number of at least 0", got=clip_value)
         engines = self._engines_holding(parameters, "clip_grad_value_")
         if self.sync_gradients:
             for engine in engines:
