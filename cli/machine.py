@@ -6,12 +6,13 @@ Read by `plan` and `estimate`. What asks for accelerators imports torch, and onl
 from __future__ import annotations
 
 import errno
-import math
 import os
 import socket
 from pathlib import Path
 
 import psutil
+
+from zeroaccel.comm.cores import usable_cores
 
 __all__ = [
     "accelerators",
@@ -24,16 +25,6 @@ __all__ = [
     "port_trouble",
     "usable_cores",
 ]
-
-
-def usable_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """The cores this process may use, at least 1: its affinity, and below that the quota of its container."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = cgroup.read_text().split()
-    except (OSError, ValueError):
-        return cores
-    return cores if quota == "max" else max(1, min(cores, math.ceil(int(quota) / int(period))))
 
 
 def accelerators() -> int:

@@ -24,7 +24,9 @@ from zeroaccel.checkpoint.engine import CheckpointingEngine, CheckpointSettings
 from zeroaccel.comm.agree import agree_or_raise
 from zeroaccel.comm.arranged import arrange
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.comm.topology import init_process_group
+from zeroaccel.comm.cores import core_set, fair_threads, usable_cores
+from zeroaccel.comm.environment import threads_are_said
+from zeroaccel.comm.topology import Topology, init_process_group
 from zeroaccel.config import (
     BatchSizes,
     Config,
@@ -41,6 +43,7 @@ from zeroaccel.config import (
 from zeroaccel.data import build_dataloader
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.logs import logger, set_log_level
+from zeroaccel.ops.dispatch import use_threads
 from zeroaccel.tracking import build_monitors
 from zeroaccel.zero.build import (
     Placement,
@@ -109,6 +112,7 @@ def initialize(
     """
     topology = init_process_group()
     collectives = collectives or Collectives(topology)
+    _divide_cores(topology, collectives)
     with _agreed(collectives, "initialize: config"):
         if not isinstance(model, nn.Module):
             raise UsageError("initialize(model)", expected="a torch.nn.Module", got=type(model).__name__)
@@ -213,6 +217,16 @@ def _open_tiers(tiers: TierSet, collectives: Collectives) -> None:
 def _recomputation(model: nn.Module, settings: Config) -> Recomputation | None:
     section = settings.activation_checkpointing
     return None if section == type(section)() else Recomputation(model, section)
+
+
+def _divide_cores(topology: Topology, collectives: Collectives) -> None:
+    """Gives the kernels this rank's part of the machine's cores, unless somebody said how many threads to use. (all)"""
+    own = core_set()
+    everybody = collectives.gather_objects(own, "cores")
+    if threads_are_said() or collectives.world_size != topology.world_size:
+        return
+    neighbours = next(node for node in topology.nodes if topology.rank in node)
+    use_threads(fair_threads(usable_cores(), own, [everybody[rank] for rank in neighbours]))
 
 
 @contextmanager

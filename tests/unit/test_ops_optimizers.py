@@ -57,6 +57,11 @@ blocked_optimizers = pytest.mark.parametrize(("optimizer_class", "options"), BLO
 Make = Callable[[list[Tensor]], torch.optim.Optimizer]
 
 
+@pytest.fixture(autouse=True)
+def _threads_as_torch_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_chosen", None)  # an engine of an earlier test has chosen its own
+
+
 def normal(numel: int, seed: int = 0) -> Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
 
@@ -286,6 +291,15 @@ def test_spans_cover_everything_once_in_order(monkeypatch: pytest.MonkeyPatch) -
             spans = dispatch.in_spans(numel, lambda start, stop: list(range(start, stop)))
             assert list(chain.from_iterable(spans)) == list(range(numel))
             assert len(spans) <= threads
+
+
+def test_a_chosen_number_of_threads_comes_before_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_MIN_SPAN_NUMEL", 64)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    dispatch.use_threads(3)
+    assert len(dispatch.in_spans(1000, lambda start, stop: stop - start)) == 3
+    dispatch.use_threads(None)
+    assert dispatch.in_spans(1000, lambda start, stop: stop - start) == [1000]
 
 
 def test_an_error_in_a_span_is_raised_when_all_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,18 @@ from __future__ import annotations
 import math
 import os
 from datetime import timedelta
+from pathlib import Path
 
 from zeroaccel.errors import ConfigError
 
-__all__ = ["launcher_keeps_store", "limit_seconds", "place_in_job", "place_on_machine", "rendezvous_address"]
+__all__ = [
+    "launcher_keeps_store",
+    "limit_seconds",
+    "place_in_job",
+    "place_on_machine",
+    "rendezvous_address",
+    "threads_are_said",
+]
 
 _DEFAULT_LIMIT_SECONDS = 600.0
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -56,6 +64,27 @@ def place_on_machine() -> tuple[int, int] | None:
 def launcher_keeps_store() -> bool:
     """Whether the rendezvous store lives in the launcher, and not in rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def threads_are_said(parent: Path | None = None) -> bool:
+    """Whether somebody chose OMP_NUM_THREADS, rather than torchrun, which makes it 1 for ranks that have none.
+
+    Torchrun's 1 is not in the environment that torchrun itself was started with; where that cannot be read, a 1 in a
+    rank of torchrun is taken for its own.
+
+    Args:
+        parent: the launcher's initial environment, as Linux shows it.
+    """
+    value = os.environ.get("OMP_NUM_THREADS")
+    if value is None:
+        return False
+    if value != "1" or "TORCHELASTIC_RUN_ID" not in os.environ:
+        return True
+    try:
+        given = (parent or Path(f"/proc/{os.getppid()}/environ")).read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return any(entry.startswith(b"OMP_NUM_THREADS=") for entry in given)
 
 
 def limit_seconds(timeout: float | timedelta | None) -> float:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zeroaccel.ops.number_formats import Array
 
-__all__ = ["array_of", "borrowed_array", "in_spans"]
+__all__ = ["array_of", "borrowed_array", "in_spans", "threads", "use_threads"]
 
 _Result = TypeVar("_Result")
 
@@ -29,6 +29,7 @@ _ALIGNMENT_NUMEL = 64  # spans start on cache lines, whatever the dtype
 
 _PATTERNS = {torch.float32: np.float32, torch.uint8: np.uint8, torch.bfloat16: np.uint16, torch.float16: np.int16}
 _pool: ThreadPoolExecutor | None = None
+_chosen: int | None = None
 
 
 def array_of(tensor: Tensor) -> Array:
@@ -66,12 +67,23 @@ def borrowed_array(tensor: Tensor) -> Array:
     return np.asarray(_Memory(tensor)) if tensor.numel() else np.empty(0, _PATTERNS[tensor.dtype])
 
 
+def threads() -> int:
+    """How many threads a call is spread over: as `use_threads` said, else as torch's own operations."""
+    return _chosen or torch.get_num_threads()
+
+
+def use_threads(count: int | None) -> None:
+    """Says how many threads calls are spread over from now on in this process; None for torch's number."""
+    global _chosen
+    _chosen = count
+
+
 def in_spans(numel: int, work: Callable[[int, int], _Result]) -> list[_Result]:
-    """Calls ``work(start, stop)`` over spans that make up [0, numel), on up to `torch.get_num_threads()` threads.
+    """Calls ``work(start, stop)`` over spans that make up [0, numel), on up to `threads` threads.
 
     Returns when every span is done, with the results in order; an exception in `work` is raised here, also only then.
     """
-    spans = max(1, min(torch.get_num_threads(), numel // _MIN_SPAN_NUMEL))
+    spans = max(1, min(threads(), numel // _MIN_SPAN_NUMEL))
     if spans == 1:
         return [work(0, numel)]
     length = -(-numel // (spans * _ALIGNMENT_NUMEL)) * _ALIGNMENT_NUMEL
