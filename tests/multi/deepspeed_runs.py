@@ -43,7 +43,7 @@ class Resumed:
     buffers: dict[str, Tensor]
 
 
-def resume_deepspeed(root: Path, stage: int, precision: str, empty: bool) -> Resumed:
+def resume_deepspeed(root: Path, stage: int, precision: str, empty: bool, tag: str | None = None) -> Resumed:
     """Resumes at a stage and precision, with seed 0 undone, and trains two steps."""
     model, optimizer = MAKE.build(empty=empty)
     with torch.no_grad():
@@ -58,7 +58,7 @@ def resume_deepspeed(root: Path, stage: int, precision: str, empty: bool) -> Res
         **({precision: {"enabled": True}} if precision != "fp32" else {}),
     }
     engine, *_ = zeroaccel.initialize(model=model, optimizer=optimizer, config=config)
-    _, client_state = engine.load_checkpoint(str(root))
+    _, client_state = engine.load_checkpoint(str(root), tag)
     contents = Contents.collect(engine._holdings(), exclude_frozen=False)
     pieces = {entry.key: (entry.start, entry.data.clone()) for entry in contents.entries}
     scheduler = engine.lr_scheduler.state_dict()

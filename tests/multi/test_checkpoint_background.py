@@ -153,3 +153,36 @@ def test_the_end_of_the_program_waits_for_the_save(ranks: Ranks, tmp_path: Path)
     assert result.stdout.count("end of the script False") == 2
     assert (folder / "latest").read_text() == "global_step1"
     assert ranks(1).run(offset_of, folder) == [0.25]
+
+
+KILLED = """
+import os, sys, time
+sys.path.insert(0, {root!r})
+from tests.multi.checkpoint_runs import make_engine, train
+from tests.multi.training import batches
+from zeroaccel.checkpoint import write
+def dying(self):
+    time.sleep(0.5)
+    os.kill(os.getpid(), 9)
+engine = make_engine(1, checkpoint={{"async_save": True}})
+train(engine, batches(0, 1))
+engine.save_checkpoint({folder!r})
+train(engine, batches(0, 1))
+engine.wait_for_checkpoint()
+if engine.collectives.rank == 1:
+    write.RankFileWriter._copy = dying
+engine.save_checkpoint({folder!r})
+engine.wait_for_checkpoint()
+"""
+
+
+@pytest.mark.timeout(120)
+def test_a_killed_rank_ends_the_save_at_once(ranks: Ranks, tmp_path: Path) -> None:
+    folder, script = tmp_path / "saved", tmp_path / "script.py"
+    script.write_text(KILLED.format(root=str(ROOT), folder=str(folder)))
+    result = run_job(2, script, timeout=100)
+    assert result.returncodes[1] == -9
+    assert result.returncodes[0] not in (0, -9)
+    assert "rank 1 has ended before its part was written" in result.stderr
+    assert (folder / "latest").read_text() == "global_step1"
+    assert ranks(1).run(offset_of, folder) == [0.25]

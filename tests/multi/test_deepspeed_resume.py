@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tarfile
 from collections.abc import Callable
 from pathlib import Path
@@ -83,3 +84,20 @@ def test_training_goes_on(
         assert rank.client_state["history"][1].tolist() == [0, 1, 2]
         assert rank.buffers["seen"].item() == 41
         assert rank.losses == pytest.approx(plain_losses(), rel=1e-6 if precision == "fp32" else 5e-3)
+
+
+def test_auto_takes_the_newest_whole_one_whoever_wrote_it(ranks: Callable[[int], Pool], tmp_path: Path) -> None:
+    with tarfile.open(DATA / "stage3_fp32_w3.tar.xz") as archive:
+        archive.extractall(tmp_path, filter="data")
+    root = tmp_path / "stage3_fp32_w3"
+    (root / "latest").unlink()
+    (whole,) = (path for path in root.iterdir() if path.is_dir())
+    broken = Path(shutil.copytree(whole, root / "newer"))
+    next(broken.glob("*optim_states.pt")).unlink()
+    for path in broken.iterdir():
+        path.touch()
+    (root / "ours").mkdir()
+    (root / "ours" / "manifest.json").write_text("{}")
+    (found,) = ranks(1).run(resume_deepspeed, root, 1, "fp32", False, "auto")
+    assert found.global_steps == 3
+    assert found.losses == pytest.approx(plain_losses(), rel=1e-6)

@@ -99,6 +99,11 @@ class BackgroundSave:
         path = self._part_path(rank)
         written, since = -1, time.monotonic()
         while not path.exists():
+            if self._save.processes[rank].is_gone() and not path.exists():
+                raise CheckpointError(
+                    f"checkpoint {self.tag}: rank {rank} has ended before its part was written",
+                    fix="look at the log of that rank; earlier checkpoints are as they were",
+                )
             now_written = self._written(rank)
             if now_written != written:
                 written, since = now_written, time.monotonic()

@@ -12,7 +12,7 @@ from pathlib import Path
 from zeroaccel.checkpoint.manifest import MANIFEST_NAME, check_tag
 from zeroaccel.errors import CheckpointError
 
-__all__ = ["CheckpointFiles", "find_files", "is_deepspeed_checkpoint", "resolve_folder"]
+__all__ = ["CheckpointFiles", "find_files", "has_files", "is_deepspeed_checkpoint", "resolve_folder"]
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
 _OPTIM = re.compile(r"(?P<bf16>bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt")
@@ -63,10 +63,11 @@ def is_deepspeed_checkpoint(root: Path, tag: object = None) -> bool:
         folder, _ = resolve_folder(root, tag)
     except CheckpointError:
         return False
-    return not (folder / MANIFEST_NAME).exists() and _has_files(folder)
+    return not (folder / MANIFEST_NAME).exists() and has_files(folder)
 
 
-def _has_files(folder: Path) -> bool:
+def has_files(folder: Path) -> bool:
+    """Whether a folder holds files with the names that DeepSpeed gives."""
     return any(_MODEL.fullmatch(path.name) or _OPTIM.fullmatch(path.name) for path in folder.iterdir())
 
 
@@ -76,7 +77,7 @@ def resolve_folder(root: Path, tag: object = None) -> tuple[Path, str]:
     Raises:
         CheckpointError: there is none; it names those there are.
     """
-    if tag is None and root.is_dir() and _has_files(root):
+    if tag is None and root.is_dir() and has_files(root):
         return root, root.name
     if tag is None:
         for name in ("latest", "latest_universal"):
@@ -85,7 +86,7 @@ def resolve_folder(root: Path, tag: object = None) -> tuple[Path, str]:
                 break
             except (OSError, UnicodeDecodeError):
                 continue
-    there = sorted(path.name for path in root.iterdir() if path.is_dir() and _has_files(path)) if root.is_dir() else []
+    there = sorted(path.name for path in root.iterdir() if path.is_dir() and has_files(path)) if root.is_dir() else []
     listed = ", ".join(there) or "none"
     if tag is None:
         raise CheckpointError(

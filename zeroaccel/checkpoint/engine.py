@@ -24,7 +24,7 @@ from zeroaccel.checkpoint.deepspeed_resume import open_to_resume
 from zeroaccel.checkpoint.find import find_checkpoint, newest_first
 from zeroaccel.checkpoint.fit import CheckpointMisfit, check_model, check_optimizer
 from zeroaccel.checkpoint.load import LoadReport, load_optimizer, load_weights, refresh_copies
-from zeroaccel.checkpoint.manifest import Manifest, read_manifest
+from zeroaccel.checkpoint.manifest import Manifest
 from zeroaccel.checkpoint.model_files import save_model_files
 from zeroaccel.checkpoint.plain import decode
 from zeroaccel.checkpoint.random_state import random_state, restore_random_state
@@ -218,8 +218,8 @@ class CheckpointingEngine(Engine):
         from as well.
 
         Args:
-            tag: which; by default the one that `latest` names. "auto" takes the newest that is valid, and says which
-                it skipped and why.
+            tag: which; by default the one that `latest` names. "auto" takes the newest that is valid, whoever wrote
+                it, and says which it skipped and why.
             load_module_strict: all names must agree; False loads those that do. Shapes must agree anyway.
             load_optimizer_states: moments and the like, and the param groups' hyperparameters.
             load_lr_scheduler_states: the scheduler's.
@@ -275,8 +275,8 @@ class CheckpointingEngine(Engine):
         for folder in found:
             try:
                 with agreed(self.collectives, "load_checkpoint: read"):
-                    manifest = read_manifest(folder)
-                return str(folder), self._load(folder, TensorStore(folder, manifest), wanted)
+                    folder, store = self._find(root, folder.name, wanted)
+                return str(folder), self._load(folder, store, wanted)
             except CheckpointMisfit:
                 raise  # another model: an older checkpoint would be no answer
             except CheckpointError as error:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from zeroaccel.checkpoint.dcp_files import METADATA_NAME
+from zeroaccel.checkpoint.deepspeed_files import has_files
 from zeroaccel.checkpoint.manifest import MANIFEST_NAME, Manifest, check_tag, read_manifest
 from zeroaccel.checkpoint.rank_file import is_part_of_a_save
 from zeroaccel.errors import CheckpointError
@@ -35,7 +37,8 @@ def find_checkpoint(root: Path, tag: object = None) -> tuple[Path, Manifest]:
 def newest_first(root: Path) -> tuple[list[Path], list[str]]:
     """The checkpoints with a sound manifest, the newest first; and why others were left out, one line each.
 
-    A save that was interrupted before its manifest was written is no checkpoint, and not worth a line.
+    A save that was interrupted before its manifest was written is no checkpoint, and not worth a line. Those of
+    DeepSpeed and of torch.distributed.checkpoint are listed by the time of their newest file, unseen.
     """
     found: list[tuple[float, Path]] = []
     skipped: list[str] = []
@@ -47,14 +50,21 @@ def newest_first(root: Path) -> tuple[list[Path], list[str]]:
             found.append((read_manifest(folder).saved_at, folder))
         except CheckpointError as error:
             skipped.append(str(error))
+    for folder in _folders(root):
+        if not _is_ours(folder) and (has_files(folder) or (folder / METADATA_NAME).is_file()):
+            found.append((max(path.stat().st_mtime for path in folder.iterdir()), folder))
     return [folder for _, folder in sorted(found, reverse=True)], skipped
 
 
 def checkpoint_folders(root: Path) -> list[Path]:
     """The folders in `root` that are checkpoints of this format, or saves that were never finished."""
+    return [path for path in _folders(root) if _is_ours(path)]
+
+
+def _folders(root: Path) -> list[Path]:
     if not root.is_dir():
         return []
-    return [path for path in sorted(root.iterdir()) if path.is_dir() and not path.is_symlink() and _is_ours(path)]
+    return [path for path in sorted(root.iterdir()) if path.is_dir() and not path.is_symlink()]
 
 
 def _is_ours(folder: Path) -> bool:

@@ -21,6 +21,7 @@ import torch
 
 from zeroaccel.checkpoint.commit import CommitRules, Part, commit, describe_part, merge_parts
 from zeroaccel.checkpoint.contents import Contents, Holdings, describe_parameters, persistent_buffers, ties_of
+from zeroaccel.checkpoint.liveness import RankProcess
 from zeroaccel.checkpoint.manifest import MANIFEST_NAME, check_tag
 from zeroaccel.checkpoint.plain import encode
 from zeroaccel.checkpoint.rank_file import rank_file_name
@@ -73,6 +74,7 @@ class Save:
 
     Attributes:
         common: on rank 0 what the manifest says besides the parts; elsewhere empty.
+        processes: of all ranks.
     """
 
     root: Path
@@ -85,6 +87,7 @@ class Save:
     random_state: Any
     common: Mapping[str, Any]
     rules: CommitRules
+    processes: tuple[RankProcess, ...]
 
     @property
     def folder(self) -> Path:
@@ -156,12 +159,12 @@ def prepare(
         client_state = _encode_client_state(request.client_state, contents if holdings.rank == 0 else None)
         if holdings.rank == 0:
             common = _common(request, holdings, progress, contents) | {"tag": tag, "client_state": client_state}
-    tags = collectives.gather_objects((tag, save_id), "save_checkpoint: tag")
-    if len({name for name, _ in tags}) > 1:
+    tags = collectives.gather_objects((tag, save_id, RankProcess.own()), "save_checkpoint: tag")
+    if len({name for name, *_ in tags}) > 1:
         raise UsageError(
             "save_checkpoint(tag)",
             expected="the same tag on all ranks",
-            got=", ".join(f"{name!r} on rank {rank}" for rank, (name, _) in enumerate(tags)),
+            got=", ".join(f"{name!r} on rank {rank}" for rank, (name, *_) in enumerate(tags)),
         )
     save_id = tags[0][1]
     path = root / tag / rank_file_name(holdings.rank, holdings.world_size, save_id)
@@ -183,6 +186,7 @@ def prepare(
         random_state,
         common,
         request.rules,
+        tuple(process for *_, process in tags),
     )
 
 
