@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from zeroaccel.checkpoint.contents import Entry
-from zeroaccel.checkpoint.durable import TEMPORARY_SUFFIX, publish, write_all
+from zeroaccel.checkpoint.durable import TEMPORARY_SUFFIX, begin_flush, publish, write_all
 from zeroaccel.checkpoint.manifest import ITEMSIZE, FileRecord
 from zeroaccel.checkpoint.rank_file import CHUNK_NBYTES, FileLayout, block_sums, lay_out_file
 from zeroaccel.errors import CheckpointError
@@ -141,12 +141,14 @@ class RankFileWriter:
                 yield from entry.data.chunks(CHUNK_NBYTES)
 
     def _write(self, handle: int) -> bytes:
-        sums = []
+        sums, written = [], 0
         while (filled := self._next()) is not None:
             try:
                 data = filled.chunk.numpy()[: filled.nbytes]
                 sums.append(block_sums(data))
                 write_all(handle, data.data)
+                begin_flush(handle, written, data.size)
+                written += data.size
             finally:
                 self._staging.put(filled.chunk)
         if self._failure is not None:

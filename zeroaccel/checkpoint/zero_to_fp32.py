@@ -448,9 +448,12 @@ class _SafetensorsFile:
         self._pwrite(data.data, self._offsets[target.name] + start * ITEMSIZE[target.dtype])
 
     def _pwrite(self, data: memoryview, offset: int) -> None:
+        begin, nbytes = offset, data.nbytes
         while data:
             count = os.pwrite(self._handle, data, offset)
             data, offset = data[count:], offset + count
+        if hasattr(os, "posix_fadvise"):  # the disk may begin: less is left for the flush at the end
+            os.posix_fadvise(self._handle, begin, nbytes, os.POSIX_FADV_DONTNEED)
 
     def finish(self) -> None:
         os.fsync(self._handle)
@@ -557,7 +560,14 @@ def _finite_and_nans(data: Bytes, dtype: str) -> tuple[int, int]:
 
 def _tally(data: Bytes, dtype: str) -> list[int]:
     bits = int(np.bitwise_xor.reduce(data.view(f"<u{ITEMSIZE[dtype]}")))
-    return [bits, _finite_and_nans(data, dtype)[1] if dtype in FLOATS else 0]
+    if dtype not in FLOATS:
+        return [bits, 0]
+    if dtype == "F32":  # a dot product sees any NaN, and is several times as fast as counting them
+        values = data.view("<f4")
+        with np.errstate(over="ignore", invalid="ignore"):
+            if math.isfinite(np.dot(values, values)):
+                return [bits, 0]
+    return [bits, _finite_and_nans(data, dtype)[1]]
 
 
 def _add(tallies: Tallies, name: str, tally: Sequence[int]) -> None:
