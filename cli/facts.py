@@ -18,12 +18,14 @@ from pathlib import Path
 
 import psutil
 
-from .machine import usable_cores
+from zeroaccel.errors import ConfigError
+from zeroaccel.offload.folder import examine_folder
+
+from .machine import has_bf16, memory_nbytes, usable_cores
 
 __all__ = ["Device", "Disk", "Machine", "folder_trouble", "gib", "look", "measure_disk"]
 
 _GIB = 2**30
-_IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 _NO_FILES = ("proc", "sysfs", "cgroup", "cgroup2", "devpts", "mqueue")
 _LOCAL = ("ext4", "ext3", "ext2", "xfs", "btrfs", "zfs", "f2fs", "apfs", "overlay")
 _DRIVERS = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")  # of CUDA, of CUDA in WSL, of ROCm
@@ -112,7 +114,7 @@ def look(environ: Mapping[str, str]) -> Machine:
     """
     return Machine(
         devices=_devices(),
-        memory_nbytes=_memory(),
+        memory_nbytes=memory_nbytes(),
         cores=usable_cores(),
         disks=tuple(_disks()),
         job=_job(environ),
@@ -149,26 +151,18 @@ def measure_disk(disk: Disk, nbytes: int = 64 * 2**20) -> Disk:
     return replace(disk, write=nbytes / written, read=nbytes / read)
 
 
-def folder_trouble(folder: str, needed_nbytes: int = 0) -> tuple[str, str]:
-    """Why what is offloaded to "nvme" could not live in a folder, and what to do; two empty strings when it could."""
-    path = Path(folder)
-    if not path.exists():
-        return f"there is no folder {folder}", "make it, or name another"
-    if not path.is_dir():
-        return f"{folder} is a file", "name a folder"
-    if (kind := _file_system(path)) in _NO_FILES:
-        return f"{folder} is not on a disk", "name a folder on a local disk"
-    if not os.access(path, os.W_OK | os.X_OK):
-        return f"{folder} is not writable", "change its permissions, or name another"
-    if kind in _IN_MEMORY:
-        return f"{folder} is in memory ({kind}), not on a disk", "name a folder on a local disk, or offload to cpu"
-    free = psutil.disk_usage(folder).free
-    if free < needed_nbytes:
-        return (
-            f"{folder} has {gib(free)} free, and {gib(needed_nbytes)} are needed",
-            "name a larger one, or free some",
-        )
-    return "", ""
+def folder_trouble(folder: str, needed_nbytes: int = 0) -> str:
+    """Why what is offloaded to "nvme" could not live in a folder, and what to do; empty when it could."""
+    try:
+        facts = examine_folder(folder, "")
+    except ConfigError as error:
+        return str(error).removeprefix(": ")
+    if facts.file_system in _NO_FILES:
+        return f"{folder} is not on a disk; name a folder on a local disk"
+    if facts.free_nbytes < needed_nbytes:
+        words = f"{folder} has {gib(facts.free_nbytes)} free, and {gib(needed_nbytes)} are needed"
+        return f"{words}; name a larger one, or free some"
+    return ""
 
 
 def _devices() -> tuple[Device, ...]:
@@ -178,17 +172,9 @@ def _devices() -> tuple[Device, ...]:
 
     if not torch.cuda.is_available():
         return ()
-    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    bf16 = has_bf16()
     properties = (torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))
-    return tuple(Device(one.name, int(one.total_memory), has_bf16) for one in properties)
-
-
-def _memory(limit: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
-    total = int(psutil.virtual_memory().total)
-    try:
-        return min(total, int(limit.read_text()))
-    except (OSError, ValueError):  # no container, or one without a limit
-        return total
+    return tuple(Device(one.name, int(one.total_memory), bf16) for one in properties)
 
 
 def _disks() -> Iterator[Disk]:
@@ -196,21 +182,12 @@ def _disks() -> Iterator[Disk]:
     seen: set[int] = set()
     mounts = [part.mountpoint for part in psutil.disk_partitions() if part.fstype in _LOCAL]
     for folder in [*mounts, os.path.expanduser("~"), tempfile.gettempdir()]:
-        if folder == "/" or folder.startswith(_OF_THE_SYSTEM) or not os.path.isdir(folder) or folder_trouble(folder)[0]:
+        if folder == "/" or folder.startswith(_OF_THE_SYSTEM) or folder_trouble(folder):
             continue
-        device = os.stat(folder).st_dev
-        free = psutil.disk_usage(folder).free
-        if device not in seen and free >= _LEAST_FREE:
+        device, facts = os.stat(folder).st_dev, examine_folder(folder, "")
+        if device not in seen and facts.free_nbytes >= _LEAST_FREE:
             seen.add(device)
-            yield Disk(folder, _file_system(Path(folder)), free)
-
-
-def _file_system(path: Path) -> str:
-    """The kind of file system a path is on; "unknown" where the system does not say."""
-    place = str(path.resolve())
-    kinds = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
-    around = [mount for mount in kinds if place == mount or place.startswith(mount.rstrip("/") + "/")]
-    return kinds[max(around, key=len)] if around else "unknown"
+            yield Disk(folder, facts.file_system, facts.free_nbytes)
 
 
 def _job(environ: Mapping[str, str]) -> str:

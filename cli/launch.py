@@ -21,7 +21,9 @@ from zeroaccel.config.launch import LaunchSettings, launch_settings
 from zeroaccel.config.launch_file import find_launch_file, read_launch_file
 from zeroaccel.config.launch_json import check_json
 from zeroaccel.config.launch_sources import Given, gather, launched_environment
+from zeroaccel.config.schema import Config
 from zeroaccel.errors import ConfigError
+from zeroaccel.offload.folder import examine_folder
 
 from .errands import describe_errands, is_only_this_machine, plan_errands, ssh_words
 from .failures import exit_code, first_failure, tell
@@ -79,7 +81,9 @@ def launch(
     # A scheduler knows this machine better than a file that all machines may share.
     given = gather(flags, os.environ, file.under(surroundings(os.environ)))
     settings = given.settings()
-    check_json(given)
+    config = check_json(given)
+    if not settings.starts_hosts:
+        _check_folders(given, config)
     program = Program(script, script_args, "module" if module else "executable" if no_python else "script")
     if found is not None:
         _say(f"settings from {found[0]} ({found[1]})")
@@ -97,6 +101,23 @@ def _launch_here(settings: LaunchSettings, program: Program, told: Mapping[str, 
         click.echo(plan.describe())
         return 0
     return _run(plan)
+
+
+def _check_folders(given: Given, config: Config | None) -> None:
+    """Looks at the folders for "nvme", which every process would find wrong otherwise, once the model is there."""
+    for what in ("offload_optimizer", "offload_param"):
+        device, path = (given.values.get(f"{what}_{name}") for name in ("device", "nvme_path"))
+        in_json = getattr(config.zero_optimization, what) if config is not None else None
+        device = device or (in_json.device if in_json is not None else "none")
+        if device != "nvme":
+            continue
+        if path is not None:
+            examine_folder(path, given.where(f"{what}_nvme_path"))
+        elif config is not None and in_json is not None and in_json.nvme_path is not None:
+            examine_folder(in_json.nvme_path, config.where(f"zero_optimization.{what}.nvme_path"))
+        else:
+            where = f'{given.where(f"{what}_nvme_path")}: missing, and {what}_device is "nvme"'
+            raise ConfigError(where, fix="give a folder on a local disk")
 
 
 def _facade(engine: str | None, where: str) -> dict[str, str]:

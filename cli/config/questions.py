@@ -130,7 +130,7 @@ def _folder_check(key: str) -> Callable[[Any, Situation], tuple[str, str]]:
     def check(folder: Any, situation: Situation) -> tuple[str, str]:
         from ..facts import folder_trouble
 
-        return folder_trouble(str(folder), situation.needs.get(key, 0))
+        return folder_trouble(str(folder), situation.needs.get(key, 0)), ""
 
     return check
 

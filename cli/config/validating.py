@@ -24,6 +24,7 @@ from zeroaccel.config.problems import closest
 from zeroaccel.config.yaml_text import parse_yaml
 from zeroaccel.errors import ConfigError, ZeroAccelError
 
+from ..hostfile import read_hostfile
 from ..launch import launch
 from ..launch_flags import flag, given_by_flags
 from .command import CONTEXT
@@ -34,7 +35,6 @@ __all__ = ["validate", "validate_file"]
 
 _LAUNCH = re.compile(r"\bzeroaccel\s+launch\s+(.*)")
 _VARIABLE = re.compile(r"\b(ZEROACCEL_[A-Z0-9_]+)=")
-_HOST = re.compile(r"(\S+)(\s+slots=[1-9]\d*)?")
 
 
 @click.command(context_settings=CONTEXT)
@@ -75,7 +75,7 @@ def validate_file(name: str) -> tuple[str, tuple[str, ...]]:
     if text.startswith("#!") or path.suffix in (".sh", ".sbatch", ".slurm"):
         _check_script(name, text)
         return "job script", ()
-    _check_hostfile(name, text)
+    read_hostfile(name)
     return "hostfile", ()
 
 
@@ -161,21 +161,3 @@ def _check_words(where: str, words: list[str]) -> None:
         check(given_by_flags(written).values, flag)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
-
-
-def _check_hostfile(name: str, text: str) -> None:
-    hosts: dict[str, int] = {}
-    for number, line in enumerate(text.splitlines(), start=1):
-        line = line.partition("#")[0].strip()
-        if not line:
-            continue
-        where = f"{name}:{number}"
-        match = _HOST.fullmatch(line)
-        if match is None:
-            raise ConfigError(where, expected="a machine as in: node1 slots=8", got=line)
-        host = match.group(1)
-        if host in hosts:
-            raise ConfigError(f"{where}: {host} is already on line {hosts[host]}", fix="keep one")
-        hosts[host] = number
-    if not hosts:
-        raise ConfigError(f"{name}: no machine is named", fix="write a line for each, as in: node1 slots=8")

@@ -177,7 +177,7 @@ def test_validate_tells_every_file(project: Path, capsys: pytest.CaptureFixture[
         "zeroaccel: ds.json:1:24: zero_optimization.stage: expected 0, 1, 2 or 3, got 7",
         "zeroaccel: job.sh:2: ZEROACCEL_NUM_PROCESES: no such setting; did you mean ZEROACCEL_NUM_PROCESSES?",
         "zeroaccel: flag.sh:2: No such option --zero_stge; did you mean --zero_stage?",
-        "zeroaccel: hosts:2: expected a machine as in: node1 slots=8, got 'node2 slot=8'",
+        "zeroaccel: hosts:2: expected a machine and its number of processes, as in: node1 slots=8, got 'node2 slot=8'",
     ]
 
 

@@ -264,7 +264,7 @@ def test_defaults_are_those_of_the_machine(
         ({"deepspeed_config_file": "nowhere.json"}, "--deepspeed_config_file: there is no file nowhere.json"),
         (
             {"offload_optimizer_device": "nvme", "offload_optimizer_nvme_path": "/nowhere"},
-            "--offload_optimizer_nvme_path: there is no folder /nowhere; make it, or name another",
+            "--offload_optimizer_nvme_path: expected a folder on a local disk, got '/nowhere, which does not exist'",
         ),
     ],
 )

@@ -1,0 +1,152 @@
+"""Whatever can be wrong with a launch is one message and exit code 2, before any process starts."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from zeroaccel.cli import launch as launch_module
+from zeroaccel.cli import plan as plan_module
+from zeroaccel.cli.main import main
+from zeroaccel.offload import folder as folder_module
+
+NVME = ["--zero_stage", "3", "--offload_optimizer_device", "nvme", "--offload_optimizer_nvme_path"]
+
+
+@pytest.fixture(autouse=True)
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project with a script, on a machine without accelerators, in which nothing may start."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch_module.os, "environ", {"HOME": str(tmp_path / "home"), "PATH": "/usr/bin:/bin"})
+    monkeypatch.setattr(plan_module, "accelerators", lambda: 0)
+    monkeypatch.setattr(launch_module, "_run", lambda *_: pytest.fail("the launch began"))
+    (tmp_path / "train.py").touch()
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "good.json").write_text("{}")
+    for name, text in {
+        "broken.yaml": "num_processes: 2\ndeepspeed_config: [zero_stage: 3\n",
+        "broken.json": '{\n  "bf16": {"enabled": true,\n',
+        "typo.yaml": "deepspeed_config:\n  zero_stge: 3\n",
+        "type.yaml": "num_processes: two\n",
+        "stage.yaml": "deepspeed_config:\n  zero_stage: 7\n",
+        "device.yaml": "deepspeed_config:\n  offload_param_device: gpu\n",
+        "typo.json": '{"zero_optimization": {"stge": 3}}',
+        "stage.json": '{"zero_optimization": {"stage": 7}}',
+        "nvme.json": json.dumps(
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/nowhere"}}}
+        ),
+    }.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def _refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    with pytest.raises(SystemExit) as exit_:
+        main(["launch", *arguments], prog_name="zeroaccel")
+    assert exit_.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("zeroaccel: ")
+    assert "Traceback" not in said.err
+    return said.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--config_file", "nowhere.yaml"], "file nowhere.yaml (--config_file) does not exist"),
+        (["--config_file", "folder"], "file folder (--config_file) is a folder; name a file"),
+        (
+            ["--config_file", "typo.yaml"],
+            'typo.yaml:2:3: deepspeed_config.zero_stge: unknown key; did you mean "zero_sta',
+        ),
+        (["--config_file", "type.yaml"], "type.yaml:1:1: num_processes: expected a whole number, got 'two'"),
+        (["--config_file", "stage.yaml"], "stage.yaml:2:3: deepspeed_config.zero_stage: expected 0, 1, 2 or 3, got 7"),
+        (["--config_file", "device.yaml"], "offload_param_device: expected 'none', 'cpu' or 'nvme', got 'gpu'"),
+        (["--deepspeed_config_file", "nowhere.json"], "config file 'nowhere.json' does not exist"),
+        (["--deepspeed_config_file", "folder"], "config file 'folder' is a folder"),
+        (["--deepspeed_config_file", "typo.json"], 'zero_optimization.stge: unknown key; did you mean "stage"?'),
+        (["--deepspeed_config_file", "stage.json"], "zero_optimization.stage: expected 0, 1, 2 or 3, got 7"),
+        (["--zero_stge", "3"], "No such option --zero_stge; did you mean --zero_stage?"),
+        (["--zero_stage", "7"], "--zero_stage: expected 0, 1, 2 or 3, got 7"),
+        (["--zero_stage", "two"], "--zero_stage: expected a whole number, got 'two'"),
+        (["--zero_stage", "3", "--offload_param_device", "gpu"], "--offload_param_device: expected 'none', 'cpu' or"),
+        (
+            ["--zero_stage", "2", "--offload_param_device", "cpu"],
+            "parameters are sharded at stage 3 only, and the stage",
+        ),
+        ([*NVME, "/nowhere"], "--offload_optimizer_nvme_path: expected a folder on a local disk, got '/nowhere, which"),
+        ([*NVME, "train.py"], "train.py, which is a file'; create it or name another"),
+        (NVME[:-1], '--offload_optimizer_nvme_path: missing, and offload_optimizer_device is "nvme"'),
+        (
+            [*NVME[:-1], "--deepspeed_config_file", "good.json"],
+            '_nvme_path: missing, and offload_optimizer_device is "n',
+        ),
+        (["--deepspeed_config_file", "nvme.json"], "offload_param.nvme_path: expected a folder on a local disk, got"),
+        (
+            ["--num_processes", "3", "--num_machines", "2", "--machine_rank", "0", "--main_process_ip", "h"],
+            "(2), got 3",
+        ),
+        (["--main_process_ip", "no.such.host.invalid"], "expected an address or the name of a known host"),
+        (["--use_fsdp"], "--use_fsdp: FSDP is another engine; --zero_stage 3 shards the same way"),
+        (["--tpu"], "--tpu: there is no support for TPUs"),
+        (["--fp8_backend", "te"], "--fp8_backend: 8-bit training is not available; use --mixed_precision bf16"),
+        (["--mixed_precision", "fp8"], "--mixed_precision: expected 'no', 'fp16' or 'bf16', got 'fp8'"),
+        (["--multi_gpu", "--zero_stage", "2"], "--multi_gpu: MULTI_GPU does without ZeRO; set distributed_type to"),
+    ],
+)
+def test_one_sentence(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    said = _refusal(capsys, *arguments, "train.py")
+    assert words in said
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "lines"),
+    [
+        (
+            ["--config_file", "broken.yaml"],
+            ["broken.yaml:2:19: not valid YAML: ", "    deepspeed_config: [zero_stage: 3", "                      ^"],
+        ),
+        (["--deepspeed_config_file", "broken.json"], ["broken.json:", "    ", "    "]),
+    ],
+)
+def test_a_syntax_error_shows_its_line(
+    arguments: list[str], lines: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = _refusal(capsys, *arguments, "train.py").removeprefix("zeroaccel: ").splitlines()
+    assert len(said) == len(lines)
+    assert all(line.startswith(start) for line, start in zip(said, lines, strict=True)), said
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_what_this_machine_does_not_have(
+    taken_port: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = _refusal(capsys, "--main_process_port", str(taken_port), "train.py")
+    assert f"--main_process_port {taken_port}: address already in use" in said
+    assert "trian.py: there is no such script in" in _refusal(capsys, "trian.py")
+    monkeypatch.setattr(folder_module, "_file_system", lambda _: "tmpfs")
+    assert "which is a tmpfs: its files take the memory that offload is to save" in _refusal(
+        capsys, *NVME, "folder", "train.py"
+    )
+    monkeypatch.setattr(folder_module.os, "access", lambda *_: False)
+    assert "expected a folder one may write to" in _refusal(capsys, *NVME, "folder", "train.py")
+    monkeypatch.undo()
+
+
+def test_bf16_on_a_device_without_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(plan_module, "accelerators", lambda: 1)
+    monkeypatch.setattr(plan_module, "has_bf16", lambda: False)
+    assert "bf16: the accelerators of this machine have no bf16; use fp16" in _refusal(
+        capsys, "--mixed_precision", "bf16", "train.py"
+    )
