@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -43,6 +43,7 @@ from zeroaccel.config import (
 from zeroaccel.data import build_dataloader
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.logs import logger, set_log_level
+from zeroaccel.mesh import data_cells, shard_size_of
 from zeroaccel.ops.dispatch import use_threads
 from zeroaccel.tracking import build_monitors
 from zeroaccel.zero.build import (
@@ -65,6 +66,9 @@ from zeroaccel.zero.schedule import Limits
 from zeroaccel.zero.tiers import OffloadRules, TierSet
 from zeroaccel.zero.timing import StepReport
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 __all__ = ["initialize"]
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -84,6 +88,7 @@ def initialize(
     *,
     collate_fn: Callable[..., Any] | None = None,
     collectives: Collectives | None = None,
+    mesh: DeviceMesh | None = None,
     engine_type: type[CheckpointingEngine] = CheckpointingEngine,
     cast_inputs: bool = False,
 ) -> tuple[CheckpointingEngine, Any, DataLoader[Any] | None, Any]:
@@ -99,6 +104,8 @@ def initialize(
         config: DeepSpeed-format JSON as a dict, path or text. "auto" bucket sizes follow from the model's hidden size.
         collate_fn: for the loader of `training_data`.
         collectives: how ranks talk; a `RecordingCollectives` counts the traffic.
+        mesh: which ranks see different samples: one axis, e.g. `mesh["dp"]` of one whose other axis splits the model,
+            or two, (replicas, shards). By default all ranks do.
         cast_inputs: cast floating inputs of forward to the precision; without it that happens under fp16 with
             `auto_cast` only.
         engine_type: the class of the engine, for faces that add calls to it.
@@ -113,29 +120,31 @@ def initialize(
     topology = init_process_group()
     collectives = collectives or Collectives(topology)
     _divide_cores(topology, collectives)
+    cells = None if mesh is None else data_cells(mesh, collectives)
+    world_size = collectives.world_size if cells is None else len(cells[0])
     with _agreed(collectives, "initialize: config"):
         if not isinstance(model, nn.Module):
             raise UsageError("initialize(model)", expected="a torch.nn.Module", got=type(model).__name__)
         check_parameters(model)
-        ranks = Fact(collectives.world_size, "the process group")
+        ranks = Fact(world_size, "the process group" if mesh is None else "initialize(mesh)")
         known = replace(facts_from_model(model), world_size=ranks, training=optimizer is not None)
         settings = load_config({} if config is None else config, facts=known)
         _apply_process_settings(settings)
         plan = shard_plan(settings)
         built = _optimizer(model, optimizer, model_parameters, settings)
-        batch = _batch(settings, collectives.world_size, training=built is not None)
+        batch = _batch(settings, world_size, training=built is not None)
         names = {id(param): fqn for fqn, param in model.named_parameters()}
         groups = group_index(built, names) if built is not None else {}
         specs = _unit_specs(model, settings, plan)
-        engine_settings = _engine_settings(settings, plan, batch, collectives.world_size, cast_inputs=cast_inputs)
-        spread = comm_plan(settings, collectives.world_size)
+        engine_settings = _engine_settings(settings, plan, batch, world_size, cast_inputs=cast_inputs)
+        spread = comm_plan(settings, world_size, None if mesh is None else shard_size_of(mesh, settings))
         scheduler = _scheduler(lr_scheduler, settings, built)
         monitors = build_monitors(settings, collectives.rank)
         recomputation = _recomputation(model, settings)
     residences = tier_plan(settings)
     units_placement = _placement(model, settings, plan, groups, topology.device, residences)
     check_same(model, units_placement, [*str(engine_settings).split(", "), str(spread), str(residences)], collectives)
-    collectives = arrange(collectives, spread)
+    collectives = arrange(collectives, spread, cells)
 
     cast_buffers(model, topology.device, _dtype(settings.data_types.buffer_dtype), set(units_placement.fp32_names))
     broadcast_buffers(model, collectives)

@@ -119,6 +119,7 @@ class CheckpointingEngine(Engine):
             EngineStateError: gradients of unfinished accumulation would be lost.
         """
         self._require_usable("save_checkpoint")
+        self._require_one_model("save_checkpoint")
         self._finish_saving()
         with agreed(self.collectives, "save_checkpoint: state"):
             self._require_boundary()
@@ -155,6 +156,7 @@ class CheckpointingEngine(Engine):
             CheckpointError: it cannot be written.
         """
         self._require_usable("save_16bit_model")
+        self._require_one_model("save_16bit_model")
         save_weights(
             Path(save_dir) / save_filename,
             self._holdings(),
@@ -175,6 +177,7 @@ class CheckpointingEngine(Engine):
             CheckpointError: the folder cannot be written.
         """
         self._require_usable("save_model")
+        self._require_one_model("save_model")
         return save_model_files(
             Path(save_dir),
             self._holdings(),
@@ -191,6 +194,7 @@ class CheckpointingEngine(Engine):
         the engine. Tied parameters are one tensor under each of their names.
         """
         self._require_usable("consolidated_state_dict")
+        self._require_one_model("consolidated_state_dict")
         return consolidated_state_dict(self._holdings(), exclude_frozen=exclude_frozen_parameters)
 
     def wait_for_checkpoint(self) -> None:
@@ -233,6 +237,7 @@ class CheckpointingEngine(Engine):
             CheckpointError: there is none, it is damaged or incomplete, or it does not fit; on every rank. If damage
                 showed only while reading, the engine refuses to run until a load succeeds.
         """
+        self._require_one_model("load_checkpoint")
         self.keeper.require_free("engine.load_checkpoint()")
         self._finish_saving()
         self.reset()
@@ -433,6 +438,15 @@ class CheckpointingEngine(Engine):
             raise EngineStateError(
                 f"engine.{call}(): loading {self._half_loaded} failed half way, so the weights are a mixture",
                 fix="load another checkpoint first",
+            )
+
+    def _require_one_model(self, call: str) -> None:
+        ranks = self.collectives
+        if ranks.job.world_size != ranks.world_size:
+            raise EngineStateError(
+                f"engine.{call}(): the model is divided on another axis of the mesh ({ranks.world_size} of the job's "
+                f"{ranks.job.world_size} ranks hold this part of it)",
+                fix="save engine.iter_named_full_params() on each rank of that axis to a file of its own",
             )
 
     def _require_boundary(self) -> None:

@@ -128,6 +128,9 @@ class ArrangedCollectives(Collectives):
     ) -> None:
         super().__init__(topology, connect(topology, arrangement.data))
         self.arrangement = arrangement
+        if len(arrangement.data) > 1:
+            self.job = Collectives(topology)
+            self.leads = topology.rank in arrangement.data[0]
         self.codes_weights = codes_weights
         shards, replicas = connect(topology, arrangement.shards), connect(topology, arrangement.replicas)
         second = connect(topology, arrangement.second)

@@ -55,6 +55,8 @@ class Collectives:
         replica: number of the set of shards that this rank's belongs to; 0 where there is one.
         second_rank, second_world_size: as the shard's, of the copy that backward gathers from; the shard's where there
             is none.
+        job: over all ranks of the job, where these are over some; else these themselves.
+        leads: whether this rank speaks for what is alike in each of several sets of such ranks.
         nodes: the ranks on each machine, by their numbers in the job.
         codes_weights: whether `gather_weights` rounds.
         journal: what has been issued; the engine sets its `phase` and `step`.
@@ -71,6 +73,8 @@ class Collectives:
     second_world_size: int
     codes_weights: bool
     nodes: Sequence[Sequence[int]]
+    job: Collectives
+    leads: bool
     journal: Journal
     topology: Topology
     meter: Meter | None
@@ -83,6 +87,8 @@ class Collectives:
         self.replica = 0
         self.codes_weights = False
         self.nodes = topology.nodes
+        self.job = self
+        self.leads = True
         self.meter = None
         self.journal = topology.journal
         self._supervisor = Supervisor(topology.journal, topology.watchdog)

@@ -80,6 +80,8 @@ class RecordingCollectives(Collectives):
         self.shard_rank, self.shard_world_size = inner.shard_rank, inner.shard_world_size
         self.second_rank, self.second_world_size = inner.second_rank, inner.second_world_size
         self.codes_weights = inner.codes_weights
+        self.job = self if inner.job is inner else inner.job
+        self.leads = inner.leads
         self.journal = inner.journal
         self.nodes = self._given_nodes or inner.nodes
         inner.meter = self._count

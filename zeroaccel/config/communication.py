@@ -49,17 +49,19 @@ class CommPlan:
         return spread and not (self.codes_weights or self.packs_frozen or self.codes_gradients)
 
 
-def comm_plan(config: Config, world_size: int) -> CommPlan:
+def comm_plan(config: Config, world_size: int, shard_size: int | None = None) -> CommPlan:
     """The plan for this many ranks.
 
     Args:
         world_size: ranks that see different samples.
+        shard_size: ranks that hold one model among them, where a mesh says so; else the config says.
 
     Raises:
         ConfigError: a size does not divide what it is a part of.
     """
     zero = config.zero_optimization
-    shard_size = world_size if zero.mics_shard_size == -1 else zero.mics_shard_size
+    if shard_size is None:
+        shard_size = world_size if zero.mics_shard_size == -1 else zero.mics_shard_size
     if world_size % shard_size:
         raise ConfigError(
             config.where(f"{_ZERO}.mics_shard_size"),

@@ -22,6 +22,7 @@ from zeroaccel.zero.grouping import UnitSpec
 from zeroaccel.zero.host_copies import HostCopies
 from zeroaccel.zero.keeper import Place, place_of
 from zeroaccel.zero.layout import FlatLayout
+from zeroaccel.zero.local_values import check_split, is_split, local
 from zeroaccel.zero.unit import FlatBuffer, ParamUnit, Places
 
 __all__ = [
@@ -183,17 +184,19 @@ class BufferPlan:
 def plan_buffers(spec: UnitSpec, placement: Placement, world_size: int) -> list[BufferPlan]:
     """The buffers of one unit."""
     alone = world_size == 1 and not placement.offloads_params
-    kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+    check_split(spec.params, placement.param_dtype)
+    kinds: dict[tuple[torch.dtype, bool, bool], list[tuple[str, nn.Parameter]]] = {}
     for fqn, param in spec.params:
-        kinds.setdefault((placement.param_dtype(fqn, param), placement.trainable(param)), []).append((fqn, param))
+        kind = placement.param_dtype(fqn, param), placement.trainable(param), is_split(param)
+        kinds.setdefault(kind, []).append((fqn, param))
     plans = []
-    for index, ((dtype, trainable), named) in enumerate(kinds.items()):
+    for index, ((dtype, trainable, _), named) in enumerate(kinds.items()):
         if trainable:  # runs of one param group side by side: fewer pieces to step
             named = sorted(named, key=lambda item: placement.groups[id(item[1])])
         plans.append(
             BufferPlan(
                 f"{spec.name}/{index}",
-                FlatLayout.build([(fqn, tuple(param.shape)) for fqn, param in named], world_size),
+                FlatLayout.build([(fqn, tuple(local(param).shape)) for fqn, param in named], world_size),
                 tuple(param for _, param in named),
                 dtype,
                 tuple(placement.groups[id(param)] for _, param in named) if trainable else (),
@@ -272,7 +275,7 @@ def initial_values(
             if place is not None:
                 place.keeper.hold([place.unit])
             held = place
-        source[slot.start : slot.end].view(slot.shape).copy_(param.data)
+        source[slot.start : slot.end].view(slot.shape).copy_(local(param))
     if held is not None:
         held.keeper.release([held.unit])
     if any(_kept(param) is None for param in params):  # what is kept already is the same on all ranks

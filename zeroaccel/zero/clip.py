@@ -34,12 +34,14 @@ class GradientHealth:
     agreed: bool
 
 
-def examine(shards: Sequence[Tensor], collectives: Collectives, *, digest: int, norm: bool) -> GradientHealth:
+def examine(
+    shards: Sequence[Tensor], counted: Sequence[Tensor], collectives: Collectives, *, digest: int, norm: bool
+) -> GradientHealth:
     """Looks at the reduced gradients of this rank's shards; collective over all ranks.
 
     Args:
-        shards: the mean gradients of this rank's own elements, any float dtype, any number. Replicas hold the same
-            ones, which are counted once.
+        shards: the mean gradients of this rank's own elements, any float dtype, any number.
+        counted: those of them that are in the norm; what several ranks hold is in that of one of them.
         digest: a number below 2^52 that sums up the collectives this rank has issued.
         norm: whether to compute the norm too.
     """
@@ -55,7 +57,7 @@ def examine(shards: Sequence[Tensor], collectives: Collectives, *, digest: int, 
         return GradientHealth(True, 0.0, agreed)
     exponent = norm_exponent(largest)
     sums = torch.zeros(2, dtype=torch.int64)
-    for shard in shards if collectives.replica == 0 else ():
+    for shard in counted:
         sums += torch.tensor(square_sums(shard, exponent), dtype=torch.int64)
     collectives.all_reduce(sums, "sum", "gradient norm")
     return GradientHealth(True, norm_from(int(sums[0]), int(sums[1]), exponent), agreed)

@@ -253,9 +253,10 @@ class Engine(GradientAccess, nn.Module):
         """Completes the reductions of this step and looks at what came of them, once. (all ranks)"""
         if self._health is None:
             self._complete_gradients()
-            shards = [held.shard for held in self._reducer.gradients if held.shard is not None]
-            digest = self.collectives.journal.digest()
-            self._health = examine(shards, self.collectives, digest=digest, norm=norm)
+            ranks, digest = self.collectives, self.collectives.journal.digest()
+            shards = [(held.shard, held.buffer) for held in self._reducer.gradients if held.shard is not None]
+            counted = [shard for shard, buffer in shards if ranks.replica == 0 and (ranks.leads or buffer.is_split)]
+            self._health = examine([shard for shard, _ in shards], counted, ranks.job, digest=digest, norm=norm)
         if not self._health.agreed:
             raise CollectiveError(disagreement_report(self.collectives))
         return self._health

@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import EngineStateError
 from zeroaccel.zero.layout import Slot
+from zeroaccel.zero.local_values import local
 from zeroaccel.zero.optimizer_shard import OptimizerShard
 from zeroaccel.zero.precision import LossScale
 from zeroaccel.zero.reducer import Reducer
@@ -72,7 +73,7 @@ class Place:
     @property
     def replaced(self) -> bool:
         """Whether somebody gave the parameter other storage or another shape than the unit's."""
-        data = self.param.data
+        data = local(self.param)
         return data.shape != self.slot.shape or not self.buffer.owns(data)
 
 

@@ -24,6 +24,7 @@ from zeroaccel.comm.collectives import Collectives, Work
 from zeroaccel.config.plan import ShardPlan
 from zeroaccel.errors import ShardStateError
 from zeroaccel.zero.host_copies import Arrival, HostCopies
+from zeroaccel.zero.local_values import local_grad
 from zeroaccel.zero.unit import FlatBuffer
 
 __all__ = ["GradientBuffer", "ReduceRules", "Reducer"]
@@ -178,6 +179,7 @@ class Reducer:
         grad, param.grad = param.grad, None
         if grad is None:
             return
+        grad = local_grad(param, grad)
         gradients, index = self._home[param]
         if gradients.launched:  # a second arrival, e.g. a block that two re-entrant checkpoints recomputed
             self._late.append((param, grad))

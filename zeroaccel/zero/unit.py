@@ -25,6 +25,7 @@ from zeroaccel.comm.collectives import Collectives, Work
 from zeroaccel.errors import OffloadError, ShardStateError
 from zeroaccel.zero.host_copies import HostCopies
 from zeroaccel.zero.layout import FlatLayout
+from zeroaccel.zero.local_values import is_split, local, set_local
 from zeroaccel.zero.shard_home import ShardHome
 
 __all__ = ["FlatBuffer", "ParamUnit", "Places", "ShardState"]
@@ -116,6 +117,11 @@ class FlatBuffer:
         return self.layout.numel * self.dtype.itemsize
 
     @property
+    def is_split(self) -> bool:
+        """Whether tensor parallelism splits its parameters: other ranks have other parts of them."""
+        return is_split(self.params[0])
+
+    @property
     def master_is_apart(self) -> bool:
         """Whether new masters have to be copied to the parameters: they are not the same memory."""
         own = self.full if self.resident else self.shard
@@ -173,7 +179,7 @@ class FlatBuffer:
     def point(self, *, whole: bool) -> None:
         """Points every parameter at its view of the full buffer, or at NaN."""
         for param, data in zip(self.params, self._views if whole else self._absent, strict=True):
-            param.data = data
+            set_local(param, data)
 
     def set_shard(self, start: int, values: Tensor) -> None:
         """Replaces elements of the shard, wherever it is; `start` counts in the flat buffer."""
@@ -210,7 +216,7 @@ class FlatBuffer:
     def give_back(self) -> None:
         """Gives each parameter, which must be whole, storage of its own, as a program that saves the model expects."""
         for param in self.params:
-            param.data = param.data.clone()
+            set_local(param, local(param).clone())
         if not self.resident:
             self.free()
 
