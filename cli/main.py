@@ -26,8 +26,12 @@ __all__ = ["CommandLine", "main"]
 SUB_COMMANDS: Mapping[str, str] = {
     "checkpoint": "Look into checkpoints, check them, write them for other numbers of ranks or other programs.",
     "config": "Make, check and explain launch files, by questions or by flags.",
+    "doctor": "What works on this machine, what does not, and how to mend it.",
+    "env": "Versions, machine and settings, for reports of problems.",
     "estimate": "How much memory training a model takes, for every stage and offload.",
     "launch": "Run a script as several processes, on this machine or on several.",
+    "test": "Train a small model at every stage on this machine.",
+    "verify": "Compare a script's first steps at stage 0 and as configured.",
     "zero-to-fp32": "Make whole weights of a sharded checkpoint.",
 }
 

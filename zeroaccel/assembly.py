@@ -46,6 +46,7 @@ from zeroaccel.logs import logger, set_log_level
 from zeroaccel.mesh import data_cells, shard_size_of
 from zeroaccel.ops.dispatch import use_threads
 from zeroaccel.tracking import build_monitors
+from zeroaccel.verification import RecordingReport, Verification, verification
 from zeroaccel.zero.build import (
     Placement,
     broadcast_buffers,
@@ -130,6 +131,8 @@ def initialize(
         known = replace(facts_from_model(model), world_size=ranks, training=optimizer is not None)
         settings = load_config({} if config is None else config, facts=known)
         _apply_process_settings(settings)
+        if (order := verification()) is not None:
+            settings = order.config(settings, _batch(settings, collectives.world_size, training=False).accumulation)
         plan = shard_plan(settings)
         built = _optimizer(model, optimizer, model_parameters, settings)
         batch = _batch(settings, world_size, training=built is not None)
@@ -188,7 +191,9 @@ def initialize(
         # Gradients that only pass through a model for inference, on their way to another, would pile up in it.
         discarded=unused,
         tiers=tiers,
-        report=StepReport(
+        report=_report(
+            order,
+            settings,
             device=topology.device,
             rank=collectives.rank,
             steps_per_print=settings.steps_per_print,
@@ -309,6 +314,12 @@ def _check_param_groups(model: nn.Module, chosen: list[Any]) -> None:
                     got=f"groups {seen[id(param)]} and {index}",
                     fix="remove it from one of them",
                 )
+
+
+def _report(order: Verification | None, settings: Config, **report: Any) -> StepReport:
+    if order is None:
+        return StepReport(**report)
+    return RecordingReport(order, stage=settings.zero_optimization.stage, **report)
 
 
 def _batch(settings: Config, world_size: int, *, training: bool) -> BatchSizes:

@@ -47,7 +47,8 @@ def launch(
 ) -> JobResult:
     """Runs `zeroaccel launch` in `folder`, on these hosts."""
     command = _command(folder, arguments, hosts, slots)
-    return run_command(command, env={"ZEROACCEL_SSH": str(folder / "ssh"), **(env or {})}, cwd=folder)
+    environment = {"ZEROACCEL_SSH": str(folder / "ssh"), **(env or {})}
+    return run_command(command, timeout=120.0, env=environment, cwd=folder)
 
 
 @contextmanager

@@ -48,6 +48,10 @@ LAYERS = (
 ENVIRONMENT_READERS = {
     "cli/agent.py": "tells torch's elastic agent, which reads it, that attempts do not share a store",
     "cli/config/command.py": "whether there is somebody to ask, and where files of the user lie",
+    "cli/doctor.py": "looks at the machine for its user, and passes the environment to a job of its own",
+    "cli/env.py": "shows the settings in force",
+    "cli/test.py": "passes it to a job of its own",
+    "cli/verify.py": "passes it to jobs of its own, with an order",
     "cli/launch.py": "the launcher's own switches, and what its plan passes on to the ranks",
     "cli/node.py": "what the launching machine hands on, for the ranks it starts",
     "cli/runner.py": "inside a rank: how many started beside it, and where to leave its error",
@@ -56,6 +60,7 @@ ENVIRONMENT_READERS = {
     "zeroaccel/compat/startup/sitecustomize.py": "whether the facade was handed on to this process",
     "zeroaccel/launched.py": "what the launcher says of training",
     "zeroaccel/launchers.py": "inside the ranks it starts, to tell them their places",
+    "zeroaccel/verification.py": "the order of `zeroaccel verify`, which reaches a script no other way",
     "zeroaccel/logs.py": "RANK, known before there is a process group, and the log level",
 }
 

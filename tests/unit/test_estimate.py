@@ -77,8 +77,10 @@ def test_offload_moves_bytes_and_loses_none() -> None:
         assert away.device.total == stay.device.total - stay.device.optimizer
         assert moved.optimizer == stay.device.optimizer
     everything = _of(rows, stage=3, optimizer="nvme", param="nvme")
-    assert everything.host.total == 0
-    assert everything.disk.params == pytest.approx(everything.numel, rel=0.05)  # 2 bytes each, on 2 ranks
+    # So few shards stay in memory, by max_in_cpu; the states pass through four buffers of the largest run.
+    assert everything.disk.params == 0
+    assert everything.host.params == pytest.approx(everything.numel, rel=0.05)  # 2 bytes each, on 2 ranks
+    assert 0 < everything.host.optimizer < everything.disk.optimizer / 2
     assert everything.name == "stage 3, all on nvme"
 
 

@@ -12,6 +12,9 @@ from typing import Any
 
 from torch import nn
 
+from zeroaccel.config.schema_zero import OffloadOptimizer, OffloadParam
+from zeroaccel.zero.state_tier import SUB_GROUP_NUMEL
+
 from .simulate import Simulated, simulate
 from .subject import Subject, subject
 from .workload import Capacity, Estimate, Memory, Offload, Workload
@@ -130,20 +133,38 @@ def _plans_for(workload: Workload) -> Sequence[tuple[int, Offload, Offload]]:
 
 
 def _placed(held: Simulated, workload: Workload, stage: int, optimizer: Offload, param: Offload) -> Estimate:
-    """Moves what offload moves from the device to the host or to files."""
+    """Moves what offload moves from the device to the host or to files, as `zero.tiers` does it by default."""
     device, host, disk = held.peak, Memory(), Memory()
     if optimizer != "none":
         # A master of its own also for fp32 weights: the device keeps those it computes with.
-        away = held.trained_numel * 4 * (1 + workload.states_per_element)
+        away = 4 * (1 + workload.states_per_element) * sum(held.trained)
         device = replace(device, optimizer=0)
         if optimizer == "cpu":
             host = replace(host, optimizer=away)
         else:
+            largest = min(max(held.trained, default=0), SUB_GROUP_NUMEL)
+            host = replace(host, optimizer=min(away, 4 * OffloadOptimizer().buffer_count * largest))
             disk = replace(disk, optimizer=away)
     if param != "none":
-        device = replace(device, params=device.params - held.shard_nbytes)
-        if param == "cpu":
-            host = replace(host, params=held.shard_nbytes)
-        else:
-            disk = replace(disk, params=held.shard_nbytes)
+        shards = sum(nbytes for _, nbytes in held.shards)
+        kept = shards if param == "cpu" else _kept_in_memory(held.shards)
+        device = replace(device, params=device.params - shards)
+        host = replace(host, params=kept + min(shards - kept, _read_ahead(held.shards)))
+        disk = replace(disk, params=shards - kept)
     return Estimate(stage, optimizer, param, held.numel, device, host, disk, held.when)
+
+
+def _kept_in_memory(shards: Sequence[tuple[int, int]]) -> int:
+    """Bytes of the first shards, which `max_in_cpu` keeps in memory although files are asked for."""
+    room, kept = OffloadParam().max_in_cpu, 0
+    for numel, nbytes in shards:
+        if numel > room:
+            break
+        room, kept = room - numel, kept + nbytes
+    return kept
+
+
+def _read_ahead(shards: Sequence[tuple[int, int]]) -> int:
+    """Bytes of the buffers for shards that are read from files."""
+    itemsize = max((nbytes // numel for numel, nbytes in shards if numel), default=0)
+    return OffloadParam().buffer_count * OffloadParam().buffer_size * itemsize

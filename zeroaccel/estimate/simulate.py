@@ -49,15 +49,15 @@ class Simulated:
         numel: parameters of the model, without padding.
         peak: bytes at the peak.
         when: "forward", "backward" or "step".
-        shard_nbytes: of the parameters' own shards; part of `peak.params` where parameters are sharded.
-        trained_numel: elements that this rank updates, padding included.
+        shards: elements and bytes of each shard of parameters, in order; part of `peak.params`.
+        trained: elements of each run of weights that this rank updates, padding included.
     """
 
     numel: int
     peak: Memory
     when: str
-    shard_nbytes: int
-    trained_numel: int
+    shards: tuple[tuple[int, int], ...]
+    trained: tuple[int, ...]
 
 
 def simulate(subject: Subject, workload: Workload, stage: int, *, on_cpu: bool = False) -> Simulated:
@@ -96,8 +96,9 @@ def _simulate(subject: Subject, workload: Workload, stage: int, *, on_cpu: bool)
             ledger.restart()
             _take_step(engine, step, workload, watch)
         peak = watch.peak
-        shards = sum(b.shard.nbytes for unit in engine.units for b in unit.buffers if not b.resident)
-        trained = sum(b.master.numel() for unit in engine.units for b in unit.buffers if b.master is not None)
+        buffers = [buffer for unit in engine.units for buffer in unit.buffers]
+        shards = tuple((b.shard.numel(), b.shard.nbytes) for b in buffers if not b.resident)
+        trained = tuple(b.master.numel() for b in buffers if b.master is not None)
         watch.engine = None
         engine.destroy()
     assert peak is not None, "a step without a tensor"
