@@ -15,13 +15,25 @@ import torch
 from torch import Tensor, nn
 
 import zeroaccel
-from tests.multi.training import Toy, batches, config
+from tests.multi.training import Toy, batches, config, offloaded
 from zeroaccel.checkpoint.contents import Contents
 from zeroaccel.checkpoint.engine import CheckpointingEngine
 
-__all__ = ["PRECISIONS", "STEPS", "Snapshot", "assembled", "make_engine", "resume", "resume_all", "save", "save_all"]
+__all__ = [
+    "PRECISIONS",
+    "STEPS",
+    "TIERS",
+    "Snapshot",
+    "assembled",
+    "make_engine",
+    "resume",
+    "resume_all",
+    "save",
+    "save_all",
+]
 
 PRECISIONS = ("fp32", "bf16", "fp16")
+TIERS = ("none", "cpu", "nvme")
 STEPS = 3
 Pieces = dict[str, tuple[int, Tensor]]
 
@@ -118,13 +130,29 @@ def resume(folder: Path, tag: str, stage: int, precision: str, **changes: Any) -
 
 
 def save_all(root: Path) -> dict[str, Snapshot]:
-    """Every stage and precision, by tag."""
-    return {f"{s}-{p}": save(root, s, p) for s in range(4) for p in PRECISIONS}
+    """Every stage and precision, by tag; states, and parameters at stage 3, in a tier by turns."""
+    found = {}
+    for stage in range(4):
+        for turn, precision in enumerate(PRECISIONS):
+            found[f"{stage}-{precision}"] = save(
+                root, stage, precision, **tiers(root, stage, TIERS[(stage + turn) % 3])
+            )
+    return found
 
 
-def resume_all(root: Path, cases: Sequence[tuple[str, int, str, bool]]) -> list[Snapshot]:
-    """(tag, stage, precision, reversed param groups) each."""
-    return [resume(root, tag, stage, precision, reverse_groups=turned) for tag, stage, precision, turned in cases]
+def resume_all(root: Path, cases: Sequence[tuple[str, int, str, str, bool]]) -> list[Snapshot]:
+    """(tag, stage, precision, tier, reversed param groups) each."""
+    return [
+        resume(root, tag, stage, precision, reverse_groups=turned, **tiers(root, stage, tier))
+        for tag, stage, precision, tier, turned in cases
+    ]
+
+
+def tiers(root: Path, stage: int, tier: str) -> dict[str, Any]:
+    """The keys that put into a tier what the stage shards."""
+    swap = root / "swap"
+    swap.mkdir(exist_ok=True)
+    return offloaded(swap, tier if stage >= 1 else "none", tier if stage == 3 else "none")
 
 
 def assembled(snapshots: Sequence[Snapshot]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Any number of ranks to any other, any stage to any other: the same masters and moments, and the same training."""
+"""Any number of ranks, stage and tier to any other: the same masters and moments, and the same training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.multi.checkpoint_runs import PRECISIONS, Snapshot, assembled, resume_all, save_all
+from tests.multi.checkpoint_runs import PRECISIONS, TIERS, Snapshot, assembled, resume_all, save_all
 from tests.multi.pool import Pool
 
 Ranks = Callable[[int], Pool]
@@ -41,9 +41,12 @@ def test_any_ranks_and_stage_to_any_other(ranks: Ranks, saves: Saves, saved: int
         for stage in range(4)
         for turn, precision in enumerate(PRECISIONS[(stage + shift) % 3 :][:2])
     ]
-    turned = [(*case, bool((index + resumed) % 2)) for index, case in enumerate(cases)]
+    turned = [
+        (*case, TIERS[(index + saved + 2 * resumed) % 3], bool((index + resumed) % 2))
+        for index, case in enumerate(cases)
+    ]
     found = ranks(resumed).run(resume_all, root, turned)
-    for index, (tag, _, _, reverse) in enumerate(turned):
+    for index, (tag, *_, reverse) in enumerate(turned):
         after = [rank[index] for rank in found]
         expected, got = assembled(before[tag]), assembled(after)
         assert expected.keys() == got.keys(), tag
