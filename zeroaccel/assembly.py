@@ -64,6 +64,7 @@ from zeroaccel.zero.optimizers import build_optimizer
 from zeroaccel.zero.precision import DynamicLossScale, LossScale, StaticLossScale, cast_buffers, kept_in_fp32
 from zeroaccel.zero.reducer import ReduceRules
 from zeroaccel.zero.schedule import Limits
+from zeroaccel.zero.shared_updates import share_updates
 from zeroaccel.zero.tiers import OffloadRules, TierSet
 from zeroaccel.zero.timing import StepReport
 
@@ -155,6 +156,9 @@ def initialize(
     with _agreed(collectives, "initialize: offload"):
         rules = OffloadRules.of(settings, residences.param, residences.optimizer)
         tiers = TierSet(rules, list(chain(*plans)), built, collectives.shard_rank, topology.device)
+        if built is not None and residences.optimizer != "device":
+            section = f"{rules.where}.offload_optimizer"
+            share_updates(built, rules.optimizer_section.ratio, topology.device, section)
     _open_tiers(tiers, collectives)
     try:
         units = build_units(specs, plans, units_placement, collectives, tiers)

@@ -146,7 +146,7 @@ def _offload_optimizer_needs_shards(config: Config) -> _Found:
             text="optimizer states are sharded from stage 1 on, and the stage is 0",
             fix='set zero_optimization.stage to 1, 2 or 3, or device to "none"',
         )
-    elif offload.ratio < 1.0 and not plan.params:
+    elif offload.ratio is not None and offload.ratio < 1.0 and not plan.params:
         yield Problem((*path, "ratio"), expected="1.0 below stage 3", got=offload.ratio)
 
 

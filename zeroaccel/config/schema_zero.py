@@ -84,8 +84,8 @@ class OffloadOptimizer(ConfigSection):
     """Write the previous tile while this one is updated."""
     fast_init: Flag = False
     """Quick creation of the files of "nvme"."""
-    ratio: Fraction = 1.0
-    """Part of the tiles that is updated on the host, 0 to 1 (stage 3)."""
+    ratio: Fraction | None = None
+    """Part of each update that the host's cores do, 0 to 1; absent, measured where a CUDA device can do the rest."""
     super_offload: Flag = False
     """Scheduling for machines whose host and device share a fast link (stage 3)."""
     convert_grad_on_cpu: Flag = True

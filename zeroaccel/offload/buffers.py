@@ -13,6 +13,8 @@ import threading
 import torch
 from torch import Tensor
 
+from zeroaccel.offload.pinned import pinned_bytes
+
 __all__ = ["ALIGN_NBYTES", "HostBuffers", "aligned_bytes", "aligned_nbytes", "return_freed_memory"]
 
 ALIGN_NBYTES = 4096
@@ -33,7 +35,7 @@ def aligned_bytes(nbytes: int, *, pinned: bool = False) -> Tensor:
     """
     if not pinned:
         return torch.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
-    raw = torch.zeros(nbytes + ALIGN_NBYTES, dtype=torch.uint8, pin_memory=True)
+    raw = pinned_bytes(nbytes + ALIGN_NBYTES)
     start = -raw.data_ptr() % ALIGN_NBYTES
     return raw[start : start + nbytes]
 

@@ -21,6 +21,7 @@ from zeroaccel.errors import UsageError
 from zeroaccel.ops import moments
 from zeroaccel.ops.dispatch import array_of, in_spans
 from zeroaccel.ops.number_formats import Array
+from zeroaccel.ops.split_update import SplitUpdate
 from zeroaccel.ops.updates import BLOCK_NUMEL
 
 __all__ = ["Hyperparameters", "ShardOptimizer", "ShardStep", "require", "require_unit_interval"]
@@ -73,6 +74,8 @@ class ShardOptimizer(torch.optim.Optimizer):
     kernel: ClassVar[Callable[..., None]]
     block_kernel: ClassVar[Callable[..., None] | None] = None
     """The kernel for moments in 8-bit blocks."""
+    split: SplitUpdate | None = None
+    """Who shares updates of host memory with a device; for Adam with float32 moments."""
     moments: ClassVar[Mapping[str, bool]] = {}
     """Name in the state -> whether it has signs, of each moment that may be kept in fewer bits."""
 
@@ -195,7 +198,9 @@ class ShardOptimizer(torch.optim.Optimizer):
         self._check_buffers(param, buffers)
         written = [param, *buffers, out]
         flats = [_flat(tensor) for tensor in written]
-        update = self._update_on_cpu if param.device.type == "cpu" else self._update_in_tiles
+        update = self._update_in_tiles
+        if param.device.type == "cpu":
+            update = self._update_on_cpu if self.split is None else self._update_in_parts
         scalars = [v if isinstance(v, np.uint32) else np.float32(v) for v in (grad_scale, *coefficients)]
         update(flats, grad.detach().contiguous().view(-1), scalars)
         for tensor, flat in zip(written, flats, strict=True):
@@ -216,6 +221,14 @@ class ShardOptimizer(torch.optim.Optimizer):
             kernel(*[None if array is None else _span(array, grad.numel(), start, stop) for array in arrays], *scalars)
 
         in_spans(grad.numel(), update)
+
+    def _update_in_parts(self, written: Sequence[Tensor | None], grad: Tensor, scalars: Sequence[np.generic]) -> None:
+        assert self.split is not None, "nobody to share with"
+
+        def on_host(parts: Sequence[Tensor], part: Tensor) -> None:
+            self._update_on_cpu([*parts, *[None] * (len(written) - len(parts))], part, scalars)
+
+        self.split.run([flat for flat in written if flat is not None], grad, scalars, on_host)
 
     def _update_in_tiles(self, written: Sequence[Tensor | None], grad: Tensor, scalars: Sequence[np.generic]) -> None:
         keys = [int(value) for value in scalars if isinstance(value, np.uint32)]
