@@ -34,6 +34,7 @@ def _run(*arguments: str) -> int:
     [
         (["--help"], ("torch", "pydantic", "zeroaccel.cli.launch")),
         (["--version"], ("torch", "pydantic", "zeroaccel.cli.launch")),
+        (["config", "--help"], ("torch", "pydantic", "rich", "questionary")),
         (["launch", "--help"], ("torch",)),
     ],
 )
@@ -52,6 +53,24 @@ def test_the_package_is_a_program(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "zeroaccel.cli", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, env=outside_any_job(), cwd=tmp_path)
     assert done.stdout.startswith(f"zeroaccel {zeroaccel.__version__} (torch 2.")
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("zeroaccel la", ["launch"]),
+        ("zeroaccel config exp", ["explain"]),
+        ("zeroaccel config --zero_st", ["--zero_stage"]),
+        ("zeroaccel launch --deepspeed_c", ["--deepspeed_config_file"]),
+    ],
+)
+def test_the_shell_completes_commands_and_flags(words: str, completed: list[str], tmp_path: Path) -> None:
+    asked = {"_ZEROACCEL_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    program = "from zeroaccel.cli.main import main; main(prog_name='zeroaccel')"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=outside_any_job() | asked
+    )
+    assert [line.removeprefix("plain,") for line in done.stdout.split()] == completed
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:

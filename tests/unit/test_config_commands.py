@@ -297,17 +297,3 @@ def test_templates_are_listed_printed_and_written(project: Path, capsys: pytest.
     assert _run("template", "hostfile", "-o", "hosts") == 2
     assert _run("template", "hostfile", "-o", "hosts", "--yes") == 0
     assert Path("hosts").read_text() == Path("before").read_text()
-
-
-def test_help_imports_neither_torch_nor_pydantic() -> None:
-    import subprocess
-    import sys
-
-    check = (
-        "import sys\nfrom zeroaccel.cli.main import main\n"
-        "try: main(['config', '--help'])\nexcept SystemExit as exit_: assert not exit_.code\n"
-        "assert not [name for name in ('torch', 'pydantic', 'rich', 'questionary') if name in sys.modules]"
-    )
-    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert all(f"  {name} " in done.stdout for name in SUB_COMMANDS)
