@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,15 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, float]]] = {
 }
 # ranks -> (stage, accumulation): twelve combinations
 CASES = {2: [(s, a) for s in (0, 1, 2, 3) for a in (1, 3)], 3: [(s, a) for s in (0, 3) for a in (1, 3)]}
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Plain loops run here, beside the ranks: threads that wait for each other's processor take many times as long."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @dataclass
