@@ -124,13 +124,17 @@ def _check_chart(plot: str | None) -> None:
 def _report(model: str, workload: Workload, capacity: Capacity, rows: list[PlanRow]) -> dict[str, Any]:
     from dataclasses import asdict
 
+    from zeroaccel.estimate import traffic_table
+
     plans = []
     for row in rows:
         held = asdict(row.estimate)
         for place in ("device", "host", "disk"):
             held[place]["total"] = getattr(row.estimate, place).total
         plans.append({**held, "fits": row.fits, "short_of": row.short_of, "recommended": row.recommended})
-    return {"model": model, "workload": asdict(workload), "capacity": asdict(capacity), "plans": plans}
+    traffic = [asdict(sent) for sent in traffic_table(rows[0].estimate.numel, workload)]
+    told = {"model": model, "workload": asdict(workload), "capacity": asdict(capacity), "plans": plans}
+    return told | ({"traffic": traffic} if traffic else {})
 
 
 def _title(model: str, workload: Workload, rows: list[PlanRow]) -> str:
@@ -170,10 +174,20 @@ def _show(model: str, workload: Workload, capacity: Capacity, rows: list[PlanRow
     if is_plain:
         click.echo(f"{_title(model, workload, rows)}; GB")
     console.print(table)
+    _show_traffic(rows[0].estimate.numel, workload)
     if all(row.fits is None for row in rows):
         click.echo("zeroaccel: --device_memory 80GB (or --cpu) says what fits", err=True)
     elif not any(row.fits for row in rows):
         click.echo("zeroaccel: no plan fits; use more ranks, a smaller batch, or --checkpointing", err=True)
+
+
+def _show_traffic(numel: int, workload: Workload) -> None:
+    from zeroaccel.estimate import traffic_table
+
+    rows = traffic_table(numel, workload)
+    if rows:
+        sent = ", ".join(f"{row.name} {_gb(row.across)}" for row in rows)
+        click.echo(f"GB that a rank sends to other machines per step: {sent}")
 
 
 def _gb(nbytes: int) -> str:

@@ -40,6 +40,8 @@ EXACT: dict[str, dict[str, Any]] = {
     "second copy in 4": {"zero_hpz_partition_size": 4},
     "second copy, nothing kept": {"zero_hpz_partition_size": 2, "stage3_max_reuse_distance": 0},
     "second copy in a replica": {"mics_shard_size": 4, "zero_hpz_partition_size": 2},
+    "replicas, optimizer on the host": {"mics_shard_size": 2, "offload_optimizer": {"device": "cpu"}},
+    "second copy, weights on the host": {"zero_hpz_partition_size": 2, "offload_param": {"device": "cpu"}},
     "second copy and persistent vectors": {"zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 30},
 }
 

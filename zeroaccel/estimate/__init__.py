@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from zeroaccel.estimate.plans import HEADROOM, PLANS, PlanRow, estimate, plan_table, verdict
 from zeroaccel.estimate.subject import Subject, subject
+from zeroaccel.estimate.traffic import TrafficRow, traffic_table
 from zeroaccel.estimate.workload import Capacity, Estimate, Memory, Offload, OptimizerName, Precision, Workload
 
 __all__ = [
@@ -24,9 +25,11 @@ __all__ = [
     "PlanRow",
     "Precision",
     "Subject",
+    "TrafficRow",
     "Workload",
     "estimate",
     "plan_table",
     "subject",
+    "traffic_table",
     "verdict",
 ]

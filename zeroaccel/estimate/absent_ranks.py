@@ -33,6 +33,7 @@ class AbsentRanks(Collectives):
         self.world_size = self.shard_world_size = self.second_world_size = world_size
         self.replica = 0
         self.codes_weights = False
+        self.job, self.leads = self, True
         self.nodes = [list(range(world_size))]
         self.meter = None
         self.journal = Journal()
