@@ -11,7 +11,8 @@ SCRIPT = """
 import os, time
 import torch
 import torch.distributed as dist
-from zeroaccel.comm.topology import init_process_group
+from zeroaccel.comm.collectives import Collectives
+from zeroaccel.comm.topology import destroy, init_process_group
 from zeroaccel.launchers import debug_launcher, notebook_launcher
 from zeroaccel.errors import ZeroAccelError
 
@@ -25,6 +26,14 @@ def total(start):
     print(f"{place}: {value.item()} on {topology.device}, {precision}", flush=True)
 
 
+def again():
+    for number in range(3):
+        topology = init_process_group()
+        everyone = Collectives(topology).gather_objects((number, topology.rank), "who")
+        destroy()
+    print(f"again: {everyone}", flush=True)
+
+
 def fail_on_1():
     init_process_group()
     if dist.get_rank() == 1:
@@ -34,6 +43,7 @@ def fail_on_1():
 
 torch.ones(64, 64) @ torch.ones(64, 64)
 debug_launcher(total, (10,))
+debug_launcher(again)
 notebook_launcher(total, (20,), num_processes=2, mixed_precision="bf16")
 here = os.getpid()
 notebook_launcher(lambda: print("alone", os.environ["ACCELERATE_MIXED_PRECISION"], os.getpid() == here), (), 1)
@@ -68,6 +78,7 @@ def test_launching_from_a_python_process(tmp_path: Path) -> None:
         "rank 0 of 2: 41.0 on cpu, bf16",
         "rank 1 of 2: 41.0 on cpu, bf16",
         "alone no True",
+        "again: [(2, 0), (2, 1)]",  # groups that are made anew after destroy()
         "raised: ProcessRaisedException",
         "in fail_on_1",
         "KeyError: 'lost on the way'",
