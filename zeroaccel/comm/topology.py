@@ -15,7 +15,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from zeroaccel.comm.environment import (
     launcher_keeps_store,
@@ -102,7 +102,7 @@ class Topology:
 _current: tuple[dist.ProcessGroup, Topology] | None = None
 _made_default_group = False
 _generation = 0
-_stores: dict[str, dist.Store] = {}  # by address, those that jobs of this process have met in; kept for the next job
+_stores: dict[str, Store] = {}  # by address, those that jobs of this process have met in; kept for the next job
 
 
 def init_process_group(backend: str | None = None, timeout: float | timedelta | None = None) -> Topology:
@@ -272,7 +272,7 @@ def _data_backend(backend: str) -> str | None:
 def _rendezvous(backend: str, rank: int, world_size: int, limit: float) -> None:
     address = rendezvous_address()
     # Groups that are made again are numbered from 0 again, and would read in the store what the first ones left there.
-    store = dist.PrefixStore(f"again/{_generation}", _stores[address]) if address in _stores else None
+    store = PrefixStore(f"again/{_generation}", _stores[address]) if address in _stores else None
     try:
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_patience(limit))
         _stores.setdefault(address, dist.distributed_c10d._get_default_store())
