@@ -2,6 +2,7 @@
 
 PYTHON     ?= $(shell python3.11 -c 'import sys; print(sys.executable)' 2>/dev/null || command -v python3)
 DEMO_ARGS  ?=
+OFFLOAD    ?= none
 TEST_ARGS  ?=
 BENCH_ARGS ?=
 
@@ -15,8 +16,8 @@ INSTALLED := $(VENV)/.installed
 help:  ## Show the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-demo: $(INSTALLED)  ## Train a small GPT on real text with ZeRO-3 in bf16 on two processes
-	$(BIN)/zeroaccel launch --num_processes 2 examples/train_gpt.py $(DEMO_ARGS)
+demo: $(INSTALLED)  ## Train a small GPT on real text with ZeRO-3 in bf16 on two processes; OFFLOAD=cpu or nvme
+	$(BIN)/zeroaccel launch --num_processes 2 examples/train_gpt.py --offload $(OFFLOAD) $(DEMO_ARGS)
 
 test: lint  ## Lint, check the types and run every test
 	$(BIN)/python -m pytest $(TEST_ARGS)

@@ -200,13 +200,20 @@ CONTENDERS: Mapping[str, Callable[[nn.Module], Contender]] = {
     "fsdp2-keep": partial(_fsdp2, keep=True),
     "deepspeed-2": partial(_DeepSpeed, stage=2),
     "deepspeed-2-torch-adam": partial(_DeepSpeed, stage=2, torch_adam=True),
+    "deepspeed-2-host": partial(_DeepSpeed, stage=2, offload_optimizer={"device": "cpu"}),
     "deepspeed-3": partial(_DeepSpeed, stage=3),
+    "deepspeed-3-host": partial(_DeepSpeed, stage=3, offload_optimizer={"device": "cpu"}),
     "deepspeed-3-lean": partial(_DeepSpeed, stage=3, stage3_max_reuse_distance=0),
     "deepspeed-3-torch-adam": partial(_DeepSpeed, stage=3, torch_adam=True),
     "zeroaccel-0": partial(_Zeroaccel, stage=0),
     "zeroaccel-1": partial(_Zeroaccel, stage=1),
     "zeroaccel-2": partial(_Zeroaccel, stage=2),
+    "zeroaccel-2-host": partial(_Zeroaccel, stage=2, offload_optimizer={"device": "cpu"}),
     "zeroaccel-3": partial(_Zeroaccel, stage=3),
+    "zeroaccel-3-host": partial(_Zeroaccel, stage=3, offload_optimizer={"device": "cpu"}),
+    "zeroaccel-3-host-both": partial(
+        _Zeroaccel, stage=3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}
+    ),
     "zeroaccel-3-lean": partial(_Zeroaccel, stage=3, stage3_max_reuse_distance=0),
 }
 

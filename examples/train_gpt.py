@@ -144,6 +144,13 @@ def ds_config(args: argparse.Namespace) -> dict[str, Any]:
     }
     if args.precision != "fp32":
         config[args.precision] = {"enabled": True}
+    if args.offload != "none":
+        where = {"device": args.offload, "nvme_path": str(args.nvme_path)}
+        pipelined = {"pipeline_read": True, "pipeline_write": True}
+        config["zero_optimization"]["offload_optimizer"] = {**where, **pipelined}
+        if args.stage == 3:
+            config["zero_optimization"]["offload_param"] = {**where, "max_in_cpu": 0}
+        config |= {"wall_clock_breakdown": True, "steps_per_print": max(1, args.steps // 5)}
     return config
 
 
@@ -224,6 +231,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--text", type=Path, metavar="FILE", help="train on this file; the end of it is held out")
     parser.add_argument("--stage", type=int, default=3, choices=range(4), help="ZeRO stage [%(default)s]")
     parser.add_argument("--precision", default="bf16", choices=("bf16", "fp16", "fp32"), help="[%(default)s]")
+    parser.add_argument("--offload", default="none", choices=("none", "cpu", "nvme"), help="of states [%(default)s]")
+    parser.add_argument("--nvme-path", type=Path, default=Path(), metavar="FOLDER", help="for --offload nvme [here]")
     parser.add_argument("--steps", type=int, default=500, help="optimizer steps [%(default)s]")
     parser.add_argument("--batch-size", type=int, default=8, help="sequences per rank and step [%(default)s]")
     parser.add_argument("--seq", type=int, default=128, help="bytes per sequence [%(default)s]")
@@ -235,6 +244,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--generate", type=int, default=300, help="bytes to generate [%(default)s]")
     parser.add_argument("--seed", type=int, default=0, help="of weights, batches and generated text [%(default)s]")
     args = parser.parse_args()
+    if args.offload != "none" and args.stage == 0:
+        parser.error("--offload: needs --stage 1, 2 or 3")
     if args.text is not None and not args.text.is_file():
         parser.error(f"--text: {args.text} is not a file")
     if args.dim % (2 * args.heads):
@@ -270,6 +281,8 @@ def main() -> int:
     formula = zero_formula(numel, args.stage, ranks, args.precision)
     parts = ", ".join(f"{name} {nbytes:,}" for name, nbytes in state.items())
     console.print(f"model state: {sum(state.values()):,} bytes per rank ({parts}); by the formula {formula:,.0f}")
+    for name, nbytes in engine.tier_nbytes().items():
+        console.print(f"offloaded {name}: {nbytes:,} bytes per rank")
     below = loss < entropy
     console.print(
         f"held-out loss {loss:.3f} bits/byte, unigram entropy {entropy:.3f} bits/byte: "

@@ -239,6 +239,7 @@ class CheckpointingEngine(Engine):
         """
         self._require_one_model("load_checkpoint")
         self.keeper.require_free("engine.load_checkpoint()")
+        self._require_states_here()
         self._finish_saving()
         self.reset()
         for unit in self.units:
@@ -434,6 +435,7 @@ class CheckpointingEngine(Engine):
         )
 
     def _require_usable(self, call: str) -> None:
+        self._require_states_here()
         if self._half_loaded is not None:
             raise EngineStateError(
                 f"engine.{call}(): loading {self._half_loaded} failed half way, so the weights are a mixture",

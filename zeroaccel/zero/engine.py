@@ -29,6 +29,7 @@ from zeroaccel.zero.hooks import Hooks, LoadHooks
 from zeroaccel.zero.keeper import Keeper, Training
 from zeroaccel.zero.offload_log import OffloadLog
 from zeroaccel.zero.optimizer_shard import OptimizerShard
+from zeroaccel.zero.parking import Parked, StateParking
 from zeroaccel.zero.precision import LossScale
 from zeroaccel.zero.reducer import Reducer, ReduceRules
 from zeroaccel.zero.residency import Residency
@@ -75,7 +76,7 @@ class EngineSettings:
     rules: ReduceRules = field(default_factory=ReduceRules)
 
 
-class Engine(GradientAccess, nn.Module):
+class Engine(GradientAccess, StateParking, nn.Module):
     """Trains (or runs) one model; made by `zeroaccel.initialize`.
 
     A step is: `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`, once per micro-batch. Attributes that
@@ -154,6 +155,7 @@ class Engine(GradientAccess, nn.Module):
         self._destroyed = False
         self._undo: list[Callable[[], None]] = []
         self._broken: str | None = None
+        self._parked: Parked | None = None
 
     # -- the loop
 
@@ -353,6 +355,7 @@ class Engine(GradientAccess, nn.Module):
     def _check_usable(self) -> None:
         if self._destroyed:
             raise EngineStateError("engine", expected="an engine in use", got="one after destroy()")
+        self._require_states_here()
         if self._broken is not None:
             raise EngineStateError(f"engine: {self._broken}", fix="resume from the last checkpoint, which is intact")
         if self._in_backward and torch._C._current_graph_task_id() == -1:
@@ -470,13 +473,6 @@ class Engine(GradientAccess, nn.Module):
             "gradients": self._reducer.nbytes(),
             "optimizer": self._shard.nbytes() if self._shard is not None else 0,
         }
-
-    def tier_nbytes(self) -> dict[str, int]:
-        """Bytes of this rank in tiers other than its device: "params, host", "params, nvme", "optimizer, nvme"...
-
-        States in the host memory of a CPU run are where they always are, and counted by `model_state_nbytes`.
-        """
-        return {} if self._tiers is None else {name: tier.nbytes for name, tier in self._tiers.tiers.items()}
 
     # -- whole parameters
 

@@ -1,0 +1,182 @@
+"""A training step with states on the host, and how fast states in a file are streamed through an update.
+
+    python benchmarks/offload_training.py step --deepspeed-python /path/to/env/bin/python
+    python benchmarks/offload_training.py stream --folder /path/on/the/disk
+
+`step`: the contenders of `step_time.py`, with and without `offload_optimizer.device: cpu`. `stream`: one process
+updates masters and moments that live in a file, in turn with plain sequential direct I/O of the same file, slabs and
+blocks and nothing else: the disk's own speed at that moment.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import statistics
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+from models import Shape
+from race import Conditions, ContenderFailed, TooLittleMemory, race
+from report import Bar, document, machine, ratio, show
+from rich.console import Console
+from torch import nn
+
+import zeroaccel
+from zeroaccel.offload.file_io import BlockFile, Direction
+
+_STEP_BARS = (
+    ("zeroaccel-2-host", "zeroaccel-2", 1.15),
+    ("zeroaccel-3-host", "zeroaccel-3", 1.15),
+    ("zeroaccel-3-host-both", "zeroaccel-3", 1.15),
+    ("zeroaccel-2-host", "deepspeed-2-host", 0.5),
+    ("zeroaccel-3-host", "deepspeed-3-host", 0.5),
+)
+_STREAM_BAR = 1 / 0.8
+
+
+@click.group()
+def main() -> None:
+    """What offload costs a training step, and how close to its disk it streams."""
+
+
+@main.command(context_settings={"show_default": True})
+@click.option("--rounds", default=7, help="Rounds; each has every contender once.")
+@click.option("--steps", default=3, help="Timed steps of a contender in a round.")
+@click.option("--stage", type=click.Choice(["2", "3"]), multiple=True, default=["2", "3"])
+@click.option("--deepspeed-python", type=click.Path(exists=True, dir_okay=False), help="One that has DeepSpeed.")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results here.")
+@click.option("--check", is_flag=True, help="Exit with 1 if a bar is missed.")
+def step(
+    rounds: int, steps: int, stage: tuple[str, ...], deepspeed_python: str | None, json_path: Path | None, check: bool
+) -> None:
+    """The optimizer on the host beside ours without offload, and beside DeepSpeed's."""
+    if deepspeed_python is None and importlib.util.find_spec("deepspeed") is not None:
+        deepspeed_python = sys.executable
+    names = [name for bar in _STEP_BARS for name in bar[:2] if any(f"-{number}" in name for number in stage)]
+    names = [name for name in dict.fromkeys(names) if deepspeed_python or not name.startswith("deepspeed")]
+    conditions = Conditions(Shape(), rounds=rounds, steps=steps, warmup=2, deepspeed_python=deepspeed_python)
+    progress = Console(stderr=True)
+    try:
+        results = race(names, conditions, lambda line: progress.print(line, style="dim", highlight=False))
+    except (ContenderFailed, TooLittleMemory) as error:
+        raise click.ClickException(str(error)) from error
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    show(results, conditions, console)
+    there = {name: result for name, result in results.items() if not result.failure}
+    found = [
+        Bar(f"step time of {name} / {other}", ratio(there[name], there[other]).median, limit)
+        for name, other, limit in _STEP_BARS
+        if name in there and other in there
+    ]
+    _finish(found, {"machine": machine(), "step": document(results, conditions)}, console, json_path, check=check)
+
+
+@main.command(context_settings={"show_default": True})
+@click.option("--folder", type=click.Path(exists=True, file_okay=False), default=".", help="On the disk to measure.")
+@click.option("--layers", default=12, help="Of 4 million parameters each.")
+@click.option("--rounds", default=5)
+@click.option("--block-size", default=1 << 20, help="Bytes of one request (aio.block_size).")
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results here.")
+@click.option("--check", is_flag=True, help="Exit with 1 if the bar is missed.")
+def stream(folder: str, layers: int, rounds: int, block_size: int, json_path: Path | None, check: bool) -> None:
+    """An update of states in a file, in turn with nothing but the I/O of it."""
+    engine = _engine(folder, layers, block_size)
+    shard = engine._shard
+    assert shard is not None
+    assert shard.states is not None
+    tier: Any = shard.states.tier
+    seconds, raw = [], []
+    for turn in range(rounds + 1):
+        engine.backward(engine(torch.ones(1, 2048, dtype=torch.bfloat16)))
+        before, moved = shard.update_seconds, _moved(tier)
+        engine.step()
+        if turn:  # the first has no states to read
+            seconds.append(shard.update_seconds - before)
+            nbytes = _moved(tier) - moved
+            raw.append(_plain(tier.file, nbytes // 2, tier.buffers.peak_nbytes // 3))
+    engine.destroy()
+    ratios = [mine / plain for mine, plain in zip(seconds, raw, strict=True)]
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    console.print(
+        f"{nbytes / 1e9:.2f} GB per update of {layers * 4.2:.0f} M parameters: {statistics.median(seconds):.3f} s, "
+        f"{nbytes / statistics.median(seconds) / 1e9:.2f} GB/s; plain sequential reads and writes: "
+        f"{statistics.median(raw):.3f} s, {nbytes / statistics.median(raw) / 1e9:.2f} GB/s; buffers "
+        f"{tier.buffers.peak_nbytes / 1e6:.0f} MB"
+    )
+    bar = Bar("seconds of the update / of plain sequential I/O", statistics.median(ratios), _STREAM_BAR)
+    facts = {"machine": machine(), "seconds": seconds, "plain_seconds": raw, "nbytes": nbytes, "ratios": ratios}
+    _finish([bar], facts, console, json_path, check=check)
+
+
+def _engine(folder: str, layers: int, block_size: int) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(2048, 2048, bias=False, dtype=torch.bfloat16) for _ in range(layers)])
+    model.append(nn.Flatten(0))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
+        "aio": {"block_size": block_size},
+        "zero_optimization": {
+            "stage": 2,
+            "offload_optimizer": {
+                "device": "nvme",
+                "nvme_path": folder,
+                "pipeline_read": True,
+                "pipeline_write": True,
+            },
+        },
+    }
+    engine = zeroaccel.initialize(_Mean(model), config=config)[0]
+    return engine
+
+
+class _Mean(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).float().square().mean()
+
+
+def _moved(tier: Any) -> int:
+    return sum(traffic.nbytes for traffic in tier.traffic.values())
+
+
+def _plain(file: BlockFile, nbytes: int, slab_nbytes: int) -> float:
+    """Seconds to read `nbytes` of the file in slabs, one after the other, and then to write as many."""
+    from zeroaccel.offload.buffers import aligned_bytes, aligned_nbytes
+
+    slab = aligned_bytes(aligned_nbytes(slab_nbytes))
+    total = 0.0
+    directions: tuple[Direction, Direction] = ("read", "write")
+    for direction in directions:
+        begun = time.perf_counter()
+        for offset in range(0, nbytes - slab.numel() + 1, slab.numel()):
+            finished = threading.Event()
+            file.start(direction, slab, offset, lambda error, finished=finished: finished.set())  # type: ignore[misc]
+            finished.wait()
+        whole = nbytes // slab.numel() * slab.numel()
+        total += (time.perf_counter() - begun) * nbytes / whole
+    return total
+
+
+def _finish(found: list[Bar], facts: dict[str, Any], console: Console, path: Path | None, *, check: bool) -> None:
+    for bar in found:
+        verdict = "passed" if bar.passed else "[red]MISSED[/]"
+        console.print(f"{bar.claim}: {bar.value:.3f}, at most {bar.limit:.3f}: {verdict}", highlight=False)
+    if path is not None:
+        path.write_text(json.dumps(facts, indent=1) + "\n")
+    if check and not all(bar.passed for bar in found):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
