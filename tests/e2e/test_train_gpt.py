@@ -84,6 +84,17 @@ def test_stage_0_learns_and_writes_the_same(launched: JobResult, text: Path) -> 
     assert HELD_OUT.findall(result.stdout) == HELD_OUT.findall(launched.stdout)
 
 
+def test_with_everything_in_files_it_writes_the_same(launched: JobResult, text: Path, tmp_path: Path) -> None:
+    result = run_job(2, SCRIPT, ["--text", text, *TINY, "--offload", "nvme", "--nvme-path", tmp_path], timeout=90.0)
+    assert result.returncodes == (0, 0), result.stderr
+    assert _written(result, stage=3) == _written(launched, stage=3)
+    assert "offloaded params, nvme" in result.stdout
+    held = re.search(r"offloaded optimizer, nvme: ([\d,]+) bytes per rank", result.stdout)
+    assert held is not None
+    assert 0 <= int(held[1].replace(",", "")) - 12 * NUMEL / 2 < 6000  # padding
+    assert "optimizer on" in result.stderr
+
+
 def test_one_process_that_has_not_learned_enough_says_so(text: Path) -> None:
     result = run_command([sys.executable, SCRIPT, "--text", text, "--precision", "fp32", *TINY, "--steps", 1])
     assert result.returncode == 1, result.stderr
@@ -97,6 +108,7 @@ def test_arguments_that_do_not_fit_are_refused(
     for words, complaint in (
         (["--text", "nowhere.txt"], "--text: nowhere.txt is not a file"),
         (["--dim", "36", "--heads", "4"], "--dim: 36 is not an even number for each of 4 heads"),
+        (["--offload", "cpu", "--stage", "0"], "--offload: needs --stage 1, 2 or 3"),
     ):
         monkeypatch.setattr(sys, "argv", ["train_gpt.py", *words])
         with pytest.raises(SystemExit, match="2"):
