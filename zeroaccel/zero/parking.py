@@ -40,7 +40,7 @@ class Parked:
         self._held: list[tuple[torch.UntypedStorage, Tensor]] = []
         for storage in storages.values():
             if storage.nbytes():
-                source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+                source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
                 host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
                 host.copy_(source)
                 del source
@@ -52,7 +52,7 @@ class Parked:
         """Gives every storage its memory and its bytes again."""
         for storage, host in self._held:
             storage.resize_(host.numel())
-            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(host)  # type: ignore[call-overload]
+            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).copy_(host)
         self._held.clear()
 
 
