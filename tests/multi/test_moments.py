@@ -13,7 +13,8 @@ from torch import Tensor
 import zeroaccel
 from tests.multi.checkpoint_runs import assembled, snapshot, train
 from tests.multi.pool import Pool
-from tests.multi.training import Toy, batches, config
+from tests.multi.training import Toy, batches, config, differences
+from tests.multi.training import train as train_toy
 from zeroaccel.checkpoint.engine import CheckpointingEngine
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.zero.parameter_access import safe_get_full_optimizer_state
@@ -55,6 +56,35 @@ def test_they_are_resharded_bit_by_bit_and_load_into_float32(ranks: Ranks, tmp_p
     kinds = {key: value.dtype for key, value in plain.items() if key.startswith("state/")}
     assert set(kinds.values()) == {torch.float32}
     assert [key for key in kinds if not torch.equal(plain[key], expected[key].float())] == []
+
+
+def _in_files(folder: Path, moments: str) -> tuple[list[str], list[str]]:
+    """Differences between runs with states in memory and in files; and between going on and resuming."""
+    section = {"type": "AdamW", "params": {"lr": 1e-2, "moments_dtype": moments}}
+    files = {"device": "nvme", "nvme_path": str(folder)}
+    plain = config(3, "bf16", optimizer=section)
+    tiered = config(3, "bf16", optimizer=section, offload_optimizer=files)
+    kept = differences(train_toy(plain, 6), train_toy(tiered, 6))
+    torch.manual_seed(7)
+    engine, *_ = zeroaccel.initialize(Toy(), config=tiered)
+    train(engine, batches(0, 3))
+    engine.save_checkpoint(folder / "saved", tag="nvme")
+    went_on = train(engine, batches(0, 6)[3:])
+    engine.destroy()
+    resumed = []
+    for settings in (plain, tiered):
+        torch.manual_seed(11)
+        engine, *_ = zeroaccel.initialize(Toy(), config=settings)
+        engine.load_checkpoint(folder / "saved", tag="nvme")
+        resumed.append(train(engine, batches(0, 6)[3:]))
+        engine.destroy()
+    return kept, [f"{went_on} {losses}" for losses in resumed if losses != went_on]
+
+
+def test_moments_of_16_bits_in_files_have_the_bits_of_those_in_memory(ranks: Ranks, tmp_path: Path) -> None:
+    for kept, resumed in ranks(2).run(_in_files, tmp_path, "bf16"):
+        assert kept == []
+        assert resumed == []
 
 
 def _dtypes(settings: dict[str, Any]) -> set[torch.dtype]:
