@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--loads", type=int, nargs="*", default=[1, 3, 4])
-    parser.add_argument("--parts", nargs="*", default=["save", "stall", "load", "convert"])
+    parser.add_argument("--parts", nargs="*", default=["save", "stall", "loads", "convert"])
     parser.add_argument("--deepspeed-python", help="an interpreter that has deepspeed")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank-does", help=argparse.SUPPRESS)
@@ -53,18 +53,21 @@ def main() -> None:
         return
     options.folder.mkdir(parents=True, exist_ok=True)
     report: dict[str, Any] = {"layers": options.layers, "ranks": options.ranks, "rounds": ROUNDS}
-    report["save"] = start_ranks(options, options.ranks, "save")
-    if "stall" in options.parts:
-        report["stall"] = start_ranks(options, options.ranks, "stall")
-        report["stall"]["share_of_save"] = report["stall"]["seconds"] / report["save"]["save_seconds"]
-    if "load" in options.parts:
-        report["loads"] = {count: start_ranks(options, count, "load") for count in options.loads}
-    if "convert" in options.parts:
-        report["convert"] = convert(options)
-    text = json.dumps(report, indent=2)
-    print(text)
-    if options.json:
-        options.json.write_text(text + "\n")
+    parts: dict[str, Callable[[], Any]] = {
+        "save": lambda: start_ranks(options, options.ranks, "save"),
+        "stall": lambda: start_ranks(options, options.ranks, "stall"),
+        "loads": lambda: {count: start_ranks(options, count, "load") for count in options.loads},
+        "convert": lambda: convert(options),
+    }
+    for name, part in parts.items():
+        if name in options.parts or name == "save":  # the others need what it leaves
+            report[name] = part()
+            if name == "stall":
+                report[name]["share_of_save"] = report[name]["seconds"] / report["save"]["save_seconds"]
+            report["load_average"] = os.getloadavg()[0]
+            print(json.dumps({name: report[name]}, indent=2), flush=True)
+            if options.json:
+                options.json.write_text(json.dumps(report, indent=2) + "\n")
     shutil.rmtree(options.folder)
 
 

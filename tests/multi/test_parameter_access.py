@@ -190,3 +190,31 @@ def test_mistakes_are_named_on_every_rank(ranks: Ranks) -> None:
             strict=True,
         ):
             assert words in text, text
+
+
+def _two_groups_of_two() -> list[bool]:
+    """Shards within pairs of ranks: a rank's place in its pair counts, not its number."""
+    torch.manual_seed(7)
+    model = Toy(layers=1)
+    before = {name: param.detach().clone() for name, param in model.named_parameters()}
+    engine, *_ = zeroaccel.initialize(model, config=config(3, "bf16", mics_shard_size=2))
+    named = dict(model.named_parameters())
+    found = [torch.equal(zero.safe_get_full_fp32_param(named[name]), value) for name, value in before.items()]
+    bias = model.layers[0].up.bias
+    zero.safe_set_full_fp32_param(bias, torch.arange(float(bias.numel())))
+    backward(engine, 0)
+    grad = zero.safe_get_full_grad(bias)
+    zero.safe_set_local_grad(bias, zero.safe_get_local_grad(bias) * 0 + 1)  # type: ignore[operator]
+    assert zero.safe_get_full_grad(bias).unique().tolist() == [1.0]  # type: ignore[union-attr]
+    with zero.GatheredParameters(bias, modifier_rank=3), torch.no_grad():
+        assert bias[4] == 4
+        bias[5] = 100.0 + engine.collectives.rank
+    written = zero.safe_get_full_fp32_param(bias)
+    sums = engine.collectives.gather_objects((float(grad.double().sum()), written.tolist()), "compare")  # type: ignore[union-attr]
+    engine.destroy()
+    return [*found, written[5] == 103.0, len({str(one) for one in sums}) == 1]  # type: ignore[index]
+
+
+def test_shards_within_groups_of_ranks(ranks: Ranks) -> None:
+    for found in ranks(4).run(_two_groups_of_two):
+        assert all(found), found

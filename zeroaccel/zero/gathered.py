@@ -192,7 +192,7 @@ def overwrite(place: Place, value: Tensor) -> None:
         value: of the parameter's shape, any dtype, equal on all ranks; the master keeps bits that 16 bits drop.
     """
     buffer, slot, training = place.buffer, place.slot, place.keeper.training
-    rank = place.keeper.collectives.rank
+    rank = buffer.rank
     start, end = place.reach(rank)
     with torch.no_grad():
         flat = value.detach().reshape(-1).to(buffer.full.device)

@@ -40,6 +40,8 @@ __all__ = [
     "safe_set_local_optimizer_state",
 ]
 
+_GATHERED_NUMEL = 1 << 22  # of each rank at a time
+
 
 @dataclass(frozen=True)
 class _Part:
@@ -293,16 +295,21 @@ def _full(place: Place, values: _Values, what: str) -> Tensor:
 
 
 def _assembled(place: Place, own: Tensor, label: str) -> Tensor:
-    """(numel,) fp32 from each rank's elements. Sends as many elements as the parameter has."""
-    collectives, slot = place.keeper.collectives, place.slot
+    """(numel,) fp32 from each rank's elements. Sends as many as the rank with most of them has, to each other rank."""
+    slot, ranks = place.slot, place.buffer.layout.world_size
+    reaches = [place.reach(rank) for rank in range(ranks)]
+    longest = max(end - start for start, end in reaches)
     out = torch.empty(slot.numel, dtype=torch.float32, device=own.device)
-    for rank in range(place.buffer.layout.world_size):  # the first replica's
-        start, end = place.reach(rank)
-        part = out[start - slot.start : end - slot.start]
-        if rank == collectives.rank:
-            part.copy_(own)
-        if start < end:
-            collectives.broadcast(part, rank, label)
+    for first in range(0, longest, _GATHERED_NUMEL):
+        count = min(_GATHERED_NUMEL, longest - first)
+        mine, rows = own.new_zeros(count), own.new_empty(ranks * count)
+        part = own[first : first + count]
+        mine[: part.numel()] = part
+        place.keeper.collectives.all_gather(rows, mine, label).wait()
+        for rank, (start, end) in enumerate(reaches):
+            found = rows[rank * count : rank * count + max(0, min(count, end - start - first))]
+            at = start + first - slot.start
+            out[at : at + found.numel()] = found
     return out
 
 

@@ -268,8 +268,8 @@ def _load_module(module: nn.Module, names: Mapping[str, str], folder: Safetensor
 
 
 def _fill(place: Place, name: str, folder: SafetensorsFolder) -> None:
-    start, end = place.reach(place.keeper.collectives.rank)
-    low, _ = place.buffer.layout.bounds(place.keeper.collectives.rank)
+    start, end = place.reach(place.buffer.rank)
+    low, _ = place.buffer.layout.bounds(place.buffer.rank)
     folder.read(name, start - place.slot.start, place.buffer.shard[start - low : end - low])
 
 
