@@ -6,20 +6,19 @@ here, so that a file made without a terminal is the file the wizard would have m
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zeroaccel.errors import ConfigError, compose
 
-from .questions import AUTO, QUESTIONS, JsonFacts, Question, Situation
+from .json_facts import json_facts
+from .questions import AUTO, QUESTIONS, Question, Situation
 
 if TYPE_CHECKING:
     from ..facts import Machine
 
-__all__ = ["Settled", "Wrong", "accept", "as_text", "json_facts", "parse", "settle", "with_answer"]
+__all__ = ["Settled", "Wrong", "accept", "as_text", "parse", "settle", "with_answer"]
 
 _YES, _NO = ("true", "yes", "y", "on", "1"), ("false", "no", "n", "off", "0")
 _FORMS = {
@@ -111,7 +110,7 @@ def with_answer(situation: Situation, question: Question, value: Any) -> Situati
     Raises:
         ConfigError: the JSON config is wrong.
     """
-    json = json_facts(Path(value)) if question.key == "deepspeed_config_file" else situation.json
+    json = json_facts(value) if question.key == "deepspeed_config_file" else situation.json
     answers = {**situation.answers, question.key: value}
     return Situation(answers, situation.machine, json, situation.needs)
 
@@ -162,28 +161,6 @@ def settle(
         else:
             missing.append(question)
     return Settled(situation, tuple(missing))
-
-
-def json_facts(path: Path) -> JsonFacts:
-    """What a JSON config leaves to the launch.
-
-    Raises:
-        ConfigError: it cannot be read, or is wrong.
-    """
-    return _json_facts(path, path.stat().st_mtime_ns)
-
-
-@functools.lru_cache(maxsize=4)
-def _json_facts(path: Path, _: int) -> JsonFacts:
-    from zeroaccel.config.launch_json import JSON_PATHS
-    from zeroaccel.config.load import load_config
-
-    config = load_config(path)
-    open_keys = {name for name, key in JSON_PATHS.items() if key in config.unresolved}
-    if {"fp16.enabled", "bf16.enabled"} & set(config.unresolved) or not {"fp16", "bf16"} & set(config.sources):
-        open_keys.add("mixed_precision")
-    stage = None if "zero_stage" in open_keys else config.zero_optimization.stage
-    return JsonFacts(frozenset(open_keys), stage)
 
 
 def as_text(value: Any) -> str:

@@ -13,26 +13,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from ..facts import Machine
+    from .json_facts import JsonFacts
 
-__all__ = ["AUTO", "QUESTIONS", "Choice", "Condition", "JsonFacts", "Question", "Situation", "by_key"]
+__all__ = ["AUTO", "QUESTIONS", "Choice", "Condition", "Question", "Situation", "by_key"]
 
 AUTO = "auto"
 """Leaves a number to the script."""
 
 Kind = Literal["choice", "yes_no", "count", "number", "text", "names", "file", "folder"]
-
-
-@dataclass(frozen=True)
-class JsonFacts:
-    """What a JSON config leaves to the launch.
-
-    Attributes:
-        open_keys: settings that it leaves "auto".
-        stage: the stage it decides, or None.
-    """
-
-    open_keys: frozenset[str] = frozenset()
-    stage: int | None = None
 
 
 @dataclass(frozen=True)
@@ -141,6 +129,21 @@ def _file_check(path: Any, _: Situation) -> tuple[str, str]:
     if Path(path).is_file():
         return "", ""
     return (f"{path} is a folder" if Path(path).is_dir() else f"there is no file {path}"), "name an existing file"
+
+
+def _json_check(path: Any, situation: Situation) -> tuple[str, str]:
+    from zeroaccel.errors import ConfigError
+
+    from .json_facts import json_facts
+
+    problem, fix = _file_check(path, situation)
+    if problem:
+        return problem, fix
+    try:
+        json_facts(path)
+    except ConfigError as error:
+        return str(error), ""
+    return "", ""
 
 
 def _disk(situation: Situation) -> str | None:
@@ -300,7 +303,7 @@ QUESTIONS: tuple[Question, ...] = (
         (_DEEPSPEED, "deepspeed_config_file"),
         (_ZERO,),
         gate="Do you have a JSON config in DeepSpeed's format?",
-        check=_file_check,
+        check=_json_check,
     ),
     Question(
         "zero_stage",

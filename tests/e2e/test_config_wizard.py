@@ -100,6 +100,7 @@ def test_without_a_json_config(tmp_path: Path) -> None:
 def test_with_a_json_config_and_an_existing_file(tmp_path: Path) -> None:
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}, "bf16": {"enabled": True}}
     (tmp_path / "ds.json").write_text(json.dumps(config))
+    (tmp_path / "broken.json").write_text("{")
     (tmp_path / FILE).write_text("num_processes: 7\n")
     with _terminal(tmp_path, "--num_processes", "2") as person:
         person.at("What will you train?")
@@ -109,6 +110,8 @@ def test_with_a_json_config_and_an_existing_file(tmp_path: Path) -> None:
         person.at("Do you have a JSON config", UP + ENTER)
         person.at("Where is the JSON config?", "nowhere.json")
         person.process.expect_exact("there is no file nowhere.json")
+        person.process.send(f"{CLEAR}broken.json")
+        person.process.expect_exact("broken.json:1:2: not valid JSON")
         person.process.send(f"{CLEAR}ds.json{ENTER}")
         person.at("Compile the model")  # everything else is decided
         person.process.expect_exact("-num_processes: 7")
