@@ -9,8 +9,10 @@ import time
 
 import torch
 
+from zeroaccel.comm.arranged import arrange
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import init_process_group
+from zeroaccel.config import comm_plan, load_config
 from zeroaccel.errors import CollectiveError
 
 PART = 1000
@@ -125,6 +127,15 @@ def device(model: Layers) -> None:
         journal = model.collectives.journal
         journal.probe = journal.issue("gather", "all_gather", "unshard layers.0", PART, "bfloat16"), lambda: False
     time.sleep(100)
+
+
+def two_hops(model: Layers) -> None:
+    """Reductions in 4 bits, which a thread of their own carries out."""
+    zero = {"stage": 3, "zero_quantized_gradients": True, "zeropp": {"node_size": 1}}
+    settings = load_config({"train_batch_size": model.world_size, "zero_optimization": zero})
+    model.collectives = arrange(model.collectives, comm_plan(settings, model.world_size))
+    model.reduce("layers.1")
+    model.reduce("layers.0" if model.rank else "vision_tower")
 
 
 def stubborn(model: Layers) -> None:

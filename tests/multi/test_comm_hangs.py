@@ -50,6 +50,7 @@ SCENARIOS = {
         Scenario("foreign_barrier", 2),
         Scenario("broadcast", 3),
         Scenario("device", 2),
+        Scenario("two_hops", 2, NEVER),
         Scenario("stubborn", 2, NEVER),
         Scenario("orderly", 3),
         Scenario("first_leaves_early", 2),
@@ -100,6 +101,18 @@ def test_ranks_in_different_branches(ended: Ended, name: str) -> None:
     assert 'rank 1: waiting for gather #4 all_gather "unshard layers.1" (2000 x float32, forward)' in message
     assert "First difference: gather #4" in message
     assert "hanging_ranks.py" in message
+    assert result.returncodes == (75, 75)
+    assert _cleaned_up(result) == [0, 1]
+
+
+@ends("name", ["two_hops"])
+def test_ranks_in_different_reductions_of_two_hops(ended: Ended, name: str) -> None:
+    result = ended(name)
+    message = _one_message(result)
+    assert (
+        'rank 0: waiting for reduce #2 reduce_scatter int4 "reduce vision_tower" (2000 x float32, backward)' in message
+    )
+    assert 'rank 1: waiting for reduce #2 reduce_scatter int4 "reduce layers.0" (2000 x float32, backward)' in message
     assert result.returncodes == (75, 75)
     assert _cleaned_up(result) == [0, 1]
 
