@@ -166,3 +166,12 @@ def test_the_quota_of_a_container_limits_the_cores(tmp_path: Path, quota: str, c
     (tmp_path / "cpu.max").write_text(quota)
     assert usable_cores(tmp_path / "cpu.max") == (without if cores is None else cores)
     assert without >= 1
+
+
+def test_a_precision_that_the_accelerators_lack(machine: pytest.MonkeyPatch) -> None:
+    machine.setattr(plan_module, "accelerators", lambda: 2)
+    machine.setattr(plan_module, "has_bf16", lambda: False)
+    said = _refusal({"mixed_precision": "bf16"})
+    assert said == "--mixed_precision bf16: the accelerators of this machine have no bf16; use fp16"
+    assert _plan({"mixed_precision": "fp16"}).device == "cuda"
+    assert _plan({"mixed_precision": "bf16", "use_cpu": True}).device == "cpu"
