@@ -158,9 +158,7 @@ def _copies() -> Iterator[Finding]:
 
     source = torch.ones(_COPY_NBYTES, dtype=torch.uint8)
     target = torch.empty_like(source)
-    yield Finding(
-        "copies in memory", "works", f"{_best(lambda: target.copy_(source)):.1f} GB/s, both ways counted once"
-    )
+    yield Finding("copies in memory", "works", f"{_best(lambda: target.copy_(source)):.1f} GB/s")
     if not torch.cuda.is_available():
         return
     pinned, device = source.pin_memory(), source.to("cuda")
@@ -211,5 +209,6 @@ def _disks(machine: Machine, *, measure: bool) -> Iterator[Finding]:
         detail = "no writable local disk with room"
         yield Finding("offload to disk", "missing", detail, "name a folder on a local disk as nvme_path")
     for folder in ("/dev/shm", "/tmp"):
-        if Path(folder).is_dir() and "in memory" in (trouble := folder_trouble(folder)[0]):
-            yield Finding(f"offload to {folder}", "missing", trouble, "it takes the memory that offload is to spare")
+        if Path(folder).is_dir() and (trouble := folder_trouble(folder)):
+            seen_there, _, fix = trouble.partition("; ")
+            yield Finding(f"offload to {folder}", "missing", seen_there, fix)
