@@ -313,6 +313,11 @@ class OptimizerShard:
             yield part
             return
         assert self._copies is not None, "masters in another memory than the parameters, and nobody to copy"
+        if part.device.type == "cpu":  # masters on the device, shards on the host
+            staged = torch.empty_like(part, device=piece.master.device)
+            yield staged
+            part.copy_(staged)
+            return
         staged = torch.empty(part.shape, dtype=part.dtype, pin_memory=self._copies.pinned)
         yield staged
         self._copies.to_device(part, staged)
