@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from zeroaccel.comm.arranged import Arrangement
 from zeroaccel.config import CommPlan, comm_plan, load_config
 from zeroaccel.config.traffic import StepTraffic, code_nbytes, step_traffic
 from zeroaccel.errors import ConfigError
+from zeroaccel.logs import logger
 
 
 def _plan(world_size: int, **zero: Any) -> CommPlan:
@@ -28,6 +30,19 @@ def test_a_config_that_asks_for_nothing_is_plain() -> None:
     assert _plan(6, mics_shard_size=-1, zero_hpz_partition_size=1).plain
     for asked in ({"mics_shard_size": 2}, {"zero_hpz_partition_size": 3}, {"zero_quantized_weights": True}):
         assert not _plan(6, **asked).plain
+
+
+def test_a_partition_larger_than_the_job_is_the_job() -> None:
+    """A template for machines of 8 runs on one rank; a line says what of it does not apply."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        assert _plan(3, zero_hpz_partition_size=77).second_size == 3
+    finally:
+        logger.removeHandler(handler)
+    assert lines == ["zero_optimization.zero_hpz_partition_size: no second copy is kept: 77 ranks are more than the 3"]
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,12 @@ do not depend on the number of ranks are in `checks`.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 from zeroaccel.config.schema import Config
 from zeroaccel.errors import ConfigError
+from zeroaccel.logs import log_once
 
 __all__ = ["CommPlan", "comm_plan"]
 
@@ -69,6 +71,10 @@ def comm_plan(config: Config, world_size: int, shard_size: int | None = None) ->
             got=shard_size,
         )
     second_size = shard_size if zero.zero_hpz_partition_size == 1 else zero.zero_hpz_partition_size
+    if second_size > shard_size:
+        key = f"{_ZERO}.zero_hpz_partition_size"
+        log_once(logging.WARNING, f"{key}: no second copy is kept: {second_size} ranks are more than the {shard_size}")
+        second_size = shard_size
     if shard_size % second_size:
         among = f"the {world_size} ranks" if shard_size == world_size else f"mics_shard_size {shard_size}"
         raise ConfigError(
