@@ -44,9 +44,10 @@ def rank(stage: int) -> None:
     accelerator = Accelerator(mixed_precision="bf16", zero_plugin=ZeroPlugin(zero_stage=stage))
     tokens = torch.randint(0, 256, (64, 129))
     loader = torch.utils.data.DataLoader(tokens, batch_size=8)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(model.parameters())  # the first of a process imports torch's compiler: about a second
     accelerator.wait_for_everyone()
     start, busy = time.perf_counter(), time.process_time()
-    prepared, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+    prepared, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     ready = time.perf_counter()
     batch = next(iter(loader))
     logits = prepared(batch[:, :-1])
