@@ -141,8 +141,8 @@ ABSENT: Mapping[str, str] = {
     "deepspeed.tp_model_init": "tensor parallelism is torch.distributed.tensor.parallel's; use autotp_size 1",
     "deepspeed.ops.op_builder": "nothing is compiled, so there is nothing to build",
     "deepspeed.utils.groups": "sequence and expert parallel groups are not part of zeroaccel",
-    "deepspeed.checkpointing": "use torch.utils.checkpoint",
-    "deepspeed.runtime.activation_checkpointing": "use torch.utils.checkpoint",
+    "deepspeed.checkpointing": "use zeroaccel.activations.checkpoint, or the config's activation_checkpointing section",
+    "deepspeed.runtime.activation_checkpointing": "use zeroaccel.activations.checkpoint",
 }
 """What is known to be asked for, is not there, and what does the same."""
 
