@@ -19,6 +19,7 @@ from torch import nn
 
 from zeroaccel import operations
 from zeroaccel.comm.agree import agreed
+from zeroaccel.compilation import compilation_of
 from zeroaccel.config import Fact, Facts
 from zeroaccel.config.launch_env import LaunchedSettings
 from zeroaccel.data import DataLoaderConfiguration, PreparedLoader, prepare_data_loader
@@ -82,6 +83,7 @@ class Accelerator(TrainingLoop, ModelSaving, RunSaving, RunTracking, ProcessCont
         gradient_accumulation_plugin: instead of the number.
         step_scheduler_with_optimizer: False makes every call of a schedule's `step` count.
         kwargs_handlers: a `ProfileKwargs`.
+        dynamo_backend: compile models with this backend of `torch.compile`; by default what the launcher says.
         scheduler_counts_processes: schedules given in code move once per process at each update, and the steps of a
             `DummyScheduler` are divided by the processes: for scripts that count the batches of all processes.
 
@@ -111,6 +113,7 @@ class Accelerator(TrainingLoop, ModelSaving, RunSaving, RunTracking, ProcessCont
         project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
         zero_plugin: ZeroPlugin | Mapping[str, ZeroPlugin] | None = None,
+        dynamo_backend: str | None = None,
         scheduler_counts_processes: bool = False,
     ) -> None:
         settings, sources = launched()
@@ -120,6 +123,7 @@ class Accelerator(TrainingLoop, ModelSaving, RunSaving, RunTracking, ProcessCont
             accumulation = _accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
             precision = _precision(mixed_precision, settings, sources)
             plugins = _plugins([deepspeed_plugin, deepspeed_plugins, zero_plugin], settings)
+            compilation = compilation_of(dynamo_backend, settings, sources)
         self.dataloader_config = dataloader_config or DataLoaderConfiguration()
         self.device_placement = device_placement
         self._facts = Facts(accumulation=accumulation, precision=precision)
@@ -127,6 +131,7 @@ class Accelerator(TrainingLoop, ModelSaving, RunSaving, RunTracking, ProcessCont
             facts=self._facts,
             split_batches=self.dataloader_config.split_batches,
             scheduler_follows=step_scheduler_with_optimizer,
+            compilation=compilation,
             per_update=partial.num_processes if scheduler_counts_processes else 1,
         )
         self.prepared: list[Prepared] = []

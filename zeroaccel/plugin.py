@@ -123,6 +123,8 @@ class ZeroPlugin:
         if self._zero3_init and self.zero_stage != 3:
             logger.warning("zero3_init_flag has no effect at stage %s; models are built whole", self.zero_stage)
             self._zero3_init = False
+        elif self._zero3_init:
+            logger.warning("zero3_init_flag: a model is built sharded inside `with zeroaccel.zero.Init():`, else whole")
         self.selected = False
 
     # -- what it says

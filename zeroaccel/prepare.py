@@ -20,6 +20,7 @@ from zeroaccel.assembly import initialize
 from zeroaccel.checkpoint.engine import CheckpointingEngine
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
+from zeroaccel.compilation import Compilation
 from zeroaccel.config import Config, Fact, Facts, load_config
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.nested import batch_size_of
@@ -45,12 +46,14 @@ class Rules:
         split_batches: a loader's batch is divided among the processes.
         scheduler_follows: schedules move with updates of the weights; False: with every call.
         per_update: how often a schedule moves per update.
+        compilation: None to compile nothing.
     """
 
     facts: Facts = field(default_factory=Facts)
     split_batches: bool = False
     scheduler_follows: bool = True
     per_update: int = 1
+    compilation: Compilation | None = None
 
 
 @dataclass
@@ -103,6 +106,8 @@ def prepare_job(
         facts = _facts(job, loaders, plugin, rules, tree, collectives.world_size)
         config = load_config(tree, sources=sources, facts=facts)
     optimizer, params, scheduler = _arguments(job)
+    if rules.compilation is not None:
+        rules.compilation.apply(job.model)
     engine, *_ = initialize(
         model=job.model,
         optimizer=optimizer,
