@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +50,7 @@ def _losses(stage: int, backend: str | None) -> tuple[list[float], bool]:
 
 
 def _all() -> list[tuple[list[float], bool]]:
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # torch's tracer asks for it itself
     return [_losses(0, None), *(_losses(stage, "eager") for stage in (0, 2, 3))]
 
 
