@@ -102,12 +102,12 @@ class Collectives:
     def _exchanges(self, group: RankGroup, over: dist.ProcessGroup) -> Exchanges:
         """Those of one process group of `group`, by the type of device; what they send is metered."""
 
-        def tell(tag: int, place: int, nbytes: int) -> None:
-            if self.meter is not None:
-                self.meter(tag, group.ranks[place], nbytes)
+        def counted() -> Meter | None:
+            meter = self.meter
+            return None if meter is None else lambda tag, place, nbytes: meter(tag, group.ranks[place], nbytes)
 
         devices = {"cpu", self.topology.device.type}
-        return {device: exchange_over(over, device, tell) for device in devices}
+        return {device: exchange_over(over, device, counted) for device in devices}
 
     def all_gather(self, out: Tensor, shard: Tensor, label: str) -> Work:
         """out[r*S:(r+1)*S] = shard of rank r. Over the gather group; sends (W-1)*S elements.

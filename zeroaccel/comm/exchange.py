@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 __all__ = [
+    "Counted",
     "DirectExchange",
     "Exchange",
     "Exchanges",
@@ -31,6 +32,7 @@ __all__ = [
     "Pending",
     "exchange_over",
     "messenger",
+    "nobody_counts",
 ]
 
 # The names since torch 2.13; the earlier ones are deprecated there, and the only ones before.
@@ -49,6 +51,14 @@ class Pending(Protocol):
 
 Meter = Callable[[int, int, int], None]
 """Told of every message that is sent: (tag, place of the receiver in the group, bytes)."""
+
+Counted = Callable[[], Meter | None]
+"""Who is to be told now; asked once per collective where nobody is, however many ranks there are."""
+
+
+def nobody_counts() -> None:
+    """No meter."""
+    return None
 
 
 class Messenger(Protocol):
@@ -86,9 +96,9 @@ class DirectExchange:
     A rank sends and receives (W-1)*S elements in 2*(W-1) messages.
     """
 
-    def __init__(self, group: dist.ProcessGroup, meter: Meter | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup, counted: Counted = nobody_counts) -> None:
         self.rank, self.world_size = group.rank(), group.size()
-        self._gloo, self._meter = messenger(group), meter
+        self._gloo, self._counted = messenger(group), counted
         self._recv = self._gloo.recv
         # Each rank starts with another peer, so that no rank is everybody's first.
         ahead = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
@@ -127,8 +137,9 @@ class DirectExchange:
         return self._recv([tensor], peer, tag)
 
     def _send(self, tensors: list[Tensor], peer: int, tag: int) -> Pending:
-        if self._meter is not None:
-            self._meter(tag, peer, tensors[0].nbytes)
+        meter = self._counted()
+        if meter is not None:
+            meter(tag, peer, tensors[0].nbytes)
         return self._gloo.send(tensors, peer, tag)
 
     def broadcast(self, tensor: Tensor, src: int, tag: int) -> Iterator[Pending]:
@@ -152,8 +163,8 @@ class NativeExchange:
     The meter is told what direct messages would carry: the backend does not say which way it goes.
     """
 
-    def __init__(self, group: dist.ProcessGroup, meter: Meter | None = None) -> None:
-        self._group, self._meter = group, meter
+    def __init__(self, group: dist.ProcessGroup, counted: Counted = nobody_counts) -> None:
+        self._group, self._counted = group, counted
         self.rank, self.world_size = group.rank(), group.size()
 
     def all_gather(self, out: Tensor, shard: Tensor, tag: int) -> Sequence[Pending]:
@@ -183,18 +194,21 @@ class NativeExchange:
         return (dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self._group, async_op=True),)
 
     def _tell(self, tag: int, nbytes: int) -> None:
-        if self._meter is not None:
+        meter = self._counted()
+        if meter is not None:
             for peer in range(self.world_size):
                 if peer != self.rank:
-                    self._meter(tag, peer, nbytes)
+                    meter(tag, peer, nbytes)
 
 
 Exchanges = Mapping[str, DirectExchange | NativeExchange]
 """Of one set of ranks, by the type of device."""
 
 
-def exchange_over(group: dist.ProcessGroup, device: str, meter: Meter | None = None) -> DirectExchange | NativeExchange:
+def exchange_over(
+    group: dist.ProcessGroup, device: str, counted: Counted = nobody_counts
+) -> DirectExchange | NativeExchange:
     """What suits the backend that `group` has for tensors on `device`."""
     if device == "cpu" and group._get_backend(torch.device(device)).name() == "gloo":
-        return DirectExchange(group, meter)
-    return NativeExchange(group, meter)
+        return DirectExchange(group, counted)
+    return NativeExchange(group, counted)
