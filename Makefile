@@ -11,15 +11,18 @@ BIN       := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test test-all lint bench clean
 
 help:  ## Show the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-6s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 demo: $(INSTALLED)  ## Train a small GPT on real text with ZeRO-3 in bf16 on two processes; OFFLOAD=cpu or nvme
 	$(BIN)/zeroaccel launch --num_processes 2 examples/train_gpt.py --offload $(OFFLOAD) $(DEMO_ARGS)
 
-test: lint  ## Lint, check the types and run every test
+test: lint  ## Lint, check the types and run the tests, all but a few slow ones
+	$(BIN)/python -m pytest -m "not slow" $(TEST_ARGS)
+
+test-all: lint  ## The same with the slow ones
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
 lint: $(INSTALLED)  ## Check style, format and types

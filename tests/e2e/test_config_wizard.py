@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pexpect
+import pytest
 
 from tests.multi.environment import outside_any_job
 from tests.multi.job import run_command
@@ -125,6 +126,7 @@ def test_with_a_json_config_and_an_existing_file(tmp_path: Path) -> None:
     assert "(what was there is in zeroaccel.yaml.bak)" in said
 
 
+@pytest.mark.slow
 def test_stage_3_on_nvme_after_going_back(tmp_path: Path) -> None:
     with _terminal(tmp_path, "--use_cpu", "yes", "--num_machines", "1") as person:
         person.at("What will you train?")
@@ -157,6 +159,7 @@ def test_stage_3_on_nvme_after_going_back(tmp_path: Path) -> None:
     assert _by_flags(tmp_path, said) == text
 
 
+@pytest.mark.slow
 def test_a_plan_answers_the_stage_and_can_be_left_backwards(tmp_path: Path) -> None:
     with _terminal(tmp_path, "--num_processes", "2", "--use_cpu", "yes") as person:
         person.at("What will you train?", "1x")

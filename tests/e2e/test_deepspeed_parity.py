@@ -25,6 +25,7 @@ def _run(engine: str, stage: int) -> dict[str, Any]:
     return printed
 
 
+@pytest.mark.slow
 def test_a_deepspeed_script_runs_with_nothing_of_it_installed() -> None:
     ours = _run("zeroaccel", 3)
     assert ours["engine"] == VERSION

@@ -49,7 +49,9 @@ def test_every_stage_works_here(tmp_path: Path) -> None:
     assert all("works, the same losses as stage 0" in line for line in lines)
 
 
-@pytest.mark.parametrize(("words", "stage"), [(("seeded",), 0), (("seeded", "twice"), 2)])
+@pytest.mark.parametrize(
+    ("words", "stage"), [(("seeded",), 0), pytest.param(("seeded", "twice"), 2, marks=pytest.mark.slow)]
+)
 def test_a_script_that_shards_as_it_should(tmp_path: Path, words: tuple[str, ...], stage: int) -> None:
     result = _verify(tmp_path, *words)
     assert result.returncode == 0, result.stderr
@@ -60,6 +62,7 @@ def test_a_script_that_shards_as_it_should(tmp_path: Path, words: tuple[str, ...
     assert lines[-2:] == ["largest difference of a loss or a gradient norm on any rank: 0", "the same to the last bit"]
 
 
+@pytest.mark.slow
 def test_a_script_without_seeds_is_found_out(tmp_path: Path) -> None:
     result = _verify(tmp_path, "random")
     assert result.returncode == 1

@@ -122,6 +122,7 @@ num_processes: 2
 """
 
 
+@pytest.mark.slow
 def test_the_launcher_chooses_for_scripts_that_say_nothing(tmp_path: Path) -> None:
     """`accelerate launch` and `zeroaccel launch` take the same questionnaire's file, and run the same engine."""
     launch_file = tmp_path / "launch.yaml"

@@ -92,6 +92,7 @@ def test_the_same_by_c10d_from_each_machine(tmp_path: Path) -> None:
     assert sorted(out for out, _ in said) == [f"rank {rank} total 4\n" for rank in range(2)]
 
 
+@pytest.mark.slow
 def test_a_lost_machine_of_an_elastic_job(tmp_path: Path) -> None:
     # Two machines where one is enough: the other is killed with all it runs, and the rest goes on.
     script = write_script(

@@ -7,6 +7,8 @@ import sys
 from importlib.resources import files
 from pathlib import Path
 
+import pytest
+
 from tests.multi.job import run_command
 
 SCRIPT = """
@@ -41,6 +43,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_the_template_as_two_pretended_nodes(tmp_path: Path) -> None:
     settings = json.loads(files("zeroaccel.templates").joinpath("zero_stage3_zeropp_bf16.json").read_text())
     settings |= {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0}

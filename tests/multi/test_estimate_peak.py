@@ -12,7 +12,12 @@ from tests.multi.job import run_job
 
 @pytest.mark.parametrize(
     ("stage", "precision", "accumulation"),
-    [(0, "bf16", 2), (1, "fp32", 1), (2, "bf16", 2), (3, "bf16", 1)],
+    [
+        (0, "bf16", 2),
+        pytest.param(1, "fp32", 1, marks=pytest.mark.slow),
+        pytest.param(2, "bf16", 2, marks=pytest.mark.slow),
+        (3, "bf16", 1),
+    ],
 )
 def test_the_peak_is_as_estimated(stage: int, precision: str, accumulation: int) -> None:
     plan = ["--stage", stage, "--precision", precision, "--accumulation", accumulation]

@@ -72,7 +72,7 @@ def _combinations(node_size: int) -> dict[str, tuple[dict[str, Any], float]]:
     }
 
 
-@pytest.mark.parametrize(("world_size", "node_size"), [(4, 2), (8, 4)])
+@pytest.mark.parametrize(("world_size", "node_size"), [(4, 2), pytest.param(8, 4, marks=pytest.mark.slow)])
 def test_traffic_across_nodes(ranks: Ranks, world_size: int, node_size: int) -> None:
     combinations = _combinations(node_size)
     measured = ranks(world_size).run(_measure, node_size, [settings for settings, _ in combinations.values()])
