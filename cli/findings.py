@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from zeroaccel.config.launch_file import find_launch_file, read_launch_file
+from zeroaccel.config.variables import check_variables
 from zeroaccel.errors import ConfigError
 
 from .facts import Machine, folder_trouble, look, measure_disk
@@ -58,6 +59,7 @@ def findings(environ: Mapping[str, str], folder: Path, *, measure: bool) -> Iter
     yield _kernels()
     yield from _libraries()
     yield _names()
+    yield _variables(environ)
     yield _launch_file(environ, folder)
     if measure:
         yield from _copies()
@@ -140,6 +142,14 @@ def _names() -> Finding:
         return Finding("own host name", "works", name)
     fix = f"add '127.0.0.1 {name}' to /etc/hosts, or set GLOO_SOCKET_IFNAME to the network interface"
     return Finding("own host name", "falls back", f"{name} does not resolve, so gloo uses the loopback interface", fix)
+
+
+def _variables(environ: Mapping[str, str]) -> Finding:
+    try:
+        check_variables(environ)
+    except ConfigError as error:
+        return Finding("environment", "BROKEN", str(error).replace("\n", " "), "unset it, or correct its name")
+    return Finding("environment", "works", "every variable that begins with ZEROACCEL_ is a setting")
 
 
 def _launch_file(environ: Mapping[str, str], folder: Path) -> Finding:

@@ -22,6 +22,7 @@ from zeroaccel.config.launch_file import find_launch_file, read_launch_file
 from zeroaccel.config.launch_json import check_json
 from zeroaccel.config.launch_sources import Given, gather, launched_environment
 from zeroaccel.config.schema import Config
+from zeroaccel.config.variables import check_variables
 from zeroaccel.errors import ConfigError
 from zeroaccel.offload.folder import examine_folder
 
@@ -76,6 +77,7 @@ def launch(
     if module and no_python:
         raise click.UsageError("--module and --no_python exclude each other.", click.get_current_context())
     flags = given_by_flags(typed)
+    check_variables(os.environ)
     found = find_launch_file(config_file, os.environ, Path.cwd())
     file = Given() if found is None else read_launch_file(*found)
     # A scheduler knows this machine better than a file that all machines may share.

@@ -25,7 +25,7 @@ from zeroaccel.comm.agree import agree_or_raise
 from zeroaccel.comm.arranged import arrange
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.cores import core_set, fair_threads, usable_cores
-from zeroaccel.comm.environment import threads_are_said
+from zeroaccel.comm.environment import check_own_variables, threads_are_said
 from zeroaccel.comm.topology import Topology, init_process_group
 from zeroaccel.config import (
     BatchSizes,
@@ -125,6 +125,7 @@ def initialize(
     cells = None if mesh is None else data_cells(mesh, collectives)
     world_size = collectives.world_size if cells is None else len(cells[0])
     with _agreed(collectives, "initialize: config"):
+        check_own_variables()
         if not isinstance(model, nn.Module):
             raise UsageError("initialize(model)", expected="a torch.nn.Module", got=type(model).__name__)
         check_parameters(model)

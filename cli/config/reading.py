@@ -21,6 +21,7 @@ from zeroaccel.config.problems import closest
 from zeroaccel.config.schema import Config
 from zeroaccel.config.section import ConfigSection, nested_section, spellings
 from zeroaccel.config.support import KEYS, Kind
+from zeroaccel.config.variables import check_variables
 from zeroaccel.errors import ConfigError
 
 from ..launch_flags import GROUPS, flag
@@ -46,6 +47,7 @@ def show(environ: Mapping[str, str], config_file: str | None, resolve: bool, as_
         assert found is not None, "its absence was an error"
         click.echo(json.dumps(dict(file.values), indent=2) if as_json else found[0].read_text().rstrip("\n"))
         return
+    check_variables(environ)
     given = gather(Given(), environ, file)
     settings = given.settings()
     config = check_json(given)

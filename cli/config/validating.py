@@ -16,11 +16,10 @@ from typing import Any
 import click
 
 from zeroaccel.config.launch import LaunchSettings, launch_settings, typed_settings
-from zeroaccel.config.launch_file import CONFIG_VARIABLE, text_of_file
+from zeroaccel.config.launch_file import text_of_file
 from zeroaccel.config.launch_schema import LaunchFile
-from zeroaccel.config.launch_sources import variables_of
 from zeroaccel.config.load import load_config
-from zeroaccel.config.problems import closest
+from zeroaccel.config.variables import known_variables, unknown_variable
 from zeroaccel.config.yaml_text import parse_yaml
 from zeroaccel.errors import ConfigError, ZeroAccelError
 
@@ -116,16 +115,13 @@ def _container_commands(tree: Any) -> Iterator[list[str]]:
 
 
 def _check_script(name: str, text: str) -> None:
-    known = {variable for setting in LaunchSettings.model_fields for variable in variables_of(setting)}
+    known = known_variables()
     found = False
     for number, line in _whole_lines(text):
         where = f"{name}:{number}"
         for variable in _VARIABLE.findall(line):
-            if variable not in known | {CONFIG_VARIABLE}:
-                meant = closest(variable, known)
-                raise ConfigError(
-                    f"{where}: {variable}: no such setting", fix=f"did you mean {meant}?" if meant else ""
-                )
+            if variable not in known:
+                raise ConfigError(f"{where}: {unknown_variable(variable)}")
         if (command := _LAUNCH.search(line)) is not None:
             found = True
             _check_words(where, shlex.split(command.group(1)))

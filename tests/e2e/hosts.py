@@ -23,7 +23,7 @@ HOSTS = ("127.0.0.1", "127.0.0.2")
 _SSH = """#!/bin/sh
 while [ "$1" != "--" ]; do shift; done
 if [ "$2" = "127.0.0.9" ]; then echo "connect to host $2: refused" >&2; exit 255; fi
-cd / && exec env -u ZEROACCEL_SECRET sh -c "$3"
+cd / && exec env -u HF_SECRET sh -c "$3"
 """
 
 

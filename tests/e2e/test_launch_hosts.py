@@ -42,13 +42,11 @@ def test_a_job_from_a_hostfile(tmp_path: Path) -> None:
     script = write_script(
         tmp_path,
         MEET + "print(dist.get_rank(), total.item(), sys.argv[1:], sys.stdin.read(), os.getcwd(),"
-        " os.environ.get('HF_THING'), os.environ.get('ZEROACCEL_SECRET'), os.environ.get('OTHER_THING'))\n"
+        " os.environ.get('HF_THING'), os.environ.get('HF_SECRET'), os.environ.get('OTHER_THING'))\n"
         "dist.destroy_process_group()\n",
     )
     words = ["a 'b' \"c\"", "$HOME", "--x=;ls", "\\"]
-    result = launch(
-        tmp_path, script, *words, env={"HF_THING": "x; echo 'y'", "ZEROACCEL_SECRET": "s", "OTHER_THING": "o"}
-    )
+    result = launch(tmp_path, script, *words, env={"HF_THING": "x; echo 'y'", "HF_SECRET": "s", "OTHER_THING": "o"})
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.splitlines()) == [
         f"[{host}] {rank} 2.0 {words}  {tmp_path} x; echo 'y' s o" for rank, host in enumerate(HOSTS)

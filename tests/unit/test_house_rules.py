@@ -171,3 +171,16 @@ def test_torch_is_not_imported_before_it_is_needed(statement: str) -> None:
     check = f"import sys\n{statement}\nassert 'torch' not in sys.modules, 'torch was imported'"
     done = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_no_document_holds_the_marks_of_an_unfinished_merge() -> None:
+    texts = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "templates").iterdir()]
+    marks = [
+        f"{path.name}:{number}"
+        for path in texts
+        if path.is_file()
+        for number, line in enumerate(path.read_text().splitlines(), start=1)
+        if line.startswith(("<<<<<<< ", "=======", ">>>>>>> "))
+    ]
+    assert len(texts) > 40
+    assert not marks

@@ -10,9 +10,11 @@ import os
 from datetime import timedelta
 from pathlib import Path
 
+from zeroaccel.config.variables import check_variables
 from zeroaccel.errors import ConfigError
 
 __all__ = [
+    "check_own_variables",
     "launcher_keeps_store",
     "limit_seconds",
     "place_in_job",
@@ -24,6 +26,15 @@ __all__ = [
 _DEFAULT_LIMIT_SECONDS = 600.0
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _HOW_TO_START = "start the script with `zeroaccel launch --num_processes N script.py`, or set them on every rank"
+
+
+def check_own_variables() -> None:
+    """Looks for variables whose names begin as ours do and that nobody reads.
+
+    Raises:
+        ConfigError: there are some; each is named with the one that was probably meant.
+    """
+    check_variables(os.environ)
 
 
 def place_in_job() -> tuple[int, int]:

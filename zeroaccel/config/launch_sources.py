@@ -18,6 +18,7 @@ from zeroaccel.config.problems import Problem
 from zeroaccel.config.section import spellings
 
 __all__ = [
+    "PREFIX",
     "Given",
     "from_text",
     "gather",
@@ -30,7 +31,9 @@ __all__ = [
 
 SettingKind = Literal["switch", "count", "number", "streams", "pairs", "text"]
 
-_PREFIX = "ZEROACCEL_"
+PREFIX = "ZEROACCEL_"
+"""Of the variables that are ours."""
+
 # Names of long standing for the same thing; what launchers hand on is added below.
 _OTHER_VARIABLES: Mapping[str, tuple[str, ...]] = {"timeout": ("ZEROACCEL_COLLECTIVE_TIMEOUT",)}
 # Variables that the processes read themselves, in a form of their own: where one is set, it stays as it is.
@@ -187,7 +190,7 @@ def _plain_types(annotation: Any) -> list[type]:
 def variables_of(name: str) -> tuple[str, ...]:
     """The variables of the environment that give a setting, the first that is there first."""
     handed_on = (variable_of(name),) if name in _HANDED_ON and name != "debug" else ()
-    return (f"{_PREFIX}{name.upper()}", *_OTHER_VARIABLES.get(name, ()), *handed_on)
+    return (f"{PREFIX}{name.upper()}", *_OTHER_VARIABLES.get(name, ()), *handed_on)
 
 
 def _unsaid(name: str) -> tuple[str, ...]:
