@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from tests.multi.job import run_job
 from tests.multi.pool import Pool, RankFailure
 from zeroaccel.comm.agree import agree_or_raise, disagreement_report
 from zeroaccel.comm.collectives import Collectives
+from zeroaccel.comm.exchange import close_connections, messenger
 from zeroaccel.comm.recording import CollectiveCall, RecordingCollectives
 from zeroaccel.comm.topology import current_topology, init_process_group
 from zeroaccel.errors import CheckpointError, ConfigError
@@ -270,3 +273,27 @@ def test_the_users_own_process_group_is_taken() -> None:
 
 
 USERS_OWN = "tests/multi/users_own_group.py"
+
+
+def _closes_after_its_neighbour() -> str:
+    """Rank 2 waits for rank 1, which sends nothing, and closes its connections when rank 0 has closed its own."""
+    group = dist.new_group(backend="gloo")
+    assert group is not None
+    if group.rank() == 0:
+        close_connections(group)
+    said = ""
+    if group.rank() == 2:
+        with pytest.raises(RuntimeError):
+            messenger(group).recv([torch.empty(1)], 0, 7).wait()
+        waited = messenger(group).recv([torch.empty(1)], 1, 7)
+        with ThreadPoolExecutor() as executor:
+            waiting = executor.submit(waited.wait, timedelta(seconds=30))
+            close_connections(group)
+            said = str(waiting.exception())
+    dist.barrier()
+    return said
+
+
+def test_connections_close_also_where_a_peer_has_closed_first(ranks: Ranks) -> None:
+    said = ranks(3).run(_closes_after_its_neighbour)[2]
+    assert said and "30000" not in said, said

@@ -13,6 +13,7 @@ takes a shorter message for a complete one, and ends the process on a longer one
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Protocol, cast
@@ -30,6 +31,7 @@ __all__ = [
     "Meter",
     "NativeExchange",
     "Pending",
+    "close_connections",
     "exchange_over",
     "messenger",
     "nobody_counts",
@@ -72,6 +74,19 @@ class Messenger(Protocol):
 def messenger(group: dist.ProcessGroup) -> Messenger:
     """The group's backend for host memory. Not `dist.isend`, whose bookkeeping costs more than the message."""
     return cast(Messenger, group._get_backend(torch.device("cpu")))
+
+
+def close_connections(group: dist.ProcessGroup) -> None:
+    """Closes this rank's connections in a gloo group for good: whoever waits for a message, in any thread, raises.
+
+    gloo closes all of them when an operation on one times out, and a receive that nobody sends to does that on demand.
+    It has to be tried with every peer: where the peer has closed its end, the receive fails at once and closes nothing.
+    """
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with contextlib.suppress(RuntimeError):  # the purpose of it; or this connection is closed already
+                never_sent = messenger(group).recv([torch.empty(1)], peer, 0)
+                never_sent.wait(timedelta(milliseconds=1))
 
 
 class Exchange(Protocol):

@@ -24,7 +24,7 @@ from zeroaccel.comm.environment import (
     place_on_machine,
     rendezvous_address,
 )
-from zeroaccel.comm.exchange import messenger
+from zeroaccel.comm.exchange import close_connections
 from zeroaccel.comm.farewell import announce_end_through
 from zeroaccel.comm.journal import Journal
 from zeroaccel.comm.side_channel import SideChannel
@@ -312,21 +312,11 @@ def _patience(limit: float) -> timedelta:
 
 
 def _interrupter(groups: list[dist.ProcessGroup], device: torch.device) -> Callable[[], None]:
-    """A function that breaks the groups' connections, so that whoever waits on them raises.
-
-    gloo closes a group's connections when an operation on it times out. A receive that nobody sends to does that on
-    demand, and from another thread than the one that waits.
-    """
+    """A function that breaks the groups' connections, so that whoever waits on them raises."""
 
     def interrupt() -> None:
         for group in tuple(groups):
-            if group.size() > 1:
-                peer = (group.rank() + 1) % group.size()
-                try:
-                    never_sent = messenger(group).recv([torch.empty(1)], peer, 0)
-                    never_sent.wait(timedelta(milliseconds=1))
-                except RuntimeError:
-                    pass  # the purpose of it; or they are closed already
+            close_connections(group)
             if device.type == "cuda" and "cuda" in str(group._device_types):
                 group._get_backend(device).abort()
 
