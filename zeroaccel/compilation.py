@@ -16,6 +16,8 @@ from zeroaccel.errors import ConfigError
 
 __all__ = ["Compilation", "compilation_of"]
 
+_HOW = ("dynamo_mode", "dynamo_use_fullgraph", "dynamo_use_dynamic", "dynamo_use_regional_compilation")
+
 
 @dataclass(frozen=True)
 class Compilation:
@@ -45,15 +47,20 @@ def compilation_of(backend: str | None, settings: LaunchedSettings, sources: dic
         backend: the `Accelerator`'s own argument, which counts more than the launcher's.
 
     Raises:
-        ConfigError: there is no such backend.
+        ConfigError: there is no such backend, or how to compile is said and not with what.
     """
     name = backend if backend is not None else settings.dynamo_backend
-    if name is None or name.lower() == "no":
+    if name is None:
+        if given := [one for one in _HOW if getattr(settings, one)]:
+            said = ", ".join(sources.get(one, one) for one in given)
+            raise ConfigError(f"{said}: says how to compile", expected="a backend", fix="add --dynamo_backend inductor")
         return None
-    known = torch.compiler.list_backends(exclude_tags=())
-    if name.lower() not in known:
+    if name.lower() == "no":
+        return None
+    if name.lower() not in torch.compiler.list_backends(exclude_tags=()):
         source = "Accelerator(dynamo_backend)" if backend is not None else sources.get("dynamo_backend", "the launcher")
-        raise ConfigError(source, expected=f"no, or one of {', '.join(known)}", got=name)
+        usual = ", ".join(["no", "eager", "aot_eager", *torch.compiler.list_backends()])
+        raise ConfigError(source, expected=f"a backend of torch.compile ({usual})", got=name)
     return Compilation(
         name.lower(),
         settings.dynamo_mode,

@@ -71,6 +71,7 @@ def test_blocks_are_compiled_by_themselves() -> None:
     ("argument", "launched", "expected"),
     [
         (None, LaunchedSettings(), None),
+        ("no", LaunchedSettings(dynamo_mode="default"), None),
         (None, LaunchedSettings(dynamo_backend="no"), None),
         ("no", LaunchedSettings(dynamo_backend="eager"), None),
         (None, LaunchedSettings(dynamo_backend="eager", dynamo_use_fullgraph=True), Compilation("eager", None, True)),
@@ -82,5 +83,10 @@ def test_who_decides(argument: Any, launched: LaunchedSettings, expected: Compil
 
 
 def test_a_backend_that_is_not_there_is_named_with_its_source() -> None:
-    with pytest.raises(ConfigError, match=r"--dynamo_backend: expected no, or one of .*got 'foo'"):
+    with pytest.raises(ConfigError, match=r"--dynamo_backend: expected a backend of torch.compile .*got 'foo'"):
         compilation_of(None, LaunchedSettings(dynamo_backend="foo"), {"dynamo_backend": "--dynamo_backend"})
+
+
+def test_how_without_what_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="--dynamo_mode: says how to compile: expected a backend"):
+        compilation_of(None, LaunchedSettings(dynamo_mode="default"), {"dynamo_mode": "--dynamo_mode"})
