@@ -64,7 +64,7 @@ from zeroaccel.zero.optimizers import build_optimizer
 from zeroaccel.zero.precision import DynamicLossScale, LossScale, StaticLossScale, cast_buffers, kept_in_fp32
 from zeroaccel.zero.reducer import ReduceRules
 from zeroaccel.zero.schedule import Limits
-from zeroaccel.zero.shared_updates import share_updates
+from zeroaccel.zero.shared_updates import check_update_time, share_updates
 from zeroaccel.zero.tiers import OffloadRules, TierSet
 from zeroaccel.zero.timing import StepReport
 
@@ -160,6 +160,7 @@ def initialize(
         if built is not None and residences.optimizer != "device":
             section = f"{rules.where}.offload_optimizer"
             share_updates(built, rules.optimizer_section.ratio, topology.device, section)
+            check_update_time(built, rules.optimizer_section.update_during, section)
     _open_tiers(tiers, collectives)
     try:
         units = build_units(specs, plans, units_placement, collectives, tiers)
@@ -381,6 +382,7 @@ def _engine_settings(
         loss_scaled=settings.fp16.enabled,
         autocast_dtype=_DTYPES[settings.precision] if casts else None,
         gather_numel=zero.allgather_bucket_size,
+        update_during=zero.offload_optimizer.update_during if zero.offload_optimizer is not None else "step",
         limits=Limits(zero.prefetch_bucket_size, zero.max_live_parameters, zero.max_reuse_distance),
         rules=ReduceRules(
             dtype=_dtype(settings.communication_data_type),

@@ -120,6 +120,7 @@ class CheckpointingEngine(Engine):
         """
         self._require_usable("save_checkpoint")
         self._require_one_model("save_checkpoint")
+        self._finish_weights()
         self._finish_saving()
         with agreed(self.collectives, "save_checkpoint: state"):
             self._require_boundary()
@@ -157,6 +158,7 @@ class CheckpointingEngine(Engine):
         """
         self._require_usable("save_16bit_model")
         self._require_one_model("save_16bit_model")
+        self._finish_weights()
         save_weights(
             Path(save_dir) / save_filename,
             self._holdings(),
@@ -178,6 +180,7 @@ class CheckpointingEngine(Engine):
         """
         self._require_usable("save_model")
         self._require_one_model("save_model")
+        self._finish_weights()
         return save_model_files(
             Path(save_dir),
             self._holdings(),
@@ -195,6 +198,7 @@ class CheckpointingEngine(Engine):
         """
         self._require_usable("consolidated_state_dict")
         self._require_one_model("consolidated_state_dict")
+        self._finish_weights()
         return consolidated_state_dict(self._holdings(), exclude_frozen=exclude_frozen_parameters)
 
     def wait_for_checkpoint(self) -> None:
@@ -241,6 +245,7 @@ class CheckpointingEngine(Engine):
         self.keeper.require_free("engine.load_checkpoint()")
         self._require_states_here()
         self._finish_saving()
+        self._finish_weights()
         self.reset()
         for unit in self.units:
             if not unit.resident:
@@ -316,7 +321,9 @@ class CheckpointingEngine(Engine):
         if self._tiers is not None:
             with agreed(self.collectives, f"{where}: store"):
                 self._tiers.settle()
-        self._half_loaded = self._broken = None
+        self._half_loaded = None
+        if self._weights is not None:
+            self._weights.broken = None
         return client_state
 
     def _load_progress(self, store: TensorStore, wanted: _Wanted) -> None:
@@ -441,6 +448,11 @@ class CheckpointingEngine(Engine):
                 f"engine.{call}(): loading {self._half_loaded} failed half way, so the weights are a mixture",
                 fix="load another checkpoint first",
             )
+
+    def _finish_weights(self) -> None:
+        """Puts an update that runs one step late in force, unless the weights are a mixture anyway."""
+        if self._weights is not None and self._weights.broken is None:
+            self._weights.finish()
 
     def _require_one_model(self, call: str) -> None:
         ranks = self.collectives

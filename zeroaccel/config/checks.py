@@ -150,6 +150,49 @@ def _offload_optimizer_needs_shards(config: Config) -> _Found:
         yield Problem((*path, "ratio"), expected="1.0 below stage 3", got=offload.ratio)
 
 
+@_check(
+    "zero_optimization.offload_optimizer",
+    "gradient_clipping",
+    "managed_gradient_accumulation",
+    "fp16.enabled",
+    "bf16",
+)
+def _early_updates_need_no_verdict(config: Config) -> _Found:
+    """What `step()` may still decide about gradients cannot be decided before the last of them is there."""
+    offload, path = (
+        config.zero_optimization.offload_optimizer,
+        ("zero_optimization", "offload_optimizer", "update_during"),
+    )
+    if offload is None or offload.update_during == "step":
+        return
+    if offload.device == "none":
+        yield Problem(
+            path,
+            text=f'"{offload.update_during}" is about updates on the host, and offload_optimizer.device is "none"',
+            fix='set device to "cpu" or "nvme", or update_during to "step"',
+        )
+    if offload.update_during != "backward":
+        return
+    reasons = {
+        f"gradient_clipping is {config.gradient_clipping}, which needs the norm of all gradients": (
+            config.gradient_clipping > 0,
+            "set gradient_clipping to 0",
+        ),
+        "fp16 skips a step whose gradients overflow": (config.fp16.enabled, "use bf16"),
+        "bf16.check_grad_overflow skips a step whose gradients are not finite": (
+            config.bf16.enabled and config.bf16.check_grad_overflow,
+            "set bf16.check_grad_overflow to false",
+        ),
+        "any backward may be the last before a step() with managed_gradient_accumulation false": (
+            not config.managed_gradient_accumulation,
+            "set managed_gradient_accumulation to true",
+        ),
+    }
+    for reason, (holds, fix) in reasons.items():
+        if holds:
+            yield Problem(path, text=f'"backward" cannot be, as {reason}', fix=f'{fix}, or update_during to "step"')
+
+
 @_check("zero_optimization.offload_param", "zero_optimization.offload_optimizer")
 def _nvme_needs_folder(config: Config) -> _Found:
     sections: dict[str, OffloadParam | OffloadOptimizer | None] = {

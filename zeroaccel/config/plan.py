@@ -11,10 +11,13 @@ from typing import Literal
 
 from zeroaccel.config.schema import Config
 
-__all__ = ["Residence", "ShardPlan", "TierPlan", "overlaps_communication", "shard_plan", "tier_plan"]
+__all__ = ["Residence", "ShardPlan", "TierPlan", "UpdateTime", "overlaps_communication", "shard_plan", "tier_plan"]
 
 Residence = Literal["device", "host", "nvme"]
 """Where tensors live between uses: with the model, in host memory, in files."""
+
+UpdateTime = Literal["step", "backward", "next_step"]
+"""When masters on the host are updated: in `step()`, during backward, or beside the next step's computation."""
 
 _RESIDENCES: dict[Literal["none", "cpu", "nvme"], Residence] = {"none": "device", "cpu": "host", "nvme": "nvme"}
 

@@ -47,6 +47,7 @@ def _interval(value: object) -> object:
 
 Stage = Annotated[Literal[0, 1, 2, 3], BeforeValidator(_stage)]
 Device = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(lowered)]
+UpdateDuring = Annotated[Literal["step", "backward", "next_step"], BeforeValidator(lowered)]
 Interval = Annotated[int | Literal["auto"], BeforeValidator(_interval)]
 
 
@@ -84,6 +85,8 @@ class OffloadOptimizer(ConfigSection):
     """Write the previous tile while this one is updated."""
     fast_init: Flag = False
     """Quick creation of the files of "nvme"."""
+    update_during: UpdateDuring = "step"
+    """"step" updates in step(), "backward" as soon as a gradient is complete, "next_step" beside the next step."""
     ratio: Fraction | None = None
     """Part of each update that the host's cores do, 0 to 1; absent, measured where a CUDA device can do the rest."""
     super_offload: Flag = False

@@ -178,6 +178,7 @@ KEYS: Mapping[str, Standing] = {
     "zero_optimization.offload_optimizer.pipeline_read": _WORKS,
     "zero_optimization.offload_optimizer.pipeline_write": _WORKS,
     "zero_optimization.offload_optimizer.fast_init": _moot("the file is reserved at once, without being written"),
+    "zero_optimization.offload_optimizer.update_during": _WORKS,
     "zero_optimization.offload_optimizer.ratio": _WORKS,
     "zero_optimization.offload_optimizer.super_offload": _refused("scheduling for such machines is not available yet"),
     "zero_optimization.offload_optimizer.convert_grad_on_cpu": _moot("the update reads gradients in their own dtype"),

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from zeroaccel.comm.agree import agree_or_raise, disagreement_report
+from zeroaccel.comm.agree import disagreement_report
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.config.plan import ShardPlan
-from zeroaccel.errors import CollectiveError, EngineStateError, OffloadError, UsageError
+from zeroaccel.config.plan import ShardPlan, UpdateTime
+from zeroaccel.errors import CollectiveError, EngineStateError, UsageError
 from zeroaccel.zero.clip import GradientHealth, clip_factor, examine
 from zeroaccel.zero.faces import FaceCheck
 from zeroaccel.zero.gathered import gathered, iter_named_full_params
@@ -36,7 +36,8 @@ from zeroaccel.zero.residency import Residency
 from zeroaccel.zero.schedule import Limits, Schedule
 from zeroaccel.zero.tiers import TierSet
 from zeroaccel.zero.timing import StepReport
-from zeroaccel.zero.unit import FlatBuffer, ParamUnit, ShardState
+from zeroaccel.zero.unit import ParamUnit, ShardState
+from zeroaccel.zero.weight_update import WeightUpdate
 
 __all__ = ["Engine", "EngineSettings"]
 
@@ -57,6 +58,7 @@ class EngineSettings:
         autocast_dtype: cast floating inputs of forward to this; None leaves them.
         gather_numel: elements of all-gathers in flight after a step (`allgather_bucket_size`).
         sub_group_numel: fp32 gradients made at a time by optimizers without an own kernel, in elements.
+        update_during: when masters on the host are updated.
         limits: how much may be whole at a time.
         rules: how gradients are summed.
     """
@@ -72,6 +74,7 @@ class EngineSettings:
     autocast_dtype: torch.dtype | None = None
     gather_numel: int = 500_000_000
     sub_group_numel: int = 1_000_000_000
+    update_during: UpdateTime = "step"
     limits: Limits = field(default_factory=Limits)
     rules: ReduceRules = field(default_factory=ReduceRules)
 
@@ -122,11 +125,24 @@ class Engine(GradientAccess, StateParking, nn.Module):
         self._report = report or StepReport()
         if tiers is not None and tiers.is_used:
             self._report.offload = OffloadLog(tiers, optimizer)
-        self._unit_of = {id(buffer): unit for unit in units for buffer in unit.buffers}
         trained = [(unit.name, b) for unit in units for b in unit.buffers if b.trainable]
         self._tiers = tiers
         copies = tiers.copies if tiers is not None and tiers.steps_on_host else None
         self._reducer = Reducer(trained, collectives, settings.plan, settings.rules, copies)
+        self._weights = (
+            None
+            if optimizer is None
+            else WeightUpdate(
+                optimizer,
+                self._reducer,
+                self.units,
+                collectives,
+                gather_numel=settings.gather_numel,
+                gathers=settings.plan.optimizer,
+                during=settings.update_during,
+                tiers=tiers,
+            )
+        )
         self.schedule = Schedule({unit.name: unit.numel for unit in units}, settings.limits)
         travelling = [unit for unit in units if not unit.resident]
         self._residency = Residency(travelling, self.schedule)
@@ -138,7 +154,7 @@ class Engine(GradientAccess, StateParking, nn.Module):
             collectives,
             pin=self._residency.pin,
             unpin=self._residency.unpin,
-            training=Training(optimizer, self._reducer, lambda: self.loss_scale),
+            training=Training(optimizer, self._reducer, lambda: self.loss_scale, self._weights),
         )
         self.keeper.add(units)
         self._load_hooks = LoadHooks(model, self.keeper)
@@ -154,7 +170,6 @@ class Engine(GradientAccess, StateParking, nn.Module):
         self._applied = False
         self._destroyed = False
         self._undo: list[Callable[[], None]] = []
-        self._broken: str | None = None
         self._parked: Parked | None = None
 
     # -- the loop
@@ -206,7 +221,7 @@ class Engine(GradientAccess, StateParking, nn.Module):
             EngineStateError: no backward came before.
             CollectiveError: the ranks went through different collectives since the last step.
         """
-        shard = self._require_optimizer("step")
+        weights = self._require_weights("step")
         self._check_usable()
         self.keeper.require_free("engine.step()")
         if self._backwards == 0:
@@ -216,12 +231,14 @@ class Engine(GradientAccess, StateParking, nn.Module):
         if not self._syncing:
             raise EngineStateError("engine.step()", expected="to be outside engine.no_sync()")
         boundary = self.is_gradient_accumulation_boundary()
+        if not boundary:
+            weights.require_own_step("engine.step() that is no boundary")
         self.count_micro_step()
         self._applied = False
         self._backwards = 0
         if boundary:
             self._report.begin("step")
-            self._update(shard)
+            self._update(weights)
             self._report.end("step")
             self._report.step(self)
 
@@ -230,7 +247,7 @@ class Engine(GradientAccess, StateParking, nn.Module):
         self.micro_steps += 1
         self.global_samples += self.settings.micro_batch_size * self.collectives.world_size
 
-    def _update(self, shard: OptimizerShard) -> None:
+    def _update(self, weights: WeightUpdate) -> None:
         health = self._finish_gradients(norm=self.settings.compute_norm or self.settings.clipping > 0)
         for unit in self.units:
             unit.drop_second()
@@ -240,9 +257,10 @@ class Engine(GradientAccess, StateParking, nn.Module):
         try:
             if overflow:
                 self.skipped_steps += 1
+                weights.finish()
             else:
                 clip = 1.0 if self._norm is None else clip_factor(self._norm, self.settings.clipping)
-                self._replace_weights(shard, min(clip, self._asked_factor) / scale)
+                weights.apply(min(clip, self._asked_factor) / scale)
                 self._applied = True
         finally:
             self._drop_gradients()
@@ -271,36 +289,6 @@ class Engine(GradientAccess, StateParking, nn.Module):
     def _drop_gradients(self) -> None:
         self._reducer.clear()
         self._health, self._asked_factor = None, 1.0
-
-    def _replace_weights(self, shard: OptimizerShard, grad_scale: float) -> None:
-        """Steps buffer by buffer; a resident unit's gather starts as soon as its shards are new."""
-        waiting: list[ParamUnit] = []
-        left = {id(unit): sum(b.trainable for b in unit.buffers) for unit in self.units}
-        gathers = self.settings.plan.optimizer
-
-        def stepped(buffer: FlatBuffer) -> None:
-            unit = self._unit_of[id(buffer)]
-            left[id(unit)] -= 1
-            if not (gathers and unit.resident and left[id(unit)] == 0):
-                return
-            while waiting and sum(u.numel for u in waiting) + unit.numel > self.settings.gather_numel:
-                waiting.pop(0).wait()
-            unit.reshard()
-            unit.unshard()
-            waiting.append(unit)
-
-        failure: OffloadError | None = None
-        try:
-            shard.step(self._reducer.gradients, grad_scale, stepped)
-        except OffloadError as error:
-            failure = error
-        for unit in waiting:
-            unit.wait()
-        if self._tiers is not None and self._tiers.can_fail:
-            self._broken = "a step failed half way, so the weights are a mixture of old and new"
-            agree_or_raise(self.collectives, failure, "offloaded update")
-            self._broken = None
-            self._tiers.settle()
 
     # -- backward events (told by the hooks)
 
@@ -331,13 +319,16 @@ class Engine(GradientAccess, StateParking, nn.Module):
             raise EngineStateError(
                 "engine: a backward after the gradients were clipped", fix="clip after the last backward of a step"
             )
+        if self._collecting and self._weights is not None:
+            self._weights.require_own_step("engine: another backward")
         self._in_backward, self._direct = True, direct
         self._note("backward")
         self._residency.begin_backward()
         if not self._collecting:
             return
-        reduces = self.settings.plan.grads or (self._syncing and self.is_gradient_accumulation_boundary())
-        self._reducer.begin(reduce=reduces)
+        last = self._syncing and self.is_gradient_accumulation_boundary()
+        early = self._weights.begin_backward() if last and self._weights is not None else None
+        self._reducer.begin(reduce=self.settings.plan.grads or last, hand_over=early)
 
     def _end_backward(self) -> None:
         if self._collecting:
@@ -356,8 +347,10 @@ class Engine(GradientAccess, StateParking, nn.Module):
         if self._destroyed:
             raise EngineStateError("engine", expected="an engine in use", got="one after destroy()")
         self._require_states_here()
-        if self._broken is not None:
-            raise EngineStateError(f"engine: {self._broken}", fix="resume from the last checkpoint, which is intact")
+        if self._weights is not None and self._weights.broken is not None:
+            raise EngineStateError(
+                f"engine: {self._weights.broken}", fix="resume from the last checkpoint, which is intact"
+            )
         if self._in_backward and torch._C._current_graph_task_id() == -1:
             raise EngineStateError(
                 "engine: the last backward broke off and left part of its gradients",
@@ -390,6 +383,24 @@ class Engine(GradientAccess, StateParking, nn.Module):
             )
         return self._shard
 
+    def _require_weights(self, call: str) -> WeightUpdate:
+        self._require_optimizer(call)
+        assert self._weights is not None, "an optimizer and nobody to apply it"
+        return self._weights
+
+    def _require_own_gradients(self, call: str) -> None:
+        if self._weights is not None:
+            self._weights.require_own_step(f"engine.{call}()")
+
+    def finish_update(self) -> None:
+        """Puts an update that runs one step late (`update_during`: "next_step") in force now. (all ranks)
+
+        Calls that save or read the whole model do it too. Without such an update it does nothing.
+        """
+        self._check_usable()
+        if self._weights is not None:
+            self._weights.finish()
+
     # -- accumulation
 
     def is_gradient_accumulation_boundary(self) -> bool:
@@ -420,6 +431,7 @@ class Engine(GradientAccess, StateParking, nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients accumulated since the last step."""
+        self._require_own_gradients("zero_grad")
         self._drop_gradients()
         self._backwards = 0
 
@@ -489,7 +501,7 @@ class Engine(GradientAccess, StateParking, nn.Module):
         Raises:
             UsageError: `budget` is not a number of bytes, or not the same on all ranks; or there is one already.
         """
-        self._check_usable()
+        self.finish_update()
         return gathered(self.keeper, self._residency, budget)
 
     def iter_named_full_params(self) -> Iterator[tuple[str, Tensor]]:
@@ -497,13 +509,15 @@ class Engine(GradientAccess, StateParking, nn.Module):
 
         A tensor is only lent until the next one: copy it to keep it. Tied parameters come once.
         """
-        self._check_usable()
+        self.finish_update()
         return iter_named_full_params(self.keeper)
 
     # -- lifecycle
 
     def reset(self) -> None:
         """After an exception in the middle of a step: all units sharded, no gradients, ready for the next forward."""
+        if self._weights is not None:
+            self._weights.forget()
         self._hooks.forget()
         self._in_backward = self._direct = False
         self._residency.reset()
@@ -520,6 +534,8 @@ class Engine(GradientAccess, StateParking, nn.Module):
         if self._destroyed:
             return
         self.keeper.require_free("engine.destroy()")
+        if self._weights is not None:
+            self._weights.close()
         self.reset()
         for unit in self.units:
             if unit.state is not ShardState.UNSHARDED:

@@ -171,6 +171,8 @@ def store(place: Place) -> None:
             buffer.set_shard(start, buffer.full[start:end])
             place.unit.drop_second()
         training = place.keeper.training
+        if training is not None and training.updates is not None:
+            training.updates.require_settled(f"new values of {slot.fqn}")
         if training is not None and training.optimizer is not None and training.optimizer.is_away(buffer):
             held = training.optimizer.stored(buffer, None, start, end).copy()
             training.optimizer.change(buffer, None, start, _merged(held, buffer.full[start:end]))
@@ -194,6 +196,8 @@ def overwrite(place: Place, value: Tensor) -> None:
     buffer, slot, training = place.buffer, place.slot, place.keeper.training
     rank = buffer.rank
     start, end = place.reach(rank)
+    if training is not None and training.updates is not None:
+        training.updates.require_settled(f"new values of {slot.fqn}")
     with torch.no_grad():
         flat = value.detach().reshape(-1).to(buffer.full.device)
         buffer.full[slot.start : slot.end].copy_(flat)

@@ -27,6 +27,7 @@ class _Parts(Protocol):
     _backwards: int
 
     def _check_usable(self) -> None: ...
+    def _require_own_gradients(self, call: str) -> None: ...
     def _require_optimizer(self, call: str) -> object: ...
     def _complete_gradients(self) -> None: ...
     def _finish_gradients(self, *, norm: bool) -> GradientHealth: ...
@@ -54,6 +55,8 @@ class GradientAccess:
     def scale_gradients(self, factor: float) -> None:
         """Multiplies the gradients of the coming `step()` by this; `gradient_clipping` may still clip more."""
         self._require_gradients("scale_gradients")
+        if factor != 1.0:
+            self._parts._require_own_gradients("scale_gradients")
         self._parts._asked_factor = float(factor)
 
     def clip_grad_value_(self, clip_value: float) -> None:
@@ -63,6 +66,7 @@ class GradientAccess:
             EngineStateError: there are no gradients yet, or their norm was taken before.
         """
         self._require_gradients("clip_grad_value_")
+        self._parts._require_own_gradients("clip_grad_value_")
         parts = self._parts
         if parts._health is not None:
             raise EngineStateError("engine.clip_grad_value_()", expected="to come before the norm is taken")

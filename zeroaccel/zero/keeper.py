@@ -12,7 +12,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,13 +35,28 @@ _NUMBERS = itertools.count()
 _HELD = "_kept_by"
 
 
+class Updates(Protocol):
+    """Updates that may run beside other work; see `weight_update.py`."""
+
+    def require_own_step(self, call: str) -> None:
+        """Raises EngineStateError where the update with the gradients of this step has begun."""
+
+    def require_settled(self, call: str) -> None:
+        """Raises EngineStateError while masters are ahead of the weights."""
+
+
 @dataclass(frozen=True)
 class Training:
-    """What an engine has besides weights."""
+    """What an engine has besides weights.
+
+    Attributes:
+        updates: what may run beside; None without an optimizer.
+    """
 
     optimizer: OptimizerShard | None
     reducer: Reducer
     loss_scale: Callable[[], LossScale]
+    updates: Updates | None
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,6 +11,7 @@ from zeroaccel.zero.tiers import TierSet
 
 __all__ = ["OffloadLog"]
 
+_Times = tuple[float, float, float]  # of the update: in all, waited for transfers, beside other work
 _Counts = dict[tuple[str, Direction], tuple[int, float]]
 
 
@@ -30,16 +31,18 @@ class OffloadLog:
         """``offload, s per step over 10 steps: update 0.52, transfers 0.61 (0.48 hidden) | optimizer on /nvme (ext4):
         read 1.21 GB/s, write 0.97 GB/s``
 
-        An update of states in memory has no transfers. Hidden is what of the transfers nobody waited for.
+        An update of states in memory has no transfers. Hidden is what of the transfers the update did not wait for, and
+        with `update_during` what of the update the step did not wait for.
         """
         before, now = self._before, self._now()
         self._before = now
-        update, waited = now[0] - before[0], now[1] - before[1]
+        update, waited, beside = (after - earlier for after, earlier in zip(now[0], before[0], strict=True))
         moved: _Counts = {
-            place: (nbytes - before[2][place][0], seconds - before[2][place][1])
-            for place, (nbytes, seconds) in now[2].items()
+            place: (nbytes - before[1][place][0], seconds - before[1][place][1])
+            for place, (nbytes, seconds) in now[1].items()
         }
-        parts = [f"update {update / steps:.3f}"]
+        hidden_part = f" ({max(0.0, beside) / steps:.3f} hidden)" if beside else ""
+        parts = [f"update {update / steps:.3f}{hidden_part}"]
         of_states = [seconds for (name, _), (_, seconds) in moved.items() if name.startswith("optimizer")]
         if of_states:
             transfers = max(of_states) if self._together else sum(of_states)
@@ -62,11 +65,13 @@ class OffloadLog:
         states = self._tiers.states
         return states is not None and states.pipeline_read and states.pipeline_write
 
-    def _now(self) -> tuple[float, float, _Counts]:
+    def _now(self) -> tuple[_Times, _Counts]:
         counts: _Counts = {
             (name, way): (traffic.nbytes, traffic.seconds)
             for name, tier in self._tiers.tiers.items()
             for way, traffic in tier.traffic.items()
         }
         optimizer = self._optimizer
-        return (0.0, 0.0, counts) if optimizer is None else (optimizer.update_seconds, optimizer.waited_seconds, counts)
+        if optimizer is None:
+            return (0.0, 0.0, 0.0), counts
+        return (optimizer.update_seconds, optimizer.waited_seconds, optimizer.hidden_seconds), counts

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -57,6 +57,19 @@ class Piece:
     end: int
     group: int
     sub_group: SubGroup | None = None
+
+
+class EarlierUpdates(Protocol):
+    """Updates that began before the step they are for; see `updates_beside.py`."""
+
+    def has(self, buffer: FlatBuffer) -> bool:
+        """Whether this buffer is among them, and not installed yet."""
+
+    def install(self, buffer: FlatBuffer) -> None:
+        """Waits for it, and puts the new weights in force. Raises OffloadError if a tier failed."""
+
+    def wait(self) -> None:
+        """Returns when all are done."""
 
 
 def group_index(optimizer: Optimizer, names: Mapping[int, str]) -> dict[int, int]:
@@ -106,7 +119,8 @@ class OptimizerShard:
     Attributes:
         pieces: id(buffer) -> its pieces that this rank steps.
         states: as given.
-        update_seconds, waited_seconds: of all steps so far: in all, and of it for a tier.
+        update_seconds, waited_seconds, hidden_seconds: of all steps so far: in all, of it for a tier, and of it beside
+            other work.
         group_of: fqn -> index of its param group, of every trainable parameter.
     """
 
@@ -143,7 +157,7 @@ class OptimizerShard:
             )
         self.optimizer = optimizer
         self.states = states
-        self.update_seconds = self.waited_seconds = 0.0
+        self.update_seconds = self.waited_seconds = self.hidden_seconds = 0.0
         self._copies = copies
         self._sub_group_numel = sub_group_numel
         self.pieces: dict[int, list[Piece]] = {id(buffer): [] for buffer in buffers}
@@ -190,6 +204,7 @@ class OptimizerShard:
         gradients: Sequence[GradientBuffer],
         grad_scale: float,
         done: Callable[[FlatBuffer], None] = lambda buffer: None,
+        beside: EarlierUpdates | None = None,
     ) -> None:
         """One update of all masters and of the parameters' own copies.
 
@@ -197,20 +212,25 @@ class OptimizerShard:
             gradients: the reduced gradients of every buffer.
             grad_scale: unscaling and clipping, multiplied into the gradients.
             done: called after each buffer, so that its gather can start while the next is stepped.
+            beside: has updated some buffers already, or is about to; their gradients are not looked at.
 
         Raises:
             OffloadError: a tier failed. `done` has been called for every buffer all the same, since the other ranks
                 are on their way to its gathers; masters and parameters are a mixture of old and new.
         """
         failure: OffloadError | None = None
-        arrivals = self._arrivals(gradients)
-        begun = time.perf_counter()
+        arrivals = self.arrivals([held.buffer for held in gradients if beside is None or not beside.has(held.buffer)])
         for held in gradients:
             try:
-                if failure is None:
-                    self._step_buffer(held, grad_scale, arrivals)
+                if beside is not None and beside.has(held.buffer):
+                    beside.install(held.buffer)
+                elif failure is None:
+                    if beside is not None:
+                        beside.wait()  # one at a time at the tiers
+                    with self._timed():
+                        self._step_buffer(held, grad_scale, arrivals)
             except OffloadError as error:
-                failure = error
+                failure = failure or error
                 arrivals.close()
                 if held.buffer.home is not None:
                     held.buffer.home.abandon()
@@ -218,38 +238,86 @@ class OptimizerShard:
                 self._copies.wait()
             done(held.buffer)
         try:
-            with self._waiting():
+            with self._timed(), self._waiting():
                 for home in [held.buffer.home for held in gradients if held.buffer.home is not None][:1]:
                     home.tier.settle()
                 if self.states is not None:
                     self.states.settle()
         except OffloadError as error:
             failure = failure or error
-        self.update_seconds += time.perf_counter() - begun
         if failure is not None:
             raise failure
+
+    def count_step(self) -> None:
+        """Lets torch's schedulers and step hooks take note of a step that the kernels take."""
         if isinstance(self.optimizer, ShardStep):
-            self.optimizer.step()  # no gradients are left: only torch's schedulers and step hooks take note
+            self.optimizer.step()  # no parameter has a gradient
 
     def _step_buffer(self, held: GradientBuffer, grad_scale: float, arrivals: Generator[Tensor]) -> None:
         grad = held.shard if held.full is None else held.full
         assert grad is not None, f"{held.name} is stepped without a gradient"
-        buffer = held.buffer
-        origin = buffer.layout.bounds(buffer.rank)[0] if held.full is None else 0
-        targets = self._targets(buffer)
+        targets = self._targets(held.buffer)
+        self.update(held.buffer, grad, grad_scale, arrivals, targets, self.optimizer.param_groups)
+        if held.buffer.home is not None:
+            held.buffer.home.commit()
+
+    def update(
+        self,
+        buffer: FlatBuffer,
+        grad: Tensor,
+        grad_scale: float,
+        arrivals: Generator[Tensor],
+        targets: Tensor | None,
+        groups: Sequence[dict[str, Any]],
+    ) -> None:
+        """Updates the masters of one buffer.
+
+        Args:
+            grad: (S,), or (N,) where masters are whole.
+            arrivals: of `arrivals`, of an order in which this buffer is next.
+            targets: (S,) or (N,), gets the new weights in its dtype; None where the masters are enough.
+            groups: the hyperparameters, by param group.
+        """
+        origin = buffer.layout.bounds(buffer.rank)[0] if grad.numel() != buffer.layout.numel else 0
         for sub_group, pieces in self._cut(buffer):
             if sub_group is not None and self.states is not None:
                 slab = next(arrivals)
                 self.states.attach(sub_group, slab, self.optimizer)
             if isinstance(self.optimizer, ShardStep):
-                self._step_native(self.optimizer, pieces, grad, origin, grad_scale, targets)
+                self._step_native(self.optimizer, pieces, grad, origin, grad_scale, targets, groups)
             else:
                 self._step_generic(pieces, grad, origin, grad_scale, targets)
             if sub_group is not None and self.states is not None:
                 with self._waiting():
                     self.states.detach(sub_group, slab, self.optimizer)
+
+    def staging(self, buffer: FlatBuffer) -> Tensor | None:
+        """(S,) host memory for new weights beside the old ones; None where the masters do as well."""
+        if buffer.master is not None and buffer.master.dtype is buffer.dtype:
+            return None
+        pinned = self._copies is not None and self._copies.pinned
+        return torch.empty(buffer.layout.shard_numel, dtype=buffer.dtype, pin_memory=pinned)
+
+    def install(self, buffer: FlatBuffer, weights: Tensor | None) -> None:
+        """Puts weights that `update` wrote to `staging` into the shard."""
+        new = buffer.master if weights is None else weights
+        target = self._targets(buffer)
+        assert new is not None and target is not None, "masters that are not apart from the parameters"
+        if target.device == new.device or target.device.type == "cpu":
+            target.copy_(new)
+        else:
+            assert self._copies is not None, "masters in another memory than the parameters, and nobody to copy"
+            self._copies.to_device(target, new)
         if buffer.home is not None:
             buffer.home.commit()
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.update_seconds += time.perf_counter() - begun
 
     def _cut(self, buffer: FlatBuffer) -> Iterator[tuple[SubGroup | None, Sequence[Piece]]]:
         """The pieces of a buffer, by what they are fetched with."""
@@ -263,12 +331,12 @@ class OptimizerShard:
             yield sub_group, pieces[cursor : cursor + count]
             cursor += count
 
-    def _arrivals(self, gradients: Sequence[GradientBuffer]) -> Generator[Tensor]:
-        """The slabs of all sub-groups in the order of the step; the next is under way while one is stepped."""
+    def arrivals(self, buffers: Sequence[FlatBuffer]) -> Generator[Tensor]:
+        """The slabs of all sub-groups of buffers, in order; the next is under way while one is stepped."""
         states = self.states
         if states is None:
             return
-        order = [sub_group for held in gradients for sub_group in self._sub_groups[id(held.buffer)]]
+        order = [sub_group for buffer in buffers for sub_group in self._sub_groups[id(buffer)]]
         ahead: Fetch | None = None
         try:
             for index, sub_group in enumerate(order):
@@ -330,9 +398,10 @@ class OptimizerShard:
         origin: int,
         grad_scale: float,
         targets: Tensor | None,
+        groups: Sequence[dict[str, Any]],
     ) -> None:
         for piece in pieces:
-            group = self.optimizer.param_groups[piece.group]
+            group = groups[piece.group]
             part = grad[piece.start - origin : piece.end - origin]
             with self._target(piece, targets) as out:
                 kernel.step_shard(group, piece.master, part, grad_scale=grad_scale, out=out)

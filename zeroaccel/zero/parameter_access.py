@@ -197,6 +197,7 @@ def _masters(place: Place) -> _Values:
     low, _ = buffer.layout.bounds(_rank(place))
     start, end = place.reach(_rank(place))
     optimizer = None if place.keeper.training is None else place.keeper.training.optimizer
+    _require_settled(place, "the master")
     if optimizer is not None and optimizer.is_away(buffer):
         away = optimizer.stored(buffer, None, start, end).copy()
         return _Values((_Part(away, start, end, partial(optimizer.change, buffer, None)),), replicated=False)
@@ -211,6 +212,12 @@ def _masters(place: Place) -> _Values:
     if replicated:
         start, end = slot.start, slot.end
     return _Values((_Part(source[start - origin : end - origin], start, end),), replicated)
+
+
+def _require_settled(place: Place, what: str) -> None:
+    training = place.keeper.training
+    if training is not None and training.updates is not None:
+        training.updates.require_settled(f"{what} of {place.slot.fqn}")
 
 
 def _gradients(place: Place, call: str) -> _Values | None:
@@ -240,6 +247,7 @@ def _held(place: Place, training: Training) -> GradientBuffer | None:
 def _states(place: Place, key: str) -> _Values:
     collectives, slot = place.keeper.collectives, place.slot
     parts: list[_Part] = []
+    _require_settled(place, f"state {key!r}")
     optimizer = None if place.keeper.training is None else place.keeper.training.optimizer
     replicated = place.buffer.master is not None and place.buffer.master.numel() == place.buffer.layout.numel
     with agreed(collectives, f"optimizer state {key} of {slot.fqn}"):
@@ -350,6 +358,9 @@ def _required_gradient(param: nn.Parameter, call: str) -> tuple[Place, _Values]:
     values = _gradients(place, call)
     if values is None:
         raise EngineStateError(f"{call}({place.slot.fqn}): it has no gradient", fix="call it after a backward")
+    training = place.keeper.training
+    if training is not None and training.updates is not None:
+        training.updates.require_own_step(f"{call}({place.slot.fqn})")
     return place, values
 
 

@@ -66,7 +66,7 @@ class _Parts(Protocol):
     _tiers: TierSet | None
     _parked: Parked | None
 
-    def _check_usable(self) -> None: ...
+    def finish_update(self) -> None: ...
 
 
 class StateParking:
@@ -96,7 +96,7 @@ class StateParking:
             EngineStateError: they are offloaded already.
         """
         parts = self._all_parts
-        parts._check_usable()
+        parts.finish_update()
         kinds = [_text(kind) for kind in include] if include is not None else list(KINDS)
         for kind in kinds:
             if kind not in KINDS:

@@ -14,7 +14,7 @@ The reduced gradient has the communication dtype; it becomes the accumulation dt
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from zeroaccel.comm.collectives import Collectives, Work
 from zeroaccel.config.plan import ShardPlan
-from zeroaccel.errors import ShardStateError
+from zeroaccel.errors import EngineStateError, ShardStateError
 from zeroaccel.zero.host_copies import Arrival, HostCopies
 from zeroaccel.zero.local_values import local_grad
 from zeroaccel.zero.unit import FlatBuffer
@@ -165,10 +165,21 @@ class Reducer:
         self._leaving: deque[tuple[GradientBuffer, Arrival]] = deque()
         self._next = 0
         self._reducing = False
+        self._hand_over: Callable[[GradientBuffer], None] | None = None
+        self._handed_over: set[int] = set()
+        self._twice: set[int] = set()
 
-    def begin(self, *, reduce: bool) -> None:
-        """Starts a backward. `reduce`: whether this one reduces, or only adds to the flat gradients."""
+    def begin(self, *, reduce: bool, hand_over: Callable[[GradientBuffer], None] | None = None) -> None:
+        """Starts a backward.
+
+        Args:
+            reduce: whether this one reduces, or only adds to the flat gradients.
+            hand_over: called with each buffer, in the order of `gradients`, as soon as its shard is complete; not with
+                those whose gradients come twice. Must not change the shards.
+        """
         self._reducing = reduce
+        self._hand_over = hand_over
+        self._handed_over.clear()
         self._next = 0
         for gradients in self.gradients:
             gradients.arrived.clear()
@@ -182,6 +193,8 @@ class Reducer:
         grad = local_grad(param, grad)
         gradients, index = self._home[param]
         if gradients.launched:  # a second arrival, e.g. a block that two re-entrant checkpoints recomputed
+            self._twice.add(id(gradients))
+            self._require_not_handed_over(gradients)
             self._late.append((param, grad))
             return
         dtype = self._wire(gradients) if self._reducing else self._accumulation(gradients)
@@ -195,6 +208,10 @@ class Reducer:
             self._launch_ready(force=True)
             self._reduce_late()
         self._drain(0)
+
+    def comes_twice(self, gradients: GradientBuffer) -> bool:
+        """Whether a gradient of it has ever come again after it was sent off."""
+        return id(gradients) in self._twice
 
     def finish(self) -> None:
         """Makes every shard complete, at the boundary; needed where a backward thought it was not the last."""
@@ -246,6 +263,8 @@ class Reducer:
     def _start(self, gradients: GradientBuffer, flat: Tensor) -> None:
         """Reduce-scatter over the shard group: (N,) -> (S,), each rank sends N (W-1)/W elements."""
         room = self._rules.bucket_numel - flat.numel()
+        if self._hand_over is not None and self._flights:  # the last is probably through: somebody waits for it
+            room = min(room, self._flights[-1].flat.numel())
         self._drain(max(room, 0))
         reduced = torch.empty(gradients.buffer.layout.shard_numel, dtype=flat.dtype, device=flat.device)
         label = f"reduce {gradients.name}"
@@ -276,11 +295,21 @@ class Reducer:
     def _accept(self, gradients: GradientBuffer, reduced: Tensor) -> None:
         if gradients.shard is None:
             gradients.shard = reduced
-            return
-        accumulation = self._accumulation(gradients)
-        if gradients.shard.dtype is not accumulation:
-            gradients.shard = gradients.shard.to(accumulation)
-        gradients.shard.add_(reduced)
+        else:
+            accumulation = self._accumulation(gradients)
+            if gradients.shard.dtype is not accumulation:
+                gradients.shard = gradients.shard.to(accumulation)
+            gradients.shard.add_(reduced)
+        if self._hand_over is not None and not self.comes_twice(gradients):
+            self._handed_over.add(id(gradients))
+            self._hand_over(gradients)
+
+    def _require_not_handed_over(self, gradients: GradientBuffer) -> None:
+        if id(gradients) in self._handed_over:
+            raise EngineStateError(
+                f"a gradient of {gradients.name} came again after its update had begun, as in no step before",
+                fix='set zero_optimization.offload_optimizer.update_during to "step" for a model that changes',
+            )
 
     def _reduce_late(self) -> None:
         late, self._late = self._late, []

@@ -1,4 +1,4 @@
-"""Whether updates in host memory are shared with the device, by `offload_optimizer.ratio`.
+"""Whether updates in host memory are shared with the device, by `offload_optimizer.ratio`, and may run beside others.
 
 Decides and connects; `ops/split_update.py` cuts, `offload/device_lane.py` is the way over the device.
 """
@@ -8,13 +8,15 @@ from __future__ import annotations
 import torch
 from torch.optim import Optimizer
 
+from zeroaccel.config.plan import UpdateTime
 from zeroaccel.errors import ConfigError
 from zeroaccel.logs import logger
 from zeroaccel.offload.device_lane import CupyAdamLane, cupy_is_installed
 from zeroaccel.ops.adam import Adam
+from zeroaccel.ops.shard_step import ShardStep
 from zeroaccel.ops.split_update import SplitUpdate
 
-__all__ = ["share_updates"]
+__all__ = ["check_update_time", "share_updates"]
 
 
 def share_updates(optimizer: Optimizer, ratio: float | None, device: torch.device, where: str) -> None:
@@ -44,3 +46,16 @@ def share_updates(optimizer: Optimizer, ratio: float | None, device: torch.devic
         optimizer.split = SplitUpdate(CupyAdamLane(device), ratio)
     elif ratio is not None:
         raise ConfigError(f"{where}.ratio", expected="1.0", got=ratio, fix=f"a share for the device needs {missing}")
+
+
+def check_update_time(optimizer: Optimizer, during: UpdateTime, where: str) -> None:
+    """Updates beside other work are for optimizers that take their settings with each update.
+
+    Raises:
+        ConfigError: this one reads them, and its state, as it goes.
+    """
+    if during != "step" and not isinstance(optimizer, ShardStep):
+        raise ConfigError(
+            f'{where}.update_during "{during}": {type(optimizer).__name__} updates in step() only',
+            fix='name Adam, AdamW, Lion, Adagrad or SGD in the optimizer section, or set the key to "step"',
+        )

@@ -202,7 +202,8 @@ class TierSet:
         if self.states is not None:
             origin = plan.layout.bounds(rank)[0]
             return replace(places, adopt_master=partial(self.states.adopt, plan.key, origin=origin))
-        return replace(places, master=self._device if self._rules.optimizer == "device" else _HOST)
+        apart = self._rules.optimizer_section.update_during != "step"
+        return replace(places, master=self._device if self._rules.optimizer == "device" else _HOST, apart=apart)
 
     def settle(self) -> None:
         """Returns when every store is done; raises OffloadError if one failed."""

@@ -58,6 +58,7 @@ class Places:
         shard: (S,) param dtype, host memory for the shard; None leaves it on the device.
         master: the device of the master; None where an optimizer does not update these weights, or a tier takes it.
         adopt_master: takes the first master, (S,) of any floating dtype, where it goes to a tier.
+        apart: whether the master is memory of its own even where the parameters could be it.
         replicated: whether the master is the whole (N,) rather than this rank's (S,).
     """
 
@@ -65,6 +66,7 @@ class Places:
     shard: Tensor | None = None
     master: torch.device | None = None
     adopt_master: Callable[[Tensor], None] | None = None
+    apart: bool = False
     replicated: bool = False
 
 
@@ -150,7 +152,8 @@ class FlatBuffer:
         elif places.master is not None:
             own = self.full if places.replicated else self.shard
             kept = slice(None) if places.replicated else slice(low, high)
-            together = self.dtype is torch.float32 and self.home is None and own.device == places.master
+            one_memory = self.home is None and own.device == places.master and not places.apart
+            together = self.dtype is torch.float32 and one_memory
             # From the original weights, so that an fp32 model keeps the bits that 16-bit parameters drop.
             self.master = own if together else source[kept].to(places.master, torch.float32, copy=True)
         self.point(whole=True)
