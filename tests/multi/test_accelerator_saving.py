@@ -85,12 +85,12 @@ def _alone(folder: Path) -> list[str]:
     accelerator.save([1, 2], folder / "extra.pt")
     with pytest.raises(UsageError, match="expected a model of transformers"):
         accelerator.save_pretrained(model, folder)
-    with pytest.raises(UsageError, match="max_shard_size: expected bytes, or a size"):
+    with pytest.raises(UsageError, match="max_shard_size: expected a size such as 5GB or 500MiB, got 'big'"):
         accelerator.save_model(model, folder, max_shard_size="big")
     with pytest.raises(UsageError, match=r"save_model\(Linear\): expected a model that prepare"):
         accelerator.save_model(nn.Linear(2, 2), folder)
     accelerator.wait_for_everyone()
-    with pytest.raises(CheckpointError, match=r"extra.pt: cannot be made \(File exists\)|Not a directory"):
+    with pytest.raises(CheckpointError, match=r"extra.pt/below: cannot be written \(Not a directory\)"):
         accelerator.save_model(model, folder / "extra.pt" / "below")
     assert accelerator.unwrap_model(model) is inner
     accelerator.free_memory()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import subprocess
 import sys
 import tracemalloc
@@ -349,7 +350,10 @@ def _overlap(body: dict[str, Any]) -> None:
 
 DAMAGE: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: (folder.parent / "latest").unlink(), r"latest: missing.*here: global_step1"),
-    (lambda folder: (folder.parent / "latest").write_text("../ckpt"), r"tag '\.\./ckpt'"),
+    (
+        lambda folder: (folder.parent / "latest").write_text("../ckpt"),
+        r"latest: expected the name of a folder .* got '\.\./ckpt'; here: global_step1",
+    ),
     (lambda folder: (folder.parent / "latest").write_text("gone"), r"gone: no such checkpoint; here: global_step1"),
     (lambda folder: (folder / "manifest.json").unlink(), r"manifest\.json: missing"),
     (lambda folder: _flip(folder / "manifest.json", 300), r"manifest\.json: damaged"),
@@ -388,6 +392,18 @@ def test_a_full_disk_is_named_and_leaves_nothing(root: Path, tmp_path: Path, mon
         with pytest.raises(ConversionError, match="No space left on device; output is not whole"):
             zero_to_fp32.convert(source, tmp_path / "out", zero_to_fp32.Options())
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_full_disk_is_named_for_pickled_files_too(root: Path, tmp_path: Path) -> None:
+    source = zero_to_fp32.read_source(root)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+    try:
+        with pytest.raises(ConversionError, match="File too large; output is not whole"):
+            zero_to_fp32.convert(source, tmp_path / "out.bin", zero_to_fp32.Options())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    assert not list(tmp_path.glob("out.bin*"))
 
 
 def test_a_file_the_manifest_does_not_name_means_nothing(

@@ -15,20 +15,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from zeroaccel.checkpoint import zero_to_fp32
+from zeroaccel.checkpoint.consolidate import named_errors
 from zeroaccel.checkpoint.contents import Holdings, ties_of
 from zeroaccel.checkpoint.durable import write_durably
-from zeroaccel.checkpoint.weights import PickledWeights, StreamedWeights, announced, streamed
-from zeroaccel.comm.agree import agreed
+from zeroaccel.checkpoint.weights import PickledWeights, StreamedWeights, announced, stream_into
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.errors import CheckpointError, UsageError
 
 __all__ = ["parse_nbytes", "plan_files", "save_model_files"]
 
-_UNITS = {"": 1, "B": 1} | {
-    name: factor
-    for index, prefix in enumerate("KMGT", start=1)
-    for name, factor in ((f"{prefix}B", 1000**index), (f"{prefix}IB", 1024**index))
-}
 _STEMS = {".safetensors": "model", ".bin": "pytorch_model"}
 
 Announced = tuple[str, torch.dtype, tuple[int, ...]]
@@ -52,16 +47,9 @@ class ModelFile:
 
 
 def parse_nbytes(size: int | str) -> int:
-    """Bytes of "10GB" (powers of 1000), "5GiB" (of 1024), or of a number.
-
-    Raises:
-        UsageError: it is no size, or not above 0.
-    """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(size))
-    unit = _UNITS.get(match[2].upper()) if match is not None else None
-    if match is None or unit is None or float(match[1]) * unit < 1:
-        raise UsageError("max_shard_size", expected='bytes, or a size as "10GB" or "512MiB"', got=size)
-    return int(float(match[1]) * unit)
+    """Bytes of "10GB" (powers of 1000), "5GiB" (of 1024), or of a number; UsageError for anything else."""
+    with named_errors():
+        return zero_to_fp32.parse_nbytes(str(size))
 
 
 def plan_files(tensors: Sequence[Announced], max_nbytes: int, suffix: str) -> list[ModelFile]:
@@ -103,31 +91,13 @@ def save_model_files(
     """
     suffix = ".bin" if pickled else ".safetensors"
     files = plan_files(list(announced(holdings, exclude_frozen=exclude_frozen)), max_nbytes, suffix)
-    with agreed(collectives, "save model: folder"):
-        if holdings.rank == 0:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as raised:
-                raise CheckpointError(f"{folder}: cannot be made ({raised.strerror})") from raised
-    error: Exception | None = None
-    writer = _Writer(folder, files, holdings, pickled=pickled) if holdings.rank == 0 else None
-    for name, value in streamed(holdings, exclude_frozen=exclude_frozen):
-        try:
-            if writer is not None and error is None:
-                writer.add(name, value)
-        except Exception as raised:  # the others are on their way to the next gather, so this rank goes along
-            error = raised
-    with agreed(collectives, "save model: write"):
-        try:
-            if error is not None:
-                raise error
-            if writer is not None:
-                writer.finish()
-        except OSError as raised:
-            raise CheckpointError(f"{folder}: cannot be written ({raised.strerror})") from raised
-        finally:
-            if writer is not None:
-                writer.close()
+    stream_into(
+        folder,
+        lambda: _Writer(folder, files, holdings, pickled=pickled),
+        holdings,
+        collectives,
+        exclude_frozen=exclude_frozen,
+    )
     names = [file.name for file in files]
     return names if len(files) == 1 else [*names, _index_name(suffix)]
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,8 +31,7 @@ __all__ = [
     "announced",
     "consolidated_state_dict",
     "save_weights",
-    "streamed",
-    "under_all_names",
+    "stream_into",
 ]
 
 _PICKLES = (".bin", ".pt", ".pth")
@@ -47,43 +47,75 @@ def save_weights(path: Path, holdings: Holdings, collectives: Collectives, *, ex
     Raises:
         CheckpointError: another suffix, or the disk is full or fails; on every rank.
     """
-    writes = holdings.rank == 0
-    with agreed(collectives, f"save {path.name}: folder"):
-        if path.suffix not in (".safetensors", *_PICKLES):
+
+    def open_sink() -> PickledWeights | StreamedWeights:
+        if path.suffix in _PICKLES:
+            return PickledWeights(path, holdings.model)
+        if path.suffix != ".safetensors":
             raise CheckpointError(f"{path}", expected="a name ending in .safetensors, .bin, .pt or .pth")
-        if writes:
-            path.parent.mkdir(parents=True, exist_ok=True)
-    sink: PickledWeights | StreamedWeights | None = None
+        tensors = list(announced(holdings, exclude_frozen=exclude_frozen))
+        return StreamedWeights(path, tensors, ties_of(holdings.model))
+
+    stream_into(path.parent, open_sink, holdings, collectives, exclude_frozen=exclude_frozen)
+
+
+class Sink(Protocol):
+    """Where weights go, one after the other."""
+
+    def add(self, name: str, value: Tensor) -> None:
+        """Takes the next tensor."""
+
+    def finish(self) -> None:
+        """Brings what is left to the disk."""
+
+    def close(self) -> None:
+        """Leaves nothing half-written behind; called after `finish`, and after anything that failed."""
+
+
+def stream_into(
+    folder: Path, open_sink: Callable[[], Sink], holdings: Holdings, collectives: Collectives, *, exclude_frozen: bool
+) -> None:
+    """Makes `folder` and hands all weights to a sink, on rank 0. (all ranks)
+
+    Args:
+        open_sink: called on rank 0, once the folder is there.
+
+    Raises:
+        CheckpointError: the disk is full or fails, or whatever the sink raises; on every rank.
+    """
+    sink: Sink | None = None
+    with agreed(collectives, f"save {folder.name}: folder"), _named_errors(folder):
+        if holdings.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            sink = open_sink()
     error: Exception | None = None
-    try:
-        if writes:
-            sink = _sink(path, holdings, exclude_frozen=exclude_frozen)
-    except Exception as raised:
-        error = raised
-    for key, value in streamed(holdings, exclude_frozen=exclude_frozen):
+    for name, value in _streamed(holdings, exclude_frozen=exclude_frozen):
         try:
             if sink is not None and error is None:
-                sink.add(key, value)
+                sink.add(name, value)
         except Exception as raised:  # the others are on their way to the next gather, so this rank goes along
             error = raised
-    with agreed(collectives, f"save {path.name}: write"):
+    with agreed(collectives, f"save {folder.name}: write"), _named_errors(folder):
         try:
             if error is not None:
                 raise error
             if sink is not None:
                 sink.finish()
-        except OSError as raised:
-            raise CheckpointError(f"{path}: cannot be written ({raised.strerror})") from raised
         finally:
             if sink is not None:
                 sink.close()
 
 
-def _sink(path: Path, holdings: Holdings, *, exclude_frozen: bool) -> PickledWeights | StreamedWeights:
-    if path.suffix != ".safetensors":
-        return PickledWeights(path, holdings.model)
-    tensors = list(announced(holdings, exclude_frozen=exclude_frozen))
-    return StreamedWeights(path, tensors, ties_of(holdings.model))
+@contextmanager
+def _named_errors(folder: Path) -> Iterator[None]:
+    """What the disk refuses, by the file it was about."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{error.filename or folder}: cannot be written ({error.strerror or error})",
+            fix="free some space or choose another folder",
+        ) from error
 
 
 def consolidated_state_dict(holdings: Holdings, *, exclude_frozen: bool) -> dict[str, Tensor] | None:
@@ -94,20 +126,20 @@ def consolidated_state_dict(holdings: Holdings, *, exclude_frozen: bool) -> dict
         the others, which take part in gathering one unit at a time.
     """
     found: dict[str, Tensor] = {}
-    for name, value in streamed(holdings, exclude_frozen=exclude_frozen):
+    for name, value in _streamed(holdings, exclude_frozen=exclude_frozen):
         if holdings.rank == 0:
             found[name] = value.to("cpu", copy=True)
-    return under_all_names(found, holdings.model) if holdings.rank == 0 else None
+    return _under_all_names(found, holdings.model) if holdings.rank == 0 else None
 
 
-def under_all_names(found: dict[str, Tensor], model: torch.nn.Module) -> dict[str, Tensor]:
+def _under_all_names(found: dict[str, Tensor], model: torch.nn.Module) -> dict[str, Tensor]:
     """The same tensors under every name that a state dict of the model has for them, in its order."""
     ties = {alias: name for alias, name in ties_of(model).items() if name in found}
     named = {**found, **{alias: found[name] for alias, name in ties.items()}}
     return {name: named[name] for name in _state_dict_names(model) if name in named}
 
 
-def streamed(holdings: Holdings, *, exclude_frozen: bool) -> Iterator[tuple[str, Tensor]]:
+def _streamed(holdings: Holdings, *, exclude_frozen: bool) -> Iterator[tuple[str, Tensor]]:
     """(name, value) in descending order of item size, each unit whole only while its own are handed out. (all ranks)"""
     for itemsize in (8, 4, 2, 1):
         for unit in holdings.units:
@@ -134,7 +166,7 @@ def _whole(unit: ParamUnit) -> bool:
 
 
 def announced(holdings: Holdings, *, exclude_frozen: bool) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
-    """What `streamed` will hand out, in its order, without gathering: name, dtype, shape."""
+    """What `_streamed` will hand out, in its order, without gathering: name, dtype, shape."""
     buffers: list[FlatBuffer] = list(holdings.buffers())
     for itemsize in (8, 4, 2, 1):
         for buffer in buffers:
@@ -169,7 +201,11 @@ class StreamedWeights:
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         self._handle = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        write_all(self._handle, memoryview(len(text).to_bytes(8, "little") + text))
+        try:
+            write_all(self._handle, memoryview(len(text).to_bytes(8, "little") + text))
+        except BaseException:
+            self.close()
+            raise
 
     def add(self, name: str, value: Tensor) -> None:
         """Takes the next tensor."""
@@ -204,7 +240,12 @@ class PickledWeights:
     def finish(self) -> None:
         """Brings the file to disk under its name."""
         with open(self._temporary, "wb") as file:
-            torch.save(under_all_names(self._found, self._model), file)
+            try:
+                torch.save(_under_all_names(self._found, self._model), file)
+            except RuntimeError as error:
+                if isinstance(error.__context__, OSError):  # which torch hides behind one of its own
+                    raise error.__context__ from None
+                raise
             file.flush()
             publish(file.fileno(), self._temporary, self._path)
 

@@ -215,6 +215,7 @@ def _find(root: Path, tag: str | None) -> Path:
     if not root.is_dir():
         raise ConversionError(f"{root}: no such folder")
     there = ", ".join(sorted(path.parent.name for path in root.glob("*/manifest.json"))) or "none"
+    where = "tag"
     if tag is None:
         if (root / "manifest.json").exists():
             return root
@@ -222,8 +223,9 @@ def _find(root: Path, tag: str | None) -> Path:
             tag = (root / "latest").read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError):
             raise ConversionError(f"{root / 'latest'}: missing; pass --tag; checkpoints here: {there}") from None
+        where = str(root / "latest")
     if not re.fullmatch(r"[^./\\\0][^/\\\0]*", tag):
-        raise ConversionError(f"tag {tag!r}: expected the name of a folder in {root}")
+        raise ConversionError(f"{where}: expected the name of a folder in {root}, got {tag!r}; here: {there}")
     if not (root / tag).is_dir():
         raise ConversionError(f"{root / tag}: no such checkpoint; here: {there}")
     return root / tag
@@ -410,7 +412,12 @@ class _BinFile(Tensors):
 
     def finish(self) -> None:
         with open(self._temporary, "wb") as file:
-            _torch().save(self.state_dict(), file)
+            try:
+                _torch().save(self.state_dict(), file)
+            except RuntimeError as error:
+                if isinstance(error.__context__, OSError):  # which torch hides behind one of its own
+                    raise error.__context__ from None
+                raise
             file.flush()
             os.fsync(file.fileno())
         os.replace(self._temporary, self.path)
@@ -897,7 +904,7 @@ def parse_nbytes(text: str) -> int:
     base = 1024 if match and match[3] else 1000
     nbytes = int(float(match[1]) * base ** " kmgt".index(match[2] or " ")) if match else 0
     if not nbytes:
-        raise ArgumentsError(f"shard size: expected a size such as 5GB or 500MiB, got {text!r}")
+        raise ArgumentsError(f"max_shard_size: expected a size such as 5GB or 500MiB, got {text!r}")
     return nbytes
 
 
