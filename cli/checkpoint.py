@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+from zeroaccel.checkpoint.deepspeed_format import is_deepspeed_checkpoint, open_deepspeed_checkpoint
 from zeroaccel.checkpoint.find import LATEST_NAME, checkpoint_folders, find_checkpoint
 from zeroaccel.checkpoint.manifest import ITEMSIZE, MANIFEST_NAME, Manifest, read_manifest
 from zeroaccel.checkpoint.rank_file import RankFile
@@ -32,7 +33,18 @@ def checkpoint() -> None:
 @click.argument("folder", metavar="DIR", type=_FOLDER)
 @_TAG
 def inspect(folder: Path, tag: str | None) -> None:
-    """Show what is in the checkpoints of DIR, per rank, and whether each is whole. Reads no weights."""
+    """Show what is in the checkpoints of DIR, per rank, and whether each is whole. Reads no weights.
+
+    Of a checkpoint that DeepSpeed wrote, its files and what they are of.
+    """
+    if is_deepspeed_checkpoint(folder, tag):
+        theirs = open_deepspeed_checkpoint(folder, tag)
+        click.echo(
+            f"{theirs.tag}: DeepSpeed {theirs.version}, zero stage {theirs.stage}, world_size {theirs.world_size}, "
+            f"step {theirs.counters['global_steps']}"
+        )
+        click.echo("\n".join(f"  {file.path.relative_to(theirs.folder)}: {file.nbytes} bytes" for file in theirs.files))
+        return
     for each in _chosen(folder, tag):
         try:
             manifest = read_manifest(each)
@@ -49,7 +61,15 @@ def inspect(folder: Path, tag: str | None) -> None:
 @click.argument("folder", metavar="DIR", type=_FOLDER)
 @_TAG
 def verify(folder: Path, tag: str | None) -> None:
-    """Read every byte of the checkpoints of DIR and compare it with the checksums; exit code 1 if one is damaged."""
+    """Read every byte of the checkpoints of DIR and compare it with the checksums; exit code 1 if one is damaged.
+
+    Of DeepSpeed's checkpoints the one that `latest` names, or the tag.
+    """
+    if is_deepspeed_checkpoint(folder, tag):
+        theirs = open_deepspeed_checkpoint(folder, tag)
+        theirs.verify()
+        click.echo(f"{theirs.tag}: valid, {sum(file.nbytes for file in theirs.files)} bytes read, written by DeepSpeed")
+        return
     damaged = []
     for each in _chosen(folder, tag):
         try:
@@ -104,7 +124,7 @@ def import_command(
 
     pairs = dict(_pair(tie) for tie in ties)
     name = tag or folder.resolve().name
-    made = import_dcp(folder, out, tag=name, world_size=world_size, ties=pairs, buffers=buffers or None)
+    made = import_dcp(folder, out, tag=name, world_size=world_size, ties=pairs, buffers=buffers)
     click.echo(f"{made}: {world_size} files, {read_manifest(made).nbytes} bytes")
 
 

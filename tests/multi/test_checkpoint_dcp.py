@@ -21,6 +21,7 @@ from tests.multi.pool import Pool
 from zeroaccel import zero
 from zeroaccel.checkpoint.dcp_export import export_dcp
 from zeroaccel.checkpoint.dcp_import import open_dcp
+from zeroaccel.checkpoint.manifest import read_manifest
 from zeroaccel.cli.checkpoint import checkpoint
 from zeroaccel.errors import CheckpointError, UsageError
 
@@ -193,7 +194,7 @@ class Attack:
 def test_bad_folders_are_named(tmp_path: Path) -> None:
     whole = {"model": {"a.weight": torch.arange(6.0).view(2, 3)}, "note": "x"}
     dcp.save(whole, checkpoint_id=tmp_path / "good", no_dist=True)
-    store = open_dcp(tmp_path / "good", ties={}, buffers=None)
+    store = open_dcp(tmp_path / "good", ties={})
     assert torch.equal(store.fetch("value/a.weight"), whole["model"]["a.weight"])
 
     def spoiled(name: str) -> Path:
@@ -201,7 +202,7 @@ def test_bad_folders_are_named(tmp_path: Path) -> None:
 
     def opened(folder: Path) -> str:
         with pytest.raises(CheckpointError) as raised:
-            open_dcp(folder, ties={}, buffers=None).fetch("value/a.weight")
+            open_dcp(folder, ties={}).fetch("value/a.weight")
         return str(raised.value)
 
     (spoiled("attack") / ".metadata").write_bytes(pickle.dumps(Attack()))
@@ -223,6 +224,26 @@ def test_bad_folders_are_named(tmp_path: Path) -> None:
         info.relative_path = "../good/__0_0.distcp"
     (spoiled("outside") / ".metadata").write_bytes(pickle.dumps(metadata))
     assert "expected one in the same folder" in opened(tmp_path / "outside")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_an_import_says_which_names_and_tags_it_cannot_take(tmp_path: Path) -> None:
+    model = {"a.weight": torch.arange(6.0), "bn.running_mean": torch.ones(2), "rotary.scale": torch.ones(3)}
+    dcp.save({"model": model}, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    out = tmp_path / "out"
+
+    def imported(*arguments: str) -> str:
+        done = CliRunner().invoke(checkpoint, ["import", str(tmp_path / "theirs"), str(out), *arguments])
+        return done.output if done.exception is None else str(done.exception)
+
+    assert "names of its model, got 'gone'" in imported("--buffer", "gone")
+    assert "names of its model, got 'gone'" in imported("--tie", "a.weight=gone")
+    assert "got '../../elsewhere'" in imported("--tag", "../../elsewhere")
+    assert not out.exists()
+    assert imported("--buffer", "rotary.scale").startswith(f"{out / 'theirs'}: 1 files")
+    manifest = read_manifest(out / "theirs")
+    assert set(manifest.buffers) == {"bn.running_mean", "rotary.scale"}  # batch norms' need not be named
+    assert manifest.order == ("a.weight",)
 
 
 def test_boxes_of_a_matrix(tmp_path: Path) -> None:

@@ -22,12 +22,14 @@ from zeroaccel.checkpoint.deepspeed_format import (
     is_deepspeed_checkpoint,
     open_deepspeed_checkpoint,
 )
-from zeroaccel.checkpoint.deepspeed_resume import DeepSpeedStore, manifest_of, open_to_resume
+from zeroaccel.checkpoint.deepspeed_resume import manifest_of, open_to_resume
 from zeroaccel.checkpoint.plain import decode
 from zeroaccel.checkpoint.sources import open_source
 from zeroaccel.checkpoint.torch_file import TorchFile
 from zeroaccel.checkpoint.torch_pickle import load_pickle
+from zeroaccel.checkpoint.torch_store import TorchStore
 from zeroaccel.checkpoint.zero_to_fp32 import ConversionError, Options, read_tensors, select
+from zeroaccel.cli.main import main
 from zeroaccel.errors import CheckpointError
 
 DATA = Path(__file__).parent.parent / "data" / "deepspeed"
@@ -54,8 +56,12 @@ def truth_of(folder: Path) -> dict[str, Tensor]:
     return found
 
 
+def store_of(checkpoint: DeepSpeedCheckpoint) -> TorchStore:
+    return TorchStore(checkpoint.folder, manifest_of(checkpoint), checkpoint.files)
+
+
 def value(checkpoint: DeepSpeedCheckpoint, key: str) -> Tensor:
-    return torch.from_numpy(checkpoint.read_fp32(key)).view(checkpoint.record(key).shape)
+    return store_of(checkpoint).fetch(key).float()
 
 
 def likeness(one: Tensor, other: Tensor) -> float:
@@ -97,10 +103,10 @@ def test_weights_are_those_in_memory(name: str, unpack: Unpack) -> None:
         assert (read - truth[f"plain/fp32/{fqn}"]).abs().max().item() < 0.03 if read.numel() else True
     assert checkpoint.left_out == []
     assert dict(checkpoint.ties) == {"head.weight": "embed.weight"}
-    buffers = {weight.fqn: checkpoint.read(weight.key) for weight in checkpoint.weights() if weight.is_buffer}
-    assert torch.equal(torch.from_numpy(buffers["offset"].view("<f4")), torch.linspace(0.1, 0.3, 3))
-    assert buffers["seen"].view("<i8").tolist() == [41]
-    assert set(buffers) == {"offset", "seen"}
+    assert {weight.fqn for weight in checkpoint.weights() if weight.is_buffer} == {"offset", "seen"}
+    store = store_of(checkpoint)
+    assert torch.equal(store.fetch("buffer/offset"), torch.linspace(0.1, 0.3, 3))
+    assert torch.equal(store.fetch("buffer/seen"), torch.tensor(41))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -131,13 +137,15 @@ def test_optimizer_states_are_those_in_memory(name: str, unpack: Unpack) -> None
 @pytest.mark.parametrize("name", ["stage1_fp32_w2", "stage2_fp16_w3", "stage3_sub_groups_w3"])
 def test_intervals_are_parts_of_the_whole(name: str, unpack: Unpack) -> None:
     checkpoint = open_deepspeed_checkpoint(unpack(name))
-    whole = checkpoint.read_fp32("master/up.weight")
-    for start in range(whole.size + 1):
-        for length in range(whole.size - start + 1):
-            assert checkpoint.read_fp32("master/up.weight", start, length).tolist() == whole[start:][:length].tolist()
-    assert [chunk.tolist() for chunk in checkpoint.chunks("master/up.weight")] == [whole.tolist()]
-    with pytest.raises(CheckpointError, match=r"elements 10 to 16.*within 15"):
-        checkpoint.read("master/up.weight", 10, 6)
+    whole, store = value(checkpoint, "master/up.weight").flatten(), store_of(checkpoint)
+    for start in range(whole.numel() + 1):
+        for length in range(whole.numel() - start + 1):
+            part = torch.full((length,), -1.0)
+            store.fill("master/up.weight", start, part)
+            store.read()
+            assert torch.equal(part, whole[start : start + length])
+    with pytest.raises(CheckpointError, match=r"master/up.weight.*elements up to 16"):
+        store.fill("master/up.weight", 10, torch.empty(6))
 
 
 @pytest.mark.parametrize("name", ["stage2_fp16_w3", "stage0_fp16_w2"])
@@ -343,20 +351,47 @@ def test_a_file_that_is_cut_off_is_named(kept: int, unpack: Unpack) -> None:
         open_deepspeed_checkpoint(folder)
 
 
+def _cli(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as exit_:
+        main([str(argument) for argument in arguments], prog_name="zeroaccel")
+    return int(exit_.value.code or 0)
+
+
+def test_the_command_looks_into_it_and_checks_it(unpack: Unpack, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = unpack("stage3_fp32_w3")
+    assert _cli("checkpoint", "inspect", folder) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("global_step3: DeepSpeed 0.")
+    assert "zero stage 3, world_size 3, step 3\n" in shown
+    assert shown.count("  zero_pp_rank_1_mp_rank_00_") == 2
+    assert _cli("checkpoint", "verify", folder, "--tag", "global_step3") == 0
+    assert capsys.readouterr().out.startswith("global_step3: valid, ")
+    path = tag_folder(folder) / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    content = bytearray(path.read_bytes())
+    piece = next(p for p in open_deepspeed_checkpoint(folder).tensors["master/up.weight"].pieces if p[0] == 1)
+    content[piece[3]] ^= 1
+    path.write_bytes(content)
+    assert _cli("checkpoint", "verify", folder) == 1
+    said = capsys.readouterr()
+    assert "zero_pp_rank_1_mp_rank_00_optim_states.pt: damaged" in said.err
+    assert "valid" not in said.out
+
+
 def test_a_flipped_byte_is_never_read(unpack: Unpack) -> None:
     folder = unpack("stage3_fp32_w3")
     path = tag_folder(folder) / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     _, _, length, offset = next(
-        piece for piece in open_deepspeed_checkpoint(folder).record("master/up.weight").pieces if piece[0] == 1
+        piece for piece in open_deepspeed_checkpoint(folder).tensors["master/up.weight"].pieces if piece[0] == 1
     )
     content = bytearray(path.read_bytes())
     content[offset + 4 * length - 1] ^= 1
     path.write_bytes(content)
     checkpoint = open_deepspeed_checkpoint(folder)
-    for read in (lambda: checkpoint.read("master/up.weight"), checkpoint.verify):
+    store = store_of(checkpoint)
+    for read in (lambda: store.fetch("master/up.weight"), checkpoint.verify):
         with pytest.raises(CheckpointError, match=r"zero_pp_rank_1_mp_rank_00_optim_states.pt: damaged"):
             read()
-    assert checkpoint.read("state/exp_avg/up.weight").size == 60  # other records are sound
+    assert store.fetch("state/exp_avg/up.weight").shape == (5, 3)  # other records are sound
 
 
 def test_files_that_do_not_belong_together_are_noticed(unpack: Unpack) -> None:
@@ -380,6 +415,11 @@ def test_other_parallelism_is_refused(name: str, what: str, unpack: Unpack) -> N
     (tag_folder(folder) / name).write_bytes(b"")
     with pytest.raises(CheckpointError, match=rf"{name}: of .*{what}"):
         open_deepspeed_checkpoint(folder)
+    for path in tag_folder(folder).iterdir():
+        if path.name != name:
+            path.unlink()
+    with pytest.raises(ConversionError, match=rf"{name}: of .*{what}"):  # nothing but such files: theirs all the same
+        open_source(folder)
 
 
 def test_compressed_and_legacy_files_are_refused(tmp_path: Path) -> None:
@@ -428,7 +468,7 @@ def test_a_scrambled_universal_checkpoint_is_refused(unpack: Unpack) -> None:
 
 def test_the_store_checks_what_it_reads(unpack: Unpack) -> None:
     checkpoint = open_deepspeed_checkpoint(unpack("stage2_aligned_w2"))
-    store = DeepSpeedStore(checkpoint, manifest_of(checkpoint))
+    store = store_of(checkpoint)
     store.fill("master/embed.weight", 0, torch.empty(21))
     shutil.rmtree(checkpoint.folder)
     with pytest.raises(CheckpointError, match="cannot be read"):

@@ -8,7 +8,7 @@ our checkpoints then does these.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,81 +19,62 @@ from zeroaccel.checkpoint.dcp_files import METADATA_NAME, DcpFolder
 from zeroaccel.checkpoint.dtypes import dtype_of
 from zeroaccel.checkpoint.manifest import ITEMSIZE, FileRecord, Manifest, ParameterRecord, TensorRecord
 from zeroaccel.checkpoint.plain import encode
-from zeroaccel.checkpoint.rank_file import Request
 from zeroaccel.checkpoint.reshard import write_again
-from zeroaccel.checkpoint.tensor_store import TensorStore
-from zeroaccel.checkpoint.torch_file import TorchFile
-from zeroaccel.errors import CheckpointError
+from zeroaccel.checkpoint.torch_store import TorchStore, optimizer_of_states
+from zeroaccel.errors import CheckpointError, UsageError
 
-__all__ = ["DcpStore", "import_dcp", "open_dcp"]
+__all__ = ["import_dcp", "open_dcp"]
 
 _MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict")
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
-_TYPES = (
-    (frozenset({"exp_avg", "exp_avg_sq"}), "AdamW"),
-    (frozenset({"exp_avg"}), "Lion"),
-    (frozenset({"momentum_buffer"}), "SGD"),
-    (frozenset({"sum"}), "Adagrad"),
-    (frozenset({"square_avg"}), "RMSprop"),
-)
 
 
-def open_dcp(folder: Path, *, ties: Mapping[str, str], buffers: Collection[str] | None) -> DcpStore:
+def _of_a_batch_norm(name: str) -> bool:
+    return name.rpartition(".")[2] in _BUFFERS
+
+
+def open_dcp(
+    folder: Path, *, ties: Mapping[str, str], is_buffer: Callable[[str], bool] = _of_a_batch_norm
+) -> TorchStore:
     """The tensors of a DCP folder, and a manifest of them.
 
     Args:
         ties: alias -> name, of the model that loads it: DCP keeps both.
-        buffers: the names of the model's buffers, as DCP does not tell them from parameters; None for names and dtypes
-            that only buffers have.
+        is_buffer: whether a name is that of a buffer of the model, as DCP does not tell them from parameters.
 
     Raises:
         CheckpointError: it is damaged, incomplete, or has no dict that can be the model's.
     """
     dcp = DcpFolder(folder)
-    manifest = _Reader(dcp, ties, buffers).manifest()
-    return DcpStore(dcp, manifest)
+    manifest = _Reader(dcp, ties, is_buffer).manifest()
+    return TorchStore(folder, manifest, dcp.files)
 
 
 def import_dcp(
-    folder: Path, out: Path, *, tag: str, world_size: int, ties: Mapping[str, str], buffers: Collection[str] | None
+    folder: Path, out: Path, *, tag: str, world_size: int, ties: Mapping[str, str], buffers: Collection[str]
 ) -> Path:
-    """Writes a DCP folder as a checkpoint of ours into `out/<tag>`; returns that folder. Arguments as `open_dcp`."""
-    store = open_dcp(folder, ties=ties, buffers=buffers)
+    """Writes a DCP folder as a checkpoint of ours into `out/<tag>`; returns that folder.
+
+    Args:
+        ties: alias -> name.
+        buffers: the names of buffers that are not those of batch norms.
+
+    Raises:
+        CheckpointError: as `open_dcp`. UsageError: a name that is not in it, or the checkpoint is already in `out`.
+    """
+    store = open_dcp(folder, ties=ties, is_buffer=lambda name: name in buffers or _of_a_batch_norm(name))
+    known = {*store.manifest.parameters, *store.manifest.buffers}
+    unknown = sorted({*ties.values(), *buffers} - known)
+    if unknown:
+        raise UsageError(f"{folder}: ties and buffers", expected="names of its model", got=", ".join(unknown))
     renamed = Manifest(**{**vars(store.manifest), "tag": tag})
-    return write_again(renamed, [_OpenFile(file) for file in store.dcp.files], out, world_size)
-
-
-class DcpStore(TensorStore):
-    """The tensors of a DCP folder, by the keys of its manifest."""
-
-    def __init__(self, dcp: DcpFolder, manifest: Manifest) -> None:
-        super().__init__(dcp.folder, manifest)
-        self.dcp = dcp
-
-    def _open(self, file: int) -> _OpenFile:
-        held = self._files.setdefault(file, _OpenFile(self.dcp.files[file]))
-        assert isinstance(held, _OpenFile), "a file of another store"
-        return held
-
-
-class _OpenFile:
-    def __init__(self, file: TorchFile) -> None:
-        self.read_nbytes = 0
-        self._file = file
-
-    def read(self, requests: Iterable[Request]) -> None:
-        for request in sorted(requests, key=lambda request: request.offset):
-            request.deliver(self._file.read(request.offset, request.nbytes))
-            self.read_nbytes += request.nbytes
-
-    def close(self) -> None:
-        """Nothing stays open."""
+    return write_again(renamed, store.torch_files, out, world_size)
 
 
 class _Reader:
     """Sorts the keys of one folder."""
 
-    def __init__(self, dcp: DcpFolder, ties: Mapping[str, str], buffers: Collection[str] | None) -> None:
+    def __init__(self, dcp: DcpFolder, ties: Mapping[str, str], is_buffer: Callable[[str], bool]) -> None:
         self._dcp = dcp
         self._tensors: dict[str, TensorRecord] = {}
         self._plain: dict[int, str] = {}
@@ -107,7 +88,7 @@ class _Reader:
         states = {(self._ties.get(fqn, fqn), name): key for (fqn, name), key in states.items()}
         self._home = {fqn: index for index, group in enumerate(self._groups) for fqn in group["params"]}
         self._names = {fqn: key for fqn, key in model.items() if fqn not in self._ties}
-        self._buffers = [fqn for fqn in self._names if self._is_buffer(fqn, buffers)]
+        self._buffers = [fqn for fqn in self._names if fqn not in self._home and is_buffer(fqn)]
         self._states = states
         self._others = others
 
@@ -156,11 +137,6 @@ class _Reader:
             )
         model = chosen[0]
         return model, {key: path for key, path in rest.items() if key not in set(model.values())}
-
-    def _is_buffer(self, fqn: str, buffers: Collection[str] | None) -> bool:
-        if buffers is not None:
-            return fqn in buffers
-        return fqn not in self._home and (fqn.rpartition(".")[2] in _BUFFERS)
 
     def manifest(self) -> Manifest:
         """Everything, as our own save of the same run would have put it."""
@@ -218,7 +194,7 @@ class _Reader:
         for group in self._groups:
             options = {k: self._encode(v, f"param group: {k}") for k, v in group.items() if k != "params"}
             groups.append({**options, "params": group["params"]})
-        kind = next((name for needed, name in _TYPES if needed <= kinds), "SGD")
+        kind = optimizer_of_states(kinds) or "SGD"
         if kind == "AdamW" and not all(group.get("decoupled_weight_decay", True) for group in groups):
             kind = "Adam"
         return {"type": kind, "param_groups": groups, "scalars": scalars}

@@ -68,7 +68,7 @@ def is_deepspeed_checkpoint(root: Path, tag: object = None) -> bool:
 
 def has_files(folder: Path) -> bool:
     """Whether a folder holds files with the names that DeepSpeed gives."""
-    return any(_MODEL.fullmatch(path.name) or _OPTIM.fullmatch(path.name) for path in folder.iterdir())
+    return any(form.fullmatch(path.name) for path in folder.iterdir() for form in (_MODEL, _OPTIM, _OTHER_PARALLELISM))
 
 
 def resolve_folder(root: Path, tag: object = None) -> tuple[Path, str]:

@@ -37,8 +37,6 @@ from zeroaccel.errors import CheckpointError
 
 __all__ = ["DeepSpeedCheckpoint", "States", "Weight", "is_deepspeed_checkpoint", "open_deepspeed_checkpoint"]
 
-CHUNK_ELEMENTS = 1 << 20
-
 _MODEL_KEYS = frozenset(
     {
         *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
@@ -231,46 +229,6 @@ class DeepSpeedCheckpoint:
                 scalars[name] = rest
 
     # -- reading
-
-    def record(self, key: str) -> TensorRecord:
-        """Where a tensor is; CheckpointError if there is none."""
-        record = self.tensors.get(key) or self.states.tensors.get(key)
-        if record is None:
-            raise CheckpointError(f"tensor {key}: not in checkpoint {self.folder}")
-        return record
-
-    def read(self, key: str, start: int = 0, length: int | None = None) -> NDArray[np.uint8]:
-        """The bytes of elements [start, start + length) of a tensor, (length * itemsize,), little-endian.
-
-        Raises:
-            CheckpointError: there is no such tensor, it is shorter, or a file cannot be read.
-        """
-        record = self.record(key)
-        end = record.numel if length is None else start + length
-        if not 0 <= start <= end <= record.numel:
-            raise CheckpointError(f"tensor {key}: elements {start} to {end}", expected=f"within {record.numel}")
-        itemsize = ITEMSIZE[record.dtype]
-        parts = []
-        for file, begin, count, offset in record.pieces:
-            low, high = max(start, begin), min(end, begin + count)
-            if low < high:
-                parts.append(self.files[file].read(offset + (low - begin) * itemsize, (high - low) * itemsize))
-        return np.concatenate(parts) if parts else np.empty(0, np.uint8)
-
-    def read_fp32(self, key: str, start: int = 0, length: int | None = None) -> NDArray[np.float32]:
-        """Elements [start, start + length) of a floating tensor as fp32, (length,)."""
-        data, dtype = self.read(key, start, length), self.record(key).dtype
-        if dtype == "BF16":
-            return (data.view("<u2").astype("<u4") << 16).view("<f4")
-        if dtype not in ("F16", "F32", "F64"):
-            raise CheckpointError(f"tensor {key}", expected="a floating tensor", got=dtype)
-        return data.view({"F16": "<f2", "F32": "<f4", "F64": "<f8"}[dtype]).astype("<f4")
-
-    def chunks(self, key: str) -> Iterator[NDArray[np.float32]]:
-        """A floating tensor as fp32, at most 2^20 elements at a time."""
-        numel = self.record(key).numel
-        for start in range(0, numel, CHUNK_ELEMENTS):
-            yield self.read_fp32(key, start, min(CHUNK_ELEMENTS, numel - start))
 
     def value(self, tensor: tuple[int, StoredTensor]) -> tuple[str, tuple[int, ...], NDArray[np.uint8]]:
         """(dtype, shape, bytes) of a small tensor among the plain data."""

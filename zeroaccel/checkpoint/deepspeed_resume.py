@@ -6,7 +6,7 @@ optimizer and the scheduler) is taken from the resuming run, or from what the st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +17,12 @@ from zeroaccel.checkpoint.deepspeed_format import DeepSpeedCheckpoint, open_deep
 from zeroaccel.checkpoint.dtypes import dtype_of
 from zeroaccel.checkpoint.manifest import FileRecord, Manifest, ParameterRecord, TensorRecord
 from zeroaccel.checkpoint.plain import encode
-from zeroaccel.checkpoint.rank_file import Request
-from zeroaccel.checkpoint.tensor_store import TensorStore
-from zeroaccel.checkpoint.torch_file import TorchFile
 from zeroaccel.checkpoint.torch_pickle import StandIn, StoredTensor
+from zeroaccel.checkpoint.torch_store import TorchStore, optimizer_of_states
 from zeroaccel.logs import logger
 
-__all__ = ["DeepSpeedStore", "manifest_of", "open_to_resume"]
+__all__ = ["manifest_of", "open_to_resume"]
 
-_TYPES: Sequence[tuple[frozenset[str], str]] = (
-    (frozenset({"exp_avg", "exp_avg_sq"}), "AdamW"),
-    (frozenset({"exp_avg"}), "Lion"),
-    (frozenset({"momentum_buffer"}), "SGD"),
-    (frozenset({"sum"}), "Adagrad"),
-    (frozenset({"square_avg"}), "RMSprop"),
-)
 _SHARDED = ("optimizer", "grads", "params")  # each stage shards one more
 
 
@@ -41,38 +32,11 @@ def open_to_resume(
     *,
     scheduler_type: str | None = None,
     group_of: Mapping[str, int] | None = None,
-) -> tuple[Path, DeepSpeedStore]:
+) -> tuple[Path, TorchStore]:
     """(the checkpoint's folder, its tensors). Arguments and errors as `open_deepspeed_checkpoint` and `manifest_of`."""
     checkpoint = open_deepspeed_checkpoint(root, tag)
     manifest = manifest_of(checkpoint, scheduler_type=scheduler_type, group_of=group_of)
-    return checkpoint.folder, DeepSpeedStore(checkpoint, manifest)
-
-
-class DeepSpeedStore(TensorStore):
-    """The tensors of a DeepSpeed checkpoint, by the keys of `manifest_of`'s manifest."""
-
-    def __init__(self, checkpoint: DeepSpeedCheckpoint, manifest: Manifest) -> None:
-        super().__init__(checkpoint.folder, manifest)
-        self._torch_files = checkpoint.files
-
-    def _open(self, file: int) -> _OpenFile:
-        held = self._files.setdefault(file, _OpenFile(self._torch_files[file]))
-        assert isinstance(held, _OpenFile), "a file of another store"
-        return held
-
-
-class _OpenFile:
-    def __init__(self, file: TorchFile) -> None:
-        self.read_nbytes = 0
-        self._file = file
-
-    def read(self, requests: Iterable[Request]) -> None:
-        for request in sorted(requests, key=lambda request: request.offset):
-            request.deliver(self._file.read(request.offset, request.nbytes))
-            self.read_nbytes += request.nbytes
-
-    def close(self) -> None:
-        """Nothing stays open."""
+    return checkpoint.folder, TorchStore(checkpoint.folder, manifest, checkpoint.files)
 
 
 def manifest_of(
@@ -186,7 +150,7 @@ def _optimizer_type(checkpoint: DeepSpeedCheckpoint) -> str:
     """By the states first, as DeepSpeed's names of its optimizers are not those of the classes."""
     kinds = {key.split("/", 2)[1] for key in checkpoint.states.tensors}
     named = (checkpoint.config.get("optimizer") or {}).get("type")
-    return next((name for needed, name in _TYPES if needed <= kinds), str(named or "an optimizer without states"))
+    return optimizer_of_states(kinds) or str(named or "an optimizer without states")
 
 
 def _counters(checkpoint: DeepSpeedCheckpoint) -> dict[str, int]:
