@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
 import resource
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -316,6 +318,9 @@ def full_disk(root: Path, *, background: bool) -> tuple[str, int, bool]:
     train(engine, batches(0, 1))
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     told = ""
+    begin = os.open
+    if engine.collectives.rank == 0:  # the other rank has failed before this one begins
+        os.open = lambda path, *rest: (time.sleep(0.3 if str(path).endswith(".tmp") else 0), begin(path, *rest))[1]  # type: ignore[assignment]
     if engine.collectives.rank == 1:  # one rank's disk is full
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
     try:
@@ -328,8 +333,10 @@ def full_disk(root: Path, *, background: bool) -> tuple[str, int, bool]:
         else:
             told = message(CheckpointError, lambda: engine.save_checkpoint(root, tag="second"))
     finally:
+        os.open = begin
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
     engine.collectives.barrier("tidied")
+    assert not (root / "second").exists()
     left = [path.name for path in root.rglob("*") if path.is_file()]
     resumed = make_engine(3)
     path, _ = resumed.load_checkpoint(root)
@@ -350,8 +357,72 @@ def test_a_full_disk_is_an_error_on_all_ranks_and_costs_no_checkpoint(
         assert "File too large" in told
         assert "rank" in told
         assert "00001-of-00002" in told
+        assert "00000-of-00002" not in told  # the other's disk is not full
         assert more_files == 0
         assert resumes
+
+
+def full_at_the_end(root: Path, *, background: bool) -> tuple[str, list[str]]:
+    """The ranks' files are written, and then there is no space for the manifest."""
+    engine = make_engine(1, checkpoint={"async_save": background})
+    replace = os.replace
+
+    def full(source: Any, target: Any) -> None:
+        if str(target).endswith("manifest.json"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        replace(source, target)
+
+    def save_again() -> None:
+        engine.save_checkpoint(root, tag="second")
+        engine.wait_for_checkpoint()
+
+    engine.save_checkpoint(root, tag="first")
+    engine.wait_for_checkpoint()
+    os.replace = full
+    try:
+        told = message(CheckpointError, save_again)
+    finally:
+        os.replace = replace
+    engine.collectives.barrier("tidied")
+    assert engine.load_checkpoint(root)[0] == str(root / "first")
+    return told, sorted(path.name for path in root.iterdir())
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_disk_that_is_full_at_the_manifest_leaves_nothing_of_the_save(
+    ranks: Ranks, tmp_path: Path, background: bool
+) -> None:
+    for told, left in ranks(2).run(full_at_the_end, tmp_path, background=background):
+        assert "second: cannot be written (No space left on device)" in told
+        assert "[rank 0]" in told
+        assert left == ["first", "latest", "zero_to_fp32.py"]
+
+
+def full_for_the_model(root: Path) -> dict[str, str]:
+    engine = make_engine(3)
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    found = {}
+    for name in ("x.bin", "x.safetensors"):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
+        try:
+            found[name] = message(CheckpointError, lambda name=name: engine.save_16bit_model(root / "m", name))  # type: ignore[misc]
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    (root / "file").touch()
+    found["folder"] = message(CheckpointError, lambda: engine.save_16bit_model(root / "file"))
+    found["suffix"] = message(CheckpointError, lambda: engine.save_16bit_model(root / "m", "x.zip"))
+    train(engine, batches(0, 1))
+    return found
+
+
+def test_a_model_that_cannot_be_written_is_a_named_error_on_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    for found in ranks(2).run(full_for_the_model, tmp_path):
+        assert "cannot be written (File too large)" in found["x.bin"]
+        assert "cannot be written (File too large)" in found["x.safetensors"]
+        assert "file: cannot be written (File exists)" in found["folder"]
+        assert "x.zip: expected a name ending in .safetensors" in found["suffix"]
+        assert all("[rank 0]" in told for told in found.values())
+    assert list((tmp_path / "m").iterdir()) == []
 
 
 def damage(folder: Path, kind: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import json
 import os
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from zeroaccel.checkpoint import manifest as format_
+from zeroaccel.checkpoint.durable import write_durably
 from zeroaccel.checkpoint.find import find_checkpoint, newest_first
 from zeroaccel.checkpoint.manifest import (
     FileRecord,
@@ -118,6 +120,8 @@ def _set(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
         (_set("counters.global_steps", None), "global_steps"),
         (_set("counters.global_steps", 1.5), "1.5 is not a whole number"),
         (_set("id", None), "id"),
+        (_set("tag", "../../elsewhere"), "tag '../../elsewhere' is not a plain name"),
+        (_set("tag", 3), "tag 3 is not a plain name"),
     ],
 )
 def test_contradictions_are_named(tmp_path: Path, edit: Callable[[dict[str, Any]], None], told: str) -> None:
@@ -161,6 +165,18 @@ def test_missing_parts_are_named(tmp_path: Path) -> None:
         read_manifest(folder)
 
 
+def test_a_file_that_cannot_be_flushed_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    write_durably(tmp_path / "latest", b"one")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_durably(tmp_path / "latest", b"two")
+    assert [path.name for path in tmp_path.iterdir()] == ["latest"]
+    assert (tmp_path / "latest").read_bytes() == b"one"
+
+
 def test_files_that_nobody_names_mean_nothing(tmp_path: Path) -> None:
     folder = saved(tmp_path)
     (folder / "rank00001-of-00002-89abcdef.safetensors").write_bytes(b"left over")
@@ -191,7 +207,7 @@ def test_a_tag_or_latest_leads_to_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"two: no such checkpoint.*one"):
         find_checkpoint(tmp_path)
     (tmp_path / "latest").write_text("../one")
-    with pytest.raises(CheckpointError, match="checkpoint tag"):
+    with pytest.raises(CheckpointError, match=r"latest: expected a folder name .*got '\.\./one'"):
         find_checkpoint(tmp_path)
 
 

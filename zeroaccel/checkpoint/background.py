@@ -57,12 +57,16 @@ class BackgroundSave:
         self._writer.join()
 
     def abandon(self) -> None:
-        """Another rank has failed: what this rank wrote goes, and it waits for nobody."""
+        """A rank has failed: what this one wrote goes, and it waits for nobody. `discard_folder` follows."""
         self._abandoned.set()
         self.wait()
         with contextlib.suppress(OSError):
             self._part_path(self._save.rank).unlink(missing_ok=True)
         self._save.discard()
+
+    def discard_folder(self) -> None:
+        """Removes the folder if nothing is left in it, once every rank has abandoned the save."""
+        self._save.discard_folder()
 
     def _run(self) -> None:
         try:

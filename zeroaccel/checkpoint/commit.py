@@ -109,7 +109,8 @@ def commit(root: Path, manifest: Manifest, rules: CommitRules) -> None:
             drop_script(root)
     except OSError as error:
         raise CheckpointError(
-            f"{folder}: cannot be written ({error.strerror})", fix="free some space or choose another folder"
+            f"{folder}: cannot be written ({error.strerror})",
+            fix="free some space or choose another folder; earlier checkpoints are as they were",
         ) from error
     _clear_leftovers(folder, manifest)
     if rules.keep_last is not None:

@@ -68,7 +68,9 @@ def export_dcp(checkpoint_dir: str | os.PathLike[str], out: str | os.PathLike[st
         write_durably(target / METADATA_NAME, pickle.dumps(metadata))
     except OSError as error:
         temporary.unlink(missing_ok=True)
-        raise CheckpointError(f"{target}: cannot be written ({error.strerror})", fix="free some space") from error
+        raise CheckpointError(
+            f"{target}: cannot be written ({error.strerror})", fix="free some space or choose another folder"
+        ) from error
     return target
 
 

@@ -20,6 +20,9 @@ def write_durably(path: Path, content: bytes) -> None:
     try:
         write_all(handle, memoryview(content))
         publish(handle, temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     finally:
         os.close(handle)
 

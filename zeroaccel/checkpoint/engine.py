@@ -269,8 +269,8 @@ class CheckpointingEngine(Engine):
             groups = self._shard.group_of if wanted.optimizer and self._shard is not None else None
             return open_to_resume(root, tag, scheduler_type=scheduler, group_of=groups)
         if (dcp := find_dcp(root, tag)) is not None:
-            buffers = [name for name, _ in persistent_buffers(self.module)]
-            return dcp, open_dcp(dcp, ties=ties_of(self.module), buffers=buffers)
+            buffers = {name for name, _ in persistent_buffers(self.module)}
+            return dcp, open_dcp(dcp, ties=ties_of(self.module), is_buffer=buffers.__contains__)
         folder, manifest = find_checkpoint(root, tag)
         return folder, TensorStore(folder, manifest)
 
@@ -409,6 +409,8 @@ class CheckpointingEngine(Engine):
         if errors:
             self._saving = None
             saving.abandon()
+            self.collectives.barrier(f"checkpoint {saving.tag}: given up")  # nobody opens a file there any more
+            saving.discard_folder()
             told = "\n".join(f"{error} [rank {rank}]" for rank, error in errors.items())
             raise CheckpointError(f"checkpoint {saving.tag}: saving in the background failed: {told}")
         if all(done for done, _ in standings):

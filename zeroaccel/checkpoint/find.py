@@ -25,9 +25,7 @@ def find_checkpoint(root: Path, tag: object = None) -> tuple[Path, Manifest]:
     Raises:
         CheckpointError: there is none, or it is damaged or incomplete.
     """
-    if tag is None:
-        tag = _latest(root)
-    folder = root / check_tag(tag)
+    folder = root / (_latest(root) if tag is None else check_tag(tag))
     if not folder.is_dir():
         there = ", ".join(sorted(path.name for path in checkpoint_folders(root))) or "none"
         raise CheckpointError(f"{folder}: no such checkpoint", got=f"in {root}: {there}")
@@ -74,7 +72,7 @@ def _is_ours(folder: Path) -> bool:
 def _latest(root: Path) -> str:
     path = root / LATEST_NAME
     try:
-        return path.read_text(encoding="utf-8").strip()
+        return check_tag(path.read_text(encoding="utf-8").strip(), str(path))
     except (OSError, UnicodeDecodeError) as error:
         there = ", ".join(sorted(folder.name for folder in checkpoint_folders(root))) or "none"
         raise CheckpointError(

@@ -247,6 +247,8 @@ def _whole(number: Any) -> int:
 
 def _check(manifest: Manifest) -> None:
     """What must hold between the parts; ValueError otherwise."""
+    if not _is_tag(manifest.tag):
+        raise ValueError(f"tag {manifest.tag!r} is not a plain name")
     for record in manifest.files:
         check_file_name(record.name)
         _whole(record.nbytes)
@@ -286,15 +288,23 @@ def check_file_name(name: str) -> None:
         raise ValueError(f"file name {name!r} is not a plain name")
 
 
-def check_tag(tag: object) -> str:
+def check_tag(tag: object, where: str = "checkpoint tag") -> str:
     """The tag as text: one path component.
+
+    Args:
+        where: what said so, for the message.
 
     Raises:
         CheckpointError: it is empty, starts with a dot, is "latest" or "auto", or would lead to another folder.
     """
     text = str(tag)
-    if not re.fullmatch(r"[^./\\\0][^/\\\0]*", text) or not text.isprintable() or text in ("latest", "auto"):
+    if not _is_tag(text):
         raise CheckpointError(
-            "checkpoint tag", expected='a folder name that does not start with a dot, not "latest" or "auto"', got=text
+            where, expected='a folder name that does not start with a dot, not "latest" or "auto"', got=text
         )
     return text
+
+
+def _is_tag(text: Any) -> bool:
+    plain = isinstance(text, str) and re.fullmatch(r"[^./\\\0][^/\\\0]*", text) is not None and text.isprintable()
+    return plain and text not in ("latest", "auto")

@@ -26,6 +26,7 @@ from zeroaccel.checkpoint.manifest import (
     Manifest,
     Piece,
     TensorRecord,
+    check_tag,
     write_manifest,
 )
 from zeroaccel.checkpoint.rank_file import (
@@ -89,7 +90,7 @@ def write_again(manifest: Manifest, files: Sequence[OpenFile], out: Path, world_
     Raises:
         CheckpointError: a file is damaged, or the disk is full. UsageError: the checkpoint is already in `out`.
     """
-    target = out / manifest.tag
+    target = out / check_tag(manifest.tag)
     if world_size < 1:
         raise UsageError("world_size", expected="a number above 0", got=world_size)
     if (target / MANIFEST_NAME).exists():
@@ -106,7 +107,9 @@ def write_again(manifest: Manifest, files: Sequence[OpenFile], out: Path, world_
         write_manifest(target, _moved(manifest, save_id, world_size, records, parts, layouts))
         write_durably(out / LATEST_NAME, manifest.tag.encode())
     except OSError as error:
-        raise CheckpointError(f"{target}: cannot be written ({error.strerror})", fix="free some space") from error
+        raise CheckpointError(
+            f"{target}: cannot be written ({error.strerror})", fix="free some space or choose another folder"
+        ) from error
     return target
 
 

@@ -28,7 +28,7 @@ from zeroaccel.checkpoint.rank_file import rank_file_name
 from zeroaccel.checkpoint.write import RankFileWriter, Staging
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.errors import CheckpointError, UsageError
+from zeroaccel.errors import CheckpointError, CollectiveError, UsageError
 
 __all__ = ["Progress", "Save", "SaveRequest", "prepare"]
 
@@ -104,12 +104,16 @@ class Save:
         commit(self.root, merge_parts(parts, self.common), self.rules)
 
     def discard(self) -> None:
-        """Removes this rank's file of a save that will not be committed, and the folder if nothing is left in it."""
+        """Removes this rank's file of a save that will not be committed."""
         with contextlib.suppress(OSError):
             if self.save_id in (self.folder / MANIFEST_NAME).read_text(encoding="utf-8"):
                 return  # it was, though what came after failed
         with contextlib.suppress(OSError):
             self.writer.path.unlink(missing_ok=True)
+
+    def discard_folder(self) -> None:
+        """Removes the folder if nothing is left in it; for when no rank will write into it any more."""
+        with contextlib.suppress(OSError):
             self.folder.rmdir()
 
     def write_now(self, collectives: Collectives) -> None:
@@ -127,13 +131,16 @@ class Save:
                     part = self.write_part()
                 finally:
                     copier.join()
+            parts = collectives.gather_objects(part, f"checkpoint {self.tag}: parts")
+            with agreed(collectives, f"checkpoint {self.tag}: commit"):
+                if self.rank == 0:
+                    self.commit(parts)
+        except CollectiveError:
+            raise  # a rank is gone, and rank 0 may have committed all the same
         except Exception:
             self.discard()
+            self.discard_folder()  # by whoever is the last
             raise
-        parts = collectives.gather_objects(part, f"checkpoint {self.tag}: parts")
-        with agreed(collectives, f"checkpoint {self.tag}: commit"):
-            if self.rank == 0:
-                self.commit(parts)
 
 
 def prepare(
@@ -239,6 +246,8 @@ def _make_folder(folder: Path, nbytes: int) -> None:
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot be made ({error.strerror})", fix="choose another folder") from error
     if nbytes > free:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
         raise CheckpointError(
             f"{folder}: not enough space",
             expected=f"{nbytes} bytes",
