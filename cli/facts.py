@@ -23,7 +23,7 @@ from zeroaccel.offload.folder import examine_folder
 
 from .machine import has_bf16, memory_nbytes, usable_cores
 
-__all__ = ["Device", "Disk", "Machine", "folder_trouble", "gib", "look", "measure_disk"]
+__all__ = ["Device", "Disk", "Machine", "folder_trouble", "gib", "local_disks", "look", "measure_disk"]
 
 _GIB = 2**30
 _NO_FILES = ("proc", "sysfs", "cgroup", "cgroup2", "devpts", "mqueue")
@@ -116,10 +116,23 @@ def look(environ: Mapping[str, str]) -> Machine:
         devices=_devices(),
         memory_nbytes=memory_nbytes(),
         cores=usable_cores(),
-        disks=tuple(_disks()),
+        disks=tuple(local_disks()),
         job=_job(environ),
         torch=_version("torch"),
     )
+
+
+def local_disks() -> Iterator[Disk]:
+    """The writable folders of people's disks: mount points, the home folder and the folder for temporary files."""
+    seen: set[int] = set()
+    mounts = [part.mountpoint for part in psutil.disk_partitions() if part.fstype in _LOCAL]
+    for folder in [*mounts, os.path.expanduser("~"), tempfile.gettempdir()]:
+        if folder == "/" or folder.startswith(_OF_THE_SYSTEM) or folder_trouble(folder):
+            continue
+        device, facts = os.stat(folder).st_dev, examine_folder(folder, "")
+        if device not in seen and facts.free_nbytes >= _LEAST_FREE:
+            seen.add(device)
+            yield Disk(folder, facts.file_system, facts.free_nbytes)
 
 
 def measure_disk(disk: Disk, nbytes: int = 64 * 2**20) -> Disk:
@@ -175,19 +188,6 @@ def _devices() -> tuple[Device, ...]:
     bf16 = has_bf16()
     properties = (torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))
     return tuple(Device(one.name, int(one.total_memory), bf16) for one in properties)
-
-
-def _disks() -> Iterator[Disk]:
-    """The writable folders of people's disks: mount points, the home folder and the folder for temporary files."""
-    seen: set[int] = set()
-    mounts = [part.mountpoint for part in psutil.disk_partitions() if part.fstype in _LOCAL]
-    for folder in [*mounts, os.path.expanduser("~"), tempfile.gettempdir()]:
-        if folder == "/" or folder.startswith(_OF_THE_SYSTEM) or folder_trouble(folder):
-            continue
-        device, facts = os.stat(folder).st_dev, examine_folder(folder, "")
-        if device not in seen and facts.free_nbytes >= _LEAST_FREE:
-            seen.add(device)
-            yield Disk(folder, facts.file_system, facts.free_nbytes)
 
 
 def _job(environ: Mapping[str, str]) -> str:

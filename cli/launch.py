@@ -27,6 +27,7 @@ from zeroaccel.errors import ConfigError
 from zeroaccel.offload.folder import examine_folder
 
 from .errands import describe_errands, is_only_this_machine, plan_errands, ssh_words
+from .facts import gib, local_disks
 from .failures import exit_code, first_failure, tell
 from .launch_flags import LaunchCommand, given_by_flags, setting_flags
 from .plan import LaunchPlan, Program, plan_launch
@@ -82,8 +83,9 @@ def launch(
     file = Given() if found is None else read_launch_file(*found)
     # A scheduler knows this machine better than a file that all machines may share.
     given = gather(flags, os.environ, file.under(surroundings(os.environ)))
-    settings = given.settings()
     config = check_json(given)
+    given = _with_folders(given, config)
+    settings = given.settings()
     if not settings.starts_hosts:
         _check_folders(given, config)
     program = Program(script, script_args, "module" if module else "executable" if no_python else "script")
@@ -105,21 +107,44 @@ def _launch_here(settings: LaunchSettings, program: Program, told: Mapping[str, 
     return _run(plan)
 
 
+def _with_folders(given: Given, config: Config | None) -> Given:
+    """A folder for every "nvme" that nobody named one for: on this machine's disk with the most room, and said so.
+
+    Not with a hostfile: what disks the other machines have is not known here.
+    """
+    lacking = [f"{what}_nvme_path" for what, (path, _) in _on_nvme(given, config).items() if path is None]
+    disks = () if "hostfile" in given.values or not lacking else local_disks()
+    disk = max(disks, key=lambda one: one.free_nbytes, default=None)
+    if disk is None:
+        return given
+    room = f"{disk.folder} ({disk.file_system}, {gib(disk.free_nbytes)} free)"
+    _say(f"no --{' and no --'.join(lacking)}: files go to {room}, the local disk with the most room")
+    source = "the local disk with the most room"
+    return Given(dict.fromkeys(lacking, disk.folder), dict.fromkeys(lacking, source)).under(given)
+
+
 def _check_folders(given: Given, config: Config | None) -> None:
     """Looks at the folders for "nvme", which every process would find wrong otherwise, once the model is there."""
+    for what, (path, where) in _on_nvme(given, config).items():
+        if path is None:
+            raise ConfigError(f'{where}: missing, and {what}_device is "nvme"', fix="give a folder on a local disk")
+        examine_folder(path, where)
+
+
+def _on_nvme(given: Given, config: Config | None) -> dict[str, tuple[str | None, str]]:
+    """What is offloaded to files -> the folder that somebody named, or None, and the address of its name."""
+    found: dict[str, tuple[str | None, str]] = {}
     for what in ("offload_optimizer", "offload_param"):
-        device, path = (given.values.get(f"{what}_{name}") for name in ("device", "nvme_path"))
+        name = f"{what}_nvme_path"
         in_json = getattr(config.zero_optimization, what) if config is not None else None
-        device = device or (in_json.device if in_json is not None else "none")
-        if device != "nvme":
+        device = given.values.get(f"{what}_device") or (in_json.device if in_json is not None else "none")
+        if str(device).lower() != "nvme":
             continue
-        if path is not None:
-            examine_folder(path, given.where(f"{what}_nvme_path"))
-        elif config is not None and in_json is not None and in_json.nvme_path is not None:
-            examine_folder(in_json.nvme_path, config.where(f"zero_optimization.{what}.nvme_path"))
+        if name not in given.values and config is not None and in_json is not None and in_json.nvme_path is not None:
+            found[what] = in_json.nvme_path, config.where(f"zero_optimization.{what}.nvme_path")
         else:
-            where = f'{given.where(f"{what}_nvme_path")}: missing, and {what}_device is "nvme"'
-            raise ConfigError(where, fix="give a folder on a local disk")
+            found[what] = given.values.get(name), given.where(name)
+    return found
 
 
 def _facade(engine: str | None, where: str) -> dict[str, str]:

@@ -198,10 +198,13 @@ class Accelerator(TrainingLoop, ModelSaving, RunSaving, RunTracking, ProcessCont
 
     @property
     def zero_config(self) -> dict[str, Any]:
-        """The resolved config of the first model that is trained, else of the first; before `prepare`, the plugin's."""
+        """The resolved config of the first model that is trained, else of the first.
+
+        Before `prepare` the selected plugin's, in which "auto" is what only a model or a loader can tell.
+        """
         for item in (*(each for each in self.prepared if each.optimizer is not None), *self.prepared):
             return item.engine.zero_config
-        return self.state.active_plugin.deepspeed_config
+        return self.state.active_plugin.known(self._facts)[0]
 
     deepspeed_config = zero_config
 
@@ -389,7 +392,7 @@ class Accelerator(TrainingLoop, ModelSaving, RunSaving, RunTracking, ProcessCont
             return [item.view() for item in self.prepared]
         plugins = self.state.plugins or {"plain data parallelism": self.state.active_plugin}
         return [
-            ConfigView(name if name != "default" else plugin.title, plugin.deepspeed_config, plugin.sources())
+            ConfigView(name if name != "default" else plugin.title, *plugin.known(self._facts))
             for name, plugin in plugins.items()
         ]
 

@@ -16,6 +16,7 @@ from zeroaccel.config.autos import shown
 from zeroaccel.config.document import given_paths, read_document
 from zeroaccel.config.launch_env import LaunchedSettings
 from zeroaccel.config.origin import dotted
+from zeroaccel.config.resolve import after
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.launched import launched
 from zeroaccel.logs import logger
@@ -40,6 +41,7 @@ _FACTS: Mapping[str, tuple[str, Any]] = {
 }
 # fact -> what people call it
 _KEYS = {fact: name for name, (fact, _) in _FACTS.items()} | {"precision": "mixed_precision"}
+_PRECISION_PLACES = {"fp16": "fp16.enabled", "bf16": "bf16.enabled"}
 _PLACES = {
     "zero_stage": "zero_optimization.stage",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -229,6 +231,26 @@ class ZeroPlugin:
         for key in _BATCH_KEYS:
             tree.setdefault(key, "auto")
         return tree
+
+    def known(self, also: Facts) -> tuple[dict[str, Any], dict[str, str]]:
+        """The config and its sources with every "auto" filled that is known before a model is prepared.
+
+        Args:
+            also: the accelerator's own facts.
+        """
+        tree, sources = read_document(self.deepspeed_config).tree, self.sources()
+        facts = gather_facts(also, self._facts)
+        filling = {place: getattr(facts, _FACTS[name][0]) for name, place in _PLACES.items()}
+        if (precision := facts.precision) is not None:
+            filling |= {
+                place: Fact(precision.value == name, precision.source, precision.binding)
+                for name, place in _PRECISION_PLACES.items()
+            }
+        for place, fact in filling.items():
+            if fact is not None and _at(tree, tuple(place.split("."))) == "auto":
+                _set(tree, place, fact.value)
+                sources[place] = after(sources.get(place), fact.source)
+        return tree, sources
 
     @property
     def title(self) -> str:

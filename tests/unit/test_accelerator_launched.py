@@ -81,6 +81,12 @@ def test_flags_fill_a_json_in_which_all_is_auto(monkeypatch: pytest.MonkeyPatch,
     assert accelerator.mixed_precision == "fp16"
     assert accelerator.deepspeed_plugin is not None
     assert accelerator.deepspeed_plugin.zero_stage == 3
+    early = accelerator.zero_config
+    assert early["zero_optimization"]["offload_optimizer"] == {"device": "nvme", "nvme_path": str(tmp_path / "nvme")}
+    assert (early["fp16"], early["bf16"], early["gradient_clipping"]) == ({"enabled": True}, {"enabled": False}, 1.0)
+    assert early["train_batch_size"] == "auto"  # only a loader can tell
+    assert f"{file}:9:5 (--zero_stage)" in str(accelerator.state)
+    assert accelerator.deepspeed_plugin.is_auto("zero_optimization.stage")
     _prepare(accelerator)
     assert accelerator.zero_config == {
         "fp16": {"enabled": True},

@@ -91,6 +91,14 @@ def test_accelerates_keys_are_read_unchanged(tmp_path: Path) -> None:
     assert given.settings().uses_zero
 
 
+@pytest.mark.parametrize("backend", ["'NO'", "NO", "INDUCTOR"])
+def test_a_key_of_older_files_means_what_it_meant(tmp_path: Path, backend: str) -> None:
+    (tmp_path / "old.yaml").write_text(f"num_processes: 2\ndynamo_backend: {backend}\ncommand_file: null\n")
+    given = read_launch_file(tmp_path / "old.yaml")
+    assert given.values["dynamo_backend"] == backend.strip("'").lower()
+    assert given.sources["dynamo_backend"] == f"{tmp_path}/old.yaml:2:1"
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

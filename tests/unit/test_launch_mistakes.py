@@ -11,6 +11,7 @@ import pytest
 
 from zeroaccel.cli import launch as launch_module
 from zeroaccel.cli import plan as plan_module
+from zeroaccel.cli.facts import Disk
 from zeroaccel.cli.main import main
 from zeroaccel.offload import folder as folder_module
 
@@ -23,6 +24,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch_module.os, "environ", {"HOME": str(tmp_path / "home"), "PATH": "/usr/bin:/bin"})
     monkeypatch.setattr(plan_module, "accelerators", lambda: 0)
+    monkeypatch.setattr(launch_module, "local_disks", lambda: iter(()))
     monkeypatch.setattr(launch_module, "_run", lambda *_: pytest.fail("the launch began"))
     (tmp_path / "train.py").touch()
     (tmp_path / "folder").mkdir()
@@ -103,6 +105,24 @@ def test_one_sentence(arguments: list[str], words: str, capsys: pytest.CaptureFi
     said = _refusal(capsys, *arguments, "train.py")
     assert words in said
     assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("json", [(), ("--deepspeed_config_file", "good.json")])
+def test_files_that_nobody_named_a_folder_for_go_to_the_roomiest_disk(
+    json: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(tmp_path / "folder")
+    disks = Disk("/full", "xfs", 2**31), Disk(folder, "ext4", 64 * 2**30), Disk("/small", "xfs", 2**32)
+    monkeypatch.setattr(launch_module, "local_disks", lambda: iter(disks))
+    monkeypatch.setattr(
+        folder_module, "_file_system", lambda path: "ext4"
+    )  # whatever the folder for temporary files is on
+    with pytest.raises(SystemExit) as exit_:
+        main(["launch", "--dry_run", "--cpu", *json, *NVME[:-1], "train.py"], prog_name="zeroaccel")
+    assert exit_.value.code == 0
+    said = capsys.readouterr()
+    assert f"no --offload_optimizer_nvme_path: files go to {folder} (ext4, 64 GiB free), the local disk" in said.err
+    assert f"ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH={folder}" in said.out
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,9 @@ _REFUSED: Mapping[str, tuple[str, str]] = {
     "tpu_env": ("there is no support for TPUs", "remove it"),
 }
 
+_MOVED = {"dynamo_backend": "dynamo_config.dynamo_backend"}
+"""Key of accelerate's older files -> where it is now."""
+
 
 class LaunchConfig(Given):
     """What a launch file says, as settings with their places.
@@ -120,10 +123,11 @@ def parse_launch_file(text: str, name: str) -> LaunchConfig:
     parsed = parse_yaml(text, name)
     if not isinstance(parsed.value, dict):
         raise ConfigError(name, expected="settings as in `num_processes: 2`", got=parsed.value)
-    tree = _without_nothing(parsed.value)
+    tree = {_MOVED.get(key, key): value for key, value in _without_nothing(parsed.value).items()}
+    moved = {(new,): parsed.places[(old,)] for old, new in _MOVED.items() if (old,) in parsed.places}
     order = list(given_paths(parsed.value))
     canonical = Canonical(LaunchFile, tree)
-    origin = Origin(name=name, raw=tree, places=parsed.places, written=canonical.written)
+    origin = Origin(name=name, raw=tree, places=parsed.places | moved, written=canonical.written)
     model, problems = _validated(canonical.tree)
     doubles = [
         Problem(

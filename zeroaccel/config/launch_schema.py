@@ -69,8 +69,12 @@ def _rendezvous_conf(value: object) -> object:
     raise wrong("settings with whole numbers above 0, as in join_timeout=60,read_timeout=30")
 
 
+def _no(value: object) -> object:
+    return "no" if value is False else value  # YAML reads a bare `no` as false
+
+
 def _precision(value: object) -> object:
-    return "no" if value is False else lowered(value)  # YAML reads a bare `no` as false
+    return lowered(_no(value))
 
 
 def _stage(value: object) -> object:
@@ -196,9 +200,9 @@ class ZeroSettings(ConfigSection):
     offload_param_device: Device | None = None
     """Where parameters live, at stage 3: none (on the device), cpu or nvme."""
     offload_optimizer_nvme_path: PathText | None = None
-    """Folder on a local disk for optimizer states on nvme."""
+    """Folder for optimizer states on nvme. [default: the writable local disk with the most room]"""
     offload_param_nvme_path: PathText | None = None
-    """Folder on a local disk for parameters on nvme."""
+    """Folder for parameters on nvme. [default: the writable local disk with the most room]"""
     gradient_accumulation_steps: PositiveCount | None = None
     """Micro-steps per optimizer step."""
     gradient_clipping: NonNegativeNumber | None = None
@@ -227,7 +231,7 @@ class HostSettings(ConfigSection):
 class DynamoSettings(ConfigSection):
     """Whether and how the model is compiled by torch.compile; `dynamo_config` in the file."""
 
-    dynamo_backend: Annotated[Name, BeforeValidator(lowered)] | None = None
+    dynamo_backend: Annotated[Name, BeforeValidator(lowered), BeforeValidator(_no)] | None = None
     """Backend of torch.compile, as inductor; no, the default, compiles nothing."""
     dynamo_mode: Literal["default", "reduce-overhead", "max-autotune"] | None = None
     """What the compiler aims for: default, reduce-overhead or max-autotune."""
@@ -237,10 +241,6 @@ class DynamoSettings(ConfigSection):
     """Compile for changing shapes."""
     dynamo_use_regional_compilation: Flag = False
     """Compile the repeated blocks, rather than the model as a whole."""
-
-
-def _no(value: object) -> object:
-    return "no" if value is False else value
 
 
 class DeepSpeedSection(ZeroSettings, HostSettings):
