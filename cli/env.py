@@ -13,7 +13,7 @@ import click
 import zeroaccel
 from zeroaccel.config.launch_file import find_launch_file
 
-from .facts import look
+from .machine import look
 
 __all__ = ["env"]
 

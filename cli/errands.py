@@ -19,7 +19,7 @@ from zeroaccel.config.launch_sources import Given
 from zeroaccel.errors import ConfigError
 
 from .hostfile import Host, read_hostfile, select_hosts
-from .machine import is_known_host, is_own_host
+from .network import is_known_host, is_own_host
 from .plan import DEFAULT_PORT, Program, plan_launch
 from .remote import Errand, remote_command
 
@@ -48,13 +48,19 @@ def ssh_words(text: str) -> list[str]:
 
 
 def plan_errands(
-    given: Given, program: Program, told: Mapping[str, str], environ: Mapping[str, str], ssh: Sequence[str]
+    given: Given,
+    program: Program,
+    told: Mapping[str, str],
+    environ: Mapping[str, str],
+    ssh: Sequence[str],
+    bf16_by: str = "",
 ) -> list[Errand]:
     """One errand per machine of the hostfile.
 
     Args:
         given: all settings of the launch, `hostfile` among them.
         told: variables that tell the processes what the launch says about training.
+        bf16_by: as for `plan_launch`.
 
     Raises:
         ConfigError: the hostfile or a filter is wrong, a machine is unknown, or counts do not fit.
@@ -79,6 +85,7 @@ def plan_errands(
                 "settings": _settings_of(given, hosts, number, num_local),
                 "program": asdict(program),
                 "told": dict(told),
+                "bf16_by": bf16_by,
             },
             range(number * num_local, (number + 1) * num_local),
         )

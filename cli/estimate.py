@@ -84,15 +84,15 @@ def estimate(
     from zeroaccel.errors import UsageError
     from zeroaccel.estimate import Capacity, Workload, plan_table, subject
 
-    from .machine import accelerators, device_memory_nbytes, memory_nbytes
+    from .machine import devices, memory_nbytes
 
-    devices = 0 if cpu else accelerators()
-    if devices and device_memory is None:
-        device_memory = device_memory_nbytes()
-    if (devices or cpu) and host_memory is None:
+    found = () if cpu else devices()
+    if found and device_memory is None:
+        device_memory = min(device.memory_nbytes for device in found)
+    if (found or cpu) and host_memory is None:
         host_memory = memory_nbytes()
     try:
-        asked = Workload(ranks=ranks or max(1, devices), **workload)
+        asked = Workload(ranks=ranks or max(1, len(found)), **workload)
     except UsageError as error:
         raise ConfigError(str(error).replace("Workload.", "--")) from None
     what = subject(model)

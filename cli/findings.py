@@ -18,9 +18,9 @@ from zeroaccel.config.launch_file import find_launch_file, read_launch_file
 from zeroaccel.config.variables import check_variables
 from zeroaccel.errors import ConfigError
 
-from .facts import Machine, folder_trouble, look, measure_disk
 from .jobs import run_job
-from .machine import is_known_host
+from .machine import Machine, folder_trouble, look, measure_disk
+from .network import is_known_host
 
 __all__ = ["Finding", "findings"]
 
@@ -63,7 +63,7 @@ def findings(environ: Mapping[str, str], folder: Path, *, measure: bool) -> Iter
     yield _launch_file(environ, folder)
     if measure:
         yield from _copies()
-        yield _collectives(environ)
+        yield _collectives(environ, len(machine.devices))
     yield from _disks(machine, measure=measure)
 
 
@@ -191,10 +191,7 @@ def _best(copy: object, rounds: int = 4) -> float:
     return best / _GIGA
 
 
-def _collectives(environ: Mapping[str, str]) -> Finding:
-    from .machine import accelerators
-
-    devices = accelerators()
+def _collectives(environ: Mapping[str, str], devices: int) -> Finding:
     flags = ["--num_processes", str(devices if devices > 1 else 2), *([] if devices > 1 else ["--cpu"])]
     lines, trouble = run_job([*flags, "--module", "zeroaccel.cli.smoke", "speeds"], environ, _JOB_SECONDS)
     feature = f"{devices if devices > 1 else 2} processes that talk"

@@ -27,7 +27,7 @@ from zeroaccel.errors import ConfigError
 from zeroaccel.offload.folder import examine_folder
 
 from .errands import describe_errands, is_only_this_machine, plan_errands, ssh_words
-from .facts import gib, local_disks
+from .machine import gib, local_disks
 from .failures import exit_code, first_failure, tell
 from .launch_flags import LaunchCommand, given_by_flags, setting_flags
 from .plan import LaunchPlan, Program, plan_launch
@@ -89,16 +89,19 @@ def launch(
     if not settings.starts_hosts:
         _check_folders(given, config)
     program = Program(script, script_args, "module" if module else "executable" if no_python else "script")
+    bf16_by = _bf16_by(given, config)
     if found is not None:
         _say(f"settings from {found[0]} ({found[1]})")
     told = {**launched_environment(settings, given.sources), **_facade(settings.engine, given.where("engine"))}
     if settings.starts_hosts:
-        return _launch_hosts(given, program, told, dry_run=dry_run)
-    return _launch_here(settings, program, told, dry_run=dry_run)
+        return _launch_hosts(given, program, told, bf16_by, dry_run=dry_run)
+    return _launch_here(settings, program, told, bf16_by, dry_run=dry_run)
 
 
-def _launch_here(settings: LaunchSettings, program: Program, told: Mapping[str, str], *, dry_run: bool) -> int:
-    plan = plan_launch(settings, program, os.environ, told)
+def _launch_here(
+    settings: LaunchSettings, program: Program, told: Mapping[str, str], bf16_by: str, *, dry_run: bool
+) -> int:
+    plan = plan_launch(settings, program, os.environ, told, bf16_by=bf16_by)
     for line in (*plan.warnings, *(() if dry_run else (plan.headline,))):
         _say(line)
     if dry_run:
@@ -121,6 +124,15 @@ def _with_folders(given: Given, config: Config | None) -> Given:
     _say(f"no --{' and no --'.join(lacking)}: files go to {room}, the local disk with the most room")
     source = "the local disk with the most room"
     return Given(dict.fromkeys(lacking, disk.folder), dict.fromkeys(lacking, source)).under(given)
+
+
+def _bf16_by(given: Given, config: Config | None) -> str:
+    """Who says that the training is in bf16: a setting, or the JSON config; empty where nobody does."""
+    if given.values.get("mixed_precision") == "bf16":
+        return f"{given.where('mixed_precision')} bf16"
+    if config is not None and "bf16.enabled" not in config.unresolved and config.bf16.enabled:
+        return config.where("bf16.enabled")
+    return ""
 
 
 def _check_folders(given: Given, config: Config | None) -> None:
@@ -157,11 +169,11 @@ def _facade(engine: str | None, where: str) -> dict[str, str]:
     return inherited_environment(os.environ, shadow=real is not None)
 
 
-def _launch_hosts(given: Given, program: Program, told: Mapping[str, str], *, dry_run: bool) -> int:
+def _launch_hosts(given: Given, program: Program, told: Mapping[str, str], bf16_by: str, *, dry_run: bool) -> int:
     ssh = ssh_words(os.environ.get("ZEROACCEL_SSH", ""))
-    errands = plan_errands(given, program, told, os.environ, ssh)
+    errands = plan_errands(given, program, told, os.environ, ssh, bf16_by)
     if is_only_this_machine(errands):
-        return _launch_here(launch_settings(errands[0].order["settings"]), program, told, dry_run=dry_run)
+        return _launch_here(launch_settings(errands[0].order["settings"]), program, told, bf16_by, dry_run=dry_run)
     python_path = os.environ.get("PYTHONPATH")
     if dry_run:
         click.echo(describe_errands(errands, ssh, python_path, os.environ))

@@ -1,51 +1,155 @@
-"""What this machine offers a launch: cores, accelerators, ports and names. Looks, and changes nothing.
+"""What this machine has to train with: devices, memory, cores, disks, torch, the job it is in.
 
-Read by `plan` and `estimate`. What asks for accelerators imports torch, and only when it is called.
+The one place that looks, for launches, estimates and the questionnaire alike; ports and names are in `network`. Looking
+imports torch where there is a driver; the classes do not. Nothing is changed on the machine, but for one file that is
+written and removed where a disk is measured.
 """
 
 from __future__ import annotations
 
-import errno
 import os
-import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 
 import psutil
 
 from zeroaccel.comm.cores import usable_cores
+from zeroaccel.errors import ConfigError
+from zeroaccel.offload.folder import examine_folder
 
 __all__ = [
-    "accelerators",
-    "device_memory_nbytes",
-    "has_bf16",
-    "is_known_host",
-    "is_own_host",
+    "Device",
+    "Disk",
+    "Machine",
+    "devices",
+    "folder_trouble",
+    "gib",
+    "local_disks",
+    "look",
+    "measure_disk",
     "memory_nbytes",
-    "own_address_towards",
-    "port_trouble",
-    "usable_cores",
 ]
 
+_GIB = 2**30
+_NO_FILES = ("proc", "sysfs", "cgroup", "cgroup2", "devpts", "mqueue")
+_LOCAL = ("ext4", "ext3", "ext2", "xfs", "btrfs", "zfs", "f2fs", "apfs", "overlay")
+# Of CUDA, of CUDA on Jetson boards, of CUDA in WSL, of ROCm.
+_DRIVERS = ("/dev/nvidiactl", "/dev/nvmap", "/dev/dxg", "/dev/kfd")
+_FIRST_WITH_BF16 = 8  # compute capability of Ampere
+_OF_THE_SYSTEM = ("/boot", "/dev", "/etc", "/proc", "/run", "/snap", "/sys")
+_LEAST_FREE = 2 * _GIB  # a disk with less is no place for optimizer states
 
-def accelerators() -> int:
-    """How many CUDA devices the processes will see; CUDA_VISIBLE_DEVICES counts."""
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator.
+
+    Attributes:
+        has_bf16: it computes in bf16 itself, rather than through fp32.
+    """
+
+    name: str
+    memory_nbytes: int
+    has_bf16: bool
+
+
+@dataclass(frozen=True)
+class Disk:
+    """A folder on a local disk that could hold what is offloaded to "nvme".
+
+    Attributes:
+        write, read: bytes per second, or None where it was not measured.
+    """
+
+    folder: str
+    file_system: str
+    free_nbytes: int
+    write: float | None = None
+    read: float | None = None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What is here.
+
+    Attributes:
+        memory_nbytes: RAM of the machine, or of the container this runs in.
+        job: of a cluster's scheduler, in words; empty outside of one.
+        torch: its version.
+    """
+
+    devices: tuple[Device, ...] = ()
+    memory_nbytes: int = 0
+    cores: int = 1
+    disks: tuple[Disk, ...] = ()
+    job: str = ""
+    torch: str = ""
+
+    def with_disks(self, disks: tuple[Disk, ...]) -> Machine:
+        """The same machine with these disks, as after measuring them."""
+        return replace(self, disks=disks)
+
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """The machine as pairs of a heading and what there is."""
+        if self.devices:
+            first = self.devices[0]
+            kinds = {(device.name, device.memory_nbytes) for device in self.devices}
+            names = (
+                f"{len(self.devices)} x {first.name}" if len(kinds) == 1 else ", ".join(d.name for d in self.devices)
+            )
+            bf16 = "bf16" if all(device.has_bf16 for device in self.devices) else "no bf16"
+            yield "accelerators", f"{names}, {gib(first.memory_nbytes)} each, {bf16}"
+        else:
+            yield "accelerators", "none; processes would run on the CPU"
+        yield "memory", gib(self.memory_nbytes)
+        yield "cores", str(self.cores)
+        for disk in self.disks:
+            speeds = (
+                ""
+                if disk.write is None or disk.read is None
+                else f", {_speed(disk.write)} write, {_speed(disk.read)} read"
+            )
+            yield "disk", f"{disk.folder} ({disk.file_system}), {gib(disk.free_nbytes)} free{speeds}"
+        if not self.disks:
+            yield "disk", "no local disk with room for offload"
+        if self.job:
+            yield "job", self.job
+        yield "torch", self.torch or "not installed"
+
+
+def look(environ: Mapping[str, str]) -> Machine:
+    """Looks at this machine.
+
+    Args:
+        environ: tells of a scheduler's job.
+    """
+    return Machine(
+        devices=devices(),
+        memory_nbytes=memory_nbytes(),
+        cores=usable_cores(),
+        disks=tuple(local_disks()),
+        job=_job(environ),
+        torch=_version("torch"),
+    )
+
+
+def devices() -> tuple[Device, ...]:
+    """The CUDA devices that processes started from here will see; CUDA_VISIBLE_DEVICES counts."""
+    if sys.platform == "linux" and not any(os.path.exists(driver) for driver in _DRIVERS):
+        return ()  # without waiting for torch
     import torch
 
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
-
-
-def device_memory_nbytes() -> int:
-    """Memory of the smallest of the CUDA devices that the processes will see; there must be one."""
-    import torch
-
-    return min(int(torch.cuda.get_device_properties(i).total_memory) for i in range(torch.cuda.device_count()))
-
-
-def has_bf16() -> bool:
-    """Whether the CUDA devices compute in bf16 themselves; there must be one."""
-    import torch
-
-    return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    if not torch.cuda.is_available():
+        return ()
+    found = (torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))
+    by_rocm = torch.version.hip is not None
+    return tuple(Device(one.name, int(one.total_memory), by_rocm or one.major >= _FIRST_WITH_BF16) for one in found)
 
 
 def memory_nbytes(cgroup: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
@@ -57,44 +161,80 @@ def memory_nbytes(cgroup: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
         return total
 
 
-def port_trouble(port: int) -> str:
-    """Why a server of this machine could not listen on `port`; empty when it could."""
-    families = [socket.AF_INET, socket.AF_INET6] if socket.has_dualstack_ipv6() else [socket.AF_INET]
-    for family in families:
-        # create_server sets SO_REUSEADDR as torch's store does: a port whose last job has just ended is free.
-        try:
-            socket.create_server(("", port), family=family).close()
-        except OSError as error:
-            if error.errno in (errno.EADDRINUSE, errno.EACCES):  # and not: no IPv6 here
-                return os.strerror(error.errno).lower()
+def local_disks() -> Iterator[Disk]:
+    """The writable folders of people's disks: mount points, the home folder and the folder for temporary files."""
+    seen: set[int] = set()
+    mounts = [part.mountpoint for part in psutil.disk_partitions() if part.fstype in _LOCAL]
+    for folder in [*mounts, os.path.expanduser("~"), tempfile.gettempdir()]:
+        if folder == "/" or folder.startswith(_OF_THE_SYSTEM) or folder_trouble(folder):
+            continue
+        device, facts = os.stat(folder).st_dev, examine_folder(folder, "")
+        if device not in seen and facts.free_nbytes >= _LEAST_FREE:
+            seen.add(device)
+            yield Disk(folder, facts.file_system, facts.free_nbytes)
+
+
+def measure_disk(disk: Disk, nbytes: int = 64 * 2**20) -> Disk:
+    """The same disk with its speeds, from one file of `nbytes` that is written through to it and read again.
+
+    What was read may still lie in the system's memory, so the file is dropped from there first where that can be done.
+    """
+    path = Path(disk.folder, f".zeroaccel-speed-{os.getpid()}")
+    block = os.urandom(2**20)
+    try:
+        start = time.perf_counter()
+        with open(path, "wb", buffering=0) as file:
+            for _ in range(nbytes // len(block)):
+                file.write(block)
+            os.fsync(file.fileno())
+            written = time.perf_counter() - start
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        start = time.perf_counter()
+        with open(path, "rb", buffering=0) as file:
+            while file.read(len(block)):
+                pass
+        read = time.perf_counter() - start
+    except OSError:
+        return disk
+    finally:
+        with suppress(OSError):
+            path.unlink()
+    return replace(disk, write=nbytes / written, read=nbytes / read)
+
+
+def folder_trouble(folder: str, needed_nbytes: int = 0) -> str:
+    """Why what is offloaded to "nvme" could not live in a folder, and what to do; empty when it could."""
+    try:
+        facts = examine_folder(folder, "")
+    except ConfigError as error:
+        return str(error).removeprefix(": ")
+    if facts.file_system in _NO_FILES:
+        return f"{folder} is not on a disk; name a folder on a local disk"
+    if facts.free_nbytes < needed_nbytes:
+        words = f"{folder} has {gib(facts.free_nbytes)} free, and {gib(needed_nbytes)} are needed"
+        return f"{words}; name a larger one, or free some"
     return ""
 
 
-def is_known_host(host: str) -> bool:
-    """Whether `host` is an address or a name that resolves."""
+def _job(environ: Mapping[str, str]) -> str:
+    if "SLURM_JOB_ID" in environ:
+        nodes = environ.get("SLURM_NNODES") or environ.get("SLURM_JOB_NUM_NODES", "1")
+        return f"SLURM job {environ['SLURM_JOB_ID']} on {nodes} machines"
+    return ""
+
+
+def _version(package: str) -> str:
     try:
-        socket.getaddrinfo(host, None)
-    except OSError:
-        return False
-    return True
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
-def is_own_host(host: str) -> bool:
-    """Whether `host` is an address of this machine."""
-    try:
-        socket.create_server((host, 0)).close()
-    except OSError:
-        return False
-    return True
+def gib(nbytes: int) -> str:
+    """A number of bytes for people."""
+    return f"{nbytes / _GIB:.0f} GiB" if nbytes >= 10 * _GIB else f"{nbytes / _GIB:.1f} GiB"
 
 
-def own_address_towards(host: str) -> str:
-    """The address of this machine by which `host` can reach it.
-
-    Its own name would be simpler, but in many containers and clusters that means nothing, or means "localhost".
-    """
-    family, kind, protocol, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # sends nothing; the kernel only chooses a route
-        own: str = probe.getsockname()[0]
-        return own
+def _speed(per_second: float) -> str:
+    return f"{per_second / 1e9:.1f} GB/s"

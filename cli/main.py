@@ -7,8 +7,6 @@ imported here, may import torch. Every mistake is one message on stderr and the 
 
 from __future__ import annotations
 
-import difflib
-import importlib
 import platform
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,47 +18,28 @@ import click
 import zeroaccel
 from zeroaccel.errors import ZeroAccelError
 
+from .lazy import LazyCommand, LazyCommands
+
 __all__ = ["CommandLine", "main"]
 
-# name -> what it is for; the module and the command in it have the same name
-SUB_COMMANDS: Mapping[str, str] = {
-    "checkpoint": "Look into checkpoints, check them, write them for other numbers of ranks or other programs.",
-    "config": "Make, check and explain launch files, by questions or by flags.",
-    "doctor": "What works on this machine, what does not, and how to mend it.",
-    "env": "Versions, machine and settings, for reports of problems.",
-    "estimate": "How much memory training a model takes, for every stage and offload.",
-    "launch": "Run a script as several processes, on this machine or on several.",
-    "test": "Train a small model at every stage on this machine.",
-    "verify": "Compare a script's first steps at stage 0 and as configured.",
-    "zero-to-fp32": "Make whole weights of a sharded checkpoint.",
+SUB_COMMANDS: Mapping[str, LazyCommand] = {
+    name: LazyCommand(f"{__package__}.{name.replace('-', '_')}", about)
+    for name, about in {
+        "checkpoint": "Look into checkpoints, check them, write them for other numbers of ranks or other programs.",
+        "config": "Make, check and explain launch files, by questions or by flags.",
+        "doctor": "What works on this machine, what does not, and how to mend it.",
+        "env": "Versions, machine and settings, for reports of problems.",
+        "estimate": "How much memory training a model takes, for every stage and offload.",
+        "launch": "Run a script as several processes, on this machine or on several.",
+        "test": "Train a small model at every stage on this machine.",
+        "verify": "Compare a script's first steps at stage 0 and as configured.",
+        "zero-to-fp32": "Make whole weights of a sharded checkpoint.",
+    }.items()
 }
 
 
-class CommandLine(click.Group):
-    """A group of commands that are imported one at a time, when used."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted(SUB_COMMANDS)
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in SUB_COMMANDS:
-            return None
-        module = cmd_name.replace("-", "_")
-        command: click.Command = getattr(importlib.import_module(f".{module}", __package__), module)
-        return command
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        name = args[0]
-        if name not in SUB_COMMANDS and not name.startswith("-"):
-            meant = difflib.get_close_matches(name, SUB_COMMANDS, n=1)
-            ctx.fail(f"No such command '{name}'." + (f" Did you mean {meant[0]}?" if meant else ""))
-        return super().resolve_command(ctx, args)
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, SUB_COMMANDS[name]) for name in self.list_commands(ctx)])
+class CommandLine(LazyCommands):
+    """The whole command line: what is raised below ends it with one message and the right exit code."""
 
     def main(
         self,
@@ -99,7 +78,12 @@ def _show_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
         ctx.exit()
 
 
-@click.group(cls=CommandLine, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=CommandLine,
+    table=SUB_COMMANDS,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_version, help="Show the versions."
 )

@@ -35,7 +35,7 @@ _PATIENCE_SECONDS = 15.0  # for an orderly end, once nobody listens any more
 
 Order = Mapping[str, Any]
 """token; folder: working directory; environment: variables to set; settings: as for `launch_settings`; program: name,
-arguments, kind; told: variables for the ranks alone."""
+arguments, kind; told: variables for the ranks alone; bf16_by: as for `plan_launch`."""
 
 
 def main() -> int:
@@ -76,7 +76,8 @@ def _prepare(order: Order) -> LaunchPlan:
         raise ConfigError(f"{reason} on this machine", fix="the job runs in the same folder everywhere") from None
     os.environ.update(order["environment"])
     program = Program(order["program"]["name"], tuple(order["program"]["arguments"]), order["program"]["kind"])
-    return plan_launch(launch_settings(order["settings"]), program, os.environ, order["told"])
+    settings = launch_settings(order["settings"])
+    return plan_launch(settings, program, os.environ, order["told"], bf16_by=order["bf16_by"])
 
 
 def _obey(control: IO[str]) -> None:

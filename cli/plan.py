@@ -18,11 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from zeroaccel.comm.cores import usable_cores
 from zeroaccel.config.launch import LaunchSettings
 from zeroaccel.errors import ConfigError
 
 from .affinity import divide_cores, neighbouring_cores
-from .machine import accelerators, has_bf16, is_known_host, is_own_host, own_address_towards, port_trouble, usable_cores
+from .machine import devices
+from .network import is_known_host, is_own_host, own_address_towards, port_trouble
 
 __all__ = ["LaunchPlan", "Program", "plan_launch"]
 
@@ -125,6 +127,7 @@ def plan_launch(
     told: Mapping[str, str] | None = None,
     *,
     here: bool = True,
+    bf16_by: str = "",
 ) -> LaunchPlan:
     """Works out what to start on this machine.
 
@@ -132,31 +135,34 @@ def plan_launch(
         environ: the launcher's environment.
         told: variables that tell the processes what the launch says about training.
         here: False for a machine like this one, whose ports and folders cannot be looked at.
+        bf16_by: who says that the training is in bf16, as the start of a message; empty where nobody does.
 
     Raises:
-        ConfigError: the program is not there, the port is taken, the address is unknown, or counts do not fit.
+        ConfigError: the program is not there, the port is taken, the address is unknown, counts do not fit, or an
+            accelerator has no bf16.
     """
     _check_program(program, environ)
     host, port = _meeting_point(settings, here=here)
     _check_log_dir(settings)
-    devices = _devices(settings, environ)
-    if devices and settings.mixed_precision == "bf16" and not has_bf16():
-        raise ConfigError("--mixed_precision bf16: the accelerators of this machine have no bf16", fix="use fp16")
+    found = () if settings.use_cpu else devices()
+    num_devices = _num_devices(settings, environ, len(found))
+    if bf16_by and (without := [device.name for device in found if not device.has_bf16]):
+        raise ConfigError(f"{bf16_by}: {without[0]} has no bf16", fix="use fp16")
     num_processes = settings.num_processes
-    num_local = (devices or 1) if num_processes is None else num_processes // settings.num_machines
+    num_local = (num_devices or 1) if num_processes is None else num_processes // settings.num_machines
     _check_local_ranks(settings, num_local)
     threads, about_threads = _threads(num_local, settings.num_cpu_threads_per_process, environ)
     return LaunchPlan(
         settings=settings,
         command=program.command(),
         num_local=num_local,
-        device="cuda" if devices else "cpu",
+        device="cuda" if num_devices else "cpu",
         environment={**_environment(settings, threads), **(told or {})},
         host=host,
         port=port,
         address=_own_address(host),
-        headline=f"{_about_processes(settings, num_local, devices)}, {about_threads}",
-        warnings=_warnings(num_local, devices),
+        headline=f"{_about_processes(settings, num_local, num_devices)}, {about_threads}",
+        warnings=_warnings(num_local, num_devices),
         cores=_cores(settings, program, num_local),
         program=program,
         told=told or {},
@@ -251,18 +257,15 @@ def _check_local_ranks(settings: LaunchSettings, num_local: int) -> None:
             raise ConfigError(name, expected=f"local ranks 0 to {num_local - 1}", got=beyond[0])
 
 
-def _devices(settings: LaunchSettings, environ: Mapping[str, str]) -> int:
-    """How many accelerators the processes of this machine will see."""
-    if settings.use_cpu:
-        return 0
-    devices = accelerators()
-    if settings.gpu_ids == "all":
-        return devices
+def _num_devices(settings: LaunchSettings, environ: Mapping[str, str], found: int) -> int:
+    """How many accelerators the processes of this machine will see, of those that this one sees."""
+    if settings.use_cpu or settings.gpu_ids == "all":
+        return found
     wanted = settings.gpu_ids.split(",")
     # Where some are hidden, the numbers go beyond those that are visible; names of devices are for CUDA to find.
     hidden = "CUDA_VISIBLE_DEVICES" in environ
-    if not hidden and any(name.isdigit() and int(name) >= devices for name in wanted):
-        there = f"devices 0 to {devices - 1}" if devices else "no device, as this machine has none"
+    if not hidden and any(name.isdigit() and int(name) >= found for name in wanted):
+        there = f"devices 0 to {found - 1}" if found else "no device, as this machine has none"
         raise ConfigError("--gpu_ids", expected=there, got=settings.gpu_ids, fix="or leave it out for all")
     return len(wanted)
 

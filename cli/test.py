@@ -7,7 +7,7 @@ import os
 import click
 
 from .jobs import run_job
-from .machine import accelerators
+from .machine import devices as look_for_devices
 
 __all__ = ["test"]
 
@@ -26,7 +26,7 @@ def test(num_processes: int | None, cpu: bool) -> int:
     The losses of every stage must be those of stage 0 to the last bit; on accelerators those of the CPU's optimizer may
     differ in rounding, which is said and is no failure. Exits with 1 if anything failed.
     """
-    devices = 0 if cpu else accelerators()
+    devices = 0 if cpu else len(look_for_devices())
     on_cpu = devices < 2 and num_processes != 1
     count = num_processes or max(2, devices)
     where = f"{count} process{'es' if count > 1 else ''} on {'the CPU' if on_cpu or not devices else 'accelerators'}"

@@ -16,7 +16,7 @@ from .json_facts import json_facts
 from .questions import AUTO, QUESTIONS, Question, Situation
 
 if TYPE_CHECKING:
-    from ..facts import Machine
+    from ..machine import Machine
 
 __all__ = ["Settled", "Wrong", "accept", "as_text", "parse", "settle", "with_answer"]
 

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import click
 
 from zeroaccel.config.launch_file import find_launch_file, read_launch_file
 from zeroaccel.errors import ConfigError
 
-from ..facts import look
+from ..machine import look
 from .command import CONTEXT
-from .flags import gather_answers, question_flags
+from .flags import Typed, question_flags
 from .making import Request, make, why_not_ask
 from .render import answers_of
 
@@ -29,26 +28,20 @@ __all__ = ["default", "update"]
 def default(
     environ: Mapping[str, str],
     /,
-    answers: str | None,
-    sets: tuple[str, ...],
-    config_file: str | None,
-    yes: bool,
-    no_input: bool,
-    dry_run: bool,
-    **typed: Any,
+    typed: Typed,
 ) -> None:
     """Write a launch file with the defaults for this machine, without a question.
 
     What a flag says counts more than the default. A file that is there is only replaced with --yes.
     """
-    path = Path(config_file or "zeroaccel.yaml")
-    if path.exists() and not yes and not dry_run:
+    path = Path(typed.config_file or "zeroaccel.yaml")
+    if path.exists() and not typed.yes and not typed.dry_run:
         raise ConfigError(
             f"{path} exists", fix="--yes replaces it and keeps a copy; `zeroaccel config update` changes it"
         )
-    said = gather_answers(typed, answers, sets)
+    said = typed.said()
     request = Request(
-        path, said.answers, said.sources, said.extras, yes=True, dry_run=dry_run, no_asking="nobody is asked"
+        path, said.answers, said.sources, said.extras, yes=True, dry_run=typed.dry_run, no_asking="nobody is asked"
     )
     make(request, look(environ))
 
@@ -59,23 +52,17 @@ def default(
 def update(
     environ: Mapping[str, str],
     /,
-    answers: str | None,
-    sets: tuple[str, ...],
-    config_file: str | None,
-    yes: bool,
-    no_input: bool,
-    dry_run: bool,
-    **typed: Any,
+    typed: Typed,
 ) -> None:
     """Change answers of a launch file: those of the flags, or, with none, by going through the questions again.
 
     Answers that no longer apply are left out; keys that no question is about stay. A copy of the file is kept.
     """
-    found = find_launch_file(config_file, environ, Path.cwd())
+    found = find_launch_file(typed.config_file, environ, Path.cwd())
     if found is None:
         raise ConfigError("there is no launch file", fix="name one by --config_file, or make one: `zeroaccel config`")
     former, extras = answers_of(read_launch_file(*found))
-    said = gather_answers(typed, answers, sets)
+    said = typed.said()
     by_flags = "the answers are given" if said.answers or said.extras else ""
     request = Request(
         found[0],
@@ -83,8 +70,8 @@ def update(
         said.sources,
         {**extras, **said.extras},
         former=former,
-        yes=yes,
-        dry_run=dry_run,
-        no_asking=by_flags or why_not_ask(environ, yes=yes, no_input=no_input),
+        yes=typed.yes,
+        dry_run=typed.dry_run,
+        no_asking=by_flags or why_not_ask(environ, yes=typed.yes, no_input=typed.no_input),
     )
     make(request, look(environ))

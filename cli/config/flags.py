@@ -6,9 +6,10 @@ that help is there at once; what needs them is imported when a command runs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
@@ -16,9 +17,8 @@ from zeroaccel.errors import ConfigError
 
 from .questions import QUESTIONS, Question
 
-__all__ = ["Said", "gather_answers", "question_flags"]
+__all__ = ["Said", "Typed", "question_flags"]
 
-_Command = TypeVar("_Command", bound=Callable[..., Any])
 _METAVARS = {
     "yes_no": "yes|no",
     "count": "N",
@@ -44,8 +44,47 @@ class Said:
     extras: Mapping[tuple[str, ...], Any]
 
 
-def question_flags(command: _Command) -> _Command:
-    """Gives a command a flag for each question, `--answers`, `--set`, and what to do with the answers."""
+@dataclass(frozen=True)
+class Typed:
+    """The flags of `question_flags` as they were typed.
+
+    Attributes:
+        answers: setting -> text; None for what was not typed.
+        answers_file: what `--answers` names.
+        sets: the words of each `--set`.
+        config_file: the file that is named, if one is.
+    """
+
+    answers: Mapping[str, str | None]
+    answers_file: str | None
+    sets: tuple[str, ...]
+    config_file: str | None
+    yes: bool
+    no_input: bool
+    dry_run: bool
+
+    def said(self) -> Said:
+        """What they say.
+
+        Raises:
+            ConfigError: something cannot be read, or is no answer.
+        """
+        return _gathered(self.answers, self.answers_file, self.sets)
+
+
+def question_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command a flag for each question, `--answers`, `--set`, and what to do with the answers.
+
+    The command is called with one argument for all of them, `typed`.
+    """
+
+    @functools.wraps(command)
+    def with_typed(*args: Any, answers: str | None, sets: tuple[str, ...], **params: Any) -> None:
+        texts = {question.key: params.pop(question.key) for question in QUESTIONS}
+        others = {name: params.pop(name) for name in ("config_file", "yes", "no_input", "dry_run")}
+        command(*args, typed=Typed(texts, answers, sets, **others), **params)
+
+    wrapped: Callable[..., None] = with_typed
     options = [
         *(click.option(one.flag, one.key, metavar=_metavar(one), help=_about(one)) for one in QUESTIONS),
         click.option("--answers", metavar="FILE", help="A YAML file of answers, by the names of the flags."),
@@ -58,16 +97,12 @@ def question_flags(command: _Command) -> _Command:
         click.option("--dry_run", is_flag=True, help="Print the file; write nothing."),
     ]
     for option in reversed(options):
-        command = option(command)
-    return command
+        wrapped = option(wrapped)
+    return wrapped
 
 
-def gather_answers(typed: Mapping[str, Any], answers_file: str | None, sets: Sequence[str]) -> Said:
-    """What was said by flags, before `--set`, before `--answers`.
-
-    Raises:
-        ConfigError: something cannot be read, or is no answer.
-    """
+def _gathered(typed: Mapping[str, str | None], answers_file: str | None, sets: Sequence[str]) -> Said:
+    """What was said by flags, before `--set`, before `--answers`."""
     texts: dict[str, tuple[str, str]] = {}
     extras: dict[tuple[str, ...], Any] = {}
     for key, text, source in _in_file(answers_file):
@@ -80,8 +115,8 @@ def gather_answers(typed: Mapping[str, Any], answers_file: str | None, sets: Seq
         else:
             texts[question.key] = text, f"--set {'.'.join(path)}"
     for question in QUESTIONS:
-        if typed.get(question.key) is not None:
-            texts[question.key] = typed[question.key], question.flag
+        if (said := typed.get(question.key)) is not None:
+            texts[question.key] = said, question.flag
     return Said(*_parsed(texts), extras)
 
 

@@ -22,7 +22,7 @@ from .walk import BACK, Quit, Walk
 from .write import changes, write_file
 
 if TYPE_CHECKING:
-    from ..facts import Machine
+    from ..machine import Machine
     from .prompts import Prompts
 
 __all__ = ["Request", "make", "say", "show_file", "show_machine", "why_not_ask"]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from zeroaccel.errors import ConfigError, UsageError
 
-from ..facts import Machine, gib
+from ..machine import Machine, gib
 from .questions import Situation, by_key
 from .walk import BACK
 

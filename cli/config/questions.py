@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from ..facts import Machine
+    from ..machine import Machine
     from .json_facts import JsonFacts
 
 __all__ = ["AUTO", "QUESTIONS", "Choice", "Condition", "Question", "Situation", "by_key"]
@@ -116,7 +116,7 @@ class Question:
 
 def _folder_check(key: str) -> Callable[[Any, Situation], tuple[str, str]]:
     def check(folder: Any, situation: Situation) -> tuple[str, str]:
-        from ..facts import folder_trouble
+        from ..machine import folder_trouble
 
         return folder_trouble(str(folder), situation.needs.get(key, 0)), ""
 

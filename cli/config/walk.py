@@ -14,7 +14,7 @@ from .answers import Settled, Wrong, accept, settle
 from .questions import QUESTIONS, Question, Situation
 
 if TYPE_CHECKING:
-    from ..facts import Machine
+    from ..machine import Machine
 
 __all__ = ["BACK", "Asker", "Quit", "Walk"]
 

@@ -11,19 +11,22 @@ from typing import Any
 import pytest
 
 from zeroaccel.cli import plan as plan_module
-from zeroaccel.cli.machine import port_trouble, usable_cores
+from zeroaccel.cli.machine import Device
+from zeroaccel.cli.network import port_trouble
 from zeroaccel.cli.plan import LaunchPlan, Program, plan_launch
+from zeroaccel.comm.cores import usable_cores
 from zeroaccel.config.launch import launch_settings
 from zeroaccel.errors import ConfigError
 
 PATH = {"PATH": "/usr/bin:/bin"}
+GPU = Device("A100", 2**36, has_bf16=True)
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
     """A machine with 8 cores and no accelerator, in a folder with one script."""
     monkeypatch.setattr(plan_module, "usable_cores", lambda: 8)
-    monkeypatch.setattr(plan_module, "accelerators", lambda: 0)
+    monkeypatch.setattr(plan_module, "devices", lambda: ())
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").touch()
     return monkeypatch
@@ -52,7 +55,7 @@ def _refusal(values: Mapping[str, Any], program: Program | None = None) -> str:
 def test_how_many_processes(
     machine: pytest.MonkeyPatch, devices: int, values: dict[str, Any], num_local: int, device: str, said: str
 ) -> None:
-    machine.setattr(plan_module, "accelerators", lambda: devices)
+    machine.setattr(plan_module, "devices", lambda: (GPU,) * devices)
     plan = _plan(values)
     assert (plan.num_local, plan.device, plan.warnings) == (num_local, device, ())
     assert plan.headline.startswith(said)
@@ -73,7 +76,7 @@ def test_several_machines_share_the_processes(machine: pytest.MonkeyPatch) -> No
 
 
 def test_more_processes_than_accelerators_is_a_warning(machine: pytest.MonkeyPatch) -> None:
-    machine.setattr(plan_module, "accelerators", lambda: 1)
+    machine.setattr(plan_module, "devices", lambda: (GPU,))
     assert "2 processes share 1 accelerator" in _plan({"num_processes": 2}).warnings[0]
 
 
@@ -168,10 +171,11 @@ def test_the_quota_of_a_container_limits_the_cores(tmp_path: Path, quota: str, c
     assert without >= 1
 
 
-def test_a_precision_that_the_accelerators_lack(machine: pytest.MonkeyPatch) -> None:
-    machine.setattr(plan_module, "accelerators", lambda: 2)
-    machine.setattr(plan_module, "has_bf16", lambda: False)
-    said = _refusal({"mixed_precision": "bf16"})
-    assert said == "--mixed_precision bf16: the accelerators of this machine have no bf16; use fp16"
+def test_a_precision_that_an_accelerator_lacks(machine: pytest.MonkeyPatch) -> None:
+    machine.setattr(plan_module, "devices", lambda: (GPU, Device("V100", 2**34, has_bf16=False)))
+    settings = {"mixed_precision": "bf16"}
+    with pytest.raises(ConfigError, match=r"^--mixed_precision bf16: V100 has no bf16; use fp16$"):
+        plan_launch(launch_settings(settings), Program("train.py"), PATH, bf16_by="--mixed_precision bf16")
+    on_cpu = plan_launch(launch_settings(settings | {"use_cpu": True}), Program("train.py"), PATH, bf16_by="--x")
+    assert on_cpu.device == "cpu"
     assert _plan({"mixed_precision": "fp16"}).device == "cuda"
-    assert _plan({"mixed_precision": "bf16", "use_cpu": True}).device == "cpu"

@@ -17,7 +17,7 @@ from zeroaccel.cli.config.plan import Model, best_plan
 from zeroaccel.cli.config.questions import AUTO, QUESTIONS, Question, Situation, by_key
 from zeroaccel.cli.config.render import answers_of, checked, command_line, render
 from zeroaccel.cli.config.walk import BACK, Walk
-from zeroaccel.cli.facts import Device, Disk, Machine
+from zeroaccel.cli.machine import Device, Disk, Machine
 from zeroaccel.config.launch import LaunchSettings
 from zeroaccel.errors import ConfigError
 

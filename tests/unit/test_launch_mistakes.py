@@ -11,7 +11,7 @@ import pytest
 
 from zeroaccel.cli import launch as launch_module
 from zeroaccel.cli import plan as plan_module
-from zeroaccel.cli.facts import Disk
+from zeroaccel.cli.machine import Device, Disk
 from zeroaccel.cli.main import main
 from zeroaccel.offload import folder as folder_module
 
@@ -23,8 +23,8 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A project with a script, on a machine without accelerators, in which nothing may start."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch_module.os, "environ", {"HOME": str(tmp_path / "home"), "PATH": "/usr/bin:/bin"})
-    monkeypatch.setattr(plan_module, "accelerators", lambda: 0)
     monkeypatch.setattr(launch_module, "local_disks", lambda: iter(()))
+    monkeypatch.setattr(plan_module, "devices", lambda: ())
     monkeypatch.setattr(launch_module, "_run", lambda *_: pytest.fail("the launch began"))
     (tmp_path / "train.py").touch()
     (tmp_path / "folder").mkdir()
@@ -165,8 +165,10 @@ def test_what_this_machine_does_not_have(
 
 
 def test_bf16_on_a_device_without_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(plan_module, "accelerators", lambda: 1)
-    monkeypatch.setattr(plan_module, "has_bf16", lambda: False)
-    assert "bf16: the accelerators of this machine have no bf16; use fp16" in _refusal(
-        capsys, "--mixed_precision", "bf16", "train.py"
-    )
+    monkeypatch.setattr(plan_module, "devices", lambda: (Device("V100", 2**34, has_bf16=False),))
+    Path("bf16.json").write_text('{\n  "bf16": {"enabled": true}\n}')
+    for words, where in [
+        (["--mixed_precision", "bf16"], "--mixed_precision bf16"),
+        (["--deepspeed_config_file", "bf16.json"], "bf16.json:2:12: bf16.enabled"),
+    ]:
+        assert _refusal(capsys, *words, "train.py") == f"zeroaccel: {where}: V100 has no bf16; use fp16\n"

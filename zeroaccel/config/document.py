@@ -17,7 +17,7 @@ from typing import Any
 
 from zeroaccel.config.json_text import parse_json
 from zeroaccel.config.origin import Path
-from zeroaccel.config.problems import Problem
+from zeroaccel.config.problems import Problem, given_twice
 from zeroaccel.errors import ConfigError
 
 __all__ = ["Document", "given_paths", "read_document"]
@@ -89,16 +89,7 @@ def _from_text(text: str, name: str) -> Document:
     parsed = parse_json(text, name)
     if not isinstance(parsed.value, dict):
         raise ConfigError(name, expected="an object at the top level", got=parsed.value)
-    doubles = [
-        Problem(
-            path,
-            text=f"given {len(lines)} times, on lines {', '.join(map(str, lines))}",
-            fix="keep one",
-            as_written=True,
-        )
-        for path, lines in parsed.duplicates.items()
-    ]
-    return Document(name, parsed.value, parsed.places, tuple(doubles))
+    return Document(name, parsed.value, parsed.places, tuple(given_twice(parsed.duplicates)))
 
 
 def _from_file(path: str) -> Document:

@@ -22,7 +22,7 @@ from zeroaccel.config.launch_schema import LaunchFile
 from zeroaccel.config.launch_sources import Given
 from zeroaccel.config.origin import Origin
 from zeroaccel.config.origin import Path as KeyPath
-from zeroaccel.config.problems import Problem, from_pydantic, report
+from zeroaccel.config.problems import Problem, from_pydantic, given_twice, report
 from zeroaccel.config.yaml_text import parse_yaml
 from zeroaccel.errors import ConfigError
 
@@ -129,16 +129,7 @@ def parse_launch_file(text: str, name: str) -> LaunchConfig:
     canonical = Canonical(LaunchFile, tree)
     origin = Origin(name=name, raw=tree, places=parsed.places | moved, written=canonical.written)
     model, problems = _validated(canonical.tree)
-    doubles = [
-        Problem(
-            path,
-            text=f"given {len(lines)} times, on lines {', '.join(map(str, lines))}",
-            fix="keep one",
-            as_written=True,
-        )
-        for path, lines in parsed.duplicates.items()
-    ]
-    problems = [*doubles, *canonical.problems, *problems, *_refusals(canonical.tree)]
+    problems = [*given_twice(parsed.duplicates), *canonical.problems, *problems, *_refusals(canonical.tree)]
     if problems:
         raise report(problems, origin, order)
     values, paths = _flat(canonical.tree, model)

@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from zeroaccel.config.origin import Origin, Path
 from zeroaccel.errors import ConfigError, compose
 
-__all__ = ["NOTHING", "Problem", "closest", "from_pydantic", "report"]
+__all__ = ["NOTHING", "Problem", "closest", "from_pydantic", "given_twice", "report"]
 
 NOTHING: object = object()
 """Says that no value was found, where None may be one."""
@@ -74,6 +74,23 @@ def report(problems: Sequence[Problem], origin: Origin, order: Iterable[Path]) -
     if len(lines) == 1:
         return ConfigError(lines[0])
     return ConfigError("\n  ".join([f"{origin.name}: {len(lines)} settings are wrong", *lines]))
+
+
+def given_twice(duplicates: Mapping[Path, Sequence[int]]) -> list[Problem]:
+    """A problem for each key that a file has several times.
+
+    Args:
+        duplicates: path of the key -> the lines it is on.
+    """
+    return [
+        Problem(
+            path,
+            text=f"given {len(lines)} times, on lines {', '.join(map(str, lines))}",
+            fix="keep one",
+            as_written=True,
+        )
+        for path, lines in duplicates.items()
+    ]
 
 
 def closest(word: str, known: Iterable[str]) -> str:
