@@ -73,7 +73,7 @@ def config(
     if ctx.invoked_subcommand is not None:
         for param in ctx.command.params:
             if ctx.get_parameter_source(str(param.name)) is ParameterSource.COMMANDLINE:
-                raise click.UsageError(f"{param.opts[0]} goes behind {ctx.invoked_subcommand}.", ctx)
+                raise click.UsageError(f"{param.opts[-1]} goes behind {ctx.invoked_subcommand}.", ctx)
         return
     from ..machine import look, measure_disk
     from .making import Request, make, why_not_ask
