@@ -27,9 +27,9 @@ from zeroaccel.errors import ConfigError
 from zeroaccel.offload.folder import examine_folder
 
 from .errands import describe_errands, is_only_this_machine, plan_errands, ssh_words
-from .machine import gib, local_disks
 from .failures import exit_code, first_failure, tell
 from .launch_flags import LaunchCommand, given_by_flags, setting_flags
+from .machine import gib, local_disks
 from .plan import LaunchPlan, Program, plan_launch
 from .remote import run_errands
 from .surroundings import surroundings
