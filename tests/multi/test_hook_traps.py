@@ -198,6 +198,57 @@ class MixtureOfExperts(Toy):
         return _loss(self.head(self.norm(x)), tokens)
 
 
+class Penalised(Toy):
+    """A penalty on the gradient with respect to an input: a backward within forward, which is differentiated itself."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        start = self.embed(tokens[:, :-1])
+        x = start
+        for layer in self.layers:
+            x = layer(x)
+        loss = _loss(self.head(self.norm(x)), tokens)
+        if torch.is_grad_enabled():
+            (slope,) = torch.autograd.grad(loss, start, create_graph=True)
+            loss = loss + (slope.float().norm() - 1.0).square()
+        return loss
+
+
+class _OwnBackward(torch.autograd.Function):
+    """Keeps the parameter itself, not as a saved tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.x, ctx.weight = x.detach(), weight
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        (grad,) = grads
+        return grad @ ctx.weight.detach(), grad.flatten(0, 1).t() @ ctx.x.flatten(0, 1)
+
+
+class OwnFunctions(Toy):
+    """Blocks with a function whose backward reads the parameter, parametrised weights, and lists of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            nn.utils.parametrizations.weight_norm(layer.down)
+            layer.forward = lambda x, layer=layer: (
+                x + layer.down(torch.relu(_OwnBackward.apply(layer.norm(x), layer.up.weight)))
+            )
+        self.list = nn.ParameterList(nn.Parameter(torch.ones(WIDTH)) for _ in range(2))
+        self.by_name = nn.ParameterDict({"shift": nn.Parameter(torch.zeros(WIDTH))})
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens[:, :-1])
+        for layer in self.layers:
+            x = layer(x)
+        for scale in self.list:
+            x = x * scale + self.by_name["shift"]
+        return _loss(self.head(self.norm(x)), tokens)
+
+
 def _loss(logits: Tensor, tokens: Tensor) -> Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
 
@@ -256,6 +307,8 @@ TRAPS: dict[str, Callable[[], nn.Module]] = {
     "nested inputs and outputs": Nested,
     "branches": Encoder,
     "mixture of experts": MixtureOfExperts,
+    "gradient penalty": Penalised,
+    "own functions": OwnFunctions,
     "compiled blocks": _compiled,
     "wrapped compiled blocks": _wrapped_compiled,
 }

@@ -94,11 +94,26 @@ def check_parameters(model: nn.Module) -> None:
     """Every parameter must have values, and real ones where it is trained.
 
     Raises:
-        UsageError: one is on the meta device, or complex, or sharded in another engine, or a copy of a sharded one.
+        UsageError: one is on the meta device, or complex, or in another engine, or a copy of a sharded one, or
+            has no shape yet, or was made in inference mode.
     """
     for fqn, param in model.named_parameters():
+        if isinstance(param, nn.UninitializedParameter):
+            raise UsageError(
+                f"parameter {fqn}",
+                expected="a shape",
+                got="that of a lazy module, which has none yet",
+                fix="call the model once with an example before",
+            )
+        if param.is_inference():
+            raise UsageError(
+                f"parameter {fqn}",
+                expected="a tensor that gradients can go through",
+                got="one made under torch.inference_mode()",
+                fix="build the model outside of it",
+            )
         place = place_of(param)
-        if place is not None and place.keeper.training is not None and not place.buffer.resident:
+        if place is not None and place.keeper.training is not None:
             raise UsageError(
                 f"parameter {fqn}",
                 expected="a model of its own",

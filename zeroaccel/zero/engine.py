@@ -25,7 +25,7 @@ from zeroaccel.zero.clip import GradientHealth, clip_factor, examine
 from zeroaccel.zero.faces import FaceCheck
 from zeroaccel.zero.gathered import gathered, iter_named_full_params
 from zeroaccel.zero.gradient_access import GradientAccess
-from zeroaccel.zero.hooks import Hooks, LoadHooks
+from zeroaccel.zero.hooks import Hooks, StateDictHooks
 from zeroaccel.zero.keeper import Keeper, Training
 from zeroaccel.zero.offload_log import OffloadLog
 from zeroaccel.zero.optimizer_shard import OptimizerShard
@@ -157,8 +157,10 @@ class Engine(GradientAccess, StateParking, nn.Module):
             training=Training(optimizer, self._reducer, lambda: self.loss_scale, self._weights),
         )
         self.keeper.add(units)
-        self._load_hooks = LoadHooks(model, self.keeper)
-        self._faces = FaceCheck(units, trained=optimizer is not None)
+        if optimizer is not None:
+            self._hooks.guard_step(optimizer.optimizer, lambda: optimizer.is_stepping)
+        self._loading = StateDictHooks(model, self.keeper)
+        self._faces = FaceCheck(model, units, trained=optimizer is not None)
         self.divides_direct = True
         self._boundary: bool | None = None
         self._syncing = True
@@ -177,7 +179,7 @@ class Engine(GradientAccess, StateParking, nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; sharded parameters are gathered as their modules run."""
         self._check_usable()
-        self._faces.check_storage()
+        self._faces.check()
         self._report.begin("forward")
         self._note("forward" if torch.is_grad_enabled() else "eval")
         dtype = self.settings.autocast_dtype
@@ -292,8 +294,20 @@ class Engine(GradientAccess, StateParking, nn.Module):
 
     # -- backward events (told by the hooks)
 
-    def backward_begins(self) -> None:
-        """A gradient is on its way through the model."""
+    @property
+    def weights_version(self) -> int:
+        """Updates of the weights so far."""
+        return self.global_steps - self.skipped_steps
+
+    def backward_begins(self, version: int | None = None) -> None:
+        """A gradient is on its way through the model, whose forward was with this version of the weights."""
+        if version is not None and version != self.weights_version:
+            raise EngineStateError(
+                "engine: a backward through a forward from before the last update",
+                expected="the weights that it computed with",
+                got="newer ones",
+                fix="compute the loss again after engine.step()",
+            )
         if not self._in_backward:
             self._begin_backward(direct=True)
             Variable._execution_engine.queue_callback(self._end_backward)
@@ -547,7 +561,7 @@ class Engine(GradientAccess, StateParking, nn.Module):
         while self._undo:
             self._undo.pop()()
         self._hooks.detach()
-        self._load_hooks.detach()
+        self._loading.detach()
         self._report.close()
         if self._tiers is not None:
             self._tiers.close()
@@ -562,13 +576,14 @@ class Engine(GradientAccess, StateParking, nn.Module):
                 raise
             return getattr(module, name)
 
+    def __reduce__(self) -> Any:
+        raise EngineStateError(
+            "an engine cannot be copied or pickled: it is in touch with the other ranks",
+            fix="save a checkpoint; or copy engine.module, inside engine.gathered() where it is sharded",
+        )
+
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The model's state dict; while parameters are sharded this raises instead of returning NaNs."""
-        if any(unit.state is ShardState.SHARDED for unit in self.units):
-            raise EngineStateError(
-                "engine.state_dict(): parameters are sharded",
-                fix="read it inside engine.gathered(), or save with the checkpoint calls",
-            )
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
-"""Whether parameters still are what the engine took them for: their dtype, their device, and who is trained.
+"""Whether parameters still are what the engine took them for: the same objects, their dtype and device, who is trained.
 
-Programs may change all three behind the engine's back (`model.half()`, `param.requires_grad_(False)`); the engine asks
-here before it computes with them, so that the change is told by name instead of training something else.
+Programs may change all of it behind the engine's back (`model.half()`, `param.requires_grad_(False)`, a new head); the
+engine asks here before it computes with them, so that the change is told by name instead of training something else.
 """
 
 from __future__ import annotations
@@ -23,22 +23,29 @@ class FaceCheck:
     """Compares the parameters with what they were when the engine was made.
 
     Args:
+        model: of the engine.
         units: all of the engine's.
         trained: whether there is an optimizer; without one nothing is collected, whoever asks for gradients.
     """
 
-    def __init__(self, units: Sequence[ParamUnit], *, trained: bool) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[ParamUnit], *, trained: bool) -> None:
         self._buffers = [buffer for unit in units for buffer in unit.buffers if buffer.params]
         named = [(s.fqn, p, b) for b in self._buffers for s, p in zip(b.layout.slots, b.params, strict=True)]
+        self._model = model
+        self._kept = {id(param) for _, param, _ in named}
+        self._structure = _structure(model)
         self._trained = [(fqn, param) for fqn, param, buffer in named if trained and buffer.trainable]
         self._frozen = [(fqn, p) for fqn, p, _ in named if trained and not p.requires_grad]
 
-    def check_storage(self) -> None:
+    def check(self) -> None:
         """Before a forward.
 
         Raises:
-            EngineStateError: a parameter has another dtype or is on another device than the engine put it.
+            EngineStateError: the model has a trainable parameter that the engine does not know, or a parameter has
+                another dtype or is on another device than the engine put it.
         """
+        if any(module._modules != children or _ids(module) != own for module, children, own in self._structure):
+            self._check_parameters()
         for buffer in self._buffers:
             param = buffer.params[0]
             if param.dtype is not buffer.dtype or param.device != buffer.full.device:
@@ -49,6 +56,19 @@ class FaceCheck:
                     fix='call model.half(), .float() or .to() before initialize() or prepare(); "fp16" and "bf16" in'
                     " the config choose the dtype",
                 )
+
+    def _check_parameters(self) -> None:
+        """After the model has changed: wrappers around its modules may come and go, trained parameters may not come."""
+        for fqn, param in self._model.named_parameters():
+            if param.requires_grad and id(param) not in self._kept:
+                raise EngineStateError(
+                    f"parameter {fqn}",
+                    expected="one that was there when the engine was made",
+                    got="a new one, which nobody would train",
+                    fix="change the model before initialize() or prepare(); values are written inside"
+                    " zero.GatheredParameters",
+                )
+        self._structure = _structure(self._model)
 
     def collects_gradients(self) -> bool:
         """Before a backward: whether this engine's parameters take gradients. False where all of them are frozen.
@@ -94,3 +114,11 @@ class FaceCheck:
                     got=f"a change to {after.dtype} on {after.device}",
                     fix="convert the model before initialize() or prepare(), or choose the precision in the config",
                 )
+
+
+def _structure(model: nn.Module) -> list[tuple[nn.Module, dict[str, nn.Module | None], list[int]]]:
+    return [(module, dict(module._modules), _ids(module)) for module in model.modules()]
+
+
+def _ids(module: nn.Module) -> list[int]:
+    return list(map(id, module._parameters.values()))

@@ -9,6 +9,7 @@ autograd (`residency.py`), so nothing is added to the graph.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -21,6 +22,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from zeroaccel.errors import EngineStateError
@@ -29,16 +31,23 @@ from zeroaccel.zero.keeper import Keeper, Place
 from zeroaccel.zero.residency import Residency, Use
 from zeroaccel.zero.unit import ParamUnit, ShardState
 
-__all__ = ["BackwardListener", "Hooks", "WatchedParameters", "tensors_in", "watch_construction"]
+__all__ = ["BackwardListener", "Hooks", "StateDictHooks", "WatchedParameters", "tensors_in", "watch_construction"]
 
 _CALL = nn.Module._call_impl.__code__
 
 
 class BackwardListener(Protocol):
-    """What the hooks tell the engine."""
+    """What the hooks tell the engine.
 
-    def backward_begins(self) -> None:
-        """A gradient is on its way through the model; called many times."""
+    Attributes:
+        weights_version: another number after each update of the weights.
+    """
+
+    @property
+    def weights_version(self) -> int: ...
+
+    def backward_begins(self, version: int | None = None) -> None:
+        """A gradient is on its way through the model; called many times. `version`: of the weights in its forward."""
 
     def gradient_arrived(self, param: nn.Parameter) -> None:
         """Autograd has finished accumulating `param.grad`."""
@@ -69,6 +78,7 @@ class Hooks:
         self._handles: list[RemovableHandle] = []
         self._watched: list[nn.Module] = []
         self._uses: list[tuple[nn.Module, Use]] = []
+        self._version = 0
         shield = _shield_from_compiler(root)
         self._add(root.register_forward_pre_hook(shield(self._root_begins)))
         for unit in units:
@@ -83,6 +93,17 @@ class Hooks:
         for param in discarded:
             self._add(param.register_post_accumulate_grad_hook(_discard))
         self._watch(root, units)
+
+    def guard_step(self, optimizer: Optimizer, permitted: Callable[[], bool]) -> None:
+        """Makes `optimizer.step()` an error while not `permitted()`: it has no gradients and would do nothing."""
+
+        def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+            if not permitted():
+                raise EngineStateError(
+                    "optimizer.step(): the engine steps it, with gradients that it keeps", fix="call engine.step()"
+                )
+
+        self._add(optimizer.register_step_pre_hook(_Attached(before)))
 
     def detach(self) -> None:
         """Removes every hook and gives the modules their plain parameter dictionaries back."""
@@ -103,20 +124,23 @@ class Hooks:
     # -- forward
 
     def _root_begins(self, module: nn.Module, args: Any) -> None:
+        self._version = self._listener.weights_version
         self._residency.begin_pass(training=torch.is_grad_enabled())
 
     def _root_done(self, module: nn.Module, args: Any, output: Any) -> None:
         training = torch.is_grad_enabled()
         self._residency.end_forward_pass(training=training)
         if training and not self._residency.in_backward:
+            version = self._version
             for node in _producers(output):
-                node.register_prehook(lambda _: self._listener.backward_begins())
+                node.register_prehook(lambda _: self._listener.backward_begins(version))
 
     def _around(self, unit: ParamUnit, *, inner: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
         """`inner`: for a part of the root, which is a use of its own only when it is called without the root."""
         residency = self._residency
 
         def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+            _refuse_tracing()
             if not (inner and residency.is_running(unit)):
                 self._uses.append((module, residency.enter_forward(unit, torch._C._current_graph_task_id())))
 
@@ -135,6 +159,8 @@ class Hooks:
     def _backward_of(self, use: Use) -> None:
         self._listener.backward_begins()
         self._residency.enter_backward(use, torch._C._current_graph_task_id())
+        if torch.is_grad_enabled():  # create_graph: a gradient penalty
+            self._residency.keep_for_second_order()
 
     # -- parameters read outside their module
 
@@ -165,11 +191,11 @@ class Hooks:
         return False
 
 
-class LoadHooks:
+class StateDictHooks:
     """Makes `load_state_dict` of the model, or of a part of it, reach what the engine keeps. Attaches on construction.
 
     Each module's units are whole while it loads; what it was given goes into their shards and masters, with the bits
-    that 16-bit parameters drop. All ranks load the same.
+    that 16-bit parameters drop. All ranks load the same. `state_dict` is refused where it would be of NaNs.
     """
 
     def __init__(self, root: nn.Module, keeper: Keeper) -> None:
@@ -217,8 +243,14 @@ class LoadHooks:
             given.clear()
             gathered.clear()
 
-        self._handles.append(module.register_load_state_dict_pre_hook(before))
-        self._handles.append(module.register_load_state_dict_post_hook(after))
+        def refuse_nans(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+            absent = next((unit for unit in units if unit.state is ShardState.SHARDED and not unit.resident), None)
+            if absent is not None:
+                raise _reads_nan("state_dict()", absent)
+
+        self._handles.append(module.register_load_state_dict_pre_hook(_Attached(before)))
+        self._handles.append(module.register_load_state_dict_post_hook(_Attached(after)))
+        self._handles.append(module.register_state_dict_pre_hook(_Attached(refuse_nans)))
 
 
 def watch_construction(
@@ -256,8 +288,16 @@ class WatchedParameters(dict[str, "nn.Parameter | None"]):
             self._on_read(unit)
         return super().__getitem__(name)
 
+    # A copied or pickled model has an ordinary dictionary.
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, nn.Parameter | None]:
+        return copy.deepcopy(dict(self), memo)
+
     def __reduce__(self) -> Any:
-        return dict, (dict(self),)  # a copied or pickled model has an ordinary dictionary
+        absent = next((unit for unit in self._units.values() if unit.state is ShardState.SHARDED), None)
+        if absent is not None:
+            raise _reads_nan("pickling the model", absent)
+        return dict, (dict(self),)
 
 
 def tensors_in(value: Any, *, within_object: bool = False) -> Iterator[Tensor]:
@@ -290,6 +330,20 @@ def _producers(output: Any) -> list[Any]:
     return list(nodes)
 
 
+def _reads_nan(call: str, unit: ParamUnit) -> EngineStateError:
+    return EngineStateError(
+        f"{call}: {next(unit.fqns())} is sharded, and reads as NaN",
+        fix="do it inside engine.gathered(), or save with the checkpoint calls",
+    )
+
+
+def _refuse_tracing() -> None:
+    if torch._C._get_tracing_state() is not None:
+        raise EngineStateError(
+            "torch.jit.trace of a sharded model", fix="destroy() the engine, or trace a model that was loaded elsewhere"
+        )
+
+
 def _discard(param: nn.Parameter) -> None:
     param.grad = None
 
@@ -313,5 +367,25 @@ def _is_compiled(module: nn.Module) -> bool:
 def _shield_from_compiler(root: nn.Module) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Keeps hooks out of compiled graphs: a block compiled with `module.compile()` has its hooks inside."""
     if any(_is_compiled(module) for module in root.modules()):
-        return torch.compiler.disable  # imports the compiler, so only where something is compiled
-    return lambda function: function
+        return lambda function: _Attached(torch.compiler.disable(function))  # only here, as it imports the compiler
+    return _Attached
+
+
+class _Attached:
+    """A hook of a module that a copied or pickled module does not take along."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        return _Detached, ()
+
+
+class _Detached:
+    """What the copy has in its place."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        """Does nothing."""

@@ -122,6 +122,7 @@ class OptimizerShard:
         update_seconds, waited_seconds, hidden_seconds: of all steps so far: in all, of it for a tier, and of it beside
             other work.
         group_of: fqn -> index of its param group, of every trainable parameter.
+        is_stepping: within a call of the optimizer's own `step`.
     """
 
     def __init__(
@@ -156,6 +157,7 @@ class OptimizerShard:
                 fix="use stage 0, or an elementwise optimizer such as AdamW, SGD, Lion or Adagrad",
             )
         self.optimizer = optimizer
+        self.is_stepping = False
         self.states = states
         self.update_seconds = self.waited_seconds = self.hidden_seconds = 0.0
         self._copies = copies
@@ -251,7 +253,14 @@ class OptimizerShard:
     def count_step(self) -> None:
         """Lets torch's schedulers and step hooks take note of a step that the kernels take."""
         if isinstance(self.optimizer, ShardStep):
-            self.optimizer.step()  # no parameter has a gradient
+            self._call_step()  # no parameter has a gradient
+
+    def _call_step(self) -> None:
+        self.is_stepping = True
+        try:
+            self.optimizer.step()
+        finally:
+            self.is_stepping = False
 
     def _step_buffer(self, held: GradientBuffer, grad_scale: float, arrivals: Generator[Tensor]) -> None:
         grad = held.shard if held.full is None else held.full
@@ -414,7 +423,7 @@ class OptimizerShard:
                 part = grad[piece.start - origin : piece.end - origin].to(torch.float32, copy=True)
                 piece.master.grad = part.mul_(grad_scale).view(piece.master.shape)
             with _restricted(self.optimizer, batch):
-                self.optimizer.step()
+                self._call_step()
             for piece in batch:
                 piece.master.grad = None
                 with self._target(piece, targets) as out:

@@ -190,7 +190,7 @@ class Reducer:
         grad, param.grad = param.grad, None
         if grad is None:
             return
-        grad = local_grad(param, grad)
+        grad = local_grad(param, grad.detach())  # create_graph gives it a history
         gradients, index = self._home[param]
         if gradients.launched:  # a second arrival, e.g. a block that two re-entrant checkpoints recomputed
             self._twice.add(id(gradients))

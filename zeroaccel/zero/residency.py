@@ -59,6 +59,7 @@ class Residency:
         self._fetched: list[str] = []  # shards on their way from a tier; gathered when the next unit is needed
         self._lenders: dict[str, list[ParamUnit]] = {}
         self._pinned: set[str] = set()
+        self._second_order = 0  # the backward that will be differentiated; 0 for none
         self.in_backward = False
         self.requests: Requests | None = None
 
@@ -160,22 +161,33 @@ class Residency:
                 self._require(unit)
             self._open[unit.name].append(use)
 
+    def keep_for_second_order(self) -> None:
+        """The backward that runs makes a graph of itself, which tells nobody when it needs what.
+
+        So nothing is given up until the next backward is over, which goes through that graph, or the step comes.
+        """
+        self._second_order = self._backwards
+
     def end_backward(self) -> None:
-        """The backward is over: everything is given up."""
+        """The backward is over: everything is given up, unless it is to be differentiated."""
         self.in_backward = False
         for uses in self._open.values():
             uses.clear()
+        if self._second_order != self._backwards:
+            self._second_order = 0
         self._give_up_all()
         self._schedule.end()
 
     def end_step(self) -> None:
         """The weights are about to change: what a forward without a backward left whole would be out of date."""
+        self._second_order = 0
         self._give_up_all()
         self._schedule.end()
 
     def reset(self) -> None:
         """After an exception anywhere: back to all sharded, nothing recorded."""
         self._running.clear()
+        self._second_order = 0
         self.end_backward()
         self._schedule.forget()
 
@@ -253,13 +265,15 @@ class Residency:
         self._live[unit.name] = unit.numel
 
     def _release(self, unit: ParamUnit) -> None:
-        if unit.name in self._pinned:
+        if unit.name in self._pinned or self._second_order:
             return
         if self.requests is not None or not self._schedule.keep(unit.name, self.live_numel):
             unit.reshard()
             self._live.pop(unit.name, None)
 
     def _give_up_all(self) -> None:
+        if self._second_order:
+            return
         for name in self._live.keys() - self._pinned:
             self._units[name].reshard()
             del self._live[name]
