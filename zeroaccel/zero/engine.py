@@ -30,7 +30,7 @@ from zeroaccel.zero.keeper import Keeper, Training
 from zeroaccel.zero.offload_log import OffloadLog
 from zeroaccel.zero.optimizer_shard import OptimizerShard
 from zeroaccel.zero.parking import Parked, StateParking
-from zeroaccel.zero.precision import LossScale
+from zeroaccel.zero.precision import LossScale, cast_floats
 from zeroaccel.zero.reducer import Reducer, ReduceRules
 from zeroaccel.zero.residency import Residency
 from zeroaccel.zero.schedule import Limits, Schedule
@@ -184,7 +184,7 @@ class Engine(GradientAccess, StateParking, nn.Module):
         self._note("forward" if torch.is_grad_enabled() else "eval")
         dtype = self.settings.autocast_dtype
         if dtype is not None:
-            args, kwargs = _cast_floats(args, dtype), _cast_floats(kwargs, dtype)
+            args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
         try:
             return self.module(*args, **kwargs)
         finally:
@@ -593,13 +593,3 @@ class Engine(GradientAccess, StateParking, nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Engine:
         self._faces.check_conversion(fn, self.module)
         return self  # nothing would change
-
-
-def _cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if type(value) in (tuple, list):
-        return type(value)(_cast_floats(item, dtype) for item in value)
-    if type(value) is dict:
-        return {key: _cast_floats(item, dtype) for key, item in value.items()}
-    return value

@@ -1,4 +1,4 @@
-"""Which dtype parameters, buffers and gradients have, and the fp16 loss scale.
+"""Which dtype parameters, buffers, inputs and gradients have, and the fp16 loss scale.
 
 The scale that unscales a step's gradients is the one their backward used; it changes only afterwards.
 """
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from zeroaccel.errors import EngineStateError
 from zeroaccel.logs import logger
 
-__all__ = ["DynamicLossScale", "LossScale", "StaticLossScale", "cast_buffers", "kept_in_fp32"]
+__all__ = ["DynamicLossScale", "LossScale", "StaticLossScale", "cast_buffers", "cast_floats", "kept_in_fp32"]
 
 
 class LossScale:
@@ -154,3 +154,14 @@ def cast_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | No
             if key not in moved:
                 moved[key] = buffer.to(device=device, dtype=target)
             module._buffers[name] = moved[key]
+
+
+def cast_floats(value: Any, dtype: torch.dtype) -> Any:
+    """Casts the floating-point tensors in nested tuples, lists and dictionaries; everything else is as given."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if type(value) in (tuple, list):
+        return type(value)(cast_floats(item, dtype) for item in value)
+    if type(value) is dict:
+        return {key: cast_floats(item, dtype) for key, item in value.items()}
+    return value
