@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from zeroaccel.config import Fact, Facts, load_config
@@ -19,7 +19,8 @@ from zeroaccel.config.origin import dotted
 from zeroaccel.config.resolve import after
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.launched import launched
-from zeroaccel.logs import logger
+from zeroaccel.logs import log_once, logger
+from zeroaccel.sharded_building import built_sharded, tell_transformers
 
 __all__ = ["DeepSpeedPlugin", "ZeroPlugin", "gather_facts"]
 
@@ -68,7 +69,8 @@ class ZeroPlugin:
         is_train_batch_min: with loaders of several batch sizes, "auto" takes the smallest; False the largest.
         offload_optimizer_device, offload_param_device: "none", "cpu" or "nvme". ["none"]
         offload_optimizer_nvme_path, offload_param_nvme_path: folder for "nvme".
-        zero3_init_flag: build models sharded at stage 3. [whether the stage is 3]
+        zero3_init_flag: from when the accelerator is made, transformers builds models sharded at stage 3, in processes
+            of `zeroaccel launch`. Other models are built inside `zero3_init_context_manager(enable=True)`. [False]
         zero3_save_16bit_model: gather the weights when a checkpoint is saved. `save_model` and `get_state_dict` work
             whatever it says. [False]
         transformer_moe_cls_names: classes of modules that travel whole, separated by commas; mixtures of experts are
@@ -121,12 +123,10 @@ class ZeroPlugin:
         self._original = {dotted(path): _at(self.deepspeed_config, path) for path in given_paths(self.deepspeed_config)}
         self._leaf_classes(transformer_moe_cls_names, settings, sources)
         load_config(self.deepspeed_config, sources=self.sources())  # what is wrong already is told here, where it is
-        self._zero3_init = zero3_init_flag if zero3_init_flag is not None else settings.zero3_init_flag
+        self._zero3_init = bool(zero3_init_flag if zero3_init_flag is not None else settings.zero3_init_flag)
+        self._told: object | None = None
         if self._zero3_init and self.zero_stage != 3:
             logger.warning("zero3_init_flag has no effect at stage %s; models are built whole", self.zero_stage)
-            self._zero3_init = False
-        elif self._zero3_init:
-            logger.warning("zero3_init_flag: a model is built sharded inside `with zeroaccel.zero.Init():`, else whole")
         self.selected = False
 
     # -- what it says
@@ -182,8 +182,8 @@ class ZeroPlugin:
 
     @property
     def zero3_init_flag(self) -> bool:
-        """Whether models are built sharded."""
-        return self.zero_stage == 3 if self._zero3_init is None else self._zero3_init
+        """Whether transformers builds models sharded."""
+        return self._zero3_init and self.zero_stage == 3
 
     def is_zero3_init_enabled(self) -> bool:
         """The same as `zero3_init_flag`."""
@@ -191,12 +191,16 @@ class ZeroPlugin:
 
     @contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
-        """Inside, models are built sharded, or whole."""
+        """Inside, all models are built sharded, if the stage is 3; or all are built whole. (all ranks)"""
         before, self._zero3_init = self._zero3_init, enable
+        offload = self.get_value("zero_optimization.offload_param", {})
+        self._told = tell_transformers(offload) if self.zero3_init_flag else None
         try:
-            yield
+            with built_sharded(offload) if self.zero3_init_flag else nullcontext():
+                yield
         finally:
             self._zero3_init = before
+            self._select(self.selected)
 
     def select(self, _from_accelerator_state: bool = False) -> None:
         """Not to be called: the accelerator selects.
@@ -264,6 +268,14 @@ class ZeroPlugin:
 
     def _select(self, selected: bool) -> None:
         self.selected = selected
+        wanted = selected and self.zero3_init_flag
+        self._told = tell_transformers(self.get_value("zero_optimization.offload_param", {})) if wanted else None
+        if wanted and self._told is None:
+            log_once(
+                30,
+                "zero3_init_flag: transformers is not there to be told, or the process was not started by `zeroaccel "
+                "launch`; build the model inside `with plugin.zero3_init_context_manager(enable=True):`",
+            )
 
     def _read(
         self,
