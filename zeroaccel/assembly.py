@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -21,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from zeroaccel.activations import Recomputation
 from zeroaccel.checkpoint.engine import CheckpointingEngine, CheckpointSettings
-from zeroaccel.comm.agree import agree_or_raise
+from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.arranged import arrange
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.cores import core_set, fair_threads, usable_cores
@@ -124,7 +123,7 @@ def initialize(
     _divide_cores(topology, collectives)
     cells = None if mesh is None else data_cells(mesh, collectives)
     world_size = collectives.world_size if cells is None else len(cells[0])
-    with _agreed(collectives, "initialize: config"):
+    with agreed(collectives, "initialize: config"):
         check_own_variables()
         if not isinstance(model, nn.Module):
             raise UsageError("initialize(model)", expected="a torch.nn.Module", got=type(model).__name__)
@@ -154,7 +153,7 @@ def initialize(
     cast_buffers(model, topology.device, _dtype(settings.data_types.buffer_dtype), set(units_placement.fp32_names))
     broadcast_buffers(model, collectives)
     plans = [plan_buffers(spec, units_placement, collectives.shard_world_size) for spec in specs]
-    with _agreed(collectives, "initialize: offload"):
+    with agreed(collectives, "initialize: offload"):
         rules = OffloadRules.of(settings, residences.param, residences.optimizer)
         tiers = TierSet(rules, list(chain(*plans)), built, collectives.shard_rank, topology.device)
         if built is not None and residences.optimizer != "device":
@@ -165,7 +164,7 @@ def initialize(
     try:
         units = build_units(specs, plans, units_placement, collectives, tiers)
         unused = [param for param in model.parameters() if param.requires_grad and id(param) not in groups]
-        with _agreed(collectives, "initialize: optimizer"):
+        with agreed(collectives, "initialize: optimizer"):
             tiers.settle()
             shard = None
             if built is not None:
@@ -227,7 +226,7 @@ def _open_tiers(tiers: TierSet, collectives: Collectives) -> None:
     """All ranks open their tiers, or none. (all ranks)"""
     needs = collectives.gather_objects(tiers.needs(), "space for offload") if tiers.can_fail else []
     try:
-        with _agreed(collectives, "initialize: open the tiers"):
+        with agreed(collectives, "initialize: open the tiers"):
             tiers.open(list(chain(*needs)))
     except Exception:
         tiers.close()
@@ -247,17 +246,6 @@ def _divide_cores(topology: Topology, collectives: Collectives) -> None:
         return
     neighbours = next(node for node in topology.nodes if topology.rank in node)
     use_threads(fair_threads(usable_cores(), own, [everybody[rank] for rank in neighbours]))
-
-
-@contextmanager
-def _agreed(collectives: Collectives, label: str) -> Iterator[None]:
-    """If the block raises on any rank, every rank raises what the first of them did."""
-    error: Exception | None = None
-    try:
-        yield
-    except Exception as raised:
-        error = raised
-    agree_or_raise(collectives, error, label)
 
 
 def _apply_process_settings(settings: Config) -> None:
