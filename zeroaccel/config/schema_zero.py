@@ -177,13 +177,13 @@ class ZeroOptimization(ConfigSection):
     reduce_scatter: Flag = True
     """Reduce each gradient only to the rank that owns it."""
     reduce_bucket_size: PositiveCount = 500_000_000
-    """Elements of gradients that are being reduced at a time, at most; what travels together and is larger goes alone."""
+    """Elements of gradients on their way at a time, at most; a larger unit goes alone."""
     use_multi_rank_bucket_allreduce: Flag = True
     """Reduce the parts of several ranks in one collective."""
     allgather_partitions: Flag = True
     """Collect updated parameters by all-gather."""
     allgather_bucket_size: PositiveCount = 500_000_000
-    """Elements of updated parameters that are being gathered at a time, at most (stages 1 and 2)."""
+    """Elements of updated parameters on their way at a time, at most (stages 1 and 2)."""
     overlap_comm: Flag | None = None
     """Communicate beside the backward pass; absent, true at stage 3 and false below."""
     compute_grad_norm: Flag = True
