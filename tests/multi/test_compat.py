@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -76,6 +77,96 @@ def test_parameters_show_what_libraries_read(ranks: Ranks) -> None:
     assert sum(result[1] for result in results) == 24
 
 
+def _sharded_when() -> list[bool]:
+    compat.install()
+    try:
+        import deepspeed
+
+        everyone = torch.distributed.group.WORLD
+        stages = [{"zero_optimization": {"stage": stage}} for stage in (2, 3)]
+        given = [{}, {"data_parallel_group": everyone}, *({"config_dict_or_path": stage} for stage in stages)]
+        found = []
+        for arguments in given:
+            with deepspeed.zero.Init(**arguments):
+                model = _model()
+            found.append(bool(model[0].weight.isnan().all()))  # type: ignore[index]
+        return found
+    finally:
+        compat.uninstall()
+
+
+def test_init_shards_unless_the_config_says_another_stage(ranks: Ranks) -> None:
+    assert ranks(2).run(_sharded_when) == [[True, True, False, True]] * 2
+
+
+def _compiled_afterwards(how: str) -> tuple[list[float], int]:
+    """The losses, and how many graphs they took."""
+    compat.install()
+    try:
+        import deepspeed
+
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        engine, _, _, _ = deepspeed.initialize(model=_model(), config=CONFIG)
+        if how == "whole":
+            engine.compile(backend="eager", compile_kwargs={"dynamic": False})
+        for block in [module for module in engine.module if how == "blocks"]:
+            block.compile(backend="eager")
+        losses = []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the compiler looks at .grad of everything it sees
+            for step in range(4):
+                loss = engine(torch.full((1, 4), 1.0 + step)).square().mean()
+                engine.backward(loss)
+                engine.step()
+                losses.append(loss.item())
+        engine.destroy()
+        return losses, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    finally:
+        compat.uninstall()
+
+
+def test_a_model_compiled_after_its_engine_was_made(ranks: Ranks) -> None:
+    """As accelerate compiles; hooks that are traced make many graphs."""
+    plain, whole, blocks = (ranks(2).run(_compiled_afterwards, how)[0] for how in ("", "whole", "blocks"))
+    assert plain[0] == whole[0] == blocks[0]
+    assert plain[1] == 0 < whole[1] <= 3
+    assert 0 < blocks[1] <= 3
+
+
+def _optimizers() -> dict[str, str]:
+    """accelerate hands any optimizer's param groups to these classes where states are offloaded."""
+    compat.install()
+    try:
+        from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
+        from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+        from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+
+        params = [nn.Parameter(torch.ones(3, 3))]
+        told = {}
+        for kind in ("SGD", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD", "Adadelta", "Adafactor", "Muon"):
+            groups = getattr(torch.optim, kind)(params).param_groups
+            told[kind] = _named_error(DeepSpeedCPUAdam, groups, lr=0.1)
+        for kind in ("Adam", "AdamW"):
+            DeepSpeedCPUAdam(getattr(torch.optim, kind)(params, lr=0.5).param_groups, lr=0.1, adamw_mode=False)
+        adagrad = DeepSpeedCPUAdagrad(params, 0.1, 1e-6, 0.2)
+        assert [adagrad.defaults[key] for key in ("lr", "eps", "weight_decay", "lr_decay")] == [0.1, 1e-6, 0.2, 0.0]
+        for made in (DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion):
+            told[made.__name__] = _named_error(made, params, fp32_optimizer_states=False)
+        for made in (FusedAdam, FusedLion):
+            told[made.__name__] = _named_error(made, params, set_grad_none=False)
+        return told
+    finally:
+        compat.uninstall()
+
+
+def test_optimizers_take_their_arguments_and_no_other_optimizers_place(ranks: Ranks) -> None:
+    (told,) = ranks(1).run(_optimizers)
+    for name, message in told.items():
+        own = name.startswith(("DeepSpeed", "Fused"))
+        assert (f"{name}, " if own else "made of the param groups of another optimizer") in message
+
+
 def _refused() -> dict[str, str]:
     compat.install()
     try:
@@ -87,6 +178,10 @@ def _refused() -> dict[str, str]:
             "no model": _named_error(deepspeed.initialize, config=CONFIG),
             "group": _named_error(deepspeed.zero.Init, data_parallel_group=object()),
             "leaf": _named_error(deepspeed.utils.set_z3_leaf_modules, _model(), ["Expert"]),
+            "mics": _named_error(deepspeed.zero.Init, zero_param_parallel_group=object()),
+            "quantized": _named_error(deepspeed.zero.Init, zero_quantized_weights=True),
+            "two configs": _named_error(deepspeed.initialize, model=_model(), config=CONFIG, config_params=CONFIG),
+            "comms config": _named_error(deepspeed.init_distributed, config=CONFIG),
             "address": _named_error(deepspeed.init_distributed, init_method="tcp://127.0.0.1:1"),
         }
         model = _model()
@@ -96,6 +191,7 @@ def _refused() -> dict[str, str]:
         told["destroyed"] = _named_error(first, torch.ones(1, 4))
         second, _, _, _ = deepspeed.initialize(model=model, config=CONFIG)  # a model whose engine is gone is free
         second.backward(second(torch.ones(1, 4)).sum())
+        told["schedule"] = _named_error(second.compile, schedule=[(0, [])])
         told["lr_kwargs"] = _named_error(second.step, lr_kwargs={"epoch": 1})
         second.step()
         second.destroy()
@@ -112,6 +208,11 @@ def test_what_cannot_be_is_named_on_every_rank(ranks: Ranks) -> None:
         "no config": "expected a config",
         "no model": "deepspeed.initialize(model)",
         "group": "deepspeed.zero.Init(data_parallel_group)",
+        "mics": "deepspeed.zero.Init(zero_param_parallel_group)",
+        "quantized": "deepspeed.zero.Init(zero_quantized_weights)",
+        "two configs": "got 'config and config_params'; keep config only",
+        "comms config": "deepspeed.init_distributed(config)",
+        "schedule": "engine.compile(schedule)",
         "leaf": "classes of modules of the model",
         "address": "zeroaccel launch or torchrun",
         "second engine": "destroy()",

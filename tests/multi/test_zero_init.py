@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zeroaccel
 from tests.multi.pool import Pool
@@ -97,6 +99,22 @@ def test_the_same_as_a_model_that_was_built_whole(ranks: Ranks, stage: int, prec
     for how in ("init", "cpu", "nvme") if (stage, precision) == (3, "bf16") else ("init",):
         found = ranks(2).run(_same, stage, precision, how, str(tmp_path))
         assert [differences(*pair) for pair in zip(expected, found, strict=True)] == [[], []], how
+
+
+def _in_groups(how: str, sharded: bool) -> Run:
+    torch.manual_seed(7 + int(os.environ["RANK"]))
+    keys = {"mics": {"mics_shard_size": 2}, "second copy": {"zero_hpz_partition_size": 2}}.get(how, {})
+    settings = config(3, "bf16", optimizer=SGD, **keys)
+    with zero.Init(enabled=sharded, config_dict_or_path=settings, dtype=torch.float32):
+        model = Elaborate()
+    mesh = init_device_mesh("cpu", (2, 2)) if how == "mesh" else None
+    return train(zeroaccel.initialize(model, config=settings, mesh=mesh)[0])
+
+
+@pytest.mark.parametrize("how", ["mics", "second copy", "mesh"])
+def test_the_engine_may_shard_in_smaller_groups(ranks: Ranks, how: str) -> None:
+    expected, found = (ranks(4).run(_in_groups, how, sharded) for sharded in (False, True))
+    assert [differences(*pair) for pair in zip(expected, found, strict=True)] == [[]] * 4
 
 
 def _sizes() -> None:

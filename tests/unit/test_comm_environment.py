@@ -11,7 +11,8 @@ from zeroaccel.comm.environment import launcher_keeps_store, limit_seconds, plac
 from zeroaccel.errors import ConfigError
 
 JOB = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
-NAMES = (*JOB, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", "ZEROACCEL_COLLECTIVE_TIMEOUT")
+MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+NAMES = (*JOB, *MPI, "LOCAL_RANK", "LOCAL_WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE", "ZEROACCEL_COLLECTIVE_TIMEOUT")
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +44,15 @@ def test_one_process_needs_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_address_alone_is_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     _set(monkeypatch, MASTER_ADDR="10.0.0.1", MASTER_PORT="1")
+    assert place_in_job() == (0, 1)
+
+
+@pytest.mark.parametrize("name", MPI)
+def test_ranks_of_mpirun_do_not_each_take_themselves_for_the_job(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    _set(monkeypatch, **{name: "2"})
+    with pytest.raises(ConfigError, match=rf"{name}=2 set, as by mpirun, but not RANK, .*set WORLD_SIZE=1"):
+        place_in_job()
+    _set(monkeypatch, WORLD_SIZE="1")
     assert place_in_job() == (0, 1)
 
 

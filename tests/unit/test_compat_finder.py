@@ -65,6 +65,9 @@ def test_the_metadata_pass_the_gates_of_the_libraries() -> None:
         ("from deepspeed.comm import DeepSpeedEngine", "deepspeed.DeepSpeedEngine"),
         ("import deepspeed; deepspeed.tp_model_init", "torch.distributed.tensor.parallel"),
         ("import deepspeed; deepspeed.initialise", "deepspeed.initialize"),
+        ("from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_live", "estimate"),
+        ("import deepspeed.compression", "not part of what libraries use"),
+        ("import deepspeed; deepspeed.accelerator.get_accelerator().Stream", "get_accelerator().Stream"),
     ],
 )
 def test_what_is_not_there_is_refused_with_the_nearest_that_is(statement: str, told: str) -> None:

@@ -25,6 +25,7 @@ __all__ = [
 
 _DEFAULT_LIMIT_SECONDS = 600.0
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # what mpirun sets, of Open MPI and of MPICH
 _HOW_TO_START = "start the script with `zeroaccel launch --num_processes N script.py`, or set them on every rank"
 
 
@@ -45,6 +46,7 @@ def place_in_job() -> tuple[int, int]:
     """
     environ = os.environ
     if not environ.get("WORLD_SIZE") and not environ.get("RANK"):
+        _refuse_mpi()
         return 0, 1
     if environ.get("WORLD_SIZE") == "1" and environ.get("RANK", "0") == "0":
         return 0, 1  # there is nobody to find
@@ -59,6 +61,16 @@ def place_in_job() -> tuple[int, int]:
     if not 0 <= rank < world_size:
         raise ConfigError("environment: RANK", expected=f"0 to {world_size - 1} (WORLD_SIZE - 1)", got=rank)
     return rank, world_size
+
+
+def _refuse_mpi() -> None:
+    """Each of the ranks of mpirun would take itself for the whole job."""
+    for name in _MPI_SIZES:
+        if os.environ.get(name, "1") != "1":
+            raise ConfigError(
+                f"environment: {name}={os.environ[name]} set, as by mpirun, but not {', '.join(_NEEDED)}",
+                fix=f"{_HOW_TO_START}; to run as one process, set WORLD_SIZE=1",
+            )
 
 
 def rendezvous_address() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
@@ -14,6 +15,12 @@ class DeviceFacts:
 
     def __init__(self) -> None:
         self._cuda = torch.cuda.is_available()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"deepspeed.accelerator.get_accelerator().{name}: zeroaccel answers for deepspeed here and does not have"
+            " this; ask torch.cuda, or torch.accelerator"
+        )
 
     def device_name(self, device_index: int | str | None = None) -> str:
         """ "cuda:1" for index 1, "cuda" without; "cpu" where there is no other."""

@@ -11,7 +11,13 @@ import torch
 from zeroaccel.comm.topology import init_process_group
 from zeroaccel.errors import UsageError
 
-__all__ = ["DEEPSPEED_ENVIRONMENT_NAME", "get_local_rank", "init_distributed", "is_initialized"]
+__all__ = [
+    "DEEPSPEED_ENVIRONMENT_NAME",
+    "get_local_rank",
+    "init_distributed",
+    "is_initialized",
+    "require_process_group",
+]
 
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 """A file of variables for a launcher over ssh; `accelerate launch` imports the name before it knows if it needs it."""
@@ -31,15 +37,26 @@ def init_distributed(
 ) -> None:
     """Joins the job that torchrun's variables describe; a process group that exists is taken. (all ranks)
 
-    `auto_mpi_discovery`, `distributed_port` and `verbose` concern ways of starting that set no such variables.
-
     Args:
         dist_backend: of the default group; "nccl" on a machine without CUDA, which callers pass by default, is gloo.
+        auto_mpi_discovery, distributed_port: of no effect: a job is never looked for by asking MPI for it. One that
+            mpirun started without torchrun's variables is refused, whatever they say.
+        verbose: of no effect: joining logs nothing.
+        dist_init_required: False says that there is a process group already, which is checked.
 
     Raises:
-        UsageError: `init_method`, `rank` or `world_size` describe a job in another way.
+        UsageError: `init_method`, `rank` or `world_size` describe a job in another way; there is a `config`; or no
+            process group where `dist_init_required` is False.
         ConfigError, CollectiveError: as for `init_process_group`.
     """
+    if config is not None:
+        raise UsageError(
+            "deepspeed.init_distributed(config)",
+            expected="None",
+            got=type(config).__name__,
+            fix="pass it to deepspeed.initialize, which reads its comms_logger",
+        )
+    require_process_group("deepspeed.init_distributed", dist_init_required)
     if init_method is not None or rank >= 0 or world_size > 0:
         raise UsageError(
             "deepspeed.init_distributed(init_method, rank, world_size)",
@@ -50,6 +67,21 @@ def init_distributed(
     no_cuda = not torch.cuda.is_available()
     init_process_group(None if no_cuda and dist_backend == "nccl" else dist_backend, timeout)
     _tell_accelerate()
+
+
+def require_process_group(call: str, dist_init_required: bool | None) -> None:
+    """Holds a caller to its word that the job has been joined: `dist_init_required` is False.
+
+    Raises:
+        UsageError: it has not.
+    """
+    if dist_init_required is False and not torch.distributed.is_initialized():
+        raise UsageError(
+            f"{call}(dist_init_required=False)",
+            expected="a process group that exists",
+            got="none",
+            fix="leave dist_init_required out, or call torch.distributed.init_process_group first",
+        )
 
 
 def is_initialized() -> bool:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from zeroaccel.assembly import initialize as assemble
 from zeroaccel.checkpoint.engine import CheckpointingEngine
+from zeroaccel.compat.communication import require_process_group
 from zeroaccel.compat.dicts import from_library
 from zeroaccel.compat.leaves import marked_names
 from zeroaccel.compat.parameters import ParameterOffload, attach
@@ -53,9 +54,22 @@ class DeepSpeedEngine(CheckpointingEngine):
         """Where this rank computes."""
         return self.units[0].buffers[0].full.device if self.units else torch.device("cpu")
 
-    def compile(self, *args: Any, backend: Any = "inductor", compile_kwargs: Any = None, **kwargs: Any) -> None:
-        """Compiles the model's forward with `torch.compile`."""
-        self.module.compile(*args, backend=backend, **{**(compile_kwargs or {}), **kwargs})
+    def compile(
+        self,
+        backend: Any = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compiles the model's forward with `torch.compile`; `compile_kwargs` are more of its arguments.
+
+        Raises:
+            UsageError: a `schedule` or compiled autograd is asked for, which is of DeepSpeed's own compiler.
+        """
+        for name, value in (("schedule", schedule), ("compiled_autograd_enabled", compiled_autograd_enabled)):
+            if value:
+                raise UsageError(f"engine.compile({name})", expected="to be left out", got=value)
+        self.module.compile(backend=backend, **(compile_kwargs or {}))
 
     # -- what the config says
 
@@ -105,7 +119,9 @@ def initialize(
     """`zeroaccel.initialize` with DeepSpeed's arguments. (all ranks)
 
     Args:
-        args: an object whose `deepspeed_config` is the config's path, where neither `config` is given.
+        args: an object whose `deepspeed_config` is the config's path, where no config is given otherwise.
+        config, config_params: two names for the same; one may be given.
+        distributed_port: of no effect, as for `init_distributed`.
         mpu, mesh_param: must be None.
 
     Returns:
@@ -121,10 +137,8 @@ def initialize(
                 got=type(value).__name__,
                 fix="model and sequence parallelism are not part of zeroaccel",
             )
-    source = next((given for given in (config, config_params) if given is not None), None)
-    source = getattr(args, "deepspeed_config", None) if source is None else source
-    if source is None:
-        raise ConfigError("deepspeed.initialize(config)", expected="a config", got=None, fix="pass a dict or a path")
+    require_process_group("deepspeed.initialize", dist_init_required)
+    source = _config_of(config, config_params, getattr(args, "deepspeed_config", None))
     if isinstance(source, Mapping):
         source = from_library(source)
         _add_leaves(source, model)
@@ -144,6 +158,20 @@ def initialize(
         engine.optimizer.overflow = False
         engine.optimizer.parameter_offload = ParameterOffload(model)
     return engine, *others
+
+
+def _config_of(config: Any, config_params: Any, from_args: Any) -> Any:
+    """The one config that is given."""
+    sources = {"config": config, "config_params": config_params, "args.deepspeed_config": from_args}
+    given = [name for name, value in sources.items() if value is not None]
+    if len(given) != 1:
+        raise ConfigError(
+            "deepspeed.initialize(config)",
+            expected="a config" if not given else "one config",
+            got=" and ".join(given) or None,
+            fix="pass a dict or a path" if not given else f"keep {given[0]} only",
+        )
+    return sources[given[0]]
 
 
 def _add_leaves(config: dict[str, Any], model: nn.Module) -> None:

@@ -21,11 +21,15 @@ class Init(OwnInit):
     """`zeroaccel.zero.Init` with DeepSpeed's arguments; its parameters show the members that libraries read.
 
     Parameters keep the dtype the model gives them unless `dtype` is given: the engine casts them, and its masters then
-    have the bits that they have at the other stages.
+    have the bits that they have at the other stages. A config of another stage than 3 makes it do nothing, as the
+    engine would put the parameters together again; without a config they are sharded.
 
     Args:
-        data_parallel_group, mpu: must be None.
-        mem_efficient_linear, sequence_data_parallel_group: accepted; there is no other linear layer here.
+        data_parallel_group: None or the default group. Groups of fewer ranks, as of `mics_shard_size`, are made when
+            the engine is, which takes the parameters over.
+        mem_efficient_linear: of no effect: linear layers are torch's, which keep no copy of a weight.
+        mpu, zero_param_parallel_group, sequence_data_parallel_group, param_swapper: must be None.
+        zero_quantized_weights, zero_quantized_nontrainable_weights: must be left False, as they are the engine's.
     """
 
     def __init__(
@@ -40,13 +44,26 @@ class Init(OwnInit):
         enabled: bool = True,
         dtype: torch.dtype | None = None,
         mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
     ) -> None:
-        for name, value in (("data_parallel_group", data_parallel_group), ("mpu", mpu)):
-            if value is not None:
-                raise UsageError(f"deepspeed.zero.Init({name})", expected="None", got=type(value).__name__)
+        _refuse_others(
+            data_parallel_group=None if _is_everyone(data_parallel_group) else data_parallel_group,
+            mpu=mpu,
+            zero_param_parallel_group=zero_param_parallel_group,
+            zero_quantized_weights=zero_quantized_weights or None,
+            zero_quantized_nontrainable_weights=zero_quantized_nontrainable_weights or None,
+            sequence_data_parallel_group=sequence_data_parallel_group,
+            param_swapper=param_swapper,
+        )
         source = config_dict_or_path if config_dict_or_path is not None else config
-        settings = load_config(from_library(source) if isinstance(source, Mapping) else source or {})
-        offload = settings.zero_optimization.offload_param
+        if isinstance(source, Mapping):
+            source = from_library(source)
+        settings = None if source is None else load_config(source)
+        offload = None if settings is None else settings.zero_optimization.offload_param
         device = remote_device or (None if offload is None else offload.device)
         super().__init__(
             module,
@@ -54,10 +71,26 @@ class Init(OwnInit):
             remote_device=None if device == "none" else device,  # type: ignore[arg-type]
             nvme_path=None if offload is None else offload.nvme_path,
             pin_memory=pin_memory,
-            enabled=enabled and settings.zero_optimization.stage == 3,
+            enabled=enabled and (settings is None or settings.zero_optimization.stage == 3),
         )
         if self._shards is not None:
             attach(self._shards.keeper)
+
+
+_IN_CONFIG = "leave it out; what the config given to deepspeed.initialize says is applied to these parameters too"
+
+
+def _refuse_others(**arguments: Any) -> None:
+    """Raises UsageError for the first argument that is not None."""
+    for name, value in arguments.items():
+        if value is not None:
+            got = value if isinstance(value, bool) else type(value).__name__
+            raise UsageError(f"deepspeed.zero.Init({name})", expected="nothing", got=got, fix=_IN_CONFIG)
+
+
+def _is_everyone(group: Any) -> bool:
+    """Whether a process group is the default one."""
+    return torch.distributed.is_initialized() and group is torch.distributed.group.WORLD
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:

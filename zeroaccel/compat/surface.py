@@ -51,6 +51,7 @@ _COMM = {
         "barrier",
         "broadcast",
         "broadcast_object_list",
+        "destroy_process_group",
         "gather",
         "get_backend",
         "get_rank",
@@ -58,6 +59,7 @@ _COMM = {
         "irecv",
         "is_available",
         "isend",
+        "monitored_barrier",
         "new_group",
         "recv",
         "reduce",
@@ -79,16 +81,16 @@ _CONVERSION = {
         "load_state_dict_from_zero_checkpoint",
     )
 }
+_LOGGING = {"log_dist": f"{_ENGINE}:log_dist", "logger": "zeroaccel.logs:logger"}
 _ENGINE_CLASS = {"DeepSpeedEngine": f"{_ENGINE}:DeepSpeedEngine"}
 
 SURFACE: Mapping[str, Mapping[str, str]] = {
     PACKAGE: {
-        "DeepSpeedEngine": f"{_ENGINE}:DeepSpeedEngine",
+        **_ENGINE_CLASS,
         "get_accelerator": f"{_ACCELERATOR}:get_accelerator",
         "init_distributed": f"{_COMMUNICATION}:init_distributed",
         "initialize": f"{_ENGINE}:initialize",
-        "log_dist": f"{_ENGINE}:log_dist",
-        "logger": "zeroaccel.logs:logger",
+        **_LOGGING,
         "add_config_arguments": f"{_ENGINE}:add_config_arguments",
     },
     "deepspeed.accelerator": {"get_accelerator": f"{_ACCELERATOR}:get_accelerator"},
@@ -123,34 +125,60 @@ SURFACE: Mapping[str, Mapping[str, str]] = {
     "deepspeed.utils": {
         **_ACCESS,
         **_LEAVES,
+        **_LOGGING,
         "is_initialized": f"{_COMMUNICATION}:is_initialized",
-        "log_dist": f"{_ENGINE}:log_dist",
-        "logger": "zeroaccel.logs:logger",
     },
+    "deepspeed.utils.logging": _LOGGING,
     "deepspeed.utils.zero_to_fp32": _CONVERSION,
     "deepspeed.zero": _INIT,
 }
 
+_CONFIG = "zeroaccel.config.load_config reads and checks a config"
+_ESTIMATE = "`zeroaccel estimate` tells what a model needs at each stage"
+_INFERENCE = "to run a model that does not fit, prepare it without an optimizer at stage 3"
+_PIPELINE = "pipeline parallelism is torch.distributed.pipelining's"
+_OPTIMIZERS_THERE = "any elementwise optimizer of torch.optim can be given to initialize, or named in the config"
+
 ABSENT: Mapping[str, str] = {
-    "deepspeed.init_inference": "to run a model that does not fit, prepare it without an optimizer at stage 3",
+    "deepspeed.DeepSpeedConfig": _CONFIG,
+    "deepspeed.PipelineModule": _PIPELINE,
+    "deepspeed.autotuning": _ESTIMATE,
+    "deepspeed.checkpointing": "use zeroaccel.activations.checkpoint, or the config's activation_checkpointing section",
+    "deepspeed.elasticity": "a checkpoint is resumed from by any number of ranks as it is",
+    "deepspeed.inference": _INFERENCE,
+    "deepspeed.init_inference": _INFERENCE,
+    "deepspeed.linear": "PEFT's adapters over a frozen base train as they are",
+    "deepspeed.module_inject": _INFERENCE,
     "deepspeed.moe": "expert layers of a model train as they are; name them in leaf_module.classes at stage 3",
-    "deepspeed.pipe": "pipeline parallelism is torch.distributed.pipelining's",
-    "deepspeed.runtime.pipe": "pipeline parallelism is torch.distributed.pipelining's",
+    "deepspeed.monitor": "name tensorboard, csv_monitor or wandb in the config",
+    "deepspeed.ops.lamb": _OPTIMIZERS_THERE,
+    "deepspeed.ops.op_builder": "nothing is compiled, so there is nothing to build",
+    "deepspeed.pipe": _PIPELINE,
+    "deepspeed.profiling": "torch.profiler measures a step",
+    "deepspeed.runtime.activation_checkpointing": "use zeroaccel.activations.checkpoint",
+    "deepspeed.runtime.config": _CONFIG,
+    "deepspeed.runtime.dataloader": "deepspeed.initialize(training_data=...) makes a loader",
+    "deepspeed.runtime.fp16": _OPTIMIZERS_THERE,
+    "deepspeed.runtime.hybrid_engine": "engine.gathered() makes the weights whole to generate with them",
+    "deepspeed.runtime.pipe": _PIPELINE,
     "deepspeed.runtime.sequence_parallel": "sequence parallelism is not part of zeroaccel; use sp_size 1",
+    "deepspeed.runtime.zero.stage3": _ESTIMATE,
+    "deepspeed.runtime.zero.stage_1_and_2": _ESTIMATE,
     "deepspeed.sequence": "sequence parallelism is not part of zeroaccel",
     "deepspeed.tp_model_init": "tensor parallelism is torch.distributed.tensor.parallel's; use autotp_size 1",
-    "deepspeed.ops.op_builder": "nothing is compiled, so there is nothing to build",
     "deepspeed.utils.groups": "sequence and expert parallel groups are not part of zeroaccel",
-    "deepspeed.checkpointing": "use zeroaccel.activations.checkpoint, or the config's activation_checkpointing section",
-    "deepspeed.runtime.activation_checkpointing": "use zeroaccel.activations.checkpoint",
+    "deepspeed.zero.MiCS_Init": "use deepspeed.zero.Init; mics_shard_size in the config of initialize counts as ever",
 }
 """What is known to be asked for, is not there, and what does the same."""
 
 
 def nearest(name: str) -> str | None:
-    """The name of the surface that reads most like `name`; one of the same last part comes first."""
+    """The name of the surface whose last part is that of `name`, or reads like it; one of the same module first."""
     names = [*SURFACE, *(f"{module}.{name}" for module, names in SURFACE.items() for name in names)]
-    last = name.rpartition(".")[2]
-    same = [found for found in names if found.rpartition(".")[2] == last]
-    close = get_close_matches(name, names, n=1, cutoff=0.75)
-    return next(iter(same or close), None)
+    parent, _, last = name.rpartition(".")
+    siblings = [found for found in names if found.rpartition(".")[0] == parent]
+    by_last: dict[str, str] = {}
+    for found in (*siblings, *names):
+        by_last.setdefault(found.rpartition(".")[2], found)
+    close = [last] if last in by_last else get_close_matches(last, by_last, n=1, cutoff=0.75)
+    return by_last[close[0]] if close else None

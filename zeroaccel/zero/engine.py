@@ -180,6 +180,7 @@ class Engine(GradientAccess, StateParking, nn.Module):
         """The model's forward; sharded parameters are gathered as their modules run."""
         self._check_usable()
         self._faces.check()
+        self._hooks.attach_outside_graphs()
         self._report.begin("forward")
         self._note("forward" if torch.is_grad_enabled() else "eval")
         dtype = self.settings.autocast_dtype

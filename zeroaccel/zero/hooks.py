@@ -79,6 +79,21 @@ class Hooks:
         self._watched: list[nn.Module] = []
         self._uses: list[tuple[nn.Module, Use]] = []
         self._version = 0
+        self._settled = False
+        self._root, self._units, self._optimized, self._discarded = root, units, optimized, discarded
+        self._attach()
+
+    def attach_outside_graphs(self) -> None:
+        """To be called before a forward: a model that has been compiled since gets its hooks anew. Looks once."""
+        if not self._settled:
+            if _is_compiled_within(self._root):
+                self.detach()
+                self._attach()
+            self._settled = True
+
+    def _attach(self) -> None:
+        root, units = self._root, self._units
+        self._settled = _is_compiled_within(root)
         shield = _shield_from_compiler(root)
         self._add(root.register_forward_pre_hook(shield(self._root_begins)))
         for unit in units:
@@ -88,9 +103,9 @@ class Hooks:
                 self._add(module.register_forward_pre_hook(shield(before)))
                 self._add(module.register_forward_hook(shield(after), always_call=True))
         self._add(root.register_forward_hook(shield(self._root_done), always_call=True))
-        for param in optimized:
-            self._add(param.register_post_accumulate_grad_hook(listener.gradient_arrived))
-        for param in discarded:
+        for param in self._optimized:
+            self._add(param.register_post_accumulate_grad_hook(self._listener.gradient_arrived))
+        for param in self._discarded:
             self._add(param.register_post_accumulate_grad_hook(_discard))
         self._watch(root, units)
 
@@ -360,13 +375,17 @@ def _compiled_within(root: nn.Module) -> set[int]:
     return {id(module) for outer in root.modules() if _is_compiled(outer) for module in outer.modules()}
 
 
+def _is_compiled_within(root: nn.Module) -> bool:
+    return any(_is_compiled(module) for module in root.modules())
+
+
 def _is_compiled(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
 def _shield_from_compiler(root: nn.Module) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Keeps hooks out of compiled graphs: a block compiled with `module.compile()` has its hooks inside."""
-    if any(_is_compiled(module) for module in root.modules()):
+    if _is_compiled_within(root):
         return lambda function: _Attached(torch.compiler.disable(function))  # only here, as it imports the compiler
     return _Attached
 
