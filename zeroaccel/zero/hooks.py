@@ -80,6 +80,7 @@ class Hooks:
         self._uses: list[tuple[nn.Module, Use]] = []
         self._version = 0
         self._settled = False
+        self._guard: RemovableHandle | None = None
         self._root, self._units, self._optimized, self._discarded = root, units, optimized, discarded
         self._attach()
 
@@ -87,7 +88,7 @@ class Hooks:
         """To be called before a forward: a model that has been compiled since gets its hooks anew. Looks once."""
         if not self._settled:
             if _is_compiled_within(self._root):
-                self.detach()
+                self._detach_from_model()
                 self._attach()
             self._settled = True
 
@@ -118,10 +119,15 @@ class Hooks:
                     "optimizer.step(): the engine steps it, with gradients that it keeps", fix="call engine.step()"
                 )
 
-        self._add(optimizer.register_step_pre_hook(_Attached(before)))
+        self._guard = optimizer.register_step_pre_hook(_Attached(before))
 
     def detach(self) -> None:
         """Removes every hook and gives the modules their plain parameter dictionaries back."""
+        if self._guard is not None:
+            self._guard.remove()
+        self._detach_from_model()
+
+    def _detach_from_model(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
