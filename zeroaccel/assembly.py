@@ -217,6 +217,9 @@ def initialize(
     if recomputation is not None:
         recomputation.apply()
         engine.at_destroy(recomputation.undo)
+    if settings.disable_python_gc:
+        gc.disable()
+        engine.at_destroy(gc.enable)
     if settings.dump_state:
         logger.warning("%s", engine_settings)
     return engine, engine.optimizer, loader, scheduler
@@ -253,8 +256,6 @@ def _apply_process_settings(settings: Config) -> None:
         set_log_level(settings.log_level)
     for note in settings.notes:
         logger.info("%s", note)
-    if settings.disable_python_gc:
-        gc.disable()
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
