@@ -107,13 +107,13 @@ def snapshot(engine: CheckpointingEngine, client_state: dict[str, Any]) -> Snaps
     return Snapshot(pieces, losses, weights, counters, rates, client_state)
 
 
-def save(root: Path, stage: int, precision: str, **changes: Any) -> Snapshot:
-    """Trains a little and saves under the tag "<stage>-<precision>"."""
+def save(root: Path, stage: int, precision: str, *, tag: str | None = None, **changes: Any) -> Snapshot:
+    """Trains a little and saves under the tag "<stage>-<precision>", or `tag`."""
     engine = make_engine(stage, precision, **changes)
     train(engine, batches(0, STEPS))
     engine.module.offset.fill_(0.125)
     client_state = {"epoch": 3, "seen": torch.arange(5), "rest": ("a", None, float("inf"), {1: 2.5})}
-    assert engine.save_checkpoint(root, tag=f"{stage}-{precision}", client_state=client_state)
+    assert engine.save_checkpoint(root, tag=tag or f"{stage}-{precision}", client_state=client_state)
     return snapshot(engine, client_state)
 
 
@@ -129,15 +129,11 @@ def resume(folder: Path, tag: str, stage: int, precision: str, **changes: Any) -
     return found
 
 
-def save_all(root: Path) -> dict[str, Snapshot]:
-    """Every stage and precision, by tag; states, and parameters at stage 3, in a tier by turns."""
-    found = {}
-    for stage in range(4):
-        for turn, precision in enumerate(PRECISIONS):
-            found[f"{stage}-{precision}"] = save(
-                root, stage, precision, **tiers(root, stage, TIERS[(stage + turn) % 3])
-            )
-    return found
+def save_all(root: Path, cases: Sequence[tuple[str, int, str, str]]) -> dict[str, Snapshot]:
+    """(tag, stage, precision, tier) each; what this rank saw, by tag."""
+    return {
+        tag: save(root, stage, precision, tag=tag, **tiers(root, stage, tier)) for tag, stage, precision, tier in cases
+    }
 
 
 def resume_all(root: Path, cases: Sequence[tuple[str, int, str, str, bool]]) -> list[Snapshot]:

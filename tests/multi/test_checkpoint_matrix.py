@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,27 +14,53 @@ from tests.multi.pool import Pool
 Ranks = Callable[[int], Pool]
 Saves = Callable[[int], tuple[Path, dict[str, list[Snapshot]]]]
 EXACT = {1, 2, 4}  # numbers of ranks whose mean of equal gradients is exact
+LIMIT_SECONDS = 400.0
+PLACES = [(0, "none"), *((stage, tier) for stage in (1, 2, 3) for tier in TIERS)]  # stage 0 shards nothing to put away
 
 
-@pytest.fixture(scope="module")
-def saves(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Saves:
-    """``saves(N)``: a folder of checkpoints by N ranks, one of each stage and precision, and what the ranks saw."""
+def saved_once(
+    ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, cases: Sequence[tuple[str, int, str, str]]
+) -> Saves:
+    """``saves(N)``: a folder of checkpoints by N ranks, one of each case, and what the ranks saw."""
     made: dict[int, tuple[Path, dict[str, list[Snapshot]]]] = {}
 
     def by(world_size: int) -> tuple[Path, dict[str, list[Snapshot]]]:
         if world_size not in made:
             root = tmp_path_factory.mktemp(f"saved-by-{world_size}-")
-            found = ranks(world_size).run(save_all, root)
+            found = ranks(world_size).run(save_all, root, cases, timeout=LIMIT_SECONDS)
             made[world_size] = root, {tag: [rank[tag] for rank in found] for tag in found[0]}
         return made[world_size]
 
     return by
 
 
+@pytest.fixture(scope="module")
+def saves(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Saves:
+    """Of each stage and precision one; what the stage shards is in a tier by turns."""
+    return saved_once(
+        ranks,
+        tmp_path_factory,
+        [
+            (f"{stage}-{precision}", stage, precision, TIERS[(stage + turn) % 3])
+            for stage in range(4)
+            for turn, precision in enumerate(PRECISIONS)
+        ],
+    )
+
+
+@pytest.fixture(scope="module")
+def saves_of_all(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Saves:
+    """Of each stage with each tier and precision one."""
+    return saved_once(
+        ranks,
+        tmp_path_factory,
+        [(f"{stage}-{tier}-{precision}", stage, precision, tier) for stage, tier in PLACES for precision in PRECISIONS],
+    )
+
+
 @pytest.mark.parametrize("resumed", [1, 2, 3, 4])
 @pytest.mark.parametrize("saved", [1, 2, 3, 4])
 def test_any_ranks_and_stage_to_any_other(ranks: Ranks, saves: Saves, saved: int, resumed: int) -> None:
-    root, before = saves(saved)
     shift = saved + resumed  # over the matrix every stage meets every other
     cases = [
         (f"{stage}-{precision}", (stage + shift * turn) % 4, precision)
@@ -45,20 +71,43 @@ def test_any_ranks_and_stage_to_any_other(ranks: Ranks, saves: Saves, saved: int
         (*case, TIERS[(index + saved + 2 * resumed) % 3], bool((index + resumed) % 2))
         for index, case in enumerate(cases)
     ]
-    found = ranks(resumed).run(resume_all, root, turned)
-    for index, (tag, *_, reverse) in enumerate(turned):
+    check(ranks, saves, saved, resumed, turned)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("resumed", [1, 2, 3, 4])
+@pytest.mark.parametrize("saved", [1, 2, 3, 4])
+def test_every_stage_and_tier_to_every_other(ranks: Ranks, saves_of_all: Saves, saved: int, resumed: int) -> None:
+    """All 1600 pairs of (ranks, stage, tier); precisions and the order of param groups by turns."""
+    cases = []
+    for before, (stage, tier) in enumerate(PLACES):
+        for after, (then, there) in enumerate(PLACES):
+            precision = PRECISIONS[(before + after + saved + resumed) % 3]
+            cases.append((f"{stage}-{tier}-{precision}", then, precision, there, bool((before + saved) % 2)))
+    check(ranks, saves_of_all, saved, resumed, cases)
+
+
+def check(
+    ranks: Ranks, saves: Saves, saved: int, resumed: int, cases: Sequence[tuple[str, int, str, str, bool]]
+) -> None:
+    """Resumes each case, and compares all that the ranks see with what those saw that had saved."""
+    root, before = saves(saved)
+    found = ranks(resumed).run(resume_all, root, cases, timeout=LIMIT_SECONDS)
+    for index, (tag, *rest, reverse) in enumerate(cases):
+        where = (tag, *rest)
         after = [rank[index] for rank in found]
         expected, got = assembled(before[tag]), assembled(after)
-        assert expected.keys() == got.keys(), tag
-        assert [key for key in expected if not torch.equal(expected[key], got[key])] == [], tag
+        assert expected.keys() == got.keys(), where
+        assert [key for key in expected if not torch.equal(expected[key], got[key])] == [], where
         for rank in after:
-            assert rank.counters == before[tag][0].counters, tag
-            assert rank.rates == before[tag][0].rates[:: -1 if reverse else 1], tag
-            assert repr(rank.client_state) == repr(before[tag][0].client_state), tag
+            assert rank.counters == before[tag][0].counters, where
+            assert rank.rates == before[tag][0].rates[:: -1 if reverse else 1], where
+            assert repr(rank.client_state) == repr(before[tag][0].client_state), where
             if saved == resumed or {saved, resumed} <= EXACT:
-                assert rank.losses == before[tag][0].losses, tag
+                assert rank.losses == before[tag][0].losses, where
                 wrong = [name for name, value in rank.weights.items() if not same(value, before[tag][0].weights[name])]
-                assert wrong == [], tag
+                assert wrong == [], where
 
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
