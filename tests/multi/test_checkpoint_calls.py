@@ -10,6 +10,7 @@ import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,9 @@ import zeroaccel
 from tests.multi.checkpoint_runs import STEPS, assembled, make_engine, resume, save, snapshot, train
 from tests.multi.pool import Pool
 from tests.multi.training import Toy, batches, config
+from zeroaccel.checkpoint import folder_lock
 from zeroaccel.checkpoint.contents import Contents
+from zeroaccel.checkpoint.folder_lock import FolderLock, is_locked
 from zeroaccel.errors import CheckpointError, EngineStateError, UsageError
 
 Ranks = Callable[[int], Pool]
@@ -396,6 +399,44 @@ def test_a_disk_that_is_full_at_the_manifest_leaves_nothing_of_the_save(
         assert "second: cannot be written (No space left on device)" in told
         assert "[rank 0]" in told
         assert left == ["first", "latest", "zero_to_fp32.py"]
+
+
+def saves_of_two_runs(root: Path) -> dict[str, Any]:
+    """While another process writes into folders of this run."""
+    engine = make_engine(1, checkpoint={"keep_last": 1})
+    rank = engine.collectives.rank
+    found: dict[str, Any] = {}
+    for tag in ("other", "abandoned"):
+        if rank == 0:
+            (root / tag).mkdir(parents=True)
+            (root / tag / "rank00000-of-00002-0123abcd.safetensors.tmp").touch()
+    other = FolderLock(root / "other") if rank == 0 else None
+    patience, folder_lock._PATIENCE_SECONDS = folder_lock._PATIENCE_SECONDS, 0.2
+    found["refused"] = message(CheckpointError, lambda: engine.save_checkpoint(root, tag="other"))
+    folder_lock._PATIENCE_SECONDS = patience
+    engine.save_checkpoint(root, tag="own")
+    found["kept"] = sorted(path.name for path in root.iterdir() if path.is_dir())
+    engine.collectives.barrier("looked")
+    if other is not None:
+        Timer(0.2, other.release).start()  # whoever is about to end is waited for
+    for background in (False, True):
+        engine = make_engine(1, checkpoint={"async_save": background})
+        engine.save_checkpoint(root, tag="other")
+        engine.wait_for_checkpoint()
+        engine.collectives.barrier("saved")
+        found[f"free after {background}"] = not is_locked(root / "other")
+    found["valid"] = engine.load_checkpoint(root)[0] == str(root / "other")
+    return found
+
+
+def test_two_runs_never_write_into_one_checkpoint(ranks: Ranks, tmp_path: Path) -> None:
+    for found in ranks(2).run(saves_of_two_runs, tmp_path / "new"):
+        assert "other: another save is writing into it" in found["refused"]
+        assert "[rank 0]" in found["refused"]
+        assert found["kept"] == ["other", "own"]  # what is abandoned goes, what another run is writing stays
+        assert found["free after False"]
+        assert found["free after True"]
+        assert found["valid"]
 
 
 def full_for_the_model(root: Path) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from tests.multi.pool import Pool
 from tests.multi.training import SGD, Run, config, differences, train
 from zeroaccel.comm.arranged import ArrangedCollectives
 from zeroaccel.comm.topology import init_process_group
+from zeroaccel.logs import logger
 
 Ranks = Callable[[int], Pool]
 
@@ -132,8 +134,13 @@ def _saved(folder: str) -> list[str]:
     mesh = _mesh(2, 2)
     model = Network()
     _cut(model, mesh["tp"])
+    said: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(listener)
     engine, *_ = zeroaccel.initialize(model, config=config(3, "fp32"), mesh=mesh["dp"])
-    told = []
+    logger.removeHandler(listener)
+    told = [line for line in said if "save_checkpoint() and the other calls" in line]
     for call in (engine.save_checkpoint, engine.load_checkpoint, engine.save_16bit_model):
         try:
             call(folder)
@@ -144,7 +151,8 @@ def _saved(folder: str) -> list[str]:
 
 
 def test_checkpoints_of_a_divided_model_are_refused(ranks: Ranks, tmp_path: Path) -> None:
-    for told in ranks(4).run(_saved, str(tmp_path)):
+    for early, *told in ranks(4).run(_saved, str(tmp_path)):
+        assert "iter_named_full_params" in early  # before anything is trained
         assert [line.partition("(")[0] for line in told] == [
             "engine.save_checkpoint",
             "engine.load_checkpoint",

@@ -76,6 +76,7 @@ class BackgroundSave:
             logger.error("checkpoint %s: %s", self.tag, error)
         finally:
             self._copier.join()
+            self._save.release()
 
     def _write(self) -> None:
         save = self._save

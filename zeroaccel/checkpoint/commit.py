@@ -15,6 +15,7 @@ from typing import Any
 from zeroaccel.checkpoint.consolidate import drop_script
 from zeroaccel.checkpoint.durable import write_durably
 from zeroaccel.checkpoint.find import LATEST_NAME, checkpoint_folders
+from zeroaccel.checkpoint.folder_lock import is_locked
 from zeroaccel.checkpoint.manifest import (
     MANIFEST_NAME,
     FileRecord,
@@ -146,7 +147,7 @@ def _prune(root: Path, newest: Manifest, keep: int) -> None:
         try:
             complete.append((read_manifest(folder).saved_at, folder))
         except CheckpointError:
-            if not (folder / MANIFEST_NAME).exists():
+            if not (folder / MANIFEST_NAME).exists() and not is_locked(folder):  # by another run, which will finish it
                 _remove(folder)
     for _, folder in sorted(complete, reverse=True)[max(0, keep - 1) :]:
         logger.info("keep_last = %d: removing checkpoint %s", keep, folder)

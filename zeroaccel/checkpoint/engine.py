@@ -86,6 +86,11 @@ class CheckpointingEngine(Engine):
         self._saving: BackgroundSave | None = None
         self._half_loaded: str | None = None
         self.loaded: LoadReport | None = None
+        if self._is_divided:  # while there is time to think of something else
+            logger.warning(
+                "the model is divided on another axis of the mesh: save_checkpoint() and the other calls that save or "
+                "load it will refuse; engine.iter_named_full_params() gives each rank of that axis its part"
+            )
 
     # -- saving
 
@@ -456,9 +461,14 @@ class CheckpointingEngine(Engine):
         if self._weights is not None and self._weights.broken is None:
             self._weights.finish()
 
+    @property
+    def _is_divided(self) -> bool:
+        """Other ranks hold other parts of the model, on an axis of the mesh that is not this engine's."""
+        return self.collectives.job.world_size != self.collectives.world_size
+
     def _require_one_model(self, call: str) -> None:
         ranks = self.collectives
-        if ranks.job.world_size != ranks.world_size:
+        if self._is_divided:
             raise EngineStateError(
                 f"engine.{call}(): the model is divided on another axis of the mesh ({ranks.world_size} of the job's "
                 f"{ranks.job.world_size} ranks hold this part of it)",

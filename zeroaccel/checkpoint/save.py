@@ -21,6 +21,7 @@ import torch
 
 from zeroaccel.checkpoint.commit import CommitRules, Part, commit, describe_part, merge_parts
 from zeroaccel.checkpoint.contents import Contents, Holdings, describe_parameters, persistent_buffers, ties_of
+from zeroaccel.checkpoint.folder_lock import FolderLock
 from zeroaccel.checkpoint.liveness import RankProcess
 from zeroaccel.checkpoint.manifest import MANIFEST_NAME, check_tag
 from zeroaccel.checkpoint.plain import encode
@@ -75,6 +76,7 @@ class Save:
     Attributes:
         common: on rank 0 what the manifest says besides the parts; elsewhere empty.
         processes: of all ranks.
+        lock: on rank 0, that of the folder; `release` gives it back.
     """
 
     root: Path
@@ -88,6 +90,7 @@ class Save:
     common: Mapping[str, Any]
     rules: CommitRules
     processes: tuple[RankProcess, ...]
+    lock: FolderLock | None
 
     @property
     def folder(self) -> Path:
@@ -110,6 +113,11 @@ class Save:
                 return  # it was, though what came after failed
         with contextlib.suppress(OSError):
             self.writer.path.unlink(missing_ok=True)
+
+    def release(self) -> None:
+        """Lets other saves into the folder: this one is committed, or will not be."""
+        if self.lock is not None:
+            self.lock.release()
 
     def discard_folder(self) -> None:
         """Removes the folder if nothing is left in it; for when no rank will write into it any more."""
@@ -141,6 +149,8 @@ class Save:
             self.discard()
             self.discard_folder()  # by whoever is the last
             raise
+        finally:
+            self.release()
 
 
 def prepare(
@@ -152,7 +162,8 @@ def prepare(
 
     Raises:
         UsageError: the ranks name different checkpoints, or `client_state` cannot be saved.
-        CheckpointError: the tag is not one, there is not enough space, or the folder cannot be made.
+        CheckpointError: the tag is not one, there is not enough space, the folder cannot be made, or another save is
+            writing into it.
     """
     contents = Contents(holdings.rank)
     common: dict[str, Any] = {}
@@ -178,8 +189,16 @@ def prepare(
     with agreed(collectives, f"checkpoint {tag}: lay out"):
         writer = RankFileWriter(path, contents.entries, staging)
     sizes = collectives.gather_objects(writer.layout.nbytes, f"checkpoint {tag}: sizes")
-    with agreed(collectives, f"checkpoint {tag}: folder"):
-        _make_folder(root / tag, sum(sizes) if holdings.rank == 0 else 0)
+    lock: FolderLock | None = None
+    try:
+        with agreed(collectives, f"checkpoint {tag}: folder"):
+            _make_folder(root / tag, sum(sizes) if holdings.rank == 0 else 0)
+            if holdings.rank == 0:
+                lock = FolderLock(root / tag)
+    except Exception:
+        if lock is not None:
+            lock.release()
+        raise
     if common:
         common |= {"id": save_id, "saved_at": time.time()}
     return Save(
@@ -194,6 +213,7 @@ def prepare(
         common,
         request.rules,
         tuple(process for *_, process in tags),
+        lock,
     )
 
 
