@@ -12,6 +12,7 @@ pieces of 4 MiB, with one fsync. Memory is the proportional set without the page
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -119,15 +120,18 @@ def watched(command: list[str]) -> tuple[float, int]:
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     peak = 0
     while process.poll() is None:
-        try:
-            rollup = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
-            peak = max(peak, sum(1024 * int(x.split()[1]) for x in rollup if x.startswith(("Pss_Anon", "Pss_Shmem"))))
-        except (OSError, ProcessLookupError):
-            pass
+        with contextlib.suppress(OSError):  # it may end meanwhile
+            peak = max(peak, private_nbytes(process.pid))
         time.sleep(0.01)
     if process.returncode:
         raise SystemExit(f"{' '.join(command)}: exit code {process.returncode}")
     return time.perf_counter() - begin, peak
+
+
+def private_nbytes(pid: int) -> int:
+    """Memory of a process without the page cache, in bytes; what it shares counts in part."""
+    rollup = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return sum(1024 * int(line.split()[1]) for line in rollup if line.startswith(("Pss_Anon", "Pss_Shmem")))
 
 
 def as_deepspeed_rank(options: argparse.Namespace) -> dict[str, Any]:
@@ -155,13 +159,18 @@ def as_deepspeed_rank(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def start_ranks(options: argparse.Namespace, count: int, task: str, python: str = sys.executable) -> Any:
-    """What rank 0 of `count` ranks reports."""
+    """What rank 0 of `count` ranks reports of a task."""
+    words = [python, __file__, str(options.folder), "--layers", str(options.layers), "--rank-does", task]
+    return start(words, count)
+
+
+def start(command: list[str], count: int) -> Any:
+    """What rank 0 of `count` ranks prints in its last line; each runs `command`."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     job = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     job["OMP_NUM_THREADS"] = max(1, (os.cpu_count() or 1) // count)
-    command = [python, __file__, str(options.folder), "--layers", str(options.layers), "--rank-does", task]
     ranks = [
         subprocess.Popen(
             command,
@@ -172,7 +181,7 @@ def start_ranks(options: argparse.Namespace, count: int, task: str, python: str 
     ]
     outputs = [rank.communicate()[0] for rank in ranks]
     if any(rank.returncode for rank in ranks):
-        raise SystemExit(f"{task} on {count} ranks failed")
+        raise SystemExit(f"{' '.join(command)} failed on {count} ranks")
     return json.loads(outputs[0].splitlines()[-1])
 
 
