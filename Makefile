@@ -4,11 +4,15 @@ PYTHON     ?= $(shell python3.11 -c 'import sys; print(sys.executable)' 2>/dev/n
 DEMO_ARGS  ?=
 OFFLOAD    ?= none
 TEST_ARGS  ?=
+TEST_JOBS  ?= 2
 BENCH_ARGS ?=
 
 VENV      := .venv
 BIN       := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+# Files of tests go to TEST_JOBS processes. A test starts many more, and each would compile the package anew where
+# Python is told to keep no bytecode.
+PYTEST    := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all lint bench clean
@@ -20,10 +24,10 @@ demo: $(INSTALLED)  ## Train a small GPT on real text with ZeRO-3 in bf16 on two
 	$(BIN)/zeroaccel launch --num_processes 2 examples/train_gpt.py --offload $(OFFLOAD) $(DEMO_ARGS)
 
 test: lint  ## Lint, check the types and run the tests, all but a few slow ones
-	$(BIN)/python -m pytest -m "not slow" $(TEST_ARGS)
+	$(PYTEST) -m "not slow" $(TEST_ARGS)
 
 test-all: lint  ## The same with the slow ones
-	$(BIN)/python -m pytest $(TEST_ARGS)
+	$(PYTEST) $(TEST_ARGS)
 
 lint: $(INSTALLED)  ## Check style, format and types
 	$(BIN)/ruff check .
