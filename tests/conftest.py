@@ -26,6 +26,28 @@ def ranks(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory)
         pool.close()
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For plain loops beside ranks: threads that wait for each other's processor take many times as long."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def own_job(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process is a job of its own, which ends with the test."""
+    from zeroaccel.comm.topology import destroy
+
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    destroy()
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu"):
         import torch

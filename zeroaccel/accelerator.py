@@ -31,7 +31,7 @@ from zeroaccel.optimizer import PreparedOptimizer
 from zeroaccel.pairing import Sorted, pair, sort
 from zeroaccel.placeholders import DummyScheduler
 from zeroaccel.plugin import ZeroPlugin, gather_facts
-from zeroaccel.prepare import Prepared, Rules, prepare_job
+from zeroaccel.prepare import Prepared, Rules, check_same_objects, prepare_job
 from zeroaccel.processes import ProcessControl
 from zeroaccel.profiling import ProfileKwargs, profile
 from zeroaccel.project import ProjectConfiguration
@@ -45,6 +45,15 @@ __all__ = ["Accelerator", "GradientAccumulationPlugin"]
 
 _PRECISIONS: Mapping[str, Literal["fp32", "fp16", "bf16"]] = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
 _NAMES = {precision: name for name, precision in _PRECISIONS.items()}
+
+# kwargs handler of accelerate's -> what does its work here
+_INSTEAD_OF = {
+    "AutocastKwargs": "pass it to accelerator.autocast(...)",
+    "DistributedDataParallelKwargs": "leave it out: parameters that a step does not use are noticed without it",
+    "FP8RecipeKwargs": 'leave it out: there is no 8-bit training; use mixed_precision="bf16"',
+    "GradScalerKwargs": "set loss_scale, initial_scale_power and the like in the config's fp16 section",
+    "InitProcessGroupKwargs": "start with `zeroaccel launch --timeout SECONDS`, or make the process group before",
+}
 
 
 @dataclass
@@ -124,6 +133,9 @@ class Accelerator(TrainingLoop, ModelSaving, RunSaving, RunTracking, ProcessCont
             precision = _precision(mixed_precision, settings, sources)
             plugins = _plugins([deepspeed_plugin, deepspeed_plugins, zero_plugin], settings)
             compilation = compilation_of(dynamo_backend, settings, sources)
+            self._profile_settings = _profile_settings(kwargs_handlers or ())
+            self._start_saving(project_dir, project_config)
+            self._start_tracking(log_with, self.logging_dir)
         self.dataloader_config = dataloader_config or DataLoaderConfiguration()
         self.device_placement = device_placement
         self._facts = Facts(accumulation=accumulation, precision=precision)
@@ -147,10 +159,7 @@ class Accelerator(TrainingLoop, ModelSaving, RunSaving, RunTracking, ProcessCont
             sync_each_batch=handling.sync_each_batch,
         )
         self.gradient_state.num_steps = self._accumulation_now()
-        self._profile_settings = _handler(kwargs_handlers or ())
         self._triggered = False
-        self._start_saving(project_dir, project_config)
-        self._start_tracking(log_with, self.logging_dir)
 
     # -- who and where
 
@@ -223,6 +232,16 @@ class Accelerator(TrainingLoop, ModelSaving, RunSaving, RunTracking, ProcessCont
         """Whether rank 0 reads for all; None: where a dataset is only iterable."""
         return self.dataloader_config.dispatch_batches
 
+    @property
+    def use_seedable_sampler(self) -> bool:
+        """Whether the order of an epoch is drawn from the seed and its number alone."""
+        return self.dataloader_config.use_seedable_sampler
+
+    @property
+    def non_blocking(self) -> bool:
+        """Whether batches are copied to the device without waiting."""
+        return self.dataloader_config.non_blocking
+
     # -- prepare
 
     def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
@@ -252,6 +271,7 @@ class Accelerator(TrainingLoop, ModelSaving, RunSaving, RunTracking, ProcessCont
         found = sort(objects)
         with agreed(self.collectives, "prepare: objects"):
             jobs, late = pair(found, [item.engine for item in self.prepared])
+        check_same_objects(jobs, [value for _, value in (*late, *found.loaders)], self.collectives)
         for job in jobs:
             plugin = self.state.active_plugin
             given = [loader for _, loader in found.loaders if not isinstance(loader, PreparedLoader)]
@@ -271,8 +291,21 @@ class Accelerator(TrainingLoop, ModelSaving, RunSaving, RunTracking, ProcessCont
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """One model, for inference. A model that is trained is prepared together with its optimizer."""
+        """One model, for inference. A model that is trained is prepared together with its optimizer.
+
+        Args:
+            device_placement: has nothing to say: where parameters are is the engine's matter.
+            evaluation_mode: likewise: a model without an optimizer is for inference.
+        """
         return self.prepare(model)
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """Not to be called, but for an optimizer that is prepared already, which is returned.
+
+        Raises:
+            UsageError: an optimizer is prepared together with its model, which is laid out for it.
+        """
+        return self.prepare(optimizer)
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
         """A schedule of an optimizer that is prepared already."""
@@ -474,15 +507,12 @@ def _plugins(
     return plugins
 
 
-def _handler(handlers: Sequence[Any]) -> ProfileKwargs:
+def _profile_settings(handlers: Sequence[Any]) -> ProfileKwargs:
     chosen = ProfileKwargs()
     for handler in handlers:
         if not isinstance(handler, ProfileKwargs):
-            raise UsageError(
-                "Accelerator(kwargs_handlers)",
-                expected="a ProfileKwargs",
-                got=type(handler).__name__,
-                fix="set what it says in the config: fp16 for the loss scale, zero_optimization for the rest",
-            )
+            name = type(handler).__name__
+            fix = _INSTEAD_OF.get(name, "set what it says in the config")
+            raise UsageError("Accelerator(kwargs_handlers)", expected="a ProfileKwargs", got=name, fix=fix)
         chosen = handler
     return chosen

@@ -32,7 +32,7 @@ from zeroaccel.scheduler import PreparedScheduler
 from zeroaccel.state import ConfigView, GradientState
 from zeroaccel.zero.model_facts import facts_from_model
 
-__all__ = ["Prepared", "Rules", "batch_size_fact", "prepare_job"]
+__all__ = ["Prepared", "Rules", "batch_size_fact", "check_same_objects", "prepare_job"]
 
 _OPTIMIZER, _SCHEDULER = "optimizer", "scheduler"
 
@@ -77,6 +77,27 @@ class Prepared:
         role = "trained" if self.optimizer is not None else "inference"
         name = f"{type(self.engine.module).__name__} ({role})"
         return ConfigView(name, self.config.resolved, self.config.resolved_sources, self.config.raw)
+
+
+def check_same_objects(jobs: Iterable[Job], others: Sequence[Any], collectives: Collectives) -> None:
+    """All ranks prepare the same things, or none does: one with a model more would wait for the others. (all ranks)
+
+    Args:
+        others: schedules of earlier optimizers, and loaders.
+
+    Raises:
+        UsageError: they do not; on every rank.
+    """
+    held = [*map(_described, jobs), *(type(other).__name__ for other in others)]
+    everyone = collectives.gather_objects(held, "prepare: objects of each rank")
+    if any(theirs != held for theirs in everyone):
+        got = "; ".join(f"rank {rank}: {', '.join(theirs) or 'nothing'}" for rank, theirs in enumerate(everyone))
+        raise UsageError("prepare", expected="the same objects on every rank, in the same order", got=got)
+
+
+def _described(job: Job) -> str:
+    parts = [job.optimizer, *(scheduler for _, scheduler in job.schedulers)] if job.optimizer is not None else []
+    return " with ".join([type(job.model).__name__, *(type(part).__name__ for part in parts)])
 
 
 def prepare_job(

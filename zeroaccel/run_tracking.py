@@ -12,7 +12,7 @@ from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.nested import map_tensors, tensors_of
 from zeroaccel.state import AcceleratorState, GradientState
-from zeroaccel.trackers import Trackers
+from zeroaccel.trackers import GeneralTracker, Trackers
 
 __all__ = ["RunTracking"]
 
@@ -31,6 +31,11 @@ class RunTracking:
     def _start_tracking(self, log_with: Any, logging_dir: str | None) -> None:
         """To be called once, by `Accelerator.__init__`."""
         self._trackers = Trackers(log_with, logging_dir, is_main_process=self.collectives.rank == 0)
+
+    @property
+    def trackers(self) -> list[GeneralTracker]:
+        """Those that run on this process."""
+        return list(self._trackers)
 
     def init_trackers(
         self,

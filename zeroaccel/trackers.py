@@ -10,7 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +179,9 @@ class Trackers:
         self._is_main = is_main_process
         self._chosen: list[str | GeneralTracker] = [self._checked(one) for one in chosen]
         self._running: list[GeneralTracker] = []
+
+    def __iter__(self) -> Iterator[GeneralTracker]:
+        return iter(self._running)
 
     def __len__(self) -> int:
         return len(self._running)

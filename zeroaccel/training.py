@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from zeroaccel.checkpoint.engine import CheckpointingEngine
 from zeroaccel.errors import ConfigError, EngineStateError, UsageError
-from zeroaccel.logs import log_once, logger
+from zeroaccel.logs import log_once
 from zeroaccel.prepare import Prepared
 from zeroaccel.state import AcceleratorState, GradientState
 from zeroaccel.zero.clip import clip_factor
@@ -207,18 +207,30 @@ class TrainingLoop:
         """Mixed precision for computations outside the model; the model itself runs in its precision anyway.
 
         Args:
-            autocast_handler: an object whose `enabled` says whether to, as accelerate's AutocastKwargs.
+            autocast_handler: an object whose `enabled` says whether to, and `cache_enabled` whether weights that were
+                cast are kept, as accelerate's AutocastKwargs.
         """
         dtype = _AUTOCAST.get(self.state.mixed_precision)
         enabled = dtype is not None and bool(getattr(autocast_handler, "enabled", True))
         device = self.state.partial.device.type
-        with torch.autocast(device, dtype=dtype, enabled=True) if enabled else contextlib.nullcontext():
+        cached = getattr(autocast_handler, "cache_enabled", None)
+        with torch.autocast(device, dtype=dtype, cache_enabled=cached) if enabled else contextlib.nullcontext():
             yield
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
-        """Says that it has no effect: every process must do as many steps as the others, which loaders see to."""
-        logger.warning("join_uneven_inputs has no effect; leave even_batches at True, so that processes do equal steps")
+        """Changes nothing: every process must do as many steps as the others, which loaders see to.
+
+        Raises:
+            UsageError: `even_batches` is False: processes with fewer batches would leave the others waiting.
+        """
+        if even_batches is False:
+            raise UsageError(
+                "join_uneven_inputs(even_batches)",
+                expected="True: all processes gather and reduce the parts of a model together, in every step",
+                got=False,
+                fix="leave it out; loaders repeat samples at the end, which gather_for_metrics leaves out",
+            )
         yield
 
     # -- which engine

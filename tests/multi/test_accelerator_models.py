@@ -5,7 +5,7 @@ Every rank sees the same batch, so that one process with plain torch says what m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from zeroaccel import Accelerator, ZeroPlugin
 from zeroaccel.errors import ConfigError, EngineStateError, UsageError
 
 Ranks = Callable[[int], Pool]
+pytestmark = pytest.mark.usefixtures("one_thread")
 Weights = dict[str, Tensor]
 WIDTH = 9
 
@@ -60,15 +61,6 @@ def _agree(found: list[list[Weights]], expected: list[Weights]) -> None:
         for got, wanted in zip(per_rank, expected, strict=True):
             for fqn, weight in wanted.items():
                 torch.testing.assert_close(got[fqn], weight, rtol=1e-5, atol=1e-6, msg=lambda m, n=fqn: f"{n}: {m}")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Plain loops run here, beside the ranks: threads that wait for each other's processor take many times as long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 # -- loops, written once for plain torch and for an accelerator

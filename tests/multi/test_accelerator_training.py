@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,6 +17,7 @@ from tests.multi.training import VOCABULARY, Toy
 from zeroaccel import Accelerator, ZeroPlugin
 
 Ranks = Callable[[int], Pool]
+pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 3
 MAX_NORM = 0.5
 OPTIMIZERS: dict[str, tuple[Any, dict[str, float]]] = {
@@ -25,15 +26,6 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, float]]] = {
 }
 # ranks -> (stage, accumulation): twelve combinations
 CASES = {2: [(s, a) for s in (0, 1, 2, 3) for a in (1, 3)], 3: [(s, a) for s in (0, 3) for a in (1, 3)]}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Plain loops run here, beside the ranks: threads that wait for each other's processor take many times as long."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @dataclass

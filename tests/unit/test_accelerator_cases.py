@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from zeroaccel import Accelerator, DummyOptim, DummyScheduler, ZeroPlugin
-from zeroaccel.comm.topology import destroy
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.prepare import batch_size_fact
 
+pytestmark = pytest.mark.usefixtures("own_job")
 WIDTH = 6
 ADAMW = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "betas": "auto", "eps": "auto"}}
 DECAY = {
@@ -29,14 +29,6 @@ DECAY = {
         "total_num_steps": "auto",
     },
 }
-
-
-@pytest.fixture(autouse=True)
-def _own_process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    yield
-    destroy()
 
 
 def _model() -> nn.Sequential:
@@ -444,3 +436,27 @@ def test_models_are_placed_by_the_engine() -> None:
     model.hf_device_map = {"0": 0, "2": 1}  # type: ignore[assignment]
     with pytest.raises(UsageError, match="hf_device_map: expected a model on one device"):
         Accelerator().prepare(model)
+
+
+def test_other_calls_of_accelerates_that_have_nothing_to_do_or_are_refused() -> None:
+    class GradScalerKwargs:
+        """Named as accelerate's."""
+
+    with pytest.raises(UsageError, match=r"expected a ProfileKwargs, got 'GradScalerKwargs'; set loss_scale, initial"):
+        Accelerator(kwargs_handlers=[GradScalerKwargs()])
+    accelerator = Accelerator()
+    model: Any = _model()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(UsageError, match="SGD: expected its model in the same prepare"):
+        accelerator.prepare_optimizer(optimizer)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    assert accelerator.prepare_optimizer(optimizer) is optimizer
+    with accelerator.join_uneven_inputs([model]):
+        pass
+    with (
+        pytest.raises(UsageError, match=r"join_uneven_inputs\(even_batches\): expected True: all processes gather"),
+        accelerator.join_uneven_inputs([model], even_batches=False),
+    ):
+        pass
+    assert accelerator.trackers == []
+    assert (accelerator.non_blocking, accelerator.use_seedable_sampler) == (False, False)

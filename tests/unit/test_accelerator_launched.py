@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from zeroaccel import Accelerator, DeepSpeedPlugin, DistributedType, ZeroPlugin
-from zeroaccel.comm.topology import destroy
 from zeroaccel.config.launch_env import LaunchedSettings, to_environment
 from zeroaccel.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("own_job")
 WIDTH = 8
 EVERYTHING_AUTO: dict[str, Any] = {
     "fp16": {"enabled": "auto"},
@@ -37,14 +36,6 @@ EVERYTHING_AUTO: dict[str, Any] = {
     "gradient_accumulation_steps": "auto",
     "steps_per_print": 2000000,
 }
-
-
-@pytest.fixture(autouse=True)
-def _own_process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    yield
-    destroy()
 
 
 def _launch(monkeypatch: pytest.MonkeyPatch, sources: dict[str, str] | None = None, **settings: Any) -> None:

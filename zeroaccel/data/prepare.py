@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.data.dealing import Rules
 from zeroaccel.data.loader import PreparedLoader, Watch
@@ -81,11 +83,12 @@ def prepare_data_loader(
         rank = collectives.rank if collectives is not None else 0
     if world_size is None:
         world_size = collectives.world_size if collectives is not None else 1
-    _check(loader)
+    with nullcontext() if collectives is None else agreed(collectives, "prepare: dataloader"):
+        _check(loader)
+        rules = _rules(loader, settings, world_size)
     stream = isinstance(loader.dataset, IterableDataset)
     dispatches = stream if settings.dispatch_batches is None else settings.dispatch_batches
     dispatches = dispatches and world_size > 1
-    rules = _rules(loader, settings, world_size)
     share = _share(collectives) if collectives is not None and world_size > 1 else None
     seed = _seed(settings.data_seed, share)
     order = Order(
