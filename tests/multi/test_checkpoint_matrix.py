@@ -10,6 +10,8 @@ import torch
 
 from tests.multi.checkpoint_runs import PRECISIONS, TIERS, Snapshot, assembled, resume_all, save_all
 from tests.multi.pool import Pool
+from tests.multi.training import Toy
+from zeroaccel.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
 
 Ranks = Callable[[int], Pool]
 Saves = Callable[[int], tuple[Path, dict[str, list[Snapshot]]]]
@@ -86,6 +88,25 @@ def test_every_stage_and_tier_to_every_other(ranks: Ranks, saves_of_all: Saves, 
             precision = PRECISIONS[(before + after + saved + resumed) % 3]
             cases.append((f"{stage}-{tier}-{precision}", then, precision, there, bool((before + saved) % 2)))
     check(ranks, saves_of_all, saved, resumed, cases)
+
+
+@pytest.mark.parametrize("saved", [1, 2, 3, 4])
+def test_whole_weights_are_those_the_ranks_held(saves: Saves, saved: int) -> None:
+    root, before = saves(saved)
+    names = Toy().state_dict().keys()
+    for tag, ranks_held in before.items():
+        held = assembled(ranks_held)
+        found = get_fp32_state_dict_from_zero_checkpoint(root, tag)
+        assert found.keys() == names, tag
+        for name, value in found.items():
+            if name == "offset":  # a buffer
+                assert torch.equal(value, torch.full((23,), 0.125)), tag
+                continue
+            canonical = "embed.weight" if name == "head.weight" else name
+            (key,) = held.keys() & {f"master/{canonical}", f"value/{canonical}"}
+            assert value.dtype == torch.float32
+            assert torch.equal(value.flatten().view(torch.int32), held[key].float().view(torch.int32)), (tag, name)
+        assert found["head.weight"] is found["embed.weight"]
 
 
 def check(
