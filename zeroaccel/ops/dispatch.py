@@ -27,7 +27,10 @@ _Result = TypeVar("_Result")
 _MIN_SPAN_NUMEL = 1 << 17  # elements: about 60 us of Adam
 _ALIGNMENT_NUMEL = 64  # spans start on cache lines, whatever the dtype
 
-_PATTERNS = {torch.float32: np.float32, torch.uint8: np.uint8, torch.bfloat16: np.uint16, torch.float16: np.int16}
+_PATTERNS = {
+    **{torch.float32: np.float32, torch.uint8: np.uint8, torch.int16: np.int16},
+    **{torch.bfloat16: np.uint16, torch.float16: np.int16},
+}
 _pool: ThreadPoolExecutor | None = None
 _chosen: int | None = None
 
@@ -59,7 +62,7 @@ class _Memory:
 
 
 def borrowed_array(tensor: Tensor) -> Array:
-    """As `array_of`, for the length of a call: the array does not keep the memory.
+    """As `array_of`, also of int16, for the length of a call: the array does not keep the memory.
 
     A storage that `Tensor.numpy` has seen can never be freed by resizing again, as those of sharded units must be.
     """
