@@ -56,6 +56,7 @@ class Size(_Type):
 @_option("--accumulation", type=COUNT, default=1, show_default=True, help="Micro-steps per step.")
 @_option("--checkpointing", is_flag=True, help="Recompute each block's activations in backward.")
 @_option("--optimizer", type=click.Choice(OPTIMIZERS), default="adam", show_default=True, help="Whose states are kept.")
+@_option("--residual_masters", is_flag=True, help='As data_types.master_weights "residual": 2 bytes instead of 4.')
 @_option("--device_memory", type=Size(), metavar="SIZE", help="Of one accelerator, as 80GB. [default: as here, if any]")
 @_option("--host_memory", type=Size(), metavar="SIZE", help="Of one machine. [default: as here, beside accelerators]")
 @_option("--disk", type=Size(), metavar="SIZE", help="Free for offload on one machine.")

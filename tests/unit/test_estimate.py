@@ -25,6 +25,18 @@ TINY = {
 }
 
 
+def test_masters_as_residuals_take_2_bytes_and_a_bit() -> None:
+    plans = ((2, "none", "none"), (2, "cpu", "none"), (3, "nvme", "none"))
+    whole = estimate(_Blocks, Workload(ranks=2, sequence=8), plans)  # type: ignore[arg-type]
+    split = estimate(_Blocks, Workload(ranks=2, sequence=8, residual_masters=True), plans)  # type: ignore[arg-type]
+    places = [lambda one: one.device.optimizer, lambda one: one.host.optimizer, lambda one: one.disk.optimizer]
+    for place, before, after in zip(places, whole, split, strict=True):
+        numel = place(before) / 12
+        assert place(after) == pytest.approx(numel * (8 + 2 + 1 / 8), rel=0.02)
+    with pytest.raises(UsageError, match='precision "bf16"'):
+        Workload(precision="fp16", residual_masters=True)
+
+
 def _of(rows: list[Estimate], *, stage: int, optimizer: str = "none", param: str = "none") -> Estimate:
     return next(
         one for one in rows if (one.stage, one.offload_optimizer, one.offload_param) == (stage, optimizer, param)

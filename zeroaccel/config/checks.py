@@ -93,6 +93,19 @@ def _grad_accum_dtype(config: Config) -> _Found:
         yield Problem(("data_types", "grad_accum_dtype"), expected=choice, got=dtype)
 
 
+@_check("data_types.master_weights", "fp16.enabled", "bf16.enabled", "zero_optimization.stage")
+def _residuals_are_of_bf16(config: Config) -> _Found:
+    if config.data_types.master_weights == "fp32":
+        return
+    path = ("data_types", "master_weights")
+    if config.precision != "bf16":
+        text = f'"residual" is what rounding to bf16 takes, and the precision is {config.precision}'
+        yield Problem(path, text=text, fix='enable bf16, or set master_weights to "fp32"')
+    elif not shard_plan(config).optimizer:
+        text = '"residual" is for masters that are sharded, and zero_optimization.stage is 0'
+        yield Problem(path, text=text, fix='set the stage to 1, 2 or 3, or master_weights to "fp32"')
+
+
 @_check("fp16")
 def _dynamic_loss_scale(config: Config) -> _Found:
     fp16 = config.fp16

@@ -81,6 +81,8 @@ class DataTypes(ConfigSection):
     """Dtype of the parameters; it must be the one of the enabled precision. Absent, that one."""
     buffer_dtype: MaybeDtype = None
     """Dtype floating-point buffers are cast to; absent, each keeps its own."""
+    master_weights: Literal["fp32", "residual"] = "fp32"
+    """"residual" keeps of a bf16 weight's fp32 master what rounding took: exact, in nearly 2 bytes fewer."""
     keep_in_fp32_modules: Annotated[tuple[str, ...] | Literal["auto"], BeforeValidator(_modules)] = "auto"
     """Names of modules whose buffers stay fp32; "auto" takes the model's own list, if it has one."""
 

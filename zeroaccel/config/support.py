@@ -121,6 +121,7 @@ KEYS: Mapping[str, Standing] = {
     "data_types.grad_accum_dtype": _WORKS,
     "data_types.param_dtype": _WORKS,
     "data_types.buffer_dtype": _WORKS,
+    "data_types.master_weights": _WORKS,
     "data_types.keep_in_fp32_modules": _WORKS,
     "torch_autocast": _refused(
         "autocast by the engine is not available yet", switch="enabled", fix="use bf16, or torch.autocast in the model"

@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from zeroaccel.config.schema_zero import OffloadOptimizer, OffloadParam
+from zeroaccel.zero.split_masters import split_nbytes
 from zeroaccel.zero.state_tier import SUB_GROUP_NUMEL
 
 from .simulate import Simulated, simulate
@@ -135,9 +136,13 @@ def _plans_for(workload: Workload) -> Sequence[tuple[int, Offload, Offload]]:
 def _placed(held: Simulated, workload: Workload, stage: int, optimizer: Offload, param: Offload) -> Estimate:
     """Moves what offload moves from the device to the host or to files, as `zero.tiers` does it by default."""
     device, host, disk = held.peak, Memory(), Memory()
+    masters = 4 * sum(held.trained)
+    if workload.residual_masters and stage > 0:
+        masters = sum(map(split_nbytes, held.trained))
+        device = replace(device, optimizer=device.optimizer - 4 * sum(held.trained) + masters)
     if optimizer != "none":
         # A master of its own also for fp32 weights: the device keeps those it computes with.
-        away = 4 * (1 + workload.states_per_element) * sum(held.trained)
+        away = masters + 4 * workload.states_per_element * sum(held.trained)
         device = replace(device, optimizer=0)
         if optimizer == "cpu":
             host = replace(host, optimizer=away)

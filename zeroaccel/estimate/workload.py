@@ -32,6 +32,7 @@ class Workload:
         accumulation: micro-steps per optimizer step.
         checkpointing: recompute each block in backward instead of keeping its activations.
         optimizer: which states are kept.
+        residual_masters: masters of bf16 weights are kept as residuals (`data_types.master_weights`).
     """
 
     ranks: int = 1
@@ -42,6 +43,7 @@ class Workload:
     accumulation: int = 1
     checkpointing: bool = False
     optimizer: OptimizerName = "adam"
+    residual_masters: bool = False
 
     def __post_init__(self) -> None:
         for name in ("ranks", "batch", "sequence", "accumulation"):
@@ -54,6 +56,9 @@ class Workload:
         for name, known in (("precision", ("fp32", "fp16", "bf16")), ("optimizer", tuple(_STATES))):
             if getattr(self, name) not in known:
                 raise UsageError(f"Workload.{name}", expected=f"one of {', '.join(known)}", got=getattr(self, name))
+
+        if self.residual_masters and self.precision != "bf16":
+            raise UsageError("Workload.residual_masters", expected='precision "bf16"', got=self.precision)
 
     @property
     def local_ranks(self) -> int:

@@ -17,7 +17,7 @@ from torch import Tensor
 from zeroaccel.offload.buffers import aligned_bytes, aligned_nbytes
 from zeroaccel.offload.file_io import Direction, Traffic
 
-__all__ = ["DeviceTier", "Fetch", "HostTier", "MemoryTier", "Tier", "TierElements", "TierRange"]
+__all__ = ["DeviceTier", "ElementRange", "Fetch", "HostTier", "MemoryTier", "Tier", "TierElements", "TierRange"]
 
 
 class Fetch(Protocol):
@@ -110,11 +110,22 @@ class TierRange:
             yield self.tier.read(self.key, first, min(limit_nbytes, end - first))
 
 
+class ElementRange(Protocol):
+    """A run of elements that is read a piece at a time, such as a `TierRange`."""
+
+    @property
+    def length(self) -> int:
+        """Elements."""
+
+    def chunks(self, limit_nbytes: int) -> Iterator[Tensor]:
+        """See `TierRange.chunks`."""
+
+
 @dataclass(frozen=True)
 class TierElements:
     """Elements that lie in ranges, one after the other, of one dtype: what a tensor of them would hold."""
 
-    ranges: tuple[TierRange, ...]
+    ranges: tuple[ElementRange, ...]
     dtype: torch.dtype
 
     def numel(self) -> int:

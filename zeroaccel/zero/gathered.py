@@ -63,6 +63,7 @@ class GatheredParameters:
         self._params = given if enabled else []
         self._rank = modifier_rank
         self._places: list[Place] = []
+        self._masters: dict[int, Tensor] = {}
 
     def __enter__(self) -> None:
         found = {id(place.param): place for param in self._params if (place := place_of(param)) is not None}
@@ -74,6 +75,8 @@ class GatheredParameters:
             keeper.hold(_units(places))
             for place in places:
                 keeper.prints.enter(place.buffer, place.index, writes=self._rank is not None)
+                if self._rank is not None and (held := _split_masters(place)) is not None:
+                    self._masters[id(place)] = held
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -105,7 +108,7 @@ class GatheredParameters:
         for place in places:
             view = place.buffer.view(place.index).detach()
             keeper.collectives.broadcast(view.view(-1), self._rank, f"new values of {place.slot.fqn}")
-            store(place)
+            store(place, self._masters.get(id(place)))
             keeper.prints.renew(place.buffer, place.index)
 
 
@@ -160,8 +163,22 @@ def iter_named_full_params(keeper: Keeper) -> Iterator[tuple[str, Tensor]]:
             keeper.release([unit])
 
 
-def store(place: Place) -> None:
-    """Takes the values in the whole parameter, equal on all ranks, into the shard and the master."""
+def _split_masters(place: Place) -> Tensor | None:
+    """(n,) fp32 masters of this rank, if they can be told only while the weights are as they are; None otherwise."""
+    training = place.keeper.training
+    if training is None or training.optimizer is None or not training.optimizer.splits_masters(place.buffer):
+        return None
+    if training.updates is not None:
+        training.updates.require_settled(f"new values of {place.slot.fqn}")
+    return training.optimizer.stored(place.buffer, None, *place.reach(place.buffer.rank)).copy()
+
+
+def store(place: Place, masters: Tensor | None = None) -> None:
+    """Takes the values in the whole parameter, equal on all ranks, into the shard and the master.
+
+    Args:
+        masters: as they were, where they can no longer be read.
+    """
     buffer, slot = place.buffer, place.slot
     rank = buffer.rank
     low, _ = buffer.layout.bounds(rank)
@@ -174,7 +191,7 @@ def store(place: Place) -> None:
         if training is not None and training.updates is not None:
             training.updates.require_settled(f"new values of {slot.fqn}")
         if training is not None and training.optimizer is not None and training.optimizer.is_away(buffer):
-            held = training.optimizer.stored(buffer, None, start, end).copy()
+            held = masters if masters is not None else training.optimizer.stored(buffer, None, start, end).copy()
             training.optimizer.change(buffer, None, start, _merged(held, buffer.full[start:end]))
             return
         master = buffer.master
@@ -200,6 +217,7 @@ def overwrite(place: Place, value: Tensor) -> None:
         training.updates.require_settled(f"new values of {slot.fqn}")
     with torch.no_grad():
         flat = value.detach().reshape(-1).to(buffer.full.device)
+        flat = flat.float() if flat.dtype is torch.float64 else flat
         buffer.full[slot.start : slot.end].copy_(flat)
         own = flat[start - slot.start : end - slot.start]
         if not buffer.resident:

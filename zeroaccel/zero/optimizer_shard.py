@@ -196,6 +196,8 @@ class OptimizerShard:
     def _add_tiered(self, buffer: FlatBuffer, sub_groups: Sequence[SubGroup]) -> None:
         self._sub_groups[id(buffer)] = tuple(sub_groups)
         for sub_group in sub_groups:
+            if sub_group.is_split:
+                sub_group.weights = buffer.stored_shard
             for run in sub_group.pieces:
                 master = nn.Parameter(torch.full((), math.nan).expand(run.end - run.start))
                 sub_group.masters.append(master)
@@ -433,6 +435,10 @@ class OptimizerShard:
     def is_away(self, buffer: FlatBuffer) -> bool:
         """Whether a buffer's masters and states are in a tier, where only `stored` and `change` reach them."""
         return id(buffer) in self._sub_groups
+
+    def splits_masters(self, buffer: FlatBuffer) -> bool:
+        """Whether its masters are kept as residuals of the weights, and cannot be told without those."""
+        return any(sub_group.is_split for sub_group in self._sub_groups.get(id(buffer), ()))
 
     def stored(self, buffer: FlatBuffer, name: str | None, start: int, end: int) -> TierElements:
         """See `StateTier.stored`; for a buffer that is away."""

@@ -5,6 +5,8 @@ slab, one key of a tier:
 
     [ master: L fp32 | first state: L elements | second state | ... ]
 
+or, where masters are split into weights and residuals, with those in place of the master (`split_masters.py`).
+
 While it is away, masters and states show one NaN in their true shapes, as sharded parameters do. What a state holds
 besides elements (a step count) stays in memory. Knows nothing of gradients; `optimizer_shard.py` steps.
 """
@@ -21,13 +23,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroaccel.errors import UsageError
-from zeroaccel.offload.tier import Fetch, Tier, TierElements, TierRange
+from zeroaccel.offload.tier import ElementRange, Fetch, Tier, TierElements, TierRange
+from zeroaccel.zero.split_masters import SplitMasters, SplitRange, Weights, split_nbytes
 from zeroaccel.zero.trial import renew_state
 
-__all__ = ["StateTier", "SubGroup", "TieredPiece", "cut_sub_groups", "slab_nbytes"]
+__all__ = ["SPLIT_SUB_GROUP_NUMEL", "StateTier", "SubGroup", "TieredPiece", "cut_sub_groups", "slab_nbytes"]
 
 SUB_GROUP_NUMEL = 1 << 23
 """Elements of a sub-group, whatever more `sub_group_size` allows: 32 MiB per fp32 tensor keep any disk busy."""
+
+SPLIT_SUB_GROUP_NUMEL = 1 << 19
+"""As many at most in host memory where masters are split: 2 MiB of joined masters stay in the cores' caches."""
 
 _GRAIN_NUMEL = 64  # sub-groups are multiples of it, so that every tensor of a slab starts on a cache line
 
@@ -50,6 +56,8 @@ class SubGroup:
         pieces: what it is made of, in order and without gaps.
         states: name -> dtype of the states its param groups keep per element.
         masters: per piece the optimizer's parameter; set by `OptimizerShard`.
+        is_split: whether masters are kept as residuals of the weights.
+        weights: of its buffer; set by `OptimizerShard` where masters are split.
         has_states: whether the states in the slab are any: before the first step there are none.
     """
 
@@ -58,6 +66,8 @@ class SubGroup:
     states: Mapping[str, torch.dtype]
     masters: list[nn.Parameter] = field(default_factory=list)
     has_states: bool = False
+    is_split: bool = False
+    weights: Weights | None = None
 
     @property
     def start(self) -> int:
@@ -74,14 +84,32 @@ class SubGroup:
         """L."""
         return self.end - self.start
 
+    @property
+    def master_nbytes(self) -> int:
+        """Bytes of a slab up to its states."""
+        return split_nbytes(self.numel) if self.is_split else 4 * self.numel
+
+    @property
+    def split_masters(self) -> SplitMasters | None:
+        """How to reach the masters, where they are split."""
+        if not self.is_split:
+            return None
+        assert self.weights is not None, f"{self.key}: residuals without weights"
+        return SplitMasters(self.start, self.numel, self.weights)
+
 
 def slab_nbytes(group: SubGroup) -> int:
     """Bytes of the master and all states."""
-    return group.numel * (4 + sum(dtype.itemsize for dtype in group.states.values()))
+    return group.master_nbytes + group.numel * sum(dtype.itemsize for dtype in group.states.values())
 
 
 def cut_sub_groups(
-    key: str, runs: Sequence[tuple[int, int, int]], states: Sequence[Mapping[str, torch.dtype]], limit_numel: int
+    key: str,
+    runs: Sequence[tuple[int, int, int]],
+    states: Sequence[Mapping[str, torch.dtype]],
+    limit_numel: int,
+    *,
+    is_split: bool = False,
 ) -> list[SubGroup]:
     """Sub-groups of at most `limit_numel` elements over the runs of a shard.
 
@@ -89,6 +117,7 @@ def cut_sub_groups(
         key: of the buffer; sub-groups are `key/0`, `key/1`, ...
         runs: (start, end, param group) in order and without gaps.
         states: per param group what it keeps per element.
+        is_split: of the sub-groups.
     """
     limit = max(min(limit_numel, SUB_GROUP_NUMEL) // _GRAIN_NUMEL, 1) * _GRAIN_NUMEL
     cuts: list[list[TieredPiece]] = []
@@ -107,7 +136,7 @@ def cut_sub_groups(
         names: dict[str, torch.dtype] = {}
         for group in sorted({piece.group for piece in pieces}):
             names.update(states[group])
-        found.append(SubGroup(f"{key}/{index}", tuple(pieces), names))
+        found.append(SubGroup(f"{key}/{index}", tuple(pieces), names, is_split=is_split))
     return found
 
 
@@ -140,6 +169,8 @@ class StateTier:
         self.pipeline_read = pipeline_read
         self.pipeline_write = pipeline_write
         self.renews = False
+        self._joined = torch.empty(0)  # the masters of the attached sub-group, where they are split
+        self._attached: SubGroup | None = None
 
     def adopt(self, key: str, master: Tensor, origin: int) -> None:
         """Stores the first master of a buffer.
@@ -150,18 +181,23 @@ class StateTier:
         """
         for group in self.sub_groups[key]:
             slab = self.tier.take(group.key)
-            _part(slab, 0, group.numel, torch.float32).copy_(master[group.start - origin : group.end - origin])
-            self.tier.store(group.key, slab, 4 * group.numel)
+            values = master[group.start - origin : group.end - origin]
+            if group.is_split:
+                SplitMasters(group.start, group.numel, _no_weights).write(slab, values.float().contiguous())
+            else:
+                _part(slab, 0, group.numel, torch.float32).copy_(values)
+            self.tier.store(group.key, slab, group.master_nbytes)
 
     def fetch(self, group: SubGroup) -> Fetch:
         """Starts to bring what there is of a sub-group."""
-        return self.tier.fetch(group.key, None if group.has_states else 4 * group.numel)
+        return self.tier.fetch(group.key, None if group.has_states else group.master_nbytes)
 
     def attach(self, group: SubGroup, slab: Tensor, optimizer: Optimizer) -> None:
         """Points masters and states at their places in the slab; makes the states that a constructor makes."""
+        whole = self._join(group, slab)
         for piece, master in zip(group.pieces, group.masters, strict=True):
             place = piece.start - group.start
-            master.data = _part(slab, 4 * place, piece.end - piece.start, torch.float32)
+            master.data = whole[place : place + piece.end - piece.start]
             if group.has_states:
                 for name, value in self._elements(optimizer, master):
                     optimizer.state[master][name] = self._place(group, slab, name, place, value.numel())
@@ -186,18 +222,21 @@ class StateTier:
                 place = self._place(group, slab, name, piece.start - group.start, value.numel())
                 if value.data_ptr() != place.data_ptr():  # made by this step
                     place.copy_(value)
+        if self._attached is group and (masters := group.split_masters) is not None:
+            masters.write(slab, self._joined[: group.numel])
         self.put_away(group, optimizer)
         group.has_states = bool(group.states) and any(optimizer.state.get(master) for master in group.masters)
         self.store(group, slab)
 
     def store(self, group: SubGroup, slab: Tensor) -> None:
         """Sends a slab back as it is."""
-        self.tier.store(group.key, slab, None if group.has_states else 4 * group.numel)
+        self.tier.store(group.key, slab, None if group.has_states else group.master_nbytes)
         if not self.pipeline_write:
             self.tier.settle()
 
     def put_away(self, group: SubGroup, optimizer: Optimizer) -> None:
         """Shows NaN for what is away."""
+        self._attached = None
         for master in group.masters:
             for name, value in self._elements(optimizer, master):
                 optimizer.state[master][name] = _absent(value.numel(), value.dtype)
@@ -214,8 +253,11 @@ class StateTier:
             groups: of one buffer; places count in its flat buffer.
         """
         dtype = torch.float32
-        ranges = []
+        ranges: list[ElementRange] = []
         for group, low, high in _overlaps(groups, start, end):
+            if name is None and (masters := group.split_masters) is not None:
+                ranges.append(SplitRange(self.tier, group.key, masters, low - group.start, high - low))
+                continue
             dtype = torch.float32 if name is None else group.states[name]
             offset = (0 if name is None else self._offset(group, name)) + (low - group.start) * dtype.itemsize
             ranges.append(TierRange(self.tier, group.key, offset, high - low, dtype))
@@ -240,13 +282,22 @@ class StateTier:
     def changing(self, group: SubGroup) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
         """((L,) the master, name -> (L,) the state), stored as they are left; not if the block raises.
 
+        Where masters are split, the block makes the weights those to which it leaves the masters.
+
         Raises:
             OffloadError: they cannot be read back.
         """
         slab = self.fetch(group).wait()
         try:
             places = {name: self._place(group, slab, name, 0, group.numel) for name in group.states}
-            yield _part(slab, 0, group.numel, torch.float32), places
+            masters = group.split_masters
+            if masters is None:
+                yield _part(slab, 0, group.numel, torch.float32), places
+            else:
+                whole = torch.empty(group.numel)
+                masters.read(slab, whole)
+                yield whole, places
+                masters.write(slab, whole)
         except BaseException:
             self.tier.release(slab)
             raise
@@ -255,17 +306,36 @@ class StateTier:
     def change(self, groups: Sequence[SubGroup], name: str | None, start: int, values: Tensor) -> None:
         """Replaces elements of a state, or of the master (None), from `start` on; returns when they are stored.
 
+        Where masters are split, the weights are the caller's to change.
+
         Raises:
             OffloadError: they cannot be read back or stored.
         """
         for group, low, high in _overlaps(groups, start, start + values.numel()):
+            if name is None and (masters := group.split_masters) is not None:
+                slab = self.fetch(group).wait()
+                masters.write(slab, values[low - start : high - start].float().contiguous(), low - group.start)
+                self.store(group, slab)
+                continue
             with self.changing(group) as (master, states):
                 target = master if name is None else states[name]
                 target[low - group.start : high - group.start].copy_(values[low - start : high - start])
         self.tier.settle()
 
+    def _join(self, group: SubGroup, slab: Tensor) -> Tensor:
+        """(L,) the masters of an attached sub-group."""
+        self._attached = group
+        masters = group.split_masters
+        if masters is None:
+            return _part(slab, 0, group.numel, torch.float32)
+        if self._joined.numel() < group.numel:
+            self._joined = torch.empty(group.numel)
+        whole = self._joined[: group.numel]
+        masters.read(slab, whole)
+        return whole
+
     def _offset(self, group: SubGroup, name: str) -> int:
-        offset = 4 * group.numel
+        offset = group.master_nbytes
         for other, dtype in group.states.items():
             if other == name:
                 return offset
@@ -283,6 +353,10 @@ class StateTier:
         for name, value in list(state.items()) if state else ():
             if isinstance(value, Tensor) and value.dim() > 0 and value.shape == master.shape:
                 yield name, value
+
+
+def _no_weights(start: int, end: int) -> Tensor:
+    raise AssertionError("weights are not there before their buffer is")
 
 
 def _overlaps(groups: Sequence[SubGroup], start: int, end: int) -> Iterator[tuple[SubGroup, int, int]]:

@@ -28,7 +28,7 @@ from zeroaccel.zero.build import BufferPlan
 from zeroaccel.zero.host_copies import HostCopies
 from zeroaccel.zero.optimizer_shard import group_runs
 from zeroaccel.zero.shard_home import ShardHome
-from zeroaccel.zero.state_tier import StateTier, SubGroup, cut_sub_groups, slab_nbytes
+from zeroaccel.zero.state_tier import SPLIT_SUB_GROUP_NUMEL, StateTier, SubGroup, cut_sub_groups, slab_nbytes
 from zeroaccel.zero.trial import state_dtypes
 from zeroaccel.zero.unit import Places
 
@@ -43,6 +43,7 @@ class OffloadRules:
 
     Attributes:
         param, optimizer: where they live.
+        splits_masters: masters of bf16 weights are kept as residuals (`data_types.master_weights`).
         where: the path of `zero_optimization` in the config, for errors.
     """
 
@@ -52,6 +53,7 @@ class OffloadRules:
     optimizer_section: OffloadOptimizer
     io: IoSettings
     sub_group_numel: int
+    splits_masters: bool = False
     where: str = "zero_optimization"
 
     @classmethod
@@ -65,6 +67,7 @@ class OffloadRules:
             zero.offload_optimizer or OffloadOptimizer(),
             IoSettings(aio.block_size, aio.intra_op_parallelism * aio.queue_depth, aio.overlap_events, aio.checksum),
             zero.sub_group_size,
+            config.data_types.master_weights == "residual",
         )
 
 
@@ -134,10 +137,13 @@ class TierSet:
         if offloads and device.type == "cuda":
             pinned = rules.param_section.pin_memory and rules.optimizer_section.pin_memory
             self.copies = HostCopies(device, pinned=pinned)
-        if optimizer is not None and rules.optimizer != "device":
+        self._host_states: dict[str, int] = {}  # keys and bytes of slabs in host memory
+        if optimizer is not None and (rules.optimizer != "device" or rules.splits_masters):
             dtypes = _states_on_the_host(optimizer)
-            if rules.optimizer == "nvme":
-                _check_one_number_per_element(optimizer, rules.where)
+            if rules.splits_masters:
+                _check_one_memory(rules, device)
+            if rules.optimizer == "nvme" or rules.splits_masters:
+                _check_one_number_per_element(optimizer, rules)
                 self._plan_states([plan for plan in plans if plan.trainable], dtypes, type(optimizer).__name__, rank)
         if rules.param != "device":
             self._plan_shards([plan for plan in plans if not plan.resident])
@@ -161,6 +167,9 @@ class TierSet:
             self.shards["host"] = HostTier(self._on_host, pinned=self._pins(self._rules.param_section.pin_memory))
         if self._shard_file is not None:
             self.shards["nvme"] = self._file_tier(self._shard_file)
+        if self._host_states:
+            pinned = self._pins(section.pin_memory)
+            self.states = StateTier(HostTier(self._host_states, pinned=pinned), self._sub_groups)
         if self._state_file is not None:
             self.states = StateTier(
                 self._file_tier(self._state_file),
@@ -173,7 +182,8 @@ class TierSet:
     def tiers(self) -> dict[str, Tier]:
         """Every tier, by what is in it and where."""
         found = {f"params, {residence}": tier for residence, tier in self.shards.items()}
-        return found | ({"optimizer, nvme": self.states.tier} if self.states is not None else {})
+        where = "nvme" if self._state_file is not None else "host"
+        return found | ({f"optimizer, {where}": self.states.tier} if self.states is not None else {})
 
     @property
     def is_used(self) -> bool:
@@ -226,8 +236,15 @@ class TierSet:
         section, where = self._rules.optimizer_section, f"{self._rules.where}.offload_optimizer"
         for plan in plans:
             runs = group_runs(plan.layout, plan.param_groups, rank)
-            self._sub_groups[plan.key] = cut_sub_groups(plan.key, runs, dtypes, self._rules.sub_group_numel)
+            is_split = self._rules.splits_masters and plan.dtype is torch.bfloat16
+            limit = self._rules.sub_group_numel
+            if self._rules.optimizer != "nvme":
+                limit = min(limit, SPLIT_SUB_GROUP_NUMEL)
+            self._sub_groups[plan.key] = cut_sub_groups(plan.key, runs, dtypes, limit, is_split=is_split)
         groups = [group for of_buffer in self._sub_groups.values() for group in of_buffer]
+        if self._rules.optimizer != "nvme":
+            self._host_states = {group.key: slab_nbytes(group) for group in groups}
+            return
         tensors = 1 + max((len(group.states) for group in groups), default=0)
         if section.buffer_count < tensors:
             raise ConfigError(
@@ -281,13 +298,24 @@ class TierSet:
         return tier
 
 
-def _check_one_number_per_element(optimizer: Optimizer, where: str) -> None:
+def _check_one_number_per_element(optimizer: Optimizer, rules: OffloadRules) -> None:
     if getattr(optimizer, "moments_dtype", "fp32") == "int8":
+        in_files = f'{rules.where}.offload_optimizer.device "nvme"'
+        beside = in_files if rules.optimizer == "nvme" else 'data_types.master_weights "residual"'
         raise ConfigError(
             "optimizer.params.moments_dtype",
-            expected=f'"fp32" or "bf16" with {where}.offload_optimizer.device "nvme"',
+            expected=f'"fp32" or "bf16" with {beside}',
             got="int8",
-            fix='8-bit blocks stay in memory: use "bf16", or set device to "cpu"',
+            fix='8-bit blocks do not go into slabs: use "bf16", or remove the other key',
+        )
+
+
+def _check_one_memory(rules: OffloadRules, device: torch.device) -> None:
+    """A master is put together from its weight and its residual at every step, by the host."""
+    if device.type != "cpu" and "device" in (rules.param, rules.optimizer):
+        raise ConfigError(
+            'data_types.master_weights "residual": weights and optimizer states must be in host memory or in files',
+            fix=f'offload both (offload_param and offload_optimizer of {rules.where}), or set it to "fp32"',
         )
 
 

@@ -137,6 +137,8 @@ class FlatBuffer:
             places: where the shard and the master are to live.
         """
         low, high = self.layout.bounds(self.rank)
+        if source.dtype is torch.float64 and self.dtype.itemsize < 4:
+            source = source.float()  # rounded by way of the master, as at every step
         self.full.copy_(source)
         if places.home is not None:
             self.home = places.home
@@ -183,6 +185,13 @@ class FlatBuffer:
         """Points every parameter at its view of the full buffer, or at NaN."""
         for param, data in zip(self.params, self._views if whole else self._absent, strict=True):
             set_local(param, data)
+
+    def stored_shard(self, start: int, end: int) -> Tensor:
+        """Elements [start, end) of the flat buffer, which are in this rank's shard; may be called by any thread."""
+        low, _ = self.layout.bounds(self.rank)
+        if self.home is not None:
+            return self.home.stored(start - low, end - low).copy()
+        return self.values()[start - low : end - low]
 
     def set_shard(self, start: int, values: Tensor) -> None:
         """Replaces elements of the shard, wherever it is; `start` counts in the flat buffer."""
