@@ -14,6 +14,7 @@ import zeroaccel
 from tests.multi.pool import Pool
 from tests.multi.training import Toy, batches, config, offloaded, train
 from zeroaccel.errors import EngineStateError, UsageError
+from zeroaccel.offload.file_io import IoSettings
 from zeroaccel.zero.parking import Parked
 
 Ranks = Callable[[int], Pool]
@@ -169,3 +170,37 @@ def test_max_in_cpu_keeps_the_first_shards_in_memory(ranks: Ranks, tmp_path: Pat
     assert set(found[10**9]) == {"params, host"}
     assert 0 < found[3000]["params, host"] <= 6000
     assert sum(found[3000].values()) == found[0]["params, nvme"] == found[10**9]["params, host"]
+
+
+def _settings_of_tiers(settings: dict[str, Any]) -> tuple[list[IoSettings], list[tuple[int, int]], bool, bool]:
+    """(how files are read, (budget, largest key) of the states and of the parameters, what of updates is beside I/O)."""
+    engine, *_ = zeroaccel.initialize(Toy(), config=settings)
+    tiers = engine._tiers
+    assert tiers is not None
+    assert tiers.states is not None
+    files: list[Any] = [tiers.states.tier, tiers.shards["nvme"]]
+    largest = max(group.numel for groups in tiers.states.sub_groups.values() for group in groups)
+    found = [(file.buffers.budget_nbytes, largest) for file in files]
+    how = [file.file.settings for file in files], found, tiers.states.pipeline_read, tiers.states.pipeline_write
+    engine.destroy()
+    return how
+
+
+def test_the_knobs_of_files_reach_them(ranks: Ranks, tmp_path: Path) -> None:
+    keys = offloaded(tmp_path, "nvme", "nvme", buffer_count=5, pipeline_read=True)
+    keys["offload_param"] = {**keys["offload_param"], "buffer_count": 3, "buffer_size": 4096}
+    settings = config(3, "bf16", **keys)
+    settings["aio"] = {
+        "block_size": 8192,
+        "queue_depth": 3,
+        "intra_op_parallelism": 2,
+        "overlap_events": False,
+        "checksum": True,
+    }
+    how, budgets, reads, writes = ranks(1).run(_settings_of_tiers, settings)[0]
+    assert how == [IoSettings(8192, threads=6, overlap=False, checksum=True)] * 2
+    (states, largest), (params, _) = budgets
+    assert largest == 512  # sub_group_size
+    assert states == 5 * 4 * largest * 2  # one more while the next is read
+    assert params == 3 * 4096 * 2
+    assert (reads, writes) == (True, False)

@@ -54,12 +54,15 @@ def examine_folder(path: str | os.PathLike[str], where: str) -> FolderFacts:
         where: the config key that names it, for errors.
 
     Raises:
-        ConfigError: it is missing, not a folder, not writable, or in memory.
+        ConfigError: it is missing, not a folder, read-only, not writable, or in memory.
     """
     folder = Path(os.path.abspath(os.path.expanduser(path)))
     if not folder.is_dir():
         got = f"{folder}, which {'is a file' if folder.exists() else 'does not exist'}"
         raise ConfigError(where, expected="a folder on a local disk", got=got, fix="create it or name another")
+    if os.statvfs(folder).f_flag & os.ST_RDONLY:
+        got = f"{folder}, which is on a read-only file system"
+        raise ConfigError(where, expected="a folder one may write to", got=got, fix="name another, or mount it anew")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(where, expected="a folder one may write to", got=str(folder), fix="change its permissions")
     kind = _file_system(folder)
