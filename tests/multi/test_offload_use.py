@@ -173,7 +173,7 @@ def test_max_in_cpu_keeps_the_first_shards_in_memory(ranks: Ranks, tmp_path: Pat
 
 
 def _settings_of_tiers(settings: dict[str, Any]) -> tuple[list[IoSettings], list[tuple[int, int]], bool, bool]:
-    """(how files are read, (budget, largest key) of the states and of the parameters, what of updates is beside I/O)."""
+    """(how files are read; (budget, largest sub-group) of states and of parameters; both pipelines)."""
     engine, *_ = zeroaccel.initialize(Toy(), config=settings)
     tiers = engine._tiers
     assert tiers is not None

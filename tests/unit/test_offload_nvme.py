@@ -220,7 +220,7 @@ def test_a_folder_that_will_not_do(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     mounted = os.statvfs_result((4096, 4096, 9, 9, 9, 9, 9, 9, os.ST_RDONLY, 255))
     with monkeypatch.context() as patched:
         patched.setattr(os, "statvfs", lambda *_: mounted)
-        with pytest.raises(ConfigError, match="which is on a read-only file system; name another"):
+        with pytest.raises(ConfigError, match="which is on a read-only file system'; name another"):
             examine_folder(tmp_path, "nvme_path")
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(ConfigError, match="a folder one may write to"):
