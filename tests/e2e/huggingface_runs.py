@@ -19,10 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import deepspeed  # type: ignore[import-not-found]
 import torch
 import transformers
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
-from torch.utils.data import Dataset
+from accelerate.utils import DeepSpeedPlugin
+from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainingArguments, set_seed
 
 import zeroaccel.comm.topology
@@ -53,19 +56,18 @@ def tokens(generator: torch.Generator) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
 
 
+SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+
+
 def llama() -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
@@ -141,8 +143,12 @@ def adapter_digest(folder: Path) -> str:
 def model_digest(folder: Path, kind: Any) -> str:
     model, report = kind.from_pretrained(folder, output_loading_info=True)
     assert not any(report[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    return state_digest(model.state_dict())
+
+
+def state_digest(state: Mapping[str, torch.Tensor]) -> str:
     digest = hashlib.sha256()
-    for name, value in sorted(model.state_dict().items()):
+    for name, value in sorted(state.items()):
         digest.update(name.encode() + value.contiguous().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
@@ -288,29 +294,13 @@ def encoder_decoder(stage: str, folder: Path) -> dict[str, Any]:
 
 def experts(stage: str, folder: Path) -> dict[str, Any]:
     """A mixture of experts, of which ranks use different ones."""
-    settings = transformers.MixtralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        max_position_embeddings=64,
-    )
+    settings = transformers.MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)
     return plain(stage, folder, lambda: transformers.MixtralForCausalLM(settings), tokens)
 
 
 def multimodal(stage: str, folder: Path) -> dict[str, Any]:
     """LLaVA: the hidden size is in a nested config, and there are two towers."""
-    text = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=64,
-    )
+    text = transformers.LlamaConfig(**SIZES)
     sight = transformers.CLIPVisionConfig(
         hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4
     )
@@ -355,6 +345,50 @@ def generation(stage: str, folder: Path) -> dict[str, Any]:
     return outcome(run, written=text.tolist())
 
 
+def plugins(stage: str, folder: Path) -> dict[str, Any]:
+    """accelerate with several plugins: a student that is trained, and a teacher at the other stage that is only run."""
+    student, teacher = llama(), llama()
+    if stage == "ddp":
+        accelerator = Accelerator(cpu=True)
+    else:
+        stages = {"student": int(stage), "teacher": 5 - int(stage)}
+        accelerator = Accelerator(
+            deepspeed_plugins={
+                name: DeepSpeedPlugin(
+                    {
+                        "train_micro_batch_size_per_gpu": 2,
+                        "zero_optimization": {"stage": its_stage, "stage3_param_persistence_threshold": 0},
+                    }
+                )
+                for name, its_stage in stages.items()
+            }
+        )
+    optimizer = torch.optim.AdamW(student.parameters(), lr=2e-3)
+    loader = DataLoader(Samples(16, tokens), batch_size=2)
+    student, optimizer, loader = accelerator.prepare(student, optimizer, loader)
+    if stage == "ddp":
+        teacher = accelerator.prepare_model(teacher, evaluation_mode=True)
+    else:
+        accelerator.state.select_deepspeed_plugin("teacher")
+        teacher = accelerator.prepare(teacher)
+        accelerator.state.select_deepspeed_plugin("student")
+        assert [student.zero_optimization_stage(), teacher.zero_optimization_stage()] == list(stages.values())
+    losses = []
+    for batch in loader:
+        with torch.no_grad():
+            wanted = teacher(**batch).logits
+        loss = torch.nn.functional.mse_loss(student(**batch).logits, wanted)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses += accelerator.gather(loss.detach()[None]).tolist()
+    model = accelerator.unwrap_model(student)
+    with deepspeed.zero.GatheredParameters(model.parameters()):  # accelerate's call goes by the plugin prepared last
+        weights = state_digest(model.state_dict())
+    accelerator.free_memory()
+    return {"losses": losses, "weights": weights}
+
+
 SCENARIOS = {
     found.__name__: found
     for found in (
@@ -370,6 +404,7 @@ SCENARIOS = {
         experts,
         multimodal,
         generation,
+        plugins,
     )
 }
 
@@ -387,6 +422,7 @@ def forget(*, keep_environment: bool = False) -> None:
 
 def main(folder: str, *wanted: str) -> None:
     zeroaccel.comm.topology.init_process_group()
+    gc.freeze()  # the libraries' own objects: collections, of which every run makes three, took most of the time
     for scenario in wanted:
         name, _, stages = scenario.partition(":")
         for stage in stages.split(","):

@@ -35,6 +35,7 @@ RUNS = {
     "experts": ("2", "3"),
     "multimodal": ("2", "3"),
     "generation": ("2", "3"),
+    "plugins": ("2", "3"),
 }
 BF16 = ("own_optimizer",)
 # These warm up by DeepSpeed's schedule, which plain Trainer does not have.
