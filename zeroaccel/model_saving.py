@@ -19,7 +19,7 @@ from zeroaccel.checkpoint.engine import CheckpointingEngine
 from zeroaccel.checkpoint.model_files import parse_nbytes
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.errors import UsageError
+from zeroaccel.errors import CheckpointError, UsageError
 from zeroaccel.prepare import Prepared
 from zeroaccel.state import AcceleratorState
 from zeroaccel.zero.engine import Engine
@@ -73,15 +73,22 @@ class ModelSaving:
         """Writes an object, on the main process: by `torch.save`, or a dict of tensors as safetensors.
 
         The others return at once; for the values of a prepared model, `get_state_dict` first.
+
+        Raises:
+            CheckpointError: it cannot be written.
         """
         if self.collectives.rank != 0:
             return
-        if safe_serialization:
-            from safetensors.torch import save_file  # numpy and the format's library, only where a file is written
+        from safetensors import SafetensorError  # the format's library, only where a file is written
+        from safetensors.torch import save_file
 
-            save_file({name: value.contiguous() for name, value in obj.items()}, f, metadata={"format": "pt"})
-        else:
-            torch.save(obj, f)
+        try:
+            if safe_serialization:
+                save_file({name: value.contiguous() for name, value in obj.items()}, f, metadata={"format": "pt"})
+            else:
+                torch.save(obj, f)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise CheckpointError(f"{os.fspath(f)}: cannot be written ({error})") from error
 
     def save_model(
         self,

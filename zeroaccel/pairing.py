@@ -6,7 +6,7 @@ and changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +38,8 @@ class Job:
     """One model with what trains it; without an optimizer it is for inference.
 
     Attributes:
-        at: position of each part among the arguments: "model", "optimizer", and the schedules by index.
+        schedulers: each with its position among the arguments.
+        model_at, optimizer_at: positions of the two.
     """
 
     model: nn.Module
@@ -48,17 +49,13 @@ class Job:
     optimizer_at: int = 0
 
 
-def sort(objects: Sequence[Any], is_loader: Callable[[Any], bool] = lambda value: False) -> Sorted:
-    """The objects by kind; anything else is left to the caller as it is.
-
-    Args:
-        is_loader: knows loaders besides torch's.
-    """
+def sort(objects: Sequence[Any]) -> Sorted:
+    """The objects by kind; anything else is left to the caller as it is."""
     found = Sorted()
     for index, value in enumerate(objects):
         if isinstance(value, (Engine, PreparedOptimizer, PreparedScheduler)):
             continue
-        if isinstance(value, (DataLoader,)) or is_loader(value):
+        if isinstance(value, DataLoader):
             found.loaders.append((index, value))
         elif isinstance(value, nn.Module):
             found.models.append((index, value))

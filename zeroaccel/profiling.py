@@ -43,8 +43,11 @@ def profile(settings: ProfileKwargs, rank: int, device: torch.device) -> Iterato
     """The profiler, running.
 
     Raises:
-        UsageError: an activity that is none.
+        UsageError: an activity that is none, or a folder that cannot be made; before anything runs.
     """
+    folder = None if settings.output_trace_dir is None else Path(settings.output_trace_dir)
+    if folder is not None:
+        _make(folder)
     known = {"cpu": torch.profiler.ProfilerActivity.CPU, "cuda": torch.profiler.ProfilerActivity.CUDA}
     wanted = settings.activities or sorted({"cpu", device.type})
     for name in wanted:
@@ -62,7 +65,13 @@ def profile(settings: ProfileKwargs, rank: int, device: torch.device) -> Iterato
         with_modules=settings.with_modules,
     ) as running:
         yield running
-    if settings.output_trace_dir is not None:
-        folder = Path(settings.output_trace_dir)
-        folder.mkdir(parents=True, exist_ok=True)
+    if folder is not None:
         running.export_chrome_trace(str(folder / f"profile_{rank}.json"))
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        where = "ProfileKwargs(output_trace_dir)"
+        raise UsageError(where, expected="a folder that can be made", got=f"{folder} ({error.strerror})") from error

@@ -199,6 +199,7 @@ class Trackers:
 
         Raises:
             UsageError: `init_kwargs` names a tracker that is not among them.
+            ConfigError: a tracker's folder cannot be written.
         """
         kwargs = dict(init_kwargs or {})
         names = [one if isinstance(one, str) else one.name for one in self._chosen]
@@ -212,7 +213,11 @@ class Trackers:
             elif self._is_main:
                 made = _KNOWN[one]
                 folder: dict[str, Any] = {"logging_dir": self._logging_dir} if made.requires_logging_directory else {}
-                self._running.append(made(project_name, **folder, **kwargs.get(one, {})))
+                try:
+                    self._running.append(made(project_name, **folder, **kwargs.get(one, {})))
+                except OSError as error:
+                    got = f"{error.filename or self._logging_dir} ({error.strerror})"
+                    raise ConfigError(f"init_trackers: {one}", expected="a folder to write to", got=got) from error
         if config is not None:
             for tracker in self._running:
                 tracker.store_init_configuration(config)

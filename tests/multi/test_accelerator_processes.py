@@ -147,6 +147,11 @@ def _control(folder: Path) -> list[Any]:
         accelerator.profile(ProfileKwargs(activities=["disk"])),
     ):
         pass
+    with (
+        pytest.raises(UsageError, match=r"output_trace_dir\): expected a folder that can be made, got '.*made/below"),
+        accelerator.profile(ProfileKwargs(output_trace_dir=str(folder / "made" / "below"))),
+    ):
+        pytest.fail("the block ran")
     accelerator.wait_for_everyone()
     return [ran, parts]
 

@@ -92,6 +92,10 @@ def _alone(folder: Path) -> list[str]:
     accelerator.wait_for_everyone()
     with pytest.raises(CheckpointError, match=r"extra.pt/below: cannot be written \(Not a directory\)"):
         accelerator.save_model(model, folder / "extra.pt" / "below")
+    if accelerator.is_main_process:
+        for safe in (False, True):
+            with pytest.raises(CheckpointError, match=r"extra.pt/below: cannot be written"):
+                accelerator.save({"a": torch.ones(2)}, folder / "extra.pt" / "below", safe_serialization=safe)
     assert accelerator.unwrap_model(model) is inner
     accelerator.free_memory()
     return names

@@ -158,3 +158,10 @@ def test_names_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="value of 'loss': expected a number"):
         trackers.log({"loss": None})
     trackers.finish()
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    trackers = Trackers("tensorboard", tmp_path / "file", is_main_process=True)
+    with pytest.raises(ConfigError, match=r"init_trackers: tensorboard: expected a folder to write to, got '.*file"):
+        trackers.init("run")
