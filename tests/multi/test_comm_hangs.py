@@ -17,7 +17,7 @@ from tests.multi.job import JobResult, run_job
 
 LIMIT = 2.0
 PROMISE = 15.0  # seconds after the limit in which every rank has ended
-AT_A_TIME = 3
+AT_A_TIME = 2
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,13 @@ CONFIG: dict[str, Any] = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _new_processes(ranks: Ranks) -> None:
+    """`compat.install` has to come before anything imports accelerate, as other tests do."""
+    for world_size in (1, 2):
+        ranks(world_size).close()
+
+
 def _model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 6)), nn.Linear(6, 2))
