@@ -30,11 +30,8 @@ from zeroaccel.config import (
     BatchSizes,
     Config,
     Fact,
-    ShardPlan,
-    TierPlan,
     comm_plan,
     load_config,
-    overlaps_communication,
     shard_plan,
     solve_batch,
     tier_plan,
@@ -47,22 +44,18 @@ from zeroaccel.ops.dispatch import use_threads
 from zeroaccel.tracking import build_monitors
 from zeroaccel.verification import RecordingReport, Verification, verification
 from zeroaccel.zero.build import (
-    Placement,
     broadcast_buffers,
     build_units,
     check_parameters,
     check_same,
     plan_buffers,
 )
-from zeroaccel.zero.engine import EngineSettings
-from zeroaccel.zero.grouping import LeafRules, UnitSpec, group_parameters
+from zeroaccel.zero.from_config import dtype_of, engine_settings_of, loss_scale_of, placement_of, unit_specs_of
 from zeroaccel.zero.lr_schedules import build_scheduler
 from zeroaccel.zero.model_facts import facts_from_model
 from zeroaccel.zero.optimizer_shard import OptimizerShard, group_index, warn_unoptimized
 from zeroaccel.zero.optimizers import build_optimizer
-from zeroaccel.zero.precision import DynamicLossScale, LossScale, StaticLossScale, cast_buffers, kept_in_fp32
-from zeroaccel.zero.reducer import ReduceRules
-from zeroaccel.zero.schedule import Limits
+from zeroaccel.zero.precision import cast_buffers
 from zeroaccel.zero.shared_updates import check_update_time, share_updates
 from zeroaccel.zero.tiers import OffloadRules, TierSet
 from zeroaccel.zero.timing import StepReport
@@ -71,8 +64,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["initialize"]
-
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 ConfigSource = Mapping[str, Any] | str | os.PathLike[str] | Config
 OptimizerSource = Optimizer | Callable[[list[nn.Parameter]], Optimizer]
@@ -139,20 +130,20 @@ def initialize(
         batch = _batch(settings, world_size, training=built is not None)
         names = {id(param): fqn for fqn, param in model.named_parameters()}
         groups = group_index(built, names) if built is not None else {}
-        specs = _unit_specs(model, settings, plan)
-        engine_settings = _engine_settings(settings, plan, batch, world_size, cast_inputs=cast_inputs)
+        specs = unit_specs_of(model, settings, plan)
+        engine_settings = engine_settings_of(settings, plan, batch, world_size, cast_inputs=cast_inputs)
         spread = comm_plan(settings, world_size, None if mesh is None else shard_size_of(mesh, settings))
         scheduler = _scheduler(lr_scheduler, settings, built)
         monitors = build_monitors(settings, collectives.rank)
         recomputation = _recomputation(model, settings)
     residences = tier_plan(settings)
-    units_placement = _placement(model, settings, plan, groups, topology.device, residences)
-    check_same(model, units_placement, [*str(engine_settings).split(", "), str(spread), str(residences)], collectives)
+    placement = placement_of(model, settings, plan, groups, topology.device, residences)
+    check_same(model, placement, [*str(engine_settings).split(", "), str(spread), str(residences)], collectives)
     collectives = arrange(collectives, spread, cells)
 
-    cast_buffers(model, topology.device, _dtype(settings.data_types.buffer_dtype), set(units_placement.fp32_names))
+    cast_buffers(model, topology.device, dtype_of(settings.data_types.buffer_dtype), set(placement.fp32_names))
     broadcast_buffers(model, collectives)
-    plans = [plan_buffers(spec, units_placement, collectives.shard_world_size) for spec in specs]
+    plans = [plan_buffers(spec, placement, collectives.shard_world_size) for spec in specs]
     with agreed(collectives, "initialize: offload"):
         rules = OffloadRules.of(settings, residences.param, residences.optimizer)
         tiers = TierSet(rules, list(chain(*plans)), built, collectives.shard_rank, topology.device)
@@ -162,7 +153,7 @@ def initialize(
             check_update_time(built, rules.optimizer_section.update_during, section)
     _open_tiers(tiers, collectives)
     try:
-        units = build_units(specs, plans, units_placement, collectives, tiers)
+        units = build_units(specs, plans, placement, collectives, tiers)
         unused = [param for param in model.parameters() if param.requires_grad and id(param) not in groups]
         with agreed(collectives, "initialize: optimizer"):
             tiers.settle()
@@ -192,7 +183,7 @@ def initialize(
         engine_settings,
         optimizer=shard,
         lr_scheduler=scheduler,
-        loss_scale=_loss_scale(settings),
+        loss_scale=loss_scale_of(settings),
         # Gradients that only pass through a model for inference, on their way to another, would pile up in it.
         discarded=unused,
         tiers=tiers,
@@ -258,10 +249,6 @@ def _apply_process_settings(settings: Config) -> None:
         logger.info("%s", note)
 
 
-def _dtype(name: str | None) -> torch.dtype | None:
-    return None if name is None else _DTYPES[name]
-
-
 def _optimizer(
     model: nn.Module, given: OptimizerSource | None, params: Iterable[Any] | None, settings: Config
 ) -> Optimizer | None:
@@ -322,81 +309,6 @@ def _batch(settings: Config, world_size: int, *, training: bool) -> BatchSizes:
     if not training and not given:
         return BatchSizes(train=world_size, micro=1, accumulation=1)
     return solve_batch(settings, world_size)
-
-
-def _unit_specs(model: nn.Module, settings: Config, plan: ShardPlan) -> list[UnitSpec]:
-    zero = settings.zero_optimization
-    leaf = zero.leaf_module
-    rules = LeafRules(
-        tuple(leaf.classes), tuple(leaf.names), tuple(leaf.name_suffixes), zero.module_granularity_threshold
-    )
-    return group_parameters(
-        model,
-        rules=rules,
-        persistence_threshold=zero.param_persistence_threshold if plan.params else 0,
-        model_persistence_threshold=zero.model_persistence_threshold,
-    )
-
-
-def _placement(
-    model: nn.Module,
-    settings: Config,
-    plan: ShardPlan,
-    groups: Mapping[int, int],
-    device: torch.device,
-    residences: TierPlan,
-) -> Placement:
-    fp32 = kept_in_fp32(model, settings.data_types.keep_in_fp32_modules)
-    offloads_params = residences.param != "device"
-    packs_frozen = settings.zero_optimization.zero_quantized_nontrainable_weights
-    return Placement(_DTYPES[settings.precision], frozenset(fp32), device, plan, groups, offloads_params, packs_frozen)
-
-
-def _engine_settings(
-    settings: Config, plan: ShardPlan, batch: BatchSizes, world_size: int, *, cast_inputs: bool = False
-) -> EngineSettings:
-    zero = settings.zero_optimization
-    predivide = float(world_size) if settings.prescale_gradients else settings.gradient_predivide_factor
-    mean = settings.gradient_allreduce_op == "mean"
-    accumulation = settings.data_types.grad_accum_dtype
-    casts = (settings.fp16.enabled and settings.fp16.auto_cast) or (cast_inputs and settings.precision != "fp32")
-    return EngineSettings(
-        plan=plan,
-        micro_batch_size=batch.micro,
-        accumulation=batch.accumulation,
-        managed_accumulation=settings.managed_gradient_accumulation,
-        clipping=settings.gradient_clipping,
-        compute_norm=zero.compute_grad_norm,
-        skip_overflow=settings.fp16.enabled or (settings.bf16.enabled and settings.bf16.check_grad_overflow),
-        loss_scaled=settings.fp16.enabled,
-        autocast_dtype=_DTYPES[settings.precision] if casts else None,
-        gather_numel=zero.allgather_bucket_size,
-        update_during=zero.offload_optimizer.update_during if zero.offload_optimizer is not None else "step",
-        limits=Limits(zero.prefetch_bucket_size, zero.max_live_parameters, zero.max_reuse_distance),
-        rules=ReduceRules(
-            dtype=_dtype(settings.communication_data_type),
-            accumulation_dtype=torch.float32 if accumulation is None else _DTYPES[accumulation],
-            predivide=predivide,
-            postscale=predivide / world_size if mean else predivide,
-            bucket_numel=zero.reduce_bucket_size,
-            overlap=overlaps_communication(settings),
-        ),
-    )
-
-
-def _loss_scale(settings: Config) -> LossScale:
-    fp16 = settings.fp16
-    if not fp16.enabled:
-        return LossScale()
-    if fp16.loss_scale:
-        return StaticLossScale(fp16.loss_scale)
-    return DynamicLossScale(
-        value=float(2**fp16.initial_scale_power),
-        window=fp16.loss_scale_window,
-        hysteresis=fp16.hysteresis,
-        consecutive_hysteresis=fp16.consecutive_hysteresis,
-        minimum=fp16.min_loss_scale,
-    )
 
 
 def _scheduler(given: SchedulerSource | None, settings: Config, optimizer: Optimizer | None) -> Any:

@@ -21,12 +21,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedFakeTensorException
 from torch.utils.checkpoint import checkpoint
 
-from zeroaccel import assembly
 from zeroaccel.config import BatchSizes, Fact, load_config, shard_plan, tier_plan
 from zeroaccel.errors import UsageError
 from zeroaccel.zero.build import build_units, plan_buffers
 from zeroaccel.zero.clip import GradientHealth
 from zeroaccel.zero.engine import Engine
+from zeroaccel.zero.from_config import dtype_of, engine_settings_of, placement_of, unit_specs_of
 from zeroaccel.zero.grouping import group_parameters
 from zeroaccel.zero.model_facts import facts_from_model
 from zeroaccel.zero.optimizer_shard import OptimizerShard
@@ -178,13 +178,13 @@ def _engine(model: nn.Module, workload: Workload, stage: int, collectives: Absen
     params = [param for param in model.parameters() if param.requires_grad]
     optimizer = _StatesOnly(params, workload.states_per_element)
     groups = {id(param): 0 for param in params}
-    specs = assembly._unit_specs(model, settings, plan)
+    specs = unit_specs_of(model, settings, plan)
     if workload.checkpointing:
         _recompute(model)
     device = torch.device("cpu")
     residences = tier_plan(settings)
-    placement = assembly._placement(model, settings, plan, groups, device, residences)
-    cast_buffers(model, device, assembly._dtype(settings.data_types.buffer_dtype), set(placement.fp32_names))
+    placement = placement_of(model, settings, plan, groups, device, residences)
+    cast_buffers(model, device, dtype_of(settings.data_types.buffer_dtype), set(placement.fp32_names))
     plans = [plan_buffers(spec, placement, workload.ranks) for spec in specs]
     rules = OffloadRules.of(settings, residences.param, residences.optimizer)
     tiers = TierSet(rules, list(chain(*plans)), optimizer, 0, device)
@@ -201,7 +201,7 @@ def _engine(model: nn.Module, workload: Workload, stage: int, collectives: Absen
         micro=workload.batch,
         accumulation=min(workload.accumulation, 2),
     )
-    engine_settings = assembly._engine_settings(settings, plan, batch, workload.ranks)
+    engine_settings = engine_settings_of(settings, plan, batch, workload.ranks)
     return _EngineWithoutValues(model, units, collectives, engine_settings, optimizer=shard, config=settings.raw)
 
 

@@ -24,6 +24,7 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import init_process_group
 from zeroaccel.config import Config, load_config
 from zeroaccel.errors import UsageError
+from zeroaccel.zero.from_config import DTYPES
 from zeroaccel.zero.hooks import watch_construction
 from zeroaccel.zero.keeper import place_of
 from zeroaccel.zero.module_shards import Destination, ModuleShards
@@ -32,7 +33,6 @@ __all__ = ["Init", "destination"]
 
 RemoteDevice = Literal["cpu", "nvme"]
 
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _ACTIVE: list[Init] = []
 
 
@@ -153,7 +153,7 @@ def destination(
         folder = Path(given)
         folder.mkdir(parents=True, exist_ok=True)
     if dtype is None and settings is not None:
-        dtype = _DTYPES[settings.precision]
+        dtype = DTYPES[settings.precision]
     return Destination(dtype, torch.device("cpu") if place in ("cpu", "nvme") else device, folder)
 
 
