@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -35,6 +36,7 @@ from zeroaccel.zero.tiers import OffloadRules, TierSet
 
 from .absent_ranks import AbsentRanks
 from .ledger import Ledger
+from .lengthening import Course, Moment, lengthen
 from .subject import Step, Subject
 from .workload import Memory, Workload
 
@@ -63,79 +65,119 @@ class Simulated:
 def simulate(subject: Subject, workload: Workload, stage: int, *, on_cpu: bool = False) -> Simulated:
     """Takes two optimizer steps on tensors without data.
 
+    A model of many blocks that are all alike is taken with a few of them, of which the whole follows; see `lengthen`.
+
     Args:
         on_cpu: the ranks compute in host memory and talk through gloo, which needs buffers to receive into.
 
     Raises:
         UsageError: the model does something that needs values.
     """
+    shortest = _EDGES + -(-_WINDOW_NUMEL // max(subject.layer_numel, 1))
+    if subject.build_short is not None and shortest + 2 < subject.layers // 2:
+        lengths = range(shortest, shortest + 3)
+        courses = [
+            _course(partial(subject.build_short, layers), subject.name, workload, stage, on_cpu=on_cpu, whole=True)
+            for layers in lengths
+        ]
+        if (course := lengthen(courses, subject.layers - lengths[-1])) is not None:
+            return _simulated(course)
+    return _simulated(_course(subject.build, subject.name, workload, stage, on_cpu=on_cpu))
+
+
+_EDGES = 4  # blocks at both ends that may be treated in another way than those between
+_WINDOW_NUMEL = 10**9  # elements that the engine looks ahead, or keeps whole, by default
+
+
+def _simulated(course: Course) -> Simulated:
+    moment = max(course.moments, key=lambda one: one.total)  # the first of several
+    known = moment.params + moment.optimizer + moment.gradients
+    peak = Memory(moment.params, moment.optimizer, moment.gradients, max(0, moment.total - known))
+    return Simulated(course.numel, peak, _PHASES[moment.phase % len(_PHASES)], course.shards, course.trained)
+
+
+def _course(
+    build: Callable[[], tuple[nn.Module, Step]],
+    name: str,
+    workload: Workload,
+    stage: int,
+    *,
+    on_cpu: bool,
+    whole: bool = False,
+) -> Course:
+    """What is held in the second of two steps, moment by moment; only up to each new peak unless `whole`."""
     with FakeTensorMode() as fake:
         try:
-            return _simulate(subject, workload, stage, on_cpu=on_cpu)
+            return _take_two_steps(build, workload, stage, on_cpu=on_cpu, whole=whole)
         except (UnsupportedFakeTensorException, torch._subclasses.fake_tensor.DataDependentOutputException) as error:
             raise UsageError(
-                f"{subject.name}: its forward depends on values, which an estimate does not have: {error}",
+                f"{name}: its forward depends on values, which an estimate does not have: {error}",
                 fix="estimate by the number of parameters instead, such as 7b",
             ) from error
         finally:
             fake.fake_tensor_converter.meta_converter.describer.lookup_storage.clear()
 
 
-def _simulate(subject: Subject, workload: Workload, stage: int, *, on_cpu: bool) -> Simulated:
-    watch = _Watch()
-    with Ledger(watch.note_peak) as ledger:
-        model, step = subject.build()
+def _take_two_steps(
+    build: Callable[[], tuple[nn.Module, Step]], workload: Workload, stage: int, *, on_cpu: bool, whole: bool
+) -> Course:
+    watch = _Watch(whole=whole)
+    with Ledger(watch.note) as ledger:
+        model, step = build()
         numel = sum(param.numel() for param in model.parameters())
         collectives = AbsentRanks(workload.ranks, receives_in_host_memory=on_cpu)
         engine = _engine(model, workload, stage, collectives)
         ledger.follow(buffer.full for unit in engine.units for buffer in unit.buffers)
-        watch.engine = engine
         # The first step records the order of fetches, and leaves receive buffers behind.
         for _ in range(2):
-            watch.phase = "forward"
-            ledger.restart()
+            watch.begin(engine)
+            ledger.look()
             _take_step(engine, step, workload, watch)
-        peak = watch.peak
+        moments = watch.moments
+        watch.engine = None
         buffers = [buffer for unit in engine.units for buffer in unit.buffers]
         shards = tuple((b.shard.numel(), b.shard.nbytes) for b in buffers if not b.resident)
         trained = tuple(b.master.numel() for b in buffers if b.master is not None)
-        watch.engine = None
         engine.destroy()
-    assert peak is not None, "a step without a tensor"
-    return Simulated(numel, peak, watch.peak_phase, shards, trained)
+    return Course(numel, tuple(moments), shards, trained)
+
+
+_PHASES = ("forward", "backward", "step")
 
 
 class _Watch:
-    """Keeps what was held, and for what, when most was held."""
+    """Writes down what is held, and for what, at every new peak of a step, or at every moment of it.
 
-    def __init__(self) -> None:
-        self.engine: Engine | None = None
-        self.phase = "forward"
-        self.peak: Memory | None = None
-        self.peak_phase = ""
+    Attributes:
+        phase: how many parts of the step are over.
+    """
 
-    def note_peak(self, total: int) -> None:
-        if self.engine is not None:
-            self.peak, self.peak_phase = self.by_purpose(total), self.phase
+    def __init__(self, *, whole: bool) -> None:
+        self._whole = whole
+        self.engine: _EngineWithoutValues | None = None
+        self.phase = 0
+        self.moments: list[Moment] = []
+        self._highest = 0
 
-    def by_purpose(self, total: int) -> Memory:
-        assert self.engine is not None, "nothing is held yet"
-        states = self.engine.model_state_nbytes()
-        gradients = states["gradients"] + self.engine._reducer.in_flight_nbytes()
-        known = states["params"] + states["optimizer"] + gradients
-        return Memory(states["params"], states["optimizer"], gradients, max(0, total - known))
+    def begin(self, engine: _EngineWithoutValues) -> None:
+        self.engine, self.phase, self.moments, self._highest = engine, 0, [], 0
+
+    def note(self, total: int) -> None:
+        if self.engine is not None and (self._whole or total > self._highest):
+            self._highest = max(self._highest, total)
+            self.moments.append(Moment(self.phase, total, *self.engine.held()))
 
 
 def _take_step(engine: Engine, step: Step, workload: Workload, watch: _Watch) -> None:
     kept: Any = None
     # More micro-steps than two only repeat the second.
-    for _ in range(engine.gradient_accumulation_steps()):
-        watch.phase = "forward"
+    for number in range(engine.gradient_accumulation_steps()):
+        watch.phase = len(_PHASES) * number
         kept = step(engine, workload.batch, workload.sequence)
         loss = kept[0] if isinstance(kept, tuple) else kept
-        watch.phase = "backward"
+        watch.phase += 1
         engine.backward(loss)
-        watch.phase = "step"
+        watch.phase += 1
         engine.step()
     del kept
 
@@ -158,12 +200,17 @@ class _StatesOnly(torch.optim.Optimizer):
 
 
 class _EngineWithoutValues(Engine):
+    def held(self) -> tuple[int, int, int]:
+        """Bytes of parameters, of the optimizer and of gradients, those on their way among them."""
+        states = self.model_state_nbytes()
+        return states["params"], states["optimizer"], states["gradients"] + self._reducer.in_flight_nbytes()
+
     def _finish_gradients(self, *, norm: bool) -> GradientHealth:
         self._complete_gradients()
         return GradientHealth(finite=True, norm=1.0, agreed=True)
 
 
-def _engine(model: nn.Module, workload: Workload, stage: int, collectives: AbsentRanks) -> Engine:
+def _engine(model: nn.Module, workload: Workload, stage: int, collectives: AbsentRanks) -> _EngineWithoutValues:
     """As `assembly.initialize` does it, up to what needs a process group or values."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": workload.batch,

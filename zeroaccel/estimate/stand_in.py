@@ -31,10 +31,14 @@ class Shape:
     vocabulary: int
 
     @property
+    def block_numel(self) -> int:
+        """Parameters of one layer."""
+        return 4 * self.width**2 + 3 * self.width * self.inner + 2 * self.width
+
+    @property
     def numel(self) -> int:
         """Its parameters."""
-        block = 4 * self.width**2 + 3 * self.width * self.inner + 2 * self.width
-        return self.layers * block + 2 * self.vocabulary * self.width + self.width
+        return self.layers * self.block_numel + 2 * self.vocabulary * self.width + self.width
 
 
 def shape_of(numel: int) -> Shape:

@@ -12,7 +12,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +42,18 @@ class Subject:
         name: for people.
         note: what stands in for what; empty for the model itself.
         build: makes the model and the step that is taken with it.
+        layers: how many blocks in a row it has that are all alike, and nothing else that grows with them; 0 where that
+            is not known.
+        build_short: makes the same model with another number of these blocks.
+        layer_numel: parameters of one.
     """
 
     name: str
     note: str
     build: Callable[[], tuple[nn.Module, Step]]
+    layers: int = 0
+    build_short: Callable[[int], tuple[nn.Module, Step]] | None = None
+    layer_numel: int = 0
 
 
 def subject(text: str | nn.Module | Callable[[], Any]) -> Subject:
@@ -80,7 +87,11 @@ def _of_count(text: str, numel: int) -> Subject:
     note = (
         f"a decoder of {shape.layers} layers and width {shape.width}, with {shape.numel:,} parameters, stands in for it"
     )
-    return Subject(f"{text} parameters", note, lambda: (Decoder(shape), predict_tokens))
+
+    def build(layers: int = shape.layers) -> tuple[nn.Module, Step]:
+        return Decoder(replace(shape, layers=layers)), predict_tokens
+
+    return Subject(f"{text} parameters", note, build, shape.layers, build, shape.block_numel)
 
 
 def predict_tokens(model: nn.Module, batch: int, sequence: int) -> tuple[Tensor, Any]:
