@@ -161,13 +161,14 @@ class _Job:
         return outing
 
     def _read(self, outing: _Outing, source: BinaryIO, target: Any) -> None:
-        for line in _lines(source):
-            said, mark, record = line.partition(self._token)
-            if mark:
-                self._events.put((outing, json.loads(record)))
-            if said or not mark:
-                target.write(f"[{outing.errand.host}] {said.rstrip()}\n")
-                target.flush()
+        with source:
+            for line in _lines(source):
+                said, mark, record = line.partition(self._token)
+                if mark:
+                    self._events.put((outing, json.loads(record)))
+                if said or not mark:
+                    target.write(f"[{outing.errand.host}] {said.rstrip()}\n")
+                    target.flush()
 
     def _see_off(self, outing: _Outing, readers: Sequence[threading.Thread]) -> None:
         code = outing.process.wait()

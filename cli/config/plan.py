@@ -6,6 +6,7 @@ sizes that later answers are held to. With a flag, `--model`, the same happens w
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -113,13 +114,16 @@ def outlook(model: Model, machine: Machine, answers: Mapping[str, Any]) -> str:
 
 
 def _ask_model(prompts: Prompts) -> Model | None:
-    from zeroaccel.estimate import subject
-
     def known(text: str) -> str:
+        if not text:
+            return ""
+        from zeroaccel.estimate import subject  # imports torch; whoever skips the table need not wait for it
+
         try:
-            return "" if not text else str(subject(text) and "")
+            subject(text)
         except (ConfigError, UsageError) as error:
             return str(error)
+        return ""
 
     words = "What will you train? 7b, a model's folder or config.json, module:function; nothing skips"
     name = prompts.text(words, "", known, back=False)
@@ -192,6 +196,7 @@ def _question(model: Model, machine: Machine, given: Mapping[str, Any]) -> tuple
     )
 
 
+@functools.lru_cache(maxsize=8)  # of a person who goes back and forth
 def _rows(model: Model, workload: Workload, capacity: Capacity) -> list[PlanRow]:
     from zeroaccel.estimate import plan_table
 

@@ -15,7 +15,7 @@ import psutil
 from tests.multi.environment import free_port, outside_any_job
 from tests.multi.job import JobResult, run_command
 
-__all__ = ["HOSTS", "alive", "files_of", "launch", "launching", "write_script"]
+__all__ = ["HOSTS", "alive", "files_of", "hostfile_flags", "launch", "launching", "write_script"]
 
 HOSTS = ("127.0.0.1", "127.0.0.2")
 
@@ -33,20 +33,23 @@ def write_script(folder: Path, source: str) -> Path:
     return path
 
 
-def _command(folder: Path, arguments: Sequence[object], hosts: Sequence[str], slots: int) -> list[str]:
+def hostfile_flags(folder: Path, hosts: Sequence[str] = HOSTS, slots: int = 1) -> list[object]:
+    """The flags of a launch on these hosts, whose file and whose way there are written into `folder`."""
     (folder / "hosts").write_text("".join(f"{host} slots={slots}\n" for host in hosts))
     ssh = folder / "ssh"
     ssh.write_text(_SSH)
     ssh.chmod(0o755)
-    hostfile = ["--hostfile", folder / "hosts", "--main_process_port", free_port()]
-    return [sys.executable, "-m", "zeroaccel.cli", "launch", "--cpu", *map(str, [*hostfile, *arguments])]
+    return ["--hostfile", folder / "hosts", "--main_process_port", free_port()]
 
 
-def launch(
-    folder: Path, *arguments: object, hosts: Sequence[str] = HOSTS, slots: int = 1, env: Mapping[str, str] | None = None
-) -> JobResult:
-    """Runs `zeroaccel launch` in `folder`, on these hosts."""
-    command = _command(folder, arguments, hosts, slots)
+def _command(folder: Path, arguments: Sequence[object]) -> list[str]:
+    words = [*hostfile_flags(folder), *arguments]
+    return [sys.executable, "-m", "zeroaccel.cli", "launch", "--cpu", *map(str, words)]
+
+
+def launch(folder: Path, *arguments: object, env: Mapping[str, str] | None = None) -> JobResult:
+    """Runs `zeroaccel launch` in `folder`, on both hosts."""
+    command = _command(folder, arguments)
     environment = {"ZEROACCEL_SSH": str(folder / "ssh"), **(env or {})}
     return run_command(command, timeout=120.0, env=environment, cwd=folder)
 
@@ -55,7 +58,7 @@ def launch(
 def launching(folder: Path, *arguments: object) -> Iterator[subprocess.Popen[str]]:
     """The same, as a process; killed at the end if it is still there."""
     launcher = subprocess.Popen(
-        _command(folder, arguments, HOSTS, 1),
+        _command(folder, arguments),
         env=outside_any_job() | {"ZEROACCEL_SSH": str(folder / "ssh")},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

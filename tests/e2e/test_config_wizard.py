@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pexpect
 import pytest
+from click.testing import CliRunner
 
 from tests.multi.environment import outside_any_job
-from tests.multi.job import run_command
+from zeroaccel.cli.main import main
 
 CONFIG = ["-m", "zeroaccel.cli", "config"]
 ENTER, DOWN, UP, CLEAR, CTRL_C = "\r", "\x1b[B", "\x1b[A", "\x15", "\x03"
@@ -58,26 +59,30 @@ def _terminal(folder: Path, *flags: str) -> Iterator[Terminal]:
         process.close(force=True)
 
 
-def _by_flags(folder: Path, said: str) -> str:
+def _by_flags(folder: Path, said: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """The file that the printed command makes, in another folder."""
     line = next(line for line in said.splitlines() if line.startswith("again:"))
-    words = shlex.split(line.removeprefix("again:"))[2:]
+    words = shlex.split(line.removeprefix("again:"))[1:]
     elsewhere = folder / "again"
     elsewhere.mkdir()
-    result = run_command([sys.executable, *CONFIG, *words], cwd=elsewhere)
-    assert result.returncode == 0, result.stderr
+    monkeypatch.chdir(elsewhere)
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 0, result.stderr
     assert result.stdout == ""
     return (elsewhere / FILE).read_text()
 
 
-def test_without_a_json_config(tmp_path: Path) -> None:
+def _until_stage(person: Terminal) -> None:
+    """Takes what is proposed, up to the question of the stage."""
+    person.at("What will you train?")
+    for words in ("Run on the CPU only", "How many machines", "Shard the training with ZeRO", "Do you have a JSON"):
+        person.at(words)
+
+
+def test_without_a_json_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with _terminal(tmp_path) as person:
         person.process.expect_exact("this machine")
-        person.at("What will you train?")
-        person.at("Run on the CPU only")
-        person.at("How many machines")
-        person.at("Shard the training with ZeRO")
-        person.at("Do you have a JSON config")
+        _until_stage(person)
         person.at("Which stage of ZeRO?", UP + ENTER)  # from 2 to 1
         person.at("Where do optimizer states live?")
         person.at("gradient accumulation steps", f"{CLEAR}0")
@@ -95,7 +100,7 @@ def test_without_a_json_config(tmp_path: Path) -> None:
     assert "  zero_stage: 1\n" in text
     assert "  gradient_accumulation_steps: 4\n  gradient_clipping: 0.5\n" in text
     assert "written: zeroaccel.yaml\r\nstart:   zeroaccel launch train.py\r\n" in said
-    assert _by_flags(tmp_path, said) == text
+    assert _by_flags(tmp_path, said, monkeypatch) == text
 
 
 def test_with_a_json_config_and_an_existing_file(tmp_path: Path) -> None:
@@ -127,7 +132,7 @@ def test_with_a_json_config_and_an_existing_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_stage_3_on_nvme_after_going_back(tmp_path: Path) -> None:
+def test_stage_3_on_nvme_after_going_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with _terminal(tmp_path, "--use_cpu", "yes", "--num_machines", "1") as person:
         person.at("What will you train?")
         person.at("Shard the training with ZeRO")
@@ -156,7 +161,7 @@ def test_stage_3_on_nvme_after_going_back(tmp_path: Path) -> None:
     text = (tmp_path / FILE).read_text()
     assert "  zero_stage: 3\n  offload_optimizer_device: nvme\n  offload_param_device: cpu\n" in text
     assert f"  offload_optimizer_nvme_path: {tmp_path}\n" in text
-    assert _by_flags(tmp_path, said) == text
+    assert _by_flags(tmp_path, said, monkeypatch) == text
 
 
 @pytest.mark.slow

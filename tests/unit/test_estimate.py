@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,10 @@ from torch import Tensor, nn
 
 from zeroaccel.errors import ConfigError, UsageError, ZeroAccelError
 from zeroaccel.estimate import Capacity, Estimate, Workload, estimate, plan_table, subject
-from zeroaccel.estimate.stand_in import Decoder, shape_of
+from zeroaccel.estimate.lengthening import Course, Moment, lengthen
+from zeroaccel.estimate.simulate import simulate
+from zeroaccel.estimate.stand_in import Decoder, Shape, shape_of
+from zeroaccel.estimate.subject import Step, Subject, predict_tokens
 
 PLAIN = [(stage, "none", "none") for stage in range(4)]
 TINY = {
@@ -262,3 +266,38 @@ def test_wrong_folders_are_told(tmp_path: Path, content: str | None, message: st
 def test_wrong_workloads_are_told(changes: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Workload(**changes)  # type: ignore[arg-type]
+
+
+def test_a_few_of_many_blocks_tell_of_all() -> None:
+    shape = Shape(layers=16, width=16384, inner=8192, vocabulary=1000)
+
+    def build(layers: int = shape.layers) -> tuple[nn.Module, Step]:
+        return Decoder(replace(shape, layers=layers)), predict_tokens
+
+    lengths: list[int] = []
+
+    def build_short(layers: int) -> tuple[nn.Module, Step]:
+        lengths.append(layers)
+        return build(layers)
+
+    whole = Subject("whole", "", build)
+    short = Subject("short", "", build, shape.layers, build_short, shape.block_numel)
+    workload = Workload(ranks=16, sequence=64)
+    one, other = (simulate(what, workload, 3) for what in (whole, short))
+    assert lengths == [5, 6, 7]
+    assert (one.numel, one.when, len(one.trained)) == (other.numel, other.when, len(other.trained))
+    assert one.shards == other.shards
+    for name in ("params", "optimizer", "gradients", "activations"):
+        assert getattr(other.peak, name) == pytest.approx(getattr(one.peak, name), rel=1e-3)
+    assert sum(other.trained) == pytest.approx(sum(one.trained), rel=1e-5)
+
+
+def test_models_that_do_not_grow_evenly_are_not_lengthened() -> None:
+    def course(*totals: int) -> Course:
+        return Course(len(totals), tuple(Moment(0, total, 0, 0, 0) for total in totals), ((1, 2),), (1,))
+
+    even = lengthen([course(1, 2, 3), course(1, 2, 3, 4), course(1, 2, 3, 4, 5)], more=2)
+    assert even is not None
+    assert (even.numel, max(even.moments).total) == (7, 7)
+    assert lengthen([course(1, 2, 3), course(1, 2, 3, 4), course(1, 2, 3, 4, 9)], more=2) is None
+    assert lengthen([course(1, 2, 3), course(1, 2, 3, 4), course(1, 2, 3, 4)], more=2) is None

@@ -1,0 +1,67 @@
+"""What `verify` makes of the records that a script leaves; a stand-in for the launcher runs it, without an engine."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from zeroaccel.cli import verify as verify_module
+from zeroaccel.cli.main import main
+
+# Writes what an engine would have written: two steps, whose numbers the test chooses.
+SCRIPT = """
+import json, os, sys
+from pathlib import Path
+order = json.loads(os.environ["ZEROACCEL_VERIFY"])
+runs = Path("runs")
+number = len(runs.read_text()) if runs.exists() else 0
+runs.write_text("x" * (number + 1))
+if sys.argv[1] == "exit":
+    sys.exit(int(sys.argv[2]))
+losses = {"same": 1.0, "sharded": 1.0 if order["baseline"] else 2.0, "random": float(number), "nan": float("nan")}
+if sys.argv[1] in losses:
+    Path(order["folder"]).mkdir()
+    step = {"stage": 0 if order["baseline"] else 3, "losses": [losses[sys.argv[1]].hex()], "norm": None}
+    Path(order["folder"], "0-0.jsonl").write_text((json.dumps(step) + "\\n") * order["steps"])
+"""
+
+
+def _verify(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[Result, int]:
+    """What is said, and how often the script ran."""
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(verify_module, "launch_command", lambda words: [sys.executable, "-S", *words])
+    (folder / "train.py").write_text(SCRIPT)
+    result = CliRunner().invoke(main, ["verify", "--steps", "2", "train.py", *words])
+    return result, len((folder / "runs").read_text())
+
+
+@pytest.mark.parametrize("script", ["same", "nan"])
+def test_the_same_to_the_last_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    result, runs = _verify(tmp_path, monkeypatch, script)
+    assert (result.exit_code, runs) == (0, 2)
+    assert result.stdout.splitlines()[-1] == "the same to the last bit"
+
+
+def test_a_difference_is_the_shardings_if_two_plain_runs_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result, runs = _verify(tmp_path, monkeypatch, "sharded")
+    assert (result.exit_code, runs) == (1, 3)
+    lines = result.stdout.splitlines()
+    assert lines[-2:] == ["largest difference of a loss or a gradient norm on any rank: 1", "DIFFERENT"]
+    assert len(lines) == 6  # one for each of two steps
+
+
+def test_a_script_without_seeds_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result, runs = _verify(tmp_path, monkeypatch, "random")
+    assert (result.exit_code, runs) == (1, 3)
+    assert result.stdout.splitlines()[-1].endswith("the script does not set all its seeds")
+
+
+def test_a_script_that_fails_or_takes_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result, runs = _verify(tmp_path, monkeypatch, "exit", "7")
+    assert (result.exit_code, runs) == (7, 1)
+    result, _ = _verify(tmp_path, monkeypatch, "no step")
+    assert result.exit_code == 2
+    assert "the script took no step of a zeroaccel engine" in result.stderr
