@@ -365,13 +365,16 @@ def test_a_full_disk_is_an_error_on_all_ranks_and_costs_no_checkpoint(
         assert resumes
 
 
-def full_at_the_end(root: Path, *, background: bool) -> tuple[str, list[str]]:
-    """The ranks' files are written, and then there is no space for the manifest."""
+def full_at_the_end(root: Path, name: str, *, background: bool) -> tuple[str, list[str]]:
+    """The ranks' files are written, and then there is no space for a file whose name ends in `name`."""
+    left = 1
     engine = make_engine(1, checkpoint={"async_save": background})
     replace = os.replace
 
     def full(source: Any, target: Any) -> None:
-        if str(target).endswith("manifest.json"):
+        nonlocal left
+        if str(target).endswith(name) and left:
+            left -= 1
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         replace(source, target)
 
@@ -391,12 +394,19 @@ def full_at_the_end(root: Path, *, background: bool) -> tuple[str, list[str]]:
     return told, sorted(path.name for path in root.iterdir())
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_a_disk_that_is_full_at_the_manifest_leaves_nothing_of_the_save(
-    ranks: Ranks, tmp_path: Path, background: bool
+@pytest.mark.parametrize(
+    ("name", "background", "words"),
+    [
+        ("manifest.json", False, "second: cannot be written (No space left on device)"),
+        ("manifest.json", True, "second: cannot be written (No space left on device)"),
+        (".part.json", True, ".part.json: cannot be written (No space left on device)"),
+    ],
+)
+def test_a_disk_that_is_full_at_the_end_leaves_nothing_of_the_save(
+    ranks: Ranks, tmp_path: Path, name: str, background: bool, words: str
 ) -> None:
-    for told, left in ranks(2).run(full_at_the_end, tmp_path, background=background):
-        assert "second: cannot be written (No space left on device)" in told
+    for told, left in ranks(2).run(full_at_the_end, tmp_path, name, background=background):
+        assert words in told
         assert "[rank 0]" in told
         assert left == ["first", "latest", "zero_to_fp32.py"]
 

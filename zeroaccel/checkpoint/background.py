@@ -82,16 +82,27 @@ class BackgroundSave:
         save = self._save
         try:
             part = save.write_part()
+            if save.rank:
+                self._tell(part)
         except Exception as error:
             save.discard()
             if save.rank:
-                with contextlib.suppress(OSError):  # the disk may be full; then rank 0 runs out of patience
-                    write_durably(self._part_path(save.rank), json.dumps({"error": str(error)}).encode())
+                with contextlib.suppress(CheckpointError):  # the disk may be full; then rank 0 runs out of patience
+                    self._tell({"error": str(error)})
             raise
-        if save.rank:
-            write_durably(self._part_path(save.rank), json.dumps(part).encode())
-            return
-        save.commit([part, *(self._wait_for(rank) for rank in range(1, save.world_size))])
+        if save.rank == 0:
+            save.commit([part, *(self._wait_for(rank) for rank in range(1, save.world_size))])
+
+    def _tell(self, part: Part) -> None:
+        """Leaves a note for rank 0."""
+        path = self._part_path(self._save.rank)
+        try:
+            write_durably(path, json.dumps(part).encode())
+        except OSError as error:
+            raise CheckpointError(
+                f"{path}: cannot be written ({error.strerror})",
+                fix="free some space or choose another folder; earlier checkpoints are as they were",
+            ) from error
 
     def _part_path(self, rank: int) -> Path:
         return self._file_path(rank).with_suffix(".part.json")
