@@ -12,7 +12,8 @@ if [ ! -f "$oldest/.installed" ]; then
     # All else comes from the tested environment, and what that stands on, behind what is installed here.
     "$base" -c 'import sys; print(*(path for path in sys.path if path.endswith("site-packages")), sep="\n")' \
         >"$site/behind.pth"
-    "$base" -m pip --python "$oldest/bin/python" install -q 'transformers==4.56.2' 'accelerate==1.10.1' 'huggingface_hub<1.0'
+    "$base" -m pip --python "$oldest/bin/python" install -q 'transformers==4.56.2' 'accelerate==1.10.1' \
+        'huggingface_hub<1.0' 'datasets==5.0.1'
     "$base" -m pip --python "$oldest/bin/python" install -q --no-deps -e .
     touch "$oldest/.installed"
 fi
