@@ -2,10 +2,12 @@
 
     python benchmarks/offload_training.py step --deepspeed-python /path/to/env/bin/python
     python benchmarks/offload_training.py stream --folder /path/on/the/disk
+    python benchmarks/offload_training.py beside --folder /path/on/the/disk
 
 `step`: the contenders of `step_time.py`, with and without `offload_optimizer.device: cpu`. `stream`: one process
 updates masters and moments that live in a file, in turn with plain sequential direct I/O of the same file, slabs and
-blocks and nothing else: the disk's own speed at that moment.
+blocks and nothing else: the disk's own speed at that moment. `beside`: what of that update is hidden by
+`offload_optimizer.update_during`, and what it does to the step.
 """
 
 from __future__ import annotations
@@ -114,20 +116,58 @@ def stream(folder: str, layers: int, rounds: int, block_size: int, json_path: Pa
     _finish([bar], facts, console, json_path, check=check)
 
 
-def _engine(folder: str, layers: int, block_size: int) -> Any:
+@main.command(context_settings={"show_default": True})
+@click.option("--folder", type=click.Path(exists=True, file_okay=False), default=".", help="On the disk to measure.")
+@click.option("--device", type=click.Choice(["cpu", "nvme"]), default="nvme", help="Where the states are.")
+@click.option("--layers", default=6, help="Of 4 million parameters each.")
+@click.option("--batch", default=64, help="Rows of a forward: more of them hide more.")
+@click.option("--rounds", default=5)
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results here.")
+def beside(folder: str, device: str, layers: int, batch: int, rounds: int, json_path: Path | None) -> None:
+    """Seconds of a step with the update in it, during backward, and beside the next step; in turn."""
+    engines = {during: _engine(folder, layers, 1 << 20, device, during) for during in ("step", "backward", "next_step")}
+    rows = torch.ones(batch, 2048, dtype=torch.bfloat16)
+    seconds: dict[str, list[tuple[float, float, float]]] = {during: [] for during in engines}
+    for turn in range(rounds + 2):
+        for during, engine in engines.items():
+            for _ in range(2):  # of two steps in a row the second has its predecessor's update beside it
+                shard, begun = engine._shard, time.perf_counter()
+                update, hidden = shard.update_seconds, shard.hidden_seconds
+                engine.backward(engine(rows))
+                engine.step()
+                found = (
+                    time.perf_counter() - begun,
+                    shard.update_seconds - update,
+                    max(0.0, shard.hidden_seconds - hidden),
+                )
+            engine.finish_update()
+            if turn > 1:  # the first steps have no states to read, and update nothing early
+                seconds[during].append(found)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    for during, found_all in seconds.items():
+        step_seconds, update, hidden = (statistics.median(column) for column in zip(*found_all, strict=True))
+        line = f"{during}: step {step_seconds:.3f} s, update {update:.3f} s, {hidden:.3f} s of it hidden"
+        console.print(line, highlight=False)
+    for engine in engines.values():
+        engine.destroy()
+    _finish([], {"machine": machine(), "device": device, "seconds": seconds}, console, json_path, check=False)
+
+
+def _engine(folder: str, layers: int, block_size: int, device: str = "nvme", during: str = "step") -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(2048, 2048, bias=False, dtype=torch.bfloat16) for _ in range(layers)])
     model.append(nn.Flatten(0))
     config = {
         "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": True, "check_grad_overflow": False},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-5}},
         "aio": {"block_size": block_size},
         "zero_optimization": {
             "stage": 2,
             "offload_optimizer": {
-                "device": "nvme",
+                "device": device,
                 "nvme_path": folder,
+                "update_during": during,
                 "pipeline_read": True,
                 "pipeline_write": True,
             },
