@@ -32,8 +32,8 @@ __all__ = ["SPLIT_SUB_GROUP_NUMEL", "StateTier", "SubGroup", "TieredPiece", "cut
 SUB_GROUP_NUMEL = 1 << 23
 """Elements of a sub-group, whatever more `sub_group_size` allows: 32 MiB per fp32 tensor keep any disk busy."""
 
-SPLIT_SUB_GROUP_NUMEL = 1 << 19
-"""As many at most in host memory where masters are split: 2 MiB of joined masters stay in the cores' caches."""
+SPLIT_SUB_GROUP_NUMEL = 1 << 20
+"""As many at most in host memory where masters are split: 4 MiB of joined masters stay in the cores' caches."""
 
 _GRAIN_NUMEL = 64  # sub-groups are multiples of it, so that every tensor of a slab starts on a cache line
 
