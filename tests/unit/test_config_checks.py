@@ -141,6 +141,10 @@ def test_one_mistake_is_told_once() -> None:
         ({"gradient_clipping": -1}, "gradient_clipping: expected a number of at least 0, got -1.0"),
         ({"gradient_clipping": float("inf")}, "gradient_clipping: expected a finite number, got inf"),
         ({"gradient_clipping": "1"}, "gradient_clipping: expected a finite number, got '1'; write it without quotes"),
+        (
+            {"optimizer": {"type": "AdamW", "params": {"lr": "1e-3"}}},
+            "optimizer.params.lr: expected a number, got '1e-3'; write it without quotes",
+        ),
         ({"gradient_predivide_factor": 0}, "gradient_predivide_factor: expected a number above 0, got 0.0"),
         ({"train_batch_size": 0}, "train_batch_size: expected a number above 0, got 0"),
         ({"dump_state": "True"}, "dump_state: expected true or false, got 'True'; write it without quotes"),

@@ -219,6 +219,17 @@ def _arguments(value: object) -> object:
     raise wrong("an object")
 
 
+def _argument(value: object) -> object:
+    """What an optimizer or a scheduler is given. None of them takes a number in words."""
+    if not isinstance(value, str):
+        return value
+    try:
+        float(value)
+    except ValueError:
+        return value
+    raise wrong("a number", _unquoted(value))
+
+
 def lowered(value: object) -> object:
     """A string in lower case, for words that may be written in any case; anything else as it is."""
     return value.lower() if isinstance(value, str) else value
@@ -239,5 +250,5 @@ PathText = Annotated[str, BeforeValidator(_path_text)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
 Dtype = Annotated[Literal["fp32", "fp16", "bf16"], BeforeValidator(_dtype)]
 MaybeDtype = Annotated[Literal["fp32", "fp16", "bf16"] | None, BeforeValidator(_maybe_dtype)]
-Arguments = Annotated[Mapping[str, Any], BeforeValidator(_arguments)]
+Arguments = Annotated[Mapping[str, Annotated[Any, BeforeValidator(_argument)]], BeforeValidator(_arguments)]
 FreeSection = Annotated[dict[str, Any] | bool | None, BeforeValidator(_free_section)]
