@@ -119,7 +119,7 @@ def test_with_a_json_config_and_an_existing_file(tmp_path: Path) -> None:
         person.at("Where is the JSON config?", "nowhere.json")
         person.process.expect_exact("there is no file nowhere.json")
         person.process.send(f"{CLEAR}broken.json")
-        person.process.expect_exact("valid JSON: expecting property name")  # what stays on the screen is not drawn again
+        person.process.expect_exact("valid JSON: expecting property name")
         person.process.send(f"{CLEAR}ds.json{ENTER}")
         person.at("Compile the model")  # everything else is decided
         person.process.expect_exact("-num_processes: 7")
