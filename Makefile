@@ -10,9 +10,9 @@ BENCH_ARGS ?=
 VENV      := .venv
 BIN       := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# Files of tests go to TEST_JOBS processes. A test starts many more, and each would compile the package anew where
-# Python is told to keep no bytecode.
-PYTEST    := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist loadfile
+# Files of tests go to TEST_JOBS processes in their order: e2e and multi are the long ones. A test starts many more, and
+# each would compile the package anew where Python is told to keep no bytecode.
+PYTEST    := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test test-all lint bench clean
