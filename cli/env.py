@@ -36,7 +36,9 @@ def env(as_json: bool) -> None:
         if heading != "torch":
             facts[heading] = f"{facts[heading]}; {content}" if heading in facts else content
     found = find_launch_file(None, os.environ, Path.cwd())
-    facts["launch file"] = f"{found[0]} ({found[1]})" if found is not None else "none"
+    facts["launch file"] = "none" if found is None else f"{found[0]} ({found[1]})"
+    if found is not None and not found[0].is_file():
+        facts["launch file"] += ", which is no file"
     facts |= {
         name: "(set)" if any(word in name for word in _SECRET) else value
         for name, value in sorted(os.environ.items())

@@ -153,13 +153,14 @@ def _variables(environ: Mapping[str, str]) -> Finding:
 
 
 def _launch_file(environ: Mapping[str, str], folder: Path) -> Finding:
+    found = find_launch_file(None, environ, folder)
+    if found is None:
+        return Finding("launch file", "missing", "none, so flags and defaults count", "zeroaccel config")
     try:
-        found = find_launch_file(None, environ, folder)
-        if found is None:
-            return Finding("launch file", "missing", "none, so flags and defaults count", "zeroaccel config")
         read_launch_file(*found).settings()
     except ConfigError as error:
-        return Finding("launch file", "BROKEN", str(error).replace("\n", " "), "zeroaccel config validate")
+        fix = f"zeroaccel config validate {found[0]}"
+        return Finding("launch file", "BROKEN", str(error).replace("\n", " "), fix)
     return Finding("launch file", "works", f"{found[0]} ({found[1]})")
 
 

@@ -18,6 +18,7 @@ what was found, and what to do. This module imports nothing of the package.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "UsageError",
     "ZeroAccelError",
     "compose",
+    "listed",
 ]
 
 _ABSENT = object()
@@ -42,6 +44,11 @@ def compose(where: str, *, expected: str = "", got: object = _ABSENT, fix: str =
     body = ", ".join(facts)
     message = f"{where}: {body}" if body else where
     return f"{message}; {fix}" if fix else message
+
+
+def listed(names: Sequence[str], separator: str = ", ", most: int = 50) -> str:
+    """The names in a row, the first `most` of them: ``a, b and 7 more``."""
+    return separator.join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _got(value: object) -> str:

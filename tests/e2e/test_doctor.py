@@ -71,7 +71,7 @@ def test_doctor_finds_what_is_broken_and_says_what_mends_it(tmp_path: Path, monk
     seen = {one["feature"]: one for one in json.loads(result.stdout)}
     assert seen["launch file"]["verdict"] == "BROKEN"
     assert "zero_stge" in seen["launch file"]["detail"]
-    assert seen["launch file"]["fix"]
+    assert seen["launch file"]["fix"] == "zeroaccel config validate zeroaccel.yaml"
     assert seen["native optimizer"]["verdict"] == "works"
     assert {one["verdict"] for one in seen.values()} <= {"works", "falls back", "missing", "BROKEN"}
 
@@ -90,3 +90,5 @@ def test_env_is_for_reports_and_keeps_secrets(tmp_path: Path, monkeypatch: pytes
     assert facts["ACCELERATE_THING"] == "x"
     assert facts["ZEROACCEL_API_TOKEN"] == "(set)"
     assert "hidden" not in result.stdout
+    result = _zeroaccel(tmp_path, monkeypatch, "env", "--json", ZEROACCEL_CONFIG="nowhere.yaml")
+    assert json.loads(result.stdout)["launch file"] == "nowhere.yaml (environment ZEROACCEL_CONFIG), which is no file"

@@ -10,13 +10,11 @@ from typing import Any
 
 from zeroaccel.checkpoint.contents import Holdings, persistent_buffers
 from zeroaccel.checkpoint.manifest import Manifest
-from zeroaccel.errors import CheckpointError
+from zeroaccel.errors import CheckpointError, listed
 from zeroaccel.logs import logger
 from zeroaccel.zero.optimizer_shard import OptimizerShard
 
 __all__ = ["CheckpointMisfit", "check_model", "check_optimizer", "hyperparameters"]
-
-_SHOWN = 50
 
 
 class CheckpointMisfit(CheckpointError):
@@ -48,9 +46,9 @@ def check_model(holdings: Holdings, manifest: Manifest, where: str, *, strict: b
     missing = [fqn for fqn, name in found.items() if name is None] + sorted(set(buffers) - set(saved_buffers))
     extra = [fqn for fqn in manifest.order if fqn not in used] + sorted(set(saved_buffers) - set(buffers))
     problems = [
-        *(["other shapes: " + _listed(shapes, "; ")] if shapes else []),
-        *(["not in the checkpoint: " + _listed(missing)] if missing else []),
-        *(["not in the model: " + _listed(extra)] if extra else []),
+        *(["other shapes: " + listed(shapes, "; ")] if shapes else []),
+        *(["not in the checkpoint: " + listed(missing)] if missing else []),
+        *(["not in the model: " + listed(extra)] if extra else []),
     ]
     if shapes or (strict and problems):
         raise CheckpointMisfit(
@@ -59,10 +57,6 @@ def check_model(holdings: Holdings, manifest: Manifest, where: str, *, strict: b
         )
     if problems:
         logger.warning("%s: %s", where, ". ".join(problems))
-
-
-def _listed(items: list[str], separator: str = ", ") -> str:
-    return separator.join(items[:_SHOWN]) + (f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else "")
 
 
 def check_optimizer(optimizer: OptimizerShard, manifest: Manifest, where: str) -> None:
@@ -92,7 +86,7 @@ def check_optimizer(optimizer: OptimizerShard, manifest: Manifest, where: str) -
     ]
     if with_state and without:
         raise CheckpointMisfit(
-            f"{where}: no optimizer state of {_listed(without)}",
+            f"{where}: no optimizer state of {listed(without)}",
             fix="train the same parameters, or pass load_optimizer_states=False",
         )
 

@@ -20,7 +20,7 @@ from zeroaccel.checkpoint.dtypes import dtype_of
 from zeroaccel.checkpoint.fit import hyperparameters
 from zeroaccel.checkpoint.plain import decode
 from zeroaccel.checkpoint.tensor_store import TensorStore
-from zeroaccel.errors import CheckpointError
+from zeroaccel.errors import CheckpointError, listed
 from zeroaccel.logs import logger
 from zeroaccel.zero.layout import Slot
 from zeroaccel.zero.optimizer_shard import OptimizerShard, Piece
@@ -76,7 +76,7 @@ def load_weights(holdings: Holdings, store: TensorStore) -> None:
         if name in buffers:
             held.detach().copy_(buffers[name].view(held.shape))
     if kept:
-        logger.warning("not in the checkpoint, so they stay as they are: %s", ", ".join(kept))
+        logger.warning("not in the checkpoint, so they stay as they are: %s", listed(kept))
 
 
 def _fill_weights(buffer: FlatBuffer, store: TensorStore, target: Tensor, low: int, high: int) -> list[str]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroaccel.errors import ConfigError, OffloadError, UsageError
+from zeroaccel.errors import ConfigError, OffloadError, UsageError, listed
 from zeroaccel.logs import logger
 from zeroaccel.offload.tier import Fetch, TierElements
 from zeroaccel.ops.shard_step import ShardOptimizer, ShardStep
@@ -547,10 +547,9 @@ def _restricted(optimizer: Optimizer, pieces: Sequence[Piece]) -> Iterator[None]
 def warn_unoptimized(fqns: Sequence[str]) -> None:
     """Says which trainable parameters no optimizer updates."""
     if fqns:
-        shown = ", ".join(fqns[:5]) + (f" and {len(fqns) - 5} more" if len(fqns) > 5 else "")
         logger.log(
             logging.WARNING,
             "%d trainable parameters are in no param group of the optimizer, so they stay as they are: %s",
             len(fqns),
-            shown,
+            listed(fqns, most=5),
         )

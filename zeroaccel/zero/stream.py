@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import init_process_group
-from zeroaccel.errors import UsageError
+from zeroaccel.errors import UsageError, listed
 from zeroaccel.logs import logger
 from zeroaccel.zero.gathered import GatheredParameters
 from zeroaccel.zero.init import destination
@@ -29,7 +29,6 @@ from zeroaccel.zero.module_shards import ModuleShards
 __all__ = ["SafetensorsFolder", "load_safetensors"]
 
 _CHUNK_NBYTES = 8 << 20
-_SHOWN = 50
 _DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
@@ -226,14 +225,14 @@ def _note_missing(plan: _Plan, module: nn.Module) -> None:
 
 
 def _check(plan: _Plan, where: str, *, strict: bool, initialized: bool) -> None:
-    problems = ["other shapes: " + _listed(plan.misshapen, "; ")] if plan.misshapen else []
+    problems = ["other shapes: " + listed(plan.misshapen, "; ")] if plan.misshapen else []
     absent = [] if initialized else plan.missing
     if absent:
-        problems.append("not in the files, and not initialised: " + _listed(absent))
+        problems.append("not in the files, and not initialised: " + listed(absent))
     if plan.unset and not initialized:
-        problems.append("buffers that are never saved, on the meta device: " + _listed(plan.unset))
+        problems.append("buffers that are never saved, on the meta device: " + listed(plan.unset))
     if plan.unexpected:
-        problems.append("not in the model: " + _listed(plan.unexpected))
+        problems.append("not in the model: " + listed(plan.unexpected))
     if plan.misshapen or (strict and problems):
         raise UsageError(
             f"{where} does not fit the model: " + ". ".join(problems),
@@ -241,10 +240,6 @@ def _check(plan: _Plan, where: str, *, strict: bool, initialized: bool) -> None:
         )
     if problems:
         logger.warning("%s: %s", where, ". ".join(problems))
-
-
-def _listed(items: Sequence[str], separator: str = ", ") -> str:
-    return separator.join(items[:_SHOWN]) + (f" and {len(items) - _SHOWN} more" if len(items) > _SHOWN else "")
 
 
 def _load_module(module: nn.Module, names: Mapping[str, str], folder: SafetensorsFolder, shards: ModuleShards) -> None:
