@@ -21,7 +21,7 @@ from zeroaccel.errors import UsageError
 from zeroaccel.zero.grouping import UnitSpec
 from zeroaccel.zero.host_copies import HostCopies
 from zeroaccel.zero.keeper import Place, place_of
-from zeroaccel.zero.layout import FlatLayout
+from zeroaccel.zero.layout import FlatLayout, OwnerLoads
 from zeroaccel.zero.local_values import check_split, is_split, local
 from zeroaccel.zero.unit import FlatBuffer, ParamUnit, Places
 
@@ -34,7 +34,7 @@ __all__ = [
     "check_parameters",
     "check_same",
     "initial_values",
-    "plan_buffers",
+    "plan_units",
 ]
 
 
@@ -50,6 +50,7 @@ class Placement:
         groups: id(parameter) -> index of its param group; parameters not in it are not optimized.
         offloads_params: shards of parameters are not on the device, so that even one rank alone has shards.
         packs_frozen: the shards of frozen parameters are stored as int8 codes.
+        whole_groups: indices of the param groups whose optimizer needs whole tensors.
     """
 
     dtype: torch.dtype | None
@@ -59,6 +60,7 @@ class Placement:
     groups: Mapping[int, int]
     offloads_params: bool = False
     packs_frozen: bool = False
+    whole_groups: frozenset[int] = frozenset()
 
     def param_dtype(self, fqn: str, param: nn.Parameter) -> torch.dtype:
         """The dtype this parameter is stored and computed in."""
@@ -71,6 +73,10 @@ class Placement:
     def trainable(self, param: nn.Parameter) -> bool:
         """Whether an optimizer updates it."""
         return param.requires_grad and id(param) in self.groups
+
+    def needs_owner(self, param: nn.Parameter) -> bool:
+        """Whether its optimizer needs it whole on one rank; see [Note: owner layout] of `layout.py`."""
+        return self.trainable(param) and self.groups[id(param)] in self.whole_groups
 
 
 class Tiers(Protocol):
@@ -196,22 +202,36 @@ class BufferPlan:
         return bool(self.param_groups)
 
 
-def plan_buffers(spec: UnitSpec, placement: Placement, world_size: int) -> list[BufferPlan]:
-    """The buffers of one unit."""
+def plan_units(specs: Sequence[UnitSpec], placement: Placement, world_size: int) -> list[list[BufferPlan]]:
+    """The buffers of each unit; owners are balanced within a unit, and over the units where that leaves a choice."""
+    loads = OwnerLoads(world_size)
+    return [_plan_buffers(spec, placement, loads, world_size) for spec in specs]
+
+
+def _plan_buffers(spec: UnitSpec, placement: Placement, loads: OwnerLoads, world_size: int) -> list[BufferPlan]:
     alone = world_size == 1 and not placement.offloads_params
     check_split(spec.params, placement.param_dtype)
-    kinds: dict[tuple[torch.dtype, bool, bool], list[tuple[str, nn.Parameter]]] = {}
+    kinds: dict[tuple[torch.dtype, bool, bool, bool], list[tuple[str, nn.Parameter]]] = {}
     for fqn, param in spec.params:
-        kind = placement.param_dtype(fqn, param), placement.trainable(param), is_split(param)
-        kinds.setdefault(kind, []).append((fqn, param))
+        kind = placement.param_dtype(fqn, param), placement.trainable(param), placement.needs_owner(param)
+        kinds.setdefault((*kind, is_split(param)), []).append((fqn, param))
     plans = []
-    for index, ((dtype, trainable, _), named) in enumerate(kinds.items()):
+    for index, ((dtype, trainable, has_owners, split), named) in enumerate(kinds.items()):
+        if has_owners and split:
+            _refuse_split(named[0][0])
         if trainable:  # runs of one param group side by side: fewer pieces to step
             named = sorted(named, key=lambda item: placement.groups[id(item[1])])
+        if has_owners:
+            owners = loads.assign([param.numel() for _, param in named])
+            order = sorted(range(len(named)), key=owners.__getitem__)
+            named, owners = [named[i] for i in order], [owners[i] for i in order]
+        entries = [(fqn, tuple(local(param).shape)) for fqn, param in named]
         plans.append(
             BufferPlan(
                 f"{spec.name}/{index}",
-                FlatLayout.build([(fqn, tuple(local(param).shape)) for fqn, param in named], world_size),
+                FlatLayout.build_with_owners(entries, owners, world_size)
+                if has_owners
+                else FlatLayout.build(entries, world_size),
                 tuple(param for _, param in named),
                 dtype,
                 tuple(placement.groups[id(param)] for _, param in named) if trainable else (),
@@ -219,6 +239,15 @@ def plan_buffers(spec: UnitSpec, placement: Placement, world_size: int) -> list[
             )
         )
     return plans
+
+
+def _refuse_split(fqn: str) -> None:
+    raise UsageError(
+        f"parameter {fqn}",
+        expected="to be whole, since its optimizer looks at whole tensors",
+        got="one that tensor parallelism splits",
+        fix="use an elementwise optimizer, such as AdamW, for the parameters that are split",
+    )
 
 
 def build_units(
