@@ -167,7 +167,7 @@ def test_a_setting_given_under_two_names(tree: dict[str, Any], message: str) -> 
         ),
         (
             {"optimizer": {"type": "Adam", "lr": 1}},
-            "optimizer.lr: unknown key; keys here are type, params, legacy_fusion",
+            "optimizer.lr: unknown key; keys here are type, params, kind, legacy_fusion",
         ),
         (
             {"scheduler": {"type": "WarmupLR", "parms": {}}},

@@ -155,6 +155,10 @@ def test_one_mistake_is_told_once() -> None:
         ({"optimizer": {}}, 'optimizer.type: missing or "auto"; give it, or remove the section'),
         ({"optimizer": {"type": ""}}, "optimizer.type: expected a non-empty string, got ''"),
         ({"optimizer": {"type": "A", "params": [1]}}, "optimizer.params: expected an object, got [1]"),
+        (
+            {"optimizer": {"type": "AdamW", "kind": "flat"}},
+            "optimizer.kind: expected 'elementwise', 'per_tensor' or 'coupled', got 'flat'",
+        ),
         ({"scheduler": {"type": 3}}, "scheduler.type: expected a non-empty string, got 3"),
         (
             _zero(offload_optimizer={"ratio": 1.5}),

@@ -55,6 +55,9 @@ from zeroaccel.config.section import (
 __all__ = ["Checkpoint", "Config", "OptimizerSection", "SchedulerSection"]
 
 
+OptimizerKindName = Annotated[Literal["elementwise", "per_tensor", "coupled"], BeforeValidator(lowered)]
+
+
 class OptimizerSection(ConfigSection):
     """An optimizer to build."""
 
@@ -62,6 +65,8 @@ class OptimizerSection(ConfigSection):
     """Name of the optimizer: Adam, AdamW, Adagrad, Lion, SGD, or any class of torch.optim."""
     params: Arguments = Field(default_factory=dict)
     """Its arguments."""
+    kind: OptimizerKindName | None = None
+    """What an element's update depends on: "elementwise", "per_tensor" or "coupled"; absent, it is found out."""
     legacy_fusion: Flag = False
     """Older form of the fused update."""
 

@@ -69,11 +69,14 @@ KEYS: Mapping[str, Standing] = {
     "optimizer": _WORKS,
     "optimizer.type": _WORKS,
     "optimizer.params": _WORKS,
+    "optimizer.kind": _WORKS,
     "optimizer.legacy_fusion": _moot("there is one fused update"),
     "scheduler": _WORKS,
     "scheduler.type": _WORKS,
     "scheduler.params": _WORKS,
-    "zero_allow_untested_optimizer": _moot("every optimizer is tried for being elementwise before it is sharded"),
+    "zero_allow_untested_optimizer": _moot(
+        "an optimizer that is not known is tried before it is sharded; optimizer.kind declares it"
+    ),
     "zero_force_ds_cpu_optimizer": _moot("an elementwise optimizer runs on any device as it is"),
     # reduction of gradients
     "communication_data_type": _WORKS,

@@ -1,0 +1,105 @@
+"""How an optimizer may be sharded: on flat pieces, on whole tensors, or not at all. Known, declared, or found by trying."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+from torch.optim import Optimizer
+
+from zeroaccel.errors import ConfigError
+from zeroaccel.ops.shard_step import ShardStep
+from zeroaccel.zero.optimizer_trial import try_out
+from zeroaccel.zero.optimizer_twin import has_stepped, renew_state, state_dtypes
+
+__all__ = ["OptimizerKind", "OptimizerKinds", "classify", "has_stepped", "renew_state", "state_dtypes"]
+
+
+class OptimizerKind(enum.Enum):
+    """What the update of one element of a parameter depends on."""
+
+    ELEMENTWISE = "elementwise"
+    """On its own gradients, values and states, and on counters of steps: runs on flat shards."""
+    PER_TENSOR = "per_tensor"
+    """On its whole tensor, by shape, norm or factors: runs on whole tensors."""
+    COUPLED = "coupled"
+    """On other parameters too: runs where every rank has everything."""
+
+
+@dataclass(frozen=True)
+class OptimizerKinds:
+    """How an optimizer may be sharded.
+
+    Attributes:
+        groups: of each param group; all COUPLED where one is.
+        reason: why it is not elementwise, as a clause about "it"; "" where all groups are elementwise.
+        source: "known", "declared" or "probed".
+    """
+
+    groups: tuple[OptimizerKind, ...]
+    reason: str
+    source: str
+
+
+_ELEMENTWISE = (
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+)
+_PER_TENSOR = {  # not in every release of torch
+    "Adafactor": "its second moments are factored over the rows and columns of a matrix",
+    "Muon": "it orthogonalises whole matrices",
+}
+
+
+def classify(optimizer: Optimizer, declared: OptimizerKind | str | None = None) -> OptimizerKinds:
+    """How `optimizer` may be sharded. Every rank gets the same answer, if every rank has the same optimizer.
+
+    zeroaccel's own optimizers and torch's are known, by their exact classes. Any other has to prove that it is
+    elementwise, see [Note: trial of an optimizer]; neither the optimizer nor a random state is changed by that. One that
+    draws random numbers, or fails in the trial, is taken for a rule per tensor.
+
+    Args:
+        optimizer: before its first step.
+        declared: the kind of all its groups, for sure: an `OptimizerKind` or its value.
+
+    Raises:
+        ConfigError: `declared` is no kind, or the optimizer takes sparse gradients only.
+    """
+    count = len(optimizer.param_groups)
+    if type(optimizer) is torch.optim.SparseAdam:
+        raise ConfigError(
+            "optimizer SparseAdam: it takes sparse gradients only, and gradients that are reduced over ranks are dense",
+            fix="use Adam",
+        )
+    if declared is not None:
+        kind = _declared(declared)
+        reason = "" if kind is OptimizerKind.ELEMENTWISE else f'its kind is declared to be "{kind.value}"'
+        return OptimizerKinds((kind,) * count, reason, "declared")
+    if isinstance(optimizer, ShardStep) or type(optimizer) in _ELEMENTWISE:
+        return OptimizerKinds((OptimizerKind.ELEMENTWISE,) * count, "", "known")
+    for name, reason in _PER_TENSOR.items():
+        if type(optimizer) is getattr(torch.optim, name, None):
+            return OptimizerKinds((OptimizerKind.PER_TENSOR,) * count, reason, "known")
+    findings = try_out(optimizer)
+    if findings.coupled:
+        return OptimizerKinds((OptimizerKind.COUPLED,) * count, findings.coupled, "probed")
+    kinds = (OptimizerKind.PER_TENSOR if reason else OptimizerKind.ELEMENTWISE for reason in findings.groups)
+    return OptimizerKinds(tuple(kinds), next((reason for reason in findings.groups if reason), ""), "probed")
+
+
+def _declared(declared: OptimizerKind | str) -> OptimizerKind:
+    try:
+        return OptimizerKind(declared)
+    except ValueError:
+        names = " or ".join(f'"{kind.value}"' for kind in OptimizerKind)
+        raise ConfigError("optimizer.kind", expected=names, got=declared) from None
