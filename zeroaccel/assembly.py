@@ -50,13 +50,15 @@ from zeroaccel.zero.build import (
     build_units,
     check_parameters,
     check_same,
+    group_index,
     plan_units,
+    warn_unoptimized,
 )
 from zeroaccel.zero.from_config import dtype_of, engine_settings_of, loss_scale_of, placement_of, unit_specs_of
 from zeroaccel.zero.lr_schedules import build_scheduler
 from zeroaccel.zero.model_facts import facts_from_model
 from zeroaccel.zero.optimizer_kinds import OptimizerKind, OptimizerKinds, classify
-from zeroaccel.zero.optimizer_shard import OptimizerShard, group_index, warn_unoptimized
+from zeroaccel.zero.optimizer_shard import OptimizerShard
 from zeroaccel.zero.optimizers import build_optimizer
 from zeroaccel.zero.precision import cast_buffers
 from zeroaccel.zero.shared_updates import check_update_time, share_updates
@@ -265,7 +267,8 @@ def _optimizer(
     model: nn.Module, given: OptimizerSource | None, params: Iterable[Any] | None, settings: Config
 ) -> Optimizer | None:
     section = settings.optimizer
-    if settings.bf16.bf16_optimizer_states and (given is not None or section is None):
+    named = section is not None and section.type is not None
+    if settings.bf16.bf16_optimizer_states and (given is not None or not named):
         raise ConfigError(
             settings.where("bf16.bf16_optimizer_states"),
             expected="an optimizer section with Adam, AdamW, Lion or Adagrad, whose states it is about",
@@ -273,7 +276,7 @@ def _optimizer(
             fix="name the optimizer in the config, or remove the key",
         )
     if given is not None:
-        if section is not None:
+        if named:
             raise ConfigError(
                 settings.where("optimizer"),
                 expected="one optimizer",
@@ -284,7 +287,7 @@ def _optimizer(
         if not isinstance(made, Optimizer):
             raise UsageError("initialize(optimizer)", expected="a torch.optim.Optimizer", got=type(made).__name__)
         return made
-    if section is None:
+    if section is None or section.type is None:
         return None
     chosen = list(params) if params is not None else [p for p in model.parameters() if p.requires_grad]
     _check_param_groups(model, chosen)
@@ -300,7 +303,7 @@ def _kinds(
     """What the optimizer's rules look at, and whether this config can give it to them."""
     section = settings.optimizer
     if declared is None and section is not None:
-        declared = getattr(section, "kind", None)
+        declared = section.kind
     kinds = classify(optimizer, declared)
     name, zero = type(optimizer).__name__, settings.zero_optimization
     if OptimizerKind.PER_TENSOR in kinds.groups:

@@ -31,9 +31,9 @@ def _alone(tensor: Tensor, op: Literal["sum", "max"]) -> None:
 class Reductions:
     """Sums and maxima over the elements of all parameters.
 
-    A sum of floats depends on its order, and so on how parameters are cut into shards. So `sum` adds integers: each value
-    is rounded to a multiple of 2**-50 of a power of two above the largest, and what is added then is exact up to 2**38
-    elements. The same bits on one process and on any number of shards; off by at most N * 2**-50 of the largest value.
+    A sum of floats depends on its order, and so on how parameters are cut into shards. So `sum` adds integers: each
+    value is rounded to a multiple of 2**-50 of a power of two above the largest, and what is added then is exact up to
+    2**38 elements. The same bits on one process and on any number of shards; off by at most N * 2**-50 of the largest.
 
     Args:
         all_reduce: over the ranks among which the parameters are divided; by default there is one.

@@ -6,6 +6,7 @@ Runs once, at the start. Afterwards every parameter is a view into a unit's buff
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -13,11 +14,13 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zeroaccel.comm.codecs import CODABLE
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.config.plan import ShardPlan
-from zeroaccel.errors import UsageError
+from zeroaccel.errors import ConfigError, UsageError, listed
+from zeroaccel.logs import logger
 from zeroaccel.zero.grouping import UnitSpec
 from zeroaccel.zero.host_copies import HostCopies
 from zeroaccel.zero.keeper import Place, place_of
@@ -33,8 +36,10 @@ __all__ = [
     "build_units",
     "check_parameters",
     "check_same",
+    "group_index",
     "initial_values",
     "plan_units",
+    "warn_unoptimized",
 ]
 
 
@@ -142,6 +147,37 @@ def check_parameters(model: nn.Module) -> None:
                 got=str(param.dtype),
                 fix="keep it as torch.view_as_real(...), or freeze it",
             )
+
+
+def group_index(optimizer: Optimizer, names: Mapping[int, str]) -> dict[int, int]:
+    """id(parameter) -> index of its param group.
+
+    Args:
+        names: id(parameter) -> fqn, for all of the model's parameters.
+
+    Raises:
+        ConfigError: a parameter is in two groups.
+        UsageError: a parameter is not the model's.
+    """
+    found: dict[int, int] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for position, param in enumerate(group["params"]):
+            if id(param) not in names:
+                raise UsageError(
+                    f"optimizer.param_groups[{index}]['params'][{position}]",
+                    expected="a parameter of the model that is prepared with it",
+                    got=f"a tensor of shape {tuple(param.shape)}",
+                    fix="create the optimizer from the same model object",
+                )
+            if id(param) in found:
+                raise ConfigError(
+                    f"parameter {names[id(param)]}",
+                    expected="to be in one param group",
+                    got=f"groups {found[id(param)]} and {index}",
+                    fix="remove it from one of them",
+                )
+            found[id(param)] = index
+    return found
 
 
 def check_same(model: nn.Module, placement: Placement, settings: Sequence[str], collectives: Collectives) -> None:
@@ -357,3 +393,14 @@ def broadcast_buffers(model: nn.Module, collectives: Collectives) -> None:
             flat = buffer.detach().contiguous()
             collectives.broadcast(flat, 0, f"buffer {name}")
             buffer.detach().copy_(flat)
+
+
+def warn_unoptimized(fqns: Sequence[str]) -> None:
+    """Says which trainable parameters no optimizer updates."""
+    if fqns:
+        logger.log(
+            logging.WARNING,
+            "%d trainable parameters are in no param group of the optimizer, so they stay as they are: %s",
+            len(fqns),
+            listed(fqns, most=5),
+        )

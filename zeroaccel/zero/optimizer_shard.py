@@ -11,14 +11,13 @@ whose vector tail rounds differently gives the same bits.
 [Note: several calls per step] A step calls `optimizer.step()` once per buffer, so that one buffer's gradients at a time
 are in fp32 and one sub-group at a time is in memory. What a class counts per call (a `group["step"]`, an attribute) is
 set back before each call but the first: every call sees the numbers that the step began with, and the last
-one leaves them as one call would. A coupled rule, which looks at all parameters at once, gets one call with all of them.
+one leaves them as one call would. A coupled rule, which looks at all parameters at once, gets one call with all.
 """
 
 from __future__ import annotations
 
 import bisect
 import inspect
-import logging
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -30,8 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroaccel.errors import ConfigError, OffloadError, UsageError, listed
-from zeroaccel.logs import logger
+from zeroaccel.errors import ConfigError, OffloadError, UsageError
 from zeroaccel.offload.tier import Fetch, TierElements
 from zeroaccel.ops.shard_step import ShardOptimizer, ShardStep
 from zeroaccel.zero.host_copies import HostCopies
@@ -41,7 +39,7 @@ from zeroaccel.zero.state_tier import StateTier, SubGroup
 from zeroaccel.zero.step_counters import StepCounters
 from zeroaccel.zero.unit import FlatBuffer
 
-__all__ = ["OptimizerShard", "Piece", "group_index", "warn_unoptimized"]
+__all__ = ["OptimizerShard", "Piece"]
 
 
 _OPTIONAL = inspect.Parameter("closure", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
@@ -77,37 +75,6 @@ class EarlierUpdates(Protocol):
 
     def wait(self) -> None:
         """Returns when all are done."""
-
-
-def group_index(optimizer: Optimizer, names: Mapping[int, str]) -> dict[int, int]:
-    """id(parameter) -> index of its param group.
-
-    Args:
-        names: id(parameter) -> fqn, for all of the model's parameters.
-
-    Raises:
-        ConfigError: a parameter is in two groups.
-        UsageError: a parameter is not the model's.
-    """
-    found: dict[int, int] = {}
-    for index, group in enumerate(optimizer.param_groups):
-        for position, param in enumerate(group["params"]):
-            if id(param) not in names:
-                raise UsageError(
-                    f"optimizer.param_groups[{index}]['params'][{position}]",
-                    expected="a parameter of the model that is prepared with it",
-                    got=f"a tensor of shape {tuple(param.shape)}",
-                    fix="create the optimizer from the same model object",
-                )
-            if id(param) in found:
-                raise ConfigError(
-                    f"parameter {names[id(param)]}",
-                    expected="to be in one param group",
-                    got=f"groups {found[id(param)]} and {index}",
-                    fix="remove it from one of them",
-                )
-            found[id(param)] = index
-    return found
 
 
 class OptimizerShard:
@@ -607,14 +574,3 @@ def _restricted(optimizer: Optimizer, pieces: Sequence[Piece]) -> Iterator[None]
     finally:
         for group, params in zip(optimizer.param_groups, before, strict=True):
             group["params"] = params
-
-
-def warn_unoptimized(fqns: Sequence[str]) -> None:
-    """Says which trainable parameters no optimizer updates."""
-    if fqns:
-        logger.log(
-            logging.WARNING,
-            "%d trainable parameters are in no param group of the optimizer, so they stay as they are: %s",
-            len(fqns),
-            listed(fqns, most=5),
-        )
