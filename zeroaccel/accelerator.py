@@ -244,7 +244,7 @@ class Accelerator(TrainingLoop, ModelSaving, RunSaving, RunTracking, ProcessCont
 
     # -- prepare
 
-    def prepare(self, *objects: Any, device_placement: Any = None) -> Any:
+    def prepare(self, *objects: Any, device_placement: Any = None, optimizer_kind: str | None = None) -> Any:
         """Models, optimizers, schedules and loaders, in any number and order; anything else comes back as it is.
 
         A model with its optimizer is trained, one without is for inference. Each model has its own engine, under the
@@ -252,6 +252,8 @@ class Accelerator(TrainingLoop, ModelSaving, RunSaving, RunTracking, ProcessCont
 
         Args:
             device_placement: refused as a list: where parameters are is the engine's matter.
+            optimizer_kind: "elementwise", "per_tensor" or "coupled", of the optimizers among the objects, where the
+                engine is not to find out by trying what their rules look at.
 
         Returns:
             What was prepared of each object, in their order; a single one bare.
@@ -275,7 +277,7 @@ class Accelerator(TrainingLoop, ModelSaving, RunSaving, RunTracking, ProcessCont
         for job in jobs:
             plugin = self.state.active_plugin
             given = [loader for _, loader in found.loaders if not isinstance(loader, PreparedLoader)]
-            item = prepare_job(job, given, plugin, self._rules, self.gradient_state, self.collectives)
+            item = prepare_job(job, given, plugin, self._rules, self.gradient_state, self.collectives, optimizer_kind)
             if item.optimizer is not None:
                 self._accumulate_as(item)
                 result[job.optimizer_at] = item.optimizer

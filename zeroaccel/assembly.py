@@ -30,6 +30,7 @@ from zeroaccel.config import (
     BatchSizes,
     Config,
     Fact,
+    ShardPlan,
     comm_plan,
     load_config,
     shard_plan,
@@ -40,6 +41,7 @@ from zeroaccel.data import build_dataloader
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.logs import logger, set_log_level
 from zeroaccel.mesh import data_cells, shard_size_of
+from zeroaccel.ops.coupled import CoupledOptimizer, Reductions
 from zeroaccel.ops.dispatch import use_threads
 from zeroaccel.tracking import build_monitors
 from zeroaccel.verification import RecordingReport, Verification, verification
@@ -48,12 +50,15 @@ from zeroaccel.zero.build import (
     build_units,
     check_parameters,
     check_same,
-    plan_buffers,
+    group_index,
+    plan_units,
+    warn_unoptimized,
 )
 from zeroaccel.zero.from_config import dtype_of, engine_settings_of, loss_scale_of, placement_of, unit_specs_of
 from zeroaccel.zero.lr_schedules import build_scheduler
 from zeroaccel.zero.model_facts import facts_from_model
-from zeroaccel.zero.optimizer_shard import OptimizerShard, group_index, warn_unoptimized
+from zeroaccel.zero.optimizer_kinds import OptimizerKind, OptimizerKinds, classify
+from zeroaccel.zero.optimizer_shard import OptimizerShard
 from zeroaccel.zero.optimizers import build_optimizer
 from zeroaccel.zero.precision import cast_buffers
 from zeroaccel.zero.shared_updates import check_update_time, share_updates
@@ -83,6 +88,7 @@ def initialize(
     mesh: DeviceMesh | None = None,
     engine_type: type[CheckpointingEngine] = CheckpointingEngine,
     cast_inputs: bool = False,
+    optimizer_kind: OptimizerKind | str | None = None,
 ) -> tuple[CheckpointingEngine, Any, DataLoader[Any] | None, Any]:
     """Makes an engine. (all ranks, with the same arguments)
 
@@ -101,6 +107,8 @@ def initialize(
         cast_inputs: cast floating inputs of forward to the precision; without it that happens under fp16 with
             `auto_cast` only.
         engine_type: the class of the engine, for faces that add calls to it.
+        optimizer_kind: "elementwise", "per_tensor" or "coupled", what the optimizer's rule looks at, where the engine
+            is not to find it out by trying. Over `optimizer.kind` of the config.
 
     Returns:
         (engine, optimizer, dataloader, lr_scheduler); what there is none of is None.
@@ -130,6 +138,7 @@ def initialize(
         batch = _batch(settings, world_size, training=built is not None)
         names = {id(param): fqn for fqn, param in model.named_parameters()}
         groups = group_index(built, names) if built is not None else {}
+        kinds = None if built is None else _kinds(built, optimizer_kind, settings, plan)
         specs = unit_specs_of(model, settings, plan)
         engine_settings = engine_settings_of(settings, plan, batch, world_size, cast_inputs=cast_inputs)
         spread = comm_plan(settings, world_size, None if mesh is None else shard_size_of(mesh, settings))
@@ -137,13 +146,17 @@ def initialize(
         monitors = build_monitors(settings, collectives.rank)
         recomputation = _recomputation(model, settings)
     residences = tier_plan(settings)
-    placement = placement_of(model, settings, plan, groups, topology.device, residences)
+    placement = placement_of(
+        model, settings, plan, groups, topology.device, residences, () if kinds is None else kinds.groups
+    )
     check_same(model, placement, [*str(engine_settings).split(", "), str(spread), str(residences)], collectives)
     collectives = arrange(collectives, spread, cells)
 
+    if built is not None and kinds is not None and OptimizerKind.COUPLED in kinds.groups and plan.optimizer:
+        _bind_reductions(built, collectives)
     cast_buffers(model, topology.device, dtype_of(settings.data_types.buffer_dtype), set(placement.fp32_names))
     broadcast_buffers(model, collectives)
-    plans = [plan_buffers(spec, placement, collectives.shard_world_size) for spec in specs]
+    plans = plan_units(specs, placement, collectives.shard_world_size)
     with agreed(collectives, "initialize: offload"):
         rules = OffloadRules.of(settings, residences.param, residences.optimizer)
         tiers = TierSet(rules, list(chain(*plans)), built, collectives.shard_rank, topology.device)
@@ -158,12 +171,13 @@ def initialize(
         with agreed(collectives, "initialize: optimizer"):
             tiers.settle()
             shard = None
-            if built is not None:
+            if built is not None and kinds is not None:
                 warn_unoptimized([names[id(param)] for param in unused])
                 buffers = [buffer for unit in units for buffer in unit.buffers if buffer.trainable]
                 keys = [plan.key for plan in chain(*plans) if plan.trainable]
                 shard = OptimizerShard(
                     built,
+                    kinds,
                     groups,
                     buffers,
                     replicated=not plan.optimizer,
@@ -253,7 +267,8 @@ def _optimizer(
     model: nn.Module, given: OptimizerSource | None, params: Iterable[Any] | None, settings: Config
 ) -> Optimizer | None:
     section = settings.optimizer
-    if settings.bf16.bf16_optimizer_states and (given is not None or section is None):
+    named = section is not None and section.type is not None
+    if settings.bf16.bf16_optimizer_states and (given is not None or not named):
         raise ConfigError(
             settings.where("bf16.bf16_optimizer_states"),
             expected="an optimizer section with Adam, AdamW, Lion or Adagrad, whose states it is about",
@@ -261,7 +276,7 @@ def _optimizer(
             fix="name the optimizer in the config, or remove the key",
         )
     if given is not None:
-        if section is not None:
+        if named:
             raise ConfigError(
                 settings.where("optimizer"),
                 expected="one optimizer",
@@ -272,7 +287,7 @@ def _optimizer(
         if not isinstance(made, Optimizer):
             raise UsageError("initialize(optimizer)", expected="a torch.optim.Optimizer", got=type(made).__name__)
         return made
-    if section is None:
+    if section is None or section.type is None:
         return None
     chosen = list(params) if params is not None else [p for p in model.parameters() if p.requires_grad]
     _check_param_groups(model, chosen)
@@ -280,6 +295,56 @@ def _optimizer(
     if settings.bf16.bf16_optimizer_states:
         params_of.setdefault("moments_dtype", "bf16")
     return build_optimizer(section.type, params_of, chosen)
+
+
+def _kinds(
+    optimizer: Optimizer, declared: OptimizerKind | str | None, settings: Config, plan: ShardPlan
+) -> OptimizerKinds:
+    """What the optimizer's rules look at, and whether this config can give it to them."""
+    section = settings.optimizer
+    if declared is None and section is not None:
+        declared = section.kind
+    kinds = classify(optimizer, declared)
+    name, zero = type(optimizer).__name__, settings.zero_optimization
+    if OptimizerKind.PER_TENSOR in kinds.groups:
+        for key in ("zero_quantized_weights", "zero_quantized_gradients"):
+            if getattr(zero, key):
+                raise ConfigError(
+                    settings.where(f"zero_optimization.{key}"),
+                    expected=f"false with optimizer {name}, which is stepped on whole tensors: {kinds.reason}",
+                    got=True,
+                    fix="set it to false; codes are for equal shards, and owners' shards differ in size",
+                )
+    if OptimizerKind.COUPLED not in kinds.groups:
+        return kinds
+    if plan.optimizer and not isinstance(optimizer, CoupledOptimizer):
+        raise ConfigError(
+            f"optimizer {name} at stage {zero.stage}: {kinds.reason}",
+            expected="an optimizer that can be stepped on a part of the parameters",
+            fix="use stage 0, where every rank has everything; or give the class a use_reductions() method "
+            "(zeroaccel.CoupledOptimizer), by which its sums go over all shards",
+        )
+    needs_memory = {"data_types.master_weights": settings.data_types.master_weights == "residual"}
+    for key, offload in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
+        needs_memory[f"zero_optimization.{key}.device"] = offload is not None and offload.device == "nvme"
+    for key, is_wrong in needs_memory.items():
+        if is_wrong:
+            raise ConfigError(
+                settings.where(key),
+                expected=f"states in memory with optimizer {name}, which steps all parameters at once: {kinds.reason}",
+                got='"residual"' if key.startswith("data") else '"nvme"',
+                fix='use "fp32" and "cpu", or another optimizer',
+            )
+    return kinds
+
+
+def _bind_reductions(optimizer: Optimizer, collectives: Collectives) -> None:
+    """Lets the sums of a coupled optimizer go over all shards."""
+    assert isinstance(optimizer, CoupledOptimizer), "a coupled optimizer on shards, and no way to give it sums"
+    label = f"sums of {type(optimizer).__name__}"
+    optimizer.use_reductions(
+        Reductions(lambda tensor, op: collectives.all_reduce(tensor, op, label), counts=collectives.replica == 0)
+    )
 
 
 def _check_param_groups(model: nn.Module, chosen: list[Any]) -> None:

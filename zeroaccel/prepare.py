@@ -107,11 +107,13 @@ def prepare_job(
     rules: Rules,
     gradient_state: GradientState,
     collectives: Collectives,
+    optimizer_kind: str | None = None,
 ) -> Prepared:
     """Makes the engine of a job, and the wrappers that a script goes on calling. (all ranks)
 
     Args:
         loaders: those given in the same call, as the user made them.
+        optimizer_kind: see `initialize`.
 
     Raises:
         ConfigError: config, plugin, launcher and code say different things, or too little; on every rank.
@@ -137,6 +139,7 @@ def prepare_job(
         config=config,
         collectives=collectives,
         cast_inputs=True,
+        optimizer_kind=optimizer_kind,
     )
     engine.divides_direct = False  # the accelerator divides, or nobody, as with a plain loop
     engine.set_gradient_accumulation_boundary(True)
@@ -155,7 +158,8 @@ def _check_cases(job: Job, tree: Mapping[str, Any], sources: Mapping[str, str], 
     def section(name: str) -> str:
         return f"{sources.get(name, plugin.title)}: {name}"
 
-    configured = tree.get(_OPTIMIZER) is not None
+    named = tree.get(_OPTIMIZER)
+    configured = named is not None and not (isinstance(named, Mapping) and set(named) == {"kind"})
     scheduled = tree.get(_SCHEDULER) is not None
     optimizer = job.optimizer
     if isinstance(optimizer, DummyOptim) and not configured:

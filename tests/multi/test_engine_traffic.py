@@ -6,7 +6,7 @@ The formulas are those of Rajbhandari et al., ZeRO (2020), section 7, on the pad
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -166,12 +166,15 @@ class InFlight(RecordingCollectives):
         self.peak[op] = max(self.peak[op], self.now[op])
         return _Noted(work, lambda: self.now.subtract({op: numel}))
 
-    def all_gather(self, out: Tensor, shard: Tensor, label: str) -> Work:
+    def all_gather(self, out: Tensor, shard: Tensor, label: str, split_sizes: Sequence[int] = ()) -> Work:
         self.probe()
-        return self._launched("all_gather", out.numel(), super().all_gather(out, shard, label))
+        return self._launched("all_gather", out.numel(), super().all_gather(out, shard, label, split_sizes))
 
-    def reduce_scatter(self, out: Tensor, flat: Tensor, label: str, scale: float = 1.0) -> Work:
-        return self._launched("reduce_scatter", flat.numel(), super().reduce_scatter(out, flat, label, scale))
+    def reduce_scatter(
+        self, out: Tensor, flat: Tensor, label: str, scale: float = 1.0, split_sizes: Sequence[int] = ()
+    ) -> Work:
+        work = super().reduce_scatter(out, flat, label, scale, split_sizes)
+        return self._launched("reduce_scatter", flat.numel(), work)
 
 
 def _peaks(settings: dict[str, Any]) -> tuple[dict[str, int], dict[str, int], int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -255,9 +255,11 @@ class Spy(RecordingCollectives):
         super().__init__(inner)
         self.largest = 0.0
 
-    def reduce_scatter(self, out: Tensor, flat: Tensor, label: str, scale: float = 1.0) -> Work:
+    def reduce_scatter(
+        self, out: Tensor, flat: Tensor, label: str, scale: float = 1.0, split_sizes: Sequence[int] = ()
+    ) -> Work:
         self.largest = max(self.largest, float(flat.abs().max()))
-        return super().reduce_scatter(out, flat, label, scale)
+        return super().reduce_scatter(out, flat, label, scale, split_sizes)
 
 
 def _average(settings: dict[str, Any]) -> tuple[float, float]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zeroaccel.errors import ConfigError
-from zeroaccel.zero.optimizer_shard import check_elementwise
+from zeroaccel.zero.optimizer_kinds import classify
 from zeroaccel.zero.optimizers import build_optimizer, known_optimizers
 
 
@@ -86,7 +86,7 @@ def test_elementwise_optimizers_are_told_apart(name: str, lr: float) -> None:
     params = _params()
     optimizer = getattr(torch.optim, name)(params, lr=lr)
     before = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
-    assert check_elementwise(optimizer) is None
+    assert not classify(optimizer).reason
     after = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
     assert after == before
     assert optimizer.param_groups[0]["params"] == params
@@ -96,4 +96,4 @@ def test_elementwise_optimizers_are_told_apart(name: str, lr: float) -> None:
 @pytest.mark.parametrize("lr", [0.0, 1e-7, 1e-3])
 @pytest.mark.parametrize("name", ["Adafactor", "Muon"])
 def test_optimizers_that_look_at_the_shape_are_told_apart(name: str, lr: float) -> None:
-    assert check_elementwise(getattr(torch.optim, name)(_params(), lr=lr)) is not None
+    assert classify(getattr(torch.optim, name)(_params(), lr=lr)).reason

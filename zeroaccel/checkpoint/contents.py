@@ -111,10 +111,10 @@ class Contents:
         self.entries.append(Entry(key, dtype_name(tensor.dtype), tuple(tensor.shape), 0, data))
 
     def _add_weights(self, buffer: FlatBuffer, optimizer: OptimizerShard | None, *, exclude_frozen: bool) -> None:
-        low, _ = buffer.layout.bounds(buffer.rank)
+        low, high = buffer.layout.bounds(buffer.rank)
         kind = "master" if buffer.trainable else "value"
         for slot, param in zip(buffer.layout.slots, buffer.params, strict=True):
-            start, end = max(slot.start, low), min(slot.end, low + buffer.layout.shard_numel)
+            start, end = max(slot.start, low), min(slot.end, high)
             if exclude_frozen and not param.requires_grad:
                 continue
             if start < end:
@@ -152,7 +152,8 @@ class Contents:
                         flat = value.contiguous().view(-1)
                         self._add(key, slot, start, flat[start - piece.start : end - piece.start])
             if begins and low <= max(slot.start, piece.start) < high:
-                self._add_rest(rest, slot, optimizer, alone=tuple(piece.master.shape) == slot.shape and not away)
+                is_whole = (piece.start, piece.end, tuple(piece.master.shape)) == (slot.start, slot.end, slot.shape)
+                self._add_rest(rest, slot, optimizer, alone=is_whole)
 
     def _add_rest(self, rest: dict[str, Any], slot: Slot, optimizer: OptimizerShard, *, alone: bool) -> None:
         """State that does not have one value per element."""
@@ -188,7 +189,7 @@ def _weights(buffer: FlatBuffer, optimizer: OptimizerShard | None, start: int, e
     if optimizer is not None and optimizer.is_away(buffer):
         return optimizer.stored(buffer, None, start, end)
     if buffer.master is not None:
-        origin = 0 if buffer.master.numel() == buffer.layout.numel else low
+        origin = 0 if buffer.master_is_replicated else low
         return buffer.master[start - origin : end - origin]
     if buffer.home is not None:
         return buffer.home.stored(start - low, end - low)

@@ -126,8 +126,7 @@ def _weights(buffer: FlatBuffer) -> tuple[Tensor, int, int]:
     """(the values that count, first element, one past the last) of a buffer on this rank."""
     low, high = buffer.layout.bounds(buffer.rank)
     if buffer.master is not None:
-        whole = buffer.master.numel() == buffer.layout.numel
-        return (buffer.master, 0, buffer.layout.numel) if whole else (buffer.master, low, high)
+        return (buffer.master, 0, buffer.layout.numel) if buffer.master_is_replicated else (buffer.master, low, high)
     if buffer.resident:
         return buffer.full, 0, buffer.layout.numel
     return buffer.values(), low, high
@@ -141,7 +140,7 @@ def refresh_copies(units: Sequence[ParamUnit]) -> None:
         for buffer in unit.buffers:
             if not buffer.trainable:
                 continue
-            whole = buffer.master is not None and buffer.master.numel() == buffer.layout.numel
+            whole = buffer.master is not None and (buffer.master_is_replicated or buffer.layout.world_size == 1)
             if buffer.master is not None and buffer.master_is_apart:
                 if buffer.home is not None:
                     buffer.home.open().copy_(buffer.master)

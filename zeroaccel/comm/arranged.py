@@ -15,13 +15,14 @@ second   consecutive ranks of these, with a second copy           inside, across
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from zeroaccel.comm.codecs import CODABLE, INT8, encode
-from zeroaccel.comm.collectives import Collectives
+from zeroaccel.comm.collectives import Collectives, check_split
 from zeroaccel.comm.courier import Courier
 from zeroaccel.comm.reductions import AcrossReplicas, InFourBits, Reduction
 from zeroaccel.comm.topology import RankGroup, Topology, connect
@@ -158,9 +159,10 @@ class ArrangedCollectives(Collectives):
                 self._exchanges(replicas, replicas.reduce_group),
             )
 
-    def gather_weights(self, out: Tensor, shard: Tensor, label: str) -> Work:
+    def gather_weights(self, out: Tensor, shard: Tensor, label: str, split_sizes: Sequence[int] = ()) -> Work:
         if not (self.codes_weights and shard.dtype in CODABLE):
-            return self.all_gather(out, shard, label)
+            return self.all_gather(out, shard, label, split_sizes)
+        assert not split_sizes, f"{label}: codes of parts that may differ in size"
         packed = shard.new_empty(INT8.nbytes(shard.numel()), dtype=torch.uint8)
         encode(shard, INT8, packed)
         coded = self.gather_packed(out, packed, label)
@@ -178,18 +180,18 @@ class ArrangedCollectives(Collectives):
         if self.second_world_size == 1:
             out.copy_(second)
             return DONE
-        return self._gather(self._second_gathers, out, second, "all_gather second", label)
+        return self._gather(self._second_gathers, out, second, (), "all_gather second", label)
 
-    def reduce_scatter(self, out: Tensor, flat: Tensor, label: str, scale: float = 1.0) -> Work:
+    def reduce_scatter(
+        self, out: Tensor, flat: Tensor, label: str, scale: float = 1.0, split_sizes: Sequence[int] = ()
+    ) -> Work:
         reduction = self._reduction
         if reduction is None or flat.numel() == 0:
-            return super().reduce_scatter(out, flat, label, scale)
-        assert flat.numel() == self.shard_world_size * out.numel(), (
-            f"{label}: a reduction of {flat.numel()} elements into {self.shard_world_size} x {out.numel()}"
-        )
+            return super().reduce_scatter(out, flat, label, scale, split_sizes)
+        check_split(flat, out, split_sizes, self.shard_rank, self.shard_world_size, f"{label}: a reduction")
         op = "reduce_scatter int4" if isinstance(reduction, InFourBits) else "reduce_scatter across replicas"
         entry = self._supervisor.issue("reduce", op, label, flat)
-        work = self._courier.send(lambda: reduction(entry, out, flat, scale), flat.device)
+        work = self._courier.send(lambda: reduction(entry, out, flat, scale, split_sizes), flat.device)
         step = self.journal.step
         codes = isinstance(reduction, InFourBits)
         if not codes or self.watch is None or not self.watch.due("reduction", step):
@@ -198,10 +200,10 @@ class ArrangedCollectives(Collectives):
         beside = super().reduce_scatter(exact, flat, f"{label}, exact", scale)
         return WatchedWork(work, beside, lambda: watch.compare("reduction", step, label, out, exact))
 
-    def reduction_nbytes(self, shard_numel: int, dtype: torch.dtype) -> int:
+    def reduction_nbytes(self, numel: int, shard_numel: int, dtype: torch.dtype) -> int:
         if self._reduction is None:
-            return super().reduction_nbytes(shard_numel, dtype)
-        return self._reduction.nbytes(shard_numel, dtype)
+            return super().reduction_nbytes(numel, shard_numel, dtype)
+        return self._reduction.nbytes(numel, shard_numel, dtype)
 
 
 def _shard_numbers(arrangement: Arrangement, shards: RankGroup, inside: RankGroup) -> list[list[int]]:

@@ -3,7 +3,8 @@
 Movement is left to `exchange.py`, waiting and failing to `work.py`, ranks and groups come from `topology.py`. Nothing
 here knows what the tensors mean; the caller's label says it, to whoever has to read about a hang.
 
-Letters: W = world size, S = elements per rank. In host memory every sum runs in the order of the ranks, in fp32, and
+Letters: W = world size, S = elements per rank; where ranks have parts of several sizes, `split_sizes` has that of each,
+W*S is their sum and S this rank's. In host memory every sum runs in the order of the ranks, in fp32, and
 is rounded once: it depends neither on timing nor on where in a tensor an element lies.
 """
 
@@ -35,7 +36,7 @@ from zeroaccel.comm.work import (
 )
 from zeroaccel.ops.reduce import sum_ranks
 
-__all__ = ["Collectives", "Work"]
+__all__ = ["Collectives", "Work", "check_split"]
 
 
 class Collectives:
@@ -109,48 +110,51 @@ class Collectives:
         devices = {"cpu", self.topology.device.type}
         return {device: exchange_over(over, device, counted) for device in devices}
 
-    def all_gather(self, out: Tensor, shard: Tensor, label: str) -> Work:
+    def all_gather(self, out: Tensor, shard: Tensor, label: str, split_sizes: Sequence[int] = ()) -> Work:
         """out[r*S:(r+1)*S] = shard of rank r. Over the gather group; sends (W-1)*S elements.
 
         Args:
             out: (W*S,), contiguous.
             shard: (S,), of the dtype of `out`; may be this rank's part of `out`. Must stay as it is until `wait`.
             label: what it is for, the same on all ranks: "unshard layers.3".
+            split_sizes: elements of each rank's shard, in the order of `out`; empty for equal ones.
         """
-        assert out.numel() == self.shard_world_size * shard.numel() and out.dtype == shard.dtype, (
-            f"{label}: a gather of {self.shard_world_size} x {shard.numel()} {shard.dtype} into {out.numel()}"
-        )
+        check_split(out, shard, split_sizes, self.shard_rank, self.shard_world_size, f"{label}: a gather")
+        assert out.dtype == shard.dtype, f"{label}: a gather of {shard.dtype} into {out.dtype}"
         if self.shard_world_size == 1:
             if out.data_ptr() != shard.data_ptr():
                 out.copy_(shard)
             return DONE
-        return self._gather(self._shard_gathers, out, shard, "all_gather", label)
+        return self._gather(self._shard_gathers, out, shard, split_sizes, "all_gather", label)
 
-    def _gather(self, exchanges: Exchanges, out: Tensor, shard: Tensor, op: str, label: str) -> Work:
+    def _gather(
+        self, exchanges: Exchanges, out: Tensor, shard: Tensor, split_sizes: Sequence[int], op: str, label: str
+    ) -> Work:
         entry = self._supervisor.issue("gather", op, label, out)
         if out.numel() == 0:
             return self._nothing_to_move(entry)
         exchange = exchanges[out.device.type]
-        pending = self._supervisor.start(entry, exchange.all_gather, out, shard)
+        pending = self._supervisor.start(entry, exchange.all_gather, out, shard, split_sizes)
         if isinstance(exchange, DirectExchange):
             return MessageWork(self._supervisor, entry, pending)
         return DeviceWork(self._supervisor, entry, pending, out.device)
 
-    def reduce_scatter(self, out: Tensor, flat: Tensor, label: str, scale: float = 1.0) -> Work:
+    def reduce_scatter(
+        self, out: Tensor, flat: Tensor, label: str, scale: float = 1.0, split_sizes: Sequence[int] = ()
+    ) -> Work:
         """out = round(scale * sum over ranks of their flat[rank*S:(rank+1)*S]). Over the reduce group.
 
         In host memory this rank adds the parts up, during `wait`. On an accelerator the backend adds, in the dtype of
-        `flat` and in an order of its own. Sends (W-1)*S elements.
+        `flat` and in an order of its own. Sends all of `flat` but this rank's part.
 
         Args:
             out: (S,), of any floating dtype.
-            flat: (W*S,), contiguous. Must stay as it is until `wait`.
+            flat: (W*S,), contiguous. Must stay as it is until `wait`; with `split_sizes` it is not what it was then.
             label: what it is for, the same on all ranks: "reduce layers.3".
             scale: the factor, usually 1/W.
+            split_sizes: elements of each rank's part, in the order of `flat`; empty for equal ones.
         """
-        assert flat.numel() == self.world_size * out.numel(), (
-            f"{label}: a reduction of {flat.numel()} elements into {self.world_size} x {out.numel()}"
-        )
+        check_split(flat, out, split_sizes, self.rank, self.world_size, f"{label}: a reduction")
         if self.world_size == 1:
             _scale_into(out, flat, scale)
             return DONE
@@ -159,16 +163,16 @@ class Collectives:
             return self._nothing_to_move(entry)
         exchange = self._reductions[flat.device.type]
         if isinstance(exchange, DirectExchange):
-            parts = self._scratch.take(flat.numel(), flat.dtype)
-            pending = self._supervisor.start(entry, exchange.reduce_scatter, parts, flat)
+            parts = self._scratch.take(self.world_size * out.numel(), flat.dtype)
+            pending = self._supervisor.start(entry, exchange.reduce_scatter, parts, flat, split_sizes)
             return RankSumWork(self._supervisor, entry, pending, self._scratch, parts, out, scale)
         average = out if out.dtype == flat.dtype else torch.empty_like(out, dtype=flat.dtype)
-        pending = self._supervisor.start(entry, exchange.reduce_scatter, average, flat)
+        pending = self._supervisor.start(entry, exchange.reduce_scatter, average, flat, split_sizes)
         return AverageWork(self._supervisor, entry, pending, average, out, scale * self.world_size)
 
-    def gather_weights(self, out: Tensor, shard: Tensor, label: str) -> Work:
+    def gather_weights(self, out: Tensor, shard: Tensor, label: str, split_sizes: Sequence[int] = ()) -> Work:
         """As `all_gather`, of weights to compute with; may round them where `codes_weights` says so."""
-        return self.all_gather(out, shard, label)
+        return self.all_gather(out, shard, label, split_sizes)
 
     def gather_second(self, out: Tensor, second: Tensor, label: str) -> Work:
         """As `all_gather`, over the ranks that hold the second copy. `second`: (N / second_world_size,)."""
@@ -189,19 +193,19 @@ class Collectives:
         ranks, nbytes = self.shard_world_size, self.shard_world_size * packed.numel()
         if isinstance(exchange, DirectExchange):
             codes = self._scratch.take(nbytes, torch.uint8)
-            pending = self._supervisor.start(entry, exchange.all_gather, codes, packed)
+            pending = self._supervisor.start(entry, exchange.all_gather, codes, packed, ())
             return CodedWork(self._supervisor, entry, pending, codes.view(ranks, -1), out, self._scratch)
         codes = packed.new_empty(nbytes)
-        pending = self._supervisor.start(entry, exchange.all_gather, codes, packed)
+        pending = self._supervisor.start(entry, exchange.all_gather, codes, packed, ())
         return CodedDeviceWork(self._supervisor, entry, pending, codes.view(ranks, -1), out)
 
     def over(self, arranged: Collectives) -> Collectives:
         """What to use in place of these where others are needed: `arranged`, in the same wrappings."""
         return arranged
 
-    def reduction_nbytes(self, shard_numel: int, dtype: torch.dtype) -> int:
-        """Bytes that this rank sends in a `reduce_scatter` of W*S elements of this dtype."""
-        return (self.shard_world_size - 1) * shard_numel * dtype.itemsize
+    def reduction_nbytes(self, numel: int, shard_numel: int, dtype: torch.dtype) -> int:
+        """Bytes that this rank sends in a `reduce_scatter` of `numel` elements, its own part being `shard_numel`."""
+        return (numel - shard_numel) * dtype.itemsize
 
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"], label: str) -> None:
         """Replaces `tensor` by its sum or maximum over the ranks, the same bits on all of them. Blocks.
@@ -253,13 +257,23 @@ class Collectives:
         if own.numel() == 0:
             self._nothing_to_move(entry)
         else:
-            pending = self._supervisor.start(entry, self._control.all_gather, rows.view(-1), own)
+            pending = self._supervisor.start(entry, self._control.all_gather, rows.view(-1), own, ())
             self._supervisor.wait(entry, pending)
         return rows
 
     def _nothing_to_move(self, entry: Entry) -> Work:
         self.journal.finish(entry)
         return DONE
+
+
+def check_split(whole: Tensor, part: Tensor, split_sizes: Sequence[int], rank: int, world_size: int, what: str) -> None:
+    """Whether the parts that ranks hold are those of the whole; a mistake of ours, so an assertion."""
+    if split_sizes:
+        fits = len(split_sizes) == world_size and split_sizes[rank] == part.numel()
+        fits = fits and sum(split_sizes) == whole.numel()
+    else:
+        fits = whole.numel() == world_size * part.numel()
+    assert fits, f"{what} of {whole.numel()} elements, {part.numel()} on rank {rank} of {world_size}: {split_sizes}"
 
 
 def _scale_into(out: Tensor, flat: Tensor, scale: float) -> None:

@@ -2,6 +2,9 @@
 
 Letters: W = world size, S = elements per rank. Nothing here waits, sums or keeps books; `collectives.py` does.
 
+Parts may differ in size: `split_sizes` has the elements of each rank's part, as in torch's all-to-all, and is empty for
+equal parts. S is then this rank's, W*S their sum, and a part without elements costs no message.
+
 [Note: direct exchange]
 On gloo every rank posts one receive from and one send to each peer, and the bytes go straight between the caller's
 tensors. Measured with torch 2.13 on 2 ranks with a thread each (medians of interleaved rounds, bf16): an all-gather
@@ -92,10 +95,10 @@ def close_connections(group: dist.ProcessGroup) -> None:
 class Exchange(Protocol):
     """A move is complete when every returned work has been waited for, and its tensors must live until then."""
 
-    def all_gather(self, out: Tensor, shard: Tensor, tag: int) -> Sequence[Pending]:
-        """out[r*S:(r+1)*S] = shard of rank r.  out: (W*S,), shard: (S,), may be this rank's part of `out`."""
+    def all_gather(self, out: Tensor, shard: Tensor, split_sizes: Sequence[int], tag: int) -> Sequence[Pending]:
+        """Part r of `out` = shard of rank r.  out: (W*S,), shard: (S,), may be this rank's part of `out`."""
 
-    def reduce_scatter(self, out: Tensor, flat: Tensor, tag: int) -> Sequence[Pending]:
+    def reduce_scatter(self, out: Tensor, flat: Tensor, split_sizes: Sequence[int], tag: int) -> Sequence[Pending]:
         """Brings this rank's part of every rank's `flat`, (W*S,), into `out`; in which form, the class says."""
 
     def broadcast(self, tensor: Tensor, src: int, tag: int) -> Iterable[Pending]:
@@ -119,22 +122,28 @@ class DirectExchange:
         ahead = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
         self._targets, self._sources = ahead, ahead[::-1]
 
-    def all_gather(self, out: Tensor, shard: Tensor, tag: int) -> Sequence[Pending]:
-        parts = out.split(shard.numel())
-        works = [self._recv([parts[peer]], peer, tag) for peer in self._sources]
-        works += [self._send([shard], peer, tag) for peer in self._targets]
-        own = parts[self.rank]
-        if own.data_ptr() != shard.data_ptr():
-            own.copy_(shard)
+    def all_gather(self, out: Tensor, shard: Tensor, split_sizes: Sequence[int], tag: int) -> Sequence[Pending]:
+        parts = out.split(list(split_sizes) or shard.numel())
+        sources = [peer for peer in self._sources if split_sizes[peer]] if split_sizes else self._sources
+        works = [self._recv([parts[peer]], peer, tag) for peer in sources]
+        if shard.numel():
+            works += [self._send([shard], peer, tag) for peer in self._targets]
+            own = parts[self.rank]
+            if own.data_ptr() != shard.data_ptr():
+                own.copy_(shard)
         return works
 
-    def reduce_scatter(self, out: Tensor, flat: Tensor, tag: int) -> Sequence[Pending]:
-        """`out` is (W*S,): the parts as they come, in the order of the ranks, not summed."""
+    def reduce_scatter(self, out: Tensor, flat: Tensor, split_sizes: Sequence[int], tag: int) -> Sequence[Pending]:
+        """`out` is W times this rank's S: the parts as they come, in the order of the ranks, not summed."""
         numel = out.numel() // self.world_size
-        parts, slots = flat.split(numel), out.split(numel)
-        works = [self._recv([slots[peer]], peer, tag) for peer in self._sources]
-        works += [self._send([parts[peer]], peer, tag) for peer in self._targets]
-        slots[self.rank].copy_(parts[self.rank])
+        parts = flat.split(list(split_sizes) or numel)
+        targets = [peer for peer in self._targets if split_sizes[peer]] if split_sizes else self._targets
+        works = []
+        if numel:
+            slots = out.split(numel)
+            works += [self._recv([slots[peer]], peer, tag) for peer in self._sources]
+            slots[self.rank].copy_(parts[self.rank])
+        works += [self._send([parts[peer]], peer, tag) for peer in targets]
         return works
 
     def swap(self, out: Tensor, parts: Tensor, tag: int) -> Sequence[Pending]:
@@ -182,38 +191,61 @@ class NativeExchange:
         self._group, self._counted = group, counted
         self.rank, self.world_size = group.rank(), group.size()
 
-    def all_gather(self, out: Tensor, shard: Tensor, tag: int) -> Sequence[Pending]:
-        self._tell(tag, shard.nbytes)
-        return (_all_gather(out, shard, group=self._group, async_op=True),)
+    def all_gather(self, out: Tensor, shard: Tensor, split_sizes: Sequence[int], tag: int) -> Sequence[Pending]:
+        self._tell(tag, [shard.nbytes] * self.world_size)
+        if not split_sizes:
+            return (_all_gather(out, shard, group=self._group, async_op=True),)
+        works = []
+        for owner, part in self._parts(out, split_sizes):
+            if owner == self.rank and part.data_ptr() != shard.data_ptr():
+                part.copy_(shard)
+            source = dist.get_global_rank(self._group, owner)
+            works.append(dist.broadcast(part, source, group=self._group, async_op=True))
+        return works
 
-    def reduce_scatter(self, out: Tensor, flat: Tensor, tag: int) -> Sequence[Pending]:
-        """`out` is (S,): the average over the ranks. Not the sum, which in fp16 could overflow before it is scaled."""
-        self._tell(tag, flat.nbytes // self.world_size)
-        work = _reduce_scatter(out, flat, op=dist.ReduceOp.AVG, group=self._group, async_op=True)
-        return (work,)
+    def reduce_scatter(self, out: Tensor, flat: Tensor, split_sizes: Sequence[int], tag: int) -> Sequence[Pending]:
+        """`out` is (S,): the average over the ranks. Not the sum, which in fp16 could overflow before it is scaled.
+
+        With parts of several sizes `flat` is not what it was afterwards.
+        """
+        self._tell(tag, [size * flat.itemsize for size in split_sizes or [out.numel()] * self.world_size])
+        if not split_sizes:
+            return (_reduce_scatter(out, flat, op=dist.ReduceOp.AVG, group=self._group, async_op=True),)
+        works = []
+        for owner, part in self._parts(flat, split_sizes):
+            target = dist.get_global_rank(self._group, owner)
+            own = out.copy_(part) if owner == self.rank else part
+            works.append(dist.reduce(own, target, op=dist.ReduceOp.AVG, group=self._group, async_op=True))
+        return works
+
+    @staticmethod
+    def _parts(flat: Tensor, split_sizes: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        """(owner, part) of each part that has elements: as many collectives as a unit has owners, not as ranks."""
+        return ((rank, part) for rank, part in enumerate(flat.split(list(split_sizes))) if part.numel())
 
     def broadcast(self, tensor: Tensor, src: int, tag: int) -> Iterable[Pending]:
         source = dist.get_global_rank(self._group, src)
         if self.rank == src:
-            self._tell(tag, tensor.nbytes)
+            self._tell(tag, [tensor.nbytes] * self.world_size)
         return (dist.broadcast(tensor, source, group=self._group, async_op=True),)
 
     def swap(self, out: Tensor, parts: Tensor, tag: int) -> Sequence[Pending]:
         """The backend's all-to-all; this rank's own row is copied."""
-        self._tell(tag, parts[0].nbytes)
+        self._tell(tag, [parts[0].nbytes] * self.world_size)
         return (_all_to_all(out, parts, group=self._group, async_op=True),)
 
     def average(self, tensor: Tensor, tag: int) -> Sequence[Pending]:
         """tensor = the mean over the ranks, in the backend's order. Counted as a reduce-scatter and an all-gather."""
-        self._tell(tag, 2 * tensor.nbytes // self.world_size)
+        self._tell(tag, [2 * tensor.nbytes // self.world_size] * self.world_size)
         return (dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self._group, async_op=True),)
 
-    def _tell(self, tag: int, nbytes: int) -> None:
+    def _tell(self, tag: int, nbytes: Sequence[int]) -> None:
+        """`nbytes`: to each rank."""
         meter = self._counted()
         if meter is not None:
             for peer in range(self.world_size):
-                if peer != self.rank:
-                    meter(tag, peer, nbytes)
+                if peer != self.rank and nbytes[peer]:
+                    meter(tag, peer, nbytes[peer])
 
 
 Exchanges = Mapping[str, DirectExchange | NativeExchange]

@@ -54,6 +54,6 @@ class GroupShares:
         out = torch.empty(self.size * share.numel(), dtype=share.dtype, device=share.device)
         self._calls += 1
         exchange = exchange_over(self._group, share.device.type)
-        for work in exchange.all_gather(out, share, _FIRST_TAG + self._calls % _TAGS):
+        for work in exchange.all_gather(out, share, (), _FIRST_TAG + self._calls % _TAGS):
             work.wait()
         return out[:numel]

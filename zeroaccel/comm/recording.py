@@ -29,7 +29,7 @@ class CollectiveCall:
         op: the method's name.
         dtype: as torch prints it without its prefix, "bfloat16"; "object" for pickled ones.
         numel: elements of the whole tensor: W*S for a gather and a reduction.
-        nbytes: what this rank sends: (W-1)*S elements for plain gathers and reductions.
+        nbytes: what this rank sends: its shard to W-1 ranks in a plain gather, all but its shard in a reduction.
     """
 
     op: str
@@ -119,15 +119,15 @@ class RecordingCollectives(Collectives):
         self.calls.clear()
         self._sent.clear()
 
-    def all_gather(self, out: Tensor, shard: Tensor, label: str) -> Work:
-        self._note("all_gather", label, out, out.nbytes - shard.nbytes)
-        return self.inner.all_gather(out, shard, label)
+    def all_gather(self, out: Tensor, shard: Tensor, label: str, split_sizes: Sequence[int] = ()) -> Work:
+        self._note("all_gather", label, out, (self.shard_world_size - 1) * shard.nbytes)
+        return self.inner.all_gather(out, shard, label, split_sizes)
 
-    def gather_weights(self, out: Tensor, shard: Tensor, label: str) -> Work:
+    def gather_weights(self, out: Tensor, shard: Tensor, label: str, split_sizes: Sequence[int] = ()) -> Work:
         codes = self.codes_weights and shard.dtype in CODABLE
         sent = INT8.nbytes(shard.numel()) if codes else shard.nbytes
         self._note("gather_weights", label, out, (self.shard_world_size - 1) * sent)
-        return self.inner.gather_weights(out, shard, label)
+        return self.inner.gather_weights(out, shard, label, split_sizes)
 
     def gather_second(self, out: Tensor, second: Tensor, label: str) -> Work:
         self._note("gather_second", label, out, out.nbytes - second.nbytes)
@@ -137,12 +137,14 @@ class RecordingCollectives(Collectives):
         self._note("gather_packed", label, out, (self.shard_world_size - 1) * packed.nbytes)
         return self.inner.gather_packed(out, packed, label)
 
-    def reduce_scatter(self, out: Tensor, flat: Tensor, label: str, scale: float = 1.0) -> Work:
-        self._note("reduce_scatter", label, flat, self.inner.reduction_nbytes(out.numel(), flat.dtype))
-        return self.inner.reduce_scatter(out, flat, label, scale)
+    def reduce_scatter(
+        self, out: Tensor, flat: Tensor, label: str, scale: float = 1.0, split_sizes: Sequence[int] = ()
+    ) -> Work:
+        self._note("reduce_scatter", label, flat, self.inner.reduction_nbytes(flat.numel(), out.numel(), flat.dtype))
+        return self.inner.reduce_scatter(out, flat, label, scale, split_sizes)
 
-    def reduction_nbytes(self, shard_numel: int, dtype: torch.dtype) -> int:
-        return self.inner.reduction_nbytes(shard_numel, dtype)
+    def reduction_nbytes(self, numel: int, shard_numel: int, dtype: torch.dtype) -> int:
+        return self.inner.reduction_nbytes(numel, shard_numel, dtype)
 
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"], label: str) -> None:
         self._note("all_reduce", label, tensor, (self.world_size - 1) * tensor.nbytes)

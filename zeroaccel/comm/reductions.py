@@ -3,7 +3,8 @@
 Both bring to each rank its shard of the sum over all ranks. Each is called by the courier, blocks until it is done, and
 issues nothing: its messages belong to one entry of the journal.
 
-Letters: S elements per shard; L ranks inside a cell, R cells across; a rank is (n, l): cell n, place l in it.
+Letters: S elements per shard, that of this rank where shards differ in size (`split_sizes` then has that of each); L
+ranks inside a cell, R cells across; a rank is (n, l): cell n, place l in it.
 
 [Note: order across replicas] The sum over all ranks in fp32, rank after rank and rounded once, is what sharding over
 all ranks computes, and sums of sums are not. So in host memory a running sum goes from cell to cell, each adds its
@@ -36,11 +37,11 @@ __all__ = ["AcrossReplicas", "InFourBits", "Reduction"]
 class Reduction(Protocol):
     """How gradients are summed."""
 
-    def __call__(self, entry: Entry, out: Tensor, flat: Tensor, scale: float) -> None:
+    def __call__(self, entry: Entry, out: Tensor, flat: Tensor, scale: float, split_sizes: Sequence[int]) -> None:
         """out: (S,) = round(scale * this rank's shard of the sum over all ranks of `flat`). Blocks."""
 
-    def nbytes(self, shard_numel: int, dtype: torch.dtype) -> int:
-        """What this rank sends."""
+    def nbytes(self, numel: int, shard_numel: int, dtype: torch.dtype) -> int:
+        """What this rank sends, of `numel` elements of which it keeps `shard_numel`."""
 
 
 class AcrossReplicas:
@@ -56,24 +57,35 @@ class AcrossReplicas:
         self._inside, self._across = inside, across
         self._scratch = Scratch()
 
-    def __call__(self, entry: Entry, out: Tensor, flat: Tensor, scale: float) -> None:
+    def __call__(self, entry: Entry, out: Tensor, flat: Tensor, scale: float, split_sizes: Sequence[int]) -> None:
         inside, across = self._inside[flat.device.type], self._across[flat.device.type]
         if isinstance(inside, DirectExchange) and isinstance(across, DirectExchange):
-            self._in_order(entry, inside, across, out, flat, scale)
+            self._in_order(entry, inside, across, out, flat, scale, split_sizes)
         else:
             assert isinstance(inside, NativeExchange), "one kind of device has one kind of exchange"
             assert isinstance(across, NativeExchange), "one kind of device has one kind of exchange"
             average = torch.empty_like(out, dtype=flat.dtype)
-            self._supervisor.move(entry, inside.reduce_scatter, average, flat)
-            self._supervisor.move(entry, across.average, average)
+            self._supervisor.move(entry, inside.reduce_scatter, average, flat, split_sizes)
+            if average.numel():
+                self._supervisor.move(entry, across.average, average)
             out.copy_(average.float().mul_(scale * inside.world_size * across.world_size))
         self._supervisor.finish(entry)
 
     def _in_order(
-        self, entry: Entry, inside: DirectExchange, across: DirectExchange, out: Tensor, flat: Tensor, scale: float
+        self,
+        entry: Entry,
+        inside: DirectExchange,
+        across: DirectExchange,
+        out: Tensor,
+        flat: Tensor,
+        scale: float,
+        split_sizes: Sequence[int],
     ) -> None:
-        parts = self._scratch.take(flat.numel(), flat.dtype)
-        self._supervisor.move(entry, inside.reduce_scatter, parts, flat)
+        parts = self._scratch.take(inside.world_size * out.numel(), flat.dtype)
+        self._supervisor.move(entry, inside.reduce_scatter, parts, flat, split_sizes)
+        if not out.numel():  # the replicas of this rank have no part of it either
+            self._scratch.give_back(parts)
+            return
         total = self._scratch.take(out.numel(), torch.float32)
         own, last = across.rank, across.world_size - 1
         before, after = (own - 1) % (last + 1), (own + 1) % (last + 1)
@@ -94,12 +106,12 @@ class AcrossReplicas:
         self._scratch.give_back(parts)
         self._scratch.give_back(total)
 
-    def nbytes(self, shard_numel: int, dtype: torch.dtype) -> int:
-        inside, across = self._inside["cpu"], self._across["cpu"]
+    def nbytes(self, numel: int, shard_numel: int, dtype: torch.dtype) -> int:
+        across = self._across["cpu"]
         own, last = across.rank, across.world_size - 1
         running = 4 * shard_numel if own != last else 0
         result = dtype.itemsize * shard_numel if (own + 1) % (last + 1) != last else 0
-        return (inside.world_size - 1) * shard_numel * dtype.itemsize + running + result
+        return (numel - shard_numel) * dtype.itemsize + running + result
 
 
 class InFourBits:
@@ -119,7 +131,8 @@ class InFourBits:
         self._shard_of = shard_of
         self._scratch = Scratch(kept=4)
 
-    def __call__(self, entry: Entry, out: Tensor, flat: Tensor, scale: float) -> None:
+    def __call__(self, entry: Entry, out: Tensor, flat: Tensor, scale: float, split_sizes: Sequence[int]) -> None:
+        assert not split_sizes, "a reduction in two hops is one of equal shards"
         inside, across = self._inside[flat.device.type], self._across[flat.device.type]
         shards = flat.view(-1, out.numel())
         sums = self._take(across.world_size * out.numel(), torch.float32, flat).view(across.world_size, -1)
@@ -131,7 +144,7 @@ class InFourBits:
         self._give_back(sums, total)
         self._supervisor.finish(entry)
 
-    def nbytes(self, shard_numel: int, dtype: torch.dtype) -> int:
+    def nbytes(self, numel: int, shard_numel: int, dtype: torch.dtype) -> int:
         code, inside, across = INT4.nbytes(shard_numel), self._inside["cpu"], self._across["cpu"]
         return code * ((inside.world_size - 1) * across.world_size + across.world_size - 1)
 

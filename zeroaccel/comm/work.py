@@ -150,7 +150,7 @@ class RankSumWork(MessageWork):
     """The parts of a reduce-scatter on their way to this rank.
 
     Args:
-        parts: (W*S,), on loan from `scratch`; the parts in the order of the ranks.
+        parts: W times (S,), on loan from `scratch`; the parts in the order of the ranks.
         out: (S,), gets the scaled sum.
     """
 
@@ -173,7 +173,8 @@ class RankSumWork(MessageWork):
         self._scale = scale
 
     def _complete(self) -> None:
-        sum_ranks(self._out, self._parts.view(-1, self._out.numel()), self._scale)
+        if self._out.numel():
+            sum_ranks(self._out, self._parts.view(-1, self._out.numel()), self._scale)
         self._scratch.give_back(self._parts)
         del self._parts
 

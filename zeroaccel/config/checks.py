@@ -279,6 +279,17 @@ def _spread_needs_shards(config: Config) -> _Found:
 
 
 @_check("optimizer")
+def _an_optimizer_has_a_type(config: Config) -> _Found:
+    section = config.optimizer
+    if section is not None and section.type is None and (section.kind is None or section.params):
+        yield Problem(
+            ("optimizer", "type"),
+            text='missing or "auto"',
+            fix="give it, or remove the section",
+        )
+
+
+@_check("optimizer")
 def _clipping_is_no_argument(config: Config) -> _Found:
     if config.optimizer is not None and "max_grad_norm" in config.optimizer.params:
         yield Problem(

@@ -59,9 +59,9 @@ OptimizerKindName = Annotated[Literal["elementwise", "per_tensor", "coupled"], B
 
 
 class OptimizerSection(ConfigSection):
-    """An optimizer to build."""
+    """An optimizer to build, or how one that is made in code may be sharded (`kind` alone)."""
 
-    type: Name
+    type: Name | None = None
     """Name of the optimizer: Adam, AdamW, Adagrad, Lion, SGD, or any class of torch.optim."""
     params: Arguments = Field(default_factory=dict)
     """Its arguments."""

@@ -5,6 +5,7 @@ Stands in for `comm.collectives` in a simulated step; what a backend allocates i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -40,12 +41,14 @@ class AbsentRanks(Collectives):
         self._receives = receives_in_host_memory and world_size > 1
         self._free: list[Tensor] = []
 
-    def all_gather(self, out: Tensor, shard: Tensor, label: str) -> Work:
+    def all_gather(self, out: Tensor, shard: Tensor, label: str, split_sizes: Sequence[int] = ()) -> Work:
         out.detach_()  # an operation without effect, so that a ledger looks at what is whole now
         return DONE
 
-    def reduce_scatter(self, out: Tensor, flat: Tensor, label: str, scale: float = 1.0) -> Work:
-        return _Loan(self._free, flat.nbytes) if self._receives and flat.numel() else DONE
+    def reduce_scatter(
+        self, out: Tensor, flat: Tensor, label: str, scale: float = 1.0, split_sizes: Sequence[int] = ()
+    ) -> Work:
+        return _Loan(self._free, self.world_size * out.nbytes) if self._receives and flat.numel() else DONE
 
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"], label: str) -> None:
         pass

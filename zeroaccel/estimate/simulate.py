@@ -24,12 +24,13 @@ from torch.utils.checkpoint import checkpoint
 
 from zeroaccel.config import BatchSizes, Fact, load_config, shard_plan, tier_plan
 from zeroaccel.errors import UsageError
-from zeroaccel.zero.build import build_units, plan_buffers
+from zeroaccel.zero.build import build_units, plan_units
 from zeroaccel.zero.clip import GradientHealth
 from zeroaccel.zero.engine import Engine
 from zeroaccel.zero.from_config import dtype_of, engine_settings_of, placement_of, unit_specs_of
 from zeroaccel.zero.grouping import group_parameters
 from zeroaccel.zero.model_facts import facts_from_model
+from zeroaccel.zero.optimizer_kinds import classify
 from zeroaccel.zero.optimizer_shard import OptimizerShard
 from zeroaccel.zero.precision import cast_buffers
 from zeroaccel.zero.tiers import OffloadRules, TierSet
@@ -232,13 +233,14 @@ def _engine(model: nn.Module, workload: Workload, stage: int, collectives: Absen
     residences = tier_plan(settings)
     placement = placement_of(model, settings, plan, groups, device, residences)
     cast_buffers(model, device, dtype_of(settings.data_types.buffer_dtype), set(placement.fp32_names))
-    plans = [plan_buffers(spec, placement, workload.ranks) for spec in specs]
+    plans = plan_units(specs, placement, workload.ranks)
     rules = OffloadRules.of(settings, residences.param, residences.optimizer)
     tiers = TierSet(rules, list(chain(*plans)), optimizer, 0, device)
     tiers.open([])
     units = build_units(specs, plans, placement, collectives, tiers)
     shard = OptimizerShard(
         optimizer,
+        classify(optimizer),
         groups,
         [buffer for unit in units for buffer in unit.buffers if buffer.trainable],
         replicated=not plan.optimizer,

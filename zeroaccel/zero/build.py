@@ -6,6 +6,7 @@ Runs once, at the start. Afterwards every parameter is a view into a unit's buff
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -13,15 +14,17 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zeroaccel.comm.codecs import CODABLE
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.config.plan import ShardPlan
-from zeroaccel.errors import UsageError
+from zeroaccel.errors import ConfigError, UsageError, listed
+from zeroaccel.logs import logger
 from zeroaccel.zero.grouping import UnitSpec
 from zeroaccel.zero.host_copies import HostCopies
 from zeroaccel.zero.keeper import Place, place_of
-from zeroaccel.zero.layout import FlatLayout
+from zeroaccel.zero.layout import FlatLayout, OwnerLoads
 from zeroaccel.zero.local_values import check_split, is_split, local
 from zeroaccel.zero.unit import FlatBuffer, ParamUnit, Places
 
@@ -33,8 +36,10 @@ __all__ = [
     "build_units",
     "check_parameters",
     "check_same",
+    "group_index",
     "initial_values",
-    "plan_buffers",
+    "plan_units",
+    "warn_unoptimized",
 ]
 
 
@@ -50,6 +55,7 @@ class Placement:
         groups: id(parameter) -> index of its param group; parameters not in it are not optimized.
         offloads_params: shards of parameters are not on the device, so that even one rank alone has shards.
         packs_frozen: the shards of frozen parameters are stored as int8 codes.
+        whole_groups: indices of the param groups whose optimizer needs whole tensors.
     """
 
     dtype: torch.dtype | None
@@ -59,6 +65,7 @@ class Placement:
     groups: Mapping[int, int]
     offloads_params: bool = False
     packs_frozen: bool = False
+    whole_groups: frozenset[int] = frozenset()
 
     def param_dtype(self, fqn: str, param: nn.Parameter) -> torch.dtype:
         """The dtype this parameter is stored and computed in."""
@@ -71,6 +78,10 @@ class Placement:
     def trainable(self, param: nn.Parameter) -> bool:
         """Whether an optimizer updates it."""
         return param.requires_grad and id(param) in self.groups
+
+    def needs_owner(self, param: nn.Parameter) -> bool:
+        """Whether its optimizer needs it whole on one rank; see [Note: owner layout] of `layout.py`."""
+        return self.trainable(param) and self.groups[id(param)] in self.whole_groups
 
 
 class Tiers(Protocol):
@@ -138,6 +149,37 @@ def check_parameters(model: nn.Module) -> None:
             )
 
 
+def group_index(optimizer: Optimizer, names: Mapping[int, str]) -> dict[int, int]:
+    """id(parameter) -> index of its param group.
+
+    Args:
+        names: id(parameter) -> fqn, for all of the model's parameters.
+
+    Raises:
+        ConfigError: a parameter is in two groups.
+        UsageError: a parameter is not the model's.
+    """
+    found: dict[int, int] = {}
+    for index, group in enumerate(optimizer.param_groups):
+        for position, param in enumerate(group["params"]):
+            if id(param) not in names:
+                raise UsageError(
+                    f"optimizer.param_groups[{index}]['params'][{position}]",
+                    expected="a parameter of the model that is prepared with it",
+                    got=f"a tensor of shape {tuple(param.shape)}",
+                    fix="create the optimizer from the same model object",
+                )
+            if id(param) in found:
+                raise ConfigError(
+                    f"parameter {names[id(param)]}",
+                    expected="to be in one param group",
+                    got=f"groups {found[id(param)]} and {index}",
+                    fix="remove it from one of them",
+                )
+            found[id(param)] = index
+    return found
+
+
 def check_same(model: nn.Module, placement: Placement, settings: Sequence[str], collectives: Collectives) -> None:
     """All ranks must have the same settings, and parameters of the same names, shapes and roles in the same order.
 
@@ -196,22 +238,36 @@ class BufferPlan:
         return bool(self.param_groups)
 
 
-def plan_buffers(spec: UnitSpec, placement: Placement, world_size: int) -> list[BufferPlan]:
-    """The buffers of one unit."""
+def plan_units(specs: Sequence[UnitSpec], placement: Placement, world_size: int) -> list[list[BufferPlan]]:
+    """The buffers of each unit; owners are balanced within a unit, and over the units where that leaves a choice."""
+    loads = OwnerLoads(world_size)
+    return [_plan_buffers(spec, placement, loads, world_size) for spec in specs]
+
+
+def _plan_buffers(spec: UnitSpec, placement: Placement, loads: OwnerLoads, world_size: int) -> list[BufferPlan]:
     alone = world_size == 1 and not placement.offloads_params
     check_split(spec.params, placement.param_dtype)
-    kinds: dict[tuple[torch.dtype, bool, bool], list[tuple[str, nn.Parameter]]] = {}
+    kinds: dict[tuple[torch.dtype, bool, bool, bool], list[tuple[str, nn.Parameter]]] = {}
     for fqn, param in spec.params:
-        kind = placement.param_dtype(fqn, param), placement.trainable(param), is_split(param)
-        kinds.setdefault(kind, []).append((fqn, param))
+        kind = placement.param_dtype(fqn, param), placement.trainable(param), placement.needs_owner(param)
+        kinds.setdefault((*kind, is_split(param)), []).append((fqn, param))
     plans = []
-    for index, ((dtype, trainable, _), named) in enumerate(kinds.items()):
+    for index, ((dtype, trainable, has_owners, split), named) in enumerate(kinds.items()):
+        if has_owners and split:
+            _refuse_split(named[0][0])
         if trainable:  # runs of one param group side by side: fewer pieces to step
             named = sorted(named, key=lambda item: placement.groups[id(item[1])])
+        if has_owners:
+            owners = loads.assign([param.numel() for _, param in named])
+            order = sorted(range(len(named)), key=owners.__getitem__)
+            named, owners = [named[i] for i in order], [owners[i] for i in order]
+        entries = [(fqn, tuple(local(param).shape)) for fqn, param in named]
         plans.append(
             BufferPlan(
                 f"{spec.name}/{index}",
-                FlatLayout.build([(fqn, tuple(local(param).shape)) for fqn, param in named], world_size),
+                FlatLayout.build_with_owners(entries, owners, world_size)
+                if has_owners
+                else FlatLayout.build(entries, world_size),
                 tuple(param for _, param in named),
                 dtype,
                 tuple(placement.groups[id(param)] for _, param in named) if trainable else (),
@@ -219,6 +275,15 @@ def plan_buffers(spec: UnitSpec, placement: Placement, world_size: int) -> list[
             )
         )
     return plans
+
+
+def _refuse_split(fqn: str) -> None:
+    raise UsageError(
+        f"parameter {fqn}",
+        expected="to be whole, since its optimizer looks at whole tensors",
+        got="one that tensor parallelism splits",
+        fix="use an elementwise optimizer, such as AdamW, for the parameters that are split",
+    )
 
 
 def build_units(
@@ -328,3 +393,14 @@ def broadcast_buffers(model: nn.Module, collectives: Collectives) -> None:
             flat = buffer.detach().contiguous()
             collectives.broadcast(flat, 0, f"buffer {name}")
             buffer.detach().copy_(flat)
+
+
+def warn_unoptimized(fqns: Sequence[str]) -> None:
+    """Says which trainable parameters no optimizer updates."""
+    if fqns:
+        logger.log(
+            logging.WARNING,
+            "%d trainable parameters are in no param group of the optimizer, so they stay as they are: %s",
+            len(fqns),
+            listed(fqns, most=5),
+        )

@@ -6,7 +6,7 @@ without values, so that the two cannot differ.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -15,6 +15,7 @@ from zeroaccel.config import BatchSizes, Config, ShardPlan, TierPlan, overlaps_c
 from zeroaccel.zero.build import Placement
 from zeroaccel.zero.engine import EngineSettings
 from zeroaccel.zero.grouping import LeafRules, UnitSpec, group_parameters
+from zeroaccel.zero.optimizer_kinds import OptimizerKind
 from zeroaccel.zero.precision import DynamicLossScale, LossScale, StaticLossScale, kept_in_fp32
 from zeroaccel.zero.reducer import ReduceRules
 from zeroaccel.zero.schedule import Limits
@@ -51,16 +52,27 @@ def placement_of(
     groups: Mapping[int, int],
     device: torch.device,
     residences: TierPlan,
+    kinds: Sequence[OptimizerKind] = (),
 ) -> Placement:
     """In which dtype and where parameters live.
 
     Args:
         groups: id of a trained parameter -> index of its param group.
+        kinds: of each param group; none without an optimizer.
     """
     fp32 = kept_in_fp32(model, settings.data_types.keep_in_fp32_modules)
     offloads_params = residences.param != "device"
     packs_frozen = settings.zero_optimization.zero_quantized_nontrainable_weights
-    return Placement(DTYPES[settings.precision], frozenset(fp32), device, plan, groups, offloads_params, packs_frozen)
+    return Placement(
+        DTYPES[settings.precision],
+        frozenset(fp32),
+        device,
+        plan,
+        groups,
+        offloads_params,
+        packs_frozen,
+        frozenset(index for index, kind in enumerate(kinds) if kind is OptimizerKind.PER_TENSOR),
+    )
 
 
 def engine_settings_of(

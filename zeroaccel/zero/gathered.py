@@ -198,7 +198,7 @@ def store(place: Place, masters: Tensor | None = None) -> None:
         if master is None or not buffer.master_is_apart:
             return
         origin = low
-        if master.numel() == buffer.layout.numel:
+        if buffer.master_is_replicated:
             start, end, origin = slot.start, slot.end, 0
         held = master[start - origin : end - origin]
         held.copy_(_merged(held, buffer.full[start:end]))
@@ -226,7 +226,7 @@ def overwrite(place: Place, value: Tensor) -> None:
             training.optimizer.change(buffer, None, start, own.float())
         elif buffer.master is not None and buffer.master_is_apart:
             low, _ = buffer.layout.bounds(rank)
-            if buffer.master.numel() == buffer.layout.numel:
+            if buffer.master_is_replicated:
                 buffer.master[slot.start : slot.end].copy_(flat)
             else:
                 buffer.master[start - low : end - low].copy_(own)

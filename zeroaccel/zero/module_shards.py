@@ -112,7 +112,7 @@ class ModuleShards:
             layout = self._lay_out(module, same)
             source = initial_values(layout, params, self.destination.device, self.collectives, self._label(module))
             buffer = self._buffer(layout, params, dtype)
-            buffer.adopt(source, Places(shard=self.destination.empty(layout.shard_numel, dtype)))
+            buffer.adopt(source, Places(shard=self.destination.empty(layout.shard_numel(buffer.rank), dtype)))
             buffers.append(buffer)
         unit = ParamUnit(self._label(module), [module], buffers, self.collectives)
         unit.reshard()
@@ -132,7 +132,7 @@ class ModuleShards:
                 _leave_meta(param, dtype, self.destination.device)
             buffer = self._buffer(layout, [param for _, param in same], dtype)
             buffer.free()  # nobody has touched its pages: they were never memory
-            buffer.shard = self.destination.empty(layout.shard_numel, dtype).zero_()
+            buffer.shard = self.destination.empty(layout.shard_numel(buffer.rank), dtype).zero_()
             buffers.append(buffer)
         if buffers:
             self._take(ParamUnit(self._label(module), [module], buffers, self.collectives, sharded=True))

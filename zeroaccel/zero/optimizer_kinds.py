@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 from zeroaccel.errors import ConfigError
 from zeroaccel.ops.shard_step import ShardStep
 from zeroaccel.zero.optimizer_trial import try_out
-from zeroaccel.zero.optimizer_twin import has_stepped, renew_state, state_dtypes
+from zeroaccel.zero.optimizer_twin import element_states, has_stepped, renew_state
 
-__all__ = ["OptimizerKind", "OptimizerKinds", "classify", "has_stepped", "renew_state", "state_dtypes"]
+__all__ = ["OptimizerKind", "OptimizerKinds", "classify", "element_states", "has_stepped", "renew_state"]
 
 
 class OptimizerKind(enum.Enum):

@@ -1,17 +1,23 @@
-"""The optimizer over flat fp32 masters: any elementwise `torch.optim` class steps on this rank's shard.
+"""The optimizer over fp32 masters: any `torch.optim` class steps on what this rank has of them.
 
-A buffer's shard is cut into pieces, one per run of parameters of one param group. The optimizer's `param_groups` keep
+A buffer's shard is cut into pieces: one per run of parameters of one param group for an elementwise rule, one per
+parameter, in its shape, for a rule that looks at whole tensors (`OptimizerKind`). The optimizer's `param_groups` keep
 their dictionaries (schedulers and loggers that hold them go on working); only their `params` become the pieces.
 
 [Note: equal pieces] A replicated optimizer (nothing sharded) steps W pieces of S elements where a sharded one steps
 one of them, so that every kernel sees vectors of the same length with the same contents, and even an implementation
 whose vector tail rounds differently gives the same bits.
+
+[Note: several calls per step] A step calls `optimizer.step()` once per buffer, so that one buffer's gradients at a time
+are in fp32 and one sub-group at a time is in memory. What a class counts per call (a `group["step"]`, an attribute) is
+set back before each call but the first: every call sees the numbers that the step began with, and the last
+one leaves them as one call would. A coupled rule, which looks at all parameters at once, gets one call with all.
 """
 
 from __future__ import annotations
 
+import bisect
 import inspect
-import logging
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -23,18 +29,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroaccel.errors import ConfigError, OffloadError, UsageError, listed
-from zeroaccel.logs import logger
+from zeroaccel.errors import ConfigError, OffloadError, UsageError
 from zeroaccel.offload.tier import Fetch, TierElements
 from zeroaccel.ops.shard_step import ShardOptimizer, ShardStep
 from zeroaccel.zero.host_copies import HostCopies
-from zeroaccel.zero.layout import FlatLayout
+from zeroaccel.zero.optimizer_kinds import OptimizerKind, OptimizerKinds, has_stepped, renew_state
 from zeroaccel.zero.reducer import GradientBuffer
 from zeroaccel.zero.state_tier import StateTier, SubGroup
-from zeroaccel.zero.trial import check_elementwise, has_stepped, renew_state
+from zeroaccel.zero.step_counters import StepCounters
 from zeroaccel.zero.unit import FlatBuffer
 
-__all__ = ["OptimizerShard", "Piece", "group_index", "group_runs"]
+__all__ = ["OptimizerShard", "Piece"]
 
 
 _OPTIONAL = inspect.Parameter("closure", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
@@ -46,7 +51,7 @@ class Piece:
 
     Attributes:
         master: (L,) fp32 leaf, a view into the buffer's master; of the parameter's shape for an optimizer that is
-            not elementwise and therefore replicated. NaN while its sub-group is away.
+            not elementwise. NaN while its sub-group is away.
         start, end: its place in the flat buffer, in elements.
         sub_group: what it is fetched with; None where masters are in memory.
     """
@@ -72,42 +77,12 @@ class EarlierUpdates(Protocol):
         """Returns when all are done."""
 
 
-def group_index(optimizer: Optimizer, names: Mapping[int, str]) -> dict[int, int]:
-    """id(parameter) -> index of its param group.
-
-    Args:
-        names: id(parameter) -> fqn, for all of the model's parameters.
-
-    Raises:
-        ConfigError: a parameter is in two groups.
-        UsageError: a parameter is not the model's.
-    """
-    found: dict[int, int] = {}
-    for index, group in enumerate(optimizer.param_groups):
-        for position, param in enumerate(group["params"]):
-            if id(param) not in names:
-                raise UsageError(
-                    f"optimizer.param_groups[{index}]['params'][{position}]",
-                    expected="a parameter of the model that is prepared with it",
-                    got=f"a tensor of shape {tuple(param.shape)}",
-                    fix="create the optimizer from the same model object",
-                )
-            if id(param) in found:
-                raise ConfigError(
-                    f"parameter {names[id(param)]}",
-                    expected="to be in one param group",
-                    got=f"groups {found[id(param)]} and {index}",
-                    fix="remove it from one of them",
-                )
-            found[id(param)] = index
-    return found
-
-
 class OptimizerShard:
     """Steps the optimizer on this rank's masters and writes the new weights to the parameters' shards.
 
     Args:
         optimizer: over the model's parameters; its `param_groups` are pointed at the pieces.
+        kinds: what its rules look at; buffers of per-tensor groups have owner layouts.
         groups: id(parameter) -> index of its param group, taken before the parameters were sharded.
         buffers: every trainable buffer, in a fixed order.
         replicated: every rank steps everything (stage 0) instead of its shard.
@@ -128,6 +103,7 @@ class OptimizerShard:
     def __init__(
         self,
         optimizer: Optimizer,
+        kinds: OptimizerKinds,
         groups: Mapping[int, int],
         buffers: Sequence[FlatBuffer],
         *,
@@ -150,13 +126,10 @@ class OptimizerShard:
                 got=f"state for {len(optimizer.state)} parameters",
                 fix="initialize before the first step; resume with engine.load_checkpoint",
             )
-        reason = None if isinstance(optimizer, ShardStep) else check_elementwise(optimizer)
-        if reason is not None and not replicated:
-            raise ConfigError(
-                f"optimizer {name} with sharded states: {reason}",
-                fix="use stage 0, or an elementwise optimizer such as AdamW, SGD, Lion or Adagrad",
-            )
         self.optimizer = optimizer
+        self.kinds = kinds
+        self._calls_together = OptimizerKind.COUPLED in kinds.groups
+        self._counters: StepCounters | None = None
         self.is_stepping = False
         self.states = states
         self.update_seconds = self.waited_seconds = self.hidden_seconds = 0.0
@@ -173,17 +146,32 @@ class OptimizerShard:
             if states is not None and keys is not None:
                 self._add_tiered(buffer, states.sub_groups[keys[id(buffer)]])
                 continue
-            whole = reason is not None
-            cut = _by_parameter(buffer, groups) if whole else _by_run(buffer, groups, replicated=replicated)
-            for start, end, shape, group in cut:
+            by_parameter = buffer.layout.has_owners or (self._calls_together and replicated)
+            cut = _by_parameter if by_parameter else _by_run
+            for start, end, shape, group in cut(buffer, groups, replicated=replicated):
                 self._add(buffer, start, end, shape, group, replicated=replicated)
-        for index, held in enumerate(optimizer.param_groups):
-            held["params"] = [p.master for cut in self.pieces.values() for p in cut if p.group == index]
+        self._point_groups()
         if optimizer.state and states is not None:
             states.renews = True
             optimizer.state.clear()
         elif optimizer.state:
             renew_state(optimizer)
+
+    def _point_groups(self) -> None:
+        """Replaces the model's parameters in the param groups by the pieces, in the order of those parameters.
+
+        A rule that sums over several parameters gives the bits of that order.
+        """
+        places = {
+            id(param): place for held in self.optimizer.param_groups for place, param in enumerate(held["params"])
+        }
+        first_of: dict[int, int] = {}
+        for cut in self.pieces.values():
+            for piece in cut:
+                first_of[id(piece.master)] = places[id(piece.buffer.params[_first_slot(piece)])]
+        for index, held in enumerate(self.optimizer.param_groups):
+            masters = [p.master for cut in self.pieces.values() for p in cut if p.group == index]
+            held["params"] = sorted(masters, key=lambda master: first_of[id(master)])
 
     def _add(
         self, buffer: FlatBuffer, start: int, end: int, shape: tuple[int, ...], group: int, *, replicated: bool
@@ -199,7 +187,7 @@ class OptimizerShard:
             if sub_group.is_split:
                 sub_group.weights = buffer.stored_shard
             for run in sub_group.pieces:
-                master = nn.Parameter(torch.full((), math.nan).expand(run.end - run.start))
+                master = nn.Parameter(torch.full((), math.nan).expand(run.shape))
                 sub_group.masters.append(master)
                 self.pieces[id(buffer)].append(Piece(buffer, master, run.start, run.end, run.group, sub_group))
 
@@ -222,6 +210,20 @@ class OptimizerShard:
             OffloadError: a tier failed. `done` has been called for every buffer all the same, since the other ranks
                 are on their way to its gathers; masters and parameters are a mixture of old and new.
         """
+        self._counters = None
+        if self._calls_together:
+            with self._timed():
+                self._step_together(gradients, grad_scale, done)
+        else:
+            self._step_in_turn(gradients, grad_scale, done, beside)
+
+    def _step_in_turn(
+        self,
+        gradients: Sequence[GradientBuffer],
+        grad_scale: float,
+        done: Callable[[FlatBuffer], None],
+        beside: EarlierUpdates | None,
+    ) -> None:
         failure: OffloadError | None = None
         arrivals = self.arrivals([held.buffer for held in gradients if beside is None or not beside.has(held.buffer)])
         for held in gradients:
@@ -253,9 +255,12 @@ class OptimizerShard:
             raise failure
 
     def count_step(self) -> None:
-        """Lets torch's schedulers and step hooks take note of a step that the kernels take."""
+        """Lets the optimizer, its schedulers and its hooks take note of a step in which its `step` was not called."""
         if isinstance(self.optimizer, ShardStep):
             self._call_step()  # no parameter has a gradient
+        elif not self._calls_together and self._counters is None:  # this rank owns nothing
+            with _restricted(self.optimizer, ()):
+                self._call_step()
 
     def _call_step(self) -> None:
         self.is_stepping = True
@@ -264,9 +269,43 @@ class OptimizerShard:
         finally:
             self.is_stepping = False
 
+    def _call_again(self) -> None:
+        """One of the calls of one step; see [Note: several calls per step]."""
+        if self._counters is None:
+            self._counters = StepCounters(self.optimizer)
+        else:
+            self._counters.restore()
+        self._call_step()
+
+    def _step_together(
+        self, gradients: Sequence[GradientBuffer], grad_scale: float, done: Callable[[FlatBuffer], None]
+    ) -> None:
+        """One call of a coupled optimizer with all pieces: all gradients are in fp32 at once."""
+        for held in gradients:
+            grad, origin = self._gradient(held)
+            for piece in self.pieces[id(held.buffer)]:
+                _lay_gradient(piece, grad, origin, grad_scale)
+        self._call_step()
+        for held in gradients:
+            targets = self._targets(held.buffer)
+            for piece in self.pieces[id(held.buffer)]:
+                self._finish_piece(piece, targets)
+            if held.buffer.home is not None:
+                held.buffer.home.commit()
+            if self._copies is not None:
+                self._copies.wait()
+            done(held.buffer)
+
+    @staticmethod
+    def _gradient(held: GradientBuffer) -> tuple[Tensor, int]:
+        """(the reduced gradient to step with, the place of its first element in the flat buffer)."""
+        if held.full is not None:
+            return held.full, 0
+        assert held.shard is not None, f"{held.name} is stepped without a gradient"
+        return held.shard, held.buffer.layout.bounds(held.buffer.rank)[0]
+
     def _step_buffer(self, held: GradientBuffer, grad_scale: float, arrivals: Generator[Tensor]) -> None:
-        grad = held.shard if held.full is None else held.full
-        assert grad is not None, f"{held.name} is stepped without a gradient"
+        grad, _ = self._gradient(held)
         targets = self._targets(held.buffer)
         self.update(held.buffer, grad, grad_scale, arrivals, targets, self.optimizer.param_groups)
         if held.buffer.home is not None:
@@ -307,7 +346,7 @@ class OptimizerShard:
         if buffer.master is not None and buffer.master.dtype is buffer.dtype:
             return None
         pinned = self._copies is not None and self._copies.pinned
-        return torch.empty(buffer.layout.shard_numel, dtype=buffer.dtype, pin_memory=pinned)
+        return torch.empty(buffer.layout.shard_numel(buffer.rank), dtype=buffer.dtype, pin_memory=pinned)
 
     def install(self, buffer: FlatBuffer, weights: Tensor | None) -> None:
         """Puts weights that `update` wrote to `staging` into the shard."""
@@ -376,7 +415,7 @@ class OptimizerShard:
             return buffer.home.open()
         if not buffer.master_is_apart:
             return None
-        whole = buffer.master is not None and buffer.master.numel() == buffer.layout.numel
+        whole = buffer.master is not None and buffer.master_is_replicated
         return buffer.full if whole and buffer.resident else buffer.shard
 
     @contextmanager
@@ -422,15 +461,17 @@ class OptimizerShard:
     ) -> None:
         for batch in _batches(pieces, self._sub_group_numel):
             for piece in batch:
-                part = grad[piece.start - origin : piece.end - origin].to(torch.float32, copy=True)
-                piece.master.grad = part.mul_(grad_scale).view(piece.master.shape)
+                _lay_gradient(piece, grad, origin, grad_scale)
             with _restricted(self.optimizer, batch):
-                self._call_step()
+                self._call_again()
             for piece in batch:
-                piece.master.grad = None
-                with self._target(piece, targets) as out:
-                    if out is not None:
-                        out.copy_(piece.master.detach().flatten())
+                self._finish_piece(piece, targets)
+
+    def _finish_piece(self, piece: Piece, targets: Tensor | None) -> None:
+        piece.master.grad = None
+        with self._target(piece, targets) as out:
+            if out is not None:
+                out.copy_(piece.master.detach().flatten())
 
     def is_away(self, buffer: FlatBuffer) -> bool:
         """Whether a buffer's masters and states are in a tier, where only `stored` and `change` reach them."""
@@ -476,45 +517,35 @@ class OptimizerShard:
         return masters + states
 
 
-def group_runs(layout: FlatLayout, param_groups: Sequence[int], rank: int) -> list[tuple[int, int, int]]:
-    """(start, end, param group) of each run of one group in a rank's shard, in order and without gaps.
-
-    Args:
-        param_groups: of each slot.
-    """
-    low, high = layout.bounds(rank)
-    runs: list[tuple[int, int, int]] = []
-    for index, group in enumerate(param_groups):
-        start, end = _reach(layout, index, low, high)
-        if start >= end:
-            continue
-        if runs and runs[-1][2] == group:
-            runs[-1] = (runs[-1][0], end, group)
-        else:
-            runs.append((start, end, group))
-    return runs
-
-
 def _by_run(
     buffer: FlatBuffer, groups: Mapping[int, int], *, replicated: bool
 ) -> Iterator[tuple[int, int, tuple[int, ...], int]]:
     """(start, end, shape, param group) of each run of one group inside each shard that this rank steps."""
     of_slots = [groups[id(param)] for param in buffer.params]
     for rank in range(buffer.layout.world_size) if replicated else (buffer.rank,):
-        for start, end, group in group_runs(buffer.layout, of_slots, rank):
+        for start, end, group in buffer.layout.group_runs(of_slots, rank):
             yield start, end, (end - start,), group
 
 
-def _reach(layout: FlatLayout, index: int, low: int, high: int) -> tuple[int, int]:
-    """A slot with the padding behind it, cut to [low, high): runs then start and end at aligned places."""
-    following = layout.slots[index + 1].start if index + 1 < len(layout.slots) else layout.numel
-    return max(layout.slots[index].start, low), min(following, high)
+def _by_parameter(
+    buffer: FlatBuffer, groups: Mapping[int, int], *, replicated: bool
+) -> Iterator[tuple[int, int, tuple[int, ...], int]]:
+    """Whole parameters in their own shapes, of this rank's shard or all of them, for rules that look at the shape."""
+    layout = buffer.layout
+    for index, (slot, param) in enumerate(zip(layout.slots, buffer.params, strict=True)):
+        if slot.numel and (replicated or layout.owners[index] == buffer.rank):  # norms of nothing divide by zero
+            yield slot.start, slot.end, slot.shape, groups[id(param)]
 
 
-def _by_parameter(buffer: FlatBuffer, groups: Mapping[int, int]) -> Iterator[tuple[int, int, tuple[int, ...], int]]:
-    """Whole parameters in their own shapes, for optimizers that look at the shape."""
-    for slot, param in zip(buffer.layout.slots, buffer.params, strict=True):
-        yield slot.start, slot.end, slot.shape, groups[id(param)]
+def _first_slot(piece: Piece) -> int:
+    """Index of the first parameter that a piece has elements, or padding, of."""
+    starts = [slot.start for slot in piece.buffer.layout.slots]
+    return max(bisect.bisect_right(starts, piece.start) - 1, 0)
+
+
+def _lay_gradient(piece: Piece, grad: Tensor, origin: int, grad_scale: float) -> None:
+    part = grad[piece.start - origin : piece.end - origin].to(torch.float32, copy=True)
+    piece.master.grad = part.mul_(grad_scale).view(piece.master.shape)
 
 
 def _batches(pieces: Sequence[Piece], limit_numel: int) -> Iterator[list[Piece]]:
@@ -533,23 +564,13 @@ def _batches(pieces: Sequence[Piece], limit_numel: int) -> Iterator[list[Piece]]
 
 @contextmanager
 def _restricted(optimizer: Optimizer, pieces: Sequence[Piece]) -> Iterator[None]:
-    """Lets `optimizer.step` see only these pieces, in their groups."""
+    """Lets `optimizer.step` see only these pieces, in their groups and in the order there."""
     before = [group["params"] for group in optimizer.param_groups]
+    chosen = {id(piece.master) for piece in pieces}
     try:
-        for index, group in enumerate(optimizer.param_groups):
-            group["params"] = [piece.master for piece in pieces if piece.group == index]
+        for group in optimizer.param_groups:
+            group["params"] = [master for master in group["params"] if id(master) in chosen]
         yield
     finally:
         for group, params in zip(optimizer.param_groups, before, strict=True):
             group["params"] = params
-
-
-def warn_unoptimized(fqns: Sequence[str]) -> None:
-    """Says which trainable parameters no optimizer updates."""
-    if fqns:
-        logger.log(
-            logging.WARNING,
-            "%d trainable parameters are in no param group of the optimizer, so they stay as they are: %s",
-            len(fqns),
-            listed(fqns, most=5),
-        )

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["Twin", "has_stepped", "holds_generator", "isolated", "renew_state", "state_dtypes"]
+__all__ = ["Twin", "element_states", "has_stepped", "holds_generator", "isolated", "renew_state"]
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _HOOKS_OF_ALL = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
@@ -145,23 +145,24 @@ def renew_state(optimizer: Optimizer) -> None:
     optimizer.state = type(optimizer)(groups, **settings).state
 
 
-def state_dtypes(optimizer: Optimizer) -> list[dict[str, torch.dtype]]:
-    """For each param group the states that have one value per element, by name. In host memory.
+def element_states(optimizer: Optimizer, group: int, shape: tuple[int, ...]) -> dict[str, torch.dtype]:
+    """Name -> dtype of the states that a parameter of this shape gets and that have one value per element.
+
+    Args:
+        group: index of the param group whose rule it is.
 
     Raises:
-        Exception: whatever the optimizer raises at a step there.
+        Exception: whatever the optimizer raises at a step in host memory.
     """
-    numel = 64
     with isolated():
         twin = Twin(optimizer)
-        params = [nn.Parameter(torch.ones(numel)) for _ in optimizer.param_groups]
-        twin.place([(index, param, {}) for index, param in enumerate(params)])
+        param = nn.Parameter(torch.ones(shape))
+        twin.place([(group, param, {})])
         twin.switch("train")
-        for param in params:
-            param.grad = torch.ones(numel)
+        param.grad = torch.ones(shape)
         twin.step()
-        states = [twin.optimizer.state.get(param, {}) for param in params]
-    return [{k: v.dtype for k, v in s.items() if isinstance(v, Tensor) and v.shape == (numel,)} for s in states]
+        state = twin.optimizer.state.get(param, {})
+    return {name: v.dtype for name, v in state.items() if isinstance(v, Tensor) and v.dim() and v.shape == shape}
 
 
 def holds_generator(optimizer: Optimizer) -> bool:

@@ -205,10 +205,12 @@ def _masters(place: Place) -> _Values:
         return _Values((_Part(buffer.home.stored(start - low, end - low).copy(), start, end),), replicated=False)
     source, origin = buffer.values(), low
     if buffer.master is not None:
-        source, origin = buffer.master, 0 if buffer.master.numel() == buffer.layout.numel else low
+        source, origin = buffer.master, 0 if buffer.master_is_replicated else low
     elif buffer.resident:
         source, origin = buffer.full, 0
-    replicated = source.numel() == buffer.layout.numel
+    replicated = buffer.layout.world_size == 1 or (
+        buffer.resident if buffer.master is None else buffer.master_is_replicated
+    )
     if replicated:
         start, end = slot.start, slot.end
     return _Values((_Part(source[start - origin : end - origin], start, end),), replicated)
@@ -249,7 +251,9 @@ def _states(place: Place, key: str) -> _Values:
     parts: list[_Part] = []
     _require_settled(place, f"state {key!r}")
     optimizer = None if place.keeper.training is None else place.keeper.training.optimizer
-    replicated = place.buffer.master is not None and place.buffer.master.numel() == place.buffer.layout.numel
+    replicated = place.buffer.master is not None and (
+        place.buffer.master_is_replicated or place.buffer.layout.world_size == 1
+    )
     with agreed(collectives, f"optimizer state {key} of {slot.fqn}"):
         if optimizer is None or slot.fqn not in optimizer.group_of:
             raise UsageError(f"parameter {slot.fqn}", expected="one that an optimizer updates", got="none does")

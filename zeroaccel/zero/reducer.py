@@ -266,9 +266,10 @@ class Reducer:
         if self._hand_over is not None and self._flights:  # the last is probably through: somebody waits for it
             room = min(room, self._flights[-1].flat.numel())
         self._drain(max(room, 0))
-        reduced = torch.empty(gradients.buffer.layout.shard_numel, dtype=flat.dtype, device=flat.device)
+        layout = gradients.buffer.layout
+        reduced = torch.empty(layout.shard_numel(gradients.buffer.rank), dtype=flat.dtype, device=flat.device)
         label = f"reduce {gradients.name}"
-        work = self._collectives.reduce_scatter(reduced, flat, label, self._rules.postscale)
+        work = self._collectives.reduce_scatter(reduced, flat, label, self._rules.postscale, layout.uneven_sizes)
         self._flights.append(_Flight(gradients, flat, reduced, work))
         if not self._rules.overlap:
             self._drain(0)
@@ -330,9 +331,10 @@ class Reducer:
             if shard is None:
                 raise ShardStateError(f"gradients of {gradients.name}: gathered before they were reduced")
             if gradients.full is None:
-                gradients.full = torch.empty(gradients.buffer.layout.numel, dtype=shard.dtype, device=shard.device)
+                layout = gradients.buffer.layout
+                gradients.full = torch.empty(layout.numel, dtype=shard.dtype, device=shard.device)
                 label = f"gather gradients {gradients.name}"
-                works.append(self._collectives.all_gather(gradients.full, shard, label))
+                works.append(self._collectives.all_gather(gradients.full, shard, label, layout.uneven_sizes))
         for work in works:
             work.wait()
         for gradients in self.gradients:

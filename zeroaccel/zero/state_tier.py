@@ -8,7 +8,8 @@ slab, one key of a tier:
 or, where masters are split into weights and residuals, with those in place of the master (`split_masters.py`).
 
 While it is away, masters and states show one NaN in their true shapes, as sharded parameters do. What a state holds
-besides elements (a step count) stays in memory. Knows nothing of gradients; `optimizer_shard.py` steps.
+besides one number per element (a step count, factored moments, a preconditioner) stays in memory. Knows nothing of
+gradients; `optimizer_shard.py` steps.
 """
 
 from __future__ import annotations
@@ -24,10 +25,19 @@ from torch.optim import Optimizer
 
 from zeroaccel.errors import UsageError
 from zeroaccel.offload.tier import ElementRange, Fetch, Tier, TierElements, TierRange
+from zeroaccel.zero.layout import ALIGN_NUMEL, round_up
+from zeroaccel.zero.optimizer_kinds import renew_state
 from zeroaccel.zero.split_masters import SplitMasters, SplitRange, Weights, split_nbytes
-from zeroaccel.zero.trial import renew_state
 
-__all__ = ["SPLIT_SUB_GROUP_NUMEL", "StateTier", "SubGroup", "TieredPiece", "cut_sub_groups", "slab_nbytes"]
+__all__ = [
+    "SPLIT_SUB_GROUP_NUMEL",
+    "StateTier",
+    "SubGroup",
+    "TieredPiece",
+    "cut_sub_groups",
+    "pack_sub_groups",
+    "slab_nbytes",
+]
 
 SUB_GROUP_NUMEL = 1 << 23
 """Elements of a sub-group, whatever more `sub_group_size` allows: 32 MiB per fp32 tensor keep any disk busy."""
@@ -40,11 +50,16 @@ _GRAIN_NUMEL = 64  # sub-groups are multiples of it, so that every tensor of a s
 
 @dataclass(frozen=True)
 class TieredPiece:
-    """A run of one param group within a sub-group; places are elements of the flat buffer."""
+    """A run of one param group, or a whole parameter, within a sub-group; places are elements of the flat buffer.
+
+    Attributes:
+        shape: of its master: (end - start,), or that of the parameter.
+    """
 
     start: int
     end: int
     group: int
+    shape: tuple[int, ...]
 
 
 @dataclass(eq=False)
@@ -76,8 +91,8 @@ class SubGroup:
 
     @property
     def end(self) -> int:
-        """One past the last."""
-        return self.pieces[-1].end
+        """One past the last, and past the padding behind it."""
+        return round_up(self.pieces[-1].end, ALIGN_NUMEL)
 
     @property
     def numel(self) -> int:
@@ -128,16 +143,48 @@ def cut_sub_groups(
                 cuts.append([])
                 room = limit
             stop = min(end, start + room)
-            cuts[-1].append(TieredPiece(start, stop, group))
+            cuts[-1].append(TieredPiece(start, stop, group, (stop - start,)))
             room -= stop - start
             start = stop
-    found = []
-    for index, pieces in enumerate(cuts):
-        names: dict[str, torch.dtype] = {}
-        for group in sorted({piece.group for piece in pieces}):
-            names.update(states[group])
-        found.append(SubGroup(f"{key}/{index}", tuple(pieces), names, is_split=is_split))
+    return [
+        _sub_group(f"{key}/{index}", pieces, [states[piece.group] for piece in pieces], is_split=is_split)
+        for index, pieces in enumerate(cuts)
+    ]
+
+
+def pack_sub_groups(
+    key: str,
+    pieces: Sequence[TieredPiece],
+    states: Sequence[Mapping[str, torch.dtype]],
+    limit_numel: int,
+    *,
+    is_split: bool = False,
+) -> list[SubGroup]:
+    """Sub-groups of whole parameters, of at most `limit_numel` elements together; a larger parameter goes alone.
+
+    Args:
+        key: as of `cut_sub_groups`.
+        pieces: in order.
+        states: of each piece what its optimizer keeps per element.
+    """
+    limit = min(limit_numel, SUB_GROUP_NUMEL)
+    found: list[SubGroup] = []
+    begin = 0
+    for index in range(1, len(pieces) + 1):
+        if index == len(pieces) or pieces[index].end - pieces[begin].start > limit:
+            made = f"{key}/{len(found)}"
+            found.append(_sub_group(made, pieces[begin:index], states[begin:index], is_split=is_split))
+            begin = index
     return found
+
+
+def _sub_group(
+    key: str, pieces: Sequence[TieredPiece], states: Sequence[Mapping[str, torch.dtype]], *, is_split: bool
+) -> SubGroup:
+    names: dict[str, torch.dtype] = {}
+    for of_piece in states:
+        names.update(of_piece)
+    return SubGroup(key, tuple(pieces), names, is_split=is_split)
 
 
 class StateTier:
@@ -197,10 +244,11 @@ class StateTier:
         whole = self._join(group, slab)
         for piece, master in zip(group.pieces, group.masters, strict=True):
             place = piece.start - group.start
-            master.data = whole[place : place + piece.end - piece.start]
+            master.data = whole[place : place + piece.end - piece.start].view(piece.shape)
             if group.has_states:
                 for name, value in self._elements(optimizer, master):
-                    optimizer.state[master][name] = self._place(group, slab, name, place, value.numel())
+                    held = self._place(group, slab, name, place, value.numel())
+                    optimizer.state[master][name] = held.view(piece.shape)
         if self.renews and not group.has_states:
             _begin_states(group, optimizer)
 
@@ -219,7 +267,7 @@ class StateTier:
                         got=f"one of {value.dtype}",
                         fix='do not change what it keeps during training, or set offload_optimizer.device to "cpu"',
                     )
-                place = self._place(group, slab, name, piece.start - group.start, value.numel())
+                place = self._place(group, slab, name, piece.start - group.start, value.numel()).view(piece.shape)
                 if value.data_ptr() != place.data_ptr():  # made by this step
                     place.copy_(value)
         if self._attached is group and (masters := group.split_masters) is not None:
@@ -239,8 +287,8 @@ class StateTier:
         self._attached = None
         for master in group.masters:
             for name, value in self._elements(optimizer, master):
-                optimizer.state[master][name] = _absent(value.numel(), value.dtype)
-            master.data = _absent(master.numel(), torch.float32)
+                optimizer.state[master][name] = _absent(value.shape, value.dtype)
+            master.data = _absent(master.shape, torch.float32)
 
     def settle(self) -> None:
         """Returns when everything is stored; raises OffloadError if something could not be."""
@@ -383,5 +431,5 @@ def _part(slab: Tensor, offset: int, length: int, dtype: torch.dtype) -> Tensor:
     return slab[offset : offset + length * dtype.itemsize].view(dtype)
 
 
-def _absent(numel: int, dtype: torch.dtype) -> Tensor:
-    return torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype).expand(numel)
+def _absent(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    return torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype).expand(shape)

@@ -26,10 +26,17 @@ from zeroaccel.offload.nvme import NvmeTier
 from zeroaccel.offload.tier import HostTier, Tier
 from zeroaccel.zero.build import BufferPlan
 from zeroaccel.zero.host_copies import HostCopies
-from zeroaccel.zero.optimizer_shard import group_runs
+from zeroaccel.zero.optimizer_kinds import element_states
 from zeroaccel.zero.shard_home import ShardHome
-from zeroaccel.zero.state_tier import SPLIT_SUB_GROUP_NUMEL, StateTier, SubGroup, cut_sub_groups, slab_nbytes
-from zeroaccel.zero.trial import state_dtypes
+from zeroaccel.zero.state_tier import (
+    SPLIT_SUB_GROUP_NUMEL,
+    StateTier,
+    SubGroup,
+    TieredPiece,
+    cut_sub_groups,
+    pack_sub_groups,
+    slab_nbytes,
+)
 from zeroaccel.zero.unit import Places
 
 __all__ = ["OffloadRules", "SpaceNeed", "TierSet"]
@@ -139,14 +146,16 @@ class TierSet:
             self.copies = HostCopies(device, pinned=pinned)
         self._host_states: dict[str, int] = {}  # keys and bytes of slabs in host memory
         if optimizer is not None and (rules.optimizer != "device" or rules.splits_masters):
-            dtypes = _states_on_the_host(optimizer)
+            states = _HostStates(optimizer)
+            for group in {plan.param_groups[0] for plan in plans if plan.trainable and not plan.layout.has_owners}:
+                states.of(group, (_TRIED_NUMEL,))
             if rules.splits_masters:
                 _check_one_memory(rules, device)
             if rules.optimizer == "nvme" or rules.splits_masters:
                 _check_one_number_per_element(optimizer, rules)
-                self._plan_states([plan for plan in plans if plan.trainable], dtypes, type(optimizer).__name__, rank)
+                self._plan_states([plan for plan in plans if plan.trainable], states, rank)
         if rules.param != "device":
-            self._plan_shards([plan for plan in plans if not plan.resident])
+            self._plan_shards([plan for plan in plans if not plan.resident], rank)
 
     def needs(self) -> list[SpaceNeed]:
         """What the files of this rank will take."""
@@ -230,17 +239,21 @@ class TierSet:
     def _pins(self, pin_memory: bool) -> bool:
         return pin_memory and self._device.type == "cuda"
 
-    def _plan_states(
-        self, plans: Sequence[BufferPlan], dtypes: Sequence[Mapping[str, torch.dtype]], name: str, rank: int
-    ) -> None:
+    def _plan_states(self, plans: Sequence[BufferPlan], states: _HostStates, rank: int) -> None:
         section, where = self._rules.optimizer_section, f"{self._rules.where}.offload_optimizer"
         for plan in plans:
-            runs = group_runs(plan.layout, plan.param_groups, rank)
             is_split = self._rules.splits_masters and plan.dtype is torch.bfloat16
             limit = self._rules.sub_group_numel
             if self._rules.optimizer != "nvme":
                 limit = min(limit, SPLIT_SUB_GROUP_NUMEL)
-            self._sub_groups[plan.key] = cut_sub_groups(plan.key, runs, dtypes, limit, is_split=is_split)
+            if plan.layout.has_owners:
+                pieces = _owned_pieces(plan, rank)
+                kept = [states.of(piece.group, piece.shape) for piece in pieces]
+                self._sub_groups[plan.key] = pack_sub_groups(plan.key, pieces, kept, limit, is_split=is_split)
+                continue
+            runs = plan.layout.group_runs(plan.param_groups, rank)
+            flat = [states.of(group, (_TRIED_NUMEL,)) for group in range(len(states.optimizer.param_groups))]
+            self._sub_groups[plan.key] = cut_sub_groups(plan.key, runs, flat, limit, is_split=is_split)
         groups = [group for of_buffer in self._sub_groups.values() for group in of_buffer]
         if self._rules.optimizer != "nvme":
             self._host_states = {group.key: slab_nbytes(group) for group in groups}
@@ -249,7 +262,7 @@ class TierSet:
         if section.buffer_count < tensors:
             raise ConfigError(
                 f"{where}.buffer_count",
-                expected=f"at least {tensors}: one for the masters and one for each state of {name}",
+                expected=f"at least {tensors}: one for the masters and one for each state of {states.name}",
                 got=section.buffer_count,
             )
         at_a_time = 1 + section.pipeline_read + section.pipeline_write
@@ -257,17 +270,17 @@ class TierSet:
         sizes = {group.key: slab_nbytes(group) for group in groups}
         self._state_file = self._file_plan(f"{where}.nvme_path", section.nvme_path, sizes, budget, section.pin_memory)
 
-    def _plan_shards(self, plans: Sequence[BufferPlan]) -> None:
+    def _plan_shards(self, plans: Sequence[BufferPlan], rank: int) -> None:
         section, where = self._rules.param_section, f"{self._rules.where}.offload_param"
-        sizes = {plan.key: plan.layout.shard_numel * plan.dtype.itemsize for plan in plans}
+        sizes = {plan.key: plan.layout.shard_numel(rank) * plan.dtype.itemsize for plan in plans}
         if self._rules.param == "host":
             self._on_host = sizes
             return
         room = section.max_in_cpu
-        for plan in plans:
-            if plan.layout.shard_numel > room:
+        for plan in plans:  # by the largest shard, so that every rank keeps the same ones
+            if plan.layout.largest_shard_numel > room:
                 break
-            room -= plan.layout.shard_numel
+            room -= plan.layout.largest_shard_numel
             self._on_host[plan.key] = sizes[plan.key]
         if self._on_host:
             logger.info("%s.max_in_cpu keeps %d of %d shards in host memory", where, len(self._on_host), len(sizes))
@@ -335,9 +348,40 @@ def _check_space(needs: Sequence[SpaceNeed]) -> None:
             )
 
 
-def _states_on_the_host(optimizer: Optimizer) -> list[dict[str, torch.dtype]]:
+def _owned_pieces(plan: BufferPlan, rank: int) -> list[TieredPiece]:
+    slots = zip(plan.layout.slots, plan.layout.owners, plan.param_groups, strict=True)
+    return [
+        TieredPiece(slot.start, slot.end, group, slot.shape)
+        for slot, owner, group in slots
+        if owner == rank and slot.numel
+    ]
+
+
+_TRIED_NUMEL = 64  # of the vector that stands for any run of a flat shard
+
+
+class _HostStates:
+    """Which states an optimizer keeps per element in host memory, found out by trying, once per param group and shape.
+
+    Raises:
+        ConfigError: it cannot step there.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.name = type(optimizer).__name__
+        self._found: dict[tuple[int, tuple[int, ...]], Mapping[str, torch.dtype]] = {}
+
+    def of(self, group: int, shape: tuple[int, ...]) -> Mapping[str, torch.dtype]:
+        """name -> dtype, for a master of this shape."""
+        if (group, shape) not in self._found:
+            self._found[group, shape] = _tried(self.optimizer, group, shape)
+        return self._found[group, shape]
+
+
+def _tried(optimizer: Optimizer, group: int, shape: tuple[int, ...]) -> Mapping[str, torch.dtype]:
     try:
-        return state_dtypes(optimizer)
+        return element_states(optimizer, group, shape)
     except Exception as error:
         raise ConfigError(
             f"zero_optimization.offload_optimizer: optimizer {type(optimizer).__name__} cannot step in host memory "

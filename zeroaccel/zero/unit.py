@@ -83,6 +83,7 @@ class FlatBuffer:
         master: (S,) fp32, or (N,) when the optimizer is replicated; the weights the optimizer updates. For fp32
             parameters it is `shard` (or `full`) itself, if both live in one memory. None for frozen parameters,
             without an optimizer, and where masters are in a tier.
+        master_is_replicated: whether `master` has all N elements on every rank.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class FlatBuffer:
         self.packed: Tensor | None = None
         self.second: Tensor | None = None
         self.master: Tensor | None = None
+        self.master_is_replicated = False
         absent = torch.full((), _absent_value(dtype), dtype=dtype)  # a single element to expand from
         self._absent = [absent.to(device).expand(slot.shape) for slot in layout.slots]
         self._views = self._cut()
@@ -157,6 +159,7 @@ class FlatBuffer:
             one_memory = self.home is None and own.device == places.master and not places.apart
             together = self.dtype is torch.float32 and one_memory
             # From the original weights, so that an fp32 model keeps the bits that 16-bit parameters drop.
+            self.master_is_replicated = places.replicated
             self.master = own if together else source[kept].to(places.master, torch.float32, copy=True)
         self.point(whole=True)
 
@@ -171,7 +174,7 @@ class FlatBuffer:
         """(S,) the shard, or what its code stands for."""
         if self.packed is None:
             return self.shard
-        values = torch.empty(self.layout.shard_numel, dtype=self.dtype, device=self.full.device)
+        values = torch.empty(self.layout.shard_numel(self.rank), dtype=self.dtype, device=self.full.device)
         decode(self.packed, INT8, values)
         return values
 
@@ -351,8 +354,8 @@ class ParamUnit:
         if buffer.packed is not None:
             return self._collectives.gather_packed(buffer.full, buffer.packed, label)
         if self._collectives.codes_weights and not self._exact:
-            return self._collectives.gather_weights(buffer.full, shard, label)
-        return self._collectives.all_gather(buffer.full, shard, label)
+            return self._collectives.gather_weights(buffer.full, shard, label, buffer.layout.uneven_sizes)
+        return self._collectives.all_gather(buffer.full, shard, label, buffer.layout.uneven_sizes)
 
     @property
     def is_away(self) -> bool:
