@@ -1,4 +1,7 @@
-"""How an optimizer may be sharded: on flat pieces, on whole tensors, or not at all. Known, declared, or found by trying."""
+"""How an optimizer may be sharded: on flat pieces, on whole tensors, or not at all.
+
+What is known by class is listed here; what is declared, counts; anything else is found out by `optimizer_trial`.
+"""
 
 from __future__ import annotations
 
@@ -65,8 +68,8 @@ def classify(optimizer: Optimizer, declared: OptimizerKind | str | None = None) 
     """How `optimizer` may be sharded. Every rank gets the same answer, if every rank has the same optimizer.
 
     zeroaccel's own optimizers and torch's are known, by their exact classes. Any other has to prove that it is
-    elementwise, see [Note: trial of an optimizer]; neither the optimizer nor a random state is changed by that. One that
-    draws random numbers, or fails in the trial, is taken for a rule per tensor.
+    elementwise, see [Note: trial of an optimizer]; neither the optimizer nor a random state is changed by that. One
+    that draws random numbers, or fails in the trial, is taken for a rule per tensor.
 
     Args:
         optimizer: before its first step.

@@ -1,14 +1,15 @@
 """What the update of an element depends on, found out by letting copies of an optimizer step on small tensors.
 
-[Note: trial of an optimizer] Twins (`optimizer_twin`) take twelve steps on small tensors of one to four dimensions, side
-by side: all tensors together, each tensor alone, and flat pieces of them, cut without regard to where a tensor ends, as
-shards are. Together and alone must agree, or the rule is coupled; wholes and pieces must agree, or it is a rule per
-tensor. To agree is to have the same values, up to rounding, and the same numbers in states, groups and attributes, so
-that also a rule shows which has gathered something and not used it yet. What passes is tried once more on tensors of
-thousands of elements, since some rules begin at a size. The gradients differ in scale from tensor to tensor and from
-step to step, and are orthogonal to the values at two steps, so that limits are met.
+[Note: trial of an optimizer] Twins (`optimizer_twin`) take twelve steps on small tensors of one to four dimensions,
+side by side: all tensors together, each tensor alone, and flat pieces of them, cut without regard to where a tensor
+ends, as shards are. Together and alone must agree, or the rule is coupled; wholes and pieces must agree, or it is a
+rule per tensor. To agree is to have the same values, up to rounding, and the same numbers in states, groups and
+attributes, so that also a rule shows which has gathered something and not used it yet. What passes is tried once more
+on tensors of thousands of elements, since some rules begin at a size. The gradients differ in scale from tensor to
+tensor and from step to step, and are nearly orthogonal to the values at two steps, so that limits are met.
 
-The work is bounded by counting steps and operations, never by a clock: every rank comes to the same answer.
+The work is bounded by counting, never by a clock, so that every rank comes to the same answer: a step of very many
+operations is tried fewer times.
 
 A trial cannot see a rule that begins after twelve steps and gathers nothing before, or at more than 16384 elements or
 two dimensions of more than 128; nor one for some of more than four kinds of settings of which only numbers differ. The
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -32,12 +34,13 @@ from zeroaccel.zero.optimizer_twin import Twin, holds_generator, isolated
 
 __all__ = ["Findings", "try_out"]
 
-_SHAPES = ((96,), (8, 12), (4, 2, 8), (2, 3, 4, 4))
+_SHAPES = ((32,), (8, 12), (4, 2, 8), (2, 3, 4, 4))
 _LARGE_SHAPES = ((128, 128), (4352,))
 _SCALES = (1.0, 0.02, 30.0, 0.3)  # of the gradients, by shape
 _RAMP = (1.0, 2.0, 0.5, 10.0, 0.1, 100.0, 1.0, 30.0, 0.01, 1000.0, 3.0, 1.0)  # of the gradients, by step
 _ORTHOGONAL = (2, 8)  # steps
 _EVAL_AFTER = 5  # steps
+_MOST_OPERATIONS = 12_000  # of all tensors alone, in all steps
 _ALIGNMENT = 32  # shards start and end at multiples of it
 _MOST_SORTS = 4
 _RATES = (0.1, 1.0)
@@ -80,7 +83,7 @@ class _Watch(TorchDispatchMode):
     """Counts operations, and raises at a collective before it communicates."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -212,21 +215,24 @@ class _Trial:
 
     def _try_small(self) -> None:
         generator = torch.Generator().manual_seed(0)
-        alone = self._begun_alone([s for sort in self._sorts for s in _samples(sort, _SHAPES, generator)])
+        watch = _Watch()
+        alone = self._begun_alone([s for sort in self._sorts for s in _samples(sort, _SHAPES, generator)], watch)
         if self._coupled or not alone:
             return
+        steps = max(2, min(len(_RAMP), _MOST_OPERATIONS // max(1, watch.count)))
         together = self._run_of(list(alone))
         pieces = {sort: self._pieces_of(sort, list(alone)) for sort in dict.fromkeys(sample.sort for sample in alone)}
-        for step in range(len(_RAMP)):
+        for step in range(steps):
             if step:
                 gradients = {sample: sample.gradient(step, run.params[0].detach()) for sample, run in alone.items()}
                 for sample, run in alone.items():
                     run.step([gradients[sample]])
             else:  # they have taken it
                 gradients = {sample: sample.gradient(step, sample.start) for sample in alone}
-            together.step(gradients.values())
+            with self._watched():
+                together.step(gradients.values())
             self._step_pieces(pieces, gradients)
-            last = step == len(_RAMP) - 1
+            last = step == steps - 1
             if self._is_coupled(together, alone, f"at step {step + 1}", look_inside=last):
                 return
             self._compare_pieces(pieces, alone, f"at step {step + 1}", look_inside=last or step == 0)
@@ -238,15 +244,22 @@ class _Trial:
                         return
                     self._compare_pieces(pieces, alone, f"in {mode}()")
         self._check_progress(alone)
+        for sort in pieces if steps < len(_RAMP) else ():
+            self._doubt(sort, f"its step takes {watch.count // len(alone)} operations per parameter, too many to try")
 
-    def _begun_alone(self, samples: Sequence[_Sample]) -> dict[_Sample, _Run]:
+    def _watched(self) -> AbstractContextManager[object]:
+        """Against collectives in a later step, where there may be some."""
+        watches = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return _Watch() if watches else nullcontext()
+
+    def _begun_alone(self, samples: Sequence[_Sample], watch: _Watch) -> dict[_Sample, _Run]:
         """After the first step of each tensor alone; without those that the optimizer does not take."""
         begun: dict[_Sample, _Run] = {}
         refused: dict[_Sample, Exception] = {}
         for sample in samples:
             try:
                 run = self._run_of([sample])
-                with _Watch():
+                with watch:
                     run.step([sample.gradient(0, sample.start)])
                 begun[sample] = run
             except _CommunicationError:
@@ -256,9 +269,9 @@ class _Trial:
         if refused and self._takes(samples):
             told = _told(next(iter(refused.values())))
             self._coupled = f"it cannot step one parameter without the others ({told})"
-        for sample, error in refused.items():
+        for sample, reason in refused.items():
             if sample.start.dim() in sample.sort.dims or all(other.sort is not sample.sort for other in begun):
-                self._doubt(sample.sort, f"it fails in a trial ({_told(error)})")
+                self._doubt(sample.sort, f"it fails in a trial ({_told(reason)})")
         return begun
 
     def _takes(self, samples: Sequence[_Sample]) -> bool:

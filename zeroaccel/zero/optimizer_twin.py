@@ -18,11 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim import optimizer as optimizer_module
 from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = ["Twin", "element_states", "has_stepped", "holds_generator", "isolated", "renew_state"]
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_HOOKS_OF_ALL = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 
 
@@ -71,12 +73,8 @@ class Twin:
             renew_state(self.optimizer)
 
     def step(self) -> None:
-        """One step; hooks that are registered for all optimizers do not run."""
-        for hook in self.optimizer.__dict__.get(_HOOKS[0], {}).values():
-            hook(self.optimizer, (self.optimizer,), {})
-        _unhooked(type(self.optimizer))(self.optimizer)
-        for hook in self.optimizer.__dict__.get(_HOOKS[1], {}).values():
-            hook(self.optimizer, (self.optimizer,), {})
+        """One step."""
+        self.optimizer.step()
 
     def switch(self, mode: str) -> None:
         """Calls `train()` or `eval()`, which some optimizers have."""
@@ -87,7 +85,7 @@ class Twin:
 
 @contextmanager
 def isolated() -> Iterator[Callable[[], bool]]:
-    """For steps of twins: always the same random states, put back afterwards, and torch as it is without modes.
+    """For steps of twins: the same random states each time, put back afterwards, and torch without modes and hooks.
 
     Yields:
         Whether a random number has been drawn since.
@@ -97,15 +95,24 @@ def isolated() -> Iterator[Callable[[], bool]]:
         if torch.get_default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))
         stack.enter_context(torch.enable_grad())
+        hooks = [getattr(optimizer_module, name, {}) for name in _HOOKS_OF_ALL]
+        hooked = [dict(registered) for registered in hooks]
+        threads = torch.get_num_threads()
         before = _random_states()
         on_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
         torch.default_generator.manual_seed(0)  # torch.manual_seed would also seed devices that are yet to start
         random.seed(0)
         np.random.seed(0)
         seeded = _random_states()
+        torch.set_num_threads(1)  # tensors are small: threads of a busy machine took twenty times as long for factors
+        for registered in hooks:
+            registered.clear()
         try:
             yield lambda: not _same_states(seeded, _random_states())
         finally:
+            for registered, entries in zip(hooks, hooked, strict=True):
+                registered.update(entries)
+            torch.set_num_threads(threads)
             torch.set_rng_state(before[0])
             random.setstate(before[1])
             np.random.set_state(before[2])
@@ -201,12 +208,6 @@ def _shell(optimizer: Any, memo: dict[int, Any], copies: list[tuple[Any, Any]]) 
 def _own_hooks(hooks: Mapping[int, Any], original: Any, made: Any) -> OrderedDict[int, Any]:
     own = {key: hook for key, hook in hooks.items() if getattr(hook, "__self__", None) is original}
     return OrderedDict((key, hook.__func__.__get__(made)) for key, hook in own.items())
-
-
-def _unhooked(of: type) -> Callable[[Any], Any]:
-    """The step of a class without what torch puts around it: hooks and a profiler's label."""
-    step: Any = vars(of).get("step") or getattr(of, "step")  # noqa: B009
-    return step.__wrapped__ if getattr(step, "hooked", False) and hasattr(step, "__wrapped__") else step  # type: ignore[no-any-return]
 
 
 def _has_elements(optimizer: Any) -> bool:

@@ -1,0 +1,602 @@
+"""Which optimizers step on flat pieces, which on whole tensors, which on all at once; and that finding out changes
+nothing."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from zeroaccel.errors import ConfigError
+from zeroaccel.ops.adam import Adam
+from zeroaccel.zero.optimizer_kinds import OptimizerKind, classify, has_stepped
+from zeroaccel.zero.optimizer_twin import Twin, isolated, renew_state, state_dtypes
+
+ELEMENTWISE, PER_TENSOR, COUPLED = OptimizerKind.ELEMENTWISE, OptimizerKind.PER_TENSOR, OptimizerKind.COUPLED
+
+
+def _params() -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))]
+
+
+class _Written(Optimizer):
+    """An optimizer of a few lines; `settings` become the groups' own."""
+
+    def __init__(self, params: Any, lr: float = 0.1, **settings: Any) -> None:
+        super().__init__(params, {"lr": lr, **settings})
+
+    def held(self) -> Iterator[tuple[dict[str, Any], nn.Parameter, Tensor, dict[str, Any]]]:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    yield group, param, param.grad, self.state[param]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, param, grad, state in self.held():
+            state["step"] = state.get("step", 0) + 1
+            param -= group["lr"] * self.direction(group, param, grad, state)
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        return grad
+
+
+class ClipsAll(_Written):
+    """By the norm over all its parameters."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        held = list(self.held())
+        norm = torch.stack([grad.norm() for _, _, grad, _ in held]).norm() if held else torch.zeros(())
+        for group, param, grad, _ in held:
+            param -= group["lr"] * grad * torch.clamp(1.0 / (norm + 1e-6), max=1.0)
+
+
+class EstimatesStepSize(_Written):
+    """As Prodigy: a step size in the groups, which grows with what all the parameters have moved."""
+
+    def __init__(self, params: Any, lr: float = 1.0) -> None:
+        super().__init__(params, lr, d=1e-6)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        numerator = denominator = 0.0
+        for group, param, grad, state in self.held():
+            state.setdefault("start", param.clone())
+            state["s"] = state.get("s", torch.zeros_like(param)) + group["d"] * grad
+            numerator += group["d"] * float((grad * (state["start"] - param)).sum())
+            denominator += float(state["s"].abs().sum())
+        for group in self.param_groups:
+            group["d"] = max(group["d"], numerator / (denominator + 1e-12))
+        for group, param, grad, _ in self.held():
+            param -= group["lr"] * group["d"] * grad.sign()
+
+
+class NotesTheNorm(_Written):
+    """Has gathered a sum over all parameters and does not use it yet."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.total = getattr(self, "total", 0.0) + sum(float(grad.square().sum()) for _, _, grad, _ in self.held())
+        for group, param, grad, _ in self.held():
+            param -= group["lr"] * grad
+
+
+class BeginsLate(_Written):
+    """Preconditions from its third step on."""
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        return grad if state["step"] < 3 else grad / (grad.norm() + 1e-8)
+
+
+class PreparesLate(_Written):
+    """Gathers factors that it does not use before step 100."""
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        rows = grad.reshape(grad.shape[0] if grad.dim() > 1 else 1, -1)
+        state["factor"] = state.get("factor", 0) + rows @ rows.T
+        return grad if state["step"] < 100 else torch.linalg.solve(state["factor"], rows).view_as(grad)
+
+
+class FactoredWhenLarge(_Written):
+    def __init__(self, params: Any, least_numel: int, least_dim: int) -> None:
+        super().__init__(params, 0.1, least_numel=least_numel, least_dim=least_dim)
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        square = grad.square() + 1e-12
+        if grad.dim() > 1 and grad.numel() > group["least_numel"] and min(grad.shape) >= group["least_dim"]:
+            square = square.mean(-1, keepdim=True) * square.mean(0, keepdim=True) / square.mean()
+        return grad / square.sqrt()
+
+
+class DividesBySize(_Written):
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        return grad / math.sqrt(param.numel())
+
+
+class DecaysMatrices(_Written):
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        return grad + 0.1 * param if param.dim() > 1 else grad
+
+
+class Lars(_Written):
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        return grad * (param.norm() / (grad.norm() + 1e-9))
+
+
+class ProjectsWhenOrthogonal(_Written):
+    """As AdamP, for gradients that are nearly orthogonal to their weights only."""
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        cosine = (grad * param).sum() / (grad.norm() * param.norm() + 1e-12)
+        limit = 0.1 / math.sqrt(param.numel())
+        if param.dim() == 1 or abs(cosine) > limit:
+            return grad
+        return grad - param * ((param * grad).sum() / param.square().sum())
+
+
+class Sign(_Written):
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        return grad.sign()
+
+
+class CountsInGroups(_Written):
+    """One count per call and group, one per call in itself, and a warm-up by it."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, 0.1, k=0)
+        self.calls = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.calls += 1
+        for group in self.param_groups:
+            group["k"] += 1
+            for param in group["params"]:
+                if param.grad is not None:
+                    param -= group["lr"] * min(1.0, group["k"] / 5) / self.calls * param.grad
+
+
+class CountsParameters(CountsInGroups):
+    """Its count goes on with each parameter, so that a step depends on how many there are."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, param, grad, _ in self.held():
+            group["k"] += 1
+            param -= group["lr"] / group["k"] * grad
+
+
+class Noisy(_Written):
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        return grad + torch.randn_like(grad)
+
+
+class NoisyByItself(_Written):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.noise = np.random.default_rng(0)
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        return grad + float(self.noise.standard_normal())
+
+
+class ScheduleFree(_Written):
+    """As the SGD of Defazio et al.: steps in training mode only, from which `eval` goes to an average."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, 0.1, k=0, train_mode=False, weight_sum=0.0)
+
+    def _go(self, training: bool, weight: float) -> None:
+        for group in self.param_groups:
+            if group["train_mode"] is not training:
+                for param in group["params"]:
+                    if "z" in self.state[param]:
+                        param.data.lerp_(self.state[param]["z"], weight)
+            group["train_mode"] = training
+
+    def train(self) -> None:
+        self._go(True, 0.1)
+
+    def eval(self) -> None:
+        self._go(False, 1 - 1 / 0.9)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            if not group["train_mode"]:
+                raise RuntimeError("not in train mode")
+            group["k"] += 1
+            group["weight_sum"] += group["lr"] ** 2
+        for group, param, grad, state in self.held():
+            z = state.setdefault("z", param.clone())
+            share = group["lr"] ** 2 / group["weight_sum"]
+            param.lerp_(z, share).add_(grad, alpha=group["lr"] * (0.9 * (1 - share) - 1))
+            z.sub_(grad, alpha=group["lr"])
+
+
+class EvaluatesMeans(ScheduleFree):
+    def eval(self) -> None:
+        super().eval()
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.sub_(param.data.mean())
+
+
+class Shampoo(_Written):
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        for dim in range(grad.dim()):
+            rows = grad.movedim(dim, 0).reshape(grad.shape[dim], -1)
+            factor = state.get(f"factor_{dim}", torch.eye(rows.shape[0])) + rows @ rows.T
+            state[f"factor_{dim}"] = factor
+            values, vectors = torch.linalg.eigh(factor)
+            root = vectors @ torch.diag(values.clamp(min=1e-6) ** (-0.5 / grad.dim())) @ vectors.T
+            grad = torch.tensordot(root, grad.movedim(dim, 0), 1).movedim(0, dim)
+        return grad
+
+
+class HoldsObjects(_Written):
+    """Its states are in objects of its own, which it may use for anything later."""
+
+    class Holder:
+        pass
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        state.setdefault("holder", self.Holder())
+        return grad
+
+
+class Lookahead(Optimizer):
+    """Around another, with whose groups and states it shares."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        self.inner, self.param_groups, self.defaults = inner, inner.param_groups, inner.defaults
+        self.state, self.fast_state = {}, inner.state
+        self.count = 0
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+        self.count += 1
+        for group in self.param_groups:
+            for param in group["params"]:
+                slow = self.state.setdefault(param, {}).setdefault("slow", param.detach().clone())
+                if self.count % 3 == 0:
+                    slow.lerp_(param.detach(), 0.5)
+                    param.data.copy_(slow)
+
+
+class NeedsTheFirst(_Written):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        first = self.param_groups[0]["params"][0].grad.mean()
+        for group, param, grad, _ in self.held():
+            param -= group["lr"] * (grad - first)
+
+
+class StepsItsOwnList(_Written):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.list = [param for group in self.param_groups for param in group["params"]]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.list:
+            param -= 0.1
+
+
+class MatricesOnly(_Written):
+    """Orthogonalises, as Muon does; takes nothing else."""
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        if grad.dim() != 2:
+            raise ValueError("matrices only")
+        u, _, v = torch.linalg.svd(grad, full_matrices=False)
+        return u @ v
+
+
+CASES: list[tuple[Callable[[Any], Optimizer], OptimizerKind, str]] = [
+    (ClipsAll, COUPLED, "depends on other parameters"),
+    (EstimatesStepSize, COUPLED, "depends on"),
+    (NotesTheNorm, COUPLED, "its attribute 'total' depends on all parameters"),
+    (CountsParameters, COUPLED, "depends on other parameters"),
+    (NeedsTheFirst, COUPLED, "depends on other parameters"),
+    (BeginsLate, PER_TENSOR, "(seen at step 3)"),
+    (PreparesLate, PER_TENSOR, "its state 'factor'"),
+    (lambda params: FactoredWhenLarge(params, 0, 0), PER_TENSOR, "depends on other elements"),
+    (lambda params: FactoredWhenLarge(params, 64, 0), PER_TENSOR, "depends on other elements"),
+    (lambda params: FactoredWhenLarge(params, 4096, 0), PER_TENSOR, "in a large one"),
+    (lambda params: FactoredWhenLarge(params, 0, 128), PER_TENSOR, "in a large one"),
+    (DividesBySize, PER_TENSOR, "shape"),
+    (DecaysMatrices, PER_TENSOR, "shape"),
+    (Lars, PER_TENSOR, "depends on other elements"),
+    (ProjectsWhenOrthogonal, PER_TENSOR, "depends on other elements"),
+    (Shampoo, PER_TENSOR, ""),
+    (EvaluatesMeans, PER_TENSOR, "eval()"),
+    (HoldsObjects, PER_TENSOR, "its state 'holder' holds Holder objects"),
+    (Noisy, PER_TENSOR, "random"),
+    (NoisyByItself, PER_TENSOR, "random"),
+    (StepsItsOwnList, PER_TENSOR, "leave the parameters of its groups as they were"),
+    (MatricesOnly, PER_TENSOR, "matrices only"),
+    (lambda params: torch.optim.Adafactor(params), PER_TENSOR, "factored"),
+    (Sign, ELEMENTWISE, ""),
+    (CountsInGroups, ELEMENTWISE, ""),
+    (ScheduleFree, ELEMENTWISE, ""),
+    (lambda params: Lookahead(torch.optim.Adagrad(params)), ELEMENTWISE, ""),
+    (Adam, ELEMENTWISE, ""),
+    (torch.optim.AdamW, ELEMENTWISE, ""),
+]
+
+
+@pytest.mark.parametrize(("make", "kind", "words"), CASES)
+def test_each_optimizer_has_its_kind(make: Callable[[Any], Optimizer], kind: OptimizerKind, words: str) -> None:
+    found = classify(make(_params()))
+    assert found.groups == (kind,)
+    assert words in found.reason
+    assert bool(found.reason) == (kind is not ELEMENTWISE)
+
+
+TORCHS = ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
+
+
+@pytest.mark.parametrize("name", TORCHS)
+def test_torchs_classes_are_known_and_their_subclasses_prove_it(name: str) -> None:
+    known = getattr(torch.optim, name)
+    assert classify(known(_params(), lr=0.0)).source == "known"
+    subclass = type("Mine", (known,), {})
+    for lr in (0.0, 1e-7):
+        found = classify(subclass(_params(), lr=lr))
+        assert (found.groups, found.source) == ((ELEMENTWISE,), "probed")
+
+
+@pytest.mark.parametrize("name", ["Adafactor", "Muon"])
+def test_torchs_rules_per_tensor_are_known_and_found_out(name: str) -> None:
+    if (known := getattr(torch.optim, name, None)) is None:
+        pytest.skip(f"this torch has no {name}")
+    assert classify(known(_params()[:1])).source == "known"
+    assert classify(type("Mine", (known,), {})(_params()[:1])).groups == (PER_TENSOR,)
+
+
+class MixedByGroup(MatricesOnly):
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        return super().direction(group, param, grad, state) if group["use_muon"] else grad.sign()
+
+
+class MixedByNote(MatricesOnly):
+    """As Moonlight's Muon: one group, and a note about each parameter in its state."""
+
+    def __init__(self, params: list[nn.Parameter]) -> None:
+        super().__init__(params)
+        for param in params:
+            self.state[param]["use_muon"] = param.dim() == 2
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        return super().direction(group, param, grad, state) if state["use_muon"] else grad.sign()
+
+
+class MixedByFlag(MatricesOnly):
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        return super().direction(group, param, grad, state) if getattr(param, "use_muon", False) else grad.sign()
+
+
+def test_a_group_that_is_elementwise_by_itself_stays_so() -> None:
+    matrix, vector = _params()
+    found = classify(MixedByGroup([{"params": [matrix], "use_muon": True}, {"params": [vector], "use_muon": False}]))
+    assert found.groups == (PER_TENSOR, ELEMENTWISE)
+    assert "matrices only" in found.reason
+    assert not has_stepped(MixedByNote(_params()))
+    assert classify(MixedByNote(_params())).groups == (PER_TENSOR,)
+    matrix.use_muon = True  # type: ignore[attr-defined]
+    assert classify(MixedByFlag([matrix, vector])).groups == (PER_TENSOR,)
+    assert classify(MixedByFlag([{"params": [vector]}, {"params": [matrix]}])).groups == (ELEMENTWISE, PER_TENSOR)
+
+
+def test_coupling_across_groups_makes_all_of_them_coupled() -> None:
+    matrix, vector = _params()
+    groups = [{"params": [matrix], "weight_decay": 0.1}, {"params": [vector], "weight_decay": 0.0}]
+    assert classify(ClipsAll(groups, weight_decay=0.0)).groups == (COUPLED, COUPLED)
+
+
+class CountedSteps(torch.optim.AdamW):
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        type(self).steps += 1
+        return super().step(closure)
+
+
+def _steps(optimizer: Optimizer) -> int:
+    CountedSteps.steps = 0
+    classify(optimizer)
+    return CountedSteps.steps
+
+
+def test_the_work_is_bounded() -> None:
+    plain = _steps(CountedSteps(_params()))
+    assert plain <= 12 * (4 + 1 + 1 + 2 + 1)
+    layers = [{"params": [nn.Parameter(torch.ones(2))], "lr": 0.1 * 0.9**depth} for depth in range(24)]
+    assert _steps(CountedSteps(layers)) == plain
+    decays = [{"params": [nn.Parameter(torch.ones(2))], "weight_decay": 0.1 * 0.9**depth} for depth in range(24)]
+    assert _steps(CountedSteps(decays)) == plain
+    optimizer = CountedSteps(_params())
+    seconds = []
+    for _ in range(5):
+        begun = time.thread_time()
+        classify(optimizer)
+        seconds.append(time.thread_time() - begun)
+    assert min(seconds) < 0.05
+
+
+class ManyOperations(_Written):
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        for _ in range(1000):
+            grad = grad + 0.0
+        return grad
+
+
+def test_a_step_of_very_many_operations_is_tried_less_and_believed_less() -> None:
+    found = classify(ManyOperations(_params()))
+    assert found.groups == (PER_TENSOR,)
+    assert "too many to try" in found.reason
+
+
+@pytest.mark.parametrize("declared", ["per_tensor", OptimizerKind.COUPLED])
+def test_what_is_declared_counts(declared: Any) -> None:
+    found = classify(torch.optim.AdamW([{"params": [param]} for param in _params()]), declared)
+    assert (found.groups, found.source) == ((OptimizerKind(declared),) * 2, "declared")
+    assert OptimizerKind(declared).value in found.reason
+    assert classify(Noisy(_params()), "elementwise").reason == ""
+
+
+def test_a_kind_that_is_none_is_told() -> None:
+    with pytest.raises(ConfigError, match=r'optimizer.kind: expected "elementwise" or .*, got \'flat\''):
+        classify(torch.optim.AdamW(_params()), "flat")
+
+
+def test_sparse_gradients_are_refused() -> None:
+    with pytest.raises(ConfigError, match="SparseAdam: it takes sparse gradients only"):
+        classify(torch.optim.SparseAdam(_params()))
+
+
+def _values(optimizer: Optimizer) -> dict[str, Any]:
+    params = {id(param): param for group in optimizer.param_groups for param in group["params"]}
+    return copy.deepcopy({name: value for name, value in vars(optimizer).items() if name != "param_groups"}, params)
+
+
+@pytest.mark.parametrize("make", [EstimatesStepSize, CountsInGroups, ScheduleFree, Noisy, StepsItsOwnList, Shampoo])
+def test_nothing_of_the_users_changes(make: Callable[[Any], Optimizer]) -> None:
+    params = _params()
+    optimizer = make(params)
+    optimizer.param_groups[0]["scale"] = scale = torch.ones(3)
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    before = _values(optimizer), torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
+    threads = torch.get_num_threads()
+    classify(optimizer)
+    assert {key: str(value) for key, value in _values(optimizer).items()} == {k: str(v) for k, v in before[0].items()}
+    assert torch.equal(before[1], torch.get_rng_state())
+    assert before[2] == random.getstate()
+    assert np.array_equal(before[3], np.random.get_state()[1])
+    assert torch.get_num_threads() == threads
+    assert optimizer.param_groups[0]["scale"] is scale
+    assert torch.equal(scale, torch.ones(3))
+    assert [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups] == groups
+    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], params, strict=True))
+    assert all(torch.equal(param, torch.ones_like(param)) and param.grad is None for param in params)
+
+
+def test_hooks_and_schedulers_do_not_see_the_trial() -> None:
+    seen: list[str] = []
+    optimizer = CountedSteps(_params(), lr=0.5)
+    scheduler = LambdaLR(optimizer, lambda step: 0.5**step)
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    handle = register_optimizer_step_post_hook(lambda *_: seen.append("any"))
+    try:
+        assert classify(optimizer).groups == (ELEMENTWISE,)
+        assert seen == []
+        optimizer.step()
+        assert "any" in seen
+    finally:
+        handle.remove()
+    assert scheduler.last_epoch == 0
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert handle.id not in (handle.hooks_dict_ref() or {})
+
+
+class HookedByItself(_Written):
+    """Clips each gradient before its step, in a hook of its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.register_step_pre_hook(self._clip)
+
+    def _clip(self, *_: Any) -> None:
+        for _, _, grad, _ in self.held():
+            grad.div_(grad.norm() + 1e-9)
+
+
+def test_an_optimizers_own_hook_is_part_of_it() -> None:
+    assert classify(HookedByItself(_params())).groups == (PER_TENSOR,)
+
+
+def test_a_model_in_an_attribute_is_not_touched() -> None:
+    model = nn.Linear(4, 4)
+    optimizer = Sign(model.parameters())
+    optimizer.model = model  # type: ignore[attr-defined]
+    before = copy.deepcopy(model.state_dict())
+    assert classify(optimizer).groups == (ELEMENTWISE,)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_tensor_rates_and_a_default_device_are_no_hindrance() -> None:
+    class Mine(torch.optim.AdamW):
+        pass
+
+    with torch.device("meta"):
+        params = [nn.Parameter(torch.ones(4, 4))]
+        found = classify(Mine(params, lr=torch.tensor(0.0, device="cpu"), foreach=False))
+        assert found.groups == (ELEMENTWISE,)
+        assert classify(BeginsLate(params)).groups == (PER_TENSOR,)
+    with torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True):
+        assert classify(BeginsLate(_params())).groups == (PER_TENSOR,)
+        assert classify(Sign(_params())).groups == (ELEMENTWISE,)
+
+
+def test_what_has_stepped_is_told_from_what_is_new() -> None:
+    switched = ScheduleFree(_params())
+    switched.train()
+    assert switched.state  # of empty dictionaries
+    assert not has_stepped(switched)
+    assert classify(switched).groups == (ELEMENTWISE,)
+    assert not has_stepped(torch.optim.Adagrad(_params()))
+    for make in (ScheduleFree, torch.optim.Adagrad, torch.optim.AdamW):
+        optimizer = make(params := _params())
+        if make is ScheduleFree:
+            optimizer.train()  # type: ignore[attr-defined]
+        for param in params:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        assert has_stepped(optimizer)
+
+
+def test_states_of_the_constructor_are_made_anew() -> None:
+    optimizer = torch.optim.Adagrad(_params(), initial_accumulator_value=0.5)
+    new = nn.Parameter(torch.ones(7))
+    optimizer.param_groups[0]["params"] = [new]
+    renew_state(optimizer)
+    assert set(optimizer.state) == {new}
+    assert torch.equal(optimizer.state[new]["sum"], torch.full((7,), 0.5))
+    switched = ScheduleFree(_params())
+    switched.train()
+    renew_state(switched)
+    assert not any(switched.state.values())
+
+
+def test_states_per_element_are_listed_without_a_trace() -> None:
+    optimizer = ScheduleFree(_params())
+    before = torch.get_rng_state()
+    assert state_dtypes(optimizer) == [{"z": torch.float32}]
+    assert optimizer.param_groups[0]["k"] == 0
+    assert torch.equal(before, torch.get_rng_state())
+    assert state_dtypes(torch.optim.Adagrad(_params())) == [{"sum": torch.float32}]
+
+
+def test_a_twin_shares_nothing() -> None:
+    optimizer = Lookahead(torch.optim.Adagrad(_params()))
+    with isolated():
+        twin = Twin(optimizer).optimizer
+    assert twin.inner is not optimizer.inner
+    assert twin.param_groups is twin.inner.param_groups
+    assert twin.fast_state is twin.inner.state
+    assert len(optimizer.inner.state) == 2
+    assert not twin.inner.state
