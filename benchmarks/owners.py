@@ -3,9 +3,9 @@
     python benchmarks/owners.py
 
 Lays out a Llama-shaped model without values, as the engine would, and counts for each number of ranks: the elements of
-masters and states on the fullest rank over the average ("owned"), the same within the worst unit, which its reduce-scatter
-and the part of an all-gather that one rank sends follow ("unit"), ranks that own nothing, and the bytes that all ranks
-together send per step at stage 3 in model sizes of 16-bit numbers, which owners do not change but for padding.
+masters and states on the fullest rank over the average ("owned"), the same within the worst unit, which what one rank
+sends in an all-gather follows ("unit"), ranks that own nothing, and what all ranks together send per step at stage 3,
+in elements of the model, which owners do not change but for padding.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def plans(model: nn.Module, world_size: int, *, split: bool) -> list[list[Buffer
     """The buffers of each unit at stage 3.
 
     Args:
-        split: matrices of the blocks have owners, and the rest is sharded evenly, as with Muon and AdamW; else all of it
-            has owners, as with Adafactor or LAMB.
+        split: matrices of the blocks have owners, and the rest is sharded evenly, as with Muon and AdamW; else all
+            of it has owners, as with Adafactor or LAMB.
     """
     groups = {
         id(param): int(split and (param.dim() < 2 or ".".join(name.split(".")[:1]) in {"embed", "head"}))

@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from zeroaccel.errors import ConfigError
 from zeroaccel.ops.adam import Adam
 from zeroaccel.zero.optimizer_kinds import OptimizerKind, classify, has_stepped
-from zeroaccel.zero.optimizer_twin import Twin, isolated, renew_state, state_dtypes
+from zeroaccel.zero.optimizer_twin import Twin, element_states, isolated, renew_state
 
 ELEMENTWISE, PER_TENSOR, COUPLED = OptimizerKind.ELEMENTWISE, OptimizerKind.PER_TENSOR, OptimizerKind.COUPLED
 
@@ -585,10 +585,10 @@ def test_states_of_the_constructor_are_made_anew() -> None:
 def test_states_per_element_are_listed_without_a_trace() -> None:
     optimizer = ScheduleFree(_params())
     before = torch.get_rng_state()
-    assert state_dtypes(optimizer) == [{"z": torch.float32}]
+    assert element_states(optimizer, 0, (64,)) == {"z": torch.float32}
     assert optimizer.param_groups[0]["k"] == 0
     assert torch.equal(before, torch.get_rng_state())
-    assert state_dtypes(torch.optim.Adagrad(_params())) == [{"sum": torch.float32}]
+    assert element_states(torch.optim.Adagrad(_params()), 0, (8, 8)) == {"sum": torch.float32}
 
 
 def test_a_twin_shares_nothing() -> None:
