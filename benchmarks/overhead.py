@@ -20,7 +20,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -48,11 +48,13 @@ Times = dict[str, float]
 class Silent(Collectives):
     """No communication: weights and gradients are zeros, since arithmetic on what memory holds may be slow."""
 
-    def all_gather(self, out: Tensor, shard: Tensor, label: str) -> Work:
+    def all_gather(self, out: Tensor, shard: Tensor, label: str, split_sizes: Sequence[int] = ()) -> Work:
         out.zero_()
         return DONE
 
-    def reduce_scatter(self, out: Tensor, flat: Tensor, label: str, scale: float = 1.0) -> Work:
+    def reduce_scatter(
+        self, out: Tensor, flat: Tensor, label: str, scale: float = 1.0, split_sizes: Sequence[int] = ()
+    ) -> Work:
         out.zero_()
         return DONE
 

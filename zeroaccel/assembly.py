@@ -10,6 +10,7 @@ import gc
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -219,6 +220,8 @@ def initialize(
             random_state=settings.checkpoint.save_random_state,
         ),
     )
+    if built is not None:
+        _let_modes_change_weights(built, engine)
     if recomputation is not None:
         recomputation.apply()
         engine.at_destroy(recomputation.undo)
@@ -345,6 +348,15 @@ def _bind_reductions(optimizer: Optimizer, collectives: Collectives) -> None:
     optimizer.use_reductions(
         Reductions(lambda tensor, op: collectives.all_reduce(tensor, op, label), counts=collectives.replica == 0)
     )
+
+
+def _let_modes_change_weights(optimizer: Optimizer, engine: CheckpointingEngine) -> None:
+    """`optimizer.train()` and `.eval()` of classes that train and evaluate with different weights go by the engine."""
+    for mode in ("train", "eval"):
+        own = getattr(type(optimizer), mode, None)
+        if callable(own):
+            setattr(optimizer, mode, partial(engine.change_masters, partial(own, optimizer)))
+            engine.at_destroy(partial(vars(optimizer).pop, mode, None))
 
 
 def _check_param_groups(model: nn.Module, chosen: list[Any]) -> None:

@@ -16,14 +16,15 @@ from torch import Tensor, nn
 
 import zeroaccel
 from tests.multi.pool import Pool
-from tests.multi.training import Run, Toy, batches, config, differences, offloaded, train
+from tests.multi.training import Run, Toy, batches, config, differences, offloaded, recording, train
+from zeroaccel.errors import ConfigError
 from zeroaccel.zero.parameter_access import safe_get_full_grad
 
 STAGES = (0, 1, 2, 3)
 
 
 class Lars(torch.optim.Optimizer):
-    """Momentum SGD with a rate per tensor (You et al. 2017, arXiv:1708.03888), and a count per call in its groups."""
+    """Momentum SGD with a rate per tensor (You et al. 2017, arXiv:1708.03888), and counts per call."""
 
     def __init__(self, params: Iterable[Any], lr: float = 0.05) -> None:
         super().__init__(params, {"lr": lr, "momentum": 0.9, "step": 0})
@@ -42,7 +43,7 @@ class Lars(torch.optim.Optimizer):
                     state["momentum_buffer"] = torch.zeros_like(param)
                 trust = (param.norm() / (param.grad.norm() + 1e-3)).clamp(0.1, 2.0)
                 state["momentum_buffer"].mul_(group["momentum"]).add_(param.grad * trust)
-                param.sub_(state["momentum_buffer"] * (group["lr"] / (group["step"] + self.calls)))
+                param.sub_(state["momentum_buffer"] * (group["lr"] / group["step"]))
 
 
 class Factored(torch.optim.Optimizer):
@@ -147,10 +148,78 @@ def test_stages_give_the_same_bits(ranks: Callable[[int], Pool], rule: str, prec
 @pytest.mark.parametrize("rule", sorted(RULES))
 def test_tiers_give_the_same_bits(ranks: Callable[[int], Pool], rule: str, tmp_path: Path) -> None:
     settled = ranks(2).run(_run, 3, rule, "bf16", 1, {})
-    for stage, tiers in [(2, ("cpu", "none")), (1, ("nvme", "none")), (3, ("nvme", "nvme")), (3, ("cpu", "cpu"))]:
-        found = ranks(2).run(_run, stage, rule, "bf16", 1, offloaded(tmp_path, *tiers))
-        for ours, theirs in zip(found, settled, strict=True):
-            assert differences(ours, theirs) == [], (stage, tiers)
+    for stage, *tiers, masters in [
+        (2, "cpu", "none", "fp32"),
+        (1, "nvme", "none", "fp32"),
+        (3, "nvme", "nvme", "fp32"),
+        (3, "cpu", "cpu", "residual"),
+        (2, "nvme", "none", "residual"),
+    ]:
+        changes = {**offloaded(tmp_path, *tiers), "data_types": {"master_weights": masters}}
+        for ours, theirs in zip(ranks(2).run(_run, stage, rule, "bf16", 1, changes), settled, strict=True):
+            assert differences(ours, theirs) == [], (stage, tiers, masters)
+
+
+@pytest.mark.parametrize("changes", [{"zero_hpz_partition_size": 2}, {"mics_shard_size": 2}], ids=["hpz", "mics"])
+def test_secondary_copies_and_replicas_give_the_same_bits(
+    ranks: Callable[[int], Pool], changes: dict[str, Any]
+) -> None:
+    plain = ranks(4).run(_run, 3, "factored", "bf16", 1, {})
+    for ours, theirs in zip(ranks(4).run(_run, 3, "factored", "bf16", 1, changes), plain, strict=True):
+        assert differences(ours, theirs) == []
+
+
+def _one_matrix(stage: int) -> tuple[list[tuple[int, int]], dict[str, int], list[int]]:
+    """(counts of the optimizer, bytes sent by operation, elements of each master) where most ranks own nothing."""
+    torch.manual_seed(0)
+    watched = recording()
+    model = nn.Sequential(nn.Linear(8, 8, bias=False))
+    settings = _settings(stage, "fp32")
+    engine, *_ = zeroaccel.initialize(
+        model, optimizer=Lars, config=settings, optimizer_kind="per_tensor", collectives=watched
+    )
+    optimizer, counts = engine.optimizer, []
+    for _ in range(3):
+        watched.reset()
+        engine.backward(engine(torch.ones(2, 8)).square().mean())
+        engine.step()
+        counts.append((optimizer.param_groups[0]["step"], optimizer.calls))
+    sent = watched.nbytes_by_op()
+    masters = [param.numel() for group in optimizer.param_groups for param in group["params"]]
+    engine.destroy()
+    return counts, sent, masters
+
+
+def test_a_rank_that_owns_nothing_counts_steps_and_sends_only_gradients(ranks: Callable[[int], Pool]) -> None:
+    found = ranks(3).run(_one_matrix, 2)
+    assert [counts for counts, _, _ in found] == [[(1, 1), (2, 2), (3, 3)]] * 3
+    assert [masters for _, _, masters in found] == [[64], [], []]
+    # 64 fp32 elements, and the padding to three equal parts on the last rank, which owns that.
+    assert [sent["reduce_scatter"] for _, sent, _ in found] == [32 * 4, 96 * 4, 64 * 4]
+    assert [sent["all_gather"] for _, sent, _ in found] == [2 * 64 * 4, 0, 2 * 32 * 4]
+
+
+def _refused(changes: dict[str, Any], kind: str) -> str:
+    try:
+        zeroaccel.initialize(Toy(), optimizer=Lars, config=_settings(3, "bf16", **changes), optimizer_kind=kind)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "words"),
+    [
+        ({"zero_quantized_gradients": True}, "per_tensor", ("zero_quantized_gradients", "Lars", "whole tensors")),
+        ({}, "coupled", ("Lars", "stage 3", "stage 0")),
+        ({}, "rowwise", ("optimizer.kind", '"per_tensor"', "rowwise")),
+    ],
+)
+def test_what_does_not_go_together_is_refused_on_all_ranks(
+    ranks: Callable[[int], Pool], changes: dict[str, Any], kind: str, words: tuple[str, ...]
+) -> None:
+    for message in ranks(2).run(_refused, changes, kind):
+        assert all(word in message for word in words), message
 
 
 def _go_on(

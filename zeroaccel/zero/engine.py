@@ -501,6 +501,23 @@ class Engine(GradientAccess, StateParking, nn.Module):
             "optimizer": self._shard.nbytes() if self._shard is not None else 0,
         }
 
+    def change_masters(self, call: Callable[[], object]) -> None:
+        """Has a method of the optimizer that is no step, such as `eval` of a schedule-free one, change the weights.
+
+        (all ranks, between a step and the next forward)
+
+        Args:
+            call: sees a part of this rank's masters at a time in the param groups, as `step` does.
+        """
+        weights = self._require_weights("change_masters")
+        self._check_usable()
+        self.keeper.require_free("a change of weights by the optimizer")
+        self._note("step")
+        self._residency.end_step()
+        for unit in self.units:
+            unit.drop_second()
+        weights.change_masters(call)
+
     # -- whole parameters
 
     def gathered(self, budget: int | None = None) -> AbstractContextManager[None]:

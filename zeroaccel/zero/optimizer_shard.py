@@ -7,11 +7,6 @@ their dictionaries (schedulers and loggers that hold them go on working); only t
 [Note: equal pieces] A replicated optimizer (nothing sharded) steps W pieces of S elements where a sharded one steps
 one of them, so that every kernel sees vectors of the same length with the same contents, and even an implementation
 whose vector tail rounds differently gives the same bits.
-
-[Note: several calls per step] A step calls `optimizer.step()` once per buffer, so that one buffer's gradients at a time
-are in fp32 and one sub-group at a time is in memory. What a class counts per call (a `group["step"]`, an attribute) is
-set back before each call but the first: every call sees the numbers that the step began with, and the last
-one leaves them as one call would. A coupled rule, which looks at all parameters at once, gets one call with all.
 """
 
 from __future__ import annotations
@@ -34,9 +29,9 @@ from zeroaccel.offload.tier import Fetch, TierElements
 from zeroaccel.ops.shard_step import ShardOptimizer, ShardStep
 from zeroaccel.zero.host_copies import HostCopies
 from zeroaccel.zero.optimizer_kinds import OptimizerKind, OptimizerKinds, has_stepped, renew_state
+from zeroaccel.zero.partial_steps import StepCounters, restricted
 from zeroaccel.zero.reducer import GradientBuffer
 from zeroaccel.zero.state_tier import StateTier, SubGroup
-from zeroaccel.zero.step_counters import StepCounters
 from zeroaccel.zero.unit import FlatBuffer
 
 __all__ = ["OptimizerShard", "Piece"]
@@ -135,7 +130,8 @@ class OptimizerShard:
         self.update_seconds = self.waited_seconds = self.hidden_seconds = 0.0
         self._copies = copies
         self._sub_group_numel = sub_group_numel
-        self.pieces: dict[int, list[Piece]] = {id(buffer): [] for buffer in buffers}
+        self._buffers = {id(buffer): buffer for buffer in buffers}
+        self.pieces: dict[int, list[Piece]] = {key: [] for key in self._buffers}
         self._sub_groups: dict[int, tuple[SubGroup, ...]] = {}
         self.group_of = {
             slot.fqn: groups[id(param)]
@@ -259,7 +255,7 @@ class OptimizerShard:
         if isinstance(self.optimizer, ShardStep):
             self._call_step()  # no parameter has a gradient
         elif not self._calls_together and self._counters is None:  # this rank owns nothing
-            with _restricted(self.optimizer, ()):
+            with restricted(self.optimizer, ()):
                 self._call_step()
 
     def _call_step(self) -> None:
@@ -269,13 +265,57 @@ class OptimizerShard:
         finally:
             self.is_stepping = False
 
-    def _call_again(self) -> None:
-        """One of the calls of one step; see [Note: several calls per step]."""
+    def _call_again(self, call: Callable[[], object]) -> None:
+        """One of the calls of one step; see [Note: several calls per step] of `partial_steps.py`."""
         if self._counters is None:
             self._counters = StepCounters(self.optimizer)
         else:
             self._counters.restore()
-        self._call_step()
+        call()
+
+    def change_masters(self, call: Callable[[], object], done: Callable[[FlatBuffer], None]) -> None:
+        """Lets a method of the optimizer that is no step, such as its `eval`, change masters and states.
+
+        Args:
+            call: the method; called for a part of the masters at a time, as `step` is.
+            done: called after each buffer, whose shard has the new weights.
+
+        Raises:
+            OffloadError: a tier failed; masters and parameters are a mixture of old and new.
+        """
+        self._counters = None
+        if self._calls_together:
+            call()
+        arrivals = self.arrivals(list(self._buffers.values()))
+        for buffer in self._buffers.values():
+            targets = self._targets(buffer)
+            for sub_group, pieces in self._cut(buffer):
+                with self._here(sub_group, arrivals):
+                    if pieces and not self._calls_together:
+                        with restricted(self.optimizer, [piece.master for piece in pieces]):
+                            self._call_again(call)
+                    for piece in pieces:
+                        self._finish_piece(piece, targets)
+            if buffer.home is not None:
+                buffer.home.commit()
+            if self._copies is not None:
+                self._copies.wait()
+            done(buffer)
+        if self._counters is None and not self._calls_together:  # this rank owns nothing
+            with restricted(self.optimizer, ()):
+                call()
+
+    @contextmanager
+    def _here(self, sub_group: SubGroup | None, arrivals: Generator[Tensor]) -> Iterator[None]:
+        """Has a sub-group's masters and states in memory; there is nothing to do where they always are."""
+        if sub_group is None or self.states is None:
+            yield
+            return
+        slab = next(arrivals)
+        self.states.attach(sub_group, slab, self.optimizer)
+        yield
+        with self._waiting():
+            self.states.detach(sub_group, slab, self.optimizer)
 
     def _step_together(
         self, gradients: Sequence[GradientBuffer], grad_scale: float, done: Callable[[FlatBuffer], None]
@@ -330,16 +370,11 @@ class OptimizerShard:
         """
         origin = buffer.layout.bounds(buffer.rank)[0] if grad.numel() != buffer.layout.numel else 0
         for sub_group, pieces in self._cut(buffer):
-            if sub_group is not None and self.states is not None:
-                slab = next(arrivals)
-                self.states.attach(sub_group, slab, self.optimizer)
-            if isinstance(self.optimizer, ShardStep):
-                self._step_native(self.optimizer, pieces, grad, origin, grad_scale, targets, groups)
-            else:
-                self._step_generic(pieces, grad, origin, grad_scale, targets)
-            if sub_group is not None and self.states is not None:
-                with self._waiting():
-                    self.states.detach(sub_group, slab, self.optimizer)
+            with self._here(sub_group, arrivals):
+                if isinstance(self.optimizer, ShardStep):
+                    self._step_native(self.optimizer, pieces, grad, origin, grad_scale, targets, groups)
+                else:
+                    self._step_generic(pieces, grad, origin, grad_scale, targets)
 
     def staging(self, buffer: FlatBuffer) -> Tensor | None:
         """(S,) host memory for new weights beside the old ones; None where the masters do as well."""
@@ -462,8 +497,8 @@ class OptimizerShard:
         for batch in _batches(pieces, self._sub_group_numel):
             for piece in batch:
                 _lay_gradient(piece, grad, origin, grad_scale)
-            with _restricted(self.optimizer, batch):
-                self._call_again()
+            with restricted(self.optimizer, [piece.master for piece in batch]):
+                self._call_again(self._call_step)
             for piece in batch:
                 self._finish_piece(piece, targets)
 
@@ -560,17 +595,3 @@ def _batches(pieces: Sequence[Piece], limit_numel: int) -> Iterator[list[Piece]]
         total += piece.master.numel()
     if batch:
         yield batch
-
-
-@contextmanager
-def _restricted(optimizer: Optimizer, pieces: Sequence[Piece]) -> Iterator[None]:
-    """Lets `optimizer.step` see only these pieces, in their groups and in the order there."""
-    before = [group["params"] for group in optimizer.param_groups]
-    chosen = {id(piece.master) for piece in pieces}
-    try:
-        for group in optimizer.param_groups:
-            group["params"] = [master for master in group["params"] if id(master) in chosen]
-        yield
-    finally:
-        for group, params in zip(optimizer.param_groups, before, strict=True):
-            group["params"] = params

@@ -6,6 +6,7 @@ moves; the ranks agree on errors (`assembly.py`).
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -147,8 +148,8 @@ class TierSet:
         self._host_states: dict[str, int] = {}  # keys and bytes of slabs in host memory
         if optimizer is not None and (rules.optimizer != "device" or rules.splits_masters):
             states = _HostStates(optimizer)
-            for group in {plan.param_groups[0] for plan in plans if plan.trainable and not plan.layout.has_owners}:
-                states.of(group, (_TRIED_NUMEL,))
+            for group, shape in _examples(plans).items():
+                states.of(group, shape)
             if rules.splits_masters:
                 _check_one_memory(rules, device)
             if rules.optimizer == "nvme" or rules.splits_masters:
@@ -252,7 +253,11 @@ class TierSet:
                 self._sub_groups[plan.key] = pack_sub_groups(plan.key, pieces, kept, limit, is_split=is_split)
                 continue
             runs = plan.layout.group_runs(plan.param_groups, rank)
-            flat = [states.of(group, (_TRIED_NUMEL,)) for group in range(len(states.optimizer.param_groups))]
+            elementwise = {group for _, _, group in runs}  # others may not be able to step what is flat
+            flat = [
+                states.of(group, (_TRIED_NUMEL,)) if group in elementwise else {}
+                for group in range(len(states.optimizer.param_groups))
+            ]
             self._sub_groups[plan.key] = cut_sub_groups(plan.key, runs, flat, limit, is_split=is_split)
         groups = [group for of_buffer in self._sub_groups.values() for group in of_buffer]
         if self._rules.optimizer != "nvme":
@@ -355,6 +360,17 @@ def _owned_pieces(plan: BufferPlan, rank: int) -> list[TieredPiece]:
         for slot, owner, group in slots
         if owner == rank and slot.numel
     ]
+
+
+def _examples(plans: Sequence[BufferPlan]) -> dict[int, tuple[int, ...]]:
+    """Param group -> the shape of a small master of it."""
+    found: dict[int, tuple[int, ...]] = {}
+    for plan in plans:
+        for group, slot in zip(plan.param_groups, plan.layout.slots, strict=False):
+            shape = slot.shape if plan.layout.has_owners else (_TRIED_NUMEL,)
+            if slot.numel and (group not in found or slot.numel < math.prod(found[group])):
+                found[group] = shape
+    return found
 
 
 _TRIED_NUMEL = 64  # of the vector that stands for any run of a flat shard

@@ -112,6 +112,15 @@ class WeightUpdate:
         if self._during == "next_step" and self._beside is not None and self._beside.pending:
             self._replace(1.0)
 
+    def change_masters(self, call: Callable[[], object]) -> None:
+        """Lets a method of the optimizer that is no step change the masters, and puts them in force. (all ranks)
+
+        Raises:
+            OffloadError: a tier failed; on every rank.
+        """
+        self.finish()
+        self._install(lambda stepped: self._shard.change_masters(call, stepped), None, early=False)
+
     def require_own_step(self, call: str) -> None:
         """Raises EngineStateError where `call` would change gradients whose update has begun."""
         if self.is_early:
@@ -143,7 +152,29 @@ class WeightUpdate:
             self._beside.close()
 
     def _replace(self, grad_scale: float) -> None:
-        """Steps or installs buffer by buffer; a resident unit's gather starts as soon as its shards are new."""
+        """Steps or installs buffer by buffer."""
+        failure: Exception | None = None
+        early = self.is_early
+        changed = self._beside.changed_settings() if early and self._beside is not None else None
+        if changed is not None:
+            failure = EngineStateError(
+                f'engine.step(): {changed} after the update had begun ({_KEY} is "backward")',
+                fix='change it before backward or after step(), or set the key to "step"',
+            )
+        beside = self._beside if self._beside is not None and self._beside.pending else None
+        gradients = self._reducer.gradients
+        self._install(lambda stepped: self._shard.step(gradients, grad_scale, stepped, beside), failure, early=early)
+
+    def _install(
+        self, update: Callable[[Callable[[FlatBuffer], None]], None], failure: Exception | None, *, early: bool
+    ) -> None:
+        """Has masters and shards updated; a resident unit's gather starts as soon as its shards are new.
+
+        Args:
+            update: calls what it is given after each buffer.
+            failure: what is to be raised afterwards on all ranks.
+            early: whether updates had begun before, on ranks that may have failed since.
+        """
         waiting: list[ParamUnit] = []
         left = {id(unit): sum(b.trainable for b in unit.buffers) for unit in self._units}
 
@@ -158,17 +189,8 @@ class WeightUpdate:
             unit.unshard()
             waiting.append(unit)
 
-        failure: Exception | None = None
-        early = self.is_early
-        changed = self._beside.changed_settings() if early and self._beside is not None else None
-        if changed is not None:
-            failure = EngineStateError(
-                f'engine.step(): {changed} after the update had begun ({_KEY} is "backward")',
-                fix='change it before backward or after step(), or set the key to "step"',
-            )
-        beside = self._beside is not None and self._beside.pending
         try:
-            self._shard.step(self._reducer.gradients, grad_scale, stepped, self._beside if beside else None)
+            update(stepped)
         except OffloadError as error:
             failure = error
         for unit in waiting:

@@ -1,18 +1,24 @@
-"""What an optimizer counts per call of `step()`, so that several calls can make one step.
+"""Several calls of an optimizer's `step()` that make one step, each with a part of the parameters.
 
-See [Note: several calls per step] of `optimizer_shard.py`. Takes and sets back; when, the caller decides.
+[Note: several calls per step] A step calls `optimizer.step()` once per buffer, so that one buffer's gradients at a time
+are in fp32 and one sub-group at a time is in memory. What a class counts per call (a `group["step"]`, an attribute) is
+set back before each call but the first: every call sees the numbers that the step began with, and the last
+one leaves them as one call would. A coupled rule, which looks at all parameters at once, gets one call with all.
+
+Knows nothing of shards; `optimizer_shard.py` decides what is stepped when.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["StepCounters"]
+__all__ = ["StepCounters", "restricted"]
 
 _PLAIN = (bool, int, float, complex, str, type(None))
 
@@ -57,3 +63,17 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, Mapping):
         return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
     return isinstance(value, _PLAIN) or (isinstance(value, Tensor) and not isinstance(value, nn.Parameter))
+
+
+@contextmanager
+def restricted(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Lets `optimizer.step` see only these of its parameters, in their groups and in the order there."""
+    before = [group["params"] for group in optimizer.param_groups]
+    chosen = {id(param) for param in params}
+    try:
+        for group in optimizer.param_groups:
+            group["params"] = [param for param in group["params"] if id(param) in chosen]
+        yield
+    finally:
+        for group, params_before in zip(optimizer.param_groups, before, strict=True):
+            group["params"] = params_before
