@@ -105,8 +105,8 @@ _PACKAGES: Mapping[str, str] = {
     "torch_optimizer": "AdaBound AdamP AggMo Apollo DiffGrad Lamb LARS MADGRAD NovoGrad QHAdam SGDP SWATS Shampoo Yogi",
     "pytorch_optimizer": (
         "ADOPT AdEMAMix AdaBelief AdaFactor AdaGC Adai AdamS Adan AvaGrad CAME Conda FlashAdamW Fromage GaLore Grams "
-        "Kate LARS LaProp Lamb MARS Nero NovoGrad Prodigy QHAdam RACS Ranger SCION SGDSaI SM3 SOAP SPlus ScalableShampoo "
-        "ScheduleFreeAdamW Shampoo SignSGD StableAdamW SWATS Tiger Yogi"
+        "Kate LARS LaProp Lamb MARS Nero NovoGrad Prodigy QHAdam RACS Ranger SCION SGDSaI SM3 SOAP SPlus "
+        "ScalableShampoo ScheduleFreeAdamW Shampoo SignSGD StableAdamW SWATS Tiger Yogi"
     ),
 }
 
