@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from zeroaccel.errors import ConfigError
+from zeroaccel.ops.muon import Muon
 from zeroaccel.zero.optimizer_kinds import classify
 from zeroaccel.zero.optimizers import build_optimizer, known_optimizers
 
@@ -41,10 +42,11 @@ def test_torchs_adam_can_be_asked_for() -> None:
     assert fused.param_groups[0]["foreach"] is True
 
 
-@pytest.mark.parametrize("name", ["RMSprop", "NAdam", "Adafactor"])
+@pytest.mark.parametrize("name", ["RMSprop", "NAdam", "Adafactor", "torch.optim.AdamW"])
 def test_any_class_of_torch_goes_by_its_name(name: str) -> None:
-    assert type(build_optimizer(name, {"lr": 0.5}, _params())) is getattr(torch.optim, name)
-    assert name in known_optimizers()
+    plain = name.removeprefix("torch.optim.")
+    assert type(build_optimizer(name, {"lr": 0.5}, _params())) is getattr(torch.optim, plain)
+    assert plain in known_optimizers()
 
 
 @pytest.mark.parametrize(
@@ -53,7 +55,14 @@ def test_any_class_of_torch_goes_by_its_name(name: str) -> None:
         ("AdamX", {}, ("optimizer.type", "AdamX", "Adam")),
         ("rmsprop", {}, ("optimizer.type", "'RMSprop'")),
         ("OneBitAdam", {}, ("OneBitAdam", "1-bit")),
-        ("Lamb", {}, ("Lamb", "norm")),
+        ("SparseAdam", {}, ("SparseAdam", "dense")),
+        ("torch.optim.LBFGS", {}, ("torch.optim.LBFGS", "closure")),
+        ("Lamb", {"eps_inside_mode": True}, ("optimizer.params.eps_inside_mode", "'eps_inside_sqrt'")),
+        ("Lamb", {"min_coeff": 20.0}, ("Lamb, min_coeff", "20.0")),
+        ("Lamb", {"max_grad_norm": 1.0}, ("max_grad_norm", "gradient_clipping")),
+        ("Lamb", {"amsgrad": True}, ("Lamb, amsgrad", "no such variant")),
+        ("Muon", {"per_head_muon": True}, ("optimizer.params.per_head_muon", "Muon")),
+        ("Muon", {}, ("parameter of shape (4, 4), attribute use_muon", "set it on every parameter")),
         ("AdamW", {"learning_rate": 1.0}, ("optimizer.params.learning_rate", "AdamW")),
         ("AdamW", {"beta": (0.9, 0.9)}, ("optimizer.params.beta", "'betas'")),
         ("RMSprop", {"betas": 1}, ("optimizer.params.betas", "RMSprop")),
@@ -66,6 +75,69 @@ def test_what_cannot_be_built_is_told_with_an_address(name: str, settings: dict[
         build_optimizer(name, settings, _params())
     for word in words:
         assert word in str(caught.value)
+
+
+class _Tiny(nn.Module):
+    """The parts of a language model that Muon tells apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(8, 4)
+        self.patch_embed = nn.Linear(4, 4, bias=False)
+        self.block = nn.Linear(4, 4)
+        self.conv = nn.Conv1d(4, 4, 3, bias=False)
+        self.norm = nn.LayerNorm(4)
+        self.classes = nn.Linear(4, 8, bias=False)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.classes
+
+
+def _split(model: nn.Module, settings: dict[str, Any], params: Any = None) -> list[tuple[bool, float, list[str]]]:
+    names = {id(param): fqn for fqn, param in model.named_parameters()}
+    optimizer = build_optimizer("muon", settings, model.parameters() if params is None else params, model)
+    assert type(optimizer) is Muon
+    return [(g["use_muon"], g["lr"], [names[id(param)] for param in g["params"]]) for g in optimizer.param_groups]
+
+
+HIDDEN = ["block.weight", "conv.weight"]
+OTHERS = ["wte.weight", "patch_embed.weight", "block.bias", "norm.weight", "norm.bias", "classes.weight"]
+
+
+def test_muon_takes_the_hidden_matrices() -> None:
+    assert _split(_Tiny(), {}) == [(True, 0.02, HIDDEN), (False, 3e-4, OTHERS)]
+    assert _split(_Tiny(), {"lr": 0.5, "adam_lr": 0.25}) == [(True, 0.5, HIDDEN), (False, 0.25, OTHERS)]
+    assert _split(_Tiny(), {"muon_lr": 0.5, "lr": 0.25}) == [(True, 0.5, HIDDEN), (False, 0.25, OTHERS)]
+    tied = _Tiny()
+    tied.block.weight = tied.wte.weight
+    assert _split(tied, {})[0] == (True, 0.02, ["conv.weight"])
+
+
+def test_flags_on_parameters_and_groups_come_first() -> None:
+    model = _Tiny()
+    model.block.weight.use_muon = False  # type: ignore[assignment]
+    model.wte.weight.use_muon = True  # type: ignore[assignment]
+    assert _split(model, {})[0] == (True, 0.02, ["wte.weight", "conv.weight"])
+    groups = [
+        {"params": model.block.parameters(), "weight_decay": 0.5},
+        {"params": [model.classes.weight], "use_muon": True, "lr": 0.75},
+    ]
+    assert _split(model, {"lr": 0.25}, groups) == [
+        (False, 0.25, ["block.weight", "block.bias"]),
+        (True, 0.75, ["classes.weight"]),
+    ]
+    model.block.weight.use_muon = "yes"  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"parameter block.weight, attribute use_muon: expected True or False"):
+        _split(model, {})
+
+
+def test_our_rules_per_tensor_are_known() -> None:
+    optimizer = build_optimizer("Muon", {}, (model := _Tiny()).parameters(), model)
+    found = classify(optimizer)
+    assert [kind.value for kind in found.groups] == ["per_tensor", "elementwise"]
+    assert (found.reason, found.source) == ("it orthogonalises whole matrices", "known")
+    found = classify(build_optimizer("LAMB", {}, _params()))
+    assert ([kind.value for kind in found.groups], found.source) == (["per_tensor"], "known")
 
 
 def test_the_callers_groups_are_copied() -> None:

@@ -12,6 +12,8 @@ import torch
 from torch.optim import Optimizer
 
 from zeroaccel.errors import ConfigError
+from zeroaccel.ops.lamb import Lamb
+from zeroaccel.ops.muon import Muon
 from zeroaccel.ops.shard_step import ShardStep
 from zeroaccel.zero.optimizer_trial import try_out
 from zeroaccel.zero.optimizer_twin import element_states, has_stepped, renew_state
@@ -58,9 +60,11 @@ _ELEMENTWISE = (
     torch.optim.Rprop,
     torch.optim.SGD,
 )
+_MATRICES = "it orthogonalises whole matrices"
+_NORMS = "its trust ratio is of the norms of whole parameters"
 _PER_TENSOR = {  # not in every release of torch
     "Adafactor": "its second moments are factored over the rows and columns of a matrix",
-    "Muon": "it orthogonalises whole matrices",
+    "Muon": _MATRICES,
 }
 
 
@@ -88,6 +92,14 @@ def classify(optimizer: Optimizer, declared: OptimizerKind | str | None = None) 
         kind = _declared(declared)
         reason = "" if kind is OptimizerKind.ELEMENTWISE else f'its kind is declared to be "{kind.value}"'
         return OptimizerKinds((kind,) * count, reason, "declared")
+    if type(optimizer) is Muon:
+        kinds = (
+            OptimizerKind("per_tensor" if group["use_muon"] else "elementwise") for group in optimizer.param_groups
+        )
+        found = tuple(kinds)
+        return OptimizerKinds(found, _MATRICES if OptimizerKind.PER_TENSOR in found else "", "known")
+    if type(optimizer) is Lamb:
+        return OptimizerKinds((OptimizerKind.PER_TENSOR,) * count, _NORMS, "known")
     if isinstance(optimizer, ShardStep) or type(optimizer) in _ELEMENTWISE:
         return OptimizerKinds((OptimizerKind.ELEMENTWISE,) * count, "", "known")
     for name, reason in _PER_TENSOR.items():

@@ -253,7 +253,11 @@ class TierSet:
                 self._sub_groups[plan.key] = pack_sub_groups(plan.key, pieces, kept, limit, is_split=is_split)
                 continue
             runs = plan.layout.group_runs(plan.param_groups, rank)
-            flat = [states.of(group, (_TRIED_NUMEL,)) for group in range(len(states.optimizer.param_groups))]
+            elementwise = {group for _, _, group in runs}  # others may not be able to step what is flat
+            flat = [
+                states.of(group, (_TRIED_NUMEL,)) if group in elementwise else {}
+                for group in range(len(states.optimizer.param_groups))
+            ]
             self._sub_groups[plan.key] = cut_sub_groups(plan.key, runs, flat, limit, is_split=is_split)
         groups = [group for of_buffer in self._sub_groups.values() for group in of_buffer]
         if self._rules.optimizer != "nvme":
