@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from zeroaccel.data import skip_first_batches as skip_first_batches
     from zeroaccel.launchers import debug_launcher as debug_launcher
     from zeroaccel.launchers import notebook_launcher as notebook_launcher
-    from zeroaccel.placeholders import DummyOptim as DummyOptim
-    from zeroaccel.placeholders import DummyScheduler as DummyScheduler
     from zeroaccel.ops.coupled import CoupledOptimizer as CoupledOptimizer
     from zeroaccel.ops.coupled import Reductions as Reductions
+    from zeroaccel.placeholders import DummyOptim as DummyOptim
+    from zeroaccel.placeholders import DummyScheduler as DummyScheduler
     from zeroaccel.plugin import DeepSpeedPlugin as DeepSpeedPlugin
     from zeroaccel.plugin import ZeroPlugin as ZeroPlugin
     from zeroaccel.profiling import ProfileKwargs as ProfileKwargs

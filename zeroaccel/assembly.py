@@ -297,7 +297,7 @@ def _optimizer(
     params_of = dict(section.params)
     if settings.bf16.bf16_optimizer_states:
         params_of.setdefault("moments_dtype", "bf16")
-    return build_optimizer(section.type, params_of, chosen)
+    return build_optimizer(section.type, params_of, chosen, model)
 
 
 def _kinds(
