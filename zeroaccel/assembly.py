@@ -56,6 +56,7 @@ from zeroaccel.zero.model_facts import facts_from_model
 from zeroaccel.zero.optimizer_shard import OptimizerShard, group_index, warn_unoptimized
 from zeroaccel.zero.optimizers import build_optimizer
 from zeroaccel.zero.precision import cast_buffers
+from zeroaccel.zero.rank_facts import optimizer_facts, scheduler_facts
 from zeroaccel.zero.shared_updates import check_update_time, share_updates
 from zeroaccel.zero.tiers import OffloadRules, TierSet
 from zeroaccel.zero.timing import StepReport
@@ -134,11 +135,13 @@ def initialize(
         engine_settings = engine_settings_of(settings, plan, batch, world_size, cast_inputs=cast_inputs)
         spread = comm_plan(settings, world_size, None if mesh is None else shard_size_of(mesh, settings))
         scheduler = _scheduler(lr_scheduler, settings, built)
+        trains_by = optimizer_facts(built) | scheduler_facts(scheduler)
         monitors = build_monitors(settings, collectives.rank)
         recomputation = _recomputation(model, settings)
     residences = tier_plan(settings)
     placement = placement_of(model, settings, plan, groups, topology.device, residences)
-    check_same(model, placement, [*str(engine_settings).split(", "), str(spread), str(residences)], collectives)
+    lines = [*str(engine_settings).split(", "), str(spread), str(residences)]
+    check_same(model, placement, lines, trains_by, collectives)
     collectives = arrange(collectives, spread, cells)
 
     cast_buffers(model, topology.device, dtype_of(settings.data_types.buffer_dtype), set(placement.fp32_names))
