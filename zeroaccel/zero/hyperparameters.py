@@ -46,7 +46,8 @@ class HyperparameterCheck:
         self._collectives = collectives
         self._names = [settings(group) for group in optimizer.param_groups]
         self._groups = [_Group(names) for names in self._names]
-        self._compared = b""
+        self._compared = self._sum = 0
+        self._count = -1  # of groups that are in the sum
         self._used: list[tuple[Any, ...]] = []
         self._late: dict[str, str] = {}
         self._told: dict[str, str] = {}
@@ -58,9 +59,7 @@ class HyperparameterCheck:
         self._used = [known.values for known in self._groups]
         self._compared = self._summed_up()
         self._told, self._late = self._late, {}
-        return (
-            int.from_bytes(_hashed(self._compared + repr(self._told).encode() if self._told else self._compared)) >> 12
-        )
+        return _hashed(f"{self._compared} {self._told}") if self._told else self._compared
 
     def compare(self, step: int) -> None:
         """Compares at once, with a collective of its own. (all ranks)
@@ -91,7 +90,7 @@ class HyperparameterCheck:
             UsageError: always; the same on every rank.
         """
         used = [
-            dict(zip(known.names, values, strict=False)) for known, values in zip(self._groups, self._used, strict=True)
+            dict(zip(known.names, values, strict=True)) for known, values in zip(self._groups, self._used, strict=False)
         ]
         own = _Told(self._facts(), self._told or param_group_facts(used, self._names), bool(self._told))
         everyone: list[_Told] = self._collectives.gather_objects(own, "compare param groups")
@@ -105,12 +104,17 @@ class HyperparameterCheck:
     def _facts(self) -> dict[str, str]:
         return param_group_facts(self._optimizer.param_groups, self._names)
 
-    def _summed_up(self) -> bytes:
+    def _summed_up(self) -> int:
+        """The settings as they are now, below 2^52, which a float64 holds."""
         groups = self._optimizer.param_groups
         while len(self._names) < len(groups):
             self._names.append(settings(groups[len(self._names)]))
             self._groups.append(_Group(self._names[-1]))
-        return b"".join([known.digest(group) for known, group in zip(self._groups, groups, strict=False)])
+        changed = [known.read(group) for known, group in zip(self._groups, groups, strict=False)]
+        if len(changed) != self._count or any(changed):
+            self._count = len(changed)
+            self._sum = _hashed("\n".join([known.text for known in self._groups[: self._count]]))
+        return self._sum
 
 
 _FIX = "set it from what is the same on every rank"
@@ -130,31 +134,44 @@ class _Told:
 
 
 class _Group:
-    """One param group's settings, hashed again only when one has changed.
+    """One param group's settings as a text, written again only where one has changed.
 
     Values of types that cannot change in place are compared by identity: a schedule writes new objects.
+
+    Attributes:
+        names: of the settings.
+        values: of the settings when they were read last, as they stood in the group.
+        text: of the values.
     """
 
-    __slots__ = ("_digest", "_frozen", "_values_of", "names", "values")
+    __slots__ = ("_frozen", "_texts", "_values_of", "names", "text", "values")
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
-        self._values_of: Callable[[Mapping[str, Any]], Any] = itemgetter(*names, names[-1]) if names else lambda _: ()
-        self.values: tuple[Any, ...] = ()
-        self._frozen = False
-        self._digest = b""
+        self.text = ""
+        self.values: tuple[Any, ...] = (_Group,) * len(names)
+        # With one name alone it would not return a tuple.
+        self._values_of: Callable[[Mapping[str, Any]], Any] = itemgetter(*names) if len(names) > 1 else self._one_by_one
+        self._texts = [""] * len(names)
+        self._frozen = [False] * len(names)
 
-    def digest(self, group: Mapping[str, Any]) -> bytes:
+    def read(self, group: Mapping[str, Any]) -> bool:
+        """Takes the values of a group; whether the text is another now."""
         try:
             values: tuple[Any, ...] = self._values_of(group)
         except KeyError:
-            values = tuple(group.get(name, _Group) for name in self.names)
-        if self._frozen and len(values) == len(self.values) and all(map(is_, values, self.values)):
-            return self._digest
-        self.values = values
-        self._frozen = all(map(_is_frozen, values))
-        self._digest = _hashed(repr([canonical(value) for value in values]).encode())
-        return self._digest
+            values = self._one_by_one(group)
+        if all(map(is_, values, self.values)) and all(self._frozen):
+            return False
+        for index, value in enumerate(values):
+            if value is not self.values[index] or not self._frozen[index]:
+                self._texts[index] = repr(canonical(value))
+                self._frozen[index] = _is_frozen(value)
+        before, self.text, self.values = self.text, "\t".join(self._texts), values
+        return self.text != before
+
+    def _one_by_one(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
+        return tuple([group.get(name, _Group) for name in self.names])
 
 
 def _is_frozen(value: Any) -> bool:
@@ -162,5 +179,5 @@ def _is_frozen(value: Any) -> bool:
     return kind in _FROZEN or (kind is tuple and all(type(item) in _FROZEN for item in value))
 
 
-def _hashed(data: bytes) -> bytes:
-    return blake2b(data, digest_size=8).digest()
+def _hashed(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little") >> 12

@@ -31,6 +31,7 @@ __all__ = [
     "param_group_facts",
     "scheduler_facts",
     "settings",
+    "training_facts",
 ]
 
 SAME_OPTIMIZER = "make the optimizer and its scheduler from the same settings on every rank"
@@ -63,6 +64,15 @@ _OF_ONE_RANK = frozenset(
 # -- values
 
 
+class _Text(str):
+    """What stands for a value that is neither a text nor a number; shown without quotes."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 def settings(group: Mapping[str, Any]) -> list[str]:
     """The names in a param group, or of an object's attributes, that are the same on every rank; sorted."""
     return sorted(name for name in group if isinstance(name, str) and name not in _OF_ONE_RANK)
@@ -74,70 +84,79 @@ def canonical(value: Any, depth: int = 0) -> Any:
     Numbers become floats, but for integers that no float is equal to. A tensor becomes its values; one of more than 16
     elements, or that is trained, its dtype and shape.
     """
-    if value is None or isinstance(value, bool):
+    kind = type(value)
+    if kind is float:  # the kinds of most settings first, as this is called in every step
+        return value + 0.0  # no negative zero
+    if value is None or kind is bool or kind is str:
         return value
-    if isinstance(value, str):
-        return str(value)
-    if isinstance(value, Real):
-        return _number(value)
-    if isinstance(value, numpy.generic):
-        return canonical(value.item(), depth + 1)
+    if isinstance(value, (str, Real, numpy.generic)):
+        return str(value) if isinstance(value, str) else _number(value)
     if depth > _MOST_DEPTH:
         return _kind(value)
-    if isinstance(value, (Tensor, numpy.ndarray)):
-        # A trained tensor is a parameter and no setting: its values may be this rank's own.
-        if math.prod(value.shape) > _MOST_NUMEL or (
-            isinstance(value, Tensor) and (value.requires_grad or value.is_meta)
-        ):
-            return f"{value.dtype} of shape {tuple(value.shape)}"
-        return canonical(value.tolist(), depth + 1)
     if isinstance(value, (tuple, list)):
-        return tuple(canonical(item, depth + 1) for item in value)
+        return tuple([canonical(item, depth + 1) for item in value])
     if isinstance(value, (set, frozenset)):
         return tuple(sorted(repr(canonical(item, depth + 1)) for item in value))
     if isinstance(value, Mapping):
-        return tuple(sorted((str(name), repr(canonical(item, depth + 1))) for name, item in value.items()))
+        return _with_names("", value, depth)
+    if isinstance(value, (Tensor, numpy.ndarray)):
+        # A trained tensor is a parameter and no setting: its values may be this rank's own.
+        trained = isinstance(value, Tensor) and (value.requires_grad or value.is_meta)
+        if trained or math.prod(value.shape) > _MOST_NUMEL:
+            return _Text(f"{value.dtype} of shape {tuple(value.shape)}")
+        return canonical(value.tolist(), depth + 1)
     return _named(value, depth)
 
 
-def _number(value: Real) -> float | str:
+def _number(value: Any) -> float | bool | str:
+    if isinstance(value, numpy.generic):
+        value = value.item()
+    if isinstance(value, bool):
+        return value
     try:
-        number = float(value) + 0.0  # no negative zero
-    except (OverflowError, ValueError):
+        number = float(value) + 0.0
+    except (OverflowError, TypeError, ValueError):
         return str(value)
     return number if number == value or number != number else str(value)
 
 
-def _named(value: Any, depth: int) -> Any:
+def _named(value: Any, depth: int) -> _Text:
     """What is neither a number nor a text nor a container of them."""
     if isinstance(value, functools.partial):
-        return "partial", *(canonical(part, depth + 1) for part in (value.func, value.args, value.keywords))
+        function, *args = (_shown(canonical(item, depth + 1)) for item in (value.func, *value.args))
+        return _with_names(f"partial of {function}", value.keywords, depth, args)
     if isinstance(value, Enum):
-        return f"{_kind(value)}.{value.name}"
+        return _Text(f"{_kind(value)}.{value.name}")
     if isinstance(value, (torch.dtype, Complex)):
-        return str(value)
+        return _Text(value)
     if isinstance(value, type):
         return _qualified(value)
     if is_dataclass(value):
-        held = {item.name: getattr(value, item.name) for item in fields(value) if item.name not in _OF_ONE_RANK}
-        return _kind(value), canonical(held, depth + 1)
+        held = {item.name: getattr(value, item.name) for item in fields(value)}
+        return _with_names(_kind(value), {name: held[name] for name in settings(held)}, depth)
     if callable(value) and not isinstance(value, torch.nn.Module):
         name = getattr(value, "__qualname__", None)
         if isinstance(name, str):
-            return name
+            return _Text(name)
         held = getattr(value, "__dict__", {})
         plain = {name: held[name] for name in settings(held) if isinstance(held[name], (Real, str, tuple, list))}
-        return _kind(value), canonical(plain, depth + 1)
+        return _with_names(_kind(value), plain, depth)
     return _kind(value)
 
 
-def _kind(value: object) -> str:
+def _with_names(head: str, named: Mapping[Any, Any], depth: int, args: Sequence[str] = ()) -> _Text:
+    """`head(0.5, total=100)`."""
+    parts = sorted(f"{name}={_shown(canonical(item, depth + 1))}" for name, item in named.items())
+    return _Text(f"{head}({', '.join([*args, *parts])})")
+
+
+def _kind(value: object) -> _Text:
     return _qualified(type(value))
 
 
-def _qualified(kind: type) -> str:
+def _qualified(kind: type) -> _Text:
     # A script's own classes: its module has another name in a process that another one has started.
-    return kind.__qualname__ if kind.__module__ in _SCRIPTS else f"{kind.__module__}.{kind.__qualname__}"
+    return _Text(kind.__qualname__ if kind.__module__ in _SCRIPTS else f"{kind.__module__}.{kind.__qualname__}")
 
 
 def _shown(value: Any) -> str:
@@ -170,19 +189,34 @@ def optimizer_facts(optimizer: Optimizer | None) -> Facts:
     """Class, defaults and param groups."""
     if optimizer is None:
         return {"optimizer": "none"}
-    found = {"optimizer": _kind(optimizer), "the number of its param groups": str(len(optimizer.param_groups))}
+    found = {"optimizer": str(_kind(optimizer)), "len(optimizer.param_groups)": str(len(optimizer.param_groups))}
     defaults = getattr(optimizer, "defaults", {})
     found |= {f"optimizer.defaults['{name}']": _shown(canonical(defaults[name])) for name in settings(defaults)}
     return found | param_group_facts(optimizer.param_groups)
+
+
+def training_facts(optimizer: Optimizer | None, scheduler: Any) -> Facts:
+    """Of both: classes first, then arguments, and last what a scheduler writes or takes from the optimizer."""
+    optimizers, schedulers = optimizer_facts(optimizer), scheduler_facts(scheduler)
+    classes = {"optimizer": optimizers["optimizer"], "lr_scheduler": schedulers["lr_scheduler"]}
+    defaults = {address: text for address, text in optimizers.items() if ".param_groups" not in address}
+    arguments = {address: text for address, text in schedulers.items() if not _is_derived(address)}
+    return classes | defaults | arguments | optimizers | schedulers
+
+
+def _is_derived(address: str) -> bool:
+    """Whether a scheduler's attribute follows from its arguments and the rates of the groups."""
+    name = address.rpartition(".")[2]
+    return name == "base_lrs" or (name.startswith("_") and "lr" in name)
 
 
 def scheduler_facts(scheduler: Any, where: str = "lr_scheduler") -> Facts:
     """Class and attributes of a scheduler, and of the schedulers that it is made of."""
     if scheduler is None:
         return {where: "none"}
-    found = {where: _kind(scheduler)}
+    found = {where: str(_kind(scheduler))}
     attributes = getattr(scheduler, "__dict__", {})
-    for name in settings(attributes):
+    for name in sorted(settings(attributes), key=_is_derived):
         value = attributes[name]
         parts = list(_schedulers(value))
         if not parts:
