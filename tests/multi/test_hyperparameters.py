@@ -123,7 +123,8 @@ def _differ(settings: dict[str, Any], name: str) -> tuple[list[str], bool, bool,
             call()
         except UsageError as error:
             said.append(str(error))
-        engine.reset()
+        if engine.settings.update_during == "backward":
+            engine.reset()  # it was the backward that broke off
     counts = engine.global_steps, engine.skipped_steps
     engine.finish_update()
     unchanged = _equal(before, _weights(engine))
@@ -142,7 +143,7 @@ def _differ(settings: dict[str, Any], name: str) -> tuple[list[str], bool, bool,
     return said, unchanged, same, counts
 
 
-@pytest.mark.parametrize(("stage", "name"), [*((stage, "lr") for stage in range(4)), *((2, name) for name in SET)])
+@pytest.mark.parametrize(("stage", "name"), [*((stage, "lr") for stage in (0, 1, 3)), *((2, name) for name in SET)])
 def test_a_group_that_differs_on_one_rank_is_told_before_the_update(ranks: Ranks, stage: int, name: str) -> None:
     one, other = ranks(2).run(_differ, _plain(config(stage)), name, timeout=40)
     assert one == other
@@ -172,6 +173,40 @@ def test_updates_at_other_times_are_compared_too(
     assert unchanged
     assert same
     assert counts == (2, 0)
+
+
+def _with_an_update_under_way(settings: dict[str, Any], *, differs: bool) -> tuple[str, list[float], dict[str, Tensor]]:
+    """`differs`: rank 1's rate is another for a while, in which the update of the second step waits."""
+    engine = _engine(settings)
+    _step(engine, 0)
+    _step(engine, 1)
+    said = ""
+    if differs:
+        kept = engine.optimizer.param_groups[1]["lr"]
+        engine.optimizer.param_groups[1]["lr"] = kept * (1 + engine.collectives.rank)
+        with pytest.raises(UsageError) as caught:
+            _step(engine, 2)
+        said = str(caught.value)
+        engine.optimizer.param_groups[1]["lr"] = kept
+    losses = []
+    for step in range(2, 5):
+        loss = engine(_batch(engine.collectives.rank, step).bfloat16())
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    weights = _weights(engine)
+    engine.destroy()
+    return said, losses, weights
+
+
+def test_an_update_under_way_is_kept(ranks: Ranks, tmp_path: Path) -> None:
+    settings = config(2, "bf16", **offloaded(tmp_path, "cpu", update_during="next_step"))
+    expected = ranks(2).run(functools.partial(_with_an_update_under_way, differs=False), settings)
+    got = ranks(2).run(functools.partial(_with_an_update_under_way, differs=True), settings)
+    for (_, losses, weights), (said, others, after) in zip(expected, got, strict=True):
+        assert "['lr'] of the group 'vectors' is 0.01 on rank 0 and 0.02 on rank 1" in said
+        assert losses == others
+        assert _equal(weights, after)
 
 
 def _overflow() -> tuple[str, int]:
@@ -206,7 +241,6 @@ def _late(back: bool) -> str:
         try:
             engine.gradient_norm()
         except UsageError as error:
-            engine.reset()
             engine.destroy()
             return str(error)
         rates = engine.optimizer.param_groups[0]
@@ -372,7 +406,6 @@ def _facade() -> str:
     _backward(engine, 1)
     with pytest.raises(UsageError) as caught:
         engine.step()
-    engine.reset()
     engine.destroy()
     return str(caught.value)
 

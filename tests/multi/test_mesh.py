@@ -205,7 +205,6 @@ def _another_rate(sizes: tuple[int, ...]) -> str:
     engine.backward(engine(torch.ones(4, WIDTH)))
     with pytest.raises(UsageError) as caught:
         engine.step()
-    engine.reset()
     engine.destroy()
     return str(caught.value)
 

@@ -224,7 +224,7 @@ class Engine(GradientAccess, StateParking, nn.Module):
         Raises:
             EngineStateError: no backward came before.
             CollectiveError: the ranks went through different collectives since the last step.
-            UsageError: the ranks' param groups have different settings; nothing was updated.
+            UsageError: the ranks' param groups have different settings; nothing was updated, the gradients are dropped.
         """
         weights = self._require_weights("step")
         self._check_usable()

@@ -41,6 +41,7 @@ class _Parts(Protocol):
     def _require_own_gradients(self, call: str) -> None: ...
     def _require_optimizer(self, call: str) -> object: ...
     def _complete_gradients(self) -> None: ...
+    def _drop_gradients(self) -> None: ...
     def _finish_gradients(self, *, norm: bool) -> GradientHealth: ...
 
 
@@ -111,6 +112,8 @@ class GradientAccess:
         if not health.agreed:
             raise CollectiveError(disagreement_report(ranks))
         if not health.alike and check is not None:
+            parts._drop_gradients()  # who catches it goes on with the next forward
+            parts._backwards = 0
             check.refuse(parts.global_steps)
         parts._health = health
         return health
