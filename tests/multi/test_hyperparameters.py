@@ -261,8 +261,8 @@ def test_what_changes_after_the_norm_is_compared_with_the_next_step(ranks: Ranks
     )
 
 
-def _rates_after_the_norm() -> list[float]:
-    """Set on all ranks after the norm, as many loops do: nothing to complain about."""
+def _rates_after_the_norm() -> tuple[list[float], str]:
+    """Set on all ranks after the norm, as many loops do: nothing to complain about, until one sets another before."""
     engine = _engine(_plain(config(1)))
     for step in range(4):
         _backward(engine, step)
@@ -271,12 +271,18 @@ def _rates_after_the_norm() -> list[float]:
             group["lr"] = 1e-3 / (1 + step)
         engine.step()
     rates = engine.get_lr()
+    engine.optimizer.param_groups[0]["lr"] = 0.5 + engine.collectives.rank
+    _backward(engine, 4)
+    with pytest.raises(UsageError) as caught:
+        engine.gradient_norm()
     engine.destroy()
-    return rates
+    return rates, str(caught.value)
 
 
 def test_rates_that_all_ranks_set_after_the_norm_are_fine(ranks: Ranks) -> None:
-    assert ranks(2).run(_rates_after_the_norm) == [[1e-3 / 4] * 2] * 2
+    for rates, said in ranks(2).run(_rates_after_the_norm):
+        assert rates == [1e-3 / 4] * 2
+        assert said.startswith("step 4: optimizer.param_groups[0]['lr'] is 0.5 on rank 0 and 1.5 on rank 1: ")
 
 
 class Counting(torch.optim.SGD):

@@ -2,6 +2,8 @@
 
 The norm is a sum over all elements on all ranks, and a floating-point sum depends on its order. So squares are added
 as integers (`ops/norms.py`): the result is the same bits for every layout, world size and stage.
+
+The first of the two also carries what ranks have to agree on before an update, as numbers that sum it up.
 """
 
 from __future__ import annotations

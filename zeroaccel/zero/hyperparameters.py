@@ -94,10 +94,10 @@ class HyperparameterCheck:
         ]
         own = _Told(self._facts(), self._told or param_group_facts(used, self._names), bool(self._told))
         everyone: list[_Told] = self._collectives.gather_objects(own, "compare param groups")
-        was_late = any(told.late for told in everyone)
-        found = difference([told.before if was_late else told.now for told in everyone])
+        late = difference([told.before for told in everyone]) if any(told.late for told in everyone) else None
+        found = late or difference([told.now for told in everyone])
         assert found is not None, "param groups with different digests and the same settings"
-        when = f"the update in step {step - 1}" if was_late else f"step {step}"
+        when = f"the update in step {step - 1}" if late else f"step {step}"
         scheduled = any(f"['{name}']" in found.address for name in _SCHEDULED)
         raise UsageError(f"{when}: {found}", expected="one value on all ranks", fix=_FIX + _METRIC * scheduled)
 
