@@ -112,7 +112,7 @@ class GradientAccess:
         if not health.agreed:
             raise CollectiveError(disagreement_report(ranks))
         if not health.alike and check is not None:
-            parts._drop_gradients()  # who catches it goes on with the next forward
+            parts._drop_gradients()  # a program that catches it goes on with the next forward
             parts._backwards = 0
             check.refuse(parts.global_steps)
         parts._health = health
