@@ -141,6 +141,8 @@ def initialize(
         batch = _batch(settings, world_size, training=built is not None)
         names = {id(param): fqn for fqn, param in model.named_parameters()}
         groups = group_index(built, names) if built is not None else {}
+        if optimizer_kind is None and settings.optimizer is not None:
+            optimizer_kind = settings.optimizer.kind
         kinds = None if built is None else _kinds(built, optimizer_kind, settings, plan)
         specs = unit_specs_of(model, settings, plan)
         engine_settings = engine_settings_of(settings, plan, batch, world_size, cast_inputs=cast_inputs)
@@ -153,7 +155,7 @@ def initialize(
     placement = placement_of(
         model, settings, plan, groups, topology.device, residences, () if kinds is None else kinds.groups
     )
-    lines = [*str(engine_settings).split(", "), str(spread), str(residences), str(kinds)]
+    lines = [*str(engine_settings).split(", "), str(spread), str(residences), f"optimizer_kind={optimizer_kind!r}"]
     check_same(model, placement, lines, trains_by, collectives)
     collectives = arrange(collectives, spread, cells)
 
@@ -308,9 +310,6 @@ def _kinds(
     optimizer: Optimizer, declared: OptimizerKind | str | None, settings: Config, plan: ShardPlan
 ) -> OptimizerKinds:
     """What the optimizer's rules look at, and whether this config can give it to them."""
-    section = settings.optimizer
-    if declared is None and section is not None:
-        declared = section.kind
     kinds = classify(optimizer, declared)
     name, zero = type(optimizer).__name__, settings.zero_optimization
     if OptimizerKind.PER_TENSOR in kinds.groups:
