@@ -1,6 +1,7 @@
 """The engines that are compared, each reduced to forward, backward and update of one step.
 
-All of them train the same bf16 model with AdamW and clip the global norm to 1. They are set up as their documentation
+All of them train the same bf16 model with AdamW, or those with "muon" in their names with Muon for the matrices of the
+blocks and AdamW for the rest, and clip the global norm to 1. They are set up as their documentation
 tells a user to, defaults left alone; README.md says what each one is and why. An engine is imported only by the
 process that runs it. Knows nothing of clocks and rounds (`rank.py`, `race.py`).
 """
@@ -82,11 +83,11 @@ class _Bare(_Torch):
 class _MasterDdp(_Torch):
     """DDP over a bf16 model, and the optimizer over an fp32 copy of its weights."""
 
-    def __init__(self, model: nn.Module) -> None:
-        masters = [param.detach().clone() for param in model.parameters()]
+    def __init__(self, model: nn.Module, *, muon: bool = False) -> None:
+        masters = {name: param.detach().clone() for name, param in model.named_parameters()}
         super().__init__(_ddp(model.bfloat16()))
-        self.masters = masters
-        self.optimizer = _adamw(masters)
+        self.masters = list(masters.values())
+        self.optimizer = _muon(masters) if muon else _adamw(self.masters)
 
     def update(self) -> None:
         for master, param in zip(self.masters, self.params, strict=True):
@@ -99,6 +100,20 @@ class _MasterDdp(_Torch):
             for master, param in zip(self.masters, self.params, strict=True):
                 param.copy_(master)
                 param.grad = None
+
+
+def _muon(named: Mapping[str, Tensor]) -> torch.optim.Optimizer:
+    """On every rank all of it, as a script for DDP does."""
+    from zeroaccel.ops.muon import Muon
+
+    matrices = [value for name, value in named.items() if _is_hidden_matrix(name, value)]
+    rest = [value for name, value in named.items() if not _is_hidden_matrix(name, value)]
+    groups = [{"params": matrices, "use_muon": True}, {"params": rest, "use_muon": False}]
+    return Muon(groups, lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY)
+
+
+def _is_hidden_matrix(name: str, value: Tensor) -> bool:
+    return value.dim() == 2 and name.startswith("layers.")
 
 
 def _ddp(model: nn.Module) -> nn.Module:
@@ -140,13 +155,24 @@ def _deepspeed_json(stage: int, **zero: Any) -> dict[str, Any]:
     }
 
 
+def _muon_section() -> dict[str, Any]:
+    settings = {"lr": LEARNING_RATE, "betas": list(BETAS), "weight_decay": WEIGHT_DECAY, "momentum": 0.95}
+    return {"type": "Muon", "params": settings}
+
+
 class _DeepSpeed:
-    def __init__(self, model: nn.Module, *, stage: int, torch_adam: bool = False, **zero: Any) -> None:
+    def __init__(
+        self, model: nn.Module, *, stage: int, torch_adam: bool = False, muon: bool = False, **zero: Any
+    ) -> None:
         import deepspeed  # type: ignore[import-not-found]
 
         deepspeed.init_distributed(dist_backend="gloo")
         config = _deepspeed_json(stage, **zero)
         config["optimizer"]["params"]["torch_adam"] = torch_adam
+        if muon:
+            config["optimizer"] = _muon_section()
+            for name, param in model.named_parameters():
+                param.use_muon = _is_hidden_matrix(name, param)  # type: ignore[attr-defined]
         self.engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -164,7 +190,7 @@ class _DeepSpeed:
 
 
 class _Zeroaccel:
-    def __init__(self, model: nn.Module, *, stage: int, **zero: Any) -> None:
+    def __init__(self, model: nn.Module, *, stage: int, muon: bool = False, **zero: Any) -> None:
         import zeroaccel
         from zeroaccel.comm.collectives import Collectives
         from zeroaccel.comm.recording import RecordingCollectives
@@ -172,6 +198,8 @@ class _Zeroaccel:
 
         self.recording = RecordingCollectives(Collectives(init_process_group()))
         config = _deepspeed_json(stage, **zero)
+        if muon:
+            config["optimizer"] = _muon_section()
         self.engine = zeroaccel.initialize(model=model, config=config, collectives=self.recording)[0]
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -193,23 +221,28 @@ class _Zeroaccel:
 CONTENDERS: Mapping[str, Callable[[nn.Module], Contender]] = {
     "bare": _Bare,
     "ddp-master": _MasterDdp,
+    "ddp-muon": partial(_MasterDdp, muon=True),
     "ddp-autocast": _ddp_autocast,
     "ddp-bf16": _ddp_bf16,
     "fsdp2": _fsdp2,
     "fsdp2-fp32-reduce": partial(_fsdp2, reduce=torch.float32),
     "fsdp2-keep": partial(_fsdp2, keep=True),
     "deepspeed-2": partial(_DeepSpeed, stage=2),
+    "deepspeed-2-muon": partial(_DeepSpeed, stage=2, muon=True),
     "deepspeed-2-torch-adam": partial(_DeepSpeed, stage=2, torch_adam=True),
     "deepspeed-2-host": partial(_DeepSpeed, stage=2, offload_optimizer={"device": "cpu"}),
     "deepspeed-3": partial(_DeepSpeed, stage=3),
     "deepspeed-3-host": partial(_DeepSpeed, stage=3, offload_optimizer={"device": "cpu"}),
     "deepspeed-3-lean": partial(_DeepSpeed, stage=3, stage3_max_reuse_distance=0),
+    "deepspeed-3-muon": partial(_DeepSpeed, stage=3, muon=True),
     "deepspeed-3-torch-adam": partial(_DeepSpeed, stage=3, torch_adam=True),
     "zeroaccel-0": partial(_Zeroaccel, stage=0),
     "zeroaccel-1": partial(_Zeroaccel, stage=1),
     "zeroaccel-2": partial(_Zeroaccel, stage=2),
+    "zeroaccel-2-muon": partial(_Zeroaccel, stage=2, muon=True),
     "zeroaccel-2-host": partial(_Zeroaccel, stage=2, offload_optimizer={"device": "cpu"}),
     "zeroaccel-3": partial(_Zeroaccel, stage=3),
+    "zeroaccel-3-muon": partial(_Zeroaccel, stage=3, muon=True),
     "zeroaccel-3-host": partial(_Zeroaccel, stage=3, offload_optimizer={"device": "cpu"}),
     "zeroaccel-3-host-both": partial(
         _Zeroaccel, stage=3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"}
