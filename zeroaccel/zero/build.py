@@ -29,10 +29,11 @@ __all__ = [
     "BufferPlan",
     "Placement",
     "Tiers",
-    "broadcast_buffers",
     "build_units",
+    "check_dtypes",
     "check_parameters",
     "check_same",
+    "float64_error",
     "initial_values",
     "plan_buffers",
 ]
@@ -136,6 +137,32 @@ def check_parameters(model: nn.Module) -> None:
                 got=str(param.dtype),
                 fix="keep it as torch.view_as_real(...), or freeze it",
             )
+
+
+def check_dtypes(model: nn.Module, dtype: torch.dtype) -> None:
+    """Nothing is made less precise than it was given, unless a precision in 16 bits was asked for.
+
+    Args:
+        dtype: of the precision.
+
+    Raises:
+        UsageError: a parameter has 64 bits, and the precision is fp32.
+    """
+    if dtype is not torch.float32:
+        return
+    for fqn, param in model.named_parameters():
+        if param.dtype is torch.float64:
+            raise float64_error(fqn)
+
+
+def float64_error(fqn: str) -> UsageError:
+    """What is said of a parameter in float64."""
+    return UsageError(
+        f"parameter {fqn}",
+        expected="at most 32 bits: master weights, sums of gradients and optimizer states are fp32",
+        got="torch.float64",
+        fix='call model.float() before, or choose "bf16" or "fp16" in the config; constants in float64 can be buffers',
+    )
 
 
 def check_same(model: nn.Module, placement: Placement, settings: Sequence[str], collectives: Collectives) -> None:
@@ -319,12 +346,3 @@ def _says_absent(param: nn.Parameter) -> bool:
         return False
     data = param.detach()
     return bool(data[(0,) * data.dim()].isnan()) and bool(data.isnan().all())
-
-
-def broadcast_buffers(model: nn.Module, collectives: Collectives) -> None:
-    """Makes the module buffers of all ranks those of rank 0."""
-    for name, buffer in model.named_buffers():
-        if buffer.numel() and not buffer.is_meta:
-            flat = buffer.detach().contiguous()
-            collectives.broadcast(flat, 0, f"buffer {name}")
-            buffer.detach().copy_(flat)
