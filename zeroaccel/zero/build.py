@@ -283,6 +283,7 @@ def _build_unit(
             rank=collectives.shard_rank,
             trainable=plan.trainable,
             resident=plan.resident,
+            refuses_writes=True,
         )
         buffer.adopt(source, tiers.places(plan, collectives.shard_rank, replicated=not placement.plan.optimizer))
         if placement.packs_frozen and not (plan.trainable or plan.resident) and plan.dtype in CODABLE:

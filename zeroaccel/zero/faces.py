@@ -1,4 +1,4 @@
-"""Whether parameters still are what the engine took them for: the same objects, their dtype and device, who is trained.
+"""Whether parameters still are what the engine took them for: the same objects, dtypes, values, who is trained.
 
 Programs may change all of it behind the engine's back (`model.half()`, `param.requires_grad_(False)`, a new head); the
 engine asks here before it computes with them, so that the change is told by name instead of training something else.
@@ -32,6 +32,9 @@ class FaceCheck:
         self._buffers = [buffer for unit in units for buffer in unit.buffers if buffer.params]
         named = [(s.fqn, p, b) for b in self._buffers for s, p in zip(b.layout.slots, b.params, strict=True)]
         self._model = model
+        # An Embedding with max_norm writes to its weight whenever it looks something up, as it would again next time.
+        renorming = [module for module in model.modules() if getattr(module, "max_norm", None) is not None]
+        self._renormed = {id(param) for module in renorming for param in module.parameters(recurse=False)}
         self._kept = {id(param) for _, param, _ in named}
         self._structure = _structure(model)
         self._trained = [(fqn, param) for fqn, param, buffer in named if trained and buffer.trainable]
@@ -42,8 +45,13 @@ class FaceCheck:
 
         Raises:
             EngineStateError: the model has a trainable parameter that the engine does not know, or a parameter has
-                another dtype or is on another device than the engine put it.
+                another dtype or is on another device than the engine put it, or as `check_writes`.
         """
+        with torch._C.DisableTorchFunctionSubclass():  # sharded parameters are asked for facts only
+            self._check()
+
+    def _check(self) -> None:
+        self.check_writes()
         if any(module._modules != children or _ids(module) != own for module, children, own in self._structure):
             self._check_parameters()
         for buffer in self._buffers:
@@ -56,6 +64,27 @@ class FaceCheck:
                     fix='call model.half(), .float() or .to() before initialize() or prepare(); "fp16" and "bf16" in'
                     " the config choose the dtype",
                 )
+
+    def check_writes(self) -> None:
+        """Before a forward and an update.
+
+        Raises:
+            EngineStateError: a parameter was written in place, outside `GatheredParameters`, where that does not last:
+                the next gather, or the next update from its master, overwrites it.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            for buffer in self._buffers:
+                if buffer.resident and not (buffer.trainable and buffer.master_is_apart):
+                    continue
+                for index, param in enumerate(buffer.params):
+                    if param._version != buffer.versions[index] and id(param) not in self._renormed:
+                        raise EngineStateError(
+                            f"parameter {buffer.layout.slots[index].fqn}",
+                            expected="to be changed by engine.step() only",
+                            got="an in-place write, which is lost at the next "
+                            + ("update from its master" if buffer.resident else "gather"),
+                            fix="write inside zero.GatheredParameters(param, modifier_rank=0)",
+                        )
 
     def _check_parameters(self) -> None:
         """After the model has changed: wrappers around its modules may come and go, trained parameters may not come."""
@@ -76,6 +105,10 @@ class FaceCheck:
         Raises:
             EngineStateError: some of them have been frozen, or others unfrozen, since the engine was made.
         """
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._collects_gradients()
+
+    def _collects_gradients(self) -> bool:
         fixed = next((fqn for fqn, param in self._trained if not param.requires_grad), None)
         if fixed is not None:
             moving = next((fqn for fqn, param in self._trained if param.requires_grad), None)
