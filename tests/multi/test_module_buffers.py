@@ -249,3 +249,66 @@ def test_all_buffers_may_be_cast(ranks: Ranks) -> None:
     assert ranks(2).run(_tables, asked) == [dict.fromkeys(both, "torch.bfloat16")] * 2
     asked = config(2, "bf16", data_types={"buffer_dtype": "fp32"})
     assert ranks(2).run(_tables, asked) == [dict.fromkeys(both, "torch.float32")] * 2
+
+
+# -- models of transformers
+
+
+def _of_transformers(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A small model, and a batch for it in fp32."""
+    import transformers as hf
+
+    torch.manual_seed(0)
+    images = {"pixel_values": torch.randn(2, 3, 64, 64), "labels": torch.tensor([0, 1])}
+    if name == "ResNet":
+        resnet = hf.ResNetConfig(
+            embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", num_labels=3
+        )
+        return hf.ResNetForImageClassification(resnet), images
+    if name == "MobileViT":
+        sizes = {"hidden_sizes": [16] * 3, "neck_hidden_sizes": [8] * 6 + [16], "image_size": 64}
+        return hf.MobileViTForImageClassification(hf.MobileViTConfig(**sizes, num_labels=3)), images
+    widths = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    if name == "Wav2Vec2":
+        kernels = {"conv_dim": (8, 8), "conv_kernel": (10, 3), "conv_stride": (5, 2), "num_conv_pos_embeddings": 8}
+        rest = {"num_conv_pos_embedding_groups": 2, "classifier_proj_size": 8, "apply_spec_augment": False}
+        wav2vec2 = hf.Wav2Vec2ForSequenceClassification(hf.Wav2Vec2Config(**widths, **kernels, **rest, num_labels=3))
+        return wav2vec2, {"input_values": torch.randn(2, 400), "labels": torch.tensor([0, 1])}
+    tokens = {"input_ids": torch.arange(24).view(2, 12), "labels": torch.arange(24).view(2, 12)}
+    return hf.LlamaForCausalLM(hf.LlamaConfig(**widths, num_key_value_heads=2, vocab_size=64)), tokens
+
+
+def _trained_of_transformers(name: str, stage: int, precision: str) -> tuple[bool, list[str], list[float]]:
+    """Whether the first output is that of the plain model; buffers that stay in fp32; losses."""
+    dtype = DTYPES[precision]
+    model, batch = _of_transformers(name)
+    batch = {key: value.to(dtype) if value.is_floating_point() else value for key, value in batch.items()}
+    plain = _of_transformers(name)[0].to(dtype).eval()
+    engine, *_ = zeroaccel.initialize(model.eval(), config=config(stage, precision))
+    with torch.no_grad():
+        same = torch.equal(plain(**batch).logits, engine(**batch).logits)
+    kept = [n for n, b in model.named_buffers() if b.dtype is torch.float32]
+    engine.train()
+    losses = []
+    for step in range(4):
+        torch.manual_seed(step)  # of dropouts
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    engine.destroy()
+    return same, kept, losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("name", ["ResNet", "MobileViT", "Wav2Vec2", "Llama"])
+def test_models_of_transformers(ranks: Ranks, name: str, precision: str) -> None:
+    pytest.importorskip("transformers")
+    runs = [ranks(2).run(_trained_of_transformers, name, stage, precision)[0] for stage in (0, 1, 2, 3)]
+    rotary = ["model.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq"]
+    for same, kept, losses in runs:
+        assert kept == (rotary if name == "Llama" else [])
+        assert same or name == "Llama"
+        assert losses == runs[0][2]
+    assert all(0 < loss < 10 for loss in runs[0][2])

@@ -76,6 +76,8 @@ class FaceCheck:
             for buffer in self._buffers:
                 if buffer.resident and not (buffer.trainable and buffer.master_is_apart):
                     continue
+                if [param._version for param in buffer.params] == buffer.versions:
+                    continue
                 for index, param in enumerate(buffer.params):
                     if param._version != buffer.versions[index] and id(param) not in self._renormed:
                         raise EngineStateError(

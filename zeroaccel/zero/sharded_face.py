@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zeroaccel.errors import EngineStateError
 
-__all__ = ["ShardedParameter", "as_ordinary", "as_sharded"]
+__all__ = ["ShardedParameter", "as_ordinary", "as_sharded", "note_fqn"]
 
 _FQNS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _NO_WRITES = frozenset({"requires_grad_", "detach_", "rename_", "share_memory_", "retain_grad_"})
@@ -26,10 +26,14 @@ _ARITHMETIC = "add sub mul truediv floordiv mod pow matmul and or xor lshift rsh
 _OPERATORS = frozenset(f"__i{name}__" for name in _ARITHMETIC.split()) | {"__setitem__"}
 
 
-def as_sharded(param: nn.Parameter, fqn: str) -> None:
+def note_fqn(param: nn.Parameter, fqn: str) -> None:
+    """Says what a parameter that is going to be sharded is called."""
+    _FQNS[param] = fqn
+
+
+def as_sharded(param: nn.Parameter) -> None:
     """Has writes to an ordinary parameter refused; others, such as DTensors, are let alone."""
     if type(param) is nn.Parameter:
-        _FQNS[param] = fqn
         _change_class(param, ShardedParameter)
 
 

@@ -27,7 +27,7 @@ from zeroaccel.zero.host_copies import HostCopies
 from zeroaccel.zero.layout import FlatLayout
 from zeroaccel.zero.local_values import is_split, local, set_local
 from zeroaccel.zero.shard_home import ShardHome
-from zeroaccel.zero.sharded_face import as_ordinary, as_sharded
+from zeroaccel.zero.sharded_face import as_ordinary, as_sharded, note_fqn
 
 __all__ = ["FlatBuffer", "ParamUnit", "Places", "ShardState"]
 
@@ -114,6 +114,9 @@ class FlatBuffer:
         self.second: Tensor | None = None
         self.master: Tensor | None = None
         self.refuses_writes = refuses_writes
+        if refuses_writes:
+            for param, slot in zip(self.params, layout.slots, strict=True):
+                note_fqn(param, slot.fqn)
         self.versions = [param._version for param in self.params]
         absent = torch.full((), _absent_value(dtype), dtype=dtype)  # a single element to expand from
         self._absent = [absent.to(device).expand(slot.shape) for slot in layout.slots]
@@ -189,12 +192,11 @@ class FlatBuffer:
 
     def point(self, *, whole: bool) -> None:
         """Points every parameter at its view of the full buffer, or at NaN."""
-        faces = zip(self.params, self._views if whole else self._absent, self.layout.slots, strict=True)
-        for param, data, slot in faces:
+        for param, data in zip(self.params, self._views if whole else self._absent, strict=True):
             as_ordinary(param)
             set_local(param, data)
             if self.refuses_writes and not whole:
-                as_sharded(param, slot.fqn)
+                as_sharded(param)
 
     def stored_shard(self, start: int, end: int) -> Tensor:
         """Elements [start, end) of the flat buffer, which are in this rank's shard; may be called by any thread."""
