@@ -140,6 +140,7 @@ WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
     "a part": lambda p: p.chunk(2)[1].zero_(),
     "detach": lambda p: p.detach().clamp_(-1, 1),
     "data": lambda p: p.data.fill_(1),
+    "a parameter of it": lambda p: nn.Parameter(p).fill_(1),
     "an operator on data": lambda p: p.data.__imul__(0.5),
     "other data": lambda p: setattr(p, "data", torch.ones(p.shape)),
     "foreach": lambda p: torch._foreach_mul_([p], 2.0),
@@ -173,6 +174,7 @@ def _writes_while_sharded() -> tuple[dict[str, str], list[str]]:
         "data": type(copy.deepcopy(param.data)) is torch.Tensor,
         "the same data": setattr(param, "data", param.data) is None,
         "a clone": bool((param.data.clone().fill_(1) == 1).all()),
+        "a parameter of it": bool(nn.Parameter(param).isnan().all()) and nn.Parameter(param).requires_grad,
         "requires_grad_": param.requires_grad_() is param,
         "another tensor": bool(torch.zeros(param.shape).copy_(param.detach()).isnan().all()),
     }

@@ -23,6 +23,7 @@ from zeroaccel.zero.host_copies import HostCopies
 from zeroaccel.zero.keeper import Place, place_of
 from zeroaccel.zero.layout import FlatLayout
 from zeroaccel.zero.local_values import check_split, is_split, local
+from zeroaccel.zero.module_buffers import forget_cast
 from zeroaccel.zero.unit import FlatBuffer, ParamUnit, Places
 
 __all__ = [
@@ -336,6 +337,7 @@ def _kept(param: nn.Parameter) -> Place | None:
 def _take_over(params: Sequence[nn.Parameter]) -> None:
     """Ends the keeping of parameters whose values have been copied; what is left without any is freed."""
     for param in params:
+        forget_cast(param)
         place = place_of(param)
         if place is not None and place.keeper.training is None:
             place.keeper.drop([param])

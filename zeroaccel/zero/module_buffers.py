@@ -16,15 +16,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from zeroaccel.comm.collectives import Collectives
 
-__all__ = ["BufferDtypes", "broadcast_buffers", "cast_buffers", "dtype_before", "note_cast"]
+__all__ = ["BufferDtypes", "broadcast_buffers", "cast_buffers", "dtype_before", "forget_cast", "note_cast"]
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # 8 bits are codes, with a scale somewhere
 _ROTARY = re.compile(r"Rotary|RoPE|ROPE|Rope(?![a-z])")
-_BUILT_AS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> its dtype before it was cast
+_BUILT_AS = "_built_as"  # an attribute: a weak table would keep torch from swapping the tensor
 
 
 @dataclass(frozen=True)
@@ -101,12 +100,17 @@ def broadcast_buffers(model: nn.Module, collectives: Collectives) -> None:
 
 def note_cast(param: nn.Parameter, dtype: torch.dtype) -> None:
     """The parameter, which the program made in `dtype`, is cast before there is an engine."""
-    _BUILT_AS.setdefault(param, dtype)
+    vars(param).setdefault(_BUILT_AS, dtype)
+
+
+def forget_cast(param: nn.Parameter) -> None:
+    """An engine has taken the parameter over, and cast the buffers beside it."""
+    vars(param).pop(_BUILT_AS, None)
 
 
 def dtype_before(param: nn.Parameter) -> torch.dtype:
     """The dtype that the program made a parameter in, whatever it was cast to while it was built or loaded."""
-    found: torch.dtype = _BUILT_AS.get(param, param.dtype)
+    found: torch.dtype = vars(param).get(_BUILT_AS, param.dtype)
     return found
 
 

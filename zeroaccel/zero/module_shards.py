@@ -23,7 +23,7 @@ from zeroaccel.errors import ConfigError
 from zeroaccel.zero.build import float64_error, initial_values
 from zeroaccel.zero.keeper import Keeper, place_of
 from zeroaccel.zero.layout import FlatLayout
-from zeroaccel.zero.module_buffers import note_cast
+from zeroaccel.zero.module_buffers import dtype_before, note_cast
 from zeroaccel.zero.unit import FlatBuffer, ParamUnit, Places
 
 __all__ = ["Destination", "ModuleShards"]
@@ -120,10 +120,11 @@ class ModuleShards:
         buffers = []
         for dtype, same in kinds.items():
             params = [param for _, param in same]
-            for param in params:
-                note_cast(param, param.dtype)
+            built_as = [dtype_before(param) for param in params]
             layout = self._lay_out(module, same)
             source = initial_values(layout, params, self.destination.device, self.collectives, self._label(module))
+            for param, before in zip(params, built_as, strict=True):
+                note_cast(param, before)
             buffer = self._buffer(layout, params, dtype)
             buffer.adopt(source, Places(shard=self.destination.empty(layout.shard_numel, dtype)))
             buffers.append(buffer)

@@ -14,26 +14,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from zeroaccel.errors import EngineStateError
 
-__all__ = ["ShardedParameter", "as_ordinary", "as_sharded", "note_fqn"]
+__all__ = ["ShardedParameter", "as_ordinary", "as_sharded"]
 
-_FQNS: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_FQN = "_sharded_fqn"
 _NO_WRITES = frozenset({"requires_grad_", "detach_", "rename_", "share_memory_", "retain_grad_"})
 _ARITHMETIC = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
 _OPERATORS = frozenset(f"__i{name}__" for name in _ARITHMETIC.split()) | {"__setitem__"}
 
 
-def note_fqn(param: nn.Parameter, fqn: str) -> None:
-    """Says what a parameter that is going to be sharded is called."""
-    _FQNS[param] = fqn
-
-
-def as_sharded(param: nn.Parameter) -> None:
+def as_sharded(param: nn.Parameter, fqn: str) -> None:
     """Has writes to an ordinary parameter refused; others, such as DTensors, are let alone."""
     if type(param) is nn.Parameter:
+        vars(param)[_FQN] = fqn
         _change_class(param, ShardedParameter)
 
 
@@ -41,6 +36,7 @@ def as_ordinary(param: nn.Parameter) -> None:
     """Takes `as_sharded` back."""
     if type(param) is ShardedParameter:
         _change_class(param, nn.Parameter)
+        del vars(param)[_FQN]
 
 
 def _change_class(param: Any, to: type[nn.Parameter]) -> None:
@@ -67,7 +63,11 @@ class ShardedParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
-            return nn.Parameter.__reduce_ex__(self, protocol)
+            fqn = vars(self).pop(_FQN)
+            try:
+                return nn.Parameter.__reduce_ex__(self, protocol)
+            finally:
+                vars(self)[_FQN] = fqn
 
 
 class _ShardedValues(Tensor):
@@ -77,7 +77,7 @@ class _ShardedValues(Tensor):
         fqn: of the parameter.
     """
 
-    fqn: str
+    fqn: str = ""
 
     @classmethod
     def __torch_function__(
@@ -105,7 +105,12 @@ def _call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
                 got=call,
                 fix="write inside zero.GatheredParameters(param, modifier_rank=0)",
             )
-        return _watched(func(*args, **kwargs), args)
+        result = func(*args, **kwargs)
+        if call == "detach" and isinstance(args[0], ShardedParameter):  # nn.Parameter(param) wants the same class
+            detached = result.as_subclass(ShardedParameter)
+            vars(detached)[_FQN] = _fqn(args[0])
+            return detached
+        return _watched(result, args)
 
 
 def _targets(
@@ -146,7 +151,7 @@ def _watched(result: Any, args: Sequence[Any]) -> Any:
 
 
 def _fqn(tensor: ShardedParameter | _ShardedValues) -> str:
-    return tensor.fqn if isinstance(tensor, _ShardedValues) else str(_FQNS.get(tensor, "(of a model that is gone)"))
+    return tensor.fqn if isinstance(tensor, _ShardedValues) else vars(tensor)[_FQN]
 
 
 def _name(func: Callable[..., Any]) -> str:

@@ -27,7 +27,7 @@ from zeroaccel.zero.host_copies import HostCopies
 from zeroaccel.zero.layout import FlatLayout
 from zeroaccel.zero.local_values import is_split, local, set_local
 from zeroaccel.zero.shard_home import ShardHome
-from zeroaccel.zero.sharded_face import as_ordinary, as_sharded, note_fqn
+from zeroaccel.zero.sharded_face import as_ordinary, as_sharded
 
 __all__ = ["FlatBuffer", "ParamUnit", "Places", "ShardState"]
 
@@ -84,7 +84,8 @@ class FlatBuffer:
         master: (S,) fp32, or (N,) when the optimizer is replicated; the weights the optimizer updates. For fp32
             parameters it is `shard` (or `full`) itself, if both live in one memory. None for frozen parameters,
             without an optimizer, and where masters are in a tier.
-        refuses_writes: sharded parameters say so when they are written; see [Note: sharded face].
+        refuses_writes: sharded parameters say so when they are written; see [Note: sharded face]. Not while models are
+            built, when constructors may come back to them.
         versions: torch's counters of in-place writes to the parameters, for those writes that are known of.
     """
 
@@ -114,9 +115,6 @@ class FlatBuffer:
         self.second: Tensor | None = None
         self.master: Tensor | None = None
         self.refuses_writes = refuses_writes
-        if refuses_writes:
-            for param, slot in zip(self.params, layout.slots, strict=True):
-                note_fqn(param, slot.fqn)
         self.versions = [param._version for param in self.params]
         absent = torch.full((), _absent_value(dtype), dtype=dtype)  # a single element to expand from
         self._absent = [absent.to(device).expand(slot.shape) for slot in layout.slots]
@@ -192,11 +190,12 @@ class FlatBuffer:
 
     def point(self, *, whole: bool) -> None:
         """Points every parameter at its view of the full buffer, or at NaN."""
-        for param, data in zip(self.params, self._views if whole else self._absent, strict=True):
+        faces = self._views if whole else self._absent
+        for param, data, slot in zip(self.params, faces, self.layout.slots, strict=True):
             as_ordinary(param)
             set_local(param, data)
             if self.refuses_writes and not whole:
-                as_sharded(param)
+                as_sharded(param, slot.fqn)
 
     def stored_shard(self, start: int, end: int) -> Tensor:
         """Elements [start, end) of the flat buffer, which are in this rank's shard; may be called by any thread."""
@@ -250,6 +249,7 @@ class FlatBuffer:
 
     def abandon(self, index: int) -> None:
         """Leaves a parameter to whoever has it now: it no longer follows this buffer."""
+        as_ordinary(self.params[index])
         nobody = nn.Parameter(self._absent[index], requires_grad=False)
         self.params = (*self.params[:index], nobody, *self.params[index + 1 :])
 
