@@ -175,6 +175,7 @@ def _writes_while_sharded() -> tuple[dict[str, str], list[str]]:
         "the same data": setattr(param, "data", param.data) is None,
         "a clone": bool((param.data.clone().fill_(1) == 1).all()),
         "a parameter of it": bool(nn.Parameter(param).isnan().all()) and nn.Parameter(param).requires_grad,
+        "another by its type": type(type(param)(torch.ones(2))) is nn.Parameter,
         "requires_grad_": param.requires_grad_() is param,
         "another tensor": bool(torch.zeros(param.shape).copy_(param.detach()).isnan().all()),
     }

@@ -9,7 +9,7 @@ ordinary `nn.Parameter` while it is whole, so that computing with it costs nothi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +49,10 @@ class ShardedParameter(nn.Parameter):
     Raises:
         EngineStateError: it, or a view of it, is written.
     """
+
+    def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
+        """`type(param)(data)` is how programs make another parameter: an ordinary one."""
+        return nn.Parameter(data, requires_grad)
 
     @classmethod
     def __torch_function__(
@@ -98,7 +102,8 @@ class _ShardedValues(Tensor):
 def _call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():
         call = _name(func)
-        for target in _targets(func, call, args, kwargs):
+        target = next(_targets(func, call, args, kwargs), None)
+        if target is not None:
             raise EngineStateError(
                 f"parameter {_fqn(target)}",
                 expected="no write while it is sharded: its values are not here, and what is written would be lost",
@@ -115,7 +120,7 @@ def _call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
 
 def _targets(
     func: Callable[..., Any], call: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Iterable[ShardedParameter | _ShardedValues]:
+) -> Iterator[ShardedParameter | _ShardedValues]:
     """What of the arguments is sharded and would be written."""
     written: list[Any] = [kwargs.get("out")]
     if call == "data":
