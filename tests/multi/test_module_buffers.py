@@ -72,7 +72,7 @@ def test_models_compute_as_plain_ones_do(ranks: Ranks, stage: int, precision: st
         assert found["rotary"].endswith("['1.inv_freq']")
 
 
-def _trained(name: str, settings: dict[str, Any], steps: int = 6) -> tuple[list[float], dict[str, Tensor]]:
+def _trained(name: str, settings: dict[str, Any], steps: int = 3) -> tuple[list[float], dict[str, Tensor]]:
     dtype = torch.bfloat16 if "bf16" in settings else torch.float16
     engine, *_ = zeroaccel.initialize(_made(name), config=settings)
     losses = []
