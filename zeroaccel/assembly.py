@@ -48,21 +48,28 @@ from zeroaccel.ops.dispatch import use_threads
 from zeroaccel.tracking import build_monitors
 from zeroaccel.verification import RecordingReport, Verification, verification
 from zeroaccel.zero.build import (
-    broadcast_buffers,
     build_units,
+    check_dtypes,
     check_parameters,
     check_same,
     group_index,
     plan_units,
     warn_unoptimized,
 )
-from zeroaccel.zero.from_config import dtype_of, engine_settings_of, loss_scale_of, placement_of, unit_specs_of
+from zeroaccel.zero.from_config import (
+    DTYPES,
+    buffer_dtypes_of,
+    engine_settings_of,
+    loss_scale_of,
+    placement_of,
+    unit_specs_of,
+)
 from zeroaccel.zero.lr_schedules import build_scheduler
 from zeroaccel.zero.model_facts import facts_from_model
+from zeroaccel.zero.module_buffers import broadcast_buffers, cast_buffers
 from zeroaccel.zero.optimizer_kinds import OptimizerKind, OptimizerKinds, classify
 from zeroaccel.zero.optimizer_shard import OptimizerShard
 from zeroaccel.zero.optimizers import build_optimizer
-from zeroaccel.zero.precision import cast_buffers
 from zeroaccel.zero.rank_facts import training_facts
 from zeroaccel.zero.shared_updates import check_update_time, share_updates
 from zeroaccel.zero.tiers import OffloadRules, TierSet
@@ -139,6 +146,7 @@ def initialize(
         plan = shard_plan(settings)
         built = _optimizer(model, optimizer, model_parameters, settings)
         batch = _batch(settings, world_size, training=built is not None)
+        check_dtypes(model, DTYPES[settings.precision])
         names = {id(param): fqn for fqn, param in model.named_parameters()}
         groups = group_index(built, names) if built is not None else {}
         if optimizer_kind is None and settings.optimizer is not None:
@@ -161,7 +169,7 @@ def initialize(
 
     if built is not None and kinds is not None and OptimizerKind.COUPLED in kinds.groups and plan.optimizer:
         _bind_reductions(built, collectives)
-    cast_buffers(model, topology.device, dtype_of(settings.data_types.buffer_dtype), set(placement.fp32_names))
+    cast_buffers(model, topology.device, buffer_dtypes_of(model, settings))
     broadcast_buffers(model, collectives)
     plans = plan_units(specs, placement, collectives.shard_world_size)
     with agreed(collectives, "initialize: offload"):

@@ -15,6 +15,7 @@ from torch import nn
 import zeroaccel
 from tests.multi.pool import Pool
 from tests.multi.training import WIDTH, Toy, batches, config
+from zeroaccel import zero
 from zeroaccel.errors import ZeroAccelError
 from zeroaccel.zero.engine import Engine
 
@@ -124,6 +125,223 @@ def _unfit(kind: str) -> str:
 @pytest.mark.parametrize(("kind", "says"), [("lazy", "0.weight: expected a shape"), ("inference", "inference_mode()")])
 def test_parameters_that_cannot_be_trained_are_named(ranks: Ranks, kind: str, says: str) -> None:
     assert all(says in message for message in ranks(2).run(_unfit, kind))
+
+
+# -- writes to parameters behind the engine's back
+
+WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "mul_": lambda p: p.mul_(2),
+    "an operator": lambda p: p.__iadd__(1),
+    "copy_": lambda p: p.copy_(torch.ones_like(p)),
+    "fill_": lambda p: p.fill_(1),
+    "zero_ by nn.init": lambda p: nn.init.zeros_(p),
+    "an index": lambda p: p.__setitem__(0, 1.0),
+    "a view": lambda p: p.view(-1)[:1].fill_(0),
+    "a part": lambda p: p.chunk(2)[1].zero_(),
+    "detach": lambda p: p.detach().clamp_(-1, 1),
+    "data": lambda p: p.data.fill_(1),
+    "a parameter of it": lambda p: nn.Parameter(p).fill_(1),
+    "an operator on data": lambda p: p.data.__imul__(0.5),
+    "other data": lambda p: setattr(p, "data", torch.ones(p.shape)),
+    "foreach": lambda p: torch._foreach_mul_([p], 2.0),
+    "out": lambda p: torch.add(torch.ones(p.shape), 1, out=p),
+}
+FQN = "layers.1.up.weight"
+
+
+def _said(write: Callable[[nn.Parameter], Any], engine: Engine) -> str:
+    try:
+        with torch.no_grad():
+            write(engine.module.get_parameter(FQN))
+    except ZeroAccelError as error:
+        return str(error)
+    return ""
+
+
+def _writes_while_sharded() -> tuple[dict[str, str], list[str]]:
+    """What is said of each write; and what is not as it should be when a sharded parameter is read."""
+    engine, *_ = zeroaccel.initialize(Toy(), config=config(3))
+    _step(engine)
+    param = engine.module.get_parameter(FQN)
+    said = {name: _said(write, engine) for name, write in WRITES.items()}
+    reads = {
+        "parameter": isinstance(param, nn.Parameter) and param.requires_grad and param.is_leaf,
+        "facts": tuple(param.shape) == (2 * WIDTH + 1, WIDTH) and param.dtype is torch.float32,
+        "NaN": bool(param.isnan().all() and param.data.isnan().all() and param.sum().isnan()),
+        "others": all(p.isnan().all() for p in engine.module.layers.parameters()),
+        "copies": type(copy.deepcopy(param)) is nn.Parameter
+        and type(pickle.loads(pickle.dumps(param))) is nn.Parameter,
+        "data": type(copy.deepcopy(param.data)) is torch.Tensor,
+        "the same data": setattr(param, "data", param.data) is None,
+        "a clone": bool((param.data.clone().fill_(1) == 1).all()),
+        "a parameter of it": bool(nn.Parameter(param).isnan().all()) and nn.Parameter(param).requires_grad,
+        "another by its type": type(type(param)(torch.ones(2))) is nn.Parameter,
+        "requires_grad_": param.requires_grad_() is param,
+        "another tensor": bool(torch.zeros(param.shape).copy_(param.detach()).isnan().all()),
+    }
+    _step(engine)
+    with zero.GatheredParameters(param, modifier_rank=0), torch.no_grad():
+        reads["whole"] = type(param) is nn.Parameter
+        param.fill_(0.5)
+    _step(engine)
+    with zero.GatheredParameters(param):
+        reads["written"] = bool((param - 0.5).abs().max() < 0.02)
+    engine.destroy()
+    reads["afterwards"] = type(param) is nn.Parameter and param.data.fill_(2) is not None
+    return said, [name for name, right in reads.items() if not right]
+
+
+def test_writes_to_sharded_parameters_are_named(ranks: Ranks) -> None:
+    for said, wrong in ranks(2).run(_writes_while_sharded):
+        begins = f"parameter {FQN}: expected no write while it is sharded"
+        assert [name for name in WRITES if not said[name].startswith(begins)] == []
+        assert "got 'fill_'; write inside zero.GatheredParameters" in said["fill_"]
+        assert wrong == []
+
+
+def _halve(module: nn.Module, args: Any) -> None:
+    module.weight.detach().mul_(0.5)
+
+
+def _write_in_forward(engine: Engine) -> None:
+    up = engine.module.get_submodule("layers.1.up")
+    handle = up.register_forward_pre_hook(_halve)
+    try:
+        with torch.no_grad():
+            _loss(engine)
+    finally:
+        handle.remove()
+
+
+def _write_before_step(engine: Engine) -> None:
+    engine.backward(_loss(engine))
+    _write(engine)
+    engine.step()
+
+
+def _write(engine: Engine) -> None:
+    with torch.no_grad():
+        engine.module.get_parameter(FQN).mul_(0.5)
+
+
+def _writes_while_whole(stage: int, precision: str, how: str) -> str:
+    engine, *_ = zeroaccel.initialize(Toy(), config=config(stage, precision))
+    _step(engine)
+    try:
+        if how == "forward":
+            _write_in_forward(engine)
+        elif how == "gathered":
+            with engine.gathered():
+                _write(engine)
+        elif how == "step":
+            _write_before_step(engine)
+        elif how == "data":
+            param = engine.module.get_parameter(FQN)
+            param.data = param.data * 0.5
+        elif how == "shape":
+            engine.module.get_parameter(FQN).data = torch.zeros(3, WIDTH)
+        elif how == "dtype":
+            engine.module.get_parameter(FQN).data = torch.zeros(2 * WIDTH + 1, WIDTH).half()
+        else:
+            _write(engine)
+        _step(engine)
+    except ZeroAccelError as error:
+        return str(error)
+    finally:
+        engine.reset()
+        engine.destroy()
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("stage", "precision", "how", "says"),
+    [
+        (1, "bf16", "", "lost at the next update from its master"),
+        (2, "bf16", "step", "lost at the next update from its master"),
+        (3, "fp32", "forward", "lost at the next gather"),
+        (3, "bf16", "gathered", "lost at the next gather"),
+        (0, "fp32", "", "nothing"),  # it is the master
+        (2, "fp32", "step", "nothing"),
+        (2, "bf16", "data", "got 'another tensor as .data, which is lost at the next update from its master'"),
+        (1, "fp32", "data", "nothing"),
+        (1, "fp32", "shape", "expected shape (47, 23), as when the engine was made, got (3, 23)"),
+        (1, "fp32", "dtype", "expected torch.float32 on cpu, where the engine keeps it, got 'torch.float16 on cpu'"),
+    ],
+)
+def test_writes_that_do_not_last_are_named(ranks: Ranks, stage: int, precision: str, how: str, says: str) -> None:
+    for said in ranks(2).run(_writes_while_whole, stage, precision, how):
+        assert says in said
+        assert says == "nothing" or said.startswith(f"parameter {FQN}: expected ")
+
+
+class Renormed(Toy):
+    """torch's own write to a weight: rows that are looked up are made shorter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.max_norm = 1.0
+
+
+def _add_one(param: nn.Parameter) -> None:
+    with zero.GatheredParameters(param):
+        param.detach().add_(1)
+
+
+def _allowed(stage: int) -> bool:
+    """Writes that last, and one that comes again at each use."""
+    model = Renormed()
+    engine, *_ = zeroaccel.initialize(model, config=config(stage, "bf16"))
+    _step(engine)
+    with zero.GatheredParameters(list(model.parameters()), modifier_rank=0), torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.5)
+    _step(engine)
+    state = {name: torch.ones_like(value) for name, value in Toy().state_dict().items()}
+    engine.load_state_dict(state)
+    _step(engine)
+    with pytest.raises(ZeroAccelError, match="written without a modifier_rank"):
+        _add_one(model.frozen)
+    _step(engine)
+    if stage < 3:  # nobody else writes there
+        with torch.no_grad():
+            model.frozen.fill_(2)
+        _step(engine)
+    engine.destroy()
+    return bool((model.frozen == 2).all()) or stage == 3
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_writes_that_last_are_allowed(ranks: Ranks, stage: int) -> None:
+    assert ranks(2).run(_allowed, stage) == [True, True]
+
+
+def _moved(stage: int, how: str) -> dict[str, torch.Tensor]:
+    """Weights after a step, a write that lasts, and another step."""
+    torch.manual_seed(3)
+    engine, *_ = zeroaccel.initialize(Toy(), config=config(stage))
+    _step(engine)
+    for name in (FQN, "frozen"):
+        param = engine.module.get_parameter(name)
+        if how == "gathered":
+            with zero.GatheredParameters(param, modifier_rank=0), torch.no_grad():
+                param.mul_(0.5)
+        elif how == "in place":
+            with torch.no_grad():
+                param.mul_(0.5)
+        else:
+            param.data = param.data * 0.5
+    _step(engine)
+    found = {name: value.clone() for name, value in engine.iter_named_full_params()}
+    engine.destroy()
+    return found
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_writes_that_last_have_the_same_effect(ranks: Ranks, stage: int) -> None:
+    expected, _ = ranks(2).run(_moved, 3, "gathered")
+    for how in ("in place", "other data"):
+        for found in ranks(2).run(_moved, stage, how):
+            assert [name for name, value in expected.items() if not torch.equal(value, found[name])] == []
 
 
 def _copies(stage: int) -> list[float]:

@@ -13,6 +13,8 @@ import zeroaccel
 from tests.multi.pool import Pool
 from tests.multi.test_engine_passes import drive
 from tests.multi.training import WIDTH, Block, Toy, batches, config, differences, recording
+from zeroaccel import zero
+from zeroaccel.errors import UsageError
 
 Ranks = Callable[[int], Pool]
 
@@ -64,7 +66,7 @@ def test_dtypes_of_parameters_and_buffers(ranks: Ranks, stage: int) -> None:
     for found, count in ranks(2).run(_dtypes, config(stage, "bf16")):
         assert count == 2
         kept = {name: found[name] for name in ("count", "table", "small", "offset")}
-        assert kept == {"count": "int64", "table": "float64", "small": "bfloat16", "offset": "float32"}
+        assert kept == {"count": "int64", "table": "bfloat16", "small": "bfloat16", "offset": "bfloat16"}
         assert found["embed.weight"] == found["finals.weight"] == "bfloat16"
         assert found["final.weight"] == found["final.scale"] == "float32"
 
@@ -79,6 +81,7 @@ def test_dtypes_asked_for(ranks: Ranks) -> None:
 
 def test_everything_is_fp32_without_a_precision(ranks: Ranks) -> None:
     for found, _ in ranks(2).run(_dtypes, config(3)):
+        assert (found["table"], found["small"], found["offset"]) == ("float64", "bfloat16", "float32")
         assert {dtype for name, dtype in found.items() if name.endswith("weight")} == {"float32"}
 
 
@@ -88,7 +91,15 @@ class GivenMixed(Mixed):
     def __init__(self) -> None:
         super().__init__()
         self.layers[1].to(torch.bfloat16)
-        self.layers[2].to(torch.float64)
+        self.layers[2].to(torch.float16)
+
+
+class GivenFloat64(Mixed):
+    """All of it in 64 bits: what is kept in fp32 becomes that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -100,6 +111,50 @@ def test_parameters_of_mixed_dtypes(ranks: Ranks, precision: str) -> None:
         assert {str(w.dtype) for n, w in runs[0].weights.items() if n != "final.weight"} >= {
             "torch.float32" if precision == "fp32" else "torch.bfloat16"
         }
+
+
+def test_float64_is_cast_to_16_bits_that_were_asked_for(ranks: Ranks) -> None:
+    for stage in (0, 3):
+        first, second = (ranks(2).run(drive, config(stage, "bf16"), "plain", make) for make in (Mixed, GivenFloat64))
+        assert [differences(a, b) for a, b in zip(first, second, strict=True)] == [[], []]
+
+
+def _given_float64(case: str) -> str:
+    model = Toy()
+    if case == "frozen":
+        model.frozen.data = model.frozen.data.double()
+    elif case == "Init":
+        with pytest.raises(UsageError) as caught, zero.Init(config_dict_or_path=config(3)):
+            model = nn.Linear(4, 4, dtype=torch.float64)
+        return str(caught.value)
+    else:
+        model.double()
+    with pytest.raises(UsageError) as caught:
+        zeroaccel.initialize(model, config=config(1))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("case", "fqn"), [("all", "temperature"), ("frozen", "frozen"), ("Init", "weight of Linear number 0")]
+)
+@pytest.mark.parametrize("size", [1, 2])
+def test_float64_is_not_made_less_precise_silently(ranks: Ranks, case: str, fqn: str, size: int) -> None:
+    said = ranks(size).run(_given_float64, case)
+    begins = f"parameter {fqn}: expected at most 32 bits: master weights"
+    assert all(message.startswith(begins) and "got 'torch.float64'; call model.float()" in message for message in said)
+
+
+def _asked_for_fp32() -> str:
+    with zero.Init(dtype=torch.float32):
+        model = nn.Linear(4, 4, dtype=torch.float64)
+    engine, *_ = zeroaccel.initialize(model, config=config(3))
+    dtype = str(engine.module.weight.dtype)
+    engine.destroy()
+    return dtype
+
+
+def test_init_casts_what_it_is_told_to(ranks: Ranks) -> None:
+    assert ranks(2).run(_asked_for_fp32) == ["torch.float32"] * 2
 
 
 class IntegerWeights(Toy):

@@ -47,6 +47,14 @@ def _of(rows: list[Estimate], *, stage: int, optimizer: str = "none", param: str
     )
 
 
+def test_a_model_in_64_bits_is_refused_as_by_the_engine() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.float64))
+
+    with pytest.raises(UsageError, match=r"parameter 1\.weight: expected at most 32 bits"):
+        estimate(make, Workload(precision="fp32"))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_states_are_those_of_the_paper(precision: str) -> None:
     rows = estimate(_Blocks, Workload(ranks=4, sequence=16, precision=precision), PLAIN)  # type: ignore[arg-type]

@@ -1,17 +1,16 @@
-"""The loss scale step by step, which names stay fp32, and what becomes of buffers."""
+"""The loss scale step by step, and which names stay fp32."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 from zeroaccel.errors import EngineStateError
-from zeroaccel.zero.precision import DynamicLossScale, LossScale, StaticLossScale, cast_buffers, kept_in_fp32
+from zeroaccel.zero.precision import DynamicLossScale, LossScale, StaticLossScale, kept_in_fp32
 
 
 def _scales(overflows: str, **settings: Any) -> list[float]:
@@ -91,26 +90,3 @@ def test_names_kept_in_fp32() -> None:
     assert kept_in_fp32(Model(), ("inner",)) == {"inner.router.weight"}
     assert kept_in_fp32(Model(), ("inner.router",)) == {"inner.router.weight"}
     assert kept_in_fp32(Model(), ()) == kept_in_fp32(nn.Linear(2, 2), "auto") == set()
-
-
-def test_buffers_keep_their_dtype_unless_told() -> None:
-    for dtype, expected in ((None, torch.float64), (torch.bfloat16, torch.bfloat16)):
-        model = Model()
-        model.register_buffer("table", torch.ones(2, dtype=torch.float64))
-        model.register_buffer("hidden", torch.ones(2), persistent=False)
-        model.register_buffer("nothing", None)
-        model.norm.half()
-        cast_buffers(model, torch.device("cpu"), dtype, {"norm.running_mean"})
-        assert model.table.dtype is expected
-        assert model.hidden.dtype is (dtype or torch.float32)
-        assert model.norm.running_mean.dtype is torch.float32
-        assert model.norm.num_batches_tracked.dtype is torch.long
-        assert "hidden" not in model.state_dict()
-
-
-def test_a_buffer_shared_by_two_modules_stays_shared() -> None:
-    model = Model()
-    model.register_buffer("table", torch.ones(2))
-    model.inner.register_buffer("table", model.table)
-    cast_buffers(model, torch.device("cpu"), torch.bfloat16, set())
-    assert model.inner.table is model.table

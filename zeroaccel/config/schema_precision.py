@@ -80,11 +80,11 @@ class DataTypes(ConfigSection):
     param_dtype: MaybeDtype = None
     """Dtype of the parameters; it must be the one of the enabled precision. Absent, that one."""
     buffer_dtype: MaybeDtype = None
-    """Dtype floating-point buffers are cast to; absent, each keeps its own."""
+    """Dtype all floating-point buffers are cast to; absent, they follow the parameters of their module."""
     master_weights: Literal["fp32", "residual"] = "fp32"
     """"residual" keeps of a bf16 weight's fp32 master what rounding took: exact, in nearly 2 bytes fewer."""
     keep_in_fp32_modules: Annotated[tuple[str, ...] | Literal["auto"], BeforeValidator(_modules)] = "auto"
-    """Names of modules whose buffers stay fp32; "auto" takes the model's own list, if it has one."""
+    """Names of modules whose parameters and buffers stay fp32; "auto" takes the model's own list, if it has one."""
 
 
 class TorchAutocast(ConfigSection):

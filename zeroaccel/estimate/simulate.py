@@ -24,15 +24,15 @@ from torch.utils.checkpoint import checkpoint
 
 from zeroaccel.config import BatchSizes, Fact, load_config, shard_plan, tier_plan
 from zeroaccel.errors import UsageError
-from zeroaccel.zero.build import build_units, plan_units
+from zeroaccel.zero.build import build_units, check_dtypes, plan_units
 from zeroaccel.zero.clip import GradientHealth
 from zeroaccel.zero.engine import Engine
-from zeroaccel.zero.from_config import dtype_of, engine_settings_of, placement_of, unit_specs_of
+from zeroaccel.zero.from_config import DTYPES, buffer_dtypes_of, engine_settings_of, placement_of, unit_specs_of
 from zeroaccel.zero.grouping import group_parameters
 from zeroaccel.zero.model_facts import facts_from_model
+from zeroaccel.zero.module_buffers import cast_buffers
 from zeroaccel.zero.optimizer_kinds import classify
 from zeroaccel.zero.optimizer_shard import OptimizerShard
-from zeroaccel.zero.precision import cast_buffers
 from zeroaccel.zero.tiers import OffloadRules, TierSet
 
 from .absent_ranks import AbsentRanks
@@ -222,6 +222,7 @@ def _engine(model: nn.Module, workload: Workload, stage: int, collectives: Absen
         config[workload.precision] = {"enabled": True}
     known = replace(facts_from_model(model), world_size=Fact(workload.ranks, "the ranks"), training=True)
     settings = load_config(config, facts=known)
+    check_dtypes(model, DTYPES[settings.precision])
     plan = shard_plan(settings)
     params = [param for param in model.parameters() if param.requires_grad]
     optimizer = _StatesOnly(params, workload.states_per_element)
@@ -232,7 +233,7 @@ def _engine(model: nn.Module, workload: Workload, stage: int, collectives: Absen
     device = torch.device("cpu")
     residences = tier_plan(settings)
     placement = placement_of(model, settings, plan, groups, device, residences)
-    cast_buffers(model, device, dtype_of(settings.data_types.buffer_dtype), set(placement.fp32_names))
+    cast_buffers(model, device, buffer_dtypes_of(model, settings))
     plans = plan_units(specs, placement, workload.ranks)
     rules = OffloadRules.of(settings, residences.param, residences.optimizer)
     tiers = TierSet(rules, list(chain(*plans)), optimizer, 0, device)

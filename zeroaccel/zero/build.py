@@ -26,6 +26,7 @@ from zeroaccel.zero.host_copies import HostCopies
 from zeroaccel.zero.keeper import Place, place_of
 from zeroaccel.zero.layout import FlatLayout, OwnerLoads
 from zeroaccel.zero.local_values import check_split, is_split, local
+from zeroaccel.zero.module_buffers import forget_cast
 from zeroaccel.zero.rank_facts import SAME_OPTIMIZER, difference
 from zeroaccel.zero.unit import FlatBuffer, ParamUnit, Places
 
@@ -33,10 +34,11 @@ __all__ = [
     "BufferPlan",
     "Placement",
     "Tiers",
-    "broadcast_buffers",
     "build_units",
+    "check_dtypes",
     "check_parameters",
     "check_same",
+    "float64_error",
     "group_index",
     "initial_values",
     "plan_units",
@@ -179,6 +181,32 @@ def group_index(optimizer: Optimizer, names: Mapping[int, str]) -> dict[int, int
                 )
             found[id(param)] = index
     return found
+
+
+def check_dtypes(model: nn.Module, dtype: torch.dtype) -> None:
+    """Nothing is made less precise than it was given, unless a precision in 16 bits was asked for.
+
+    Args:
+        dtype: of the precision.
+
+    Raises:
+        UsageError: a parameter has 64 bits, and the precision is fp32.
+    """
+    if dtype is not torch.float32:
+        return
+    for fqn, param in model.named_parameters():
+        if param.dtype is torch.float64:
+            raise float64_error(fqn)
+
+
+def float64_error(fqn: str) -> UsageError:
+    """What is said of a parameter in float64."""
+    return UsageError(
+        f"parameter {fqn}",
+        expected="at most 32 bits: master weights, sums of gradients and optimizer states are fp32",
+        got="torch.float64",
+        fix='call model.float() before, or choose "bf16" or "fp16" in the config; constants in float64 can be buffers',
+    )
 
 
 def check_same(
@@ -344,6 +372,7 @@ def _build_unit(
             rank=collectives.shard_rank,
             trainable=plan.trainable,
             resident=plan.resident,
+            refuses_writes=True,
         )
         buffer.adopt(source, tiers.places(plan, collectives.shard_rank, replicated=not placement.plan.optimizer))
         if placement.packs_frozen and not (plan.trainable or plan.resident) and plan.dtype in CODABLE:
@@ -396,6 +425,7 @@ def _kept(param: nn.Parameter) -> Place | None:
 def _take_over(params: Sequence[nn.Parameter]) -> None:
     """Ends the keeping of parameters whose values have been copied; what is left without any is freed."""
     for param in params:
+        forget_cast(param)
         place = place_of(param)
         if place is not None and place.keeper.training is None:
             place.keeper.drop([param])
@@ -407,15 +437,6 @@ def _says_absent(param: nn.Parameter) -> bool:
         return False
     data = param.detach()
     return bool(data[(0,) * data.dim()].isnan()) and bool(data.isnan().all())
-
-
-def broadcast_buffers(model: nn.Module, collectives: Collectives) -> None:
-    """Makes the module buffers of all ranks those of rank 0."""
-    for name, buffer in model.named_buffers():
-        if buffer.numel() and not buffer.is_meta:
-            flat = buffer.detach().contiguous()
-            collectives.broadcast(flat, 0, f"buffer {name}")
-            buffer.detach().copy_(flat)
 
 
 def warn_unoptimized(fqns: Sequence[str]) -> None:

@@ -229,6 +229,7 @@ class Engine(GradientAccess, StateParking, nn.Module):
         weights = self._require_weights("step")
         self._check_usable()
         self.keeper.require_free("engine.step()")
+        self._faces.check_writes()
         if self._backwards == 0:
             raise EngineStateError(
                 "engine.step()", expected="a backward before it", fix="call engine.backward(loss) first"

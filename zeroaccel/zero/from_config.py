@@ -15,12 +15,21 @@ from zeroaccel.config import BatchSizes, Config, ShardPlan, TierPlan, overlaps_c
 from zeroaccel.zero.build import Placement
 from zeroaccel.zero.engine import EngineSettings
 from zeroaccel.zero.grouping import LeafRules, UnitSpec, group_parameters
+from zeroaccel.zero.module_buffers import BufferDtypes
 from zeroaccel.zero.optimizer_kinds import OptimizerKind
 from zeroaccel.zero.precision import DynamicLossScale, LossScale, StaticLossScale, kept_in_fp32
 from zeroaccel.zero.reducer import ReduceRules
 from zeroaccel.zero.schedule import Limits
 
-__all__ = ["DTYPES", "dtype_of", "engine_settings_of", "loss_scale_of", "placement_of", "unit_specs_of"]
+__all__ = [
+    "DTYPES",
+    "buffer_dtypes_of",
+    "dtype_of",
+    "engine_settings_of",
+    "loss_scale_of",
+    "placement_of",
+    "unit_specs_of",
+]
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -73,6 +82,12 @@ def placement_of(
         packs_frozen,
         frozenset(index for index, kind in enumerate(kinds) if kind is OptimizerKind.PER_TENSOR),
     )
+
+
+def buffer_dtypes_of(model: nn.Module, settings: Config) -> dict[str, torch.dtype]:
+    """Name -> dtype of the model's floating-point buffers; to be asked before parameters are cast."""
+    fp32 = frozenset(kept_in_fp32(model, settings.data_types.keep_in_fp32_modules))
+    return BufferDtypes(DTYPES[settings.precision], dtype_of(settings.data_types.buffer_dtype), fp32).of(model)
 
 
 def engine_settings_of(

@@ -88,6 +88,7 @@ class GatheredParameters:
             finally:
                 for place in own:
                     keeper.prints.leave(place.buffer, place.index, writes=self._rank is not None)
+                    place.buffer.accept_write(place.index)
                 keeper.release(_units(own))
 
     def _settle(self, keeper: Keeper, places: Sequence[Place], raised: BaseException | None) -> None:
@@ -219,6 +220,7 @@ def overwrite(place: Place, value: Tensor) -> None:
         flat = value.detach().reshape(-1).to(buffer.full.device)
         flat = flat.float() if flat.dtype is torch.float64 else flat
         buffer.full[slot.start : slot.end].copy_(flat)
+        buffer.accept_write(place.index)
         own = flat[start - slot.start : end - slot.start]
         if not buffer.resident:
             buffer.set_shard(start, buffer.full[start:end])

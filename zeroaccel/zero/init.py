@@ -152,9 +152,10 @@ def destination(
             raise UsageError('zero.Init(remote_device="nvme")', expected="an nvme_path, here or in offload_param")
         folder = Path(given)
         folder.mkdir(parents=True, exist_ok=True)
+    from_precision = dtype is None and settings is not None
     if dtype is None and settings is not None:
         dtype = DTYPES[settings.precision]
-    return Destination(dtype, torch.device("cpu") if place in ("cpu", "nvme") else device, folder)
+    return Destination(dtype, torch.device("cpu") if place in ("cpu", "nvme") else device, folder, from_precision)
 
 
 # -- what torch tells; the outermost Init listens for all

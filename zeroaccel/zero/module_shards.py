@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import ConfigError
-from zeroaccel.zero.build import initial_values
+from zeroaccel.zero.build import float64_error, initial_values
 from zeroaccel.zero.keeper import Keeper, place_of
 from zeroaccel.zero.layout import FlatLayout
+from zeroaccel.zero.module_buffers import dtype_before, note_cast
 from zeroaccel.zero.unit import FlatBuffer, ParamUnit, Places
 
 __all__ = ["Destination", "ModuleShards"]
@@ -52,14 +53,22 @@ class Destination:
         dtype: what floating-point parameters become; None leaves each as it is.
         device: of the shards.
         folder: for shards in files, which are gone when the process is; None for memory.
+        from_precision: `dtype` is that of a config's precision, rather than one that was asked for by itself.
     """
 
     dtype: torch.dtype | None
     device: torch.device
     folder: Path | None = None
+    from_precision: bool = False
 
-    def dtype_of(self, param: nn.Parameter) -> torch.dtype:
-        """What a parameter's dtype becomes."""
+    def dtype_of(self, name: str, param: nn.Parameter) -> torch.dtype:
+        """What a parameter's dtype becomes.
+
+        Raises:
+            UsageError: as the engine for the precision would: the parameter has 64 bits, and the precision 32.
+        """
+        if self.from_precision and self.dtype is torch.float32 and param.dtype is torch.float64:
+            raise float64_error(name)
         return self.dtype if self.dtype is not None and param.is_floating_point() else param.dtype
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -100,17 +109,22 @@ class ModuleShards:
         if not named:
             return
         if self.collectives.world_size == 1:
-            for _, param in named:
-                param.data = param.data.to(self.destination.device, self.destination.dtype_of(param))
+            for name, param in named:
+                note_cast(param, param.dtype)
+                wanted = self.destination.dtype_of(self._name(module, name), param)
+                param.data = param.data.to(self.destination.device, wanted)
             return
         kinds: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
         for name, param in named:
-            kinds.setdefault(self.destination.dtype_of(param), []).append((name, param))
+            kinds.setdefault(self.destination.dtype_of(self._name(module, name), param), []).append((name, param))
         buffers = []
         for dtype, same in kinds.items():
             params = [param for _, param in same]
+            built_as = [dtype_before(param) for param in params]
             layout = self._lay_out(module, same)
             source = initial_values(layout, params, self.destination.device, self.collectives, self._label(module))
+            for param, before in zip(params, built_as, strict=True):
+                note_cast(param, before)
             buffer = self._buffer(layout, params, dtype)
             buffer.adopt(source, Places(shard=self.destination.empty(layout.shard_numel(buffer.rank), dtype)))
             buffers.append(buffer)
@@ -125,7 +139,7 @@ class ModuleShards:
         kinds: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
         for name, param in _to_shard(module, meta=True):
             if name in names:
-                kinds.setdefault(self.destination.dtype_of(param), []).append((name, param))
+                kinds.setdefault(self.destination.dtype_of(self._name(module, name), param), []).append((name, param))
         for dtype, same in kinds.items():
             layout = self._lay_out(module, same)
             for _, param in same:
@@ -219,7 +233,9 @@ def _leave_meta(param: nn.Parameter, dtype: torch.dtype, device: torch.device) -
     """Gives the same Python object a real, empty tensor inside."""
     real = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=param.requires_grad)
     vars(real).update(vars(param))
+    built_as = param.dtype
     torch.utils.swap_tensors(param, real)
+    note_cast(param, built_as)
 
 
 def _nbytes(units: Iterable[ParamUnit]) -> int:

@@ -1,4 +1,4 @@
-"""Which dtype parameters, buffers, inputs and gradients have, and the fp16 loss scale.
+"""Which parameters stay fp32, the dtype of inputs, and the fp16 loss scale. Buffers are `module_buffers.py`'s.
 
 The scale that unscales a step's gradients is the one their backward used; it changes only afterwards.
 """
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from zeroaccel.errors import EngineStateError
 from zeroaccel.logs import logger
 
-__all__ = ["DynamicLossScale", "LossScale", "StaticLossScale", "cast_buffers", "cast_floats", "kept_in_fp32"]
+__all__ = ["DynamicLossScale", "LossScale", "StaticLossScale", "cast_floats", "kept_in_fp32"]
 
 
 class LossScale:
@@ -137,23 +137,6 @@ def kept_in_fp32(model: nn.Module, setting: str | Iterable[str] | None) -> set[s
 
 def _contains(name: str, part: str) -> bool:
     return f".{part}." in f".{name}."
-
-
-def cast_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype | None, fp32_names: set[str]) -> None:
-    """Moves buffers to the device; float ones to `dtype` if given, the named ones to fp32, else as they are."""
-    moved: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # a buffer that modules share stays one
-    for prefix, module in model.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is None:
-                continue
-            fqn = f"{prefix}.{name}" if prefix else name
-            target = buffer.dtype
-            if buffer.is_floating_point():
-                target = torch.float32 if fqn in fp32_names else (dtype or buffer.dtype)
-            key = id(buffer), target
-            if key not in moved:
-                moved[key] = buffer.to(device=device, dtype=target)
-            module._buffers[name] = moved[key]
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:

@@ -24,6 +24,7 @@ from zeroaccel.logs import logger
 from zeroaccel.zero.gathered import GatheredParameters
 from zeroaccel.zero.init import destination
 from zeroaccel.zero.keeper import Place, place_of
+from zeroaccel.zero.module_buffers import note_cast
 from zeroaccel.zero.module_shards import ModuleShards
 
 __all__ = ["SafetensorsFolder", "load_safetensors"]
@@ -288,7 +289,9 @@ def _make_real(
             kind = dtype if dtype is not None and param.is_floating_point() else param.dtype
             real = nn.Parameter(torch.empty(param.shape, dtype=kind, device=device), requires_grad=param.requires_grad)
             vars(real).update(vars(param))
+            built_as = param.dtype
             torch.utils.swap_tensors(param, real)
+            note_cast(param, built_as)
     if names is None:
         for own, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:

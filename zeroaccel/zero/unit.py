@@ -27,6 +27,7 @@ from zeroaccel.zero.host_copies import HostCopies
 from zeroaccel.zero.layout import FlatLayout
 from zeroaccel.zero.local_values import is_split, local, set_local
 from zeroaccel.zero.shard_home import ShardHome
+from zeroaccel.zero.sharded_face import as_ordinary, as_sharded
 
 __all__ = ["FlatBuffer", "ParamUnit", "Places", "ShardState"]
 
@@ -84,6 +85,9 @@ class FlatBuffer:
             parameters it is `shard` (or `full`) itself, if both live in one memory. None for frozen parameters,
             without an optimizer, and where masters are in a tier.
         master_is_replicated: whether `master` has all N elements on every rank.
+        refuses_writes: sharded parameters say so when they are written; see [Note: sharded face]. Not while models are
+            built, when constructors may come back to them.
+        versions: torch's counters of in-place writes to the parameters, for those writes that are known of.
     """
 
     def __init__(
@@ -96,6 +100,7 @@ class FlatBuffer:
         rank: int,
         trainable: bool,
         resident: bool,
+        refuses_writes: bool = False,
     ) -> None:
         self.layout = layout
         self.params = tuple(params)
@@ -111,6 +116,8 @@ class FlatBuffer:
         self.second: Tensor | None = None
         self.master: Tensor | None = None
         self.master_is_replicated = False
+        self.refuses_writes = refuses_writes
+        self.versions = [param._version for param in self.params]
         absent = torch.full((), _absent_value(dtype), dtype=dtype)  # a single element to expand from
         self._absent = [absent.to(device).expand(slot.shape) for slot in layout.slots]
         self._views = self._cut()
@@ -186,8 +193,12 @@ class FlatBuffer:
 
     def point(self, *, whole: bool) -> None:
         """Points every parameter at its view of the full buffer, or at NaN."""
-        for param, data in zip(self.params, self._views if whole else self._absent, strict=True):
+        faces = self._views if whole else self._absent
+        for param, data, slot in zip(self.params, faces, self.layout.slots, strict=True):
+            as_ordinary(param)
             set_local(param, data)
+            if self.refuses_writes and not whole:
+                as_sharded(param, slot.fqn)
 
     def stored_shard(self, start: int, end: int) -> Tensor:
         """Elements [start, end) of the flat buffer, which are in this rank's shard; may be called by any thread."""
@@ -235,8 +246,13 @@ class FlatBuffer:
         if not self.resident:
             self.free()
 
+    def accept_write(self, index: int) -> None:
+        """What has been written to a parameter so far is in the shard and the master, or was undone."""
+        self.versions[index] = self.params[index]._version
+
     def abandon(self, index: int) -> None:
         """Leaves a parameter to whoever has it now: it no longer follows this buffer."""
+        as_ordinary(self.params[index])
         nobody = nn.Parameter(self._absent[index], requires_grad=False)
         self.params = (*self.params[:index], nobody, *self.params[index + 1 :])
 
