@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -19,8 +20,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import psutil
 from torch.distributed import DistError
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException, Std
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, PContext, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
@@ -29,15 +31,15 @@ from zeroaccel.config.launch import LaunchSettings, Streams
 from zeroaccel.errors import CollectiveError
 
 from . import runner
-from .failures import RankEnd, Report, read_report
-from .leftovers import LAUNCH_ID, end_leftovers
+from .failures import AFTER_FAILURE_SECONDS, RankEnd, Report, read_report
+from .leftovers import LAUNCH_ID, end_leftovers, wake_stopped
 from .plan import LaunchPlan
 from .preflight import meet_machines
 from .stopping import Stopping
 
 __all__ = ["JobEnd", "run_plan"]
 
-_SHUTDOWN_SECONDS = 10  # for the processes to end after a signal; then they are killed
+_SHUTDOWN_SECONDS = 10  # for the processes to end after a signal to the launcher; then they are killed
 _TORCH_LOG = "torch.distributed.elastic"
 
 
@@ -140,7 +142,7 @@ def run_plan(plan: LaunchPlan, say: Callable[[str], None], arrival_seconds: floa
     )
     if settings.max_restarts:
         _renew_stores()
-    with stopping, _agent_log(settings):
+    with stopping, _agent_log(settings), _processes_end_in_time():
         try:
             meeting = meet_machines(plan, say, arrival_seconds)  # its store lives until the ranks have theirs
             # The agent fills in ${local_rank} and turns $$ into $; the arguments are meant as they are.
@@ -161,6 +163,29 @@ def run_plan(plan: LaunchPlan, say: Callable[[str], None], arrival_seconds: floa
                 end_leftovers(launch_id)
             if is_temporary:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _processes_end_in_time() -> Iterator[None]:
+    """Has the elastic agent end processes sooner than after its 30 s, for which it has no setting once one has failed.
+
+    Those that are stopped (SIGSTOP) are woken first: the agent's SIGTERM would not reach them before its SIGKILL.
+    """
+    close = PContext.close
+
+    def close_in_time(
+        context: PContext, death_sig: signal.Signals | None = None, timeout: int = AFTER_FAILURE_SECONDS
+    ) -> None:
+        number = death_sig or signal.SIGTERM
+        own = set(context.pids().values())  # some of which may have ended, and be other processes' by now
+        wake_stopped([child for child in psutil.Process().children() if child.pid in own], number)
+        close(context, number, min(timeout, _SHUTDOWN_SECONDS))
+
+    PContext.close = close_in_time  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        PContext.close = close  # type: ignore[method-assign]
 
 
 def _renew_stores() -> None:
