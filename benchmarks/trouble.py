@@ -16,7 +16,10 @@ import platform
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from datetime import date
+from functools import partial
 from pathlib import Path
 
 import click
@@ -29,36 +32,54 @@ from tests.e2e.trouble import Aftermath, Starter, network, starting  # noqa: E40
 PROMISE_SECONDS = 15.0
 _GIVE_UP_SECONDS = 100.0  # after the limit; a process that is still there then counts as endless
 
-Case = tuple[str, Starter, int, int]
-"""What befalls the job, who starts it, how many ranks, and which rank is stopped."""
+
+@dataclass(frozen=True)
+class Case:
+    """What befalls the job, who starts it, and where.
+
+    Attributes:
+        stopped: the rank that is stopped; None: the cable is pulled.
+        machines: on which the ranks are, in equal parts.
+        flags: for the launcher.
+    """
+
+    starter: Starter
+    ranks: int
+    stopped: int | None
+    machines: int = 1
+    flags: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        by = {"ranks": "by themselves", "torchrun": "torchrun", "launch": "zeroaccel launch"}[self.starter]
+        where = f"{self.ranks} ranks" + (f" on {self.machines} machines" if self.machines > 1 else "")
+        what = "cable pulled" if self.stopped is None else f"rank {self.stopped} stopped"
+        return f"{where}, {' '.join((by, *self.flags))}: {what}"
+
+    def run(self, limit: float) -> Aftermath:
+        with ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="trouble-")))
+            net = stack.enter_context(network()) if self.machines > 1 else None
+            job = stack.enter_context(starting(folder, self.starter, self.ranks, limit, net=net, flags=self.flags))
+            if self.stopped is not None:
+                befalls = partial(job.stop, self.stopped)
+            else:
+                assert net is not None, "there is a cable between machines only"
+                befalls = net.cut
+            return job.after(befalls, limit + _GIVE_UP_SECONDS)
 
 
-def cases(only: str) -> Iterator[Case]:
+def cases() -> Iterator[Case]:
     starters: tuple[Starter, ...] = ("ranks", "torchrun", "launch")
     for starter in starters:
         for ranks in (2, 3):
-            for rank in (0, 1):
-                yield "stop", starter, ranks, rank
+            for stopped in (0, 1):
+                yield Case(starter, ranks, stopped)
     for starter in starters:
         for ranks in (2, 4):
-            yield "cut", starter, ranks, 0
-
-
-def run(case: Case, limit: float) -> Aftermath:
-    what, starter, ranks, rank = case
-    patience = limit + _GIVE_UP_SECONDS
-    with tempfile.TemporaryDirectory(prefix="trouble-") as folder:
-        if what == "stop":
-            with starting(Path(folder), starter, ranks, limit) as job:
-                return job.after(lambda: job.stop(rank), patience)
-        with network() as net, starting(Path(folder), starter, ranks, limit, net=net) as job:
-            return job.after(net.cut, patience)
-
-
-def name_of(case: Case) -> str:
-    what, starter, ranks, rank = case
-    by = {"ranks": "by themselves", "torchrun": "torchrun", "launch": "zeroaccel launch"}[starter]
-    return f"{ranks} ranks, {by}: " + (f"rank {rank} stopped" if what == "stop" else "cable pulled")
+            yield Case(starter, ranks, None, machines=2)
+    yield Case("launch", 2, None, machines=2, flags=("--rdzv_backend", "c10d"))
+    for stopped in (0, 1):
+        yield Case("launch", 2, stopped, machines=2)
 
 
 @click.command()
@@ -73,14 +94,12 @@ def main(limits: str, only: str, json_path: Path | None, show: bool, check: bool
     """Measures how jobs in trouble end."""
     print(f"{date.today()}, {os.cpu_count()} cores, {platform.machine()}, load {os.getloadavg()[0]:.1f}")
     results = []
-    for case in cases(only):
-        if only not in name_of(case):
-            continue
+    for case in [case for case in cases() if only in str(case)]:
         for limit in map(float, limits.split(",")):
-            aftermath = run(case, limit)
+            aftermath = case.run(limit)
             over = aftermath.last - limit
             each = ", ".join(f"{name} {_seconds(t)}" for name, t in sorted(aftermath.seconds.items()))
-            print(f"limit {limit:4g} s  {name_of(case):48} last {_seconds(over)} after the limit  ({each})", flush=True)
+            print(f"limit {limit:4g} s  {case!s:62} last {_seconds(over)} after the limit  ({each})", flush=True)
             if show:
                 print(
                     "\n".join(
@@ -88,7 +107,7 @@ def main(limits: str, only: str, json_path: Path | None, show: bool, check: bool
                         for name, said in aftermath.said.items()
                     )
                 )
-            results.append({"case": name_of(case), "limit": limit, "over": over, "seconds": dict(aftermath.seconds)})
+            results.append({"case": str(case), "limit": limit, "over": over, "seconds": dict(aftermath.seconds)})
     if json_path is not None:
         json_path.write_text(json.dumps(results, indent=1))
     late = [result["case"] for result in results if result["over"] > PROMISE_SECONDS]

@@ -48,6 +48,7 @@ class Report:
         exit_code: what it was about to exit with.
         time: seconds since the epoch.
         told: it is on the terminal already.
+        pid: of the process; 0 where it does not say.
     """
 
     kind: Kind
@@ -56,6 +57,7 @@ class Report:
     exit_code: int
     time: float
     told: bool = False
+    pid: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ def read_report(data: Mapping[str, Any]) -> Report:
             exit_code=ours["exit_code"],
             time=ours["time"],
             told=ours.get("told", False),
+            pid=ours.get("pid", 0),
         )
     message = data["message"]
     if isinstance(message, str):

@@ -21,6 +21,7 @@ from typing import Literal
 
 import psutil
 
+from tests import time_limits
 from tests.multi.environment import ROOT, free_port, outside_any_job, rank_environment
 
 __all__ = ["Aftermath", "Job", "Network", "Starter", "namespaces_missing", "network", "starting"]
@@ -42,8 +43,9 @@ class Network:
         return {"a": "10.231.77.1", "b": "10.231.77.2"}[machine]
 
     def inside(self, machine: str) -> list[str]:
-        """The words that a command begins with to run on a machine."""
-        return ["ip", "netns", "exec", f"{self.name}{machine}"]
+        """The words that a command begins with to run on a machine, which has a name of its own."""
+        named = f'hostname machine-{machine} && exec "$@"'
+        return ["ip", "netns", "exec", f"{self.name}{machine}", "unshare", "--uts", "sh", "-c", named, "sh"]
 
     def cut(self) -> None:
         """Pulls the cable of "b" out of the switch."""
@@ -139,7 +141,7 @@ def starting(
         ranks: in all; with a network, half of them on each machine.
         limit: seconds that a collective may wait.
         flags: for the launcher.
-        patience: seconds that the start may take.
+        patience: seconds that the start may take on a quiet machine.
     """
     pids = folder / "pids"
     pids.mkdir()
@@ -158,9 +160,9 @@ def starting(
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
                 )
-        deadline = time.monotonic() + patience
+        wait = time_limits.Limit(patience)
         while len(files := [file for file in pids.iterdir() if file.name.isdigit()]) < ranks:
-            if time.monotonic() > deadline or any(popen.poll() is not None for popen in job.started.values()):
+            if wait.is_over() or any(popen.poll() is not None for popen in job.started.values()):
                 said = "\n".join((folder / f"{name}.txt").read_text() for name in job.started)
                 raise AssertionError(f"the job did not start: {said}")
             time.sleep(0.05)
