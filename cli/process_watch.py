@@ -95,7 +95,7 @@ def _status(process: psutil.Process) -> str:
 
 
 def break_connections(port: int) -> int:
-    """Breaks this process's TCP connections to a port of any machine: who waits for an answer there, in any thread, fails.
+    """Breaks this process's TCP connections to a port of any machine: threads that wait for an answer there fail.
 
     Returns:
         How many there were; 0 where the system does not show a process its files.

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Literal
 
@@ -31,6 +32,7 @@ Starter = Literal["ranks", "torchrun", "launch"]
 
 SCRIPT = ROOT / "tests" / "e2e" / "endless_training.py"
 _LOOK_SECONDS = 0.02
+_numbers = count()  # of the networks of this process
 
 
 @dataclass(frozen=True)
@@ -233,7 +235,7 @@ def network() -> Iterator[Network]:
     Raises:
         CalledProcessError: namespaces, bridges or pairs of interfaces cannot be made here.
     """
-    net = Network(f"za{os.getpid()}")
+    net = Network(f"za{os.getpid()}-{next(_numbers)}")
     made: list[str] = []
     try:
         for machine in ("s", "a", "b"):
