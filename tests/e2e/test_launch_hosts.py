@@ -8,8 +8,10 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from click.testing import CliRunner, Result
 
@@ -40,6 +42,15 @@ time.sleep(600)
 FAIL = """
 import os, time
 if os.environ["RANK"] == "1":
+    raise ValueError("no labels")
+time.sleep(600)
+"""
+FAIL_ON_DEMAND = """
+import os, time
+open(os.environ["RANK"], "w").write(f"{os.getpid()}\\n")
+while not os.path.exists("fail"):
+    time.sleep(0.05)
+if os.environ["RANK"] == "0":
     raise ValueError("no labels")
 time.sleep(600)
 """
@@ -142,6 +153,26 @@ def test_a_signal_reaches_every_rank(tmp_path: Path) -> None:
         assert [alive(ranks) for ranks in pids] == [[], []]
     assert interrupted.returncode == 128 + signal.SIGINT
     assert "stopped by SIGINT; all machines have ended" in said
+
+
+def test_a_machine_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None:
+    with launching(tmp_path, write_script(tmp_path, FAIL_ON_DEMAND)) as launcher:
+        _, rank = files_of(tmp_path, ["0", "1"])
+        node = psutil.Process(rank).parent()
+        assert node is not None
+        try:
+            node.suspend()  # as if the network to it were cut
+            (tmp_path / "fail").touch()
+            began = time.monotonic()
+            _, said = launcher.communicate(timeout=time_limits.seconds(60))
+            assert time.monotonic() - began < time_limits.seconds(15.0)
+        finally:
+            node.kill()
+            psutil.Process(rank).kill()
+    assert launcher.returncode == 1
+    assert "127.0.0.2: no answer within 4 s; the network there is cut, or the machine is down." in said
+    assert "127.0.0.2: ended with the job" not in said
+    assert said.endswith("ValueError: no labels\n")
 
 
 def _here(folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: object, **layout: object) -> Result:
