@@ -164,7 +164,8 @@ class Watchdog:
         if channel is None:
             if alarm := self._overdue() or self._trouble:
                 self._settle(self._judge_alone(alarm, store_silence), reported=False)
-            return self._farewell is not None
+            # A store that is only slow gets the farewell yet, in the time that `leave` gives it.
+            return self._farewell is not None and not store_silence
         if self._farewell is not None and not self._released_at:
             channel.publish_farewell(self._farewell)
             self._release(channel)
