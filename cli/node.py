@@ -45,12 +45,12 @@ def main() -> int:
     tell = _Teller(order["token"])
     try:
         plan = _prepare(order)
+        from .agent import run_plan  # imports torch, which takes its time: from "go" on the other machines wait for us
+
         tell({"ready": plan.headline, "warnings": plan.warnings})
         if control.readline().strip() != "go":
             return 1  # another machine was not ready
         threading.Thread(target=_obey, args=(control, tell), daemon=True).start()
-        from .agent import run_plan  # imports torch
-
         end = run_plan(plan, _say, arrival_seconds=ARRIVAL_SECONDS)
     except ZeroAccelError as error:
         tell({"error": str(error), "exit_code": error.exit_code})
