@@ -6,6 +6,8 @@ The jobs spend their time starting and waiting, so they run a few at a time, bef
 from __future__ import annotations
 
 import re
+import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -171,3 +173,20 @@ def test_a_cable_between_ranks_is_pulled(ended: Ended, name: str) -> None:
     assert "ranks 2-3: no answer; machine-b cannot be reached" in aftermath.said["rank 0"]
     for rank in (2, 3):
         assert re.search(r"The rendezvous store at 10.231.77.1:\d+ has not answered", aftermath.said[f"rank {rank}"])
+
+
+@pytest.mark.slow
+def test_a_store_that_was_only_slow_is_used_again(tmp_path: Path) -> None:
+    # The launcher keeps it. Ranks get no answer for longer than they wait for one, and training goes on.
+    with starting(tmp_path, "launch", 2, LIMIT) as job:
+        launcher = job.started["launcher"]
+        launcher.send_signal(signal.SIGSTOP)
+        time.sleep(6.0)
+        launcher.send_signal(signal.SIGCONT)
+        time.sleep(time_limits.seconds(2.0))  # until they ask again
+        assert launcher.poll() is None
+        aftermath = job.after(lambda: job.stop(1), LIMIT + time_limits.seconds(PROMISE))
+    said = aftermath.said["launcher"]
+    assert said.count("[zeroaccel E]") == 1, said
+    assert "has not answered" not in said
+    assert aftermath.codes["launcher"] == 75
