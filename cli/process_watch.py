@@ -1,6 +1,6 @@
 """What torch's elastic agent does not see of its processes, noticed in a thread beside it.
 
-The agent waits for processes to end. One that is stopped (SIGSTOP) never does, and nobody else can end it where the
+The agent waits for processes to end. One that is stopped (SIGSTOP) never does, and no rank can end it where the
 other ranks are on other machines. And an agent that asks a store which no longer answers, as by `c10d` every second,
 looks at no process at all until the kernel gives the connection up, a quarter of an hour after the network was cut.
 Used by `agent`.

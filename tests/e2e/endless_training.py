@@ -1,4 +1,4 @@
-"""Trains until something ends it, run as a script by `trouble.py`: ``endless_training.py FOLDER``.
+"""Trains until something ends it, run as a script by `fault_injection.py`: ``endless_training.py FOLDER``.
 
 Each rank leaves ``FOLDER/RANK`` with its process id once all ranks have gone through a few steps together.
 """

@@ -1,7 +1,7 @@
 """The processes of the other ranks as the operating system shows them: what a rank that gives no answer is up to.
 
 Only those on this machine can be seen. `topology.py` makes it from what the ranks tell each other at the start, and
-`watchdog.py` asks it once a rank does not answer. It talks to nobody.
+`watchdog.py` asks it once a rank does not answer. It does not communicate.
 """
 
 from __future__ import annotations

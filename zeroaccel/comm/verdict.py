@@ -125,7 +125,7 @@ def compose(
     if store_silence:
         lines.append(f"  {store_silence[0].upper()}{store_silence[1:]}.")
     if stopped:
-        advice = f"{_sentence(stopped)} stopped by a signal: by Ctrl-Z, a debugger, or whoever suspends jobs here."
+        advice = f"{_sentence(stopped)} stopped by a signal: by Ctrl-Z, a debugger, or a batch system."
     elif store_silence:
         advice = "The process that keeps the store is stopped or gone, or the network between the machines is cut."
     else:

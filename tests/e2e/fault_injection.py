@@ -1,8 +1,8 @@
-"""Jobs that train until something befalls them, and how long each of their processes lives on after that.
+"""Jobs that train until a fault is injected, and how long each of their processes lives on after that.
 
-What can befall a job is a rank that is stopped (SIGSTOP), and a cable that is pulled between two machines. The machines
-are network namespaces with a switch between them, so whoever makes them must be root. Used by `test_trouble.py` and by
-`benchmarks/trouble.py`.
+The faults are a rank that is stopped (SIGSTOP), and a cable that is pulled between two machines. The machines are
+network namespaces with a switch between them, which takes root. Used by `test_fault_injection.py` and by
+`benchmarks/fault_injection.py`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Aftermath:
     """What became of a job.
 
     Attributes:
-        seconds: per process, from what befell the job to its end; "launcher", "launcher b", "rank 0".
+        seconds: per process, from the fault to its end; "launcher", "launcher b", "rank 0".
             Infinite for a process that had to be killed.
         said: per process that was started here, what it printed.
         codes: and its exit code.
@@ -92,12 +92,12 @@ class Job:
         """As Ctrl-Z, a debugger or a batch system would: SIGSTOP."""
         self.ranks[rank].send_signal(signal.SIGSTOP)
 
-    def after(self, befalls: Callable[[], None], patience: float) -> Aftermath:
-        """Lets something befall the job and waits for the end of all its processes, `patience` seconds at most."""
+    def after(self, fault: Callable[[], None], patience: float) -> Aftermath:
+        """Lets the fault happen and waits for the end of all its processes, `patience` seconds at most."""
         ended: dict[str, float] = {}
         alive = {f"rank {rank}": process for rank, process in self.ranks.items()}
         alive |= {name: psutil.Process(popen.pid) for name, popen in self.started.items()}
-        befalls()
+        fault()
         start = time.monotonic()
         while alive and time.monotonic() - start < patience:
             for popen in self.started.values():

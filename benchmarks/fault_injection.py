@@ -1,10 +1,10 @@
 """How long the processes of a job live on when a rank is stopped, or when the cable between two machines is pulled.
 
-    python benchmarks/trouble.py                       # all cases, about ten minutes
-    python benchmarks/trouble.py --limits 5 --only cut
+    python benchmarks/fault_injection.py                       # all cases, about ten minutes
+    python benchmarks/fault_injection.py --limits 5 --only cut
 
 The training, its starters and the two machines (network namespaces, so run it as root) are those of the tests,
-`tests/e2e/trouble.py`. Seconds are from the signal, or from the pulling, to the end of each process.
+`tests/e2e/fault_injection.py`. Seconds are from the signal, or from the pulling, to the end of each process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import click
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.e2e.trouble import Aftermath, Starter, network, starting  # noqa: E402
+from tests.e2e.fault_injection import Aftermath, Starter, network, starting  # noqa: E402
 
 PROMISE_SECONDS = 15.0
 _GIVE_UP_SECONDS = 100.0  # after the limit; a process that is still there then counts as endless
@@ -35,7 +35,7 @@ _GIVE_UP_SECONDS = 100.0  # after the limit; a process that is still there then 
 
 @dataclass(frozen=True)
 class Case:
-    """What befalls the job, who starts it, and where.
+    """The fault, who starts the job, and where.
 
     Attributes:
         stopped: the rank that is stopped; None: the cable is pulled.
@@ -57,15 +57,15 @@ class Case:
 
     def run(self, limit: float) -> Aftermath:
         with ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="trouble-")))
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fault-")))
             net = stack.enter_context(network()) if self.machines > 1 else None
             job = stack.enter_context(starting(folder, self.starter, self.ranks, limit, net=net, flags=self.flags))
             if self.stopped is not None:
-                befalls = partial(job.stop, self.stopped)
+                fault = partial(job.stop, self.stopped)
             else:
                 assert net is not None, "there is a cable between machines only"
-                befalls = net.cut
-            return job.after(befalls, limit + _GIVE_UP_SECONDS)
+                fault = net.cut
+            return job.after(fault, limit + _GIVE_UP_SECONDS)
 
 
 def cases() -> Iterator[Case]:
@@ -91,7 +91,7 @@ def cases() -> Iterator[Case]:
     "--check", is_flag=True, help=f"Exit with 1 if a job takes longer than the limit and {PROMISE_SECONDS:g} s."
 )
 def main(limits: str, only: str, json_path: Path | None, show: bool, check: bool) -> None:
-    """Measures how jobs in trouble end."""
+    """Measures how jobs end after a fault."""
     print(f"{date.today()}, {os.cpu_count()} cores, {platform.machine()}, load {os.getloadavg()[0]:.1f}")
     results = []
     for case in [case for case in cases() if only in str(case)]:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from tests import time_limits
-from tests.e2e.trouble import Aftermath, Starter, namespaces_missing, network, starting
+from tests.e2e.fault_injection import Aftermath, Starter, namespaces_missing, network, starting
 
 LIMIT = round(time_limits.seconds(2.0), 1)
 PROMISE = 15.0  # seconds after the limit in which every process has ended
@@ -28,7 +28,7 @@ WAITED = rf"rank \d has waited [\d.]+ s \(the limit is {LIMIT:g} s\) for (gather
 
 @dataclass(frozen=True)
 class Scenario:
-    """A job and what befalls it: a rank is stopped, or, where `stopped` is None, the cable is pulled."""
+    """A job and its fault: a rank is stopped, or, where `stopped` is None, the cable is pulled."""
 
     starter: Starter
     ranks: int
@@ -46,13 +46,13 @@ class Scenario:
                 starting(folder, self.starter, self.ranks, LIMIT, net=net, flags=self.flags, env=env)
             )
 
-            def befalls() -> None:
+            def fault() -> None:
                 if self.stopped is not None:
                     job.stop(self.stopped)
                 elif net is not None:
                     net.cut()
 
-            return job.after(befalls, LIMIT + time_limits.seconds(PROMISE) + 1.0)
+            return job.after(fault, LIMIT + time_limits.seconds(PROMISE) + 1.0)
 
 
 SCENARIOS = {
