@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -19,25 +20,28 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import psutil
 from torch.distributed import DistError
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, SignalException, Std
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, PContext, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
+from zeroaccel.comm.environment import limit_seconds
 from zeroaccel.config.launch import LaunchSettings, Streams
 from zeroaccel.errors import CollectiveError
 
 from . import runner
-from .failures import RankEnd, Report, read_report
-from .leftovers import LAUNCH_ID, end_leftovers
+from .failures import AFTER_FAILURE_SECONDS, RankEnd, Report, read_report
+from .leftovers import LAUNCH_ID, end_leftovers, wake_stopped
 from .plan import LaunchPlan
 from .preflight import meet_machines
+from .process_watch import ProcessWatch
 from .stopping import Stopping
 
 __all__ = ["JobEnd", "run_plan"]
 
-_SHUTDOWN_SECONDS = 10  # for the processes to end after a signal; then they are killed
+_SHUTDOWN_SECONDS = 10  # for the processes to end after a signal to the launcher; then they are killed
 _TORCH_LOG = "torch.distributed.elastic"
 
 
@@ -74,6 +78,7 @@ class RankFiles(DefaultLogsSpecs):
         self._about_to_start = about_to_start
         self._say = say
         self._reports: tuple[Path, ...] = ()
+        self._ranks: tuple[int, ...] = ()
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         if self._reports:
@@ -83,6 +88,7 @@ class RankFiles(DefaultLogsSpecs):
         for local_rank, environment in envs.items():
             environment.update(self._additions(local_rank))
         self._reports = tuple(Path(path) for path in destinations.error_files.values())
+        self._ranks = tuple(int(environment["RANK"]) for environment in envs.values())
         self._about_to_start()
         return destinations
 
@@ -103,6 +109,14 @@ class RankFiles(DefaultLogsSpecs):
             report=report,
             fault=_stack_at(path.with_name(runner.FAULT_FILE)),
         )
+
+    def ends(self) -> tuple[RankEnd, ...]:
+        """What the processes have said of their ends themselves, where the agent cannot say it."""
+        found = []
+        for local_rank, (rank, path) in enumerate(zip(self._ranks, self._reports, strict=True)):
+            if (report := _report_at(path)) is not None:
+                found.append(RankEnd(rank, local_rank, report.pid, report.exit_code, report.time, report))
+        return tuple(found)
 
     def _why_again(self) -> str:
         reports = {rank: report for rank, path in enumerate(self._reports) if (report := _report_at(path)) is not None}
@@ -140,7 +154,8 @@ def run_plan(plan: LaunchPlan, say: Callable[[str], None], arrival_seconds: floa
     )
     if settings.max_restarts:
         _renew_stores()
-    with stopping, _agent_log(settings):
+    watch = ProcessWatch(limit_seconds(settings.timeout), plan.port, settings.monitor_interval, say)
+    with stopping, _agent_log(settings), _processes_end_in_time(), watch:
         try:
             meeting = meet_machines(plan, say, arrival_seconds)  # its store lives until the ranks have theirs
             # The agent fills in ${local_rank} and turns $$ into $; the arguments are meant as they are.
@@ -154,6 +169,8 @@ def run_plan(plan: LaunchPlan, say: Callable[[str], None], arrival_seconds: floa
         except SignalException as error:
             return JobEnd(signal=int(error.sigval))
         except (RendezvousError, DistError) as error:
+            if ends := files.ends():
+                return JobEnd(ends)  # the agent has lost the store, after its processes have told why they end
             raise CollectiveError(_did_not_meet(plan, error)) from error
         finally:
             if not succeeded:
@@ -161,6 +178,29 @@ def run_plan(plan: LaunchPlan, say: Callable[[str], None], arrival_seconds: floa
                 end_leftovers(launch_id)
             if is_temporary:
                 shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _processes_end_in_time() -> Iterator[None]:
+    """Has the elastic agent end processes sooner than after its 30 s, for which it has no setting once one has failed.
+
+    Those that are stopped (SIGSTOP) are woken first: the agent's SIGTERM would not reach them before its SIGKILL.
+    """
+    close = PContext.close
+
+    def close_in_time(
+        context: PContext, death_sig: signal.Signals | None = None, timeout: int = AFTER_FAILURE_SECONDS
+    ) -> None:
+        number = death_sig or signal.SIGTERM
+        own = set(context.pids().values())  # some of which may have ended, and be other processes' by now
+        wake_stopped([child for child in psutil.Process().children() if child.pid in own], number)
+        close(context, number, min(timeout, _SHUTDOWN_SECONDS))
+
+    PContext.close = close_in_time  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        PContext.close = close  # type: ignore[method-assign]
 
 
 def _renew_stores() -> None:

@@ -12,12 +12,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["RankEnd", "Report", "exit_code", "first_failure", "read_report", "tell"]
+__all__ = ["AFTER_FAILURE_SECONDS", "RankEnd", "Report", "exit_code", "first_failure", "read_report", "tell"]
 
 Kind = Literal["exception", "on_purpose", "exit", "interrupt"]
 
 _NEVER_A_CONSEQUENCE = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
-_PATIENCE_SECONDS = 25.0  # the elastic agent sends SIGKILL 30 s after SIGTERM, to whoever is still there
+AFTER_FAILURE_SECONDS = 6
+"""How long the other processes have to end after one has failed, from SIGTERM to SIGKILL.
+
+A job whose ranks have parted ends within 15 s of the limit: by then, up to 8 s have gone by.
+"""
+
+_PATIENCE_SECONDS = AFTER_FAILURE_SECONDS - 2.0  # times are in whole seconds
 
 # How gloo, NCCL and the rendezvous store say that another process is gone, in exceptions of torch.distributed.
 _CONNECTION_ERRORS = re.compile(r"^([\w.]*\.)?(RuntimeError|Dist\w*Error)\b")
@@ -42,6 +48,7 @@ class Report:
         exit_code: what it was about to exit with.
         time: seconds since the epoch.
         told: it is on the terminal already.
+        pid: of the process; 0 where it does not say.
     """
 
     kind: Kind
@@ -50,6 +57,7 @@ class Report:
     exit_code: int
     time: float
     told: bool = False
+    pid: int = 0
 
 
 @dataclass(frozen=True)
@@ -88,6 +96,7 @@ def read_report(data: Mapping[str, Any]) -> Report:
             exit_code=ours["exit_code"],
             time=ours["time"],
             told=ours.get("told", False),
+            pid=ours.get("pid", 0),
         )
     message = data["message"]
     if isinstance(message, str):

@@ -7,11 +7,13 @@ parent hides them. Used by `agent` when a job has failed or was interrupted; aft
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import signal
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 
 import psutil
 
-__all__ = ["LAUNCH_ID", "end_leftovers"]
+__all__ = ["LAUNCH_ID", "end_leftovers", "wake_stopped"]
 
 LAUNCH_ID = "ZEROACCEL_LAUNCH_ID"
 """The variable; its value is different for each launch."""
@@ -29,6 +31,15 @@ def end_leftovers(launch_id: str, grace_seconds: float = 3.0) -> int:
     return len(leftovers)
 
 
+def wake_stopped(processes: Iterable[psutil.Process], number: int) -> None:
+    """Sends a signal to those processes that are stopped (SIGSTOP), and wakes them so that they receive it."""
+    for process in processes:
+        with suppress(psutil.Error):
+            if process.status() == psutil.STATUS_STOPPED:
+                process.send_signal(number)
+                process.send_signal(signal.SIGCONT)
+
+
 def _marked(launch_id: str) -> Iterator[psutil.Process]:
     for process in psutil.process_iter():
         try:
@@ -44,5 +55,6 @@ def _signal(process: psutil.Process, *, kill: bool) -> None:
             process.kill()
         else:
             process.terminate()
+            wake_stopped([process], signal.SIGTERM)
     except psutil.NoSuchProcess:
         pass

@@ -45,12 +45,12 @@ def main() -> int:
     tell = _Teller(order["token"])
     try:
         plan = _prepare(order)
+        from .agent import run_plan  # imports torch, which takes its time: from "go" on the other machines wait for us
+
         tell({"ready": plan.headline, "warnings": plan.warnings})
         if control.readline().strip() != "go":
             return 1  # another machine was not ready
-        threading.Thread(target=_obey, args=(control,), daemon=True).start()
-        from .agent import run_plan  # imports torch
-
+        threading.Thread(target=_obey, args=(control, tell), daemon=True).start()
         end = run_plan(plan, _say, arrival_seconds=ARRIVAL_SECONDS)
     except ZeroAccelError as error:
         tell({"error": str(error), "exit_code": error.exit_code})
@@ -80,11 +80,12 @@ def _prepare(order: Order) -> LaunchPlan:
     return plan_launch(settings, program, os.environ, order["told"], bf16_by=order["bf16_by"])
 
 
-def _obey(control: IO[str]) -> None:
-    """Stops as told, or when nobody is left to tell."""
+def _obey(control: IO[str], tell: _Teller) -> None:
+    """Stops as told, and says that it was heard; or stops when nobody is left to tell."""
     for line in control:
         word, _, number = line.partition(" ")
         if word == "stop":
+            tell({"stopping": number.strip()})
             os.kill(os.getpid(), int(number))
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_PATIENCE_SECONDS)

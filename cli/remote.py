@@ -35,6 +35,7 @@ _OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=15")
 _READY_SECONDS = 120.0  # python has to start there, from a file system that may be slow
 _COMPANY_SECONDS = 3.0  # for machines that fail alike to say so, before the rest is stopped
 _STOP_SECONDS = 30.0  # for an orderly end everywhere
+_HEARD_SECONDS = 4.0  # for a machine to say that it has heard of the end; then it is cut off, and not waited for
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -61,6 +62,8 @@ class _Outing:
         ends: the ranks that failed there.
         error: why it did not get as far as having ranks, and the exit code for that.
         code: of the process that reached the machine; None while it runs.
+        heard: it knows that the job is to stop.
+        cut_off: it has not said so, and is not waited for.
     """
 
     errand: Errand
@@ -69,6 +72,8 @@ class _Outing:
     ends: list[RankEnd] = field(default_factory=list)
     error: tuple[str, int] | None = None
     code: int | None = None
+    heard: bool = False
+    cut_off: bool = False
 
     def write(self, line: str) -> None:
         assert self.process.stdin is not None, "stdin is a pipe"
@@ -122,6 +127,7 @@ class _Job:
         self._outings: list[_Outing] = []
         self._signal = 0
         self._stop_at: float | None = None  # when the rest is told to stop
+        self._told_at = 0.0  # when the machines were told to stop
         self._give_up_at: float | None = None  # when it is no longer waited for
 
     def run(self, errands: Sequence[Errand], ssh: Sequence[str], python_path: str | None) -> int:
@@ -191,8 +197,17 @@ class _Job:
                 self._stop_at = now
             if self._stop_at is not None and now >= self._stop_at and self._give_up_at is None:
                 self._stop_all(signal.SIGTERM)
-            if self._give_up_at is not None and now > self._give_up_at:
+            if self._give_up_at is not None and (now > self._give_up_at or self._rest_is_cut_off(now)):
                 return
+
+    def _rest_is_cut_off(self, now: float) -> bool:
+        """Whether only such machines are left that have not answered since they were told to stop."""
+        left = [outing for outing in self._outings if outing.code is None]
+        if self._signal or now < self._told_at + _HEARD_SECONDS or any(o.heard or not o.ready for o in left):
+            return False
+        for outing in left:
+            outing.cut_off = True
+        return bool(left)
 
     def _note(self, outing: _Outing | None, event: Any) -> None:
         if outing is None:
@@ -209,6 +224,8 @@ class _Job:
             if all(one.ready for one in self._outings) and self._stop_at is None:
                 for one in self._outings:
                     one.write("go")
+        elif "stopping" in event:
+            outing.heard = True
         elif "error" in event:
             outing.error = event["error"], event["exit_code"]
         else:
@@ -226,7 +243,8 @@ class _Job:
 
     def _stop_all(self, number: int) -> None:
         self._give_up_at = time.monotonic() + _STOP_SECONDS
-        self._stop_at = self._stop_at or time.monotonic()
+        self._told_at = time.monotonic()
+        self._stop_at = self._stop_at or self._told_at
         for outing in self._outings:
             if outing.code is None:
                 outing.write(f"stop {number}")
@@ -243,6 +261,7 @@ class _Job:
                 else f"stopped by {signal.Signals(self._signal).name}; all machines have ended"
             )
             return 128 + self._signal
+        self._tell_cut_off()
         failed = [outing for outing in self._outings if outing.ends]
         if failed:
             return self._tell_ranks(failed)
@@ -253,13 +272,21 @@ class _Job:
                 return outing.error[1]
         lost = [outing for outing in self._outings if outing.code != 0]
         for outing in lost:
-            self._say(f"{outing.errand.host}: {_lost(outing)}")
+            if not outing.cut_off:
+                self._say(f"{outing.errand.host}: {_lost(outing)}")
         return 1 if lost else 0
+
+    def _tell_cut_off(self) -> None:
+        if hosts := [outing.errand.host for outing in self._outings if outing.cut_off]:
+            self._say(
+                f"{', '.join(hosts)}: no answer within {_HEARD_SECONDS:g} s; the network there is cut, or the machine "
+                "is down. What still runs there ends by itself when its ranks have waited for the limit"
+            )
 
     def _tell_ranks(self, failed: Sequence[_Outing]) -> int:
         first = first_failure([end for outing in failed for end in outing.ends])
         guilty = next(outing for outing in failed if first in outing.ends)
-        others = [outing.errand.host for outing in self._outings if outing is not guilty and outing.code != 0]
+        others = [o.errand.host for o in self._outings if o is not guilty and o.code != 0 and not o.cut_off]
         if others:
             self._say(f"{', '.join(others)}: ended with the job")
         ranks = guilty.errand.ranks

@@ -114,7 +114,14 @@ class Reporter:
 
 
 def _report(kind: str, headline: str, trace: str, code: int) -> dict[str, Any]:
-    return {"kind": kind, "headline": headline, "traceback": trace, "exit_code": code, "time": time.time()}
+    return {
+        "kind": kind,
+        "headline": headline,
+        "traceback": trace,
+        "exit_code": code,
+        "time": time.time(),
+        "pid": os.getpid(),
+    }
 
 
 def _report_of(error: BaseException) -> dict[str, Any]:

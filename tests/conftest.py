@@ -1,12 +1,49 @@
-"""Fixtures and marks that hold for every test: the pools of ranks, and what is skipped where there is no GPU."""
+"""What holds for every test: the pools of ranks, time limits that follow the machine, and what needs a GPU."""
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Iterator
 
 import pytest
+import pytest_timeout
 
+from tests import time_limits
 from tests.multi.pool import Pool
+
+
+def pytest_configure() -> None:
+    # Processes of xdist, and whatever a test starts, inherit it.
+    os.environ.setdefault(time_limits.VARIABLE, f"{time_limits.measure():.1f}")
+
+
+def pytest_report_header() -> str:
+    return f"time limits: x {os.environ[time_limits.VARIABLE]} (of a quiet machine's)"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: pytest_timeout.Settings) -> bool | None:
+    """In place of pytest-timeout's own timer, which knows the time only."""
+    if settings.method != "signal":
+        return None
+    limit = time_limits.Limit(settings.timeout)
+
+    def strike(number: int, frame: object) -> None:
+        __tracebackhide__ = True
+        if left := limit.left():
+            signal.setitimer(signal.ITIMER_REAL, left)
+        else:
+            pytest_timeout.timeout_sigalrm(item, settings._replace(timeout=limit.total))
+
+    def cancel() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+    item.cancel_timeout = cancel  # type: ignore[attr-defined]
+    signal.signal(signal.SIGALRM, strike)
+    signal.setitimer(signal.ITIMER_REAL, limit.left())
+    return True
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from tests import time_limits
 from tests.multi.environment import free_port, outside_any_job
 from tests.multi.job import JobResult, run_command
 
@@ -70,24 +71,24 @@ def launching(folder: Path, *arguments: object) -> Iterator[subprocess.Popen[str
     finally:
         if launcher.poll() is None:
             launcher.send_signal(signal.SIGTERM)
-        launcher.communicate(timeout=40)
+        launcher.communicate(timeout=time_limits.seconds(40))
 
 
 def files_of(folder: Path, names: Sequence[str], seconds: float = 60.0) -> list[int]:
     """The process ids that the ranks have written into these files, once all are there."""
     files = [folder / name for name in names]
-    deadline = time.monotonic() + seconds
+    limit = time_limits.Limit(seconds)
     while not all(file.exists() and file.read_text().endswith("\n") for file in files):
-        assert time.monotonic() < deadline, f"the ranks did not start: {[file.name for file in files]}"
+        assert not limit.is_over(), f"the ranks did not start: {[file.name for file in files]}"
         time.sleep(0.05)
     return [int(file.read_text()) for file in files]
 
 
 def alive(pids: Sequence[int], seconds: float = 20.0) -> list[int]:
     """Which of these processes are still there after a while."""
-    deadline = time.monotonic() + seconds
+    limit = time_limits.Limit(seconds)
     while left := [pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]:
-        if time.monotonic() > deadline:
+        if limit.is_over():
             break
         time.sleep(0.1)
     return left

@@ -14,6 +14,7 @@ import pexpect
 import pytest
 from click.testing import CliRunner
 
+from tests import time_limits
 from tests.multi.environment import outside_any_job
 from zeroaccel.cli.main import main
 
@@ -52,7 +53,7 @@ def _terminal(folder: Path, *flags: str) -> Iterator[Terminal]:
         env=environment,
         cwd=str(folder),
         encoding="utf-8",
-        timeout=40,
+        timeout=time_limits.seconds(40),
         dimensions=(60, 200),
     )
     try:

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import time_limits
 from tests.multi.environment import free_port, outside_any_job
 from tests.multi.job import JobResult, run_command
 
@@ -114,7 +115,9 @@ def test_an_error_of_all_ranks_is_one_line(tmp_path: Path) -> None:
 
 
 def test_sys_exit_of_one_rank_ends_the_job_with_its_code(tmp_path: Path) -> None:
-    script = _script(tmp_path, "import os, sys, time\nif os.environ['RANK'] == '0':\n    sys.exit(3)\ntime.sleep(60)\n")
+    script = _script(
+        tmp_path, "import os, sys, time\nif os.environ['RANK'] == '0':\n    sys.exit(3)\ntime.sleep(600)\n"
+    )
     result = _launch(script)
     assert result.returncode == 3
     assert f"exit code 3) failed first: sys.exit(3) at {script}:3 in <module>" in result.stderr
@@ -137,7 +140,7 @@ def test_a_job_is_started_again_and_says_why(tmp_path: Path) -> None:
 
 
 def test_a_program_that_is_not_python_and_is_killed() -> None:
-    result = _launch("--no-python", "sh", "-c", "if [ $RANK = 1 ]; then kill -KILL $$; fi; exec sleep 60")
+    result = _launch("--no-python", "sh", "-c", "if [ $RANK = 1 ]; then kill -KILL $$; fi; exec sleep 600")
     assert result.returncode == 128 + signal.SIGKILL
     assert "SIGKILL) failed first: killed from outside; most often that is the system, out of memory" in result.stderr
 
@@ -150,9 +153,9 @@ def _running(script: Path, names: list[str]) -> Iterator[tuple[subprocess.Popen[
     )
     files = [script.parent / name for name in names]
     try:
-        deadline = time.monotonic() + 60
+        limit = time_limits.Limit(60)
         while not all(file.exists() and file.read_text().endswith("\n") for file in files):
-            assert time.monotonic() < deadline, "the job did not start"
+            assert not limit.is_over(), "the job did not start"
             assert launcher.poll() is None, launcher.communicate()
             time.sleep(0.05)
         yield launcher, [psutil.Process(int(file.read_text())) for file in files]
@@ -181,18 +184,18 @@ def test_a_signal_to_the_launcher_leaves_nothing_running(tmp_path: Path, number:
         "import os, subprocess, sys, time\n"
         "rank = os.environ['RANK']\n"
         "if rank == '0':\n"
-        "    sleep = [sys.executable, '-c', 'import time; time.sleep(60)']\n"
+        "    sleep = [sys.executable, '-c', 'import time; time.sleep(600)']\n"
         "    child = subprocess.Popen(sleep, start_new_session=True, stderr=subprocess.DEVNULL)\n"
         "    open('child', 'w').write(f'{child.pid}\\n')\n"
         "open(rank, 'w').write(f'{os.getpid()}\\n')\n"
-        "time.sleep(60)\n",
+        "time.sleep(600)\n",
     )
     with _running(script, ["0", "1", "child"]) as (launcher, processes):
         launcher.send_signal(number)
-        _, said = launcher.communicate(timeout=40)
+        _, said = launcher.communicate(timeout=time_limits.seconds(40))
         if number == signal.SIGKILL:  # nobody is left who could end the child
             processes.pop().kill()
-            psutil.wait_procs(processes, timeout=10)
+            psutil.wait_procs(processes, timeout=time_limits.seconds(10))
         else:
             assert launcher.returncode == 128 + number
             assert said.splitlines()[1:] == [

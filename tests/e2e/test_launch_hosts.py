@@ -8,11 +8,14 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 from click.testing import CliRunner, Result
 
+from tests import time_limits
 from tests.e2e.hosts import HOSTS, alive, files_of, hostfile_flags, launch, launching, write_script
 from tests.multi.environment import free_port, outside_any_job
 from zeroaccel.cli.main import main
@@ -34,13 +37,22 @@ dist.destroy_process_group()
 WAIT = """
 import os, time
 open(os.environ["RANK"], "w").write(f"{os.getpid()}\\n")
-time.sleep(60)
+time.sleep(600)
 """
 FAIL = """
 import os, time
 if os.environ["RANK"] == "1":
     raise ValueError("no labels")
-time.sleep(60)
+time.sleep(600)
+"""
+FAIL_ON_DEMAND = """
+import os, time
+open(os.environ["RANK"], "w").write(f"{os.getpid()}\\n")
+while not os.path.exists("fail"):
+    time.sleep(0.05)
+if os.environ["RANK"] == "0":
+    raise ValueError("no labels")
+time.sleep(600)
 """
 # As a collective would: fails when the process on the other machine is gone.
 LOSE = """
@@ -97,7 +109,7 @@ def test_the_same_by_c10d_from_each_machine(tmp_path: Path) -> None:
                 cwd=tmp_path,
             )
         )
-    said = [launcher.communicate(timeout=90) for launcher in launchers]
+    said = [launcher.communicate(timeout=time_limits.seconds(90)) for launcher in launchers]
     assert [launcher.returncode for launcher in launchers] == [0, 0], said
     assert sorted(out.split(" [")[0] for out, _ in said) == [f"{rank} 4.0" for rank in range(2)]
 
@@ -118,13 +130,13 @@ def test_a_lost_machine_of_an_elastic_job(tmp_path: Path) -> None:
     try:
         files_of(tmp_path, ["20", "21"])
         second.kill()
-        assert first.wait(60) == 0
+        assert first.wait(time_limits.seconds(60)) == 0
         assert (tmp_path / "10").exists()
     finally:
         for launcher in (first, second):
             if launcher.poll() is None:
                 launcher.terminate()
-            launcher.wait(30)
+            launcher.wait(time_limits.seconds(30))
 
 
 def test_a_signal_reaches_every_rank(tmp_path: Path) -> None:
@@ -137,10 +149,30 @@ def test_a_signal_reaches_every_rank(tmp_path: Path) -> None:
         pids = [files_of(folder, ["0", "1"]) for folder in folders]
         for launcher, number in zip((interrupted, killed), numbers, strict=True):
             launcher.send_signal(number)
-        _, said = interrupted.communicate(timeout=40)
+        _, said = interrupted.communicate(timeout=time_limits.seconds(40))
         assert [alive(ranks) for ranks in pids] == [[], []]
     assert interrupted.returncode == 128 + signal.SIGINT
     assert "stopped by SIGINT; all machines have ended" in said
+
+
+def test_a_machine_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None:
+    with launching(tmp_path, write_script(tmp_path, FAIL_ON_DEMAND)) as launcher:
+        _, rank = files_of(tmp_path, ["0", "1"])
+        node = psutil.Process(rank).parent()
+        assert node is not None
+        try:
+            node.suspend()  # as if the network to it were cut
+            (tmp_path / "fail").touch()
+            began = time.monotonic()
+            _, said = launcher.communicate(timeout=time_limits.seconds(60))
+            assert time.monotonic() - began < time_limits.seconds(15.0)
+        finally:
+            node.kill()
+            psutil.Process(rank).kill()
+    assert launcher.returncode == 1
+    assert "127.0.0.2: no answer within 4 s; the network there is cut, or the machine is down." in said
+    assert "127.0.0.2: ended with the job" not in said
+    assert said.endswith("ValueError: no labels\n")
 
 
 def _here(folder: Path, monkeypatch: pytest.MonkeyPatch, *arguments: object, **layout: object) -> Result:

@@ -53,7 +53,7 @@ try:
     debug_launcher(fail_on_1)
 except Exception as error:
     print("raised:", type(error).__name__, error)
-assert time.monotonic() - start < 30, "the other rank was waited for"
+assert time.monotonic() - start < 30 * float(os.environ["TEST_TIME_FACTOR"]), "the other rank was waited for"
 for call in (
     lambda: debug_launcher(total, (1,), num_processes=0),
     lambda: notebook_launcher(total, (1,), mixed_precision="fp8"),

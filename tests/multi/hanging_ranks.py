@@ -77,7 +77,7 @@ def sleeping(model: Layers) -> None:
 
 
 def evaluate() -> None:
-    time.sleep(100)
+    time.sleep(600)
 
 
 def exception(model: Layers) -> None:
@@ -116,7 +116,7 @@ def foreign_barrier(model: Layers) -> None:
 def broadcast(model: Layers) -> None:
     model.step(0)
     if model.rank == 0:
-        time.sleep(100)
+        time.sleep(600)
     model.collectives.broadcast(torch.ones(PART), 0, "initial weights")
 
 
@@ -126,7 +126,7 @@ def device(model: Layers) -> None:
     if model.rank == 0:
         journal = model.collectives.journal
         journal.probe = journal.issue("gather", "all_gather", "unshard layers.0", PART, "bfloat16"), lambda: False
-    time.sleep(100)
+    time.sleep(600)
 
 
 def two_hops(model: Layers) -> None:
@@ -143,7 +143,7 @@ def stubborn(model: Layers) -> None:
         branches(model)
     except CollectiveError:
         print(f"rank {model.rank} goes on", flush=True)
-        time.sleep(100)
+        time.sleep(600)
 
 
 def orderly(model: Layers) -> None:

@@ -11,13 +11,13 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from tests import time_limits
 from tests.multi.environment import ROOT, free_port, outside_any_job, rank_environment
 
 __all__ = ["JobResult", "JobTimeout", "run_command", "run_job"]
@@ -63,7 +63,7 @@ def run_job(
     """Runs a Python script as ranks 0 ... `nproc` - 1 of one job and waits for all of them.
 
     Args:
-        timeout: seconds after which the job is killed.
+        timeout: seconds of a quiet machine after which the job is killed.
         env: variables set on top of those of a rank.
         cwd: the folder it runs in.
 
@@ -84,13 +84,13 @@ def run_command(
 
 
 def _run(command: list[str], environments: list[dict[str, str]], timeout: float, cwd: Path) -> JobResult:
-    start = time.monotonic()
+    limit = time_limits.Limit(timeout)
     with tempfile.TemporaryDirectory(prefix="job-") as folder:
         processes: list[subprocess.Popen[bytes]] = []
         try:
             for rank, environment in enumerate(environments):
                 processes.append(_spawn(command, environment, cwd, Path(folder, str(rank))))
-            timed_out = not _all_ended(processes, start + timeout)
+            timed_out = not _all_ended(processes, limit)
         finally:
             for process in processes:
                 _kill_tree(process)
@@ -98,10 +98,10 @@ def _run(command: list[str], environments: list[dict[str, str]], timeout: float,
             returncodes=tuple(process.wait() for process in processes),
             stdout=_joined(folder, "out"),
             stderr=_joined(folder, "err"),
-            seconds=time.monotonic() - start,
+            seconds=limit.elapsed,
         )
     if timed_out:
-        raise JobTimeout(f"{' '.join(command)}: killed after {timeout:g} s", result)
+        raise JobTimeout(f"{' '.join(command)}: killed after {limit.total:g} s", result)
     return result
 
 
@@ -118,12 +118,13 @@ def _spawn(command: list[str], environment: dict[str, str], cwd: Path, output: P
         )
 
 
-def _all_ended(processes: list[subprocess.Popen[bytes]], deadline: float) -> bool:
-    try:
-        for process in processes:
-            process.wait(max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
-        return False
+def _all_ended(processes: list[subprocess.Popen[bytes]], limit: time_limits.Limit) -> bool:
+    for process in processes:
+        while process.poll() is None:
+            if (left := limit.left()) <= 0:
+                return False
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(left)
     return True
 
 

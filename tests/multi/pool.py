@@ -21,6 +21,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tests import time_limits
 from tests.multi.environment import ROOT, free_port, rank_environment
 from tests.multi.worker import DUMP_SIGNAL, Answer, Setup
 
@@ -82,9 +83,9 @@ class _Rank:
         if self._process.poll() is not None:
             return f"(the process ended with exit code {self._process.returncode})\n"
         os.kill(self._process.pid, DUMP_SIGNAL)
-        deadline = time.monotonic() + DUMP_SECONDS
+        limit = time_limits.Limit(DUMP_SECONDS)
         written = ""
-        while time.monotonic() < deadline:
+        while not limit.is_over():
             time.sleep(0.02)
             before, written = written, self._read_stacks()
             if written and written == before:
@@ -120,7 +121,8 @@ class Pool:
         """Calls ``function(*args, **kwargs)`` on every rank and returns the results by rank.
 
         Args:
-            timeout: seconds until a rank that has not returned counts as hanging; starting the pool is not included.
+            timeout: seconds of a quiet machine until a rank that has not returned counts as hanging; starting the pool
+                is not included.
 
         Raises:
             RankFailure: with the traceback of every rank that raised, and the stack of every rank left waiting.
@@ -156,15 +158,15 @@ class Pool:
     def _collect(self, name: str, timeout: float) -> list[Answer]:
         """Waits for one answer per rank, all of them values."""
         __tracebackhide__ = True
-        deadline = time.monotonic() + timeout
+        limits = [time_limits.Limit(timeout)]
         answers: dict[int, Answer] = {}
         waiting: dict[Any, _Rank] = {rank.connection: rank for rank in self._ranks}
-        while waiting and (ready := wait(list(waiting), max(0.0, deadline - time.monotonic()))):
-            for connection in ready:
+        while waiting and (left := min(limit.left() for limit in limits)) > 0:
+            for connection in wait(list(waiting), left):
                 rank = waiting.pop(connection)
                 answers[rank.rank] = answer = rank.receive()
                 if answer.failure:
-                    deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                    limits.append(time_limits.Limit(GRACE_SECONDS))
         failed = {rank: answer for rank, answer in answers.items() if answer.failure}
         if waiting or failed:
             raise self._failure(name, timeout, failed, list(waiting.values()))

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests import time_limits
 from tests.multi.job import JobResult, run_job
 
-LIMIT = 2.0
+LIMIT = round(time_limits.seconds(2.0), 1)
 PROMISE = 15.0  # seconds after the limit in which every rank has ended
 AT_A_TIME = 2
 
@@ -28,7 +29,7 @@ class Scenario:
 
     def run(self) -> tuple[JobResult, float]:
         """The job's result, and how many seconds after the ranks had met it had ended."""
-        environment = {"ZEROACCEL_COLLECTIVE_TIMEOUT": str(self.limit)}
+        environment = {"ZEROACCEL_COLLECTIVE_TIMEOUT": f"{self.limit:g}"}
         result = run_job(self.ranks, "tests/multi/hanging_ranks.py", [self.name], timeout=90, env=environment)
         began = min(float(moment) for moment in re.findall(r"begins (\S+)", result.stdout))
         return result, time.time() - began
@@ -71,8 +72,10 @@ def ended(request: pytest.FixtureRequest) -> Iterator[Ended]:
 
         def result_of(name: str) -> JobResult:
             result, seconds = jobs[name].result()
-            limit = min(SCENARIOS[name].limit, 5.0)  # what is certain earlier is not kept waiting for the limit
-            assert seconds < limit + PROMISE, result.stderr
+            limit = min(
+                SCENARIOS[name].limit, time_limits.seconds(5.0)
+            )  # what is certain earlier is not kept waiting for the limit
+            assert seconds < limit + time_limits.seconds(PROMISE), result.stderr
             return result
 
         yield result_of
@@ -193,7 +196,7 @@ def test_the_rank_that_keeps_the_store_is_killed(ended: Ended, name: str) -> Non
 def test_a_rank_that_sleeps(ended: Ended, name: str) -> None:
     result = ended(name)
     message = _one_message(result)
-    assert re.search(r"rank \d has waited \d\.\d s \(the limit is 2 s\) for gather #3", message)
+    assert re.search(rf"rank \d has waited [\d.]+ s \(the limit is {LIMIT:g} s\) for gather #3", message)
     assert re.search(r"rank 1: in no collective, in step 0; .*hanging_ranks.py:\d+ in evaluate", message)
     assert 'ranks 0, 2-3: waiting for gather #3 all_gather "unshard layers.0"' in message
     assert result.returncodes == (75, 75, 75, 75)
@@ -220,7 +223,7 @@ def test_ranks_that_wait_for_a_broadcast(ended: Ended, name: str) -> None:
 def test_a_collective_that_does_not_block_the_host(ended: Ended, name: str) -> None:
     result = ended(name)
     message = _one_message(result)
-    assert re.search(r"rank 0 has waited \d\.\d s \(the limit is 2 s\) for gather #3", message)
+    assert re.search(rf"rank 0 has waited [\d.]+ s \(the limit is {LIMIT:g} s\) for gather #3", message)
     assert 'rank 0: waiting for gather #3 all_gather "unshard layers.0" (1000 x bfloat16, backward)' in message
     assert "rank 1: in no collective" in message
     assert result.returncodes == (75, 75)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
+from tests import time_limits
 from tests.multi.environment import free_port
 from zeroaccel.comm import meeting
 from zeroaccel.comm.meeting import Card, meet
@@ -15,15 +16,16 @@ from zeroaccel.errors import CollectiveError, ConfigError
 FACTS = {"zeroaccel": "1", "mixed_precision": "bf16"}
 
 
-def _meet(cards: Mapping[int, Card], count: int, seconds: float = 20.0) -> dict[int, object]:
+def _meet(cards: Mapping[int, Card], count: int, seconds: float | None = None) -> dict[int, object]:
     """What each of the machines that came got out of it, a Meeting or an error."""
     port = free_port()
+    patience = time_limits.seconds(20.0) if seconds is None else seconds
     results: dict[int, object] = {}
 
     def come(number: int, card: Card) -> None:
         try:
             results[number] = meet(
-                ("127.0.0.1", port), number, count, card, arrival_seconds=seconds, say=lambda message: None
+                ("127.0.0.1", port), number, count, card, arrival_seconds=patience, say=lambda message: None
             )
         except Exception as error:
             results[number] = error
@@ -32,7 +34,7 @@ def _meet(cards: Mapping[int, Card], count: int, seconds: float = 20.0) -> dict[
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(time_limits.seconds(60))
     return results
 
 

@@ -9,9 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests import time_limits
 from tests.multi.job import JobResult, run_job
 
-LIMIT = 2.0
+LIMIT = round(time_limits.seconds(2.0), 1)
 PROMISE = 15.0  # seconds after the limit in which every rank has ended
 JOBS = (("branches", 3), ("fewer_batches", 3), ("fewer_batches", 1), ("eval_on_rank_0", 3), ("wrong_loss_on_one", 3))
 
@@ -33,7 +34,7 @@ def ended() -> Iterator[Ended]:
 
         def result_of(scenario: str, stage: int) -> JobResult:
             result, seconds = jobs[scenario, stage].result()
-            assert seconds < LIMIT + PROMISE, result.stderr
+            assert seconds < LIMIT + time_limits.seconds(PROMISE), result.stderr
             assert result.stderr.count("[zeroaccel E]") == 1, result.stderr
             assert sorted(re.findall(r"rank (\d) cleaned up", result.stdout)) == ["0", "1"]
             return result

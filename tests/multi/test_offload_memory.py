@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import zeroaccel
+from tests import time_limits
 from tests.multi.environment import ROOT
 from tests.multi.pool import Pool
 from tests.multi.test_engine_traffic import Trained
@@ -65,7 +66,15 @@ def test_bytes_per_parameter_on_each_tier(
 def test_states_of_four_times_the_memory_limit(tmp_path: Path, offload: bool) -> None:
     command = [sys.executable, "-m", "tests.multi.offload_under_limit", str(tmp_path), str(int(offload))]
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False, env=environment)
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=time_limits.seconds(100),
+        check=False,
+        env=environment,
+    )
     if offload:
         assert done.returncode == 0, done.stderr[-3000:]
         assert "states are 4.0 times the limit" in done.stdout

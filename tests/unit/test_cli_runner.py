@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests import time_limits
 from tests.multi.environment import outside_any_job
 from zeroaccel.cli import runner
 
@@ -54,7 +55,12 @@ class Job:
     def run(self, source: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, runner.__file__, self.script(source)]
         return subprocess.run(
-            command, cwd=self.folder, env=self.environment(), capture_output=True, text=True, timeout=30
+            command,
+            cwd=self.folder,
+            env=self.environment(),
+            capture_output=True,
+            text=True,
+            timeout=time_limits.seconds(30),
         )
 
     @property
@@ -177,15 +183,15 @@ def test_a_failing_process_waits_a_moment_for_others_that_fail_alike(job: Job) -
         cwd=job.folder,
         env=job.environment(world_size=2),
     )
-    deadline = time.monotonic() + 20
-    while not job.report_path.exists() and time.monotonic() < deadline:
+    limit = time_limits.Limit(20)
+    while not job.report_path.exists() and not limit.is_over():
         time.sleep(0.01)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.2)
     other = job.report_path.parent.parent / "1" / job.report_path.name
     other.parent.mkdir()
     other.touch()
-    assert process.wait(20) == 1
+    assert process.wait(time_limits.seconds(20)) == 1
 
 
 def test_without_a_launcher_errors_are_printed_as_usual(tmp_path: Path) -> None:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import socket
+import threading
+import time
 
 import pytest
 from torch._C._distributed_c10d import HashStore, TCPStore
 
+from tests import time_limits
+from zeroaccel.comm import side_channel
 from zeroaccel.comm.journal import Journal
-from zeroaccel.comm.side_channel import SideChannel
+from zeroaccel.comm.side_channel import ChannelLost, ChannelSilent, SideChannel
 from zeroaccel.comm.verdict import Alarm, Position, Verdict
 
 
@@ -82,3 +86,78 @@ def test_who_keeps_a_tcp_store(launcher: bool, keeper: int | None) -> None:
     channel = SideChannel(store, 0, 2, generation=1, launcher_keeps_store=launcher)
     assert channel.keeper == keeper
     assert channel.keeps_store == (keeper == 0)
+
+
+class _StoppedStore:
+    """A store whose process is stopped until `go_on` is set."""
+
+    def __init__(self) -> None:
+        self.go_on = threading.Event()
+        self.counts: dict[str, int] = {}
+        self.texts: dict[str, str] = {}
+
+    def add(self, key: str, amount: int) -> int:
+        self.go_on.wait()
+        self.counts[key] = self.counts.get(key, 0) + amount
+        return self.counts[key]
+
+    def set(self, key: str, text: str) -> None:
+        self.texts[key] = text
+
+
+@pytest.fixture
+def stopped(channels: list[SideChannel], monkeypatch: pytest.MonkeyPatch) -> tuple[SideChannel, _StoppedStore]:
+    monkeypatch.setattr(side_channel, "_ANSWER_SECONDS", 0.2)
+    store = _StoppedStore()
+    channels[1]._store = store  # type: ignore[assignment]
+    return channels[1], store
+
+
+def test_a_store_that_does_not_answer_is_not_waited_for(stopped: tuple[SideChannel, _StoppedStore]) -> None:
+    channel, store = stopped
+    with pytest.raises(ChannelSilent, match=r"the rendezvous store at HashStore has not answered for \d+ s"):
+        channel.events()
+    began = time.monotonic()
+    for _ in range(100):  # each would take 0.2 s if it asked again
+        with pytest.raises(ChannelSilent):
+            channel.events()
+    assert time.monotonic() - began < time_limits.seconds(2.0)
+    store.go_on.set()
+    channel.await_answer(time_limits.seconds(10.0))
+    assert channel.events() == 0
+
+
+def test_what_was_said_to_a_silent_store_arrives_whole_and_once(stopped: tuple[SideChannel, _StoppedStore]) -> None:
+    channel, store = stopped
+    with pytest.raises(ChannelSilent):
+        channel.publish_farewell(Position(1, left="finished and left"))
+    store.go_on.set()
+    channel.await_answer(time_limits.seconds(10.0))
+    assert store.counts == {"farewells": 1, "events": 1}
+    assert list(store.texts) == ["left/1"]
+
+
+class _BrokenStore:
+    def add(self, key: str, amount: int) -> int:
+        raise RuntimeError("Connection reset by peer")
+
+
+def test_a_broken_connection_is_not_silence(channels: list[SideChannel]) -> None:
+    channels[1]._store = _BrokenStore()  # type: ignore[assignment]
+    with pytest.raises(ChannelLost, match="reset by peer") as caught:
+        channels[1].events()
+    assert not isinstance(caught.value, ChannelSilent)
+
+
+def test_the_thread_of_a_channel_ends_with_it() -> None:
+    def threads() -> int:
+        return sum(thread.name == "zeroaccel-side-channel" for thread in threading.enumerate())
+
+    before = threads()
+    channel = SideChannel(HashStore(), 0, 1, generation=9, launcher_keeps_store=False)
+    assert threads() == before + 1
+    del channel
+    limit = time_limits.Limit(10.0)
+    while threads() > before and not limit.is_over():
+        time.sleep(0.01)
+    assert threads() == before

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zeroaccel.comm.journal import Call, Kind
-from zeroaccel.comm.verdict import Alarm, Position, compose, first_difference, rank_list
+from zeroaccel.comm.verdict import Alarm, Position, Sighting, compose, first_difference, rank_list
 
 ALARM = Alarm(rank=0, headline="rank 0 has waited 3.0 s", timed_out=True)
 
@@ -96,3 +96,30 @@ def test_a_silent_rank_is_named() -> None:
 def test_ranks_in_collectives_of_different_kinds() -> None:
     positions = {0: Position(0, waiting=_call(1, "save", "control")), 1: Position(1, waiting=_call(3, "a"))}
     assert "if rank == 0" in compose(ALARM, positions, 2)
+
+
+@pytest.mark.parametrize(
+    ("sighting", "text", "advice"),
+    [
+        (Sighting("stopped", "pid 7"), "its process (pid 7) is stopped", "Rank 1 was stopped by a signal"),
+        (Sighting("gone", "pid 7"), "its process (pid 7) is gone", "the end of the output of rank 1"),
+        (Sighting("running", "pid 7"), "its process (pid 7) runs, but is stuck", "the end of the output of rank 1"),
+        (Sighting("unseen", "node7"), "node7 cannot be reached, or its process is", "the network to node7 is cut"),
+        (Sighting("unseen"), "its process is gone, stopped, or stuck", "is killed without a word."),
+    ],
+)
+def test_a_rank_that_does_not_answer_is_described_as_it_is_seen(sighting: Sighting, text: str, advice: str) -> None:
+    message = compose(ALARM, {0: Position(0, waiting=_call(3, "a"))}, 2, {1: sighting})
+    assert f"  rank 1: no answer; {text}" in message
+    assert advice in message.splitlines()[-1]
+
+
+def test_a_store_that_does_not_answer_is_named() -> None:
+    silence = "the rendezvous store at node0:29500 has not answered for 5 s"
+    sightings = {0: Sighting("unseen", "node0"), 2: Sighting("running", "pid 7")}
+    lines = compose(ALARM, {1: Position(1, waiting=_call(3, "a"))}, 3, sightings, silence).splitlines()
+    assert lines[1] == "  ranks 0, 2: not heard of"
+    assert lines[-2] == "  The rendezvous store at node0:29500 has not answered for 5 s."
+    assert "the network between the machines is cut" in lines[-1]
+    stopped = compose(ALARM, {1: Position(1)}, 2, {0: Sighting("stopped", "pid 7")}, silence)
+    assert stopped.splitlines()[-1].startswith("  Rank 0 was stopped by a signal")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from packaging.version import parse
 
+from tests import time_limits
 from zeroaccel import compat
 from zeroaccel.compat.dicts import from_library
 from zeroaccel.compat.inherit import inherited_environment
@@ -118,7 +119,9 @@ def test_a_real_one_is_shadowed_only_when_asked(tmp_path: Path, monkeypatch: pyt
 
 def test_it_comes_before_the_libraries_that_look_once() -> None:
     code = "import accelerate\nimport zeroaccel.compat\nzeroaccel.compat.install()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=time_limits.seconds(100), check=False
+    )
     assert done.returncode == 1
     assert "expected to come before `import accelerate`" in done.stderr
 
@@ -130,7 +133,12 @@ def test_children_inherit_it_beside_their_own_sitecustomize(tmp_path: Path) -> N
     assert inherited_environment(environ) == {name: environ[name] for name in ("PYTHONPATH", "ZEROACCEL_COMPAT")}
     code = "import sys, deepspeed; print(deepspeed.__version__, 'torch' in sys.modules)"
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=100, check=True
+        [sys.executable, "-c", code],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=time_limits.seconds(100),
+        check=True,
     )
     assert done.stdout.split() == ["own", compat.VERSION, "False"]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import time_limits
 from tests.unit.house_rules import (
     ENVIRONMENT_READERS,
     PACKAGE_RULES,
@@ -169,7 +170,9 @@ def test_what_is_sound_passes(rule: Rule, files: dict[str, str]) -> None:
 )
 def test_torch_is_not_imported_before_it_is_needed(statement: str) -> None:
     check = f"import sys\n{statement}\nassert 'torch' not in sys.modules, 'torch was imported'"
-    done = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, timeout=time_limits.seconds(60)
+    )
     assert done.returncode == 0, done.stderr
 
 

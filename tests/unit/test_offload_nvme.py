@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import time_limits
 from zeroaccel.errors import ConfigError, OffloadError
 from zeroaccel.offload import file_io
 from zeroaccel.offload.buffers import ALIGN_NBYTES, HostBuffers, aligned_bytes
@@ -131,7 +132,7 @@ def test_many_threads_share_a_tier(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(time_limits.seconds(30))
     assert not any(thread.is_alive() for thread in threads)
     assert wrong == []
     tier.close()

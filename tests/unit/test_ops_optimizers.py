@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from tests import time_limits
 from zeroaccel.errors import UsageError
 from zeroaccel.ops import (
     CPUSGD,
@@ -326,9 +327,9 @@ def test_a_forked_child_has_threads_of_its_own(monkeypatch: pytest.MonkeyPatch) 
     child = os.fork()
     if child == 0:
         os._exit(dispatch.in_spans(128, lambda start, stop: stop - start) != [64, 64])
-    deadline = time.monotonic() + 20
+    limit = time_limits.Limit(20)
     ended, status = os.waitpid(child, os.WNOHANG)
-    while not ended and time.monotonic() < deadline:
+    while not ended and not limit.is_over():
         time.sleep(0.01)
         ended, status = os.waitpid(child, os.WNOHANG)
     if not ended:

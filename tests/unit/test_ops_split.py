@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests import time_limits
 from zeroaccel.errors import ConfigError
 from zeroaccel.offload.pinned import pinned_bytes
 from zeroaccel.ops import Adam, Lion, split_update
@@ -210,5 +211,7 @@ def test_nothing_imports_cupy_on_a_machine_without_cuda() -> None:
         "engine.backward(engine(torch.ones(1, 4)).sum()); engine.step(); engine.destroy()\n"
         "assert not [name for name in sys.modules if name.split('.')[0] == 'cupy']\n"
     )
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    result = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=time_limits.seconds(100)
+    )
     assert result.returncode == 0, result.stderr

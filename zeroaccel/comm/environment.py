@@ -16,6 +16,7 @@ from zeroaccel.errors import ConfigError
 __all__ = [
     "check_own_variables",
     "launcher_keeps_store",
+    "launcher_wakes_stopped_ranks",
     "limit_seconds",
     "place_in_job",
     "place_on_machine",
@@ -87,6 +88,11 @@ def place_on_machine() -> tuple[int, int] | None:
 def launcher_keeps_store() -> bool:
     """Whether the rendezvous store lives in the launcher, and not in rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def launcher_wakes_stopped_ranks() -> bool:
+    """Whether the launcher is ours, which ends its ranks also where they are stopped (SIGSTOP)."""
+    return "ZEROACCEL_LAUNCH_ID" in os.environ
 
 
 def threads_are_said(parent: Path | None = None) -> bool:

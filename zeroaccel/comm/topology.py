@@ -8,10 +8,10 @@ adds the same for some of the ranks. It starts the `Watchdog`; it does not commu
 from __future__ import annotations
 
 import math
-import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from zeroaccel.comm.environment import (
     launcher_keeps_store,
+    launcher_wakes_stopped_ranks,
     limit_seconds,
     place_in_job,
     place_on_machine,
@@ -27,11 +28,14 @@ from zeroaccel.comm.environment import (
 from zeroaccel.comm.exchange import close_connections
 from zeroaccel.comm.farewell import announce_end_through
 from zeroaccel.comm.journal import Journal
+from zeroaccel.comm.neighbours import Neighbours, ProcessCard, own_card
 from zeroaccel.comm.side_channel import SideChannel
 from zeroaccel.comm.watchdog import Watchdog
 from zeroaccel.errors import CollectiveError, ConfigError, EngineStateError
 
 __all__ = ["RankGroup", "Topology", "connect", "current_topology", "destroy", "init_process_group"]
+
+T = TypeVar("T")
 
 _BACKSTOP_SECONDS = 60.0  # how much later than the watchdog the backend's own timeout strikes
 
@@ -196,7 +200,8 @@ def _build(default: dist.ProcessGroup, limit: float) -> Topology:
     simulated = "fake" in backend  # torch's group without peers, for measurements
     patience = _patience(limit)
     control = dist.new_group(backend="fake" if simulated else "gloo", timeout=patience)
-    nodes = ((rank,),) if simulated else _nodes(rank, world_size, control)
+    cards = {rank: own_card()} if simulated else _exchange(own_card(), world_size, control)
+    nodes = ((rank,),) if simulated else _nodes(rank, cards, control)
     node = next(node for node in nodes if rank in node)
     told = None if simulated else place_on_machine()
     local_rank, local_world_size = told or (node.index(rank), len(node))
@@ -207,7 +212,8 @@ def _build(default: dist.ProcessGroup, limit: float) -> Topology:
     if not simulated:
         store = dist.distributed_c10d._get_default_store()
         channel = SideChannel(store, rank, world_size, _generation, launcher_keeps_store=launcher_keeps_store())
-        watchdog = Watchdog(journal, channel, limit, _interrupter(groups, device))
+        neighbours = Neighbours(rank, cards, signals=not launcher_wakes_stopped_ranks())
+        watchdog = Watchdog(journal, channel, neighbours, limit, _interrupter(groups, device))
         announce_end_through(watchdog)
     return Topology(
         rank,
@@ -284,14 +290,20 @@ def _rendezvous(backend: str, rank: int, world_size: int, limit: float) -> None:
         ) from error
 
 
-def _nodes(rank: int, world_size: int, control: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
+def _exchange(own: T, world_size: int, control: dist.ProcessGroup) -> dict[int, T]:
+    """What each rank brings, by rank. (all ranks)"""
+    everyone: list[Any] = [None] * world_size
+    dist.all_gather_object(everyone, own, group=control)
+    return dict(enumerate(everyone))
+
+
+def _nodes(rank: int, cards: Mapping[int, ProcessCard], control: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
     """The ranks on each machine: as the launchers say, which number them one after the other, else by host names."""
     place = place_on_machine()
-    everyone: list[tuple[str, int | None]] = [("", None)] * world_size
-    dist.all_gather_object(everyone, (socket.gethostname(), place and rank - place[0]), group=control)
-    launched = all(first is not None for _, first in everyone)
-    keys = [first if launched else host for host, first in everyone]
-    return tuple(tuple(r for r in range(world_size) if keys[r] == key) for key in dict.fromkeys(keys))
+    firsts: dict[int, int | None] = _exchange(place and rank - place[0], len(cards), control)
+    launched = all(first is not None for first in firsts.values())
+    keys = [firsts[r] if launched else card.host for r, card in cards.items()]
+    return tuple(tuple(r for r in cards if keys[r] == key) for key in dict.fromkeys(keys))
 
 
 def _device(local_rank: int) -> torch.device:

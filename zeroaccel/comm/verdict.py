@@ -8,10 +8,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Literal
 
 from zeroaccel.comm.journal import KINDS, Call, Kind
 
-__all__ = ["Alarm", "Position", "Verdict", "compose", "first_difference", "rank_list"]
+__all__ = ["Alarm", "Position", "Sighting", "Verdict", "compose", "first_difference", "rank_list"]
 
 
 @dataclass(frozen=True)
@@ -77,22 +78,69 @@ class Verdict:
     timed_out: bool
 
 
-def compose(alarm: Alarm, positions: Mapping[int, Position], world_size: int) -> str:
+@dataclass(frozen=True)
+class Sighting:
+    """What can be seen of a rank's process without asking it.
+
+    Attributes:
+        who: "pid 4711"; of a process that cannot be seen the name of its machine, if that is another one.
+    """
+
+    state: Literal["stopped", "gone", "running", "unseen"]
+    who: str = ""
+
+
+_UNSEEN = Sighting("unseen")
+
+
+def compose(
+    alarm: Alarm,
+    positions: Mapping[int, Position],
+    world_size: int,
+    sightings: Mapping[int, Sighting] | None = None,
+    store_silence: str = "",
+) -> str:
     """The whole message.
 
     Args:
         positions: of the ranks that answered or said farewell; the others are named as silent.
+        sightings: of the silent ranks.
+        store_silence: "the rendezvous store at ... has not answered for 4 s", if that is why ranks are not heard of.
     """
+    sightings = sightings or {}
     lines = [f"{alarm.headline}."]
     described: dict[str, list[int]] = {}
     for rank in range(world_size):
-        described.setdefault(_describe(positions.get(rank)), []).append(rank)
+        position = positions.get(rank)
+        if position is None:
+            text = _describe_silent(sightings.get(rank, _UNSEEN), may_be_cut_off=bool(store_silence))
+        else:
+            text = _describe(position)
+        described.setdefault(text, []).append(rank)
     lines += [f"  {rank_list(ranks)}: {text}" for text, ranks in described.items()]
     if difference := first_difference({rank: position.recent for rank, position in positions.items()}):
         lines.append(f"  First difference: {difference}.")
     silent = [rank for rank in range(world_size) if rank not in positions]
-    lines.append(f"  {_advice(positions.values(), silent, difference)}")
+    stopped = [rank for rank in silent if sightings.get(rank, _UNSEEN).state == "stopped"]
+    if store_silence:
+        lines.append(f"  {store_silence[0].upper()}{store_silence[1:]}.")
+    if stopped:
+        advice = f"{_sentence(stopped)} stopped by a signal: by Ctrl-Z, a debugger, or a batch system."
+    elif store_silence:
+        advice = "The process that keeps the store is stopped or gone, or the network between the machines is cut."
+    else:
+        hosts = sorted({sightings[rank].who for rank in silent if rank in sightings and _is_elsewhere(sightings[rank])})
+        advice = _advice(positions.values(), silent, difference, hosts)
+    lines.append(f"  {advice}")
     return "\n".join(lines)
+
+
+def _sentence(ranks: Sequence[int]) -> str:
+    return f"R{rank_list(ranks)[1:]} {'were' if len(ranks) > 1 else 'was'}"
+
+
+def _is_elsewhere(sighting: Sighting) -> bool:
+    return sighting.state == "unseen" and bool(sighting.who)
 
 
 def first_difference(recent: Mapping[int, Sequence[Call]]) -> str:
@@ -130,10 +178,21 @@ def _variants(calls: Mapping[int, Call]) -> str:
     )
 
 
-def _describe(position: Position | None) -> str:
+def _describe_silent(sighting: Sighting, *, may_be_cut_off: bool) -> str:
+    """What follows "rank 3: " of a rank that has not answered, in one line."""
+    if sighting.state in ("stopped", "gone"):
+        return f"no answer; its process ({sighting.who}) is {sighting.state}"
+    if may_be_cut_off:
+        return "not heard of"
+    if sighting.state == "running":
+        return f"no answer; its process ({sighting.who}) runs, but is stuck inside native code"
+    if _is_elsewhere(sighting):
+        return f"no answer; {sighting.who} cannot be reached, or its process is gone, stopped, or stuck in native code"
+    return "no answer; its process is gone, stopped, or stuck inside native code"
+
+
+def _describe(position: Position) -> str:
     """What follows "rank 3: ", in one line."""
-    if position is None:
-        return "no answer; its process is gone, stopped, or stuck inside native code"
     step = f", in step {position.step}" if position.step >= 0 else ""
     if position.left:
         last = f", after {position.finished}" if position.finished else ", before any collective"
@@ -145,7 +204,7 @@ def _describe(position: Position | None) -> str:
     return f"in no collective{step}; {last}{where}"
 
 
-def _advice(positions: Iterable[Position], silent: Sequence[int], difference: str) -> str:
+def _advice(positions: Iterable[Position], silent: Sequence[int], difference: str, hosts: Sequence[str]) -> str:
     positions = list(positions)
     left = [position.rank for position in positions if position.left]
     outside = [position.rank for position in positions if not position.left and position.waiting is None]
@@ -154,9 +213,8 @@ def _advice(positions: Iterable[Position], silent: Sequence[int], difference: st
     if failed := [position.rank for position in positions if position.failed]:
         return f"The cause is the exception on {rank_list(failed)}."
     if silent:
-        return (
-            f"Look at the end of the output of {rank_list(silent)}; a process out of memory is killed without a word."
-        )
+        look = f"Look at the end of the output of {rank_list(silent)}; a process out of memory is killed without a word"
+        return f"{look}. Or the network to {', '.join(hosts)} is cut." if hosts else f"{look}."
     if left:
         return f"Give every rank the same number of steps; {rank_list(left)} had fewer."
     if outside:

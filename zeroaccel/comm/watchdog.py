@@ -4,12 +4,15 @@ How a hang ends (all ranks unless noted):
 1. A rank sees that one of its collectives is overdue, or can never complete: a peer stalls at the same number with
    another history, a peer has left without issuing it, or the connection is closed. It raises the alarm.
 2. Each rank that hears of it, within a second, answers with its position.
-3. (one rank, the lowest that can) The positions become one message, which is logged once.
+3. (one rank, the lowest that can) The positions become one message, which is logged once. A rank that the store does
+   not answer says alone what it knows.
 4. Whoever waits in one of our collectives is interrupted and raises that message as an exception, so that `finally`
    blocks run. Whoever is elsewhere is ended with exit code 75 after a few seconds, and so is whoever does not leave.
+   Ranks of this machine that are stopped (SIGSTOP) cannot do that: they are woken and ended.
 
 All of it stays within 15 seconds of the limit. It costs one round trip to the store per second and rank. It reads the
-`Journal` and speaks through the `SideChannel`; `topology.py` makes it, `farewell.py` tells it of the process's end.
+`Journal`, speaks through the `SideChannel` and looks at silent ranks through `Neighbours`; `topology.py` makes it, and
+`farewell.py` tells it of the process's end.
 """
 
 from __future__ import annotations
@@ -19,12 +22,13 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import ClassVar
 
 from zeroaccel.comm.journal import Entry, Journal
-from zeroaccel.comm.side_channel import ChannelLost, SideChannel
-from zeroaccel.comm.verdict import Alarm, Position, Verdict, compose, rank_list
+from zeroaccel.comm.neighbours import Neighbours
+from zeroaccel.comm.side_channel import ChannelLost, ChannelSilent, SideChannel
+from zeroaccel.comm.verdict import Alarm, Position, Sighting, Verdict, compose, rank_list
 from zeroaccel.comm.whereabouts import main_thread_place
 from zeroaccel.errors import CollectiveError, CollectiveTimeoutError
 from zeroaccel.logs import logger
@@ -39,6 +43,7 @@ _SUCCESSION_SECONDS = 2.0  # after which another rank than the lowest may judge
 _VERDICT_SECONDS = _SUCCESSION_SECONDS + 2 * _ANSWERS_SECONDS  # after which each rank judges for itself
 _RAISE_SECONDS = 5.0  # for an interrupted thread to raise; then the process is ended
 _EXIT_SECONDS = 6.0  # for the process to end by itself; then it is ended
+_OTHERS_LOOK_SECONDS = 1.5  # for the other ranks to notice what this one has noticed
 _STAY_SECONDS = 2.5  # the keeper of the store waits this long for the others to be done with it
 
 
@@ -48,6 +53,7 @@ class Watchdog:
     Args:
         journal: of this rank's collectives.
         channel: this rank's end of the side channel.
+        neighbours: the other ranks' processes.
         limit: seconds a collective may wait; `math.inf` for no limit.
         interrupt: makes every thread that waits in a collective raise, and lets no later one complete.
 
@@ -58,7 +64,14 @@ class Watchdog:
 
     exit_code: ClassVar[int] = CollectiveError.exit_code
 
-    def __init__(self, journal: Journal, channel: SideChannel, limit: float, interrupt: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        channel: SideChannel,
+        neighbours: Neighbours,
+        limit: float,
+        interrupt: Callable[[], None],
+    ) -> None:
         self.limit = limit
         self.error: CollectiveError | None = None
         self.reported = False
@@ -66,6 +79,7 @@ class Watchdog:
         self._rank = channel.rank
         self._world_size = channel.world_size
         self._channel: SideChannel | None = channel  # None once the store is gone or no longer needed
+        self._neighbours = neighbours
         self._interrupt = interrupt
         self._trouble: Alarm | None = None  # from a thread of this rank whose connection broke
         self._farewell: Position | None = None
@@ -117,6 +131,8 @@ class Watchdog:
             self._farewell = self._position(left=how, failed=failed)
             self._wake.set()
             self._may_leave.wait(_VERDICT_SECONDS + _STAY_SECONDS)
+            if self.error is not None:
+                self._end_stopped_ranks()
 
     # --- the watchdog's own thread
 
@@ -127,7 +143,9 @@ class Watchdog:
                 self._wake.wait(_POLL_SECONDS if self._farewell is None else _HURRY_SECONDS)
                 self._wake.clear()
                 try:
-                    done = self._look()
+                    done = self._look(self._channel)
+                except ChannelSilent as silence:
+                    done = self._look(None, str(silence))
                 except ChannelLost:
                     self._channel = None
             if self.error is not None:
@@ -137,13 +155,17 @@ class Watchdog:
         if self.error is not None:
             self._end_process()
 
-    def _look(self) -> bool:
-        """Looks around once. Returns whether there is nothing left to watch for."""
-        channel = self._channel
+    def _look(self, channel: SideChannel | None, store_silence: str = "") -> bool:
+        """Looks around once. Returns whether there is nothing left to watch for.
+
+        Args:
+            channel: None if nothing can be heard through it now, or ever; then `store_silence` may say why.
+        """
         if channel is None:
             if alarm := self._overdue() or self._trouble:
-                self._settle(self._judge_alone(alarm), reported=False)
-            return self._farewell is not None
+                self._settle(self._judge_alone(alarm, store_silence), reported=False)
+            # A store that is only slow gets the farewell yet, in the time that `leave` gives it.
+            return self._farewell is not None and not store_silence
         if self._farewell is not None and not self._released_at:
             channel.publish_farewell(self._farewell)
             self._release(channel)
@@ -259,7 +281,7 @@ class Watchdog:
             waited = time.monotonic() - start
             if waited > _VERDICT_SECONDS:
                 return self._settle(self._judge_alone(alarm), reported=False)
-            if may_claim and (self._rank == 0 or waited > _SUCCESSION_SECONDS):
+            if may_claim and (self._is_first_to_answer() or waited > _SUCCESSION_SECONDS):
                 may_claim = False
                 if channel.claim_verdict():
                     channel.publish_verdict(self._judge(channel, alarm))
@@ -269,26 +291,36 @@ class Watchdog:
         self._release(channel)
         self._settle(verdict, reported=True)
 
+    def _is_first_to_answer(self) -> bool:
+        return all(self._neighbours.cannot_answer(rank) for rank in range(self._rank))
+
     def _judge(self, channel: SideChannel, alarm: Alarm) -> Verdict:
         """Collects the positions, as many as come in, and logs the message."""
         deadline = time.monotonic() + _ANSWERS_SECONDS
         positions: dict[int, Position] = {}
-        while len(positions) < self._world_size and time.monotonic() < deadline:
+        missing = list(range(self._world_size))
+        while missing and time.monotonic() < deadline:
+            missing = [rank for rank in missing if not self._neighbours.cannot_answer(rank)]
             self._note_farewells(channel)
             positions |= self._gone
             for rank in range(self._world_size):
                 if rank not in positions and (position := channel.position_of(rank)):
                     positions[rank] = position
+            missing = [rank for rank in missing if rank not in positions]
             time.sleep(_HURRY_SECONDS)
         self._listeners = len(positions)
-        text = compose(alarm, positions, self._world_size)
+        text = compose(alarm, positions, self._world_size, self._sightings(positions))
         logger.error(text, extra={"all_ranks": True})
         return Verdict(text, alarm.timed_out)
 
-    def _judge_alone(self, alarm: Alarm) -> Verdict:
+    def _judge_alone(self, alarm: Alarm, store_silence: str = "") -> Verdict:
         """What this rank can say without the others."""
-        own = self._farewell or self._position()
-        return Verdict(compose(alarm, self._gone | {self._rank: own}, self._world_size), alarm.timed_out)
+        positions = self._gone | {self._rank: self._farewell or self._position()}
+        text = compose(alarm, positions, self._world_size, self._sightings(positions), store_silence)
+        return Verdict(text, alarm.timed_out)
+
+    def _sightings(self, answered: Collection[int]) -> dict[int, Sighting]:
+        return {rank: self._neighbours.sighting(rank) for rank in range(self._world_size) if rank not in answered}
 
     def _settle(self, verdict: Verdict, *, reported: bool) -> None:
         self.reported = reported
@@ -305,9 +337,25 @@ class Watchdog:
             time.sleep(max(0.0, start + _EXIT_SECONDS - time.monotonic()))
         if not self.reported:
             logger.error(str(self.error), extra={"all_ranks": True})
+        self._end_stopped_ranks()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(self.exit_code)
+
+    def _end_stopped_ranks(self) -> None:
+        """The last thing before this process ends.
+
+        Not earlier: a launcher that sees one rank end ends the others, whose `finally` blocks may still be running. And
+        not before the others have seen for themselves who is stopped, where they cannot read it in the verdict.
+        """
+        if not self._neighbours.any_stopped():
+            return
+        if not self.reported:
+            time.sleep(_OTHERS_LOOK_SECONDS)
+        if self._neighbours.wake_and_end() and self._channel is not None:
+            # The store may have been in one of them, and now closes its connections. An interpreter that ends while
+            # a thread of it is about to return from the store ends with an abort.
+            self._channel.await_answer(_OTHERS_LOOK_SECONDS)
 
     # --- the store must outlive whoever still needs it
 

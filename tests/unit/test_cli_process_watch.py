@@ -1,0 +1,87 @@
+"""What the launcher notices beside torch's elastic agent: child processes of this one stand for ranks."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests import time_limits
+from zeroaccel.cli import process_watch
+from zeroaccel.cli.process_watch import ProcessWatch, break_connections
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+
+
+@contextmanager
+def _connection() -> Iterator[tuple[int, socket.socket]]:
+    """A port, and a connection to it over which nothing will ever come."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)) as client:
+            yield port, client
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_watch, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(process_watch, "_OTHERS_SECONDS", 0.2)
+    monkeypatch.setattr(process_watch, "_BLIND_SECONDS", 0.2)
+
+
+def test_a_thread_that_waits_for_an_answer_goes_on() -> None:
+    with _connection() as (port, client), _connection() as (_, other):
+        received: list[bytes] = []
+        thread = threading.Thread(target=lambda: received.append(client.recv(1)))
+        thread.start()
+        assert break_connections(port) == 1
+        thread.join(time_limits.seconds(10.0))
+        assert received == [b""]
+        other.settimeout(0.1)
+        with pytest.raises(TimeoutError):  # it is as it was
+            other.recv(1)
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_process_that_is_stopped_longer_than_the_limit_is_ended() -> None:
+    said: list[str] = []
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    process.send_signal(signal.SIGSTOP)
+    try:
+        with ProcessWatch(0.3, 1, 0.0, said.append):
+            assert process.wait(time_limits.seconds(20.0)) == -signal.SIGTERM
+    finally:
+        process.kill()
+    assert said[0].startswith(f"the process {process.pid} has been stopped (SIGSTOP) for ")
+    assert "(the limit is 0.3 s); it is woken and ended" in said[0]
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_end_that_goes_unnoticed_breaks_the_connection_to_the_store() -> None:
+    said: list[str] = []
+    with _connection() as (port, client):
+        process = subprocess.Popen([sys.executable, "-c", ""])
+        client.settimeout(time_limits.seconds(20.0))
+        with ProcessWatch(600.0, port, 0.0, said.append):
+            assert client.recv(1) == b""  # as the agent's thread waits for the store, and not for its processes
+        process.wait()
+    assert said == [f"the rendezvous store at port {port} has not answered since a process ended"]
+
+
+@pytest.mark.usefixtures("quick")
+def test_an_end_that_is_noticed_does_nothing() -> None:
+    said: list[str] = []
+    with _connection() as (port, client), ProcessWatch(600.0, port, 0.0, said.append):
+        subprocess.run([sys.executable, "-c", ""], check=True)
+        time.sleep(0.5)
+        client.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            client.recv(1)
+    assert said == []

@@ -1,0 +1,78 @@
+"""Other ranks' processes, as seen from one of them: plain processes stand for the ranks."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests import time_limits
+from zeroaccel.comm.neighbours import Neighbours, own_card
+from zeroaccel.comm.verdict import Sighting
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+
+OBEYS = "import time; time.sleep(600)"
+REFUSES = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: print('woken', flush=True)); " + OBEYS
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest) -> Iterator[list[subprocess.Popen[str]]]:
+    """Two processes; the second handles SIGTERM in its own way."""
+    pipe = subprocess.PIPE
+    processes = [
+        subprocess.Popen([sys.executable, "-c", f"print(0, flush=True); {source}"], stdout=pipe, text=True)
+        for source in (OBEYS, REFUSES)
+    ]
+    for process in processes:
+        assert process.stdout is not None
+        process.stdout.readline()
+    yield processes
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def _seen(neighbours: Neighbours, rank: int, state: str) -> Sighting:
+    limit = time_limits.Limit(10.0)
+    while (sighting := neighbours.sighting(rank)).state != state and not limit.is_over():
+        time.sleep(0.01)
+    return sighting
+
+
+def _neighbours(ranks: list[subprocess.Popen[str]], *, signals: bool = True) -> Neighbours:
+    own = own_card()
+    cards = {0: own} | {number: own._replace(pid=process.pid) for number, process in enumerate(ranks, 1)}
+    cards[3] = own._replace(host="node9", machine="elsewhere")
+    return Neighbours(0, cards, signals=signals)
+
+
+def test_what_can_be_seen(ranks: list[subprocess.Popen[str]]) -> None:
+    neighbours = _neighbours(ranks)
+    who = f"pid {ranks[0].pid}"
+    assert neighbours.sighting(1) == Sighting("running", who)
+    assert neighbours.sighting(3) == Sighting("unseen", "node9")
+    assert not neighbours.any_stopped()
+    ranks[0].send_signal(signal.SIGSTOP)
+    assert _seen(neighbours, 1, "stopped") == Sighting("stopped", who)
+    assert neighbours.any_stopped()
+    assert [neighbours.cannot_answer(rank) for rank in (1, 2, 3)] == [True, False, False]
+    ranks[0].kill()
+    assert _seen(neighbours, 1, "gone") == Sighting("gone", who)
+
+
+def test_stopped_ranks_are_woken_and_ended(ranks: list[subprocess.Popen[str]]) -> None:
+    neighbours = _neighbours(ranks)
+    for number, process in enumerate(ranks, 1):
+        process.send_signal(signal.SIGSTOP)
+        assert _seen(neighbours, number, "stopped").state == "stopped"
+    assert not _neighbours(ranks, signals=False).wake_and_end()
+    assert neighbours.wake_and_end()
+    assert ranks[0].wait(time_limits.seconds(10.0)) == -signal.SIGTERM
+    assert ranks[1].stdout is not None
+    assert ranks[1].stdout.readline() == "woken\n"
+    assert not neighbours.wake_and_end()

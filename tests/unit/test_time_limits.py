@@ -1,0 +1,70 @@
+"""Limits that follow the machine: what they become under load, and that they still strike."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import time_limits
+from tests.multi.environment import ROOT
+from tests.time_limits import CAP, VARIABLE, Limit
+
+
+@pytest.fixture
+def slowness(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What is measured from now on: the last of the list."""
+    measured = [1.0]
+    monkeypatch.setattr(time_limits, "measure", lambda: measured[-1])
+    monkeypatch.setattr(time_limits, "_last", (-1e9, 1.0))
+    monkeypatch.setattr(time_limits, "_FRESH_SECONDS", 0.0)
+    monkeypatch.setenv(VARIABLE, "1")
+    return measured
+
+
+def test_what_is_measured_is_within_bounds() -> None:
+    assert 1.0 <= time_limits.measure() <= CAP
+
+
+def test_a_limit_is_longer_on_a_slow_machine(slowness: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert time_limits.seconds(3.0) == 3.0
+    slowness.append(2.0)
+    assert time_limits.seconds(3.0) == 6.0
+    monkeypatch.setenv(VARIABLE, "4")  # as measured at the start of the session
+    assert time_limits.seconds(3.0) == 12.0
+    monkeypatch.setenv(VARIABLE, "40")
+    assert time_limits.seconds(3.0) == 3.0 * CAP
+
+
+def test_a_limit_asks_again_before_it_strikes(slowness: list[float]) -> None:
+    limit = Limit(0.05)
+    time.sleep(0.06)
+    slowness.append(10.0)  # a load that came later
+    assert not limit.is_over()
+    assert 0 < limit.left() < 0.5
+    assert limit.total == 0.5
+    slowness.append(1.0)  # and has gone: what it has taken is not given back
+    assert not limit.is_over()
+    time.sleep(0.5)
+    assert limit.is_over()
+    assert limit.left() == 0
+
+
+@pytest.mark.parametrize(("factor", "returncode"), [("8", 0), ("1", 1)])
+def test_the_limit_of_a_test_follows(tmp_path: Path, factor: str, returncode: int) -> None:
+    # On a machine that is measured ten times slower the second one, too, strikes long before the end.
+    seconds = {"8": 1.0, "1": 60.0}[factor]
+    (tmp_path / "test_it.py").write_text(
+        f"import time, pytest\n@pytest.mark.timeout(0.5)\ndef test_it():\n    time.sleep({seconds})\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-c", os.devnull, "test_it.py"]
+    environment = os.environ | {VARIABLE: factor, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=time_limits.seconds(60)
+    )
+    assert done.returncode == returncode, done.stdout
+    assert ("Timeout (>" in done.stdout) == bool(returncode)
