@@ -278,6 +278,27 @@ def test_an_optimizers_own_hook_is_part_of_it() -> None:
     assert classify(HookedByItself(_params())).groups == (PER_TENSOR,)
 
 
+def test_a_compiled_rule_is_compiled_in_training_only() -> None:
+    compiled: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(inputs)
+        return graph.forward
+
+    class Compiled(Written):
+        rule = staticmethod(torch.compile(lambda grad: grad / (grad.norm() + 1e-8), backend=backend))
+
+        def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+            return self.rule(grad)  # type: ignore[no-any-return]
+
+    optimizer = Compiled(params := _params())
+    assert classify(optimizer).groups == (PER_TENSOR,)
+    assert not compiled
+    params[0].grad = torch.ones_like(params[0])
+    optimizer.step()
+    assert compiled
+
+
 def test_a_model_in_an_attribute_is_not_touched() -> None:
     model = nn.Linear(4, 4)
     optimizer = Sign(model.parameters())

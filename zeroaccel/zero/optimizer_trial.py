@@ -88,7 +88,7 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += 1
-        if func.namespace in {"c10d", "_c10d_functional"}:
+        if getattr(func, "namespace", "") in {"c10d", "_c10d_functional"}:
             raise _CommunicationError
         return func(*args, **(kwargs or {}))
 

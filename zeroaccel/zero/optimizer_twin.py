@@ -95,6 +95,7 @@ def isolated() -> Iterator[Callable[[], bool]]:
         if torch.get_default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # a rule may be compiled, for every shape anew
         hooks = [getattr(optimizer_module, name, {}) for name in _HOOKS_OF_ALL]
         hooked = [dict(registered) for registered in hooks]
         threads = torch.get_num_threads()
