@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from zeroaccel.data import skip_first_batches as skip_first_batches
     from zeroaccel.launchers import debug_launcher as debug_launcher
     from zeroaccel.launchers import notebook_launcher as notebook_launcher
+    from zeroaccel.ops.coupled import CoupledOptimizer as CoupledOptimizer
+    from zeroaccel.ops.coupled import Reductions as Reductions
     from zeroaccel.placeholders import DummyOptim as DummyOptim
     from zeroaccel.placeholders import DummyScheduler as DummyScheduler
     from zeroaccel.plugin import DeepSpeedPlugin as DeepSpeedPlugin
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Accelerator",
+    "CoupledOptimizer",
     "DataLoaderConfiguration",
     "DeepSpeedPlugin",
     "DistributedType",
@@ -38,6 +41,7 @@ __all__ = [
     "PartialState",
     "ProfileKwargs",
     "ProjectConfiguration",
+    "Reductions",
     "ZeroPlugin",
     "__version__",
     "debug_launcher",
@@ -50,6 +54,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "Accelerator": "zeroaccel.accelerator",
+    "CoupledOptimizer": "zeroaccel.ops.coupled",
     "DataLoaderConfiguration": "zeroaccel.data",
     "DeepSpeedPlugin": "zeroaccel.plugin",
     "DistributedType": "zeroaccel.state",
@@ -61,6 +66,7 @@ _HOMES = {
     "PartialState": "zeroaccel.state",
     "ProfileKwargs": "zeroaccel.profiling",
     "ProjectConfiguration": "zeroaccel.project",
+    "Reductions": "zeroaccel.ops.coupled",
     "ZeroPlugin": "zeroaccel.plugin",
     "debug_launcher": "zeroaccel.launchers",
     "initialize": "zeroaccel.assembly",

@@ -31,7 +31,7 @@ from zeroaccel.optimizer import PreparedOptimizer
 from zeroaccel.pairing import Sorted, pair, sort
 from zeroaccel.placeholders import DummyScheduler
 from zeroaccel.plugin import ZeroPlugin, gather_facts
-from zeroaccel.prepare import Prepared, Rules, check_same_objects, prepare_job
+from zeroaccel.prepare import Prepared, Rules, check_same_objects, prepare_job, schedule_facts
 from zeroaccel.processes import ProcessControl
 from zeroaccel.profiling import ProfileKwargs, profile
 from zeroaccel.project import ProjectConfiguration
@@ -273,7 +273,8 @@ class Accelerator(TrainingLoop, ModelSaving, RunSaving, RunTracking, ProcessCont
         found = sort(objects)
         with agreed(self.collectives, "prepare: objects"):
             jobs, late = pair(found, [item.engine for item in self.prepared])
-        check_same_objects(jobs, [value for _, value in (*late, *found.loaders)], self.collectives)
+            schedules = schedule_facts(jobs, late)
+        check_same_objects(jobs, [value for _, value in (*late, *found.loaders)], schedules, self.collectives)
         for job in jobs:
             plugin = self.state.active_plugin
             given = [loader for _, loader in found.loaders if not isinstance(loader, PreparedLoader)]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from zeroaccel.activations import Recomputation
@@ -62,6 +63,7 @@ from zeroaccel.zero.optimizer_kinds import OptimizerKind, OptimizerKinds, classi
 from zeroaccel.zero.optimizer_shard import OptimizerShard
 from zeroaccel.zero.optimizers import build_optimizer
 from zeroaccel.zero.precision import cast_buffers
+from zeroaccel.zero.rank_facts import training_facts
 from zeroaccel.zero.shared_updates import check_update_time, share_updates
 from zeroaccel.zero.tiers import OffloadRules, TierSet
 from zeroaccel.zero.timing import StepReport
@@ -144,13 +146,15 @@ def initialize(
         engine_settings = engine_settings_of(settings, plan, batch, world_size, cast_inputs=cast_inputs)
         spread = comm_plan(settings, world_size, None if mesh is None else shard_size_of(mesh, settings))
         scheduler = _scheduler(lr_scheduler, settings, built)
+        trains_by = training_facts(built, scheduler)
         monitors = build_monitors(settings, collectives.rank)
         recomputation = _recomputation(model, settings)
     residences = tier_plan(settings)
     placement = placement_of(
         model, settings, plan, groups, topology.device, residences, () if kinds is None else kinds.groups
     )
-    check_same(model, placement, [*str(engine_settings).split(", "), str(spread), str(residences)], collectives)
+    lines = [*str(engine_settings).split(", "), str(spread), str(residences), str(kinds)]
+    check_same(model, placement, lines, trains_by, collectives)
     collectives = arrange(collectives, spread, cells)
 
     if built is not None and kinds is not None and OptimizerKind.COUPLED in kinds.groups and plan.optimizer:
@@ -297,7 +301,7 @@ def _optimizer(
     params_of = dict(section.params)
     if settings.bf16.bf16_optimizer_states:
         params_of.setdefault("moments_dtype", "bf16")
-    return build_optimizer(section.type, params_of, chosen)
+    return build_optimizer(section.type, params_of, chosen, model)
 
 
 def _kinds(
@@ -403,9 +407,16 @@ def _scheduler(given: SchedulerSource | None, settings: Config, optimizer: Optim
         return None
     if section is not None:
         return build_scheduler(section.type, dict(section.params), optimizer)
-    if given is None or hasattr(given, "step"):
-        return given
-    return given(optimizer)
+    is_made = hasattr(given, "step") and not isinstance(given, type)
+    made = given if given is None or is_made else given(optimizer)
+    if isinstance(made, ReduceLROnPlateau):
+        raise UsageError(
+            "initialize(lr_scheduler)",
+            expected="a schedule that the engine can move on by itself",
+            got="ReduceLROnPlateau, which needs a metric at each step",
+            fix="leave it out, and step it in the training loop with a metric that is the same on every rank",
+        )
+    return made
 
 
 def _loader(

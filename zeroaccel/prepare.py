@@ -31,8 +31,9 @@ from zeroaccel.plugin import ZeroPlugin, gather_facts
 from zeroaccel.scheduler import PreparedScheduler
 from zeroaccel.state import ConfigView, GradientState
 from zeroaccel.zero.model_facts import facts_from_model
+from zeroaccel.zero.rank_facts import SAME_OPTIMIZER, difference, scheduler_facts
 
-__all__ = ["Prepared", "Rules", "batch_size_fact", "check_same_objects", "prepare_job"]
+__all__ = ["Prepared", "Rules", "batch_size_fact", "check_same_objects", "prepare_job", "schedule_facts"]
 
 _OPTIMIZER, _SCHEDULER = "optimizer", "scheduler"
 
@@ -79,20 +80,41 @@ class Prepared:
         return ConfigView(name, self.config.resolved, self.config.resolved_sources, self.config.raw)
 
 
-def check_same_objects(jobs: Iterable[Job], others: Sequence[Any], collectives: Collectives) -> None:
+def check_same_objects(
+    jobs: Iterable[Job], others: Sequence[Any], schedules: Mapping[str, str], collectives: Collectives
+) -> None:
     """All ranks prepare the same things, or none does: one with a model more would wait for the others. (all ranks)
 
     Args:
         others: schedules of earlier optimizers, and loaders.
+        schedules: by `schedule_facts`.
 
     Raises:
         UsageError: they do not; on every rank.
     """
     held = [*map(_described, jobs), *(type(other).__name__ for other in others)]
-    everyone = collectives.gather_objects(held, "prepare: objects of each rank")
-    if any(theirs != held for theirs in everyone):
-        got = "; ".join(f"rank {rank}: {', '.join(theirs) or 'nothing'}" for rank, theirs in enumerate(everyone))
+    everyone: list[tuple[list[str], Mapping[str, str]]] = collectives.gather_objects(
+        (held, schedules), "prepare: objects of each rank"
+    )
+    if any(theirs != held for theirs, _ in everyone):
+        got = "; ".join(f"rank {rank}: {', '.join(theirs) or 'nothing'}" for rank, (theirs, _) in enumerate(everyone))
         raise UsageError("prepare", expected="the same objects on every rank, in the same order", got=got)
+    if (found := difference([theirs for _, theirs in everyone])) is not None:
+        raise UsageError(f"prepare: {found}", expected="one value on all ranks", fix=SAME_OPTIMIZER)
+
+
+def schedule_facts(jobs: Iterable[Job], late: Iterable[tuple[int, Any]]) -> dict[str, str]:
+    """What the schedules of a `prepare` go by, for ranks to compare.
+
+    Args:
+        late: schedules of earlier optimizers, each with its position.
+    """
+    schedules = [scheduler for job in jobs for _, scheduler in job.schedulers] + [scheduler for _, scheduler in late]
+    found: dict[str, str] = {}
+    for number, scheduler in enumerate(schedules):
+        name = type(scheduler).__name__
+        found |= scheduler_facts(scheduler, name if len(schedules) == 1 else f"schedule {number}, {name}")
+    return found
 
 
 def _described(job: Job) -> str:

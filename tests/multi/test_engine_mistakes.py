@@ -103,11 +103,16 @@ def _complex(model: nn.Module) -> Arguments:
     return {"config": config(2)}
 
 
-def _stepped_optimizer(model: nn.Module) -> Arguments:
+def _fresh_optimizer(model: nn.Module) -> Arguments:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model(batches(0, 1)[0]).backward()
-    optimizer.step()
     return {"config": _without_optimizer(1), "optimizer": optimizer}
+
+
+def _stepped_optimizer(model: nn.Module) -> Arguments:
+    arguments = _fresh_optimizer(model)
+    model(batches(0, 1)[0]).backward()
+    arguments["optimizer"].step()
+    return arguments
 
 
 def _unknown_leaf(model: nn.Module) -> Arguments:
@@ -137,12 +142,15 @@ CASES: dict[str, tuple[Callable[[nn.Module], Arguments], type[ZeroAccelError], t
 }
 
 
+# What the other ranks do where that is not the plain config: the mistake is to be the only difference.
+RIGHT: dict[str, Callable[[nn.Module], Arguments]] = {"optimizer that has stepped": _fresh_optimizer}
+
+
 def _attempt(name: str, wrong_ranks: tuple[int, ...]) -> tuple[str, str]:
     """(class, message) of what `initialize` raised on this rank."""
     model = Toy()
-    arguments: Arguments = {"config": config(1)}
-    if torch.distributed.get_rank() in wrong_ranks:
-        arguments = CASES[name][0](model)
+    make = CASES[name][0] if torch.distributed.get_rank() in wrong_ranks else RIGHT.get(name)
+    arguments: Arguments = {"config": config(1)} if make is None else make(model)
     try:
         zeroaccel.initialize(**{"model": model, **arguments})
     except Exception as error:

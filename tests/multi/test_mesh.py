@@ -17,6 +17,7 @@ from tests.multi.pool import Pool
 from tests.multi.training import SGD, Run, config, differences, train
 from zeroaccel.comm.arranged import ArrangedCollectives
 from zeroaccel.comm.topology import init_process_group
+from zeroaccel.errors import UsageError
 from zeroaccel.logs import logger
 
 Ranks = Callable[[int], Pool]
@@ -193,3 +194,22 @@ def _mistaken(what: str) -> str:
 def test_meshes_that_do_not_fit_are_named(ranks: Ranks, what: str, says: str) -> None:
     for message in ranks(4).run(_mistaken, what):
         assert says in message
+
+
+def _another_rate(sizes: tuple[int, ...]) -> str:
+    """The last of four ranks has another; with a second axis it is in another group than rank 0."""
+    mesh = _mesh(*sizes)
+    engine, *_ = zeroaccel.initialize(Network(), config=config(3), mesh=mesh["dp"])
+    if torch.distributed.get_rank() == 3:
+        engine.optimizer.param_groups[0]["lr"] = 7
+    engine.backward(engine(torch.ones(4, WIDTH)))
+    with pytest.raises(UsageError) as caught:
+        engine.step()
+    engine.destroy()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 2)])
+def test_param_groups_are_compared_over_all_ranks_of_the_job(ranks: Ranks, sizes: tuple[int, ...]) -> None:
+    for said in ranks(4).run(_another_rate, sizes):
+        assert said.startswith("step 0: optimizer.param_groups[0]['lr'] is 0.01 on ranks 0-2 and 7 on rank 3: ")

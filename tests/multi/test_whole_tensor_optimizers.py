@@ -15,10 +15,17 @@ import torch
 from torch import Tensor, nn
 
 import zeroaccel
+import zeroaccel.zero
 from tests.multi.pool import Pool
 from tests.multi.training import Run, Toy, batches, config, differences, offloaded, recording, train
 from zeroaccel.errors import ConfigError
-from zeroaccel.zero.parameter_access import safe_get_full_grad
+from zeroaccel.zero.parameter_access import (
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_optimizer_state,
+)
 
 STAGES = (0, 1, 2, 3)
 
@@ -263,3 +270,41 @@ def test_a_run_goes_on_with_other_owners(ranks: Callable[[int], Pool], rule: str
     three = losses(3, 2, memory, None, "three")
     losses(2, 3, files, "three", "two")
     assert losses(3, 1, memory, "two", None) == three
+
+
+def _few_matrices(stage: int, changes: dict[str, Any]) -> list[list[float]]:
+    """Weights after some steps of a model with fewer matrices than ranks, built in shards where they stay so."""
+    with zeroaccel.zero.Init(enabled=stage == 3):
+        model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    torch.manual_seed(0)
+    for param in model.parameters():
+        with zeroaccel.zero.GatheredParameters([param], modifier_rank=0):
+            param.data.copy_(torch.randn(8, 8) / 8)
+    engine, *_ = zeroaccel.initialize(
+        model, optimizer=Lars, config=_settings(stage, "bf16", **changes), optimizer_kind="per_tensor"
+    )
+    for _ in range(3):
+        engine.backward(engine(torch.ones(2, 8, dtype=torch.bfloat16)).float().square().mean())
+        engine.step()
+    first = model[0].weight
+    with zeroaccel.zero.GatheredParameters([first], modifier_rank=0):
+        if torch.distributed.get_rank() == 0:
+            first.data.mul_(2.0)
+    momentum = safe_get_full_optimizer_state(first, "momentum_buffer")
+    safe_set_full_optimizer_state(first, momentum * 0.5, "momentum_buffer")
+    master = safe_get_full_fp32_param(first)
+    safe_set_full_fp32_param(model[1].weight, master)
+    engine.backward(engine(torch.ones(2, 8, dtype=torch.bfloat16)).float().square().mean())
+    engine.step()
+    engine.destroy()
+    found = [param.float().flatten().tolist() for param in model.parameters()]
+    return [*found, momentum.flatten().tolist(), master.flatten().tolist()]
+
+
+def test_ranks_that_own_nothing_work_on_every_tier_and_calls_reach_every_owner(
+    ranks: Callable[[int], Pool], tmp_path: Path
+) -> None:
+    settled = ranks(3).run(_few_matrices, 0, {})
+    assert settled[0] == settled[1] == settled[2]
+    for stage, tiers in [(1, ("none", "none")), (2, ("nvme", "none")), (3, ("none", "nvme")), (3, ("nvme", "nvme"))]:
+        assert ranks(3).run(_few_matrices, stage, offloaded(tmp_path, *tiers)) == settled, (stage, tiers)

@@ -187,7 +187,9 @@ KEYS: Mapping[str, Standing] = {
     "zero_optimization.offload_optimizer.super_offload": _refused("scheduling for such machines is not available yet"),
     "zero_optimization.offload_optimizer.convert_grad_on_cpu": _moot("the update reads gradients in their own dtype"),
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": _moot("it is read with super_offload only"),
-    "zero_optimization.save_muon_momentum_buffer_in_memory": _moot("there is no Muon"),
+    "zero_optimization.save_muon_momentum_buffer_in_memory": _moot(
+        "states that have an owner lie with its masters, on every tier"
+    ),
     "zero_optimization.zenflow": _refused("ZenFlow is not available yet"),
     "zero_optimization.zero_hpz_partition_size": _WORKS,
     "zero_optimization.zero_quantized_weights": _WORKS,

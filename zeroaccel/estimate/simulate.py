@@ -208,7 +208,7 @@ class _EngineWithoutValues(Engine):
 
     def _finish_gradients(self, *, norm: bool) -> GradientHealth:
         self._complete_gradients()
-        return GradientHealth(finite=True, norm=1.0, agreed=True)
+        return GradientHealth(finite=True, norm=1.0, agreed=True, alike=True)
 
 
 def _engine(model: nn.Module, workload: Workload, stage: int, collectives: AbsentRanks) -> _EngineWithoutValues:

@@ -71,7 +71,7 @@ class NvmeTier:
             self._table[key] = end, nbytes
             end += aligned_nbytes(nbytes)
         self.nbytes = sum(sizes.values())
-        self.file = BlockFile(folder, end, where, settings)
+        self.file = BlockFile(folder, max(end, ALIGN_NBYTES), where, settings)  # a file of nothing cannot be reserved
         self.buffers = buffers
         self.name = f"{folder.path} ({folder.file_system})"
         self.traffic: Mapping[Direction, Traffic] = self.file.traffic

@@ -26,6 +26,7 @@ from zeroaccel.zero.host_copies import HostCopies
 from zeroaccel.zero.keeper import Place, place_of
 from zeroaccel.zero.layout import FlatLayout, OwnerLoads
 from zeroaccel.zero.local_values import check_split, is_split, local
+from zeroaccel.zero.rank_facts import SAME_OPTIMIZER, difference
 from zeroaccel.zero.unit import FlatBuffer, ParamUnit, Places
 
 __all__ = [
@@ -180,30 +181,52 @@ def group_index(optimizer: Optimizer, names: Mapping[int, str]) -> dict[int, int
     return found
 
 
-def check_same(model: nn.Module, placement: Placement, settings: Sequence[str], collectives: Collectives) -> None:
+def check_same(
+    model: nn.Module,
+    placement: Placement,
+    settings: Sequence[str],
+    optimizer: Mapping[str, str],
+    collectives: Collectives,
+) -> None:
     """All ranks must have the same settings, and parameters of the same names, shapes and roles in the same order.
 
     Args:
         settings: one line for each.
+        optimizer: facts of the optimizer and the scheduler, as in `rank_facts`.
 
     Raises:
         UsageError: on every rank, naming the first difference.
     """
-    own = {"settings": list(settings), "models": _description(model, placement)}
+    own = _Compared(list(settings), dict(optimizer), _description(model, placement))
     digest = hashlib.sha256(repr(own).encode()).hexdigest()
     if len(set(collectives.gather_objects(digest, "compare models"))) == 1:
         return
-    everyone: Sequence[dict[str, list[str]]] = collectives.gather_objects(own, "compare models in detail")
-    for rank, theirs in enumerate(everyone):
-        for kind in own:
-            for expected, got in zip_longest(everyone[0][kind], theirs[kind], fillvalue="nothing"):
-                if expected != got:
-                    raise UsageError(
-                        f"the ranks have different {kind}",
-                        expected=f"{expected} as on rank 0",
-                        got=f"{got} on rank {rank}",
-                        fix="build the same model, with the same config and optimizer, on every rank",
-                    )
+    everyone: Sequence[_Compared] = collectives.gather_objects(own, "compare models in detail")
+    _compare_lines("settings", [theirs.settings for theirs in everyone])
+    if (found := difference([theirs.optimizer for theirs in everyone])) is not None:
+        raise UsageError(f"initialize: {found}", expected="one value on all ranks", fix=SAME_OPTIMIZER)
+    _compare_lines("models", [theirs.models for theirs in everyone])
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """What a rank tells the others of what it builds."""
+
+    settings: list[str]
+    optimizer: dict[str, str]
+    models: list[str]
+
+
+def _compare_lines(kind: str, everyone: Sequence[Sequence[str]]) -> None:
+    for rank, lines in enumerate(everyone):
+        for expected, got in zip_longest(everyone[0], lines, fillvalue="nothing"):
+            if expected != got:
+                raise UsageError(
+                    f"the ranks have different {kind}",
+                    expected=f"{expected} as on rank 0",
+                    got=f"{got} on rank {rank}",
+                    fix="build the same model, with the same config and optimizer, on every rank",
+                )
 
 
 def _description(model: nn.Module, placement: Placement) -> list[str]:

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from zeroaccel.comm.agree import disagreement_report
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.config.plan import ShardPlan, UpdateTime
-from zeroaccel.errors import CollectiveError, EngineStateError, UsageError
-from zeroaccel.zero.clip import GradientHealth, clip_factor, examine
+from zeroaccel.errors import EngineStateError, UsageError
+from zeroaccel.zero.clip import GradientHealth, clip_factor
 from zeroaccel.zero.faces import FaceCheck
 from zeroaccel.zero.gathered import gathered, iter_named_full_params
 from zeroaccel.zero.gradient_access import GradientAccess
 from zeroaccel.zero.hooks import Hooks, StateDictHooks
+from zeroaccel.zero.hyperparameters import HyperparameterCheck
 from zeroaccel.zero.keeper import Keeper, Training
 from zeroaccel.zero.offload_log import OffloadLog
 from zeroaccel.zero.optimizer_shard import OptimizerShard
@@ -129,6 +129,7 @@ class Engine(GradientAccess, StateParking, nn.Module):
         self._tiers = tiers
         copies = tiers.copies if tiers is not None and tiers.steps_on_host else None
         self._reducer = Reducer(trained, collectives, settings.plan, settings.rules, copies)
+        self._hyperparameters = None if optimizer is None else HyperparameterCheck(optimizer.optimizer, collectives.job)
         self._weights = (
             None
             if optimizer is None
@@ -223,6 +224,7 @@ class Engine(GradientAccess, StateParking, nn.Module):
         Raises:
             EngineStateError: no backward came before.
             CollectiveError: the ranks went through different collectives since the last step.
+            UsageError: the ranks' param groups have different settings; nothing was updated, the gradients are dropped.
         """
         weights = self._require_weights("step")
         self._check_usable()
@@ -251,6 +253,7 @@ class Engine(GradientAccess, StateParking, nn.Module):
         self.global_samples += self.settings.micro_batch_size * self.collectives.world_size
 
     def _update(self, weights: WeightUpdate) -> None:
+        examined_before = self._health is not None
         health = self._finish_gradients(norm=self.settings.compute_norm or self.settings.clipping > 0)
         for unit in self.units:
             unit.drop_second()
@@ -262,6 +265,8 @@ class Engine(GradientAccess, StateParking, nn.Module):
                 self.skipped_steps += 1
                 weights.finish()
             else:
+                if examined_before and self._hyperparameters is not None and not weights.is_early:
+                    self._hyperparameters.note_update()
                 clip = 1.0 if self._norm is None else clip_factor(self._norm, self.settings.clipping)
                 weights.apply(min(clip, self._asked_factor) / scale)
                 self._applied = True
@@ -271,23 +276,6 @@ class Engine(GradientAccess, StateParking, nn.Module):
         self.loss_scale.update(overflow=overflow)
         if self._applied and self.lr_scheduler is not None:
             self.lr_scheduler.step()
-
-    def _finish_gradients(self, *, norm: bool) -> GradientHealth:
-        """Completes the reductions of this step and looks at what came of them, once. (all ranks)"""
-        if self._health is None:
-            self._complete_gradients()
-            ranks, digest = self.collectives, self.collectives.journal.digest()
-            shards = [(held.shard, held.buffer) for held in self._reducer.gradients if held.shard is not None]
-            counted = [shard for shard, buffer in shards if ranks.replica == 0 and (ranks.leads or buffer.is_split)]
-            self._health = examine([shard for shard, _ in shards], counted, ranks.job, digest=digest, norm=norm)
-        if not self._health.agreed:
-            raise CollectiveError(disagreement_report(self.collectives))
-        return self._health
-
-    def _complete_gradients(self) -> None:
-        self._note("step")
-        self._residency.end_step()
-        self._reducer.finish()
 
     def _drop_gradients(self) -> None:
         self._reducer.clear()
@@ -342,7 +330,7 @@ class Engine(GradientAccess, StateParking, nn.Module):
         if not self._collecting:
             return
         last = self._syncing and self.is_gradient_accumulation_boundary()
-        early = self._weights.begin_backward() if last and self._weights is not None else None
+        early = self._weights.begin_backward(self._compare_hyperparameters) if last and self._weights else None
         self._reducer.begin(reduce=self.settings.plan.grads or last, hand_over=early)
 
     def _end_backward(self) -> None:

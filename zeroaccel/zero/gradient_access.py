@@ -9,10 +9,15 @@ from __future__ import annotations
 import math
 from typing import Protocol, cast
 
-from zeroaccel.errors import EngineStateError
-from zeroaccel.zero.clip import GradientHealth
+from zeroaccel.comm.agree import disagreement_report
+from zeroaccel.comm.collectives import Collectives
+from zeroaccel.errors import CollectiveError, EngineStateError
+from zeroaccel.zero.clip import GradientHealth, examine
+from zeroaccel.zero.hyperparameters import HyperparameterCheck
 from zeroaccel.zero.precision import LossScale
 from zeroaccel.zero.reducer import Reducer
+from zeroaccel.zero.residency import Residency
+from zeroaccel.zero.weight_update import WeightUpdate
 
 __all__ = ["GradientAccess"]
 
@@ -20,16 +25,23 @@ __all__ = ["GradientAccess"]
 class _Parts(Protocol):
     """What the engine has."""
 
+    collectives: Collectives
+    global_steps: int
     loss_scale: LossScale
+    _hyperparameters: HyperparameterCheck | None
     _reducer: Reducer
+    _residency: Residency
+    _weights: WeightUpdate | None
     _health: GradientHealth | None
     _asked_factor: float
     _backwards: int
 
     def _check_usable(self) -> None: ...
+    def _note(self, phase: str) -> None: ...
     def _require_own_gradients(self, call: str) -> None: ...
     def _require_optimizer(self, call: str) -> object: ...
     def _complete_gradients(self) -> None: ...
+    def _drop_gradients(self) -> None: ...
     def _finish_gradients(self, *, norm: bool) -> GradientHealth: ...
 
 
@@ -47,6 +59,7 @@ class GradientAccess:
 
         Raises:
             EngineStateError: there are no gradients yet.
+            CollectiveError, UsageError: as `step()`, which compares the ranks by the same collective.
         """
         self._require_gradients("gradient_norm")
         health = self._parts._finish_gradients(norm=True)
@@ -76,6 +89,44 @@ class GradientAccess:
             grad = held.shard if held.full is None else held.full
             if grad is not None:
                 grad.clamp_(-limit, limit)
+
+    def _finish_gradients(self, *, norm: bool) -> GradientHealth:
+        """Completes the reductions of this step, looks at what came of them, and compares the ranks. (all ranks)
+
+        Once a step: again it returns what was found.
+        """
+        parts = self._parts
+        if parts._health is not None:
+            return parts._health
+        parts._complete_gradients()
+        ranks, history = parts.collectives, parts.collectives.journal.digest()
+        shards = [(held.shard, held.buffer) for held in parts._reducer.gradients if held.shard is not None]
+        counted = [shard for shard, buffer in shards if ranks.replica == 0 and (ranks.leads or buffer.is_split)]
+        check = parts._hyperparameters
+        # What an update in backward went by was compared before it, and is held against what it is now after it.
+        began = parts._weights is not None and parts._weights.is_early
+        settings = 0 if check is None or began else check.digest()
+        health = examine(
+            [shard for shard, _ in shards], counted, ranks.job, history=history, settings=settings, norm=norm
+        )
+        if not health.agreed:
+            raise CollectiveError(disagreement_report(ranks))
+        if not health.alike and check is not None:
+            parts._drop_gradients()  # a program that catches it goes on with the next forward
+            parts._backwards = 0
+            check.refuse(parts.global_steps)
+        parts._health = health
+        return health
+
+    def _complete_gradients(self) -> None:
+        self._parts._note("step")
+        self._parts._residency.end_step()
+        self._parts._reducer.finish()
+
+    def _compare_hyperparameters(self) -> None:
+        """Before updates that begin earlier than `step()`. (all ranks)"""
+        if self._parts._hyperparameters is not None:
+            self._parts._hyperparameters.compare(self._parts.global_steps)
 
     def _require_gradients(self, call: str) -> None:
         self._parts._require_optimizer(call)

@@ -201,13 +201,14 @@ def _masters(place: Place) -> _Values:
     if optimizer is not None and optimizer.is_away(buffer):
         away = optimizer.stored(buffer, None, start, end).copy()
         return _Values((_Part(away, start, end, partial(optimizer.change, buffer, None)),), replicated=False)
-    if buffer.home is not None:
+    if buffer.master is None and buffer.home is not None:
         return _Values((_Part(buffer.home.stored(start - low, end - low).copy(), start, end),), replicated=False)
-    source, origin = buffer.values(), low
     if buffer.master is not None:
         source, origin = buffer.master, 0 if buffer.master_is_replicated else low
     elif buffer.resident:
         source, origin = buffer.full, 0
+    else:
+        source, origin = buffer.values(), low
     replicated = buffer.layout.world_size == 1 or (
         buffer.resident if buffer.master is None else buffer.master_is_replicated
     )

@@ -74,13 +74,19 @@ class WeightUpdate:
         """Whether updates with the gradients of the coming `step()` have begun."""
         return self._during == "backward" and self._beside is not None and self._beside.pending
 
-    def begin_backward(self) -> Callable[[GradientBuffer], None] | None:
-        """Before the last backward of a step: who is to be given each gradient that is complete; None for nobody."""
+    def begin_backward(self, agree: Callable[[], None]) -> Callable[[GradientBuffer], None] | None:
+        """Before the last backward of a step: who is to be given each gradient that is complete; None for nobody.
+
+        Args:
+            agree: called before updates begin that `step()` would be too late for; raises where the ranks' optimizers
+                differ. (all ranks)
+        """
         if self._during != "backward" or self._beside is None:
             return None
         if not self._seen_a_step:
             self._seen_a_step = True
             return None
+        agree()
         order = [held.buffer for held in self._reducer.gradients if not self._reducer.comes_twice(held)]
         self._beside.begin(order, 1.0)
         return self._beside.add
