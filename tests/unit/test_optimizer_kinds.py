@@ -29,6 +29,7 @@ from tests.unit.written_optimizers import (
     HoldsObjects,
     Lars,
     Lookahead,
+    MakesStates,
     MatricesOnly,
     NeedsTheFirst,
     Noisy,
@@ -81,6 +82,7 @@ CASES: list[tuple[Callable[[Any], Optimizer], OptimizerKind, str]] = [
     (Sign, ELEMENTWISE, ""),
     (CountsInGroups, ELEMENTWISE, ""),
     (ScheduleFree, ELEMENTWISE, ""),
+    (MakesStates, ELEMENTWISE, ""),
     (lambda params: Lookahead(torch.optim.Adagrad(params)), ELEMENTWISE, ""),
     (Adam, ELEMENTWISE, ""),
     (torch.optim.AdamW, ELEMENTWISE, ""),
@@ -329,7 +331,8 @@ def test_what_has_stepped_is_told_from_what_is_new() -> None:
     assert not has_stepped(switched)
     assert classify(switched).groups == (ELEMENTWISE,)
     assert not has_stepped(torch.optim.Adagrad(_params()))
-    for make in (ScheduleFree, torch.optim.Adagrad, torch.optim.AdamW):
+    assert not has_stepped(MakesStates(_params()))
+    for make in (ScheduleFree, MakesStates, torch.optim.Adagrad, torch.optim.AdamW):
         optimizer = make(params := _params())
         if make is ScheduleFree:
             optimizer.train()  # type: ignore[attr-defined]

@@ -124,26 +124,47 @@ def isolated() -> Iterator[Callable[[], bool]]:
 def has_stepped(optimizer: Optimizer) -> bool:
     """Whether its state comes from steps, rather than from its constructor, as that of torch's Adagrad does.
 
-    Empty states, as the `train()` of a schedule-free optimizer leaves them, and flags are no state.
+    Empty states, as the `train()` of a schedule-free optimizer leaves them, and flags are no state. A state that counts
+    no steps is compared with what the constructor makes for its parameter.
     """
-    for state in optimizer.state.values():
-        if not isinstance(state, Mapping):
-            continue
-        if "step" in state:
-            if bool(state["step"]):
+    for index, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            state = optimizer.state.get(param)
+            if not isinstance(state, Mapping):
+                continue
+            if "step" in state:
+                if bool(state["step"]):
+                    return True
+            elif any(isinstance(value, Tensor) for value in state.values()) and not _is_new(optimizer, index, param):
                 return True
-        elif any(isinstance(value, Tensor) and value.dim() > 0 for value in state.values()):
-            return True
     return False
+
+
+def _is_new(optimizer: Optimizer, index: int, param: Tensor) -> bool:
+    group = {**optimizer.param_groups[index], "params": [param]}
+    try:
+        with isolated():
+            made = type(optimizer)([group], **_settings(optimizer)).state.get(param, {})
+    except Exception:
+        return False  # it is not known what the constructor makes
+    state = optimizer.state[param]
+    return made.keys() == state.keys() and all(
+        torch.equal(value, made[name]) if isinstance(value, Tensor) and isinstance(made[name], Tensor) else True
+        for name, value in state.items()
+    )
 
 
 def renew_state(optimizer: Optimizer) -> None:
     """Makes the state that the constructor makes, for the parameters that are in the groups now, and no other."""
+    groups = [dict(group) for group in optimizer.param_groups]
+    optimizer.state = type(optimizer)(groups, **_settings(optimizer)).state
+
+
+def _settings(optimizer: Optimizer) -> dict[str, Any]:
+    """What of its defaults its constructor takes; some keep counters there."""
     taken = inspect.signature(type(optimizer)).parameters
     takes_all = any(taken[name].kind is inspect.Parameter.VAR_KEYWORD for name in taken)
-    settings = {name: value for name, value in optimizer.defaults.items() if takes_all or name in taken}
-    groups = [dict(group) for group in optimizer.param_groups]
-    optimizer.state = type(optimizer)(groups, **settings).state
+    return {name: value for name, value in optimizer.defaults.items() if takes_all or name in taken}
 
 
 def element_states(optimizer: Optimizer, group: int, shape: tuple[int, ...]) -> dict[str, torch.dtype]:
