@@ -210,8 +210,10 @@ def test_what_is_declared_counts(declared: Any) -> None:
 
 
 def test_a_kind_that_is_none_is_told() -> None:
-    with pytest.raises(ConfigError, match=r'optimizer.kind: expected "elementwise" or .*, got \'flat\''):
+    with pytest.raises(ConfigError, match=r"expected 'elementwise', 'per_tensor' or 'coupled', got 'flat'"):
         classify(torch.optim.AdamW(_params()), "flat")
+    with pytest.raises(ConfigError, match=r'kind of optimizer Adafactor: expected "per_tensor", since its second'):
+        classify(torch.optim.Adafactor(_params()), "elementwise")
 
 
 def test_sparse_gradients_are_refused() -> None:
