@@ -45,6 +45,7 @@ from tests.unit.written_optimizers import (
 )
 from zeroaccel.errors import ConfigError
 from zeroaccel.ops.adam import Adam
+from zeroaccel.zero import optimizer_twin
 from zeroaccel.zero.optimizer_kinds import OptimizerKind, classify, has_stepped
 from zeroaccel.zero.optimizer_twin import Twin, element_states, isolated, renew_state
 
@@ -364,6 +365,33 @@ def test_states_per_element_are_listed_without_a_trace() -> None:
     assert optimizer.param_groups[0]["k"] == 0
     assert torch.equal(before, torch.get_rng_state())
     assert element_states(torch.optim.Adagrad(_params()), 0, (2, 3)) == {"sum": torch.float32}
+
+
+class SeesValues(Written):
+    """Keeps a second state where a value is large."""
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        state["sum"] = state.get("sum", 0) + grad
+        if group["reads"] and float(grad.max()) > 0.5:
+            state["large"] = (grad > 0.5).clone()
+        state["was_real"] = not isinstance(param, torch._subclasses.fake_tensor.FakeTensor)
+        return grad
+
+
+def test_states_are_found_without_values_where_that_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    found = optimizer_twin._state_after_step
+
+    def noted(*arguments: Any) -> Any:
+        state = found(*arguments)
+        seen.append(state["was_real"])
+        return state
+
+    monkeypatch.setattr(optimizer_twin, "_state_after_step", noted)
+    assert element_states(SeesValues(_params(), reads=False), 0, (1 << 20, 1 << 20)) == {"sum": torch.float32}
+    expected = {"sum": torch.float32, "large": torch.bool}
+    assert element_states(SeesValues(_params(), reads=True), 0, (2, 3)) == expected
+    assert seen == [False, True]
 
 
 def test_a_twin_shares_nothing() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 from torch.utils._python_dispatch import _disable_current_modes
@@ -170,6 +171,8 @@ def _settings(optimizer: Optimizer) -> dict[str, Any]:
 def element_states(optimizer: Optimizer, group: int, shape: tuple[int, ...]) -> dict[str, torch.dtype]:
     """Name -> dtype of the states that a parameter of this shape gets and that have one value per element.
 
+    Found by a step without values where the rule can do without, since a matrix may be large and its rule slow.
+
     Args:
         group: index of the param group whose rule it is.
 
@@ -177,14 +180,22 @@ def element_states(optimizer: Optimizer, group: int, shape: tuple[int, ...]) -> 
         Exception: whatever the optimizer raises at a step in host memory.
     """
     with isolated():
-        twin = Twin(optimizer)
-        param = nn.Parameter(torch.ones(shape))
-        twin.place([(group, param, {})])
-        twin.switch("train")
-        param.grad = torch.ones(shape)
-        twin.step()
-        state = twin.optimizer.state.get(param, {})
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                state = _state_after_step(optimizer, group, shape)
+        except Exception:  # it looks at values, which these tensors have not
+            state = _state_after_step(optimizer, group, shape)
     return {name: v.dtype for name, v in state.items() if isinstance(v, Tensor) and v.dim() and v.shape == shape}
+
+
+def _state_after_step(optimizer: Optimizer, group: int, shape: tuple[int, ...]) -> Mapping[str, Any]:
+    twin = Twin(optimizer)
+    param = nn.Parameter(torch.ones(shape))
+    twin.place([(group, param, {})])
+    twin.switch("train")
+    param.grad = torch.ones(shape)
+    twin.step()
+    return dict(twin.optimizer.state.get(param, {}))
 
 
 def holds_generator(optimizer: Optimizer) -> bool:
