@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.metadata
 import io
 import json
 import math
@@ -270,6 +271,14 @@ def _summary(cells: Mapping[tuple[int, str, int], str]) -> str:
     return "; ".join(parts)
 
 
+def _versions() -> str:
+    """Of the packages that are there."""
+    found = importlib.metadata.packages_distributions()
+    names = dict.fromkeys(package.split(".")[0] for package in _PACKAGES)
+    installed = {name: found[name][0] for name in names if name in found}
+    return ", ".join(f"{name} {importlib.metadata.version(package)}" for name, package in installed.items())
+
+
 @click.command()
 @click.option("--only", default="", help="Names, separated by commas.")
 @click.option("--worlds", default="1,2,3", help="Numbers of ranks.")
@@ -294,7 +303,7 @@ def main(only: str, worlds: str, packages: tuple[str, ...], markdown: Path | Non
     lines = [
         f"# Optimizers beside torch, {date.today()}",
         "",
-        f"{STEPS} steps in fp32; torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}.",
+        f"{STEPS} steps in fp32; {_versions()}; Python {platform.python_version()}, {platform.machine()}.",
         f"Stages 0 to 3, masters and states on device, cpu and nvme, {worlds} ranks.",
         "",
         "| optimizer | kind | weights |",

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from tests.multi.pool import Pool
+from tests.multi.training import Run, Toy, config, differences, offloaded, train
 from zeroaccel.zero.optimizer_kinds import classify
 
 
@@ -30,3 +33,26 @@ def _classified(seed: int) -> tuple[str, str]:
 
 def test_an_optimizer_that_communicates_is_coupled(ranks: Callable[[int], Pool]) -> None:
     assert ranks(2).run(_classified, 0) == [("coupled", "its step communicates between ranks by itself")] * 2
+
+
+def _flagged() -> nn.Module:
+    model = Toy()
+    for name, param in model.named_parameters():
+        param.use_muon = param.dim() == 2 and name.startswith("layers")  # type: ignore[attr-defined]
+    return model
+
+
+def _by_name(stage: int, name: str, precision: str, tiers: dict[str, Any]) -> Run:
+    section = {"type": name, "params": {"lr": 0.02, "weight_decay": 0.1}}
+    return train(config(stage, precision, optimizer=section, gradient_clipping=0.5, **tiers), 6, make=_flagged)
+
+
+@pytest.mark.parametrize(("name", "precision"), [("Lamb", "fp32"), ("Muon", "bf16")])
+def test_lamb_and_muon_by_name_give_the_same_bits_at_every_stage(
+    ranks: Callable[[int], Pool], name: str, precision: str, tmp_path: Path
+) -> None:
+    plain = ranks(2).run(_by_name, 0, name, precision, {})
+    for stage, tiers in [(1, {}), (2, {}), (3, {}), (3, offloaded(tmp_path, "nvme", "cpu"))]:
+        for ours, theirs in zip(ranks(2).run(_by_name, stage, name, precision, tiers), plain, strict=True):
+            assert differences(ours, theirs) == [], (stage, tiers)
+    assert plain[0].losses[-1] < plain[0].losses[0]

@@ -29,6 +29,7 @@ from tests.unit.written_optimizers import (
     HoldsObjects,
     Lars,
     Lookahead,
+    MakesStates,
     MatricesOnly,
     NeedsTheFirst,
     Noisy,
@@ -44,6 +45,7 @@ from tests.unit.written_optimizers import (
 )
 from zeroaccel.errors import ConfigError
 from zeroaccel.ops.adam import Adam
+from zeroaccel.zero import optimizer_twin
 from zeroaccel.zero.optimizer_kinds import OptimizerKind, classify, has_stepped
 from zeroaccel.zero.optimizer_twin import Twin, element_states, isolated, renew_state
 
@@ -81,6 +83,7 @@ CASES: list[tuple[Callable[[Any], Optimizer], OptimizerKind, str]] = [
     (Sign, ELEMENTWISE, ""),
     (CountsInGroups, ELEMENTWISE, ""),
     (ScheduleFree, ELEMENTWISE, ""),
+    (MakesStates, ELEMENTWISE, ""),
     (lambda params: Lookahead(torch.optim.Adagrad(params)), ELEMENTWISE, ""),
     (Adam, ELEMENTWISE, ""),
     (torch.optim.AdamW, ELEMENTWISE, ""),
@@ -208,8 +211,10 @@ def test_what_is_declared_counts(declared: Any) -> None:
 
 
 def test_a_kind_that_is_none_is_told() -> None:
-    with pytest.raises(ConfigError, match=r'optimizer.kind: expected "elementwise" or .*, got \'flat\''):
+    with pytest.raises(ConfigError, match=r"expected 'elementwise', 'per_tensor' or 'coupled', got 'flat'"):
         classify(torch.optim.AdamW(_params()), "flat")
+    with pytest.raises(ConfigError, match=r'kind of optimizer Adafactor: expected "per_tensor", since its second'):
+        classify(torch.optim.Adafactor(_params()), "elementwise")
 
 
 def test_sparse_gradients_are_refused() -> None:
@@ -278,6 +283,27 @@ def test_an_optimizers_own_hook_is_part_of_it() -> None:
     assert classify(HookedByItself(_params())).groups == (PER_TENSOR,)
 
 
+def test_a_compiled_rule_is_compiled_in_training_only() -> None:
+    compiled: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        compiled.append(inputs)
+        return graph.forward
+
+    class Compiled(Written):
+        rule = staticmethod(torch.compile(lambda grad: grad / (grad.norm() + 1e-8), backend=backend))
+
+        def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+            return self.rule(grad)  # type: ignore[no-any-return]
+
+    optimizer = Compiled(params := _params())
+    assert classify(optimizer).groups == (PER_TENSOR,)
+    assert not compiled
+    params[0].grad = torch.ones_like(params[0])
+    optimizer.step()
+    assert compiled
+
+
 def test_a_model_in_an_attribute_is_not_touched() -> None:
     model = nn.Linear(4, 4)
     optimizer = Sign(model.parameters())
@@ -308,7 +334,8 @@ def test_what_has_stepped_is_told_from_what_is_new() -> None:
     assert not has_stepped(switched)
     assert classify(switched).groups == (ELEMENTWISE,)
     assert not has_stepped(torch.optim.Adagrad(_params()))
-    for make in (ScheduleFree, torch.optim.Adagrad, torch.optim.AdamW):
+    assert not has_stepped(MakesStates(_params()))
+    for make in (ScheduleFree, MakesStates, torch.optim.Adagrad, torch.optim.AdamW):
         optimizer = make(params := _params())
         if make is ScheduleFree:
             optimizer.train()  # type: ignore[attr-defined]
@@ -338,6 +365,33 @@ def test_states_per_element_are_listed_without_a_trace() -> None:
     assert optimizer.param_groups[0]["k"] == 0
     assert torch.equal(before, torch.get_rng_state())
     assert element_states(torch.optim.Adagrad(_params()), 0, (2, 3)) == {"sum": torch.float32}
+
+
+class SeesValues(Written):
+    """Keeps a second state where a value is large."""
+
+    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
+        state["sum"] = state.get("sum", 0) + grad
+        if group["reads"] and float(grad.max()) > 0.5:
+            state["large"] = (grad > 0.5).clone()
+        state["was_real"] = not isinstance(param, torch._subclasses.fake_tensor.FakeTensor)
+        return grad
+
+
+def test_states_are_found_without_values_where_that_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+    found = optimizer_twin._state_after_step
+
+    def noted(*arguments: Any) -> Any:
+        state = found(*arguments)
+        seen.append(state["was_real"])
+        return state
+
+    monkeypatch.setattr(optimizer_twin, "_state_after_step", noted)
+    assert element_states(SeesValues(_params(), reads=False), 0, (1 << 20, 1 << 20)) == {"sum": torch.float32}
+    expected = {"sum": torch.float32, "large": torch.bool}
+    assert element_states(SeesValues(_params(), reads=True), 0, (2, 3)) == expected
+    assert seen == [False, True]
 
 
 def test_a_twin_shares_nothing() -> None:

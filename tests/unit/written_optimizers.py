@@ -285,3 +285,21 @@ class MatricesOnly(Written):
             raise ValueError("matrices only")
         u, _, v = torch.linalg.svd(grad, full_matrices=False)
         return u @ v
+
+
+class MakesStates(Written):
+    """As MADGRAD: states of its constructor, with its count in the groups."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr, k=0)
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param] = {"sum": torch.zeros_like(param), "start": param.detach().clone()}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group, param, grad, state in self.held():
+            state["sum"] += grad * math.sqrt(group["k"] + 1)
+            param.copy_(state["start"] - group["lr"] * state["sum"])
+        for group in self.param_groups:
+            group["k"] += 1

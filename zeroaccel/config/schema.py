@@ -62,7 +62,7 @@ class OptimizerSection(ConfigSection):
     """An optimizer to build, or how one that is made in code may be sharded (`kind` alone)."""
 
     type: Name | None = None
-    """Name of the optimizer: Adam, AdamW, Adagrad, Lion, SGD, or any class of torch.optim."""
+    """Name of the optimizer: Adam, AdamW, Adagrad, Lion, SGD, Lamb, Muon, or any class of torch.optim."""
     params: Arguments = Field(default_factory=dict)
     """Its arguments."""
     kind: OptimizerKindName | None = None

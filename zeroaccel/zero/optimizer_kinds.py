@@ -80,31 +80,28 @@ def classify(optimizer: Optimizer, declared: OptimizerKind | str | None = None) 
         declared: the kind of all its groups, for sure: an `OptimizerKind` or its value.
 
     Raises:
-        ConfigError: `declared` is no kind, or the optimizer takes sparse gradients only.
+        ConfigError: `declared` is no kind, or is known to be wrong, or the optimizer takes sparse gradients only.
     """
-    count = len(optimizer.param_groups)
+    name, count = type(optimizer).__name__, len(optimizer.param_groups)
     if type(optimizer) is torch.optim.SparseAdam:
         raise ConfigError(
-            "optimizer SparseAdam: it takes sparse gradients only, and gradients that are reduced over ranks are dense",
+            f"optimizer {name}: it takes sparse gradients only, and gradients that are reduced over ranks are dense",
             fix="use Adam",
         )
+    known = _known(optimizer)
     if declared is not None:
         kind = _declared(declared)
+        if kind is OptimizerKind.ELEMENTWISE and known is not None and known.reason:
+            raise ConfigError(
+                f"kind of optimizer {name}",
+                expected=f'"per_tensor", since {known.reason}',
+                got=kind.value,
+                fix="remove optimizer.kind or the argument optimizer_kind",
+            )
         reason = "" if kind is OptimizerKind.ELEMENTWISE else f'its kind is declared to be "{kind.value}"'
         return OptimizerKinds((kind,) * count, reason, "declared")
-    if type(optimizer) is Muon:
-        kinds = (
-            OptimizerKind("per_tensor" if group["use_muon"] else "elementwise") for group in optimizer.param_groups
-        )
-        found = tuple(kinds)
-        return OptimizerKinds(found, _MATRICES if OptimizerKind.PER_TENSOR in found else "", "known")
-    if type(optimizer) is Lamb:
-        return OptimizerKinds((OptimizerKind.PER_TENSOR,) * count, _NORMS, "known")
-    if isinstance(optimizer, ShardStep) or type(optimizer) in _ELEMENTWISE:
-        return OptimizerKinds((OptimizerKind.ELEMENTWISE,) * count, "", "known")
-    for name, reason in _PER_TENSOR.items():
-        if type(optimizer) is getattr(torch.optim, name, None):
-            return OptimizerKinds((OptimizerKind.PER_TENSOR,) * count, reason, "known")
+    if known is not None:
+        return known
     findings = try_out(optimizer)
     if findings.coupled:
         return OptimizerKinds((OptimizerKind.COUPLED,) * count, findings.coupled, "probed")
@@ -112,9 +109,26 @@ def classify(optimizer: Optimizer, declared: OptimizerKind | str | None = None) 
     return OptimizerKinds(tuple(kinds), next((reason for reason in findings.groups if reason), ""), "probed")
 
 
+def _known(optimizer: Optimizer) -> OptimizerKinds | None:
+    count = len(optimizer.param_groups)
+    if isinstance(optimizer, ShardStep) or type(optimizer) in _ELEMENTWISE:
+        return OptimizerKinds((OptimizerKind.ELEMENTWISE,) * count, "", "known")
+    if type(optimizer) is Muon:
+        of_groups = [group["use_muon"] for group in optimizer.param_groups]
+        kinds = tuple(OptimizerKind.PER_TENSOR if whole else OptimizerKind.ELEMENTWISE for whole in of_groups)
+        return OptimizerKinds(kinds, _MATRICES if any(of_groups) else "", "known")
+    if type(optimizer) is Lamb:
+        return OptimizerKinds((OptimizerKind.PER_TENSOR,) * count, _NORMS, "known")
+    for name, reason in _PER_TENSOR.items():
+        if type(optimizer) is getattr(torch.optim, name, None):
+            return OptimizerKinds((OptimizerKind.PER_TENSOR,) * count, reason, "known")
+    return None
+
+
 def _declared(declared: OptimizerKind | str) -> OptimizerKind:
     try:
         return OptimizerKind(declared)
     except ValueError:
-        names = " or ".join(f'"{kind.value}"' for kind in OptimizerKind)
-        raise ConfigError("optimizer.kind", expected=names, got=declared) from None
+        *others, last = [repr(kind.value) for kind in OptimizerKind]
+        expected = f"{', '.join(others)} or {last}"
+        raise ConfigError("optimizer.kind or optimizer_kind", expected=expected, got=declared) from None

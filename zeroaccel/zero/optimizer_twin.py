@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 from torch.utils._python_dispatch import _disable_current_modes
@@ -95,6 +96,7 @@ def isolated() -> Iterator[Callable[[], bool]]:
         if torch.get_default_device().type != "cpu":
             stack.enter_context(torch.device("cpu"))
         stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.compiler.set_stance("force_eager"))  # a rule may be compiled, for every shape anew
         hooks = [getattr(optimizer_module, name, {}) for name in _HOOKS_OF_ALL]
         hooked = [dict(registered) for registered in hooks]
         threads = torch.get_num_threads()
@@ -123,30 +125,53 @@ def isolated() -> Iterator[Callable[[], bool]]:
 def has_stepped(optimizer: Optimizer) -> bool:
     """Whether its state comes from steps, rather than from its constructor, as that of torch's Adagrad does.
 
-    Empty states, as the `train()` of a schedule-free optimizer leaves them, and flags are no state.
+    Empty states, as the `train()` of a schedule-free optimizer leaves them, and flags are no state. A state that counts
+    no steps is compared with what the constructor makes for its parameter.
     """
-    for state in optimizer.state.values():
-        if not isinstance(state, Mapping):
-            continue
-        if "step" in state:
-            if bool(state["step"]):
+    for index, group in enumerate(optimizer.param_groups):
+        for param in group["params"]:
+            state = optimizer.state.get(param)
+            if not isinstance(state, Mapping):
+                continue
+            if "step" in state:
+                if bool(state["step"]):
+                    return True
+            elif any(isinstance(value, Tensor) for value in state.values()) and not _is_new(optimizer, index, param):
                 return True
-        elif any(isinstance(value, Tensor) and value.dim() > 0 for value in state.values()):
-            return True
     return False
+
+
+def _is_new(optimizer: Optimizer, index: int, param: Tensor) -> bool:
+    group = {**optimizer.param_groups[index], "params": [param]}
+    try:
+        with isolated():
+            made = type(optimizer)([group], **_settings(optimizer)).state.get(param, {})
+    except Exception:
+        return False  # it is not known what the constructor makes
+    state = optimizer.state[param]
+    return made.keys() == state.keys() and all(
+        torch.equal(value, made[name]) if isinstance(value, Tensor) and isinstance(made[name], Tensor) else True
+        for name, value in state.items()
+    )
 
 
 def renew_state(optimizer: Optimizer) -> None:
     """Makes the state that the constructor makes, for the parameters that are in the groups now, and no other."""
+    groups = [dict(group) for group in optimizer.param_groups]
+    optimizer.state = type(optimizer)(groups, **_settings(optimizer)).state
+
+
+def _settings(optimizer: Optimizer) -> dict[str, Any]:
+    """What of its defaults its constructor takes; some keep counters there."""
     taken = inspect.signature(type(optimizer)).parameters
     takes_all = any(taken[name].kind is inspect.Parameter.VAR_KEYWORD for name in taken)
-    settings = {name: value for name, value in optimizer.defaults.items() if takes_all or name in taken}
-    groups = [dict(group) for group in optimizer.param_groups]
-    optimizer.state = type(optimizer)(groups, **settings).state
+    return {name: value for name, value in optimizer.defaults.items() if takes_all or name in taken}
 
 
 def element_states(optimizer: Optimizer, group: int, shape: tuple[int, ...]) -> dict[str, torch.dtype]:
     """Name -> dtype of the states that a parameter of this shape gets and that have one value per element.
+
+    Found by a step without values where the rule can do without, since a matrix may be large and its rule slow.
 
     Args:
         group: index of the param group whose rule it is.
@@ -155,14 +180,22 @@ def element_states(optimizer: Optimizer, group: int, shape: tuple[int, ...]) -> 
         Exception: whatever the optimizer raises at a step in host memory.
     """
     with isolated():
-        twin = Twin(optimizer)
-        param = nn.Parameter(torch.ones(shape))
-        twin.place([(group, param, {})])
-        twin.switch("train")
-        param.grad = torch.ones(shape)
-        twin.step()
-        state = twin.optimizer.state.get(param, {})
+        try:
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                state = _state_after_step(optimizer, group, shape)
+        except Exception:  # it looks at values, which these tensors have not
+            state = _state_after_step(optimizer, group, shape)
     return {name: v.dtype for name, v in state.items() if isinstance(v, Tensor) and v.dim() and v.shape == shape}
+
+
+def _state_after_step(optimizer: Optimizer, group: int, shape: tuple[int, ...]) -> Mapping[str, Any]:
+    twin = Twin(optimizer)
+    param = nn.Parameter(torch.ones(shape))
+    twin.place([(group, param, {})])
+    twin.switch("train")
+    param.grad = torch.ones(shape)
+    twin.step()
+    return dict(twin.optimizer.state.get(param, {}))
 
 
 def holds_generator(optimizer: Optimizer) -> bool:
