@@ -142,7 +142,10 @@ def test_the_bits_are_those_of_torch_on_the_whole_model(
         assert differences(ours, theirs) == []
 
 
-@pytest.mark.parametrize(("precision", "accumulation"), [("fp32", 1), ("bf16", 3), ("fp16", 1)])
+@pytest.mark.parametrize(
+    ("precision", "accumulation"),
+    [pytest.param("fp32", 1, marks=pytest.mark.slow), ("bf16", 3), ("fp16", 1)],
+)
 @pytest.mark.parametrize("rule", sorted(RULES))
 def test_stages_give_the_same_bits(ranks: Callable[[int], Pool], rule: str, precision: str, accumulation: int) -> None:
     pairs = [(0, 1), (2, 3)] if accumulation > 1 else [(0, 1), (0, 2), (0, 3)]

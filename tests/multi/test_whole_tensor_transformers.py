@@ -21,7 +21,12 @@ SECTIONS: dict[str, dict[str, Any]] = {
     "lamb": {"type": "Lamb", "params": {"lr": 0.02, "weight_decay": 0.01}},
     "adafactor": {"type": "torch.optim.Adafactor", "params": {"lr": 0.02}},
 }
-RULES = [*SECTIONS, "transformers"]
+RULES = [
+    "muon",
+    "transformers",
+    pytest.param("lamb", marks=pytest.mark.slow),
+    pytest.param("adafactor", marks=pytest.mark.slow),
+]
 
 
 def _llama() -> nn.Module:
