@@ -311,3 +311,33 @@ def test_ranks_that_own_nothing_work_on_every_tier_and_calls_reach_every_owner(
     assert settled[0] == settled[1] == settled[2]
     for stage, tiers in [(1, ("none", "none")), (2, ("nvme", "none")), (3, ("none", "nvme")), (3, ("nvme", "nvme"))]:
         assert ranks(3).run(_few_matrices, stage, offloaded(tmp_path, *tiers)) == settled, (stage, tiers)
+
+
+def _adamw(folder: str, stage: int, kind: str, files: bool, load: bool) -> list[float]:
+    """Three steps of AdamW as `kind`, a checkpoint, and the losses of three more; or those from the checkpoint."""
+    torch.manual_seed(7)
+    engine, *_ = zeroaccel.initialize(
+        Toy(),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=0.01),
+        config=_settings(stage, "bf16", **offloaded(Path(folder), "nvme" if files else "none")),
+        optimizer_kind=kind,
+    )
+    tokens = batches(engine.collectives.rank, 6)
+    if load:
+        engine.load_checkpoint(folder, tag=None)
+    else:
+        for batch in tokens[:3]:
+            _step(engine, batch)
+        engine.save_checkpoint(folder)
+    losses = [_step(engine, batch) for batch in tokens[3:]]
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize(("one", "other"), [("per_tensor", "elementwise"), ("elementwise", "per_tensor")])
+def test_a_checkpoint_moves_between_owners_and_flat_shards(
+    ranks: Callable[[int], Pool], tmp_path: Path, one: str, other: str
+) -> None:
+    saved = ranks(3).run(_adamw, str(tmp_path), 3, one, True, False)
+    assert ranks(3).run(_adamw, str(tmp_path), 1, other, False, True) == saved
+    assert ranks(3).run(_adamw, str(tmp_path), 2, other, True, True) == saved

@@ -135,8 +135,8 @@ class Contents:
         elements = {
             name: value
             for name, value in state.items()
-            if isinstance(value, Tensor) and value.dim() > 0 and value.shape == piece.master.shape
-        }
+            if isinstance(value, Tensor) and value.shape == piece.master.shape and (value.dim() > 0 or name != "step")
+        }  # of a parameter without dimensions, a count of steps looks like a value per element
         rest = {name: value for name, value in state.items() if name not in elements}
         away = optimizer.is_away(piece.buffer)
         for slot in slots:
@@ -146,7 +146,7 @@ class Contents:
             for name, value in elements.items():
                 if start < end and begins:
                     key = self._state_key(name, slot.fqn, optimizer)
-                    if away:
+                    if away and value.dim() > 0:
                         self._add(key, slot, start, optimizer.stored(piece.buffer, name, start, end))
                     else:
                         flat = value.contiguous().view(-1)
