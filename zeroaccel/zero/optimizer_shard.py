@@ -29,7 +29,7 @@ from zeroaccel.offload.tier import Fetch, TierElements
 from zeroaccel.ops.shard_step import ShardOptimizer, ShardStep
 from zeroaccel.zero.host_copies import HostCopies
 from zeroaccel.zero.optimizer_kinds import OptimizerKind, OptimizerKinds, has_stepped, renew_state
-from zeroaccel.zero.partial_steps import StepCounters, restricted
+from zeroaccel.zero.partial_steps import StepCounters, batches, restricted
 from zeroaccel.zero.reducer import GradientBuffer
 from zeroaccel.zero.state_tier import StateTier, SubGroup
 from zeroaccel.zero.unit import FlatBuffer
@@ -281,29 +281,43 @@ class OptimizerShard:
             done: called after each buffer, whose shard has the new weights.
 
         Raises:
-            OffloadError: a tier failed; masters and parameters are a mixture of old and new.
+            OffloadError: a tier failed. `done` has been called for every buffer all the same; masters and parameters
+                are a mixture of old and new.
         """
         self._counters = None
         if self._calls_together:
             call()
+        failure: OffloadError | None = None
         arrivals = self.arrivals(list(self._buffers.values()))
         for buffer in self._buffers.values():
-            targets = self._targets(buffer)
-            for sub_group, pieces in self._cut(buffer):
-                with self._here(sub_group, arrivals):
-                    if pieces and not self._calls_together:
-                        with restricted(self.optimizer, [piece.master for piece in pieces]):
-                            self._call_again(call)
-                    for piece in pieces:
-                        self._finish_piece(piece, targets)
-            if buffer.home is not None:
-                buffer.home.commit()
+            try:
+                if failure is None:
+                    self._change_buffer(buffer, call, arrivals)
+            except OffloadError as error:
+                failure = error
+                arrivals.close()
+                if buffer.home is not None:
+                    buffer.home.abandon()
             if self._copies is not None:
                 self._copies.wait()
             done(buffer)
+        if failure is not None:
+            raise failure
         if self._counters is None and not self._calls_together:  # this rank owns nothing
             with restricted(self.optimizer, ()):
                 call()
+
+    def _change_buffer(self, buffer: FlatBuffer, call: Callable[[], object], arrivals: Generator[Tensor]) -> None:
+        targets = self._targets(buffer)
+        for sub_group, pieces in self._cut(buffer):
+            with self._here(sub_group, arrivals):
+                if pieces and not self._calls_together:
+                    with restricted(self.optimizer, [piece.master for piece in pieces]):
+                        self._call_again(call)
+                for piece in pieces:
+                    self._finish_piece(piece, targets)
+        if buffer.home is not None:
+            buffer.home.commit()
 
     @contextmanager
     def _here(self, sub_group: SubGroup | None, arrivals: Generator[Tensor]) -> Iterator[None]:
@@ -494,7 +508,7 @@ class OptimizerShard:
     def _step_generic(
         self, pieces: Sequence[Piece], grad: Tensor, origin: int, grad_scale: float, targets: Tensor | None
     ) -> None:
-        for batch in _batches(pieces, self._sub_group_numel):
+        for batch in batches(pieces, self._sub_group_numel, lambda piece: piece.master.numel()):
             for piece in batch:
                 _lay_gradient(piece, grad, origin, grad_scale)
             with restricted(self.optimizer, [piece.master for piece in batch]):
@@ -581,17 +595,3 @@ def _first_slot(piece: Piece) -> int:
 def _lay_gradient(piece: Piece, grad: Tensor, origin: int, grad_scale: float) -> None:
     part = grad[piece.start - origin : piece.end - origin].to(torch.float32, copy=True)
     piece.master.grad = part.mul_(grad_scale).view(piece.master.shape)
-
-
-def _batches(pieces: Sequence[Piece], limit_numel: int) -> Iterator[list[Piece]]:
-    """Consecutive pieces of at most `limit_numel` elements together; a larger one goes alone."""
-    batch: list[Piece] = []
-    total = 0
-    for piece in pieces:
-        if batch and total + piece.master.numel() > limit_numel:
-            yield batch
-            batch, total = [], 0
-        batch.append(piece)
-        total += piece.master.numel()
-    if batch:
-        yield batch

@@ -11,14 +11,16 @@ Knows nothing of shards; `optimizer_shard.py` decides what is stepped when.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-__all__ = ["StepCounters", "restricted"]
+__all__ = ["StepCounters", "batches", "restricted"]
+
+_T = TypeVar("_T")
 
 _PLAIN = (bool, int, float, complex, str, type(None))
 
@@ -77,3 +79,18 @@ def restricted(optimizer: Optimizer, params: Iterable[nn.Parameter]) -> Iterator
     finally:
         for group, params_before in zip(optimizer.param_groups, before, strict=True):
             group["params"] = params_before
+
+
+def batches(items: Iterable[_T], limit_numel: int, numel_of: Callable[[_T], int]) -> Iterator[list[_T]]:
+    """Consecutive items of at most `limit_numel` elements together; a larger one goes alone."""
+    batch: list[_T] = []
+    total = 0
+    for item in items:
+        numel = numel_of(item)
+        if batch and total + numel > limit_numel:
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += numel
+    if batch:
+        yield batch
