@@ -54,7 +54,10 @@ def listed(names: Sequence[str], separator: str = ", ", most: int = 50) -> str:
 def _got(value: object) -> str:
     if value is _ABSENT:
         return ""
-    text = repr(value)
+    try:
+        text = repr(value[:300] if isinstance(value, (str, bytes)) else value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits, or something nested that deep
+        text = f"a value of type {type(value).__name__} that is too long to show"
     return f"got {text if len(text) <= 200 else text[:197] + '...'}"
 
 

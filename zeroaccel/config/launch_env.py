@@ -188,7 +188,7 @@ def _named_sources(environ: Mapping[str, str]) -> dict[str, str]:
     if not text:
         return {}
     try:
-        named = json.loads(text)
+        named = parse_plain_json(text)
     except ValueError:
         named = None
     if not isinstance(named, dict) or not all(isinstance(source, str) for source in named.values()):
