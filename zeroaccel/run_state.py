@@ -223,9 +223,14 @@ def _manifest(root: Path) -> dict[str, Any]:
 
 def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
     digests, counts = manifest.get("sha256"), manifest.get("counts")
-    sound = isinstance(digests, list) and all(isinstance(digest, str) for digest in digests)
-    sound = sound and type(manifest.get("iteration")) is int and isinstance(counts, dict)
-    if not sound or manifest.get("world_size") != len(digests) or not RunParts().counts().keys() <= counts.keys():
+    if (
+        not isinstance(digests, list)
+        or not all(isinstance(digest, str) for digest in digests)
+        or manifest.get("world_size") != len(digests)
+        or type(manifest.get("iteration")) is not int
+        or not isinstance(counts, dict)
+        or not RunParts().counts().keys() <= counts.keys()
+    ):
         raise CheckpointError(f"{path}: damaged: not what save_state writes", fix="load another state")
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from zeroaccel.config.bounds import parse_plain_json
 from zeroaccel.errors import ConfigError
 
 __all__ = ["SOURCES_VARIABLE", "LaunchedSettings", "from_environment", "to_environment", "variable_of"]
