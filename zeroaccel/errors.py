@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 _ABSENT = object()
+_LONGEST = 9000
 
 
 def compose(where: str, *, expected: str = "", got: object = _ABSENT, fix: str = "") -> str:
@@ -74,7 +75,10 @@ class ZeroAccelError(Exception):
     exit_code: ClassVar[int] = 1
 
     def __init__(self, where: str, *, expected: str = "", got: object = _ABSENT, fix: str = "") -> None:
-        super().__init__(compose(where, expected=expected, got=got, fix=fix))
+        text = compose(where, expected=expected, got=got, fix=fix)
+        if len(text) > _LONGEST:  # a name of a megabyte, out of a file; the end says what to do
+            text = f"{text[: _LONGEST - 500]} ... {text[-500:]}"
+        super().__init__(text.encode("utf-8", "backslashreplace").decode())  # half a surrogate pair cannot be printed
 
 
 class ConfigError(ZeroAccelError, ValueError):

@@ -1,7 +1,8 @@
 """Two jobs save into one root at a time, while `latest` is read over and over. A program: `... DIR SAVES MODE...`.
 
 MODE is "apart" (each job has tags of its own), "kept" (the same, with keep_last = 2, so each removes checkpoints of the
-other) or "same" (both save under the same two tags). One job saves in the background. Prints what was seen in each mode, as JSON.
+other) or "same" (both save under the same two tags). One job saves in the background. Prints what was seen in each
+mode, as JSON.
 """
 
 from __future__ import annotations

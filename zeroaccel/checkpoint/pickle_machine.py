@@ -16,10 +16,10 @@ from zeroaccel.errors import CheckpointError
 
 __all__ = ["Admitted", "Attributed", "PickleMachine"]
 
-_BUDGET_NBYTES = 384 << 20
+_BUDGET_NBYTES = 256 << 20
 """What everything a pickle makes may take in memory, by the estimates below."""
-_LIST_NBYTES, _TUPLE_NBYTES, _DICT_NBYTES, _SET_NBYTES, _OBJECT_NBYTES = 96, 56, 240, 240, 480
-_ITEM_NBYTES, _ENTRY_NBYTES, _NUMBER_NBYTES, _TEXT_NBYTES, _MEMO_NBYTES = 16, 100, 32, 80, 100
+_LIST_NBYTES, _TUPLE_NBYTES, _DICT_NBYTES, _SET_NBYTES, _OBJECT_NBYTES = 96, 56, 160, 220, 200
+_ITEM_NBYTES, _ENTRY_NBYTES, _NUMBER_NBYTES, _TEXT_NBYTES, _MEMO_NBYTES = 16, 100, 32, 64, 64
 
 _MOST_LEVELS = 100
 _LONGEST_NAME = 400

@@ -23,6 +23,7 @@ _MOST_DIMS = 64
 _LARGEST = (1 << 63) - 1
 _MOST_REPEATED_NUMEL = 1 << 20
 _LONGEST_NAME = 400
+_SET_NBYTES = 220
 
 
 class DtypeName(str):
@@ -138,10 +139,9 @@ class _Restricted:
         self._where = where
         self._machine = PickleMachine(content, where, self._find, self._persistent)
         self.load = self._machine.load
-        machine = self._machine
         plain: dict[str, Callable[..., Any]] = {
-            "set": lambda *given: set(machine.keys(_items(given))),
-            "frozenset": lambda *given: frozenset(machine.keys(_items(given))),
+            "set": lambda *given: set(self._members(given)),
+            "frozenset": lambda *given: frozenset(self._members(given)),
             "complex": _complex,
             "dict": lambda *given: dict(self._pairs(given)),
             "list": lambda *given: list(self._charged(_items(given))),
@@ -155,7 +155,7 @@ class _Restricted:
         calls: dict[str, Callable[..., Any]] = {
             "collections.OrderedDict": lambda *given: OrderedDict(self._pairs(given)),
             "collections.Counter": lambda *given: Counter(dict(self._pairs(given))),
-            "collections.defaultdict": lambda *given: {},
+            "collections.defaultdict": lambda *given: self._emptied(given),
             **{f"builtins.{name}": make for name, make in plain.items()},
             **{f"__builtin__.{name}": make for name, make in plain.items()},  # Python 2's, in pickles of protocol 2
             "_codecs.encode": self._encode,
@@ -190,10 +190,20 @@ class _Restricted:
         self._machine.charge(16 * len(items))
         return items
 
+    def _members(self, given: tuple[Any, ...]) -> Sequence[Any]:
+        self._machine.charge(_SET_NBYTES)
+        return self._machine.keys(_items(given))
+
+    def _emptied(self, given: tuple[Any, ...]) -> dict[Any, Any]:
+        if len(given) > 1:
+            raise TypeError("expected a function for absent keys")
+        self._machine.charge(_SET_NBYTES)
+        return {}
+
     def _pairs(self, given: tuple[Any, ...]) -> list[tuple[Any, Any]]:
         items = given[0] if len(given) == 1 else _items(given)
         pairs = list(items.items()) if isinstance(items, dict) else [tuple(pair) for pair in _items((items,))]
-        self._machine.charge(200 * len(pairs))
+        self._machine.charge(400 + 200 * len(pairs))
         for pair in pairs:
             if len(pair) != 2:
                 raise TypeError("expected pairs of a key and a value")

@@ -80,6 +80,9 @@ ABANDONED_SECONDS = 10.0  # an unlocked temporary file that is older has no writ
 class ConversionError(RuntimeError):
     """The checkpoint is damaged, incomplete or not one, or the output cannot be written. Nothing wrong was written."""
 
+    def __init__(self, message: str) -> None:
+        super().__init__(message if len(message) <= 9000 else f"{message[:8500]} ... {message[-500:]}")
+
 
 class ArgumentsError(ConversionError):
     """The command line makes no sense."""

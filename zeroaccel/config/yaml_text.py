@@ -18,7 +18,7 @@ from zeroaccel.errors import ConfigError
 
 __all__ = ["parse_yaml"]
 
-_MOST_CHARACTERS = 1 << 16
+_MOST_CHARACTERS = 1 << 15
 """The parser takes some 10 microseconds per character."""
 _MOST_LEVELS = 32
 _MOST_VALUES = 10_000
