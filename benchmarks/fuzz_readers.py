@@ -32,7 +32,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.hostile.bombs import BOMBS, bomb
-from tests.hostile.readers import ALLOWED, READERS, apply_edits
+from tests.hostile.readers import ALLOWED, READERS, apply_edits, edited_tree
 
 MOST_SECONDS = 2.0
 MOST_MB = 500.0
@@ -75,6 +75,8 @@ def _content(attempt: Attempt, seeds: dict[str, list[bytes]], folder: Path) -> b
         return bomb(reader, name, folder)
     chance = random.Random(f"{reader} {seed}")
     content = chance.choice(seeds[reader])
+    if reader in ("checkpoint", "json") and not content.startswith(b"{//") and chance.random() < 0.7:
+        return edited_tree(content, chance)
     edits = []
     for _ in range(chance.randint(1, 6)):
         token = (

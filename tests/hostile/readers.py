@@ -7,16 +7,18 @@ reader takes a file as its user would, through to the values in it, and may rais
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import io
 import json
 import pickle
+import random
 import tarfile
 import tempfile
 import warnings
 import zipfile
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -41,7 +43,7 @@ from zeroaccel.config.load import load_config
 from zeroaccel.errors import ZeroAccelError
 from zeroaccel.zero.stream import SafetensorsFolder
 
-__all__ = ["ALLOWED", "READERS", "Edit", "Reader", "apply_edits", "resealed", "zip_around"]
+__all__ = ["ALLOWED", "READERS", "Edit", "Reader", "apply_edits", "edited_tree", "resealed", "zip_around"]
 
 ALLOWED = (ZeroAccelError, zero_to_fp32.ConversionError)
 DATA = Path(__file__).parent.parent / "data" / "deepspeed"
@@ -72,6 +74,56 @@ def apply_edits(content: bytes, edits: Sequence[Edit]) -> bytes:
         gone = length % 9 if length % 5 else length % (len(content) + 1)
         content = content[:at] + instead + content[at + gone :]
     return content
+
+
+ODD_VALUES: Sequence[Any] = (
+    *(
+        None,
+        True,
+        -1,
+        0,
+        1,
+        1.5,
+        1e300,
+        10**12,
+        1 << 63,
+        10**60,
+        "",
+        "x",
+        "\ud800",
+        [],
+        {},
+        [[]],
+        {"": 1},
+        "F32",
+        "BOOL",
+    ),
+    *({"$": "tensor", "key": "master/w"}, {"$": "tensor", "key": []}, {"$": "scalar", "dtype": "I8", "value": 1e9}),
+    *({"$": "set", "items": [[]]}, {"$": "Counter", "items": [[1, "x"]]}, {"$": "bytes", "base64": "x"}, {"$": "dict"}),
+)
+
+
+def edited_tree(content: bytes, chance: random.Random) -> bytes:
+    """JSON with one to three of its values replaced by others, removed, or put somewhere else."""
+    tree = json.loads(content)
+    for _ in range(chance.randint(1, 3)):
+        places = list(_places(tree))
+        if not places:
+            break
+        owner, key = chance.choice(places)
+        kind = chance.random()
+        if kind < 0.1:
+            del owner[key]
+        else:
+            other, at = chance.choice(places)
+            owner[key] = copy.deepcopy(other[at] if kind < 0.3 else chance.choice(ODD_VALUES))
+    return json.dumps(tree).encode()
+
+
+def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
+    for key in list(tree) if isinstance(tree, dict) else range(len(tree)) if isinstance(tree, list) else ():
+        yield tree, key
+        yield from _places(tree[key])
 
 
 # -- torch's pickles and archives

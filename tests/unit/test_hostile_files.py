@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import json
 import os
+import random
 import resource
 import shutil
 import tempfile
@@ -23,7 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.hostile.bombs import BOMBS, bomb
-from tests.hostile.readers import ALLOWED, READERS, apply_edits, resealed
+from tests.hostile.readers import ALLOWED, READERS, apply_edits, edited_tree, resealed
 from tests.unit.checkpoint_by_hand import rewrite_manifest
 from zeroaccel.checkpoint import zero_to_fp32
 from zeroaccel.checkpoint.find import find_checkpoint
@@ -114,6 +115,17 @@ def test_edited_files_are_read_or_refused_by_name(reader: str) -> None:
         assert len(told) < 10_000
 
     fuzzed()
+
+
+def test_manifests_with_other_values_are_read_or_refused_by_name() -> None:
+    chance = random.Random(5)
+    refused = 0
+    for _ in range(2 * EXAMPLES):
+        try:
+            read_in_a_folder("checkpoint", edited_tree(chance.choice(seeds("checkpoint")), chance))
+        except ALLOWED:
+            refused += 1
+    assert EXAMPLES < refused < 2 * EXAMPLES
 
 
 # -- one by one
