@@ -12,7 +12,8 @@ from pathlib import Path
 import click
 
 from zeroaccel.checkpoint.deepspeed_format import is_deepspeed_checkpoint, open_deepspeed_checkpoint
-from zeroaccel.checkpoint.find import LATEST_NAME, checkpoint_folders, find_checkpoint
+from zeroaccel.checkpoint.find import checkpoint_folders, find_checkpoint
+from zeroaccel.checkpoint.latest import LATEST_NAME, read_latest
 from zeroaccel.checkpoint.manifest import ITEMSIZE, MANIFEST_NAME, Manifest, read_manifest
 from zeroaccel.checkpoint.rank_file import RankFile
 from zeroaccel.checkpoint.reshard import reshard
@@ -52,9 +53,8 @@ def inspect(folder: Path, tag: str | None) -> None:
             click.echo(f"{each.name}: not valid: {error}")
         else:
             click.echo("\n".join(_described(each, manifest)))
-    latest = folder / LATEST_NAME
-    if latest.exists():
-        click.echo(f"latest: {latest.read_text(errors='replace').strip()}")
+    if (folder / LATEST_NAME).exists():
+        click.echo(f"latest: {read_latest(folder)}")
 
 
 @checkpoint.command()
@@ -79,9 +79,10 @@ def verify(folder: Path, tag: str | None) -> None:
             damaged.append(each.name)
             continue
         problems = []
-        for record in manifest.files:
+        for record, pieces in zip(manifest.files, manifest.pieces_by_file(), strict=True):
             try:
                 with RankFile(each, record) as file:
+                    file.check_pieces(pieces)
                     file.verify()
             except CheckpointError as error:
                 problems.append(f"  {error}")

@@ -12,11 +12,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from zeroaccel.config.bounds import read_at_most
 from zeroaccel.errors import ConfigError
 
 __all__ = ["Host", "read_hostfile", "select_hosts"]
 
 _LINE = re.compile(r"(?P<name>[^\s=]+)(\s+slots=(?P<slots>\d+))?")
+_MOST_NBYTES = 4 << 20
 _FORM = "a machine and its number of processes, as in: node1 slots=8"
 
 
@@ -48,23 +50,26 @@ def read_hostfile(path: str) -> list[Host]:
     """
     where = f"--hostfile {path}"
     try:
-        lines = Path(path).expanduser().read_text().splitlines()
+        lines = read_at_most(Path(path).expanduser(), _MOST_NBYTES).decode("utf-8").splitlines()
     except FileNotFoundError:
         raise ConfigError(f"{where}: there is no such file") from None
     except IsADirectoryError:
         raise ConfigError(f"{where}: expected a file, got a folder", fix="name a file in it") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{where}: not a text file") from None
-    except OSError as error:
-        raise ConfigError(f"{where}: {error.strerror}") from None
+    except (OSError, ValueError, RuntimeError) as error:  # the last where a home is not known
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"{where}: {reason}") from None
     hosts: dict[str, Host] = {}
     for number, line in enumerate(lines, start=1):
         text = line.partition("#")[0].strip()
         if not text:
             continue
         match = _LINE.fullmatch(text)
-        if match is None or match["slots"] == "0" or match["name"].startswith("-"):
+        if match is None or int((match["slots"] or "1")[:5]) == 0 or match["name"].startswith("-"):
             raise ConfigError(f"{path}:{number}", expected=_FORM, got=text)
+        if len(match["slots"] or "") > 4:
+            raise ConfigError(f"{path}:{number}", expected="at most 9999 slots", got=text)
         if match["name"] in hosts:
             raise ConfigError(f"{path}:{number}: {match['name']} comes a second time", fix="give each machine one line")
         hosts[match["name"]] = Host(match["name"], tuple(range(int(match["slots"] or 1))))

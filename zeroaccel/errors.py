@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 _ABSENT = object()
+_LONGEST = 9000
 
 
 def compose(where: str, *, expected: str = "", got: object = _ABSENT, fix: str = "") -> str:
@@ -54,7 +55,10 @@ def listed(names: Sequence[str], separator: str = ", ", most: int = 50) -> str:
 def _got(value: object) -> str:
     if value is _ABSENT:
         return ""
-    text = repr(value)
+    try:
+        text = repr(value[:300] if isinstance(value, (str, bytes)) else value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits, or something nested that deep
+        text = f"a value of type {type(value).__name__} that is too long to show"
     return f"got {text if len(text) <= 200 else text[:197] + '...'}"
 
 
@@ -71,7 +75,10 @@ class ZeroAccelError(Exception):
     exit_code: ClassVar[int] = 1
 
     def __init__(self, where: str, *, expected: str = "", got: object = _ABSENT, fix: str = "") -> None:
-        super().__init__(compose(where, expected=expected, got=got, fix=fix))
+        text = compose(where, expected=expected, got=got, fix=fix)
+        if len(text) > _LONGEST:  # a name of a megabyte, out of a file; the end says what to do
+            text = f"{text[: _LONGEST - 500]} ... {text[-500:]}"
+        super().__init__(text.encode("utf-8", "backslashreplace").decode())  # half a surrogate pair cannot be printed
 
 
 class ConfigError(ZeroAccelError, ValueError):

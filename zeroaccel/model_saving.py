@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zeroaccel.checkpoint.durable import write_durably
 from zeroaccel.checkpoint.engine import CheckpointingEngine
 from zeroaccel.checkpoint.model_files import parse_nbytes
 from zeroaccel.comm.agree import agreed
@@ -174,4 +175,4 @@ def _write_config(folder: Path, name: str, config: Any, model: nn.Module) -> Non
     if name != "config" and save is not None:
         save(folder)
         return
-    (folder / f"{name}.json").write_text(json.dumps(content, indent=2, sort_keys=True, default=str) + "\n")
+    write_durably(folder / f"{name}.json", (json.dumps(content, indent=2, sort_keys=True, default=str) + "\n").encode())

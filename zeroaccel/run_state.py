@@ -21,12 +21,13 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
 
-from zeroaccel.checkpoint.durable import write_durably
+from zeroaccel.checkpoint.durable import remove_abandoned, write_durably
 from zeroaccel.checkpoint.engine import CheckpointingEngine
 from zeroaccel.checkpoint.plain import decode, encode
 from zeroaccel.checkpoint.random_state import random_state, restore_random_state
 from zeroaccel.comm.agree import agreed, from_rank_0
 from zeroaccel.comm.collectives import Collectives
+from zeroaccel.config.bounds import parse_plain_json, read_at_most
 from zeroaccel.data import PreparedLoader
 from zeroaccel.errors import CheckpointError, UsageError
 from zeroaccel.logs import logger
@@ -36,6 +37,7 @@ __all__ = ["RunParts", "load_run", "require_stateful", "save_run"]
 
 _VERSION = 1
 _KEY = "zeroaccel_run_state"
+_MOST_NBYTES = 16 << 30
 
 
 @dataclass
@@ -103,6 +105,7 @@ def save_run(folder: str | os.PathLike[str], run: RunParts, collectives: Collect
         engine.save_checkpoint(root, tag=_tag(index))
     with agreed(collectives, f"save_state {root}: write"):
         _writable(root, lambda: write_durably(root / _rank_name(collectives.rank), content))
+        remove_abandoned(root / _rank_name(collectives.rank))
     digests = collectives.gather_objects(digest, f"save_state {root}: parts")
     with agreed(collectives, f"save_state {root}: finish"):
         if collectives.rank == 0:
@@ -114,6 +117,7 @@ def save_run(folder: str | os.PathLike[str], run: RunParts, collectives: Collect
                 "sha256": digests,
             }
             _writable(root, lambda: write_durably(root / STATE_NAME, json.dumps(manifest, indent=1).encode()))
+            remove_abandoned(root / STATE_NAME)
     logger.info("saved state %s", root)
     return root
 
@@ -182,35 +186,52 @@ def _read(root: Path, manifest: Mapping[str, Any], rank: int) -> dict[str, Any]:
     own = rank if rank < manifest["world_size"] else 0
     path = root / _rank_name(own)
     try:
-        content = path.read_bytes()
+        content = read_at_most(path, _MOST_NBYTES, regular=True)
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
     if hashlib.sha256(content).hexdigest() != manifest["sha256"][own]:
         raise CheckpointError(f"{path}: damaged: not what was written", fix="load another state")
     try:
-        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        header = parse_plain_json(content[8 : 8 + int.from_bytes(content[:8], "little")])
         tensors = load_tensors(content)
-        state = json.loads(header["__metadata__"][_KEY])
-    except (SafetensorError, KeyError, ValueError) as error:
+        state = parse_plain_json(header["__metadata__"][_KEY])
+        return {kind: decode(value, tensors.__getitem__) for kind, value in state.items()}
+    except (SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: not a part of a state ({error})") from error
-    return {kind: decode(value, tensors.__getitem__) for kind, value in state.items()}
 
 
 def _manifest(root: Path) -> dict[str, Any]:
     path = root / STATE_NAME
     try:
-        manifest: dict[str, Any] = json.loads(path.read_bytes())
+        manifest = parse_plain_json(read_at_most(path, _MOST_NBYTES, regular=True))
     except FileNotFoundError:
         raise CheckpointError(
             f"{root}: no complete state",
             expected=f"a folder with {STATE_NAME}, which save_state writes last",
             fix="check the path; if saving was interrupted, load the state before it",
         ) from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})") from error
-    if manifest.get("version") != _VERSION:
-        raise CheckpointError(f"{path}: version", expected=str(_VERSION), got=manifest.get("version"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: damaged: not JSON ({error})", fix="load another state") from error
+    if not isinstance(manifest, dict) or manifest.get("version") != _VERSION:
+        found = manifest.get("version") if isinstance(manifest, dict) else manifest
+        raise CheckpointError(f"{path}: version", expected=str(_VERSION), got=found)
+    _check_manifest(path, manifest)
     return manifest
+
+
+def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
+    digests, counts = manifest.get("sha256"), manifest.get("counts")
+    if (
+        not isinstance(digests, list)
+        or not all(isinstance(digest, str) for digest in digests)
+        or manifest.get("world_size") != len(digests)
+        or type(manifest.get("iteration")) is not int
+        or not isinstance(counts, dict)
+        or not RunParts().counts().keys() <= counts.keys()
+    ):
+        raise CheckpointError(f"{path}: damaged: not what save_state writes", fix="load another state")
 
 
 def _check_counts(root: Path, saved: Mapping[str, int], now: Mapping[str, int]) -> None:

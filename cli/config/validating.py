@@ -6,7 +6,6 @@ and variables they start it with; hostfiles line by line. Looks at no machine bu
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from typing import Any
 
 import click
 
+from zeroaccel.config.bounds import parse_plain_json
 from zeroaccel.config.launch import LaunchSettings, launch_settings, typed_settings
 from zeroaccel.config.launch_file import text_of_file
 from zeroaccel.config.launch_schema import LaunchFile
@@ -96,7 +96,7 @@ def _structured(path: Path, text: str) -> tuple[str, tuple[str, ...]]:
 def _is_launch_json(text: str) -> bool:
     """Whether JSON is a launch file, which accelerate writes so too, and not a config in DeepSpeed's format."""
     try:
-        tree = json.loads(text)
+        tree = parse_plain_json(text)
     except ValueError:
         return False
     return isinstance(tree, dict) and bool(set(tree) & (set(LaunchFile.model_fields) - {"fp16", "bf16"}))

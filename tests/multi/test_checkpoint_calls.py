@@ -323,7 +323,7 @@ def full_disk(root: Path, *, background: bool) -> tuple[str, int, bool]:
     told = ""
     begin = os.open
     if engine.collectives.rank == 0:  # the other rank has failed before this one begins
-        os.open = lambda path, *rest: (time.sleep(0.3 if str(path).endswith(".tmp") else 0), begin(path, *rest))[1]  # type: ignore[assignment]
+        os.open = lambda path, *rest, **at: (time.sleep(0.3 * str(path).endswith(".tmp")), begin(path, *rest, **at))[1]  # type: ignore[assignment]
     if engine.collectives.rank == 1:  # one rank's disk is full
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limit[1]))
     try:
@@ -371,12 +371,12 @@ def full_at_the_end(root: Path, name: str, *, background: bool) -> tuple[str, li
     engine = make_engine(1, checkpoint={"async_save": background})
     replace = os.replace
 
-    def full(source: Any, target: Any) -> None:
+    def full(source: Any, target: Any, **folders: int) -> None:
         nonlocal left
         if str(target).endswith(name) and left:
             left -= 1
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        replace(source, target)
+        replace(source, target, **folders)
 
     def save_again() -> None:
         engine.save_checkpoint(root, tag="second")

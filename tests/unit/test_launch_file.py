@@ -144,7 +144,7 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
         ("num_processes: [2\n", "launch.yaml:1:16: not valid YAML: "),
         ("a: 1\n  b: 2\n", "launch.yaml:2:4: not valid YAML: mapping values are not allowed here\n      b: 2\n"),
         ("a: !!python/object:os.system 1", "launch.yaml:1:4: not valid YAML: could not determine a constructor"),
-        ("a: &a [*a]", "launch.yaml: "),
+        ("a: &a [*a]", "launch.yaml:1:4: "),
         ("a: \x07", "launch.yaml: not valid YAML: unacceptable character #x0007"),
     ],
 )

@@ -6,16 +6,16 @@ Runs on rank 0 only, after every rank's file is on the disk; nothing here waits 
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from zeroaccel.checkpoint.consolidate import drop_script
-from zeroaccel.checkpoint.durable import write_durably
-from zeroaccel.checkpoint.find import LATEST_NAME, checkpoint_folders
-from zeroaccel.checkpoint.folder_lock import is_locked
+from zeroaccel.checkpoint.durable import remove_abandoned, write_durably
+from zeroaccel.checkpoint.find import checkpoint_folders
+from zeroaccel.checkpoint.folder_lock import FolderLock
+from zeroaccel.checkpoint.latest import LATEST_NAME, read_latest
 from zeroaccel.checkpoint.manifest import (
     MANIFEST_NAME,
     FileRecord,
@@ -108,6 +108,7 @@ def commit(root: Path, manifest: Manifest, rules: CommitRules) -> None:
         if rules.latest:
             write_durably(root / LATEST_NAME, manifest.tag.encode())
             drop_script(root)
+            remove_abandoned(root / LATEST_NAME)
     except OSError as error:
         raise CheckpointError(
             f"{folder}: cannot be written ({error.strerror})",
@@ -147,21 +148,35 @@ def _prune(root: Path, newest: Manifest, keep: int) -> None:
         try:
             complete.append((read_manifest(folder).saved_at, folder))
         except CheckpointError:
-            if not (folder / MANIFEST_NAME).exists() and not is_locked(folder):  # by another run, which will finish it
+            if not (folder / MANIFEST_NAME).exists():
                 _remove(folder)
     for _, folder in sorted(complete, reverse=True)[max(0, keep - 1) :]:
-        logger.info("keep_last = %d: removing checkpoint %s", keep, folder)
-        _remove(folder)
+        if _remove(folder):
+            logger.info("keep_last = %d: removed checkpoint %s", keep, folder)
 
 
-def _remove(folder: Path) -> None:
-    """Removes a checkpoint, its manifest first; files that are not a checkpoint's stay, and the folder with them."""
+def _remove(folder: Path) -> bool:
+    """Removes a checkpoint, its manifest first; files that are not a checkpoint's stay, and the folder with them.
+
+    What another run is writing stays, and what it has written last: a run holds the folder's lock until `latest` names
+    it, so under the lock `latest` is either that of this folder already or never will be.
+    """
+    lock = FolderLock.if_free(folder)
+    if lock is None:
+        return False
     try:
+        with contextlib.suppress(CheckpointError):
+            if read_latest(folder.parent) == folder.name:
+                return False
         (folder / MANIFEST_NAME).unlink(missing_ok=True)
         for path in folder.iterdir():
             if is_part_of_a_save(path.name):
                 path.unlink()
         if not any(folder.iterdir()):
-            shutil.rmtree(folder)
+            folder.rmdir()
     except OSError as error:
         logger.warning("checkpoint %s could not be removed: %s", folder, error)
+        return False
+    finally:
+        lock.release()
+    return True

@@ -16,8 +16,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from zeroaccel.checkpoint import zero_to_fp32
-from zeroaccel.checkpoint.durable import write_durably
+from zeroaccel.checkpoint.durable import remove_abandoned, write_durably
 from zeroaccel.checkpoint.sources import open_source
+from zeroaccel.config.bounds import read_at_most
 from zeroaccel.errors import CheckpointError, UsageError
 
 __all__ = [
@@ -48,9 +49,16 @@ def drop_script(folder: Path) -> None:
     """Puts `zero_to_fp32.py` into a folder of checkpoints, executable; does nothing if it is there as it should be."""
     content = Path(zero_to_fp32.__file__).read_bytes()
     path = folder / SCRIPT_NAME
-    if not path.is_file() or path.read_bytes() != content:
-        write_durably(path, content)
-        path.chmod(0o755)
+    if not _has(path, content):
+        write_durably(path, content, mode=0o755)
+        remove_abandoned(path)
+
+
+def _has(path: Path, content: bytes) -> bool:
+    try:
+        return not path.is_symlink() and read_at_most(path, len(content), regular=True) == content
+    except OSError:
+        return False
 
 
 def get_fp32_state_dict_from_zero_checkpoint(

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from zeroaccel.checkpoint.dcp_files import METADATA_NAME
-from zeroaccel.checkpoint.durable import TEMPORARY_SUFFIX, publish, write_durably
+from zeroaccel.checkpoint.durable import NewFile, remove_abandoned, write_durably
 from zeroaccel.checkpoint.find import find_checkpoint
 from zeroaccel.checkpoint.manifest import Manifest
 from zeroaccel.checkpoint.plain import decode
@@ -58,16 +58,19 @@ def export_dcp(checkpoint_dir: str | os.PathLike[str], out: str | os.PathLike[st
     target = Path(out)
     if (target / METADATA_NAME).exists():
         raise UsageError(f"{target}", expected="no checkpoint there", fix="choose another folder")
-    temporary = target / (_FILE_NAME + TEMPORARY_SUFFIX)
     try:
         target.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as file, TensorStore(folder, manifest) as store:
+        with (
+            NewFile(target / _FILE_NAME) as new,
+            os.fdopen(new.handle, "wb", closefd=False) as file,
+            TensorStore(folder, manifest) as store,
+        ):
             metadata = _Writer(file, store).write()
             file.flush()
-            publish(file.fileno(), temporary, target / _FILE_NAME)
+            new.publish()
+        remove_abandoned(target / _FILE_NAME)
         write_durably(target / METADATA_NAME, pickle.dumps(metadata))
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise CheckpointError(
             f"{target}: cannot be written ({error.strerror})", fix="free some space or choose another folder"
         ) from error

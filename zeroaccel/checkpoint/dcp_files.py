@@ -7,20 +7,27 @@ Says where the bytes of which tensor are, and reads plain values. The `.metadata
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zeroaccel.checkpoint.latest import read_latest
 from zeroaccel.checkpoint.manifest import ITEMSIZE, Piece, TensorRecord, check_tag
+from zeroaccel.checkpoint.pickle_machine import Attributed
 from zeroaccel.checkpoint.torch_file import TorchFile
 from zeroaccel.checkpoint.torch_pickle import DtypeName, StoredTensor, load_pickle
+from zeroaccel.config.bounds import read_at_most
 from zeroaccel.errors import CheckpointError
 
-__all__ = ["METADATA_NAME", "DcpFolder", "find_dcp"]
+__all__ = ["METADATA_NAME", "DcpFolder", "dcp_errors", "find_dcp"]
 
 METADATA_NAME = ".metadata"
+_MOST_METADATA_NBYTES = 128 << 20
+_LONGEST_PATH = 4096
+_MOST_PIECES = 1 << 21
 _CLASSES = (
     "Metadata",
     "TensorStorageMetadata",
@@ -35,25 +42,24 @@ _MODULE = "torch.distributed.checkpoint.metadata"
 _DTYPES = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "uint16": "U16", "uint32": "U32", "uint64": "U64"}
 
 
-class _Record:
+class _Record(Attributed):
     """An object of one of torch's classes: its attributes, or its state as it was."""
 
-    def __new__(cls, *_: Any) -> _Record:
-        return super().__new__(cls)
+    def __init__(self, class_name: str) -> None:
+        self.class_name = class_name
 
-    def __init__(self, *_: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):
-            vars(self).update(state)
-        else:
+    def take_state(self, state: Any) -> None:
+        if not isinstance(state, dict):
             vars(self)["state"] = state
+        elif "class_name" in state or not all(type(name) is str for name in state):
+            raise TypeError("expected a dict of names")
+        else:
+            vars(self).update(state)
 
     def field(self, name: str) -> Any:
         """An attribute; CheckpointError if it is not there."""
         if name not in vars(self):
-            raise CheckpointError(f"{METADATA_NAME}: {type(self).__name__} without {name}")
+            raise CheckpointError(f"{METADATA_NAME}: {self.class_name} without {name}")
         return vars(self)[name]
 
 
@@ -62,9 +68,8 @@ def find_dcp(root: Path, tag: object = None) -> Path | None:
     if tag is None and (root / METADATA_NAME).is_file():
         return root
     try:
-        name = (root / "latest").read_text(encoding="utf-8").strip() if tag is None else tag
-        folder = root / check_tag(name)
-    except (OSError, UnicodeDecodeError, CheckpointError):
+        folder = root / (read_latest(root) if tag is None else check_tag(tag))
+    except CheckpointError:
         return None
     return folder if (folder / METADATA_NAME).is_file() else None
 
@@ -95,16 +100,22 @@ class DcpFolder:
         self.files: list[TorchFile] = []
         where = folder / METADATA_NAME
         try:
-            content = where.read_bytes()
+            content = read_at_most(where, _MOST_METADATA_NBYTES, regular=True)
         except OSError as error:
             raise CheckpointError(f"{where}: cannot be read ({error.strerror})") from error
         metadata = load_pickle(content, str(where), _admitted())
         if not isinstance(metadata, _Record):
             raise CheckpointError(f"{where}", expected="torch.distributed.checkpoint's metadata", got=type(metadata))
         self._entries: Mapping[str, Any] = metadata.field("state_dict_metadata")
-        paths = vars(metadata).get("planner_data") or {}
-        self.paths = {key: tuple(paths.get(key) or key.split(".", 1)) for key in self._entries}
+        self._opened: dict[_Item, int] = {}
         self._items: dict[tuple[str, tuple[int, ...] | None], _Item] = {}
+        with dcp_errors(folder):
+            paths = vars(metadata).get("planner_data") or {}
+            self.paths = {key: tuple(paths.get(key) or key.split(".", 1)) for key in self._entries}
+            self._read_places(metadata, where)
+
+    def _read_places(self, metadata: _Record, where: Path) -> None:
+        folder = self.folder
         for index, info in metadata.field("storage_data").items():
             if vars(info).get("transform_descriptors"):
                 raise CheckpointError(f"{folder}: {index.field('fqn')} is compressed", expected="a plain *.distcp")
@@ -113,7 +124,10 @@ class DcpFolder:
                 raise CheckpointError(f"{where}: a file name", expected="one in the same folder", got=name)
             offset = vars(index).get("offset")
             key = index.field("fqn"), None if offset is None else tuple(offset)
-            self._items[key] = _Item(folder / name, info.field("offset"), info.field("length"))
+            start, nbytes = info.field("offset"), info.field("length")
+            if type(start) is not int or type(nbytes) is not int or min(start, nbytes) < 0:
+                raise CheckpointError(f"{where}: place of {key[0]}", expected="an offset and a length", got=start)
+            self._items[key] = _Item(folder / name, start, nbytes)
 
     def is_tensor(self, key: str) -> bool:
         """Whether it is a tensor, rather than a plain value."""
@@ -125,6 +139,8 @@ class DcpFolder:
         shape = tuple(entry.field("size"))
         pieces: list[Piece] = []
         dtype = ""
+        if len({tuple(chunk.field("offsets")) for chunk in entry.field("chunks")}) != len(entry.field("chunks")):
+            raise CheckpointError(f"{self.folder}: tensor {key}: its parts do not cover it once")
         for chunk in entry.field("chunks"):
             offsets, sizes = tuple(chunk.field("offsets")), tuple(chunk.field("sizes"))
             if not math.prod(sizes):
@@ -153,21 +169,41 @@ class DcpFolder:
         item = self._items.get((key, offset)) or (self._items.get((key, None)) if not offset else None)
         if item is None:
             raise CheckpointError(f"{self.folder}: incomplete: {key} at {offset} is in no file")
-        self.files.append(TorchFile(item.path, (item.start, item.nbytes)))
-        return len(self.files) - 1
+        if item not in self._opened:
+            self.files.append(TorchFile(item.path, (item.start, item.nbytes)))
+            self._opened[item] = len(self.files) - 1
+        return self._opened[item]
+
+
+@contextlib.contextmanager
+def dcp_errors(folder: Path) -> Iterator[None]:
+    """What a folder that torch did not write like this makes fail, as one error with its name."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
+        raise CheckpointError(
+            f"{folder}: not as torch.distributed.checkpoint writes it ({type(error).__name__}: {str(error)[:200]})",
+            fix="use another checkpoint",
+        ) from error
 
 
 def _admitted() -> dict[str, Any]:
-    made: dict[str, Any] = {f"{_MODULE}.{name}": type(name, (_Record,), {}) for name in _CLASSES}
-    made["torch.distributed.checkpoint.filesystem._StorageInfo"] = type("_StorageInfo", (_Record,), {})
-    made["torch.serialization._get_layout"] = str
+    made: dict[str, Any] = {f"{_MODULE}.{name}": _record_of(name) for name in _CLASSES}
+    made["torch.distributed.checkpoint.filesystem._StorageInfo"] = _record_of("_StorageInfo")
+    made["torch.serialization._get_layout"] = _path
     made |= {f"pathlib.{name}": _path for name in ("PosixPath", "WindowsPath", "PurePosixPath", "Path")}
     made |= {f"pathlib._local.{name}": _path for name in ("PosixPath", "WindowsPath", "PurePosixPath", "Path")}
     return made | {f"torch.{name}": DtypeName(dtype) for name, dtype in _DTYPES.items()}
 
 
+def _record_of(name: str) -> Callable[..., _Record]:
+    return lambda *_: _Record(name)
+
+
 def _path(*parts: Any) -> str:
-    return "/".join(str(part) for part in parts)
+    if any(type(part) is not str for part in parts) or sum(map(len, parts)) > _LONGEST_PATH:
+        raise TypeError("expected the parts of a path")
+    return "/".join(parts)
 
 
 def _dtype_of(entry: Any) -> str:
@@ -194,6 +230,8 @@ def _pieces(
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     base = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
     found: list[Piece] = []
+    if math.prod(outer) * len(runs) > _MOST_PIECES:
+        raise ValueError(f"a part of shape {sizes} lies in {math.prod(outer)} times {len(runs)} pieces")
     for number in range(math.prod(outer)):
         start, rest = base, number
         for d in range(dim - 1, -1, -1):

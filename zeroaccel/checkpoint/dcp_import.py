@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroaccel.checkpoint.dcp_files import METADATA_NAME, DcpFolder
+from zeroaccel.checkpoint.dcp_files import METADATA_NAME, DcpFolder, dcp_errors
 from zeroaccel.checkpoint.dtypes import dtype_of
 from zeroaccel.checkpoint.manifest import ITEMSIZE, FileRecord, Manifest, ParameterRecord, TensorRecord
 from zeroaccel.checkpoint.plain import encode
@@ -46,7 +46,8 @@ def open_dcp(
         CheckpointError: it is damaged, incomplete, or has no dict that can be the model's.
     """
     dcp = DcpFolder(folder)
-    manifest = _Reader(dcp, ties, is_buffer).manifest()
+    with dcp_errors(folder):
+        manifest = _Reader(dcp, ties, is_buffer).manifest()
     return TorchStore(folder, manifest, dcp.files)
 
 

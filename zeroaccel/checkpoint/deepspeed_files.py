@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
+from zeroaccel.checkpoint.latest import read_latest
 from zeroaccel.checkpoint.manifest import MANIFEST_NAME, check_tag
 from zeroaccel.errors import CheckpointError
 
@@ -16,6 +18,7 @@ __all__ = ["CheckpointFiles", "find_files", "has_files", "is_deepspeed_checkpoin
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
 _OPTIM = re.compile(r"(?P<bf16>bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt")
+_MOST_NAMES = 50
 _OTHER_PARALLELISM = re.compile(r"(expp_rank_|layer_).*\.pt")
 
 
@@ -41,13 +44,13 @@ class CheckpointFiles:
         kinds = [("optim_states.pt", self.optims)] + ([("model_states.pt", self.models)] if models else [])
         for kind, found in kinds:
             example = next(iter(found.values())).name if found else f"zero_pp_rank_0_mp_rank_00_{kind}"
-            name_of = [re.sub(r"pp_rank_\d+", f"pp_rank_{rank}", example) for rank in range(world_size)]
-            missing = [name for rank, name in enumerate(name_of) if rank not in found]
+            absent = islice((rank for rank in range(world_size) if rank not in found), _MOST_NAMES)
+            missing = [re.sub(r"pp_rank_\d+", f"pp_rank_{rank}", example) for rank in absent]
             extra = [path.name for rank, path in sorted(found.items()) if rank >= world_size]
             if missing:
                 raise CheckpointError(
                     f"{self.folder}: incomplete, a file of each of {world_size} ranks is needed; "
-                    f"missing: {', '.join(missing)}",
+                    f"missing: {', '.join(missing)}{', ...' if len(missing) == _MOST_NAMES else ''}",
                     fix="copy them from the machines that wrote them",
                 )
             if extra:
@@ -81,11 +84,9 @@ def resolve_folder(root: Path, tag: object = None) -> tuple[Path, str]:
         return root, root.name
     if tag is None:
         for name in ("latest", "latest_universal"):
-            try:
-                tag = (root / name).read_text(encoding="utf-8").strip()
+            if (root / name).exists():
+                tag = read_latest(root, name)
                 break
-            except (OSError, UnicodeDecodeError):
-                continue
     there = sorted(path.name for path in root.iterdir() if path.is_dir() and has_files(path)) if root.is_dir() else []
     listed = ", ".join(there) or "none"
     if tag is None:

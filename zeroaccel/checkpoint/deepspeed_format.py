@@ -23,6 +23,7 @@ from zeroaccel.checkpoint.deepspeed_read import (
     FlatStates,
     Found,
     ParamGroup,
+    named_shapes,
     read_chunked,
     read_frozen_chunks,
     read_module,
@@ -258,7 +259,7 @@ def open_deepspeed_checkpoint(root: Path | str, tag: object = None) -> DeepSpeed
     files = find_files(folder)
     try:
         return _open(folder, name, files)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(
@@ -295,7 +296,7 @@ def _open(folder: Path, name: str, files: CheckpointFiles) -> DeepSpeedCheckpoin
             raise CheckpointError(f"{folder}: incomplete, mp_rank_00_model_states.pt is missing")
         models = [(len(found.files), _open_file(found, files.whole_model))]
     file, model = models[0]
-    shapes = model["param_shapes"]
+    shapes = [named_shapes(group) for group in model["param_shapes"] or ()]
     if not shapes:
         raise CheckpointError(f"{found.files[file].path}: the optimizer's shapes (param_shapes) are missing")
     read_module(found, file, model, whole=not chunked)
@@ -362,4 +363,7 @@ def _scaler(body: Mapping[str, Any]) -> dict[str, Any] | None:
     scaler = body.get("loss_scaler")
     if not isinstance(scaler, StandIn):
         return None
-    return {"type": scaler.class_name.rpartition(".")[2], **{k: v for k, v in vars(scaler).items() if k != "arguments"}}
+    return {
+        "type": scaler.class_name.rpartition(".")[2],
+        **{k: v for k, v in vars(scaler).items() if k not in ("arguments", "class_name")},
+    }

@@ -22,11 +22,14 @@ __all__ = [
     "Found",
     "ParamGroup",
     "in_file",
+    "named_shapes",
     "read_chunked",
     "read_frozen_chunks",
     "read_module",
     "read_partitioned",
 ]
+
+_MOST_DIMS = 64
 
 Shapes = Sequence[Mapping[str, tuple[int, ...]]]
 InFile = tuple[int, StoredTensor]
@@ -111,6 +114,24 @@ def in_file(file: int, value: Any, where: str) -> InFile:
     return file, value
 
 
+def named_shapes(group: Mapping[Any, Any]) -> dict[str, tuple[int, ...]]:
+    """name -> shape, as a model's file says it; ValueError if it is not that."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, shape in group.items():
+        if type(name) is not str or not isinstance(shape, (tuple, list)) or len(shape) > _MOST_DIMS:
+            raise ValueError(f"the shape of parameter {str(name)[:100]!r} is none")
+        if any(type(size) is not int or not 0 <= size < 1 << 63 for size in shape):
+            raise ValueError(f"the shape of parameter {name!r} is not of whole numbers")
+        shapes[name] = tuple(shape)
+    return shapes
+
+
+def _padding(value: Any, where: str) -> int:
+    if type(value) is not int or value < 0:
+        raise CheckpointError(f"{where}: padding", expected="a whole number", got=value)
+    return value
+
+
 def read_module(found: Found, file: int, content: Mapping[str, Any], *, whole: bool) -> None:
     """Names, dtypes, ties, buffers and frozen parameters of a model file.
 
@@ -121,9 +142,8 @@ def read_module(found: Found, file: int, content: Mapping[str, Any], *, whole: b
     buffers = set(content["buffer_names"])
     found.ties = {str(alias): str(name) for alias, name in (content.get("shared_params") or {}).items()}
     for group in content.get("param_shapes") or ():
-        found.shapes.update({name: tuple(shape) for name, shape in group.items()})
-    frozen = content.get("frozen_param_shapes") or {}
-    found.frozen.update({name: tuple(shape) for name, shape in frozen.items()})
+        found.shapes.update(named_shapes(group))
+    found.frozen.update(named_shapes(content.get("frozen_param_shapes") or {}))
     first: dict[Any, str] = {}
     for name, tensor in module.items():
         if name in buffers:
@@ -167,16 +187,17 @@ def read_partitioned(
             in_file(file, _item(body["single_partition_of_fp32_groups"], group, address), address)
             for file, body in ranks
         ]
-        cut_off = [0 if padded else int(_item(body["group_paddings"], group, address)) for _, body in ranks]
+        cut_off = [
+            0 if padded else _padding(_item(body["group_paddings"], group, address), address) for _, body in ranks
+        ]
         sizes = {stored.numel + rest for (_, stored), rest in zip(tensors, cut_off, strict=True)}
         if len(sizes) != 1:
             raise CheckpointError(f"{address}: partitions", expected="the same size on all ranks", got=sorted(sizes))
         partition_numel = sizes.pop()
         gaps = ranks[0][1].get("param_alignment_paddings")
         numels = [math.prod(shape) for shape in named.values()]
-        places = from_partitions(
-            numels, _item(gaps, group, address) if gaps else [0] * len(numels), partition_numel, world_size, address
-        )
+        between = [_padding(gap, address) for gap in _item(gaps, group, address)] if gaps else [0] * len(numels)
+        places = from_partitions(numels, between, partition_numel, world_size, address)
         _add_masters(found, named, places, [found.sequence([tensor]) for tensor in tensors], tensors[0][1].dtype)
         states = [_state(file, body["base_optimizer_state"], group, body) for file, body in ranks]
         found.flats.append(

@@ -136,7 +136,7 @@ class _Plain:
         if isinstance(value, (list, tuple)):
             return type(value)(self._with_tensors(item) for item in value)
         if isinstance(value, StandIn):
-            return {"class": value.class_name, **vars(value)}
+            return {"class": value.class_name, **{k: v for k, v in vars(value).items() if k != "class_name"}}
         return str(value) if isinstance(value, str) else value
 
     def _tensor(self, file: int, stored: StoredTensor) -> Tensor:

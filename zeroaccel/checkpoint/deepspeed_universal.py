@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroaccel.checkpoint.deepspeed_layout import Place
-from zeroaccel.checkpoint.deepspeed_read import FlatStates, Found, InFile, ParamGroup
+from zeroaccel.checkpoint.deepspeed_read import FlatStates, Found, InFile, ParamGroup, named_shapes
 from zeroaccel.checkpoint.manifest import TensorRecord
 from zeroaccel.checkpoint.torch_file import TorchFile
 from zeroaccel.checkpoint.torch_pickle import StoredTensor
@@ -43,7 +43,7 @@ def read_universal(found: Found, folder: Path, model: Mapping[str, Any]) -> Mapp
             fix="load the checkpoint it was converted from",
         )
     steps = _steps(optimizer)
-    shapes = model["param_shapes"]
+    shapes = [named_shapes(group) for group in model["param_shapes"]]
     for index, named in enumerate(shapes):
         for name, shape in named.items():
             _add(found, folder / name, name, tuple(shape), steps.get(index))

@@ -5,18 +5,18 @@ Only looks at folders and manifests; no torch, no ranks.
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 from zeroaccel.checkpoint.dcp_files import METADATA_NAME
 from zeroaccel.checkpoint.deepspeed_files import has_files
+from zeroaccel.checkpoint.latest import read_latest
 from zeroaccel.checkpoint.manifest import MANIFEST_NAME, Manifest, check_tag, read_manifest
 from zeroaccel.checkpoint.rank_file import is_part_of_a_save
-from zeroaccel.errors import CheckpointError
+from zeroaccel.errors import CheckpointError, listed
 from zeroaccel.logs import logger
 
-__all__ = ["LATEST_NAME", "checkpoint_folders", "find_checkpoint", "newest_first"]
-
-LATEST_NAME = "latest"
+__all__ = ["checkpoint_folders", "find_checkpoint", "newest_first"]
 
 
 def find_checkpoint(root: Path, tag: object = None) -> tuple[Path, Manifest]:
@@ -27,7 +27,7 @@ def find_checkpoint(root: Path, tag: object = None) -> tuple[Path, Manifest]:
     """
     folder = root / (_latest(root) if tag is None else check_tag(tag))
     if not folder.is_dir():
-        there = ", ".join(sorted(path.name for path in checkpoint_folders(root))) or "none"
+        there = listed(sorted(path.name for path in checkpoint_folders(root))) or "none"
         raise CheckpointError(f"{folder}: no such checkpoint", got=f"in {root}: {there}")
     return folder, read_manifest(folder)
 
@@ -50,7 +50,8 @@ def newest_first(root: Path) -> tuple[list[Path], list[str]]:
             skipped.append(str(error))
     for folder in _folders(root):
         if not _is_ours(folder) and (has_files(folder) or (folder / METADATA_NAME).is_file()):
-            found.append((max(path.stat().st_mtime for path in folder.iterdir()), folder))
+            with contextlib.suppress(OSError):  # another program removes it meanwhile
+                found.append((max(path.stat().st_mtime for path in folder.iterdir()), folder))
     return [folder for _, folder in sorted(found, reverse=True)], skipped
 
 
@@ -66,17 +67,14 @@ def _folders(root: Path) -> list[Path]:
 
 
 def _is_ours(folder: Path) -> bool:
-    return any(path.name == MANIFEST_NAME or is_part_of_a_save(path.name) for path in folder.iterdir())
+    try:
+        return any(path.name == MANIFEST_NAME or is_part_of_a_save(path.name) for path in folder.iterdir())
+    except OSError:  # another run removes it meanwhile, or it is not for this user
+        return False
 
 
 def _latest(root: Path) -> str:
-    path = root / LATEST_NAME
-    try:
-        return check_tag(path.read_text(encoding="utf-8").strip(), str(path))
-    except (OSError, UnicodeDecodeError) as error:
-        there = ", ".join(sorted(folder.name for folder in checkpoint_folders(root))) or "none"
-        raise CheckpointError(
-            f"{path}: cannot be read ({type(error).__name__})",
-            got=f"checkpoints in {root}: {there}",
-            fix='pass a tag, or tag="auto" for the newest valid one',
-        ) from None
+    there = listed(sorted(folder.name for folder in checkpoint_folders(root))) or "none"
+    return read_latest(
+        root, there=f"checkpoints in {root}: {there}", fix='pass a tag, or tag="auto" for the newest valid one'
+    )

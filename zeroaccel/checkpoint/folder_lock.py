@@ -22,23 +22,37 @@ _POLL_SECONDS = 0.05
 
 
 class FolderLock:
-    """Holds `folder` until `release`.
+    """Holds `folder` until `release`. The folder is made if it is not there, also if another run removes it meanwhile.
 
     Raises:
-        CheckpointError: another save holds it.
+        CheckpointError: another save holds it, or it is a symbolic link. OSError: it cannot be made.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._handle: int | None = os.open(folder, os.O_RDONLY)
+        self._handle: int | None = None
         deadline = time.monotonic() + _PATIENCE_SECONDS
-        while not _take(self._handle):
+        while not self._held(folder):
             if time.monotonic() > deadline:
-                self.release()
                 raise CheckpointError(
                     f"{folder}: another save is writing into it",
                     fix="give each run a folder of its own; nothing was written",
                 )
+            folder.mkdir(parents=True, exist_ok=True)
             time.sleep(_POLL_SECONDS)
+
+    @classmethod
+    def if_free(cls, folder: Path, patience_seconds: float = 0.0) -> FolderLock | None:
+        """The lock of a folder that is there; None if it is not there, or a save holds it that long."""
+        lock = cls.__new__(cls)
+        lock._handle = None
+        deadline = time.monotonic() + patience_seconds
+        with contextlib.suppress(OSError, CheckpointError):
+            while not lock._held(folder):
+                if time.monotonic() >= deadline or not folder.is_dir():
+                    return None
+                time.sleep(_POLL_SECONDS)
+            return lock
+        return None
 
     def release(self) -> None:
         """Lets others in; a second call does nothing."""
@@ -48,14 +62,33 @@ class FolderLock:
                 fcntl.flock(handle, fcntl.LOCK_UN)  # for a child too, which has the handle as well
             os.close(handle)
 
+    def _held(self, folder: Path) -> bool:
+        """Whether the lock is ours now, and of the folder that is under this name now."""
+        if folder.is_symlink():
+            raise CheckpointError(
+                f"{folder}: a symbolic link",
+                expected="a folder of its own, as what is behind the link would be overwritten",
+                fix="remove the link or choose another tag; nothing was written",
+            )
+        try:
+            self._handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return False
+        try:
+            if _take(self._handle) and os.path.samestat(os.fstat(self._handle), os.lstat(folder)):
+                return True
+        except FileNotFoundError:  # it was removed between the two
+            pass
+        self.release()
+        return False
+
 
 def is_locked(folder: Path) -> bool:
     """Whether a save is writing into a folder now."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        return not _take(handle)
-    finally:
-        os.close(handle)
+    lock = FolderLock.if_free(folder)
+    if lock is not None:
+        lock.release()
+    return lock is None
 
 
 def _take(handle: int) -> bool:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroaccel.checkpoint.durable import write_durably
+from zeroaccel.config.bounds import MOST_LEVELS, levels_of, read_at_most
 from zeroaccel.errors import CheckpointError
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "Piece",
     "TensorRecord",
     "check_file_name",
+    "check_new_tag",
     "check_tag",
     "parse_manifest",
     "read_manifest",
@@ -44,6 +46,14 @@ ITEMSIZE: Mapping[str, int] = {
     **{"I32": 4, "U32": 4, "F32": 4, "C64": 8, "F64": 8, "I64": 8, "U64": 8},
 }
 """Bytes per element of safetensors' dtypes."""
+
+_MOST_NBYTES = 1 << 30
+_MOST_DIMS = 64
+_LARGEST = (1 << 63) - 1
+_LONGEST_TAG_NBYTES = 255
+_RESERVED_TAGS = ("latest", "auto")
+_RESERVED_NEW_TAGS = ("latest_universal", "run_state.json", "zero_to_fp32.py")
+"""Names of files that lie beside the folders of checkpoints."""
 
 Piece = tuple[int, int, int, int]
 """(file, start, length, offset): elements [start, start + length) are at byte `offset` of file number `file`."""
@@ -131,6 +141,17 @@ class Manifest:
         """Names of the optimizer's state tensors of a parameter."""
         return self._states.get(fqn, ())
 
+    def pieces_by_file(self) -> list[dict[str, tuple[str, int, int]]]:
+        """For each file: key -> (dtype, elements, first byte) of the piece in it, as its own header should say it too.
+
+        A key that has several pieces in one file is there with the last.
+        """
+        found: list[dict[str, tuple[str, int, int]]] = [{} for _ in self.files]
+        for key, tensor in self.tensors.items():
+            for file, _, length, offset in tensor.pieces:
+                found[file][key] = (tensor.dtype, length, offset)
+        return found
+
     @property
     def _states(self) -> Mapping[str, tuple[str, ...]]:
         cached: dict[str, tuple[str, ...]] | None = self.__dict__.get("_states_by_fqn")
@@ -175,13 +196,15 @@ _OTHER = 'load another checkpoint, or pass tag="auto" for the newest valid one'
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_at_most(path, _MOST_NBYTES, regular=True).decode("utf-8")
     except FileNotFoundError:
         raise CheckpointError(
             f"{path}: missing: not a checkpoint, or a save was interrupted before it was complete", fix=_OTHER
         ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({error})", fix=_OTHER) from error
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})", fix=_OTHER) from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path}: byte {error.start} is not UTF-8", fix=_OTHER) from error
 
 
 def parse_manifest(text: str, where: str) -> Manifest:
@@ -191,19 +214,24 @@ def parse_manifest(text: str, where: str) -> Manifest:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{where}: damaged: it is not JSON ({error})", fix=_OTHER) from error
     body: dict[str, Any] = document.get("manifest", {}) if isinstance(document, dict) else {}
-    if body.get("format") != FORMAT:
-        _refuse(where, f"format {body.get('format')!r}, expected {FORMAT!r}")
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        found = body.get("format") if isinstance(body, dict) else body
+        _refuse(where, f"format {str(found)[:100]!r}, expected {FORMAT!r}")
     version = body.get("version")
     if type(version) is not int or version > VERSION:
         raise CheckpointError(
             f"{where}: format version", expected=f"at most {VERSION}", got=version, fix="upgrade zeroaccel to load it"
         )
-    if document.get("checksum") != _checksum(body):
+    try:
+        checksum = _checksum(body)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{where}: damaged: it is not a manifest ({error})", fix=_OTHER) from error
+    if document.get("checksum") != checksum:
         _refuse(where, "its checksum does not fit its contents")
     try:
         manifest = _from_body(body)
         _check(manifest)
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         raise CheckpointError(f"{where}: damaged: {type(error).__name__}: {error}", fix=_OTHER) from error
     return manifest
 
@@ -240,36 +268,55 @@ def _piece(item: Iterable[Any]) -> Piece:
 
 
 def _whole(number: Any) -> int:
-    if type(number) is not int or number < 0:
-        raise ValueError(f"{number!r} is not a whole number of at least 0")
+    if type(number) is not int or not 0 <= number <= _LARGEST:
+        raise ValueError(f"{str(number)[:40]} is not a whole number of 0 to {_LARGEST}")
     return number
 
 
 def _check(manifest: Manifest) -> None:
     """What must hold between the parts; ValueError otherwise."""
     if not _is_tag(manifest.tag):
-        raise ValueError(f"tag {manifest.tag!r} is not a plain name")
-    for record in manifest.files:
-        check_file_name(record.name)
-        _whole(record.nbytes)
+        raise ValueError(f"tag {repr(manifest.tag)[:300]} is not a plain name")
+    _check_kinds(manifest)
+    _check_files(manifest)
     for key, tensor in manifest.tensors.items():
         _check_pieces(key, tensor, manifest.files)
-    if sorted(manifest.order) != sorted(manifest.parameters):
-        raise ValueError("the order of parameters does not name each of them once")
-    for fqn, parameter in manifest.parameters.items():
-        weight = manifest.weight_key(fqn)
-        if parameter.saved != (weight is not None):
-            raise ValueError(f"parameter {fqn}: its values are {'not ' if parameter.saved else ''}in the checkpoint")
-        if weight is not None and manifest.tensors[weight].shape != parameter.shape:
-            raise ValueError(f"tensor {weight}: not of the shape of its parameter")
+    _check_parameters(manifest)
     for name in manifest.buffers:
         manifest.tensors[f"buffer/{name}"]
     for name in ("global_steps", "micro_steps", "global_samples", "skipped_steps"):
         _whole(manifest.counters[name])
 
 
+def _check_files(manifest: Manifest) -> None:
+    for record in manifest.files:
+        check_file_name(record.name)
+        _whole(record.nbytes)
+    if sorted(_whole(record.rank) for record in manifest.files) != list(range(len(manifest.files))):
+        raise ValueError("its files are not one of each rank")
+    if manifest.world_size != len(manifest.files):
+        raise ValueError(f"{len(manifest.files)} files, expected one of each of {manifest.world_size} ranks")
+
+
+def _check_parameters(manifest: Manifest) -> None:
+    if sorted(manifest.order) != sorted(manifest.parameters):
+        raise ValueError("the order of parameters does not name each of them once")
+    for fqn, parameter in manifest.parameters.items():
+        weight = manifest.weight_key(fqn)
+        if parameter.saved != (weight is not None):
+            raise ValueError(f"parameter {fqn}: its values are {'not ' if parameter.saved else ''}in the checkpoint")
+        if parameter.dtype not in ITEMSIZE:
+            raise ValueError(f"parameter {fqn}: dtype {parameter.dtype!r} is not known")
+        if weight is not None and manifest.tensors[weight].shape != parameter.shape:
+            raise ValueError(f"tensor {weight}: not of the shape of its parameter")
+
+
 def _check_pieces(key: str, tensor: TensorRecord, files: Sequence[FileRecord]) -> None:
     """The pieces follow each other, lie in their files, and cover the tensor; ValueError otherwise."""
+    if tensor.dtype not in ITEMSIZE:
+        raise ValueError(f"tensor {key}: dtype {tensor.dtype!r} is not known")
+    if len(tensor.shape) > _MOST_DIMS or math.prod(max(1, _whole(size)) for size in tensor.shape) > _LARGEST:
+        raise ValueError(f"tensor {key}: a shape of {len(tensor.shape)} dims that no tensor has")
     itemsize = ITEMSIZE[tensor.dtype]
     end = 0
     for file, start, length, offset in tensor.pieces:
@@ -278,13 +325,42 @@ def _check_pieces(key: str, tensor: TensorRecord, files: Sequence[FileRecord]) -
         if offset % itemsize or offset + length * itemsize > files[file].nbytes:
             raise ValueError(f"tensor {key}: a piece at byte {offset} of {files[file].name}")
         end += length
-    if end != math.prod(_whole(size) for size in tensor.shape):
+    if end != tensor.numel:
         raise ValueError(f"tensor {key}: {end} elements saved of shape {tensor.shape}")
+
+
+def _check_kinds(manifest: Manifest) -> None:
+    """What is plain data of a known form is of that form; ValueError otherwise."""
+    _whole(manifest.world_size)
+    kinds: list[tuple[str, object, type]] = [("id", manifest.id, str)]
+    kinds += [(f"order: {name!r}", name, str) for name in manifest.order]
+    kinds += [(f"buffers: {name!r}", name, str) for name in manifest.buffers]
+    kinds += [(f"ties: {alias}", name, str) for alias, name in manifest.ties.items()]
+    kinds += [(f"sharded: {part}", manifest.sharded[part], bool) for part in ("optimizer", "grads", "params")]
+    for fqn, parameter in manifest.parameters.items():
+        kinds += [(f"{fqn}: trainable", parameter.trainable, bool), (f"{fqn}: saved", parameter.saved, bool)]
+    if manifest.optimizer is not None:
+        groups = manifest.optimizer["param_groups"]
+        kinds += [("optimizer: type", manifest.optimizer["type"], str), ("optimizer: param_groups", groups, list)]
+        kinds += [("optimizer: scalars", manifest.optimizer["scalars"], dict)]
+        kinds += [(f"optimizer: scalars: {fqn}", of, dict) for fqn, of in manifest.optimizer["scalars"].items()]
+        kinds += [(f"optimizer: parameter {name!r}", name, str) for group in groups for name in group["params"]]
+    if manifest.random_state is not None:
+        kinds += [("random_state", manifest.random_state, list)]
+    for what, value, kind in kinds:
+        if not isinstance(value, kind):
+            raise ValueError(f"{what[:200]}: expected {kind.__name__}, got {type(value).__name__}")
+    if type(manifest.saved_at) not in (int, float) or not 0 <= manifest.saved_at < 1e15:
+        raise ValueError(f"saved_at: {str(manifest.saved_at)[:40]} is not a time")
+    plain = ("optimizer", "loss_scale", "lr_scheduler", "client_state", "random_state", "config", "writer")
+    for name in plain:
+        if levels_of(getattr(manifest, name), MOST_LEVELS) > MOST_LEVELS:
+            raise ValueError(f"{name}: nested more than {MOST_LEVELS} levels deep")
 
 
 def check_file_name(name: str) -> None:
     """ValueError unless `name` is one plain path component of the kind the format knows: nothing reaches outside."""
-    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors", name):
+    if len(name) > _LONGEST_TAG_NBYTES or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors", name):
         raise ValueError(f"file name {name!r} is not a plain name")
 
 
@@ -295,16 +371,36 @@ def check_tag(tag: object, where: str = "checkpoint tag") -> str:
         where: what said so, for the message.
 
     Raises:
-        CheckpointError: it is empty, starts with a dot, is "latest" or "auto", or would lead to another folder.
+        CheckpointError: it is empty, starts with a dot, is "latest" or "auto", is longer than the name of a file can
+            be, or would lead to another folder.
     """
     text = str(tag)
     if not _is_tag(text):
         raise CheckpointError(
-            where, expected='a folder name that does not start with a dot, not "latest" or "auto"', got=text
+            where,
+            expected=f"a folder name of at most {_LONGEST_TAG_NBYTES} bytes that does not start with a dot, "
+            'not "latest" or "auto"',
+            got=text,
         )
+    return text
+
+
+def check_new_tag(tag: object, where: str = "checkpoint tag") -> str:
+    """As `check_tag`, for a tag to be saved under: it has to come back from the file `latest` as it is.
+
+    Raises:
+        CheckpointError: also if it has blanks at its ends, or is the name of a file beside checkpoints.
+    """
+    text = check_tag(tag, where)
+    if text != text.strip():
+        raise CheckpointError(
+            where, expected="no blanks at its ends, which `latest` would not give back", got=text, fix="remove them"
+        )
+    if text in _RESERVED_NEW_TAGS:
+        raise CheckpointError(where, expected="another name than that of a file beside checkpoints", got=text)
     return text
 
 
 def _is_tag(text: Any) -> bool:
     plain = isinstance(text, str) and re.fullmatch(r"[^./\\\0][^/\\\0]*", text) is not None and text.isprintable()
-    return plain and text not in ("latest", "auto")
+    return plain and text not in _RESERVED_TAGS and len(text.encode()) <= _LONGEST_TAG_NBYTES

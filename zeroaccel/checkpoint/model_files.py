@@ -18,7 +18,7 @@ from torch import Tensor
 from zeroaccel.checkpoint import zero_to_fp32
 from zeroaccel.checkpoint.consolidate import named_errors
 from zeroaccel.checkpoint.contents import Holdings, ties_of
-from zeroaccel.checkpoint.durable import write_durably
+from zeroaccel.checkpoint.durable import remove_abandoned, write_durably
 from zeroaccel.checkpoint.weights import PickledWeights, StreamedWeights, announced, stream_into
 from zeroaccel.comm.collectives import Collectives
 
@@ -141,6 +141,7 @@ class _Writer:
             total = sum(file.nbytes for file in self._files)
             content = {"metadata": {"total_size": total}, "weight_map": {**names, **aliases}}
             write_durably(index, json.dumps(content, indent=2, sort_keys=True).encode() + b"\n")
+            remove_abandoned(index)
         else:
             index.unlink(missing_ok=True)
         kept = {file.name for file in self._files}

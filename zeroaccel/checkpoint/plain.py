@@ -105,6 +105,9 @@ def decode(value: Any, fetch: Callable[[str], Tensor]) -> Any:
             return _SEQUENCES[kind]([decode(item, fetch) for item in value["items"]])
         if kind in _PAIRS:
             return _PAIRS[kind]([(decode(key, fetch), decode(item, fetch)) for key, item in value["items"]])
-    except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"plain data of kind {kind!r} in the manifest: damaged ({error})") from error
-    raise CheckpointError(f"plain data of kind {kind!r} in the manifest", expected="a kind of this version")
+    except CheckpointError:
+        raise
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:  # the last also of torch.tensor
+        what = f"plain data of kind {str(kind)[:100]!r} in the manifest"
+        raise CheckpointError(f"{what}: damaged ({str(error)[:200]})") from error
+    raise CheckpointError(f"plain data of kind {str(kind)[:100]!r} in the manifest", expected="a kind of this version")

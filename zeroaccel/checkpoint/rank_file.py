@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -39,8 +39,13 @@ BLOCK_NBYTES = 1 << 16
 CHUNK_NBYTES = 64 * BLOCK_NBYTES
 """Bytes written and read at a time."""
 
+_MOST_HEADER_NBYTES = 256 << 20
+
 Bytes = NDArray[np.uint8]
-_NAME = re.compile(r"rank\d{5,}-of-\d{5,}-[0-9a-f]{8}(\.safetensors|\.part\.json)(\.tmp)?|manifest\.json\.tmp")
+_TEMPORARY = r"(\.[0-9a-f]{8})?\.tmp"
+_NAME = re.compile(
+    rf"rank\d{{5,}}-of-\d{{5,}}-[0-9a-f]{{8}}(\.safetensors|\.part\.json)({_TEMPORARY})?|manifest\.json{_TEMPORARY}"
+)
 
 
 def rank_file_name(rank: int, world_size: int, save_id: str) -> str:
@@ -152,6 +157,7 @@ class RankFile:
     def __init__(self, folder: Path, record: FileRecord) -> None:
         self.path = folder / record.name
         self.read_nbytes = 0
+        self._header: tuple[int, dict[str, Any]] | None = None
         try:
             self._handle = os.open(self.path, os.O_RDONLY)
         except OSError as error:
@@ -186,12 +192,52 @@ class RankFile:
             for request in span:
                 request.deliver(data[request.offset - start : request.offset - start + request.nbytes])
 
+    def check_pieces(self, pieces: Mapping[str, tuple[str, int, int]]) -> None:
+        """Compares what a manifest says of the file with the file's own header.
+
+        Args:
+            pieces: key -> (dtype, elements, first byte).
+
+        Raises:
+            CheckpointError: they differ: bytes would be taken for numbers of another kind, or of another tensor.
+        """
+        if self._header is None:
+            self._header = self._read_header()
+        start, entries = self._header
+        for key, (dtype, length, offset) in pieces.items():
+            first = offset - start
+            wanted = {"dtype": dtype, "shape": [length], "data_offsets": [first, first + length * ITEMSIZE[dtype]]}
+            if entries.get(key) != wanted:
+                raise CheckpointError(
+                    f"{self.path}: tensor {key}",
+                    expected=f"{wanted}, as the manifest has it",
+                    got=entries.get(key),
+                    fix="the two are not of one save; load another checkpoint",
+                )
+
+    def _read_header(self) -> tuple[int, dict[str, Any]]:
+        """(first byte of the data, name -> entry)."""
+        first = self._checked(0, min(BLOCK_NBYTES, self._end))
+        start = 8 + int.from_bytes(first[:8].tobytes(), "little")
+        if not 8 < start <= min(self._end, _MOST_HEADER_NBYTES):
+            raise CheckpointError(f"{self.path}: damaged: a header of {start - 8} bytes")
+        rest = self._checked(BLOCK_NBYTES, min(-(-start // BLOCK_NBYTES) * BLOCK_NBYTES, self._end))
+        try:
+            entries = json.loads((first.tobytes() + rest.tobytes())[8:start])
+        except (ValueError, RecursionError) as error:
+            raise CheckpointError(f"{self.path}: damaged: its header is not JSON ({error})") from error
+        if not isinstance(entries, dict):
+            raise CheckpointError(f"{self.path}: damaged: its header", expected="an object", got=entries)
+        return start, entries
+
     def verify(self) -> None:
         """Reads and checks the whole file."""
         for start in range(0, self._end, CHUNK_NBYTES):
             self._checked(start, min(start + CHUNK_NBYTES, self._end))
 
     def _checked(self, start: int, end: int) -> Bytes:
+        if start >= end:
+            return np.empty(0, np.uint8)
         data = self._pread(start, end - start)
         expected = self._table[start // BLOCK_NBYTES : -(-end // BLOCK_NBYTES)]
         wrong = np.flatnonzero(block_sums(data) != expected)

@@ -7,7 +7,6 @@ Streams: in memory are a few chunks. No torch, no ranks.
 from __future__ import annotations
 
 import hashlib
-import os
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,8 +16,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from zeroaccel.checkpoint.durable import TEMPORARY_SUFFIX, publish, write_all, write_durably
-from zeroaccel.checkpoint.find import LATEST_NAME, find_checkpoint
+from zeroaccel.checkpoint.durable import NewFile, write_all, write_durably
+from zeroaccel.checkpoint.find import find_checkpoint
+from zeroaccel.checkpoint.latest import LATEST_NAME
 from zeroaccel.checkpoint.manifest import (
     ITEMSIZE,
     MANIFEST_NAME,
@@ -26,7 +26,7 @@ from zeroaccel.checkpoint.manifest import (
     Manifest,
     Piece,
     TensorRecord,
-    check_tag,
+    check_new_tag,
     write_manifest,
 )
 from zeroaccel.checkpoint.rank_file import (
@@ -77,7 +77,9 @@ def reshard(source: Path, out: Path, world_size: int, tag: str | None = None) ->
         manifest = replace(manifest, random_state=None)
     files: list[RankFile] = []
     try:
-        files += [RankFile(folder, record) for record in manifest.files]
+        for record, pieces in zip(manifest.files, manifest.pieces_by_file(), strict=True):
+            files.append(RankFile(folder, record))
+            files[-1].check_pieces(pieces)
         return write_again(manifest, files, out, world_size)
     finally:
         for file in files:
@@ -90,7 +92,7 @@ def write_again(manifest: Manifest, files: Sequence[OpenFile], out: Path, world_
     Raises:
         CheckpointError: a file is damaged, or the disk is full. UsageError: the checkpoint is already in `out`.
     """
-    target = out / check_tag(manifest.tag)
+    target = out / check_new_tag(manifest.tag)
     if world_size < 1:
         raise UsageError("world_size", expected="a number above 0", got=world_size)
     if (target / MANIFEST_NAME).exists():
@@ -158,9 +160,7 @@ def _contents(layout: FileLayout, parts: list[_Part], files: Sequence[OpenFile])
 
 
 def _write_file(path: Path, rank: int, layout: FileLayout, contents: Iterator[Bytes]) -> FileRecord:
-    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
-    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-    try:
+    with NewFile(path) as file:
         sums = []
         chunk, used = np.empty(CHUNK_NBYTES, np.uint8), 0
         for data in contents:
@@ -170,18 +170,13 @@ def _write_file(path: Path, rank: int, layout: FileLayout, contents: Iterator[By
                 used, data = used + part.size, data[part.size :]
                 if used == CHUNK_NBYTES:
                     sums.append(block_sums(chunk))
-                    write_all(handle, chunk.data)
+                    write_all(file.handle, chunk.data)
                     used = 0
         sums.append(block_sums(chunk[:used]))
-        write_all(handle, chunk[:used].data)
+        write_all(file.handle, chunk[:used].data)
         table = np.concatenate(sums).astype("<u8").tobytes()
-        write_all(handle, memoryview(table))
-        publish(handle, temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    finally:
-        os.close(handle)
+        write_all(file.handle, memoryview(table))
+        file.publish()
     return FileRecord(path.name, layout.nbytes, rank, hashlib.sha256(table).hexdigest())
 
 

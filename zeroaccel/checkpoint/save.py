@@ -23,7 +23,7 @@ from zeroaccel.checkpoint.commit import CommitRules, Part, commit, describe_part
 from zeroaccel.checkpoint.contents import Contents, Holdings, describe_parameters, persistent_buffers, ties_of
 from zeroaccel.checkpoint.folder_lock import FolderLock
 from zeroaccel.checkpoint.liveness import RankProcess
-from zeroaccel.checkpoint.manifest import MANIFEST_NAME, check_tag
+from zeroaccel.checkpoint.manifest import MANIFEST_NAME, check_new_tag
 from zeroaccel.checkpoint.plain import encode
 from zeroaccel.checkpoint.rank_file import rank_file_name
 from zeroaccel.checkpoint.write import RankFileWriter, Staging
@@ -32,6 +32,9 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import CheckpointError, CollectiveError, UsageError
 
 __all__ = ["Progress", "Save", "SaveRequest", "prepare"]
+
+_DISCARD_PATIENCE_SECONDS = 1.0
+"""How long a failed save waits for the lock of its folder before the folder is left where it is."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +123,15 @@ class Save:
             self.lock.release()
 
     def discard_folder(self) -> None:
-        """Removes the folder if nothing is left in it; for when no rank will write into it any more."""
-        with contextlib.suppress(OSError):
-            self.folder.rmdir()
+        """Removes the folder if nothing is left in it; for when no rank will write into it any more.
+
+        Not from under another run that has begun to save into it: under the folder's lock.
+        """
+        lock = FolderLock.if_free(self.folder, _DISCARD_PATIENCE_SECONDS)
+        if lock is not None:
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()
+            lock.release()
 
     def write_now(self, collectives: Collectives) -> None:
         """Writes and commits, and returns when the checkpoint is complete. (all ranks)
@@ -147,7 +156,8 @@ class Save:
             raise  # a rank is gone, and rank 0 may have committed all the same
         except Exception:
             self.discard()
-            self.discard_folder()  # by whoever is the last
+            self.release()
+            self.discard_folder()  # by the last of the ranks
             raise
         finally:
             self.release()
@@ -170,7 +180,7 @@ def prepare(
     random_state, tag, root = None, "", Path(os.path.abspath(request.root))
     save_id = secrets.token_hex(4)
     with agreed(collectives, "save_checkpoint: what to save"):
-        tag = check_tag(request.tag)
+        tag = check_new_tag(request.tag)
         contents = Contents.collect(holdings, exclude_frozen=request.exclude_frozen)
         if progress.random_state is not None:
             random_state = encode(progress.random_state, "random state", contents.keep)
@@ -194,7 +204,7 @@ def prepare(
         with agreed(collectives, f"checkpoint {tag}: folder"):
             _make_folder(root / tag, sum(sizes) if holdings.rank == 0 else 0)
             if holdings.rank == 0:
-                lock = FolderLock(root / tag)
+                lock = _locked(root / tag)
     except Exception:
         if lock is not None:
             lock.release()
@@ -259,12 +269,23 @@ def _optimizer(holdings: Holdings, contents: Contents) -> dict[str, Any] | None:
     return {"type": type(shard.optimizer).__name__, "param_groups": groups}
 
 
+def _locked(folder: Path) -> FolderLock:
+    try:
+        return FolderLock(folder)
+    except OSError as error:
+        raise _not_made(folder, error) from error
+
+
+def _not_made(folder: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"{folder}: cannot be made ({error.strerror})", fix="choose another folder")
+
+
 def _make_folder(folder: Path, nbytes: int) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        raise CheckpointError(f"{folder}: cannot be made ({error.strerror})", fix="choose another folder") from error
+        raise _not_made(folder, error) from error
     if nbytes > free:
         with contextlib.suppress(OSError):
             folder.rmdir()

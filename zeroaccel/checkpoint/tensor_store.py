@@ -50,6 +50,7 @@ class TensorStore:
         self._folder = folder
         self._files: dict[int, OpenFile] = {}
         self._pending: dict[int, list[Request]] = {}
+        self._used: dict[int, dict[str, tuple[str, int, int]]] = {}
 
     def __enter__(self) -> TensorStore:
         return self
@@ -60,7 +61,7 @@ class TensorStore:
 
     @property
     def read_nbytes(self) -> int:
-        """Read from the disk so far: what was wanted, the rest of its blocks, and the tables."""
+        """Read from the disk so far: what was wanted, the rest of its blocks, the headers and the tables."""
         return sum(file.read_nbytes for file in self._files.values())
 
     def fill(self, key: str, start: int, into: Tensor) -> None:
@@ -86,6 +87,7 @@ class TensorStore:
                 _copier(into[cursor - start : cursor - start + count], dtype),
             )
             self._pending.setdefault(file, []).append(request)
+            self._used.setdefault(file, {})[key] = (record.dtype, length, offset)
             cursor += count
             if cursor == piece_start + length:
                 index += 1
@@ -97,8 +99,12 @@ class TensorStore:
             CheckpointError: something is damaged; what was noted may be filled in part.
         """
         pending, self._pending = self._pending, {}
+        used, self._used = self._used, {}
         for file, requests in sorted(pending.items()):
-            self._open(file).read(requests)
+            opened = self._open(file)
+            if isinstance(opened, RankFile):  # others have been looked through to make their manifest
+                opened.check_pieces(used[file])
+            opened.read(requests)
 
     def fetch(self, key: str) -> Tensor:
         """A whole tensor, in host memory."""
@@ -106,10 +112,11 @@ class TensorStore:
         if record is None:
             raise CheckpointError(f"tensor {key}: not in the checkpoint")
         flat = torch.empty(math.prod(record.shape), dtype=dtype_of(record.dtype))
-        held, self._pending = self._pending, {}
+        held, self._pending = (self._pending, self._used), {}
+        self._used = {}
         self.fill(key, 0, flat)
         self.read()
-        self._pending = held
+        self._pending, self._used = held
         return flat.view(record.shape)
 
     def _open(self, file: int) -> OpenFile:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import math
 import struct
 import zipfile
 import zlib
@@ -27,7 +28,8 @@ from zeroaccel.errors import CheckpointError
 __all__ = ["TorchFile"]
 
 _LOCAL_HEADER_NBYTES = 30
-_PICKLE_LIMIT_NBYTES = 1 << 30
+_PICKLE_LIMIT_NBYTES = 128 << 20
+_MOST_RUNS = 1 << 20
 _CHUNK_NBYTES = 1 << 22
 
 
@@ -85,16 +87,22 @@ class TorchFile:
                 raise CheckpointError(f"{path}: ends at byte {size}", expected=f"{self._origin + self.nbytes} bytes")
             with self._archive() as archive:
                 self._records = {record.filename: record for record in archive.infolist()}
+                self._check_records()
                 self._prefix = self._find_prefix()
                 order = self._prefix + "byteorder"
                 if order in self._records and archive.read(order).strip() != b"little":
                     raise CheckpointError(f"{path}: written on a big-endian machine", expected="little-endian")
-                if self._records[self._prefix + "data.pkl"].file_size > _PICKLE_LIMIT_NBYTES:
-                    raise CheckpointError(f"{path}: its pickle is larger than 1 GiB")
+                if (found := self._records[self._prefix + "data.pkl"].file_size) > _PICKLE_LIMIT_NBYTES:
+                    raise CheckpointError(
+                        f"{path}: its pickle",
+                        expected=f"at most {_PICKLE_LIMIT_NBYTES} bytes",
+                        got=found,
+                        fix="save large data as tensors",
+                    )
                 content = archive.read(self._prefix + "data.pkl")  # checks its CRC
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-        except (zipfile.BadZipFile, zlib.error, struct.error, NotImplementedError, RuntimeError, EOFError) as error:
+        except (zipfile.BadZipFile, struct.error, RuntimeError, EOFError, ValueError, LookupError) as error:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(
@@ -117,6 +125,16 @@ class TorchFile:
         parts = [f"{name} {record.file_size} {record.CRC}" for name, record in sorted(self._records.items())]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
+    def _check_records(self) -> None:
+        """What torch writes is not compressed, so no record is larger than the file it is in."""
+        for name, record in self._records.items():
+            if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
+                raise CheckpointError(
+                    f"{self.path}: {name[:200]} is compressed", expected="a file as torch.save writes it"
+                )
+            if record.file_size > self.nbytes:
+                raise CheckpointError(f"{self.path}: ends at byte {self._origin + self.nbytes}, inside {name[:200]}")
+
     def _find_prefix(self) -> str:
         found = [name for name in self._records if name.count("/") == 1 and name.endswith("/data.pkl")]
         if len(found) != 1:
@@ -134,6 +152,13 @@ class TorchFile:
         origin = self._start(tensor)
         itemsize = ITEMSIZE[tensor.dtype]
         length, outer = _inner_run(tensor)
+        if (count := math.prod(tensor.shape[:outer])) > _MOST_RUNS:
+            raise CheckpointError(
+                f"{self.path}: a tensor of shape {tensor.shape}",
+                expected=f"one that lies in at most {_MOST_RUNS} pieces",
+                got=count,
+                fix="save it after .contiguous()",
+            )
         start = 0
         for element in _offsets(tensor.shape[:outer], tensor.strides[:outer], tensor.offset):
             yield start, length, origin + element * itemsize
@@ -146,8 +171,6 @@ class TorchFile:
             record = self._records.get(name)
             if record is None:
                 raise CheckpointError(f"{self.path}: the bytes of a tensor ({name}) are missing")
-            if record.compress_type != zipfile.ZIP_STORED:
-                raise CheckpointError(f"{self.path}: {name} is compressed", expected="a file as torch.save writes it")
             with self.path.open("rb") as file:
                 file.seek(self._origin + record.header_offset)
                 header = file.read(_LOCAL_HEADER_NBYTES)

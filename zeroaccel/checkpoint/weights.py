@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zeroaccel.checkpoint.contents import Holdings, persistent_buffers, ties_of
 from zeroaccel.checkpoint.dtypes import dtype_name
-from zeroaccel.checkpoint.durable import TEMPORARY_SUFFIX, publish, write_all
+from zeroaccel.checkpoint.durable import NewFile, remove_abandoned, write_all
 from zeroaccel.checkpoint.rank_file import CHUNK_NBYTES
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
@@ -190,7 +190,6 @@ class StreamedWeights:
     def __init__(
         self, path: Path, tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], ties: Mapping[str, str]
     ) -> None:
-        self._path, self._temporary = path, path.with_name(path.name + TEMPORARY_SUFFIX)
         header: dict[str, Any] = {"__metadata__": {"format": "pt", **ties}}
         cursor = 0
         for name, dtype, shape in tensors:
@@ -200,9 +199,9 @@ class StreamedWeights:
         self._chunk = torch.empty(CHUNK_NBYTES, dtype=torch.uint8)
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
-        self._handle = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._file = NewFile(path)
         try:
-            write_all(self._handle, memoryview(len(text).to_bytes(8, "little") + text))
+            write_all(self._file.handle, memoryview(len(text).to_bytes(8, "little") + text))
         except BaseException:
             self.close()
             raise
@@ -213,23 +212,23 @@ class StreamedWeights:
         data = value.contiguous().view(-1).view(torch.uint8)
         for part in data.split(CHUNK_NBYTES) if data.numel() else ():
             self._chunk[: part.numel()].copy_(part)
-            write_all(self._handle, self._chunk[: part.numel()].numpy().data)
+            write_all(self._file.handle, self._chunk[: part.numel()].numpy().data)
 
     def finish(self) -> None:
         """Brings the file to disk under its name."""
-        publish(self._handle, self._temporary, self._path)
+        self._file.publish()
+        remove_abandoned(self._file.path)
 
     def close(self) -> None:
         """Leaves nothing half-written behind."""
-        os.close(self._handle)
-        self._temporary.unlink(missing_ok=True)
+        self._file.close()
 
 
 class PickledWeights:
     """Collects copies in host memory and writes them at the end, by `torch.save`."""
 
     def __init__(self, path: Path, model: torch.nn.Module) -> None:
-        self._path, self._temporary = path, path.with_name(path.name + TEMPORARY_SUFFIX)
+        self._path = path
         self._model = model
         self._found: dict[str, Tensor] = {}
 
@@ -239,7 +238,7 @@ class PickledWeights:
 
     def finish(self) -> None:
         """Brings the file to disk under its name."""
-        with open(self._temporary, "wb") as file:
+        with NewFile(self._path) as new, os.fdopen(new.handle, "wb", closefd=False) as file:
             try:
                 torch.save(_under_all_names(self._found, self._model), file)
             except RuntimeError as error:
@@ -247,11 +246,11 @@ class PickledWeights:
                     raise error.__context__ from None
                 raise
             file.flush()
-            publish(file.fileno(), self._temporary, self._path)
+            new.publish()
+        remove_abandoned(self._path)
 
     def close(self) -> None:
-        """Leaves nothing half-written behind."""
-        self._temporary.unlink(missing_ok=True)
+        """Nothing stays open."""
 
 
 def _state_dict_names(model: torch.nn.Module) -> list[str]:

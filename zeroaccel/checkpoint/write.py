@@ -7,9 +7,7 @@ set the tensors may change.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import os
 import queue
 import threading
 from collections.abc import Iterator, Sequence
@@ -21,7 +19,7 @@ import torch
 from torch import Tensor
 
 from zeroaccel.checkpoint.contents import Entry
-from zeroaccel.checkpoint.durable import TEMPORARY_SUFFIX, begin_flush, publish, write_all
+from zeroaccel.checkpoint.durable import NewFile, begin_flush, write_all
 from zeroaccel.checkpoint.manifest import ITEMSIZE, FileRecord
 from zeroaccel.checkpoint.rank_file import CHUNK_NBYTES, FileLayout, block_sums, lay_out_file
 from zeroaccel.errors import CheckpointError
@@ -98,18 +96,12 @@ class RankFileWriter:
         Raises:
             CheckpointError: the disk is full or fails. Nothing is left of the file, and `copy` ends all the same.
         """
-        temporary = self.path.with_name(self.path.name + TEMPORARY_SUFFIX)
         try:
-            handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-            try:
-                table = self._write(handle)
-                publish(handle, temporary, self.path)
-            finally:
-                os.close(handle)
+            with NewFile(self.path, unique=False) as file:  # the name has the number of this save
+                table = self._write(file.handle)
+                file.publish()
         except BaseException as error:
             self._drain()
-            with contextlib.suppress(OSError):
-                temporary.unlink()
             if isinstance(error, OSError):
                 raise CheckpointError(
                     f"{self.path}: cannot be written ({error.strerror})",

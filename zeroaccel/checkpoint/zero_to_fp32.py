@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import contextlib
+import errno
+import fcntl
 import fnmatch
 import functools
 import hashlib
@@ -19,6 +21,8 @@ import json
 import math
 import os
 import re
+import secrets
+import stat
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -51,6 +55,9 @@ Bytes = NDArray[np.uint8]
 Piece = tuple[int, int, int, int]  # (file, start, length, offset): elements from `start` are at byte `offset` of it
 
 FORMAT_VERSION = 1
+MOST_MANIFEST_NBYTES = 1 << 30
+MOST_HEADER_NBYTES = 256 << 20
+LARGEST = (1 << 63) - 1
 BLOCK_NBYTES = 1 << 16  # what one checksum stands for
 CHUNK_NBYTES = 64 * BLOCK_NBYTES  # read, converted and written at a time, by each reader
 ITEMSIZE = {
@@ -67,10 +74,14 @@ TORCH_NAMES = {
 STEMS = {"safetensors": "model", "bin": "pytorch_model"}
 JOURNAL_NAME = "zero_to_fp32.progress.json"
 TEMPORARY_SUFFIX = ".tmp"
+ABANDONED_SECONDS = 10.0  # an unlocked temporary file that is older has no writer
 
 
 class ConversionError(RuntimeError):
     """The checkpoint is damaged, incomplete or not one, or the output cannot be written. Nothing wrong was written."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message if len(message) <= 9000 else f"{message[:8500]} ... {message[-500:]}")
 
 
 class ArgumentsError(ConversionError):
@@ -167,6 +178,21 @@ class RankFile:
         if hasattr(self, "_handle"):
             os.close(self._handle)
 
+    def check_pieces(self, pieces: Mapping[str, tuple[str, int, int]]) -> None:
+        """Compares (dtype, elements, first byte) of each piece, as the manifest has it, with the file's own header."""
+        if not pieces:
+            return
+        start = 8 + int.from_bytes(self.read(0, min(8, self._end)).tobytes(), "little")
+        if not 8 < start <= min(self._end, MOST_HEADER_NBYTES):
+            raise ConversionError(f"{self.path}: damaged: a header of {start - 8} bytes")
+        entries = json.loads(self.read(8, start - 8).tobytes())
+        for key, (dtype, length, offset) in pieces.items():
+            first = offset - start
+            wanted = {"dtype": dtype, "shape": [length], "data_offsets": [first, first + length * ITEMSIZE[dtype]]}
+            if entries.get(key) != wanted:
+                found = str(entries.get(key))[:200]
+                raise ConversionError(f"{self.path}: tensor {key}: the manifest says {wanted}, its own header {found}")
+
     def read(self, start: int, nbytes: int) -> Bytes:
         first, last = start // BLOCK_NBYTES, -(-(start + nbytes) // BLOCK_NBYTES)
         origin, end = first * BLOCK_NBYTES, min(last * BLOCK_NBYTES, self._end)
@@ -190,7 +216,7 @@ def read_source(checkpoint_dir: str | os.PathLike[str], tag: str | None = None) 
     folder = _find(Path(checkpoint_dir), tag)
     path = folder / "manifest.json"
     try:
-        document = json.loads(path.read_bytes())
+        document = json.loads(_read_regular(path, MOST_MANIFEST_NBYTES))
         body, checksum = document["manifest"], document["checksum"]
         version = body["version"]
         if body["format"] != "zeroaccel" or type(version) is not int:
@@ -205,10 +231,22 @@ def read_source(checkpoint_dir: str | os.PathLike[str], tag: str | None = None) 
         return _source(folder, body, checksum)
     except FileNotFoundError:
         raise ConversionError(f"{path}: missing: not a checkpoint, or a save that was interrupted") from None
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise ConversionError(f"{path}: damaged: {type(error).__name__}: {error}") from error
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError, RecursionError, OverflowError) as error:
+        raise ConversionError(f"{path}: damaged: {type(error).__name__}: {str(error)[:300]}") from error
     except OSError as error:
         raise ConversionError(f"{error.filename or path}: cannot be read ({error.strerror})") from error
+
+
+def _read_regular(path: Path, most_nbytes: int) -> bytes:
+    """The content of a file that is one, and no larger; OSError otherwise."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with os.fdopen(handle, "rb") as file:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        content = file.read(most_nbytes + 1)
+    if len(content) > most_nbytes:
+        raise OSError(errno.EFBIG, f"larger than {most_nbytes} bytes", str(path))
+    return content
 
 
 def _find(root: Path, tag: str | None) -> Path:
@@ -220,12 +258,18 @@ def _find(root: Path, tag: str | None) -> Path:
         if (root / "manifest.json").exists():
             return root
         try:
-            tag = (root / "latest").read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError):
+            tag = _read_regular(root / "latest", 4096).decode("utf-8").strip()
+        except FileNotFoundError:
             raise ConversionError(f"{root / 'latest'}: missing; pass --tag; checkpoints here: {there}") from None
+        except (OSError, UnicodeDecodeError) as error:
+            what = error.strerror if isinstance(error, OSError) else "not UTF-8"
+            raise ConversionError(
+                f"{root / 'latest'}: cannot be read ({what}); pass --tag; checkpoints here: {there}"
+            ) from None
         where = str(root / "latest")
-    if not re.fullmatch(r"[^./\\\0][^/\\\0]*", tag):
-        raise ConversionError(f"{where}: expected the name of a folder in {root}, got {tag!r}; here: {there}")
+    plain = re.fullmatch(r"[^./\\\0][^/\\\0]*", tag) is not None and tag.isprintable()
+    if not plain or len(os.fsencode(tag)) > 255:
+        raise ConversionError(f"{where}: expected the name of a folder in {root}, got {tag[:300]!r}; here: {there}")
     if not (root / tag).is_dir():
         raise ConversionError(f"{root / tag}: no such checkpoint; here: {there}")
     return root / tag
@@ -234,14 +278,18 @@ def _find(root: Path, tag: str | None) -> Path:
 def _source(folder: Path, body: Mapping[str, Any], checksum: str) -> Source:
     records = body["files"]
     for record in records:
-        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors", record["name"]):
-            raise ValueError(f"file name {record['name']!r} is not a plain name")
-    if sorted(record["rank"] for record in records) != list(range(body["world_size"])):
+        if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]{,240}\.safetensors", record["name"]):
+            raise ValueError(f"file name {record['name'][:300]!r} is not a plain name")
+        if type(record["nbytes"]) is not int or not 0 <= record["nbytes"] <= LARGEST:
+            raise ValueError(f"file {record['name']}: a size that cannot be")
+    ranks = sorted(record["rank"] for record in records)
+    if ranks != list(range(len(records))) or body["world_size"] != len(records):
         raise ValueError(f"{len(records)} files of ranks, expected one of each of {body['world_size']}")
     tensors, parameters = body["tensors"], body["parameters"]
     if sorted(body["order"]) != sorted(parameters):
         raise ValueError("the order of parameters does not name each of them once")
     weights, left_out = [], []
+    pieces: list[dict[str, tuple[str, int, int]]] = [{} for _ in records]  # of each file
     for fqn in body["order"]:
         parameter = parameters[fqn]
         key = next((key for key in (f"master/{fqn}", f"value/{fqn}") if key in tensors), None)
@@ -252,10 +300,13 @@ def _source(folder: Path, body: Mapping[str, Any], checksum: str) -> Source:
             continue
         if tensors[key]["shape"] != parameter["shape"]:
             raise ValueError(f"tensor {key}: not of the shape of its parameter")
-        weights.append(_weight(fqn, key, tensors, records, excludable=not parameter["trainable"]))
-    weights += [_weight(name, f"buffer/{name}", tensors, records, is_buffer=True) for name in body["buffers"]]
+        weights.append(_weight(fqn, key, tensors, records, pieces, excludable=not parameter["trainable"]))
+    weights += [_weight(name, f"buffer/{name}", tensors, records, pieces, is_buffer=True) for name in body["buffers"]]
     if unknown := [alias for alias, name in body["ties"].items() if name not in parameters]:
         raise ValueError(f"ties of {unknown} to no parameter")
+    files = tuple(RankFile(folder / item["name"], item["nbytes"], item["table_sha256"]) for item in records)
+    for file, own in zip(files, pieces, strict=True):
+        file.check_pieces(own)
     return Source(
         tag=folder.resolve().name,
         stage=sum(bool(body["sharded"][part]) for part in ("optimizer", "grads", "params")),
@@ -263,13 +314,20 @@ def _source(folder: Path, body: Mapping[str, Any], checksum: str) -> Source:
         fingerprint=checksum,
         weights=tuple(weights),
         ties={alias: name for alias, name in body["ties"].items() if name not in left_out},
-        files=tuple(RankFile(folder / item["name"], item["nbytes"], item["table_sha256"]) for item in records),
+        files=files,
         left_out=tuple(left_out),
     )
 
 
-def _weight(name: str, key: str, tensors: Any, records: Any, **kind: bool) -> Weight:
+def _weight(
+    name: str, key: str, tensors: Any, records: Any, by_file: list[dict[str, tuple[str, int, int]]], **kind: bool
+) -> Weight:
     tensor = tensors[key]
+    shape = tuple(tensor["shape"])
+    if len(shape) > 64 or any(type(size) is not int or not 0 <= size <= LARGEST for size in shape):
+        raise ValueError(f"tensor {key}: a shape that no tensor has")
+    if math.prod(max(1, size) for size in shape) > LARGEST:
+        raise ValueError(f"tensor {key}: a shape that no tensor has")
     pieces = tuple(tuple(piece) for piece in tensor["pieces"])
     end, itemsize = 0, ITEMSIZE[tensor["dtype"]]
     for file, start, length, offset in pieces:
@@ -278,9 +336,10 @@ def _weight(name: str, key: str, tensors: Any, records: Any, **kind: bool) -> We
         if start != end or not length or offset % itemsize or offset + length * itemsize > records[file]["nbytes"]:
             raise ValueError(f"tensor {key}: a piece at element {start}, byte {offset}, that cannot be")
         end += length
-    if end != math.prod(tensor["shape"]) or min(tensor["shape"], default=0) < 0:
-        raise ValueError(f"tensor {key}: {end} elements saved of shape {tensor['shape']}")
-    return Weight(name, tensor["dtype"], tuple(tensor["shape"]), pieces, **kind)
+        by_file[file][key] = (tensor["dtype"], length, offset)
+    if end != math.prod(shape):
+        raise ValueError(f"tensor {key}: {end} elements saved of shape {shape}")
+    return Weight(name, tensor["dtype"], shape, pieces, **kind)
 
 
 # ---- what is written ----
@@ -402,16 +461,43 @@ class Tensors:
         return state
 
 
+def _open_new(path: Path) -> tuple[int, Path]:
+    """A new file beside `path`, open and locked, under a name that no other program has; never through a link."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    while True:
+        temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
+        with contextlib.suppress(FileExistsError):
+            handle = os.open(temporary, flags, 0o666)
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return handle, temporary
+
+
+def _remove_abandoned(folder: Path, names: Iterable[str]) -> None:
+    """Removes what killed conversions left of these files; what is being written now is locked, and stays."""
+    of_these = re.compile(rf"({'|'.join(map(re.escape, names))})(\.[0-9a-f]{{8}})?{re.escape(TEMPORARY_SUFFIX)}")
+    for path in folder.iterdir():
+        if of_these.fullmatch(path.name) and path.lstat().st_mtime < time.time() - ABANDONED_SECONDS:
+            with contextlib.suppress(OSError):
+                handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+                try:
+                    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
+                finally:
+                    os.close(handle)
+
+
 class _BinFile(Tensors):
     """A file of torch.save, complete or not there."""
 
     def __init__(self, path: Path, targets: Sequence[Target]) -> None:
         super().__init__(targets)
         self.path = path
-        self._temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+        self._temporary: Path | None = None
 
     def finish(self) -> None:
-        with open(self._temporary, "wb") as file:
+        handle, self._temporary = _open_new(self.path)
+        with os.fdopen(handle, "wb") as file:
             try:
                 _torch().save(self.state_dict(), file)
             except RuntimeError as error:
@@ -423,7 +509,8 @@ class _BinFile(Tensors):
         os.replace(self._temporary, self.path)
 
     def abandon(self) -> None:
-        self._temporary.unlink(missing_ok=True)
+        if self._temporary is not None:
+            self._temporary.unlink(missing_ok=True)
 
 
 class _SafetensorsFile:
@@ -431,7 +518,6 @@ class _SafetensorsFile:
 
     def __init__(self, path: Path, targets: Sequence[Target]) -> None:
         self.path = path
-        self._temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
         metadata = {"format": "pt", **{alias: target.name for target in targets for alias in target.aliases}}
         header: dict[str, Any] = {"__metadata__": metadata}
         offsets, cursor = {}, 0
@@ -443,7 +529,7 @@ class _SafetensorsFile:
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         self._offsets = {name: 8 + len(text) + offset for name, offset in offsets.items()}
-        self._handle = os.open(self._temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+        self._handle, self._temporary = _open_new(path)
         try:
             self._pwrite(memoryview(len(text).to_bytes(8, "little") + text), 0)
             os.truncate(self._handle, 8 + len(text) + cursor)
@@ -640,9 +726,12 @@ class _Journal:
         journal = cls(path, plan)
         if path is not None and path.exists():
             try:
-                document = json.loads(path.read_text())
-                journal.finished = document["finished"] if document["plan"] == plan else {}
-            except (ValueError, KeyError, TypeError):
+                document = json.loads(_read_regular(path, MOST_MANIFEST_NBYTES))
+                finished = document["finished"] if document["plan"] == plan else {}
+                tallies = [tally for of in finished.values() for tally in of.values()]
+                if all(len(tally) == 2 and all(type(number) is int for number in tally) for tally in tallies):
+                    journal.finished = finished
+            except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 journal.finished = {}  # it was itself interrupted: everything is written again
         return journal
 
@@ -657,9 +746,14 @@ class _Journal:
 
 
 def _write_json(path: Path, document: Any) -> None:
-    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
-    temporary.write_text(json.dumps(document, indent=2) + "\n")
-    os.replace(temporary, path)
+    handle, temporary = _open_new(path)
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(json.dumps(document, indent=2) + "\n")
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 class _Progress:
@@ -762,6 +856,7 @@ def _write(
     if not single:
         _refuse_other_weights(folder, {shard.name for shard in shards} | {index_path.name})
         index_path.unlink(missing_ok=True)
+    _remove_abandoned(folder, [*(shard.name for shard in shards), index_path.name, JOURNAL_NAME])
     journal = _Journal.open(None if single else folder / JOURNAL_NAME, _signature(source, shards))
     progress = _Progress(sum(shard.nbytes for shard in shards), show=show_progress)
     for shard in shards:

@@ -16,6 +16,8 @@ from zeroaccel.config.section import AUTO, AlsoSpelled, ConfigSection, Retired, 
 
 __all__ = ["Canonical"]
 
+_MOST_HINTS = 50
+
 
 class Canonical:
     """The tree in the schema's names, and what was met on the way.
@@ -34,6 +36,7 @@ class Canonical:
         self.notes: list[str] = []
         self.problems: list[Problem] = []
         self._root = root
+        self._hints = 0
         self.tree = self._section(root, given, (), ())
         self._fill_from_dotted_keys(given)
 
@@ -168,7 +171,10 @@ class Canonical:
         """The problem of a key that does not exist, with the name that was probably meant."""
         if not isinstance(key, str):
             return _no_string(written)
-        if "." in key:
+        self._hints += 1
+        if self._hints > _MOST_HINTS:
+            near = ""  # each costs milliseconds, and so many keys are of another kind of file
+        elif "." in key:
             near = closest(key, map(dotted, _every_spelling(self._root)))
         else:
             near = closest(key, [*_names(section), *section.retired]) or self._misplaced(key)

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from zeroaccel.config.bounds import read_at_most
 from zeroaccel.config.json_text import parse_json
 from zeroaccel.config.origin import Path
 from zeroaccel.config.problems import Problem, given_twice
@@ -25,6 +26,8 @@ __all__ = ["Document", "given_paths", "read_document"]
 _FORMS = "a dict, the path of a JSON file, JSON text, or urlsafe base64 of JSON"
 _NEAR_NAMES = 3
 _LONGEST_PATH_SHOWN = 200
+_MOST_NBYTES = 4 << 20
+_MOST_LEVELS = 32
 
 
 @dataclass(frozen=True)
@@ -78,11 +81,13 @@ def given_paths(tree: object, above: Path = ()) -> Iterator[Path]:
             yield from given_paths(item, (*above, index))
 
 
-def _copy(value: Any) -> Any:
+def _copy(value: Any, levels: int = _MOST_LEVELS) -> Any:
     """Copies objects and lists; leaves are shared, since a dict built in Python may hold process groups."""
+    if levels < 0:
+        raise ConfigError(f"config: nested more than {_MOST_LEVELS} levels deep, or contains itself")
     if isinstance(value, Mapping):
-        return {key: _copy(item) for key, item in value.items()}
-    return [_copy(item) for item in value] if isinstance(value, list) else value
+        return {key: _copy(item, levels - 1) for key, item in value.items()}
+    return [_copy(item, levels - 1) for item in value] if isinstance(value, list) else value
 
 
 def _from_text(text: str, name: str) -> Document:
@@ -94,8 +99,7 @@ def _from_text(text: str, name: str) -> Document:
 
 def _from_file(path: str) -> Document:
     try:
-        with open(path, encoding="utf-8-sig") as file:
-            text = file.read()
+        text = read_at_most(path, _MOST_NBYTES).decode("utf-8-sig")
     except FileNotFoundError:
         raise _missing(path) from None
     except IsADirectoryError:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,10 +21,15 @@ from zeroaccel.errors import ConfigError
 __all__ = ["JsonText", "excerpt", "parse_json"]
 
 _WIDEST_EXCERPT = 100
+_MOST_CHARACTERS = 1 << 20
+_MOST_JSON5_CHARACTERS = 1 << 14
+"""Its parser takes some 30 microseconds per character."""
+_MOST_LEVELS = 32
+_LONGEST_NUMBER = 100
 
 _TOKEN = re.compile(
-    r"""(?P<skip>\s+ | //[^\n]* | /\*.*?\*/)
-    | (?P<string>"(?:\\.|[^"\\])*" | '(?:\\.|[^'\\])*')
+    r"""(?P<skip>\s+ | //[^\n]* | /\*.*?(?:\*/|\Z))
+    | (?P<string>"(?:\\.|[^"\\])*(?:"|\Z) | '(?:\\.|[^'\\])*(?:'|\Z))
     | (?P<mark>[{}\[\]:,])
     | (?P<word>(?:(?!//|/\*)[^\s{}\[\]:,"'])+)""",
     re.VERBOSE | re.DOTALL,
@@ -55,15 +61,19 @@ def parse_json(text: str, name: str) -> JsonText:
     Raises:
         ConfigError: it is neither; the message has name, line and column, the line itself and a caret below it.
     """
+    _check_bounds(text, name)
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         value = _parse_json5(text, name, error)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{name}: not valid JSON: {error}") from None
+    line_starts = [0, *(match.end() for match in re.finditer("\n", text))]
     places: dict[Path, str] = {}
     lines: dict[tuple[int, Path], list[int]] = {}
     for owner, path, offset in _keys(text):
-        line, column = _line_and_column(text, offset)
-        places[path] = f"{name}:{line}:{column}"
+        line = bisect_right(line_starts, offset)
+        places[path] = f"{name}:{line}:{offset - line_starts[line - 1] + 1}"
         lines.setdefault((owner, path), []).append(line)
     duplicates = {path: found for (_, path), found in lines.items() if len(found) > 1}
     return JsonText(value, places, duplicates)
@@ -73,7 +83,17 @@ def _parse_json5(text: str, name: str, plain: json.JSONDecodeError) -> Any:
     """What the text says as JSON5; `plain` is the error of reading it as JSON."""
     if not text.strip():
         raise ConfigError(f"{name}: not valid JSON: it is empty")
-    value, message, offset = json5.parse(text)
+    if len(text) > _MOST_JSON5_CHARACTERS:
+        line, column = plain.lineno, plain.colno
+        raise ConfigError(
+            f"{name}:{line}:{column}: not valid JSON: {plain.msg[0].lower()}{plain.msg[1:]}\n"
+            f"{excerpt(text, line, column)}\n"
+            f"    (what is not plain JSON, such as comments, is read up to {_MOST_JSON5_CHARACTERS} characters)"
+        )
+    try:
+        value, message, offset = json5.parse(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{name}: not valid JSON: {error}") from None
     if message is None:
         return value
     # The parser that got further has understood more of the text; at a tie, json's sentence says what was expected.
@@ -83,6 +103,26 @@ def _parse_json5(text: str, name: str, plain: json.JSONDecodeError) -> Any:
         what = f"unexpected {text[offset]!r}" if offset < len(text) else "unexpected end of text"
     line, column = _line_and_column(text, offset)
     raise ConfigError(f"{name}:{line}:{column}: not valid JSON: {what}\n{excerpt(text, line, column)}")
+
+
+def _check_bounds(text: str, name: str) -> None:
+    """ConfigError for a text that is longer, nested deeper, or has longer numbers than any config."""
+    if len(text) > _MOST_CHARACTERS:
+        raise ConfigError(name, expected=f"a config of at most {_MOST_CHARACTERS} characters", got=len(text))
+    levels = 0
+    for token in _TOKEN.finditer(text):
+        part = token.group()
+        what = ""
+        if part in ("{", "["):
+            levels += 1
+            what = f"nested more than {_MOST_LEVELS} levels deep" if levels > _MOST_LEVELS else ""
+        elif part in ("}", "]"):
+            levels -= 1
+        elif token.lastgroup == "word" and len(part) > _LONGEST_NUMBER and part[0] in "+-.0123456789":
+            what = f"a number of {len(part)} characters, at most {_LONGEST_NUMBER} are read"
+        if what:
+            line, column = _line_and_column(text, token.start())
+            raise ConfigError(f"{name}:{line}:{column}: {what}\n{excerpt(text, line, column)}")
 
 
 def excerpt(text: str, line: int, column: int) -> str:

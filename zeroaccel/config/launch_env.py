@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from zeroaccel.config.bounds import parse_plain_json
 from zeroaccel.errors import ConfigError
 
 __all__ = ["SOURCES_VARIABLE", "LaunchedSettings", "from_environment", "to_environment", "variable_of"]
@@ -188,7 +189,7 @@ def _named_sources(environ: Mapping[str, str]) -> dict[str, str]:
     if not text:
         return {}
     try:
-        named = json.loads(text)
+        named = parse_plain_json(text)
     except ValueError:
         named = None
     if not isinstance(named, dict) or not all(isinstance(source, str) for source in named.values()):

@@ -15,6 +15,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from zeroaccel.config.bounds import read_at_most
 from zeroaccel.config.canonical import Canonical
 from zeroaccel.config.document import given_paths
 from zeroaccel.config.launch import LaunchSettings
@@ -39,6 +40,7 @@ __all__ = [
 
 CONFIG_VARIABLE = "ZEROACCEL_CONFIG"
 FILE_NAME = "zeroaccel.yaml"
+_MOST_NBYTES = 4 << 20
 
 _PROJECT_MARKS = (".git", "pyproject.toml", "setup.cfg", "setup.py")
 _SECTIONS = ("deepspeed_config", "dynamo_config")
@@ -152,7 +154,7 @@ def text_of_file(path: Path | str, why: str = "") -> str:
     path = Path(path)
     said = f"{path} ({why})" if why else str(path)
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return read_at_most(path, _MOST_NBYTES).decode("utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"file {said} does not exist", fix=_near(path)) from None
     except IsADirectoryError:
@@ -161,8 +163,9 @@ def text_of_file(path: Path | str, why: str = "") -> str:
         raise ConfigError(f"file {said} is a folder", fix=fix) from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"file {said}: byte {error.start} is not UTF-8") from None
-    except OSError as error:
-        raise ConfigError(f"file {said} cannot be read: {error.strerror}") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"file {said} cannot be read: {reason}") from None
 
 
 def _near(path: Path) -> str:

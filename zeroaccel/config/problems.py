@@ -14,9 +14,11 @@ from typing import Any
 from pydantic_core import ErrorDetails
 
 from zeroaccel.config.origin import Origin, Path
-from zeroaccel.errors import ConfigError, compose
+from zeroaccel.errors import ConfigError, compose, listed
 
 __all__ = ["NOTHING", "Problem", "closest", "from_pydantic", "given_twice", "report"]
+
+_MOST_LINES = 50
 
 NOTHING: object = object()
 """Says that no value was found, where None may be one."""
@@ -73,7 +75,8 @@ def report(problems: Sequence[Problem], origin: Origin, order: Iterable[Path]) -
     lines = [problem.line(origin) for problem in sorted(problems, key=position)]
     if len(lines) == 1:
         return ConfigError(lines[0])
-    return ConfigError("\n  ".join([f"{origin.name}: {len(lines)} settings are wrong", *lines]))
+    more = [f"and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
+    return ConfigError("\n  ".join([f"{origin.name}: {len(lines)} settings are wrong", *lines[:_MOST_LINES], *more]))
 
 
 def given_twice(duplicates: Mapping[Path, Sequence[int]]) -> list[Problem]:
@@ -85,7 +88,7 @@ def given_twice(duplicates: Mapping[Path, Sequence[int]]) -> list[Problem]:
     return [
         Problem(
             path,
-            text=f"given {len(lines)} times, on lines {', '.join(map(str, lines))}",
+            text=f"given {len(lines)} times, on lines {listed([str(line) for line in lines[:_MOST_LINES]])}",
             fix="keep one",
             as_written=True,
         )

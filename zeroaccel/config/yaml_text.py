@@ -1,11 +1,13 @@
 """YAML with places: parses a launch file's text and remembers where each key stands, so that errors can point at it.
 
 The twin of `json_text`, for the files people write by hand. Given text, returns data; reading files is for
-`launch_file`. Only what YAML has in common with JSON is read: no tags that build objects.
+`launch_file`. Only what YAML has in common with JSON is read: no tags that build objects. Aliases count as what they
+stand for, so that nothing that comes out is larger than it looks.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import yaml
@@ -16,6 +18,41 @@ from zeroaccel.errors import ConfigError
 
 __all__ = ["parse_yaml"]
 
+_MOST_CHARACTERS = 1 << 15
+"""The parser takes some 10 microseconds per character."""
+_MOST_LEVELS = 32
+_MOST_VALUES = 10_000
+_LONGEST_NUMBER = 100
+_LINE_BREAK = re.compile("\r\n|[\r\x85\u2028\u2029]")
+
+
+class _Loader(yaml.SafeLoader):
+    """The parser, within bounds: what it meets beyond them, or fails at by accident, is an error with a place."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self._levels = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+        if self._levels == _MOST_LEVELS:
+            raise yaml.MarkedYAMLError(problem=f"nested more than {_MOST_LEVELS} levels deep", problem_mark=mark)
+        self._levels += 1
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._levels -= 1
+        return node
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            number = node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
+            if number and isinstance(node, yaml.ScalarNode) and len(node.value) > _LONGEST_NUMBER:
+                raise ValueError(f"a number of {len(node.value)} characters, at most {_LONGEST_NUMBER} are read")
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError, AttributeError, TypeError, OverflowError) as error:
+            kind = node.tag.rpartition(":")[2]
+            problem = f"cannot be read as {kind}: {' '.join(str(error).split())}"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark) from error
+
 
 def parse_yaml(text: str, name: str) -> JsonText:
     """Parses one YAML document.
@@ -25,25 +62,27 @@ def parse_yaml(text: str, name: str) -> JsonText:
         name: what to call it in messages, usually the file's path.
 
     Raises:
-        ConfigError: it is not YAML; the message has name, line and column, the line itself and a caret below it.
+        ConfigError: it is not YAML, or larger than any launch file with what its aliases stand for; the message has
+            name, line and column, the line itself and a caret below it.
     """
+    if len(text) > _MOST_CHARACTERS:
+        raise ConfigError(name, expected=f"a launch file of at most {_MOST_CHARACTERS} characters", got=len(text))
     try:
-        loader = yaml.SafeLoader(text)
+        loader = _Loader(text)
         try:
             node = loader.get_single_node()
+            if node is not None:
+                _measured(node, {}, set())
             value = {} if node is None else loader.construct_document(node)
+            places: dict[Path, str] = {}
+            duplicates: dict[Path, list[int]] = {}
+            _note_keys(loader, node, (), name, places, duplicates)
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
         raise _syntax_error(text, name, error) from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # unprintable characters, impossible dates
         raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
-    places: dict[Path, str] = {}
-    duplicates: dict[Path, list[int]] = {}
-    try:
-        _note_keys(node, (), name, places, duplicates)
-    except RecursionError:
-        raise ConfigError(f"{name}: an alias stands for something that contains it", fix="write it out") from None
     return JsonText(value, places, {path: lines for path, lines in duplicates.items() if len(lines) > 1})
 
 
@@ -53,29 +92,53 @@ def _syntax_error(text: str, name: str, error: yaml.MarkedYAMLError) -> ConfigEr
     if mark is None:
         return ConfigError(f"{name}: not valid YAML: {what}")
     line, column = mark.line + 1, mark.column + 1
+    text = _LINE_BREAK.sub("\n", text)
     if text.split("\n")[mark.line : mark.line + 1] in ([], [""]) and error.context_mark is not None:
         # The end of the text is where it was noticed; where the open thing began says more.
         line, column = error.context_mark.line + 1, error.context_mark.column + 1
     return ConfigError(f"{name}:{line}:{column}: not valid YAML: {what}\n{excerpt(text, line, column)}")
 
 
+def _measured(node: yaml.Node, known: dict[int, tuple[int, int]], above: set[int]) -> tuple[int, int]:
+    """(values, levels) of a node with what its aliases stand for; each node is counted out once."""
+    if id(node) in above:
+        problem = "an alias stands for something that contains it; write it out"
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+    if id(node) not in known:
+        above.add(id(node))
+        below = [_measured(item, known, above) for item in _below(node)]
+        above.discard(id(node))
+        known[id(node)] = 1 + sum(values for values, _ in below), 1 + max((levels for _, levels in below), default=0)
+    values, levels = known[id(node)]
+    if values > _MOST_VALUES or levels > _MOST_LEVELS:
+        problem = (
+            f"{values} values in {levels} levels, with what aliases stand for; "
+            f"at most {_MOST_VALUES} in {_MOST_LEVELS} are read"
+        )
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+    return values, levels
+
+
+def _below(node: yaml.Node) -> list[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [item for pair in node.value for item in pair]
+    return list(node.value) if isinstance(node, yaml.SequenceNode) else []
+
+
 def _note_keys(
-    node: yaml.Node | None, path: Path, name: str, places: dict[Path, str], duplicates: dict[Path, list[int]]
+    loader: _Loader,
+    node: yaml.Node | None,
+    path: Path,
+    name: str,
+    places: dict[Path, str],
+    duplicates: dict[Path, list[int]],
 ) -> None:
     if isinstance(node, yaml.MappingNode):
         for key, below in node.value:
-            here = (*path, _key(key))
+            here = (*path, loader.construct_object(key))
             places[here] = f"{name}:{key.start_mark.line + 1}:{key.start_mark.column + 1}"
             duplicates.setdefault(here, []).append(key.start_mark.line + 1)
-            _note_keys(below, here, name, places, duplicates)
+            _note_keys(loader, below, here, name, places, duplicates)
     elif isinstance(node, yaml.SequenceNode):
         for index, item in enumerate(node.value):
-            _note_keys(item, (*path, index), name, places, duplicates)
-
-
-def _key(node: yaml.Node) -> Any:
-    """The key as the loader builds it; keys that are not plain text are an error of whoever reads the tree."""
-    text: str = getattr(node, "value", "")
-    if node.tag == "tag:yaml.org,2002:str" or not isinstance(node, yaml.ScalarNode):
-        return str(text)
-    return yaml.safe_load(text)
+            _note_keys(loader, item, (*path, index), name, places, duplicates)

@@ -20,9 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zeroaccel.config.bounds import parse_plain_json, read_at_most
 from zeroaccel.errors import ConfigError, UsageError
 
 from .stand_in import Decoder, shape_of
+
+_MOST_NBYTES = 4 << 20
 
 __all__ = ["Step", "Subject", "subject"]
 
@@ -107,7 +110,7 @@ def predict_tokens(model: nn.Module, batch: int, sequence: int) -> tuple[Tensor,
 def _of_folder(path: Path) -> Subject:
     file = path / "config.json" if path.is_dir() else path
     try:
-        data = json.loads(file.read_text())
+        data = parse_plain_json(read_at_most(file, _MOST_NBYTES).decode("utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path}: there is no config.json in it", fix="name the folder of a model") from None
     except UnicodeDecodeError:
@@ -115,6 +118,8 @@ def _of_folder(path: Path) -> Subject:
     except json.JSONDecodeError as error:
         line = error.doc.splitlines()[error.lineno - 1] if error.doc.strip() else ""
         raise ConfigError(f"{file}:{error.lineno}:{error.colno}: {error.msg}: {line.strip()[:80]}") from None
+    except ValueError as error:
+        raise ConfigError(f"{file}: not valid JSON: {error}") from None
     except OSError as error:
         raise ConfigError(f"{file}: {error.strerror}") from None
     if not isinstance(data, dict) or "model_type" not in data:

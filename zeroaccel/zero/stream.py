@@ -7,7 +7,6 @@ initialised is an error; all that does not fit is told at once, before anything 
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import init_process_group
+from zeroaccel.config.bounds import parse_plain_json, read_at_most
 from zeroaccel.errors import UsageError, listed
 from zeroaccel.logs import logger
 from zeroaccel.zero.gathered import GatheredParameters
@@ -30,6 +30,7 @@ from zeroaccel.zero.module_shards import ModuleShards
 __all__ = ["SafetensorsFolder", "load_safetensors"]
 
 _CHUNK_NBYTES = 8 << 20
+_MOST_HEADER_NBYTES = 100_000_000  # as the format has it
 _DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
@@ -317,7 +318,7 @@ def _files(path: Path) -> list[Path]:
 
 def _indexed(path: Path) -> list[Path]:
     try:
-        names = sorted(set(json.loads(path.read_bytes())["weight_map"].values()))
+        names = sorted(set(parse_plain_json(read_at_most(path, _MOST_HEADER_NBYTES))["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{path}: not an index of safetensors files ({type(error).__name__}: {error})") from error
     for name in names:
@@ -335,11 +336,15 @@ def _header(path: Path) -> Iterator[tuple[str, _Stored]]:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= size - 8:
                 raise ValueError("its header is longer than the file")
-            entries = json.loads(file.read(length))
+            if length > _MOST_HEADER_NBYTES:
+                raise ValueError(f"its header has {length} bytes, at most {_MOST_HEADER_NBYTES} are read")
+            entries = parse_plain_json(file.read(length))
         for name, entry in entries.items():
             if name == "__metadata__":
                 continue
             start, end = entry["data_offsets"]
+            if any(type(number) is not int or not 0 <= number < 1 << 63 for number in (start, end, *entry["shape"])):
+                raise ValueError(f"tensor {name}: offsets and a shape of whole numbers")
             stored = _Stored(path, _DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + start)
             if end - start != torch.Size(stored.shape).numel() * stored.dtype.itemsize or 8 + length + end > size:
                 raise ValueError(f"tensor {name} is not as long as its shape, or goes beyond the end")

@@ -1,0 +1,427 @@
+"""Carries out a pickle as what it is, a small program, within bounds and with nothing of Python's own within its reach.
+
+Knows the instructions that protocols 2 to 5 write for plain data. What a pickle names is answered by its caller as an
+`Admitted`, which can be called and nothing else: a class never gets on the stack, so no instruction can change one.
+Sizes are charged to a budget before anything of the size is made. The names are `torch_pickle.py`'s matter.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from zeroaccel.errors import CheckpointError
+
+__all__ = ["Admitted", "Attributed", "PickleMachine"]
+
+_BUDGET_NBYTES = 256 << 20
+"""What everything a pickle makes may take in memory, by the estimates below."""
+_LIST_NBYTES, _TUPLE_NBYTES, _DICT_NBYTES, _SET_NBYTES, _OBJECT_NBYTES = 96, 56, 160, 220, 200
+_ITEM_NBYTES, _ENTRY_NBYTES, _NUMBER_NBYTES, _TEXT_NBYTES, _MEMO_NBYTES = 16, 100, 32, 64, 64
+
+_MOST_LEVELS = 100
+_LONGEST_NAME = 400
+_LONGEST_INTEGER_NBYTES = 128
+_MOST_UNUSUAL_KEYS = 10_000
+"""Keys that are tuples or fractions: their hashes can be chosen so that all of them collide."""
+_LARGEST_KEY = (1 << 61) - 2
+"""Up to here an integer is its own hash."""
+_MOST_KEY_ITEMS = 64
+
+
+class Admitted:
+    """Something a pickle may name and call.
+
+    Args:
+        name: dotted, as in the pickle.
+        make: what a call of it gives; it may raise CheckpointError or TypeError.
+    """
+
+    __slots__ = ("make", "name")
+
+    def __init__(self, name: str, make: Callable[..., Any]) -> None:
+        self.name = name
+        self.make = make
+
+    def __repr__(self) -> str:
+        return f"<{self.name}>"
+
+
+class Attributed:
+    """Base of objects that a pickle may give attributes: they have those, and no behaviour that depends on them."""
+
+    def take_state(self, state: Any) -> None:
+        """Takes what a pickle says of the object; TypeError if it is not for it."""
+        raise NotImplementedError
+
+
+class PickleMachine:
+    """One pickle.
+
+    Args:
+        content: all of it.
+        where: the file, for messages.
+        admit: dotted name -> an `Admitted`, or a plain value; raises CheckpointError for names that are not admitted.
+        persistent: what a persistent id stands for.
+    """
+
+    def __init__(
+        self, content: bytes, where: str, admit: Callable[[str], Any], persistent: Callable[[Any], Any]
+    ) -> None:
+        self._content, self._at = content, 0
+        self._where = where
+        self._admit, self._persistent = admit, persistent
+        self._stack: list[Any] = []
+        self._marks: list[int] = []
+        self._memo: dict[int, Any] = {}
+        self._room = _BUDGET_NBYTES
+        self._unusual_keys = 0
+        self._instructions = self._table()
+
+    def load(self) -> Any:
+        """The object, of which no part contains itself.
+
+        Raises:
+            CheckpointError: the pickle is damaged or cut off, has an instruction that plain data needs not, names what
+                is not admitted, or is beyond a bound.
+        """
+        content, instructions = self._content, self._instructions
+        while True:
+            if self._at >= len(content):
+                raise self._damaged("it is cut off")
+            code = content[self._at]
+            self._at += 1
+            if code == _STOP:
+                result = self._pop()
+                self._check_tree(result)
+                return result
+            step = instructions.get(code)
+            if step is None:
+                raise self._damaged(f"instruction {bytes([code])!r}, which plain data does not need")
+            step()
+
+    def charge(self, nbytes: int) -> None:
+        """Takes this much of the budget; CheckpointError if it is not left."""
+        self._room -= nbytes
+        if self._room < 0:
+            raise CheckpointError(
+                f"{self._where}: its pickle, at byte {self._at}",
+                expected=f"objects of at most {_BUDGET_NBYTES >> 20} MiB in memory",
+                got="more",
+                fix="save large data as tensors; do not load a file you do not trust",
+            )
+
+    # -- the program
+
+    def _damaged(self, what: str) -> CheckpointError:
+        return CheckpointError(f"{self._where}: its pickle is damaged at byte {self._at}: {what}")
+
+    def _take(self, nbytes: int) -> bytes:
+        end = self._at + nbytes
+        if end > len(self._content):
+            raise self._damaged(f"{nbytes} bytes are announced and {len(self._content) - self._at} are left")
+        part = self._content[self._at : end]
+        self._at = end
+        return part
+
+    def _whole(self, nbytes: int) -> int:
+        return int.from_bytes(self._take(nbytes), "little")
+
+    def _line(self) -> str:
+        end = self._content.find(b"\n", self._at, self._at + _LONGEST_NAME)
+        if end < 0:
+            raise self._damaged("a name without an end")
+        line = self._take(end - self._at)
+        self._at += 1
+        return self._text_of(line)
+
+    def _text_of(self, data: bytes) -> str:
+        self.charge(_TEXT_NBYTES + (len(data) if data.isascii() else 4 * len(data)))
+        try:
+            return data.decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError:
+            raise self._damaged("a text that is not UTF-8") from None
+
+    # -- the stack
+
+    def _pop(self) -> Any:
+        if len(self._stack) <= (self._marks[-1] if self._marks else 0):
+            raise self._damaged("it takes more from the stack than there is")
+        return self._stack.pop()
+
+    def _top(self, kinds: tuple[type, ...]) -> Any:
+        value = self._pop()
+        if type(value) not in kinds:
+            raise self._damaged(f"expected {' or '.join(kind.__name__ for kind in kinds)}, got {type(value).__name__}")
+        return value
+
+    def _push(self, value: Any, nbytes: int = 0) -> None:
+        self.charge(nbytes + _ITEM_NBYTES)
+        self._stack.append(value)
+
+    def _mark(self) -> None:
+        self.charge(_NUMBER_NBYTES)
+        self._marks.append(len(self._stack))
+
+    def _since_mark(self) -> list[Any]:
+        if not self._marks:
+            raise self._damaged("it goes back to a mark that is not there")
+        start = self._marks.pop()
+        items = self._stack[start:]
+        del self._stack[start:]
+        return items
+
+    def _drop(self) -> None:
+        if self._marks and self._marks[-1] == len(self._stack):
+            self._marks.pop()
+        else:
+            self._pop()
+
+    def _duplicate(self) -> None:
+        value = self._pop()
+        self._stack.append(value)
+        self._push(value)
+
+    def _put(self, index: int) -> None:
+        self.charge(_MEMO_NBYTES)
+        value = self._pop()
+        self._stack.append(value)
+        self._memo[index] = value
+
+    def _get(self, index: int) -> None:
+        if index not in self._memo:
+            raise self._damaged(f"nothing was kept under {index}")
+        self._push(self._memo[index])
+
+    # -- values
+
+    def _long(self, nbytes: int) -> None:
+        if nbytes > _LONGEST_INTEGER_NBYTES:
+            raise self._damaged(f"an integer of {nbytes} bytes, at most {_LONGEST_INTEGER_NBYTES} are read")
+        self._push(int.from_bytes(self._take(nbytes), "little", signed=True), _NUMBER_NBYTES + nbytes)
+
+    def _text(self, nbytes: int) -> None:
+        self._push(self._text_of(self._take(nbytes)))
+
+    def _bytes(self, nbytes: int) -> None:
+        if nbytes <= len(self._content):
+            self.charge(_TEXT_NBYTES + nbytes)
+        self._push(self._take(nbytes))
+
+    def _tuple(self, items: Sequence[Any]) -> None:
+        self._push(tuple(items), _TUPLE_NBYTES + _ITEM_NBYTES * len(items))
+
+    def _tuple_of(self, count: int) -> None:
+        items = [self._pop() for _ in range(count)]
+        self._tuple(items[::-1])
+
+    def _append(self, items: Sequence[Any]) -> None:
+        self.charge(_ITEM_NBYTES * len(items))
+        held = self._top((list,))
+        held.extend(items)
+        self._stack.append(held)
+
+    def _set_items(self, items: Sequence[Any]) -> None:
+        if len(items) % 2:
+            raise self._damaged("a key without a value")
+        held = self._top((dict, OrderedDict, Counter))
+        self.charge(_ENTRY_NBYTES * (len(items) // 2) * (1 if type(held) is dict else 2))
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            self.check_key(key)
+            held[key] = value
+        self._stack.append(held)
+
+    def _set_item(self) -> None:
+        value, key = self._pop(), self._pop()
+        self._set_items((key, value))
+
+    def _add_items(self, items: Sequence[Any]) -> None:
+        held = self._top((set,))
+        held.update(self.keys(items))
+        self._stack.append(held)
+
+    def _frozenset(self, items: Sequence[Any]) -> None:
+        self._push(frozenset(self.keys(items)), _SET_NBYTES)
+
+    def keys(self, items: Sequence[Any]) -> Sequence[Any]:
+        """The items, which may all be keys of a set; charged."""
+        self.charge(_ENTRY_NBYTES * len(items))
+        for item in items:
+            self.check_key(item)
+        return items
+
+    def check_key(self, key: Any, items_left: int = _MOST_KEY_ITEMS) -> int:
+        """CheckpointError unless a value can be a key that is found at once; returns how many items are left."""
+        if type(key) is tuple:
+            items_left = self._unusual_key(items_left - len(key))
+            for item in key:
+                items_left = self.check_key(item, items_left)
+        elif type(key) is float:
+            self._unusual_key(items_left)
+        elif type(key) is int and not -_LARGEST_KEY <= key <= _LARGEST_KEY:
+            raise self._damaged("a key of a dict: an integer of more than 61 bits")
+        elif not (key is None or isinstance(key, (str, bytes, int, Attributed))):
+            raise self._damaged(f"a key of a dict that is a {type(key).__name__}")
+        return items_left
+
+    def _unusual_key(self, items_left: int) -> int:
+        self._unusual_keys += 1
+        if self._unusual_keys > _MOST_UNUSUAL_KEYS or items_left < 0:
+            raise self._damaged(
+                f"keys of dicts that are tuples or fractions: at most {_MOST_UNUSUAL_KEYS} of {_MOST_KEY_ITEMS} items"
+            )
+        return items_left
+
+    # -- names and calls
+
+    def _global(self, module: str, name: str) -> None:
+        self._push(self._admit(f"{module}.{name}"))
+
+    def _stack_global(self) -> None:
+        name, module = self._top((str,)), self._top((str,))
+        if len(module) + len(name) > _LONGEST_NAME:
+            raise self._damaged("a name without an end")
+        self._global(module, name)
+
+    def _call(self) -> None:
+        arguments = self._top((tuple,))
+        named = self._top((Admitted,))
+        self.charge(_OBJECT_NBYTES)
+        try:
+            made = named.make(*arguments)
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise self._damaged(f"a call of {named.name} that makes nothing ({error})") from error
+        self._push(made)
+
+    def _call_with_keywords(self) -> None:
+        if self._top((dict,)):
+            raise self._damaged("a call with keywords")
+        self._call()
+
+    def _build(self) -> None:
+        state, made = self._pop(), self._pop()
+        if isinstance(made, Attributed):
+            try:
+                made.take_state(state)
+            except (TypeError, ValueError) as error:
+                raise self._damaged(f"attributes of {made!r} ({error})") from error
+        elif type(made) is not OrderedDict:  # a state dict's `_metadata` is of no use here, and left out
+            raise CheckpointError(
+                f"{self._where}: its pickle, at byte {self._at}",
+                expected="attributes of objects that have some",
+                got=f"attributes of {made!r}"[:100],
+                fix="do not load a file you do not trust",
+            )
+        self._stack.append(made)
+
+    def _table(self) -> Mapping[int, Callable[[], None]]:
+        push, whole = self._push, self._whole
+        table: dict[bytes, Callable[[], None]] = {
+            b"\x80": self._protocol,
+            b"\x95": self._frame,
+            b"(": self._mark,
+            b"0": self._drop,
+            b"1": lambda: self._since_mark().clear(),
+            b"2": self._duplicate,
+            b"N": lambda: push(None),
+            b"\x88": lambda: push(True),
+            b"\x89": lambda: push(False),
+            b"J": lambda: push(int.from_bytes(self._take(4), "little", signed=True), _NUMBER_NBYTES),
+            b"K": lambda: push(whole(1)),
+            b"M": lambda: push(whole(2), _NUMBER_NBYTES),
+            b"\x8a": lambda: self._long(whole(1)),
+            b"\x8b": lambda: self._long(whole(4)),
+            b"G": lambda: push(struct.unpack(">d", self._take(8))[0], _NUMBER_NBYTES),
+            b"\x8c": lambda: self._text(whole(1)),
+            b"X": lambda: self._text(whole(4)),
+            b"\x8d": lambda: self._text(whole(8)),
+            b"C": lambda: self._bytes(whole(1)),
+            b"B": lambda: self._bytes(whole(4)),
+            b"\x8e": lambda: self._bytes(whole(8)),
+            b")": lambda: push(()),
+            b"t": lambda: self._tuple(self._since_mark()),
+            b"\x85": lambda: self._tuple_of(1),
+            b"\x86": lambda: self._tuple_of(2),
+            b"\x87": lambda: self._tuple_of(3),
+            b"]": lambda: push([], _LIST_NBYTES),
+            b"a": lambda: self._append((self._pop(),)),
+            b"e": lambda: self._append(self._since_mark()),
+            b"}": lambda: push({}, _DICT_NBYTES),
+            b"s": self._set_item,
+            b"u": lambda: self._set_items(self._since_mark()),
+            b"\x8f": lambda: push(set(), _SET_NBYTES),
+            b"\x90": lambda: self._add_items(self._since_mark()),
+            b"\x91": lambda: self._frozenset(self._since_mark()),
+            b"q": lambda: self._put(whole(1)),
+            b"r": lambda: self._put(whole(4)),
+            b"\x94": lambda: self._put(len(self._memo)),
+            b"h": lambda: self._get(whole(1)),
+            b"j": lambda: self._get(whole(4)),
+            b"c": lambda: self._global(self._line(), self._line()),
+            b"\x93": self._stack_global,
+            b"R": self._call,
+            b"\x81": self._call,
+            b"\x92": self._call_with_keywords,
+            b"b": self._build,
+            b"Q": lambda: push(self._persistent(self._pop()), _OBJECT_NBYTES),
+        }
+        return {code[0]: step for code, step in table.items()}
+
+    def _protocol(self) -> None:
+        if (version := self._whole(1)) > 5:
+            raise self._damaged(f"protocol {version}, at most 5 is read")
+
+    def _frame(self) -> None:
+        if (nbytes := self._whole(8)) > len(self._content) - self._at:
+            raise self._damaged(f"a frame of {nbytes} bytes, and {len(self._content) - self._at} are left")
+
+    # -- the whole
+
+    def _check_tree(self, result: Any) -> None:
+        """Nothing contains itself, is nested too deep, or is shared so often that going through it would not end."""
+        most = 100_000 + 4 * len(self._content)
+        sizes: dict[int, tuple[int, int]] = {}  # id of a container -> (what is in it, written out; levels)
+        open_ids: set[int] = set()
+        todo: list[tuple[Any, bool]] = [(result, False)]
+        while todo:
+            value, entered = todo.pop()
+            items = _items_of(value)
+            if not items or (not entered and id(value) in sizes):
+                continue
+            if not entered:
+                if id(value) in open_ids:
+                    raise self._damaged("an object that contains itself")
+                open_ids.add(id(value))
+                if len(open_ids) > _MOST_LEVELS:
+                    raise self._damaged(f"objects nested more than {_MOST_LEVELS} levels deep")
+                todo.append((value, True))
+                todo.extend((item, False) for item in items if isinstance(item, _CONTAINERS))
+                continue
+            open_ids.discard(id(value))
+            total, levels = 1, 0
+            for item in items:
+                size, below = sizes.get(id(item), (1, 0))
+                if isinstance(item, (str, bytes)):
+                    size += len(item) // 16
+                total, levels = total + size, max(levels, below)
+            if levels >= _MOST_LEVELS:
+                raise self._damaged(f"objects nested more than {_MOST_LEVELS} levels deep")
+            if total > most:
+                raise self._damaged("the same objects again and again, of more than they would be written out")
+            sizes[id(value)] = total, levels + 1
+
+
+def _items_of(value: Any) -> Sequence[Any]:
+    if isinstance(value, (list, tuple)):
+        return value
+    if isinstance(value, dict):
+        return [*value.keys(), *value.values()]
+    if isinstance(value, (set, frozenset)):
+        return [*value]
+    return [*vars(value).values()] if isinstance(value, Attributed) else ()
+
+
+_STOP = ord(".")
+_CONTAINERS = (list, tuple, dict, set, frozenset, Attributed)
