@@ -234,7 +234,7 @@ CONTENDERS: Mapping[str, Callable[[nn.Module], Contender]] = {
     "deepspeed-3": partial(_DeepSpeed, stage=3),
     "deepspeed-3-host": partial(_DeepSpeed, stage=3, offload_optimizer={"device": "cpu"}),
     "deepspeed-3-lean": partial(_DeepSpeed, stage=3, stage3_max_reuse_distance=0),
-    "deepspeed-3-muon": partial(_DeepSpeed, stage=3, muon=True),
+    "deepspeed-3-muon": partial(_DeepSpeed, stage=3, muon=True, reduce_scatter=False),  # the only way it has
     "deepspeed-3-torch-adam": partial(_DeepSpeed, stage=3, torch_adam=True),
     "zeroaccel-0": partial(_Zeroaccel, stage=0),
     "zeroaccel-1": partial(_Zeroaccel, stage=1),
