@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+import zeroaccel
 from tests.multi.pool import Pool
-from tests.multi.training import Run, Toy, config, differences, offloaded, train
+from tests.multi.training import Run, Toy, batches, config, differences, offloaded, train
 from zeroaccel.zero.optimizer_kinds import classify
 
 
@@ -56,3 +57,44 @@ def test_lamb_and_muon_by_name_give_the_same_bits_at_every_stage(
         for ours, theirs in zip(ranks(2).run(_by_name, stage, name, precision, tiers), plain, strict=True):
             assert differences(ours, theirs) == [], (stage, tiers)
     assert plain[0].losses[-1] < plain[0].losses[0]
+
+
+class _CountsLater(torch.optim.Optimizer):
+    """Puts its count into its groups at its first step, and does nothing else there."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+            for param in group["params"]:
+                if param.grad is not None and group["count"] > 1:
+                    param.sub_(param.grad, alpha=group["lr"] / group["count"])
+
+
+def _losses(folder: str, resumes: bool) -> list[float]:
+    torch.manual_seed(7)
+    settings = config(2)
+    del settings["optimizer"]
+    engine, *_ = zeroaccel.initialize(Toy(), _CountsLater, config=settings)
+    if resumes:
+        engine.load_checkpoint(folder, tag="half")
+    losses = []
+    for index, batch in enumerate(batches(engine.collectives.rank, 8)):
+        if index < 4 and resumes:
+            continue
+        if index == 4 and not resumes:
+            engine.save_checkpoint(folder, tag="half")
+        loss = engine(batch)
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.item()))
+    engine.destroy()
+    return losses[-4:]
+
+
+def test_counts_that_groups_get_at_the_first_step_are_resumed(ranks: Callable[[int], Pool], tmp_path: Path) -> None:
+    whole = ranks(2).run(_losses, str(tmp_path / "saved"), False)
+    assert ranks(2).run(_losses, str(tmp_path / "saved"), True) == whole

@@ -175,7 +175,7 @@ def _steps(optimizer: Optimizer) -> int:
 
 def test_the_work_is_bounded() -> None:
     plain = _steps(CountedSteps(_params()))
-    assert plain <= 12 * (4 + 1 + 1 + 2 + 1)
+    assert plain <= 12 * (5 + 1 + 1 + 2 + 1)
     layers = [{"params": [nn.Parameter(torch.ones(2))], "lr": 0.1 * 0.9**depth} for depth in range(24)]
     assert _steps(CountedSteps(layers)) == plain
     decays = [{"params": [nn.Parameter(torch.ones(2))], "weight_decay": 0.1 * 0.9**depth} for depth in range(24)]

@@ -175,9 +175,13 @@ def load_optimizer(optimizer: OptimizerShard, store: TensorStore, where: str) ->
     store.read()
     inner = optimizer.optimizer
     groups = hyperparameters(optimizer, store.manifest, where)
+    assert store.manifest.optimizer is not None, "hyperparameters of a checkpoint without an optimizer"
+    is_same_class = store.manifest.optimizer["type"] == type(inner).__name__  # which may count from its first step on
     for group, saved in zip(inner.param_groups, groups, strict=True):
         settings = decode(dict(saved), store.fetch)
-        group.update({name: value for name, value in settings.items() if name in group or name == "initial_lr"})
+        group.update(
+            {name: value for name, value in settings.items() if is_same_class or name in group or name == "initial_lr"}
+        )
     inner.state.clear()
     inner.state.update(states)
     # As torch's own load_state_dict ends: the class brings an older or foreign form of its state up to date.

@@ -34,9 +34,9 @@ from zeroaccel.zero.optimizer_twin import Twin, holds_generator, isolated
 
 __all__ = ["Findings", "try_out"]
 
-_SHAPES = ((32,), (8, 12), (4, 2, 8), (2, 3, 4, 4))
+_SHAPES = ((32,), (8, 12), (8, 12), (4, 2, 8), (2, 3, 4, 4))  # two are alike, as some rules step such together
 _LARGE_SHAPES = ((128, 128), (4352,))
-_SCALES = (1.0, 0.02, 30.0, 0.3)  # of the gradients, by shape
+_SCALES = (1.0, 0.02, 30.0, 5.0, 0.3)  # of the gradients, by shape
 _RAMP = (1.0, 2.0, 0.5, 10.0, 0.1, 100.0, 1.0, 30.0, 0.01, 1e5, 3.0, 1.0)  # of the gradients, by step
 _ORTHOGONAL = (2, 8)  # steps
 _EVAL_AFTER = 5  # steps
