@@ -21,6 +21,7 @@ from tests.unit.written_optimizers import (
     ClipsAll,
     CountsInGroups,
     CountsParameters,
+    CubeRoot,
     DecaysMatrices,
     DividesBySize,
     EstimatesStepSize,
@@ -80,6 +81,7 @@ CASES: list[tuple[Callable[[Any], Optimizer], OptimizerKind, str]] = [
     (StepsItsOwnList, PER_TENSOR, "leave the parameters of its groups as they were"),
     (MatricesOnly, PER_TENSOR, "matrices only"),
     (lambda params: torch.optim.Adafactor(params), PER_TENSOR, "factored"),
+    (CubeRoot, PER_TENSOR, "rounds the last elements"),
     (Sign, ELEMENTWISE, ""),
     (CountsInGroups, ELEMENTWISE, ""),
     (ScheduleFree, ELEMENTWISE, ""),
@@ -175,7 +177,7 @@ def _steps(optimizer: Optimizer) -> int:
 
 def test_the_work_is_bounded() -> None:
     plain = _steps(CountedSteps(_params()))
-    assert plain <= 12 * (5 + 1 + 1 + 2 + 1)
+    assert plain <= 12 * (5 + 1 + 1 + 2 + 1 + 2)
     layers = [{"params": [nn.Parameter(torch.ones(2))], "lr": 0.1 * 0.9**depth} for depth in range(24)]
     assert _steps(CountedSteps(layers)) == plain
     decays = [{"params": [nn.Parameter(torch.ones(2))], "weight_decay": 0.1 * 0.9**depth} for depth in range(24)]

@@ -5,8 +5,9 @@ side by side: all tensors together, each tensor alone, and flat pieces of them, 
 ends, as shards are. Together and alone must agree, or the rule is coupled; wholes and pieces must agree, or it is a
 rule per tensor. To agree is to have the same values, up to rounding, and the same numbers in states, groups and
 attributes, so that also a rule shows which has gathered something and not used it yet. What passes is tried once more
-on tensors of thousands of elements, since some rules begin at a size. The gradients differ in scale from tensor to
-tensor and from step to step, and are nearly orthogonal to the values at two steps, so that limits are met.
+on tensors of thousands of elements, since some rules begin at a size, and on tensors of odd sizes, whose bits must be
+those of the same values in a longer row. The gradients differ in scale from tensor to tensor and from step to step,
+and are nearly orthogonal to the values at two steps, so that limits are met.
 
 The work is bounded by counting, never by a clock, so that every rank comes to the same answer: a step of very many
 operations is tried fewer times.
@@ -36,6 +37,7 @@ __all__ = ["Findings", "try_out"]
 
 _SHAPES = ((32,), (8, 12), (8, 12), (4, 2, 8), (2, 3, 4, 4))  # two are alike, as some rules step such together
 _LARGE_SHAPES = ((128, 128), (4352,))
+_ODD_SHAPES = ((37,), (5, 9))
 _SCALES = (1.0, 0.02, 30.0, 5.0, 0.3)  # of the gradients, by shape
 _RAMP = (1.0, 2.0, 0.5, 10.0, 0.1, 100.0, 1.0, 30.0, 0.01, 1e5, 3.0, 1.0)  # of the gradients, by step
 _ORTHOGONAL = (2, 8)  # steps
@@ -48,6 +50,7 @@ _RTOL = 1e-5
 _ROUNDINGS = 4 * torch.finfo(torch.float32).eps
 _NAMES = frozenset({"params", "param_names", "name", "names", "group_name", "lr", "initial_lr", "max_lr", "min_lr"})
 
+_ENDS = "it rounds the last elements of a tensor otherwise than the rest, so that only whole tensors give torch's bits"
 _ELEMENTS = "its update of an element depends on other elements of its parameter, or on the parameter's shape"
 
 
@@ -204,6 +207,7 @@ class _Trial:
             self._try_small()
             if not self._coupled:
                 self._try_large()
+                self._try_ends()
         except _CommunicationError:
             self._coupled, self.communicates = "its step communicates between ranks by itself", True
         except Exception as error:
@@ -353,6 +357,28 @@ class _Trial:
                 self._compare_pieces(pieces, alone, f"in a large one at step {step + 1}", look_inside=inside)
                 if not pieces:
                     break
+
+    def _try_ends(self) -> None:
+        """Wholes beside the same in a longer row: some kernels round the last elements of a vector otherwise."""
+        generator = torch.Generator().manual_seed(2)
+        for sort in self._sorts:
+            samples = _samples(sort, _ODD_SHAPES, generator)
+            if sort in self._doubts:
+                continue
+            wholes = self._run_of(samples)
+            rows = _Run(self._optimizer, [(sort, _padded(sample.start)) for sample in samples], is_whole=False)
+            for step in range(len(_RAMP)):
+                gradients = [sample.gradient(step, sample.start) for sample in samples]
+                wholes.step(gradients)
+                rows.step(map(_padded, gradients))
+            for whole, row in zip(wholes.params, rows.params, strict=True):
+                if not torch.equal(whole.detach().flatten(), row.detach()[: whole.numel()]):
+                    self._doubt(sort, _ENDS)
+
+
+def _padded(tensor: Tensor) -> Tensor:
+    """As a parameter lies in a flat buffer."""
+    return nn.functional.pad(tensor.detach().flatten(), (0, -tensor.numel() % _ALIGNMENT))
 
 
 def _samples(sort: _Sort, shapes: Sequence[tuple[int, ...]], generator: torch.Generator) -> list[_Sample]:
