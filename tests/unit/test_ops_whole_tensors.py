@@ -66,9 +66,9 @@ def test_lamb_steps_plainly_where_a_norm_is_zero(weight: float, grad: float) -> 
     torch.testing.assert_close(param.detach(), torch.full((3,), weight - 0.25 * grad))
 
 
-@pytest.mark.parametrize("method", ["standard", "gram"])
+@pytest.mark.parametrize(("method", "rounding"), [("standard", 0.06), ("gram", 1e-4)])  # bfloat16 and float32
 @pytest.mark.parametrize("shape", [(16, 64), (64, 16), (32, 32), (3, 8, 40), (1, 5)])
-def test_a_matrix_is_orthogonalised(shape: tuple[int, ...], method: str) -> None:
+def test_a_matrix_is_orthogonalised(shape: tuple[int, ...], method: str, rounding: float) -> None:
     matrices = normal(*shape)
     before = matrices.clone()
     found = orthogonalized(matrices, method=method)
@@ -77,15 +77,15 @@ def test_a_matrix_is_orthogonalised(shape: tuple[int, ...], method: str) -> None
     assert 0.6 < values.min() <= values.max() < 1.3
     left, _, right = torch.linalg.svd(matrices, full_matrices=False)
     off = left.mT @ found @ right.mT
-    assert (off - torch.diag_embed(torch.diagonal(off, dim1=-2, dim2=-1))).abs().max() < 1e-4
-    torch.testing.assert_close(found, orthogonalized(matrices), rtol=1e-4, atol=1e-5)
+    assert (off - torch.diag_embed(torch.diagonal(off, dim1=-2, dim2=-1))).abs().max() < rounding
+    torch.testing.assert_close(found, orthogonalized(matrices, method="gram"), rtol=rounding, atol=rounding)
 
 
 def test_nothing_to_orthogonalise_is_zero() -> None:
     assert not orthogonalized(torch.zeros(3, 4)).any()
 
 
-def test_muon_is_torchs_but_for_its_bfloat16() -> None:
+def test_muon_is_torchs_but_for_rounding() -> None:
     if not hasattr(torch.optim, "Muon"):
         pytest.skip("this torch has no Muon")
     settings: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1}
