@@ -222,7 +222,7 @@ def _refused(changes: dict[str, Any], kind: str) -> str:
     [
         ({"zero_quantized_gradients": True}, "per_tensor", ("zero_quantized_gradients", "Lars", "whole tensors")),
         ({}, "coupled", ("Lars", "stage 3", "stage 0")),
-        ({}, "rowwise", ("optimizer.kind", '"per_tensor"', "rowwise")),
+        ({}, "rowwise", ("optimizer.kind", "'per_tensor'", "rowwise")),
     ],
 )
 def test_what_does_not_go_together_is_refused_on_all_ranks(

@@ -76,13 +76,15 @@ def load_config(
     )
     config, invalid = _validated(filled.tree, origin)
     wrong_values = {problem.path for problem in invalid}
+    contradicted = list(contradictions(config, wrong_values))
+    said = wrong_values | {problem.path for problem in contradicted}
     problems = [
         *document.problems,
         *canonical.problems,
         *invalid,
-        *(problem for problem in filled.problems if problem.path not in wrong_values),
+        *(problem for problem in filled.problems if problem.path not in said),
         *refusals(config),
-        *contradictions(config, wrong_values),
+        *contradicted,
     ]
     if problems:
         raise report(problems, origin, order)
