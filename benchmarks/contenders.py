@@ -155,7 +155,9 @@ def _deepspeed_json(stage: int, **zero: Any) -> dict[str, Any]:
     }
 
 
-def _muon_section() -> dict[str, Any]:
+def _muon_section(model: nn.Module) -> dict[str, Any]:
+    for name, param in model.named_parameters():
+        param.use_muon = _is_hidden_matrix(name, param)  # type: ignore[attr-defined]
     settings = {"lr": LEARNING_RATE, "betas": list(BETAS), "weight_decay": WEIGHT_DECAY, "momentum": 0.95}
     return {"type": "Muon", "params": settings}
 
@@ -170,9 +172,7 @@ class _DeepSpeed:
         config = _deepspeed_json(stage, **zero)
         config["optimizer"]["params"]["torch_adam"] = torch_adam
         if muon:
-            config["optimizer"] = _muon_section()
-            for name, param in model.named_parameters():
-                param.use_muon = _is_hidden_matrix(name, param)  # type: ignore[attr-defined]
+            config["optimizer"] = _muon_section(model)
         self.engine = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -199,7 +199,7 @@ class _Zeroaccel:
         self.recording = RecordingCollectives(Collectives(init_process_group()))
         config = _deepspeed_json(stage, **zero)
         if muon:
-            config["optimizer"] = _muon_section()
+            config["optimizer"] = _muon_section(model)
         self.engine = zeroaccel.initialize(model=model, config=config, collectives=self.recording)[0]
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
