@@ -67,7 +67,7 @@ from zeroaccel.zero.from_config import (
 from zeroaccel.zero.lr_schedules import build_scheduler
 from zeroaccel.zero.model_facts import facts_from_model
 from zeroaccel.zero.module_buffers import broadcast_buffers, cast_buffers
-from zeroaccel.zero.optimizer_kinds import OptimizerKind, OptimizerKinds, classify
+from zeroaccel.zero.optimizer_kinds import OptimizerKind, OptimizerKinds, check_steppable, classify
 from zeroaccel.zero.optimizer_shard import OptimizerShard
 from zeroaccel.zero.optimizers import build_optimizer
 from zeroaccel.zero.rank_facts import training_facts
@@ -318,6 +318,7 @@ def _kinds(
     optimizer: Optimizer, declared: OptimizerKind | str | None, settings: Config, plan: ShardPlan
 ) -> OptimizerKinds:
     """What the optimizer's rules look at, and whether this config can give it to them."""
+    check_steppable(optimizer)
     kinds = classify(optimizer, declared)
     name, zero = type(optimizer).__name__, settings.zero_optimization
     if OptimizerKind.PER_TENSOR in kinds.groups:

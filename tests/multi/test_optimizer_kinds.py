@@ -13,6 +13,7 @@ from torch import nn
 import zeroaccel
 from tests.multi.pool import Pool
 from tests.multi.training import Run, Toy, batches, config, differences, offloaded, train
+from tests.unit.written_optimizers import MakesStates
 from zeroaccel.zero.optimizer_kinds import classify
 
 
@@ -98,3 +99,16 @@ def _losses(folder: str, resumes: bool) -> list[float]:
 def test_counts_that_groups_get_at_the_first_step_are_resumed(ranks: Callable[[int], Pool], tmp_path: Path) -> None:
     whole = ranks(2).run(_losses, str(tmp_path / "saved"), False)
     assert ranks(2).run(_losses, str(tmp_path / "saved"), True) == whole
+
+
+def _with_states_of_the_constructor(stage: int) -> Run:
+    settings = config(stage, "bf16")
+    del settings["optimizer"]
+    return train(settings, 4, optimizer=MakesStates)
+
+
+def test_states_that_a_constructor_makes_are_made_of_the_masters(ranks: Callable[[int], Pool]) -> None:
+    plain = ranks(2).run(_with_states_of_the_constructor, 0)
+    for stage in (2, 3):
+        for ours, theirs in zip(ranks(2).run(_with_states_of_the_constructor, stage), plain, strict=True):
+            assert differences(ours, theirs) == [], stage

@@ -6,19 +6,31 @@ What is known by class is listed here; what is declared, counts; anything else i
 from __future__ import annotations
 
 import enum
+import inspect
 from dataclasses import dataclass
 
 import torch
 from torch.optim import Optimizer
 
-from zeroaccel.errors import ConfigError
+from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.ops.lamb import Lamb
 from zeroaccel.ops.muon import Muon
 from zeroaccel.ops.shard_step import ShardStep
 from zeroaccel.zero.optimizer_trial import try_out
 from zeroaccel.zero.optimizer_twin import element_states, has_stepped, renew_state
 
-__all__ = ["OptimizerKind", "OptimizerKinds", "classify", "element_states", "has_stepped", "renew_state"]
+__all__ = [
+    "OptimizerKind",
+    "OptimizerKinds",
+    "check_steppable",
+    "classify",
+    "element_states",
+    "has_stepped",
+    "renew_state",
+]
+
+
+_OPTIONAL = inspect.Parameter("closure", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
 
 
 class OptimizerKind(enum.Enum):
@@ -66,6 +78,28 @@ _PER_TENSOR = {  # not in every release of torch
     "Adafactor": "its second moments are factored over the rows and columns of a matrix",
     "Muon": _MATRICES,
 }
+
+
+def check_steppable(optimizer: Optimizer) -> None:
+    """Whether an engine can step it, and from the beginning; before its parameters are sharded.
+
+    Raises:
+        ConfigError: its `step` needs a closure.
+        UsageError: it has stepped already.
+    """
+    name = type(optimizer).__name__
+    if inspect.signature(optimizer.step).parameters.get("closure", _OPTIONAL).default is inspect.Parameter.empty:
+        raise ConfigError(
+            f"optimizer {name}: its step() evaluates the model again through a closure, which an engine has not",
+            fix="choose another, such as AdamW",
+        )
+    if has_stepped(optimizer):
+        raise UsageError(
+            f"optimizer {name}",
+            expected="no state yet",
+            got=f"state for {len(optimizer.state)} parameters",
+            fix="initialize before the first step; resume with engine.load_checkpoint",
+        )
 
 
 def classify(optimizer: Optimizer, declared: OptimizerKind | str | None = None) -> OptimizerKinds:

@@ -12,7 +12,6 @@ whose vector tail rounds differently gives the same bits.
 from __future__ import annotations
 
 import bisect
-import inspect
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -24,20 +23,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroaccel.errors import ConfigError, OffloadError, UsageError
+from zeroaccel.errors import OffloadError
 from zeroaccel.offload.tier import Fetch, TierElements
 from zeroaccel.ops.shard_step import ShardOptimizer, ShardStep
 from zeroaccel.zero.host_copies import HostCopies
-from zeroaccel.zero.optimizer_kinds import OptimizerKind, OptimizerKinds, has_stepped, renew_state
+from zeroaccel.zero.optimizer_kinds import OptimizerKind, OptimizerKinds, renew_state
 from zeroaccel.zero.partial_steps import StepCounters, batches, restricted
 from zeroaccel.zero.reducer import GradientBuffer
 from zeroaccel.zero.state_tier import StateTier, SubGroup
 from zeroaccel.zero.unit import FlatBuffer
 
 __all__ = ["OptimizerShard", "Piece"]
-
-
-_OPTIONAL = inspect.Parameter("closure", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,19 +104,6 @@ class OptimizerShard:
         keys: Mapping[int, str] | None = None,
         copies: HostCopies | None = None,
     ) -> None:
-        name = type(optimizer).__name__
-        if inspect.signature(optimizer.step).parameters.get("closure", _OPTIONAL).default is inspect.Parameter.empty:
-            raise ConfigError(
-                f"optimizer {name}: its step() evaluates the model again through a closure, which an engine has not",
-                fix="choose another, such as AdamW",
-            )
-        if has_stepped(optimizer):
-            raise UsageError(
-                f"optimizer {name}",
-                expected="no state yet",
-                got=f"state for {len(optimizer.state)} parameters",
-                fix="initialize before the first step; resume with engine.load_checkpoint",
-            )
         self.optimizer = optimizer
         self.kinds = kinds
         self._calls_together = OptimizerKind.COUPLED in kinds.groups

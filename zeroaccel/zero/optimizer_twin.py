@@ -141,6 +141,11 @@ def has_stepped(optimizer: Optimizer) -> bool:
     return False
 
 
+def _same(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors have the same values; NaN, as sharded parameters show, is like NaN."""
+    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())
+
+
 def _is_new(optimizer: Optimizer, index: int, param: Tensor) -> bool:
     group = {**optimizer.param_groups[index], "params": [param]}
     try:
@@ -150,7 +155,7 @@ def _is_new(optimizer: Optimizer, index: int, param: Tensor) -> bool:
         return False  # it is not known what the constructor makes
     state = optimizer.state[param]
     return made.keys() == state.keys() and all(
-        torch.equal(value, made[name]) if isinstance(value, Tensor) and isinstance(made[name], Tensor) else True
+        _same(value, made[name]) if isinstance(value, Tensor) and isinstance(made[name], Tensor) else True
         for name, value in state.items()
     )
 
