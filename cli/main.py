@@ -17,6 +17,7 @@ import click
 
 import zeroaccel
 from zeroaccel.errors import ZeroAccelError
+from zeroaccel.logs import without_notes
 
 from .lazy import LazyCommand, LazyCommands
 
@@ -90,5 +91,6 @@ def _show_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
 @click.pass_context
 def main(ctx: click.Context) -> None:
     """ZeRO training for PyTorch: start jobs, and see what will happen before it does."""
+    ctx.with_resource(without_notes())
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())

@@ -8,6 +8,7 @@ included.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from zeroaccel.comm.group_shares import GroupShares
 from zeroaccel.config.schema_extensions import ActivationCheckpointing
 from zeroaccel.errors import UsageError
-from zeroaccel.logs import logger
+from zeroaccel.logs import log_once, logger
 from zeroaccel.offload.activation_store import ActivationStore
 
 __all__ = ["Activations", "Profile", "Recomputation", "checkpoint", "configure", "repeated_blocks", "reset"]
@@ -222,14 +223,23 @@ class Recomputation:
     """
 
     def __init__(self, model: nn.Module, section: ActivationCheckpointing) -> None:
-        self._blocks = [block for _, block in repeated_blocks(model)] if section.wraps_blocks else []
-        if section.wraps_blocks and not self._blocks:
+        self._blocks = [block for _, block in repeated_blocks(model)] if section.wrap_blocks else []
+        if section.wrap_blocks and not self._blocks:
             raise UsageError(
-                "activation_checkpointing",
+                "activation_checkpointing.wrap_blocks",
                 expected="a model with repeated blocks (modules of one class in a ModuleList or Sequential)",
                 got=type(model).__name__,
-                fix='call zeroaccel.activations.checkpoint in the model, and set "wrap_blocks" to false',
+                fix="call zeroaccel.activations.checkpoint in the model, and remove the key",
             )
+        if section.contiguous_memory_optimization and not (self._blocks or section.number_checkpoints):
+            section = section.model_copy(update={"contiguous_memory_optimization": False})  # the config's notes say so
+        if section.partition_activations and _group is None:
+            log_once(
+                logging.WARNING,
+                "activation_checkpointing.partition_activations: inputs stay whole, as there is no tensor-parallel "
+                "group; zeroaccel.activations.configure(tensor_parallel_group=...) names one",
+            )
+            section = section.model_copy(update={"partition_activations": False})
         self._activations = Activations(section, group=_group, calls=len(self._blocks))
         self._before = _current
 

@@ -7,6 +7,7 @@ wrong on one rank only is agreed on by all ranks before it raises.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -39,9 +40,10 @@ from zeroaccel.config import (
     solve_batch,
     tier_plan,
 )
+from zeroaccel.config.canonical import UnknownKeys
 from zeroaccel.data import build_dataloader
 from zeroaccel.errors import ConfigError, UsageError
-from zeroaccel.logs import logger, set_log_level
+from zeroaccel.logs import log_once, logger, set_log_level
 from zeroaccel.mesh import data_cells, shard_size_of
 from zeroaccel.ops.coupled import CoupledOptimizer, Reductions
 from zeroaccel.ops.dispatch import use_threads
@@ -56,6 +58,7 @@ from zeroaccel.zero.build import (
     plan_units,
     warn_unoptimized,
 )
+from zeroaccel.zero.config_check import addressed
 from zeroaccel.zero.from_config import (
     DTYPES,
     buffer_dtypes_of,
@@ -99,6 +102,7 @@ def initialize(
     engine_type: type[CheckpointingEngine] = CheckpointingEngine,
     cast_inputs: bool = False,
     optimizer_kind: OptimizerKind | str | None = None,
+    unknown_keys: UnknownKeys = "standard",
 ) -> tuple[CheckpointingEngine, Any, DataLoader[Any] | None, Any]:
     """Makes an engine. (all ranks, with the same arguments)
 
@@ -119,6 +123,7 @@ def initialize(
         engine_type: the class of the engine, for faces that add calls to it.
         optimizer_kind: "elementwise", "per_tensor" or "coupled", what the optimizer's rule looks at, where the engine
             is not to find it out by trying. Over `optimizer.kind` of the config.
+        unknown_keys: what unknown keys of the config are, see `load_config`.
 
     Returns:
         (engine, optimizer, dataloader, lr_scheduler); what there is none of is None.
@@ -139,7 +144,7 @@ def initialize(
         check_parameters(model)
         ranks = Fact(world_size, "the process group" if mesh is None else "initialize(mesh)")
         known = replace(facts_from_model(model), world_size=ranks, training=optimizer is not None)
-        settings = load_config({} if config is None else config, facts=known)
+        settings = load_config({} if config is None else config, facts=known, unknown_keys=unknown_keys)
         _apply_process_settings(settings)
         if (order := verification()) is not None:
             settings = order.config(settings, _batch(settings, collectives.world_size, training=False).accumulation)
@@ -276,8 +281,8 @@ def _divide_cores(topology: Topology, collectives: Collectives) -> None:
 def _apply_process_settings(settings: Config) -> None:
     if settings.log_level is not None:
         set_log_level(settings.log_level)
-    for note in settings.notes:
-        logger.info("%s", note)
+        for note in settings.notes:
+            log_once(logging.INFO, note)  # those that were below the level when the config was loaded
 
 
 def _optimizer(
@@ -311,7 +316,8 @@ def _optimizer(
     params_of = dict(section.params)
     if settings.bf16.bf16_optimizer_states:
         params_of.setdefault("moments_dtype", "bf16")
-    return build_optimizer(section.type, params_of, chosen, model)
+    with addressed(settings):
+        return build_optimizer(section.type, params_of, chosen, model)
 
 
 def _kinds(
@@ -323,7 +329,7 @@ def _kinds(
     name, zero = type(optimizer).__name__, settings.zero_optimization
     if OptimizerKind.PER_TENSOR in kinds.groups:
         for key in ("zero_quantized_weights", "zero_quantized_gradients"):
-            if getattr(zero, key):
+            if plan.params and getattr(zero, key):
                 raise ConfigError(
                     settings.where(f"zero_optimization.{key}"),
                     expected=f"false with optimizer {name}, which is stepped on whole tensors: {kinds.reason}",
@@ -340,8 +346,9 @@ def _kinds(
             "(zeroaccel.CoupledOptimizer), by which its sums go over all shards",
         )
     needs_memory = {"data_types.master_weights": settings.data_types.master_weights == "residual"}
-    for key, offload in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
-        needs_memory[f"zero_optimization.{key}.device"] = offload is not None and offload.device == "nvme"
+    tiers = tier_plan(settings)
+    for key, residence in (("offload_param", tiers.param), ("offload_optimizer", tiers.optimizer)):
+        needs_memory[f"zero_optimization.{key}.device"] = residence == "nvme"
     for key, is_wrong in needs_memory.items():
         if is_wrong:
             raise ConfigError(
@@ -414,7 +421,8 @@ def _scheduler(given: SchedulerSource | None, settings: Config, optimizer: Optim
             raise UsageError("initialize(lr_scheduler)", expected="an optimizer to schedule", got=None)
         return None
     if section is not None:
-        return build_scheduler(section.type, dict(section.params), optimizer)
+        with addressed(settings):
+            return build_scheduler(section.type, dict(section.params), optimizer)
     is_made = hasattr(given, "step") and not isinstance(given, type)
     made = given if given is None or is_made else given(optimizer)
     if isinstance(made, ReduceLROnPlateau):

@@ -8,11 +8,14 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-__all__ = ["log_once", "logger", "set_log_level"]
+__all__ = ["log_note", "log_once", "logger", "set_log_level", "without_notes"]
 
 logger = logging.getLogger("zeroaccel")
 _seen: set[str] = set()
+_tells_notes = True
 
 
 class _RankZeroFilter(logging.Filter):
@@ -31,10 +34,27 @@ def set_log_level(level: str | int) -> None:
 
 
 def log_once(level: int, message: str) -> None:
-    """Logs `message` the first time it is seen in this process."""
-    if message not in _seen:
+    """Logs `message` the first time it is seen in this process, while `level` is one that is logged."""
+    if message not in _seen and logger.isEnabledFor(level):
         _seen.add(message)
         logger.log(level, message)
+
+
+def log_note(level: int, message: str) -> None:
+    """As `log_once`, of a note on a config; nothing inside `without_notes`."""
+    if _tells_notes:
+        log_once(level, message)
+
+
+@contextmanager
+def without_notes() -> Iterator[None]:
+    """Inside, notes on configs are not logged: a command prints them itself, or leaves them to the ranks it starts."""
+    global _tells_notes
+    before, _tells_notes = _tells_notes, False
+    try:
+        yield
+    finally:
+        _tells_notes = before
 
 
 def _install() -> None:

@@ -21,9 +21,9 @@ from zeroaccel.config.document import read_document
 from zeroaccel.config.launch_file import text_of_file
 from zeroaccel.config.launch_schema import LaunchFile
 from zeroaccel.config.load import load_config
+from zeroaccel.config.origin import Origin, dotted
 from zeroaccel.config.origin import Path as KeyPath
-from zeroaccel.config.origin import dotted
-from zeroaccel.config.problems import closest
+from zeroaccel.config.problems import closest, report
 from zeroaccel.config.schema import Config
 from zeroaccel.config.support import KEYS, Kind, refusals
 from zeroaccel.config.yaml_text import parse_yaml
@@ -58,11 +58,12 @@ _OTHERS = ("megatron_lm_config", "parallelism_config", "fp8_config", "ipex_confi
 @click.command(context_settings=CONTEXT)
 @click.argument("file")
 @click.option("-o", "--output", metavar="PATH", help="Write it there, rather than to stdout.")
-def convert(file: str, output: str | None) -> None:
+@click.option("--drop_unknown", is_flag=True, help="Leave unknown keys of a JSON config out, each with a line.")
+def convert(file: str, output: str | None, drop_unknown: bool) -> None:
     """Make a file for zeroaccel of FILE: an accelerate YAML with DeepSpeed or FSDP settings, or a DeepSpeed JSON."""
     text = text_of_file(file)
     if Path(file).suffix == ".json" and "distributed_type" not in text:
-        tree, notes = convert_json(file)
+        tree, notes = convert_json(file, drop_unknown=drop_unknown)
         result = json.dumps(tree, indent=2) + "\n"
         load_config(result)
     else:
@@ -78,31 +79,43 @@ def convert(file: str, output: str | None) -> None:
     say(f"written: {output}" + (f" (what was there is in {kept})" if kept else ""))
 
 
-def convert_json(file: str) -> tuple[dict[str, Any], list[str]]:
-    """A JSON config without what is refused or has no effect, and a line for each key that was left out.
+def convert_json(file: str, *, drop_unknown: bool = False) -> tuple[dict[str, Any], list[str]]:
+    """A JSON config without what is refused or has no effect, and a line, with its place, for each key left out.
+
+    Args:
+        drop_unknown: leave unknown keys out too, rather than refuse them.
 
     Raises:
         ConfigError: the file cannot be read, or has a key that does not exist.
     """
     document = read_document(Path(file))
-    canonical = Canonical(Config, document.tree)
-    if unknown := [problem for problem in canonical.problems if problem.text == "unknown key"]:
-        names = ", ".join(dotted(problem.path) for problem in unknown)
-        raise ConfigError(f"{file}: unknown keys: {names}", fix=f"`zeroaccel config validate {file}` says more")
-    try:
-        refused = {_key_of(problem.path) for problem in refusals(Config(**canonical.tree))}
-    except ValidationError:
-        load_config(file)  # tells every wrong value
-        raise
+    canonical = Canonical(Config, document.tree, "strict")
+    origin = Origin(name=document.name, places=document.places, written=canonical.written)
     tree = _copy(document.tree)
     notes = []
+    if canonical.unknown and not drop_unknown:
+        problems = [problem for problem in canonical.problems if problem.text == "unknown key"]
+        lines = [str(report([problem], origin, [])) for problem in problems]
+        heading = [f"{file}: {len(lines)} unknown keys"] if len(lines) > 1 else []
+        raise ConfigError("\n  ".join([*heading, *lines]), fix="correct them, or leave them out by --drop_unknown")
+    for path in canonical.unknown:
+        _remove(tree, path)
+        notes.append(f"left out {origin.where_written(path)}: unknown key")
+    for note in canonical.notes:
+        if note.path[-1:] and str(note.path[-1]).startswith("_") and _remove(tree, note.path):
+            notes.append(f"left out {note.line(origin)}")
+    try:
+        refused = {_key_of(problem.path) for problem in refusals(Config(**canonical.tree), set(canonical.unresolved))}
+    except ValidationError:
+        load_config(file, unknown_keys="lenient")  # tells every wrong value
+        raise
     for key, standing in KEYS.items():
         written = canonical.written.get(tuple(key.split(".")))
         if written is None or not (key in refused or standing.kind is Kind.MOOT):
             continue
         if _remove(tree, written):
             fix = f"; {standing.fix}" if key in refused and standing.fix else ""
-            notes.append(f"left out {dotted(written)}: {standing.reason}{fix}")
+            notes.append(f"left out {origin.where_written(written)}: {standing.reason}{fix}")
     return tree, notes
 
 

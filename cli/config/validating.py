@@ -8,20 +8,23 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
 from zeroaccel.config.bounds import parse_plain_json
+from zeroaccel.config.canonical import UnknownKeys
 from zeroaccel.config.launch import LaunchSettings, launch_settings, typed_settings
 from zeroaccel.config.launch_file import text_of_file
-from zeroaccel.config.launch_schema import LaunchFile
+from zeroaccel.config.launch_schema import DeepSpeedSection, LaunchFile
 from zeroaccel.config.load import load_config
+from zeroaccel.config.origin import Path as KeyPath
+from zeroaccel.config.schema import Config
 from zeroaccel.config.variables import known_variables, unknown_variable
 from zeroaccel.config.yaml_text import parse_yaml
-from zeroaccel.errors import ConfigError, ZeroAccelError
+from zeroaccel.errors import ConfigError, ZeroAccelError, compose
 
 from ..hostfile import read_hostfile
 from ..launch import launch
@@ -32,45 +35,52 @@ from .render import checked
 
 __all__ = ["validate", "validate_file"]
 
+_FILLED_IN = ("machine_rank", "num_machines", "num_processes", "main_process_ip", "main_process_port")
 _LAUNCH = re.compile(r"\bzeroaccel\s+launch\s+(.*)")
 _VARIABLE = re.compile(r"\b(ZEROACCEL_[A-Z0-9_]+)=")
 
 
 @click.command(context_settings=CONTEXT)
 @click.argument("files", nargs=-1, required=True)
+@click.option("--strict", "unknown_keys", flag_value="strict", help="Any unknown key of a JSON config is an error.")
+@click.option("--lenient", "unknown_keys", flag_value="lenient", help="None is, where DeepSpeed ignores it.")
 @click.pass_context
-def validate(ctx: click.Context, files: tuple[str, ...]) -> None:
+def validate(ctx: click.Context, files: tuple[str, ...], unknown_keys: UnknownKeys | None) -> None:
     """Check FILES: launch files, JSON configs, hostfiles, job scripts and Kubernetes objects.
 
-    Tells everything that is wrong, with file, line and column. Exits with 0 if all are right, and 2 otherwise.
+    Tells everything that is wrong, with file, line and column, as a run would before it starts. Unknown keys of a JSON
+    config that look like known ones are errors, others notes. Exits with 0 if all are right, and 2 otherwise.
     """
     wrong = 0
     for name in files:
         try:
-            kind, notes = validate_file(name)
+            kind, notes = validate_file(name, unknown_keys or "standard")
         except ZeroAccelError as error:
             wrong += 1
             say(f"zeroaccel: {error}")
         else:
             click.echo(f"{name}: {kind}, right")
             for note in notes:
-                click.echo(f"{name}: note: {note}")
+                click.echo(f"note: {note}")
     if wrong:
         ctx.exit(2)
 
 
-def validate_file(name: str) -> tuple[str, tuple[str, ...]]:
+def validate_file(name: str, unknown_keys: UnknownKeys = "standard") -> tuple[str, tuple[str, ...]]:
     """Checks one file.
 
+    Args:
+        unknown_keys: what unknown keys of a JSON config are, see `load_config`.
+
     Returns:
-        What kind of file it is, and notes on what is accepted without effect.
+        What kind of file it is, and notes, with their places, on what is accepted without effect.
 
     Raises:
         ConfigError: it is wrong.
     """
     path, text = Path(name), text_of_file(name)
     if path.suffix in (".json", ".yaml", ".yml"):
-        return _structured(path, text)
+        return _structured(path, text, unknown_keys)
     if text.startswith("#!") or path.suffix in (".sh", ".sbatch", ".slurm"):
         _check_script(name, text)
         return "job script", ()
@@ -78,10 +88,11 @@ def validate_file(name: str) -> tuple[str, tuple[str, ...]]:
     return "hostfile", ()
 
 
-def _structured(path: Path, text: str) -> tuple[str, tuple[str, ...]]:
+def _structured(path: Path, text: str, unknown_keys: UnknownKeys) -> tuple[str, tuple[str, ...]]:
     if path.suffix == ".json" and not _is_launch_json(text):
-        return "JSON config", load_config(path).notes
-    tree = parse_yaml(text, str(path)).value
+        return "JSON config", _json(path, unknown_keys)
+    parsed = parse_yaml(text, str(path))
+    tree = parsed.value
     if isinstance(tree, dict) and {"apiVersion", "kind"} <= set(tree):
         commands = list(_container_commands(tree))
         if not commands:
@@ -89,8 +100,38 @@ def _structured(path: Path, text: str) -> tuple[str, tuple[str, ...]]:
         for words in commands:
             _check_words(str(path), words)
         return f"Kubernetes {tree['kind']}", ()
-    checked(text, str(path))
-    return "launch file", ()
+    if isinstance(tree, dict) and (lines := list(_misunderstandings(tree, parsed.places))):
+        raise ConfigError(lines[0] if len(lines) == 1 else "\n  ".join([f"{path}: {len(lines)} settings", *lines]))
+    named = checked(text, str(path)).values.get("deepspeed_config_file")
+    return "launch file", () if named is None else _json(Path(named), unknown_keys)
+
+
+def _json(path: Path, unknown_keys: UnknownKeys) -> tuple[str, ...]:
+    """The notes of a JSON config, of which all is checked that a run would."""
+    from zeroaccel.zero.config_check import check_training  # imports torch, which other files do not need
+
+    config = load_config(path, unknown_keys=unknown_keys)
+    check_training(config)
+    return config.notes
+
+
+def _misunderstandings(tree: Mapping[str, Any], places: Mapping[KeyPath, str]) -> Iterator[str]:
+    """Mistakes in a launch file that the general messages would only call unknown or no number."""
+    section = tree.get("deepspeed_config")
+    known = {*DeepSpeedSection.model_fields, *LaunchFile.model_fields}
+    for key in section if isinstance(section, dict) else ():
+        if key in Config.model_fields and key not in known:
+            where = places.get(("deepspeed_config", key), "deepspeed_config")
+            fix = "put it into a JSON file, and name that by deepspeed_config_file here"
+            yield compose(
+                f"{where}: deepspeed_config.{key}: a section of the JSON config, not of a launch file", fix=fix
+            )
+    for key, value in tree.items():
+        if isinstance(value, str) and key in _FILLED_IN and value.strip("<>${} ").upper() == str(key).upper():
+            fix = f"write a number, or leave the key out and give `zeroaccel launch --{key}` on each machine"
+            yield compose(
+                f"{places.get((key,), key)}: {key}: {value!r} is a placeholder, which nothing fills in", fix=fix
+            )
 
 
 def _is_launch_json(text: str) -> bool:

@@ -105,9 +105,12 @@ def same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
 
 SECTIONS: dict[str, dict[str, Any]] = {
     "plain": {"wrap_blocks": True},
-    "host": {"cpu_checkpointing": True},
-    "buffer": {"contiguous_memory_optimization": True, "number_checkpoints": 5},
-    "host buffer": {"cpu_checkpointing": True, "contiguous_memory_optimization": True, "number_checkpoints": 5},
+    "host": {"cpu_checkpointing": True, "wrap_blocks": True},
+    "buffer": {"contiguous_memory_optimization": True, "number_checkpoints": 5, "wrap_blocks": True},
+    "host buffer": {
+        **{"cpu_checkpointing": True, "contiguous_memory_optimization": True},
+        **{"number_checkpoints": 5, "wrap_blocks": True},
+    },
     "profile": {"profile": True, "synchronize_checkpoint_boundary": True, "wrap_blocks": True},
 }
 
@@ -154,7 +157,7 @@ def test_what_is_kept_is_the_inputs_and_nothing_else(monkeypatch: pytest.MonkeyP
     assert kept_by(Model(checkpoint)) < plain / 4
     mirror = Mirror()
     monkeypatch.setattr(activation_store, "link_to", lambda device: mirror)
-    recomputation = Recomputation(model := Model(), ActivationCheckpointing(cpu_checkpointing=True))
+    recomputation = Recomputation(model := Model(), ActivationCheckpointing(cpu_checkpointing=True, wrap_blocks=True))
     recomputation.apply()
     loss = model(torch.randn(7, 5))
     store = recomputation._activations.store
@@ -259,8 +262,8 @@ def run_two(sizes: tuple[int, int]) -> None:
         ),
         (lambda: configure(tensor_parallel_group="tp"), "tensor_parallel_group|expected"),
         (
-            lambda: Recomputation(nn.Linear(2, 2), ActivationCheckpointing(cpu_checkpointing=True)),
-            "activation_checkpointing: expected a model with repeated blocks",
+            lambda: Recomputation(nn.Linear(2, 2), ActivationCheckpointing(wrap_blocks=True)),
+            "activation_checkpointing.wrap_blocks: expected a model with repeated blocks",
         ),
         (lambda: run_two((4, 4)), "at most number_checkpoints = 1 tensors at a time, got '2'"),
         (lambda: run_two((4, 400)), "tensors of at most 64 bytes, as the first of this pass, got 'one of 1600'"),

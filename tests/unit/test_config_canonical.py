@@ -8,6 +8,7 @@ import pytest
 
 from zeroaccel.config import load_config
 from zeroaccel.config.canonical import Canonical
+from zeroaccel.config.origin import Origin
 from zeroaccel.config.schema import Config
 from zeroaccel.errors import ConfigError
 
@@ -90,7 +91,7 @@ def test_retired_offload_keys_become_sections() -> None:
             "offload_param": {"device": "cpu"},
         }
     }
-    assert canonical.notes == [
+    assert [note.line(Origin()) for note in canonical.notes] == [
         "zero_optimization.cpu_offload: an older form of zero_optimization.offload_optimizer with device cpu",
         "zero_optimization.cpu_offload_param: an older form of zero_optimization.offload_param with device cpu",
     ]
@@ -155,7 +156,6 @@ def test_a_setting_given_under_two_names(tree: dict[str, Any], message: str) -> 
             'stage3_max_live_parameters: unknown key; did you mean "zero_optimization.stage3_max_live_parameters"?',
         ),
         ({"cpu_offload": True}, 'cpu_offload: unknown key; did you mean "zero_optimization.cpu_offload"?'),
-        ({"wibble": 1}, "wibble: unknown key"),
         (
             {"zero_optimization": {"stage3_param_persistance_threshold": 1}},
             "zero_optimization.stage3_param_persistance_threshold: unknown key; "
@@ -167,7 +167,7 @@ def test_a_setting_given_under_two_names(tree: dict[str, Any], message: str) -> 
         ),
         (
             {"optimizer": {"type": "Adam", "lr": 1}},
-            "optimizer.lr: unknown key; keys here are type, params, kind, legacy_fusion",
+            'optimizer.lr: unknown key; did you mean "params.lr"?',
         ),
         (
             {"scheduler": {"type": "WarmupLR", "parms": {}}},

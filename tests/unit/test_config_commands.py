@@ -183,6 +183,104 @@ def test_validate_tells_every_file(project: Path, capsys: pytest.CaptureFixture[
     ]
 
 
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Lion", "Adagrad", "SGD", "Lamb", "Muon", "Adafactor", "RMSprop"])
+def test_validate_takes_every_optimizer_that_a_config_can_name(name: str, project: Path) -> None:
+    (project / "ds.json").write_text(json.dumps({"optimizer": {"type": name, "params": {"lr": 0.01}}}))
+    assert _run("validate", "ds.json") == 0
+
+
+WRONG_FOR_INITIALIZE = {
+    '{"scheduler": {"type": "CosineAnnealingLR", "params": {"T_max": "auto"}}}': "T_max: expected a value, which",
+    '{"optimizer": {"type": "AdmaW"}}': "ds.json:1:16: optimizer.type: expected a known optimizer, got 'AdmaW'; did",
+    '{"optimizer": {"type": "AdamW", "params": {"lrr": 1}}}': "ds.json:1:44: optimizer.params.lrr: expected a",
+    '{"optimizer": {"type": "AdamW", "params": {"lr": -1.0}}}': "optimizer.params of AdamW: ",
+    '{"optimizer": {"type": "ZeroOneAdam"}}': "ds.json:1:16: optimizer.type: 1-bit communication",
+    '{"scheduler": {"type": "WarmupLr"}}': "ds.json:1:16: scheduler.type: expected a known scheduler, got 'WarmupLr'",
+    '{"scheduler": {"type": "WarmupDecayLR"}}': "scheduler.params.total_num_steps: expected a value, which",
+    '{"scheduler": {"type": "WarmupLR", "params": {"warmup_type": "cosine"}}}': 'expected "log" or "linear"',
+    '{"scheduler": {"type": "ReduceLROnPlateau"}}': "scheduler.type ReduceLROnPlateau is not supported: it needs",
+    '{"train_batch_size": 10, "train_micro_batch_size_per_gpu": 4}': "ds.json:1:2: train_batch_size: 10 is no multiple",
+}
+
+
+@pytest.mark.parametrize("text", WRONG_FOR_INITIALIZE)
+def test_validate_finds_what_initialize_would(text: str, project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "ds.json").write_text(text)
+    assert _run("validate", "ds.json") == 2
+    said = capsys.readouterr()
+    assert WRONG_FOR_INITIALIZE[text] in said.err
+    assert said.out == ""
+
+
+def test_validate_takes_auto_for_right(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    auto = {"lr": "auto", "betas": "auto", "weight_decay": "auto"}
+    steps = {"total_num_steps": "auto", "warmup_num_steps": "auto", "warmup_max_lr": [1e-3, 1e-4]}
+    tree = {
+        "train_batch_size": "auto",
+        "bf16": {"enabled": "auto", "loss_scale": 0},
+        "optimizer": {"type": "AdamW", "params": auto},
+        "scheduler": {"type": "WarmupDecayLR", "params": steps},
+    }
+    (project / "ds.json").write_text(json.dumps(tree))
+    assert _run("validate", "ds.json") == 0
+    said = capsys.readouterr()
+    assert said.out.splitlines() == [
+        "ds.json: JSON config, right",
+        "note: ds.json:1:58: bf16.loss_scale: bf16 needs no loss scale; a key of fp16",
+    ]
+    assert said.err == ""
+
+
+def test_validate_is_as_strict_as_it_is_told(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "ds.json").write_text('{"wibble": 1, "overlap_comm": true}')
+    assert [_run("validate", "ds.json"), _run("validate", "--strict", "ds.json")] == [2, 2]
+    assert capsys.readouterr().err.splitlines() == [
+        'zeroaccel: ds.json:1:15: overlap_comm: unknown key; did you mean "zero_optimization.overlap_comm"?',
+        "zeroaccel: ds.json: 2 settings are wrong",
+        "  ds.json:1:2: wibble: unknown key",
+        '  ds.json:1:15: overlap_comm: unknown key; did you mean "zero_optimization.overlap_comm"?',
+    ]
+    assert _run("validate", "--lenient", "ds.json") == 0
+    assert "note: ds.json:1:2: wibble: unknown key, which changes nothing" in capsys.readouterr().out
+
+
+def test_validate_says_what_a_launch_file_mistook(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "l.yaml").write_text("machine_rank: 'MACHINE_RANK'\ndeepspeed_config:\n  bf16: {enabled: true}\n")
+    assert _run("validate", "l.yaml") == 2
+    said = capsys.readouterr().err
+    assert "l.yaml:1:1: machine_rank: 'MACHINE_RANK' is a placeholder, which nothing fills in; write a number" in said
+    assert "l.yaml:3:3: deepspeed_config.bf16: a section of the JSON config, not of a launch file; put it into" in said
+
+
+def test_validate_looks_into_the_json_that_a_launch_file_names(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (project / "ds.json").write_text('{"optimizer": {"type": "AdmaW"}}')
+    (project / "l.yaml").write_text("num_processes: 2\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n")
+    assert _run("validate", "l.yaml") == 2
+    assert "ds.json:1:16: optimizer.type: expected a known optimizer" in capsys.readouterr().err
+    (project / "ds.json").write_text('{"comms_logger": {"enabled": true}}')
+    assert _run("validate", "l.yaml") == 0
+    assert capsys.readouterr().out.splitlines()[0] == "l.yaml: launch file, right"
+
+
+def test_convert_drops_unknown_keys_when_told(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (project / "ds.json").write_text('{"_why": 1, "wibble": 2, "gradient_clippin": 1, "gradient_clipping": 0.5}')
+    assert _run("convert", "ds.json") == 2
+    said = capsys.readouterr().err
+    assert "ds.json:1:13: wibble: unknown key" in said
+    assert 'ds.json:1:26: gradient_clippin: unknown key; did you mean "gradient_clipping"?' in said
+    assert "--drop_unknown" in said
+    assert _run("convert", "--drop-unknown", "ds.json") == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out) == {"gradient_clipping": 0.5}
+    assert said.err.splitlines() == [
+        "left out ds.json:1:13: wibble: unknown key",
+        "left out ds.json:1:26: gradient_clippin: unknown key",
+        "left out ds.json:1:2: _why: taken for a comment, as it begins with _",
+    ]
+
+
 def test_explain_covers_launch_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert _run("explain", "zero_stage") == 0
     said = capsys.readouterr().out
@@ -273,8 +371,8 @@ def test_convert_leaves_out_of_a_json_what_is_of_no_use(project: Path, capsys: p
         "zero_optimization": {"stage": 2, "legacy_stage1": False},
     }
     said = capsys.readouterr().err
-    assert "left out amp: Apex is not supported; use bf16 or fp16" in said
-    assert "left out zero_optimization.round_robin_gradients: every rank owns" in said
+    assert "left out ds.json:1:30: amp: Apex is not supported; use bf16 or fp16" in said
+    assert ": zero_optimization.round_robin_gradients: every rank owns" in said
 
 
 @pytest.mark.parametrize("arguments", [["fsdp.yaml"], ["ds.json"]])

@@ -412,7 +412,7 @@ def test_a_file_keeps_its_lines(tmp_path: Path, caplog: pytest.LogCaptureFixture
     )
     assert config.unresolved == ()
     assert config.raw["gradient_clipping"] == "auto"
-    assert config.notes == ('gradient_clipping: "auto" is left to its default 0.0, 0 does not clip',)
+    assert config.notes == (f'{path}:2:3: gradient_clipping: "auto" is left to its default 0.0, 0 does not clip',)
 
 
 def test_places_are_handed_on_in_the_spelling_of_the_tree() -> None:

@@ -104,19 +104,31 @@ def test_other_keys_of_a_section_that_is_off_do_not_matter(name: str) -> None:
 
 @pytest.mark.parametrize("name", MOOT)
 def test_a_moot_key_leaves_one_note(name: str) -> None:
-    field = _section_of(name).model_fields[name.split(".")[-1]]
+    standing, field = KEYS[name], _section_of(name).model_fields[name.split(".")[-1]]
     default = field.get_default()
-    value: object = not default if isinstance(default, bool) else {"vocabulary_size": 8}.get(name, default)
-    if nested_section(field) is not None:
-        value = {}
+    value: object = {"vocabulary_size": 8}.get(name, default)
+    if isinstance(default, bool):
+        value = not default
+    elif nested_section(field) is not None:
+        value = {standing.switch: True} if standing.switch else {}
+    elif standing.is_loud:
+        value = {"enabled": True} if default is None else default + 1
     if name == "zero_optimization.cpu_offload_use_pin_memory":
         value = True
+    where = f"{name}.{standing.switch}" if standing.switch else name
     tree = _wrap(name, value)
     if name.startswith("optimizer"):
         tree["optimizer"]["type"] = "Adam"
     notes = load_config(tree).notes
-    assert f"{name}: {KEYS[name].reason}" in notes
-    assert sum(note.startswith(f"{name}: ") for note in notes) == 1
+    assert f"{where}: {standing.reason}" in notes
+    assert sum(note.startswith(f"{where}: ") for note in notes) == 1
+
+
+@pytest.mark.parametrize("name", [name for name in MOOT if KEYS[name].is_loud])
+def test_a_key_that_asks_for_nothing_leaves_no_note(name: str) -> None:
+    standing, field = KEYS[name], _section_of(name).model_fields[name.split(".")[-1]]
+    off: object = {standing.switch: False} if standing.switch else field.get_default()
+    assert load_config(_wrap(name, off if off is not None else {"enabled": False})).notes == ()
 
 
 def test_keys_that_work_leave_no_note() -> None:
@@ -156,7 +168,6 @@ def test_sections_that_are_off_are_accepted(tree: dict[str, Any]) -> None:
         {"sparse_attention": {"mode": "fixed"}},
         {"elasticity": {"enabled": True}},
         {"weight_quantization": {}},
-        {"datastates_ckpt": {"host_cache_size": 16}},
         {"zero_optimization": {"zenflow": {}}},
         {"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}},
     ],
@@ -167,13 +178,13 @@ def test_sections_that_are_on_without_saying_so_are_refused(tree: dict[str, Any]
 
 
 def test_making_a_feature_available_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = "hybrid_engine"
-    tree = {"hybrid_engine": {"enabled": True}}
+    name = "expert_parallel"
+    tree = {"expert_parallel": {"enabled": True}}
     with pytest.raises(ConfigError):
         load_config(tree)
     works = dataclasses.replace(KEYS[name], kind=Kind.WORKS, reason="", switch="")
     monkeypatch.setattr(support, "KEYS", {**KEYS, name: works})
-    assert load_config(tree).hybrid_engine is not None
+    assert load_config(tree).expert_parallel.enabled
 
 
 def test_a_config_as_training_libraries_hand_it_over() -> None:

@@ -108,7 +108,7 @@ def test_a_key_of_older_files_means_what_it_meant(tmp_path: Path, backend: str) 
         ("deepspeed_config: {zero_stage: 7}", "launch.yaml:1:20: deepspeed_config.zero_stage: expected 0, 1, 2 or 3"),
         ("deepspeed_config:\n  offload_param_device: gpu", "offload_param_device: expected 'none', 'cpu' or 'nvme'"),
         ('num_processes: "2"', "num_processes: expected a whole number, got '2'; write it without quotes"),
-        ("use_cpu: 1", "use_cpu: expected true or false, got 1"),
+        ("use_cpu: 2", "use_cpu: expected true or false, got 2"),
         ("deepspeed_config: 3", "deepspeed_config: expected an object, got 3"),
         (
             "num_processes: 2\nnum_processes: 3",

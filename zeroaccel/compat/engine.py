@@ -151,6 +151,7 @@ def initialize(
         source,
         collate_fn=collate_fn,
         engine_type=DeepSpeedEngine,
+        unknown_keys="lenient",
     )
     if engine.settings.plan.params:
         attach(engine.keeper)

@@ -62,7 +62,7 @@ class Init(OwnInit):
         source = config_dict_or_path if config_dict_or_path is not None else config
         if isinstance(source, Mapping):
             source = from_library(source)
-        settings = None if source is None else load_config(source)
+        settings = None if source is None else load_config(source, unknown_keys="lenient")
         offload = None if settings is None else settings.zero_optimization.offload_param
         device = remote_device or (None if offload is None else offload.device)
         super().__init__(

@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from zeroaccel.config.origin import Path, dotted
-from zeroaccel.config.problems import Problem, closest
+from zeroaccel.config.problems import Note, Problem, closest
 from zeroaccel.config.section import AUTO, AlsoSpelled, ConfigSection, Retired, nested_section, spellings
 
-__all__ = ["Canonical"]
+__all__ = ["Canonical", "UnknownKeys"]
+
+UnknownKeys = Literal["strict", "standard", "lenient"]
+"""What an unknown key is, where DeepSpeed ignores it: always an error; an error if it looks like a known key, or is one
+of another section, and a note otherwise; always a note."""
+
+_MOST_PLACES = 3  # of a key in other sections, beyond which none of them is probably meant
 
 _MOST_HINTS = 50
 
@@ -26,17 +32,22 @@ class Canonical:
         tree: what the schema validates; without unknown keys and without "auto".
         written: path in the schema's names -> path as written, of every key that has a meaning.
         unresolved: paths, in the schema's names, whose value is "auto".
-        notes: one line for each older form that was translated.
+        notes: older forms that were translated, comments, and unknown keys that are no problem.
+        unknown: paths, as written, of all unknown keys.
         problems: unknown keys, and settings given twice under two names.
     """
 
-    def __init__(self, root: type[ConfigSection], given: Mapping[str, Any]) -> None:
+    def __init__(
+        self, root: type[ConfigSection], given: Mapping[str, Any], unknown_keys: UnknownKeys = "standard"
+    ) -> None:
         self.written: dict[Path, Path] = {}
         self.unresolved: list[Path] = []
-        self.notes: list[str] = []
+        self.notes: list[Note] = []
+        self.unknown: list[Path] = []
         self.problems: list[Problem] = []
         self._root = root
         self._hints = 0
+        self._mode = unknown_keys
         self.tree = self._section(root, given, (), ())
         self._fill_from_dotted_keys(given)
 
@@ -52,10 +63,10 @@ class Canonical:
             elif key in names:
                 name, mark = names[key]
                 if mark is not None and mark.deprecated:
-                    self.notes.append(f"{dotted(here)}: an older name of {dotted((*path, name))}")
+                    self.notes.append(Note(here, f"an older name of {dotted((*path, name))}"))
                 self._place(section, name, value, tree, path, here)
             elif path or "." not in str(key):
-                self.problems.append(self._unknown(section, key, path, here))
+                self._meet_unknown(section, key, path, here)
         return tree
 
     def _is_second(self, target: Path, written: Path) -> bool:
@@ -79,7 +90,7 @@ class Canonical:
             self.unresolved.append(target)
         elif nested is not None and isinstance(value, bool) and value in nested.from_flag:
             meaning = nested.from_flag[value]
-            self.notes.append(f"{dotted(written)}: {str(value).lower()} is an older form of {_as_text(meaning)}")
+            self.notes.append(Note(written, f"{str(value).lower()} is an older form of {_as_text(meaning)}"))
             tree[name] = self._stand_for(meaning, target, written)
         elif nested is not None and isinstance(value, Mapping):
             tree[name] = self._section(nested, value, target, written)
@@ -117,10 +128,10 @@ class Canonical:
             self.problems.append(Problem(written, expected="true or false", got=value, as_written=True))
         elif value and not self._is_second(replacement, written):
             meaning = _as_text(retired.when_true)
-            self.notes.append(f"{dotted(written)}: an older form of {dotted(replacement)} with {meaning}")
+            self.notes.append(Note(written, f"an older form of {dotted(replacement)} with {meaning}"))
             tree[retired.becomes] = self._stand_for(retired.when_true, replacement, written)
         elif not value:
-            self.notes.append(f"{dotted(written)}: false is the default; the key is no longer needed")
+            self.notes.append(Note(written, "false is the default; the key is no longer needed"))
 
     def _fill_from_dotted_keys(self, given: Mapping[str, Any]) -> None:
         """Reads top-level keys like "zero_optimization.reduce_bucket_size", which fine-tuning libraries add.
@@ -133,9 +144,11 @@ class Canonical:
                 continue
             path = self._resolve(key)
             if path is None:
-                self.problems.append(self._unknown(self._root, key, (), (key,)))
+                self._meet_unknown(self._root, key, (), (key,))
             elif path in self.written and path not in self.unresolved:
-                self.notes.append(f"{key}: not used, since the section {dotted(path[:-1])} has a value of its own")
+                self.notes.append(
+                    Note((key,), f"not used, since the section {dotted(path[:-1])} has a value of its own")
+                )
             elif not _is_auto(value):
                 self._fill(path, value, (key,))
 
@@ -167,24 +180,39 @@ class Canonical:
             section = nested_section(section.model_fields[known[0]])
         return path
 
-    def _unknown(self, section: type[ConfigSection], key: object, path: Path, written: Path) -> Problem:
-        """The problem of a key that does not exist, with the name that was probably meant."""
+    def _meet_unknown(self, section: type[ConfigSection], key: object, path: Path, written: Path) -> None:
+        """Makes a problem or a note of a key that does not exist."""
         if not isinstance(key, str):
-            return _no_string(written)
+            self.problems.append(_no_string(written))
+            return
+        if self._root.is_open and key.startswith("_"):
+            self.notes.append(Note(written, "taken for a comment, as it begins with _"))
+            return
+        self.unknown.append(written)
+        meant = self._meant(section, key)
+        fix = f"did you mean {meant}?" if meant else f"keys here are {_listed(section)}" if path else ""
+        if section.is_open and (
+            self._mode == "lenient" or (self._mode == "standard" and not (meant and section.is_read))
+        ):
+            hint = f"; {fix}" if meant else ""
+            self.notes.append(Note(written, f"unknown key, which changes nothing{hint}", is_loud=True))
+        else:
+            self.problems.append(Problem(written, text="unknown key", fix=fix, as_written=True))
+
+    def _meant(self, section: type[ConfigSection], key: str) -> str:
+        """The quoted name that was probably meant by an unknown key, or the empty string."""
         self._hints += 1
         if self._hints > _MOST_HINTS:
-            near = ""  # each costs milliseconds, and so many keys are of another kind of file
-        elif "." in key:
+            return ""  # each costs milliseconds, and so many keys are of another kind of file
+        if "." in key:
             near = closest(key, map(dotted, _every_spelling(self._root)))
         else:
-            near = closest(key, [*_names(section), *section.retired]) or self._misplaced(key)
-        fix = f'did you mean "{near}"?' if near else f"keys here are {_listed(section)}" if path else ""
-        return Problem(written, text="unknown key", fix=fix, as_written=True)
-
-    def _misplaced(self, key: str) -> str:
-        """The dotted path of a key that exists, but in one other section; or the empty string."""
-        elsewhere = [dotted(path) for path in _every_spelling(self._root) if path[-1] == key]
-        return elsewhere[0] if len(elsewhere) == 1 else ""
+            near = closest(key, [*_names(section), *section.retired])
+        if near:
+            return f'"{near}"'
+        inside = [f"{field}.{key}" for field, names in section.inner.items() if key in names]
+        elsewhere = inside or [dotted(path) for path in _every_spelling(self._root) if path[-1] == key]
+        return " or ".join(f'"{name}"' for name in elsewhere) if len(elsewhere) <= _MOST_PLACES else ""
 
 
 def _is_auto(value: object) -> bool:

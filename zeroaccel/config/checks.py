@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from zeroaccel.config.origin import Path
-from zeroaccel.config.plan import shard_plan
+from zeroaccel.config.plan import shard_plan, tier_plan
 from zeroaccel.config.problems import Problem
 from zeroaccel.config.schema import Config
 from zeroaccel.config.schema_zero import OffloadOptimizer, OffloadParam
@@ -18,6 +18,8 @@ from zeroaccel.config.schema_zero import OffloadOptimizer, OffloadParam
 __all__ = ["contradictions"]
 
 _HIGHEST_SCALE_POWER = 127
+_ONE_BIT = {"onebitadam": "Adam", "onebitlamb": "Lamb", "zerooneadam": "Adam"}
+_TO_HOST = {True: 'set device to "cpu" or "nvme"', False: "set zero_optimization.stage to 1, 2 or 3"}
 
 _Found = Iterator[Problem]
 
@@ -136,34 +138,8 @@ def _clipping_needs_norm(config: Config) -> _Found:
         )
 
 
-@_check("zero_optimization.stage", "zero_optimization.offload_param")
-def _offload_param_needs_shards(config: Config) -> _Found:
-    offload = config.zero_optimization.offload_param
-    if offload is not None and offload.device != "none" and not shard_plan(config).params:
-        yield Problem(
-            ("zero_optimization", "offload_param", "device"),
-            text=f"parameters are sharded at stage 3 only, and the stage is {config.zero_optimization.stage}",
-            fix='set zero_optimization.stage to 3, or device to "none"',
-        )
-
-
-@_check("zero_optimization.stage", "zero_optimization.offload_optimizer")
-def _offload_optimizer_needs_shards(config: Config) -> _Found:
-    offload = config.zero_optimization.offload_optimizer
-    if offload is None or offload.device == "none":
-        return
-    plan, path = shard_plan(config), ("zero_optimization", "offload_optimizer")
-    if not plan.optimizer:
-        yield Problem(
-            (*path, "device"),
-            text="optimizer states are sharded from stage 1 on, and the stage is 0",
-            fix='set zero_optimization.stage to 1, 2 or 3, or device to "none"',
-        )
-    elif offload.ratio is not None and offload.ratio < 1.0 and not plan.params:
-        yield Problem((*path, "ratio"), expected="1.0 below stage 3", got=offload.ratio)
-
-
 @_check(
+    "zero_optimization.stage",
     "zero_optimization.offload_optimizer",
     "gradient_clipping",
     "managed_gradient_accumulation",
@@ -178,11 +154,12 @@ def _early_updates_need_no_verdict(config: Config) -> _Found:
     )
     if offload is None or offload.update_during == "step":
         return
-    if offload.device == "none":
+    if tier_plan(config).optimizer == "device":
+        where = 'offload_optimizer.device is "none"' if offload.device == "none" else "nothing is offloaded at stage 0"
         yield Problem(
             path,
-            text=f'"{offload.update_during}" is about updates on the host, and offload_optimizer.device is "none"',
-            fix='set device to "cpu" or "nvme", or update_during to "step"',
+            text=f'"{offload.update_during}" is about updates on the host, and {where}',
+            fix=f'{_TO_HOST[offload.device == "none"]}, or update_during to "step"',
         )
     if offload.update_during != "backward":
         return
@@ -206,14 +183,10 @@ def _early_updates_need_no_verdict(config: Config) -> _Found:
             yield Problem(path, text=f'"backward" cannot be, as {reason}', fix=f'{fix}, or update_during to "step"')
 
 
-@_check("zero_optimization.offload_param", "zero_optimization.offload_optimizer")
+@_check("zero_optimization.stage", "zero_optimization.offload_param", "zero_optimization.offload_optimizer")
 def _nvme_needs_folder(config: Config) -> _Found:
-    sections: dict[str, OffloadParam | OffloadOptimizer | None] = {
-        "offload_param": config.zero_optimization.offload_param,
-        "offload_optimizer": config.zero_optimization.offload_optimizer,
-    }
-    for name, offload in sections.items():
-        if offload is not None and offload.device == "nvme" and offload.nvme_path is None:
+    for name, offload in _in_files(config).items():
+        if offload.nvme_path is None:
             yield Problem(
                 ("zero_optimization", name, "nvme_path"),
                 text='missing, and device is "nvme"',
@@ -221,10 +194,25 @@ def _nvme_needs_folder(config: Config) -> _Found:
             )
 
 
-@_check("aio.block_size", "zero_optimization.offload_param", "zero_optimization.offload_optimizer")
+def _in_files(config: Config) -> dict[str, OffloadParam | OffloadOptimizer]:
+    """The offload sections, by name, whose tensors go into files."""
+    zero, tiers = config.zero_optimization, tier_plan(config)
+    found: dict[str, OffloadParam | OffloadOptimizer] = {}
+    if zero.offload_param is not None and tiers.param == "nvme":
+        found["offload_param"] = zero.offload_param
+    if zero.offload_optimizer is not None and tiers.optimizer == "nvme":
+        found["offload_optimizer"] = zero.offload_optimizer
+    return found
+
+
+@_check(
+    "aio.block_size",
+    "zero_optimization.stage",
+    "zero_optimization.offload_param",
+    "zero_optimization.offload_optimizer",
+)
 def _blocks_are_made_of_pages(config: Config) -> _Found:
-    sections = config.zero_optimization.offload_param, config.zero_optimization.offload_optimizer
-    if config.aio.block_size % 4096 and any(section and section.device == "nvme" for section in sections):
+    if config.aio.block_size % 4096 and _in_files(config):
         yield Problem(
             ("aio", "block_size"), expected="a multiple of 4096, as direct I/O needs", got=config.aio.block_size
         )
@@ -241,20 +229,13 @@ def _blocks_are_made_of_pages(config: Config) -> _Found:
 )
 def _spread_needs_shards(config: Config) -> _Found:
     zero = config.zero_optimization
-    asked = {
-        "zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
-        "zero_quantized_weights": zero.zero_quantized_weights,
-        "zero_quantized_nontrainable_weights": zero.zero_quantized_nontrainable_weights,
-        "zero_quantized_gradients": zero.zero_quantized_gradients,
-        "mics_shard_size": zero.mics_shard_size > 0,
-    }
-    for key, on in asked.items():
-        if on and not shard_plan(config).params:
-            yield Problem(
-                ("zero_optimization", key),
-                text=f"parameters are sharded at stage 3 only, and the stage is {zero.stage}",
-                fix="set zero_optimization.stage to 3, or remove the key",
-            )
+    sharded = shard_plan(config).params
+    if zero.mics_shard_size > 0 and not sharded:
+        yield Problem(
+            ("zero_optimization", "mics_shard_size"),
+            text=f"parameters are sharded at stage 3 only, and the stage is {zero.stage}",
+            fix="set zero_optimization.stage to 3, or remove the key",
+        )
     if zero.zero_hpz_partition_size == 0:
         yield Problem(("zero_optimization", "zero_hpz_partition_size"), expected="a number above 0; 1 is off", got=0)
     if zero.mics_shard_size < 1 and zero.mics_shard_size != -1:
@@ -264,13 +245,13 @@ def _spread_needs_shards(config: Config) -> _Found:
             got=zero.mics_shard_size,
         )
     offloads = zero.offload_param is not None and zero.offload_param.device != "none"
-    if zero.zero_quantized_nontrainable_weights and offloads:
+    if sharded and zero.zero_quantized_nontrainable_weights and offloads:
         yield Problem(
             ("zero_optimization", "zero_quantized_nontrainable_weights"),
             text="shards that are offloaded (offload_param) are not stored as 8-bit integers",
             fix="remove one of the two keys",
         )
-    if zero.zero_quantized_gradients and zero.mics_shard_size > 0:
+    if sharded and zero.zero_quantized_gradients and zero.mics_shard_size > 0:
         yield Problem(
             ("zero_optimization", "zero_quantized_gradients"),
             text="gradients that are summed across replicas (mics_shard_size) are not quantised",
@@ -286,6 +267,17 @@ def _an_optimizer_has_a_type(config: Config) -> _Found:
             ("optimizer", "type"),
             text='missing or "auto"',
             fix="give it, or remove the section",
+        )
+
+
+@_check("optimizer")
+def _one_bit_optimizers_are_gone(config: Config) -> _Found:
+    name = config.optimizer.type if config.optimizer is not None else None
+    if name is not None and name.lower() in _ONE_BIT:
+        yield Problem(
+            ("optimizer", "type"),
+            text=f"1-bit communication is not part of zeroaccel, and {name} is trained by it",
+            fix=f"use {_ONE_BIT[name.lower()]}; zero_quantized_gradients sends gradients in 4 bits at stage 3",
         )
 
 

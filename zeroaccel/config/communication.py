@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from zeroaccel.config.plan import shard_plan
 from zeroaccel.config.schema import Config
 from zeroaccel.errors import ConfigError
 from zeroaccel.logs import log_once
@@ -70,7 +71,9 @@ def comm_plan(config: Config, world_size: int, shard_size: int | None = None) ->
             expected=f"a divisor of the {world_size} ranks: {_divisors(world_size)}",
             got=shard_size,
         )
-    second_size = shard_size if zero.zero_hpz_partition_size == 1 else zero.zero_hpz_partition_size
+    shards_params = shard_plan(config).params
+    with_second = shards_params and zero.zero_hpz_partition_size != 1
+    second_size = zero.zero_hpz_partition_size if with_second else shard_size
     if second_size > shard_size:
         key = f"{_ZERO}.zero_hpz_partition_size"
         log_once(logging.WARNING, f"{key}: no second copy is kept: {second_size} ranks are more than the {shard_size}")
@@ -93,9 +96,9 @@ def comm_plan(config: Config, world_size: int, shard_size: int | None = None) ->
         world_size=world_size,
         shard_size=shard_size,
         second_size=second_size,
-        codes_weights=zero.zero_quantized_weights,
-        packs_frozen=zero.zero_quantized_nontrainable_weights,
-        codes_gradients=zero.zero_quantized_gradients,
+        codes_weights=shards_params and zero.zero_quantized_weights,
+        packs_frozen=shards_params and zero.zero_quantized_nontrainable_weights,
+        codes_gradients=shards_params and zero.zero_quantized_gradients,
         forced=zero.zeropp.quantize_gradients_on_one_node,
         node_size=node_size,
         watch_interval=zero.zeropp.watch_interval,

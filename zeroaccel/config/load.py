@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from pydantic import ValidationError
 
-from zeroaccel.config.canonical import Canonical
+from zeroaccel.config.canonical import Canonical, UnknownKeys
 from zeroaccel.config.checks import contradictions
 from zeroaccel.config.document import given_paths, read_document
 from zeroaccel.config.facts import Facts
@@ -21,8 +22,8 @@ from zeroaccel.config.origin import Origin, Path, dotted
 from zeroaccel.config.problems import Problem, from_pydantic, report
 from zeroaccel.config.resolve import Filled, after, as_written, fill, spelled
 from zeroaccel.config.schema import Config
-from zeroaccel.config.support import moot_notes, refusals
-from zeroaccel.logs import log_once
+from zeroaccel.config.support import refusals, support_notes
+from zeroaccel.logs import log_note
 
 __all__ = ["load_config"]
 
@@ -32,12 +33,14 @@ def load_config(
     *,
     sources: Mapping[str, str] | None = None,
     facts: Facts | None = None,
+    unknown_keys: UnknownKeys = "standard",
 ) -> Config:
     """Loads and checks a config in the DeepSpeed JSON format.
 
     Keys whose value is "auto" are filled from `facts`; without them, they read as their defaults and are listed in
     `Config.unresolved`. `gradient_clipping` is 0, off, unless given. Keys that are accepted without effect are told in
-    `Config.notes` and logged once at info level.
+    `Config.notes` and logged once, with their place: as a warning where something that was asked for does not happen,
+    else for information.
 
     Args:
         source: a dict, which is not changed; the path of a file; JSON text; or urlsafe base64 of JSON. Comments,
@@ -45,6 +48,9 @@ def load_config(
         sources: dotted path, as written -> where its value came from, for a dict merged from several places; told in
             messages and in `Config.sources`.
         facts: what every "auto" is filled from. A `Config` handed in was made with its own.
+        unknown_keys: what to do with keys that do not exist, where DeepSpeed ignores them. "strict": an error.
+            "standard": an error if the key looks like a known one or is one of another section, else a warning.
+            "lenient": a warning.
 
     Raises:
         ConfigError: the source cannot be read, or settings in it are wrong, contradict a fact or stay "auto": all of
@@ -57,9 +63,10 @@ def load_config(
     places = {**document.places}
     if sources is not None:
         places.update({path: sources[dotted(path)] for path in order if dotted(path) in sources})
-    canonical = Canonical(Config, document.tree)
+    canonical = Canonical(Config, document.tree, unknown_keys)
     filled = Filled(canonical.tree) if facts is None else fill(canonical.tree, canonical.unresolved, facts)
     written = {path: path for path in filled.sources} | canonical.written
+    as_given = Origin(name=document.name, places=dict(places), written=canonical.written)
     places.update({written[path]: after(places.get(written[path]), how) for path, how in filled.sources.items()})
     origin = Origin(
         name=document.name,
@@ -67,7 +74,6 @@ def load_config(
         places=places,
         written=written,
         unresolved=tuple(dotted(path) for path in canonical.unresolved if path not in filled.sources),
-        notes=(*canonical.notes, *filled.notes, *moot_notes(canonical.written)),
         resolved=as_written(filled.tree, (), canonical.written),
         resolved_sources={
             dotted(spelled(path, canonical.written)): places.get(place, document.name)
@@ -75,22 +81,33 @@ def load_config(
         },
     )
     config, invalid = _validated(filled.tree, origin)
+    unresolved = {path for path in canonical.unresolved if path not in filled.sources or path[-1] == "enabled"}
+    unresolved = {path for path in unresolved if not _has(filled.tree, path)}
     wrong_values = {problem.path for problem in invalid}
-    contradicted = list(contradictions(config, wrong_values))
-    said = wrong_values | {problem.path for problem in contradicted}
+    among = list(contradictions(config, wrong_values))
+    told = wrong_values | {problem.path for problem in among}
     problems = [
         *document.problems,
         *canonical.problems,
         *invalid,
-        *(problem for problem in filled.problems if problem.path not in said),
-        *refusals(config),
-        *contradicted,
+        *(problem for problem in filled.problems if problem.path not in told),
+        *refusals(config, unresolved),
+        *among,
     ]
     if problems:
         raise report(problems, origin, order)
-    for note in config.notes:
-        log_once(logging.INFO, f"{origin.name}: {note}")
+    notes = [*canonical.notes, *filled.notes, *support_notes(config, written, unresolved)]
+    config._origin = replace(origin, notes=tuple(note.line(as_given) for note in notes))
+    for note, line in zip(notes, config.notes, strict=True):
+        log_note(logging.WARNING if note.is_loud else logging.INFO, line)
     return config
+
+
+def _has(tree: Mapping[str, Any], path: Path) -> bool:
+    value: Any = tree
+    for part in path:
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value is not None
 
 
 def _validated(tree: dict[str, Any], origin: Origin) -> tuple[Config, list[Problem]]:

@@ -57,11 +57,11 @@ def shard_plan(config: Config) -> ShardPlan:
 
 
 def tier_plan(config: Config) -> TierPlan:
-    """The residences that `offload_param` and `offload_optimizer` ask for."""
-    zero = config.zero_optimization
+    """The residences that `offload_param` and `offload_optimizer` ask for, of what is sharded."""
+    zero, plan = config.zero_optimization, shard_plan(config)
     return TierPlan(
-        param=_RESIDENCES[zero.offload_param.device] if zero.offload_param else "device",
-        optimizer=_RESIDENCES[zero.offload_optimizer.device] if zero.offload_optimizer else "device",
+        param=_RESIDENCES[zero.offload_param.device] if zero.offload_param and plan.params else "device",
+        optimizer=_RESIDENCES[zero.offload_optimizer.device] if zero.offload_optimizer and plan.optimizer else "device",
     )
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with a config, as data, and how it is told: one line per problem, all of them in one ConfigError.
+"""What is wrong with a config, or done otherwise, as data, and how it is told: a line each, errors in one ConfigError.
 
 The steps of loading collect `Problem`s instead of raising, so that a person sees every mistake of a file at once.
 Sentences of pydantic are translated here into the form of `zeroaccel.errors`; nothing else in the package shows them.
@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from zeroaccel.config.origin import Origin, Path
 from zeroaccel.errors import ConfigError, compose, listed
 
-__all__ = ["NOTHING", "Problem", "closest", "from_pydantic", "given_twice", "report"]
+__all__ = ["NOTHING", "Note", "Problem", "closest", "from_pydantic", "given_twice", "report"]
 
 _MOST_LINES = 50
 
@@ -56,6 +56,27 @@ class Problem:
         if self.got is NOTHING:
             return compose(where, expected=self.expected, fix=self.fix)
         return compose(where, expected=self.expected, got=self.got, fix=self.fix)
+
+
+@dataclass(frozen=True)
+class Note:
+    """What becomes of a key that is accepted without being followed to the letter.
+
+    Attributes:
+        path: the key, as it was written unless `in_schema`.
+        text: the reason, or what happens instead.
+        is_loud: a person may count on what the key asks for, so this is logged as a warning.
+        in_schema: the path is in the schema's names.
+    """
+
+    path: Path
+    text: str
+    is_loud: bool = False
+    in_schema: bool = False
+
+    def line(self, origin: Origin) -> str:
+        """The note as one line with an address."""
+        return f"{origin.where_written(origin.spelling(self.path) if self.in_schema else self.path)}: {self.text}"
 
 
 def report(problems: Sequence[Problem], origin: Origin, order: Iterable[Path]) -> ConfigError:

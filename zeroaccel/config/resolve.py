@@ -15,7 +15,7 @@ from zeroaccel.config.canonical import Canonical
 from zeroaccel.config.document import given_paths, read_document
 from zeroaccel.config.facts import Fact, Facts
 from zeroaccel.config.origin import Origin, Path, dotted
-from zeroaccel.config.problems import Problem, report
+from zeroaccel.config.problems import Note, Problem, report
 from zeroaccel.config.schema import Config
 from zeroaccel.config.section import ConfigSection, nested_section, spellings
 
@@ -46,13 +46,13 @@ class Filled:
     Attributes:
         tree: with the values that were found; an "auto" left to its default is absent, or that default.
         sources: path -> how its value came about, of every key that was "auto" or came from a fact.
-        notes: one line for each "auto" that took its default.
+        notes: of each "auto" that took its default.
         problems: contradictions, and "auto" that nothing fills.
     """
 
     tree: dict[str, Any]
     sources: dict[Path, str] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
 
 
@@ -173,7 +173,7 @@ def _leave(path: Path, why: str, filled: Filled) -> None:
     if default is not None:
         _put(filled, path, Fact(default, source))
     filled.sources[path] = source
-    filled.notes.append(f'{dotted(path)}: "auto" is left to its {source}')
+    filled.notes.append(Note(path, f'"auto" is left to its {source}', in_schema=True))
 
 
 def _default(path: Path) -> Any:

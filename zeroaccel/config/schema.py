@@ -8,7 +8,7 @@ booleans in `plan`, batch sizes are solved in `batch`. An attribute whose key is
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr
 
@@ -55,11 +55,23 @@ from zeroaccel.config.section import (
 __all__ = ["Checkpoint", "Config", "OptimizerSection", "SchedulerSection"]
 
 
+_OPTIMIZER_PARAMS = (
+    *("lr", "betas", "eps", "weight_decay", "momentum", "amsgrad", "bias_correction"),
+    *("adam_w_mode", "torch_adam", "fused", "foreach", "moments_dtype", "fp32_optimizer_states", "max_grad_norm"),
+)
+_SCHEDULER_PARAMS = (
+    *("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type", "total_num_steps", "last_batch_iteration"),
+    *("warmup_min_ratio", "cos_min_ratio", "cycle_min_lr", "cycle_max_lr", "lr_range_test_min_lr"),
+)
+
 OptimizerKindName = Annotated[Literal["elementwise", "per_tensor", "coupled"], BeforeValidator(lowered)]
 
 
 class OptimizerSection(ConfigSection):
     """An optimizer to build, or how one that is made in code may be sharded (`kind` alone)."""
+
+    is_open = True
+    inner: ClassVar[Mapping[str, tuple[str, ...]]] = {"params": _OPTIMIZER_PARAMS}
 
     type: Name | None = None
     """Name of the optimizer: Adam, AdamW, Adagrad, Lion, SGD, Lamb, Muon, or any class of torch.optim."""
@@ -73,6 +85,9 @@ class OptimizerSection(ConfigSection):
 
 class SchedulerSection(ConfigSection):
     """A learning-rate scheduler to build."""
+
+    is_open = True
+    inner: ClassVar[Mapping[str, tuple[str, ...]]] = {"params": _SCHEDULER_PARAMS}
 
     type: Name
     """WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or any class of torch.optim.lr_scheduler."""
@@ -112,6 +127,8 @@ TagValidation = Annotated[Literal["ignore", "warn", "fail"], BeforeValidator(low
 class Checkpoint(ConfigSection):
     """Options for writing and reading checkpoints."""
 
+    is_open = True
+
     tag_validation: TagValidation = "warn"
     """What to do when the ranks name different checkpoints."""
     load_universal: Flag = False
@@ -143,6 +160,8 @@ ReduceOp = Annotated[Literal["mean", "sum"], BeforeValidator(lowered)]
 
 class Config(ConfigSection):
     """A config in the DeepSpeed JSON format, checked; made by `load_config`."""
+
+    is_open = True
 
     train_batch_size: PositiveCount | None = None
     """Samples per optimizer step, over all ranks and micro-steps."""
@@ -180,6 +199,8 @@ class Config(ConfigSection):
     """Optimizer to build, unless one is passed in."""
     scheduler: SchedulerSection | None = None
     """Learning-rate scheduler to build, unless one is passed in."""
+    opt_level: Any = None
+    """Level of Apex's mixed precision."""
     vocabulary_size: PositiveCount | None = None
     """Size of the model's vocabulary."""
     wall_clock_breakdown: Flag = False

@@ -38,8 +38,10 @@ __all__ = [
 class ActivationCheckpointing(ConfigSection):
     """Recomputation in backward: of functions that a model checkpoints itself, and of its repeated blocks."""
 
-    wrap_blocks: Flag | None = None
-    """Recompute every repeated block; absent, true where inputs are partitioned, on the host or in one buffer."""
+    is_open = True
+
+    wrap_blocks: Flag = False
+    """Recompute every repeated block of the model."""
     partition_activations: Flag = False
     """Keep a share of each input per rank of the tensor-parallel group."""
     cpu_checkpointing: Flag = False
@@ -53,16 +55,12 @@ class ActivationCheckpointing(ConfigSection):
     profile: Flag = False
     """Log the time of checkpointed functions in forward and again in backward, and the bytes kept."""
 
-    @property
-    def wraps_blocks(self) -> bool:
-        """Whether repeated blocks are recomputed."""
-        if self.wrap_blocks is not None:
-            return self.wrap_blocks
-        return self.partition_activations or self.cpu_checkpointing or self.contiguous_memory_optimization
-
 
 class Pipeline(ConfigSection):
     """Pipeline parallelism."""
+
+    is_open = True
+    is_read = False
 
     stages: Any = AUTO
     """Number of stages."""
@@ -317,6 +315,9 @@ class Autotuning(ConfigSection):
 
 class DataEfficiency(ConfigSection):
     """Choice of samples and tokens by difficulty."""
+
+    is_open = True
+    is_read = False
 
     enabled: Flag = False
     """Use it."""

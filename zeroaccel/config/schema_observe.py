@@ -134,6 +134,9 @@ class Timers(ConfigSection):
 class FlopsProfiler(ConfigSection):
     """A profile of the operations of one step."""
 
+    is_open = True
+    is_read = False
+
     enabled: Flag = False
     """Take the profile."""
     recompute_fwd_factor: NonNegativeNumber = 0.0

@@ -6,7 +6,7 @@ hand turns them into torch's. Conflicts between these sections are found in `che
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator
 
@@ -29,6 +29,8 @@ __all__ = ["Bf16", "DataTypes", "Fp16", "TorchAutocast"]
 class Fp16(ConfigSection):
     """Parameters in fp16, fp32 master weights, and a scaled loss."""
 
+    is_open = True
+
     enabled: Flag = False
     """Train in fp16."""
     auto_cast: Flag = False
@@ -47,10 +49,14 @@ class Fp16(ConfigSection):
     """Lowest factor; an overflow at it is an error. Above 0 when the factor is searched for."""
     fp16_master_weights_and_grads: Flag = False
     """Master weights and gradients in fp16."""
+    opt_level: Any = None
+    """Level of Apex's mixed precision."""
 
 
 class Bf16(ConfigSection):
     """Parameters in bf16 and fp32 master weights."""
+
+    is_open = True
 
     enabled: Flag = False
     """Train in bf16."""
@@ -62,6 +68,22 @@ class Bf16(ConfigSection):
     """Master weights and gradients in bf16."""
     bf16_optimizer_states: Flag = False
     """Optimizer states in bf16."""
+    auto_cast: Any = None
+    """A key of fp16."""
+    loss_scale: Any = None
+    """A key of fp16."""
+    initial_scale_power: Any = None
+    """A key of fp16."""
+    loss_scale_window: Any = None
+    """A key of fp16."""
+    hysteresis: Any = None
+    """A key of fp16."""
+    consecutive_hysteresis: Any = None
+    """A key of fp16."""
+    min_loss_scale: Any = None
+    """A key of fp16."""
+    opt_level: Any = None
+    """Level of Apex's mixed precision."""
 
 
 def _modules(value: object) -> object:
@@ -74,6 +96,8 @@ def _modules(value: object) -> object:
 
 class DataTypes(ConfigSection):
     """Dtypes of gradients, parameters and buffers."""
+
+    is_open = True
 
     grad_accum_dtype: MaybeDtype = None
     """Dtype in which gradients are summed over micro-steps; absent, fp32 whatever the model's dtype."""
@@ -89,6 +113,8 @@ class DataTypes(ConfigSection):
 
 class TorchAutocast(ConfigSection):
     """Mixed precision by torch.autocast instead of parameters in 16 bits."""
+
+    is_open = True
 
     enabled: Flag = False
     """Run forward under autocast."""

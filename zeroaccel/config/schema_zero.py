@@ -145,6 +145,8 @@ class ZeroPlusPlus(ConfigSection):
 class Aio(ConfigSection):
     """How files are read and written by "nvme" offload."""
 
+    is_open = True
+
     block_size: PositiveCount = 1_048_576
     """Bytes of one request."""
     queue_depth: PositiveCount = 8
@@ -176,13 +178,13 @@ class ZeroOptimization(ConfigSection):
     """Copy gradients into one buffer as they come."""
     reduce_scatter: Flag = True
     """Reduce each gradient only to the rank that owns it."""
-    reduce_bucket_size: PositiveCount = 500_000_000
+    reduce_bucket_size: Count = 500_000_000
     """Elements of gradients on their way at a time, at most; a larger unit goes alone."""
     use_multi_rank_bucket_allreduce: Flag = True
     """Reduce the parts of several ranks in one collective."""
     allgather_partitions: Flag = True
     """Collect updated parameters by all-gather."""
-    allgather_bucket_size: PositiveCount = 500_000_000
+    allgather_bucket_size: Count = 500_000_000
     """Elements of updated parameters on their way at a time, at most (stages 1 and 2)."""
     overlap_comm: Flag | None = None
     """Communicate beside the backward pass; absent, true at stage 3 and false below."""
@@ -198,8 +200,8 @@ class ZeroOptimization(ConfigSection):
     """Where the optimizer states live (stages 1 to 3)."""
     zenflow: ZenFlow | None = None
     """Asynchronous optimizer steps on the host."""
-    sub_group_size: PositiveCount = 1_000_000_000
-    """Elements, per rank, that the optimizer updates in one tile."""
+    sub_group_size: Count = 1_000_000_000
+    """Elements, per rank, that the optimizer updates in one tile; 0 is one parameter at a time."""
     prefetch_bucket_size: Annotated[Count, AlsoSpelled("stage3_prefetch_bucket_size")] = 50_000_000
     """Elements gathered ahead of their use, at most (stage 3)."""
     param_persistence_threshold: Annotated[Count, AlsoSpelled("stage3_param_persistence_threshold")] = 100_000

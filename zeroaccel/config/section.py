@@ -2,7 +2,8 @@
 
 The schema files declare sections with these pieces; `canonical` reads the older names, `problems` turns what the value
 types refuse into sentences. Nothing here knows a key of the config, and values are checked, never repaired: a number
-in quotes is an error. Only whole numbers written as floats (5e8) and other names of one dtype are made uniform.
+in quotes is an error. Only whole numbers written as floats (5e8), flags written as 0 and 1, and other names of one
+dtype are made uniform.
 """
 
 from __future__ import annotations
@@ -106,6 +107,15 @@ class ConfigSection(BaseModel):
     from_flag: ClassVar[Mapping[bool, Mapping[str, object]]] = {}
     """What a bare true or false in place of the whole section stands for, where that is a known older form."""
 
+    is_open: ClassVar[bool] = False
+    """Whether DeepSpeed ignores keys of this section that it does not know."""
+
+    is_read: ClassVar[bool] = True
+    """Whether any key of this section takes effect here: where none does, a misspelt one does no harm."""
+
+    inner: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    """Field -> names of keys that belong into it, where its keys are free."""
+
 
 def nested_section(field: FieldInfo) -> type[ConfigSection] | None:
     """The section class of a field that holds a section, also when it may be None; else None."""
@@ -155,8 +165,8 @@ def _number(value: object) -> float:
 
 
 def _flag(value: object) -> bool:
-    if isinstance(value, bool):
-        return value
+    if isinstance(value, bool) or (type(value) is int and value in (0, 1)):
+        return bool(value)
     raise wrong("true or false", _unquoted(value) if str(value).lower() in {"true", "false"} else "")
 
 

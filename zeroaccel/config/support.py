@@ -1,22 +1,25 @@
 """Which keys of the config take effect: one table from key path to standing, and what follows from it.
 
 A key WORKS, or is MOOT: accepted, with a note on what happens instead; or is REFUSED when it is switched on, with the
-reason. Making a feature available is a change of its one line. A refused or moot section stands for all keys within
-it that have no line of their own; a working section needs a line for each. Consulted by `load`; changes nothing.
+reason: it cannot be honoured without changing the training. A key that depends on others says when it is `idle`, and
+leaves a note then. Making a feature available is a change of its one line. A refused or moot section stands for all
+keys within it that have no line of their own; a working section needs a line for each. Consulted by `load`; changes
+nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 from zeroaccel.config.origin import Path, dotted
-from zeroaccel.config.problems import Problem
+from zeroaccel.config.plan import shard_plan
+from zeroaccel.config.problems import Note, Problem
 from zeroaccel.config.schema import Config
 from zeroaccel.config.section import ConfigSection
 
-__all__ = ["KEYS", "Kind", "Standing", "moot_notes", "refusals"]
+__all__ = ["KEYS", "Kind", "Standing", "refusals", "support_notes"]
 
 
 class Kind(Enum):
@@ -36,12 +39,19 @@ class Standing:
         reason: moot: what happens instead. Refused: why.
         switch: the key of a section that switches it on; without one, a section is on when it is not its default.
         fix: refused: what to do instead, where that is more than removing the key.
+        is_loud: moot: what the key asks for does not happen, so that it leaves a note, a warning, when it is on. Others
+            leave one whenever they are given, for information.
+        idle: of a key that is on: why it does nothing in this config, or the empty string where it does.
+        depends: paths of the keys that decide on that; while one of them is "auto", nothing is said.
     """
 
     kind: Kind
     reason: str = ""
     switch: str = ""
     fix: str = ""
+    is_loud: bool = False
+    idle: Callable[[Config], str] | None = None
+    depends: tuple[str, ...] = ()
 
 
 _WORKS = Standing(Kind.WORKS)
@@ -51,11 +61,62 @@ def _moot(instead: str) -> Standing:
     return Standing(Kind.MOOT, instead)
 
 
+def _nothing(reason: str, switch: str = "") -> Standing:
+    """A key that asks for something that does not happen, and without which the training is the same."""
+    return Standing(Kind.MOOT, reason, switch, is_loud=True)
+
+
 def _refused(reason: str, switch: str = "", fix: str = "") -> Standing:
     return Standing(Kind.REFUSED, reason, switch, fix)
 
 
-_REMOVED = _refused("this feature is not part of zeroaccel")
+def _works_at_stage_3(config: Config) -> str:
+    if shard_plan(config).params:
+        return ""
+    return f"parameters are sharded at stage 3 only, and the stage is {config.zero_optimization.stage}"
+
+
+def _no_shards_to_offload(config: Config) -> str:
+    reason = _works_at_stage_3(config)
+    return f"{reason}: they stay where the model is" if reason else ""
+
+
+def _no_states_to_offload(config: Config) -> str:
+    if shard_plan(config).optimizer:
+        return ""
+    return "optimizer states are sharded from stage 1 on, and the stage is 0: they stay where the model is"
+
+
+def _autocast_is_the_precision(config: Config) -> str:
+    if config.precision == "fp32" or config.torch_autocast.dtype != config.precision:
+        return ""
+    return f"parameters and their arithmetic are {config.precision} already"
+
+
+def _blocks_are_not_wrapped(config: Config) -> str:
+    if config.activation_checkpointing.wrap_blocks:
+        return ""
+    return (
+        "counts for calls of zeroaccel.activations.checkpoint in the model; "
+        '"wrap_blocks": true beside it recomputes the model\'s repeated blocks'
+    )
+
+
+def _buffer_has_no_size(config: Config) -> str:
+    section = config.activation_checkpointing
+    if section.wrap_blocks or section.number_checkpoints is not None:
+        return _blocks_are_not_wrapped(config)
+    return (
+        "inputs are kept one by one, as nothing says how many there are; give number_checkpoints, "
+        'or "wrap_blocks": true to recompute the model\'s repeated blocks'
+    )
+
+
+_STAGE = ("zero_optimization", "zero_optimization.stage")
+_PRECISION = ("fp16", "fp16.enabled", "bf16", "bf16.enabled")
+_AT_STAGE_3 = Standing(Kind.WORKS, idle=_works_at_stage_3, depends=_STAGE)
+_OF_APEX = _moot("a key of Apex, which is not used; fp16 and bf16 say the precision")
+_OF_FP16 = _moot("bf16 needs no loss scale; a key of fp16")
 
 KEYS: Mapping[str, Standing] = {
     # batch sizes and the step
@@ -92,17 +153,21 @@ KEYS: Mapping[str, Standing] = {
     "dump_state": _WORKS,
     "disable_python_gc": _WORKS,
     "log_level": _WORKS,
+    "opt_level": _OF_APEX,
     "vocabulary_size": _moot("the model's own sizes are used"),
     **dict.fromkeys((f"tensorboard{key}" for key in ("", ".enabled", ".output_path", ".job_name")), _WORKS),
     **dict.fromkeys((f"csv_monitor{key}" for key in ("", ".enabled", ".output_path", ".job_name")), _WORKS),
     **dict.fromkeys((f"wandb{key}" for key in ("", ".enabled", ".group", ".team", ".project")), _WORKS),
-    "comms_logger": _refused(
-        "a log of collectives is not available yet", switch="enabled", fix="pass RecordingCollectives to initialize()"
+    "comms_logger": _nothing(
+        "no log of collectives is kept; RecordingCollectives, passed to initialize(), counts them", switch="enabled"
     ),
     "timers": _moot("samples per second are part of the line of steps_per_print"),
-    "comet": _refused("Comet is not available yet", switch="enabled"),
-    "trackio": _refused("Trackio is not available yet", switch="enabled"),
-    "flops_profiler": _refused("the profiler is not available yet", switch="enabled"),
+    "comet": _nothing("no metrics go to Comet; tensorboard, csv_monitor and wandb are there", switch="enabled"),
+    "trackio": _nothing("no metrics go to Trackio; tensorboard, csv_monitor and wandb are there", switch="enabled"),
+    "flops_profiler": _nothing(
+        "no profile is taken; torch.utils.flop_counter.FlopCounterMode around a step counts operations",
+        switch="enabled",
+    ),
     # precision
     "fp16": _WORKS,
     "fp16.enabled": _WORKS,
@@ -113,6 +178,7 @@ KEYS: Mapping[str, Standing] = {
     "fp16.hysteresis": _WORKS,
     "fp16.consecutive_hysteresis": _WORKS,
     "fp16.min_loss_scale": _WORKS,
+    "fp16.opt_level": _OF_APEX,
     "fp16.fp16_master_weights_and_grads": _refused("master weights are kept in fp32"),
     "bf16": _WORKS,
     "bf16.enabled": _WORKS,
@@ -120,14 +186,27 @@ KEYS: Mapping[str, Standing] = {
     "bf16.immediate_grad_update": _moot("each gradient is added to its sum as soon as it is there"),
     "bf16.bf16_master_weights_and_grads": _refused("master weights in bf16 are not available yet"),
     "bf16.bf16_optimizer_states": _WORKS,
+    "bf16.auto_cast": _moot("inputs of forward keep their dtype; a key of fp16"),
+    "bf16.loss_scale": _OF_FP16,
+    "bf16.initial_scale_power": _OF_FP16,
+    "bf16.loss_scale_window": _OF_FP16,
+    "bf16.hysteresis": _OF_FP16,
+    "bf16.consecutive_hysteresis": _OF_FP16,
+    "bf16.min_loss_scale": _OF_FP16,
+    "bf16.opt_level": _OF_APEX,
     "data_types": _WORKS,
     "data_types.grad_accum_dtype": _WORKS,
     "data_types.param_dtype": _WORKS,
     "data_types.buffer_dtype": _WORKS,
     "data_types.master_weights": _WORKS,
     "data_types.keep_in_fp32_modules": _WORKS,
-    "torch_autocast": _refused(
-        "autocast by the engine is not available yet", switch="enabled", fix="use bf16, or torch.autocast in the model"
+    "torch_autocast": Standing(
+        Kind.REFUSED,
+        "autocast by the engine is not available yet",
+        switch="enabled",
+        fix="use bf16, or torch.autocast in the model",
+        idle=_autocast_is_the_precision,
+        depends=_PRECISION,
     ),
     # ZeRO
     "zero_optimization": _WORKS,
@@ -166,16 +245,16 @@ KEYS: Mapping[str, Standing] = {
     "zero_optimization.pipeline_loading_checkpoint": _moot("each rank reads only its own bytes of a checkpoint"),
     "zero_optimization.cpu_offload_use_pin_memory": _moot("pin_memory of the offload sections counts"),
     "zero_optimization.legacy_stage1": _refused("there is one implementation of stage 1"),
-    "zero_optimization.partition_stream_chunk_size": _refused("sharding piece by piece is not available yet"),
+    "zero_optimization.partition_stream_chunk_size": _nothing("a parameter is sharded in one piece"),
     "zero_optimization.offload_param": _WORKS,
-    "zero_optimization.offload_param.device": _WORKS,
+    "zero_optimization.offload_param.device": Standing(Kind.WORKS, idle=_no_shards_to_offload, depends=_STAGE),
     "zero_optimization.offload_param.nvme_path": _WORKS,
     "zero_optimization.offload_param.buffer_count": _WORKS,
     "zero_optimization.offload_param.buffer_size": _WORKS,
     "zero_optimization.offload_param.max_in_cpu": _WORKS,
     "zero_optimization.offload_param.pin_memory": _WORKS,
     "zero_optimization.offload_optimizer": _WORKS,
-    "zero_optimization.offload_optimizer.device": _WORKS,
+    "zero_optimization.offload_optimizer.device": Standing(Kind.WORKS, idle=_no_states_to_offload, depends=_STAGE),
     "zero_optimization.offload_optimizer.nvme_path": _WORKS,
     "zero_optimization.offload_optimizer.buffer_count": _WORKS,
     "zero_optimization.offload_optimizer.pin_memory": _WORKS,
@@ -184,25 +263,27 @@ KEYS: Mapping[str, Standing] = {
     "zero_optimization.offload_optimizer.fast_init": _moot("the file is reserved at once, without being written"),
     "zero_optimization.offload_optimizer.update_during": _WORKS,
     "zero_optimization.offload_optimizer.ratio": _WORKS,
-    "zero_optimization.offload_optimizer.super_offload": _refused("scheduling for such machines is not available yet"),
+    "zero_optimization.offload_optimizer.super_offload": _nothing(
+        "the host updates in the usual order; update_during says when"
+    ),
     "zero_optimization.offload_optimizer.convert_grad_on_cpu": _moot("the update reads gradients in their own dtype"),
     "zero_optimization.offload_optimizer.cpuadam_cores_perc": _moot("it is read with super_offload only"),
     "zero_optimization.save_muon_momentum_buffer_in_memory": _moot(
         "states that have an owner lie with its masters, on every tier"
     ),
     "zero_optimization.zenflow": _refused("ZenFlow is not available yet"),
-    "zero_optimization.zero_hpz_partition_size": _WORKS,
-    "zero_optimization.zero_quantized_weights": _WORKS,
-    "zero_optimization.zero_quantized_nontrainable_weights": _WORKS,
-    "zero_optimization.zero_quantized_gradients": _WORKS,
+    "zero_optimization.zero_hpz_partition_size": _AT_STAGE_3,
+    "zero_optimization.zero_quantized_weights": _AT_STAGE_3,
+    "zero_optimization.zero_quantized_nontrainable_weights": _AT_STAGE_3,
+    "zero_optimization.zero_quantized_gradients": _AT_STAGE_3,
     "zero_optimization.zeropp": _WORKS,
     "zero_optimization.zeropp.node_size": _WORKS,
     "zero_optimization.zeropp.quantize_gradients_on_one_node": _WORKS,
     "zero_optimization.zeropp.watch_interval": _WORKS,
     "zero_optimization.zeropp_loco_param": _refused("error feedback for quantised gradients is not available yet"),
     "zero_optimization.mics_shard_size": _WORKS,
-    "zero_optimization.mics_hierarchical_params_gather": _refused(
-        "gathering within the node first is not available yet", fix="zero_hpz_partition_size keeps backward inside it"
+    "zero_optimization.mics_hierarchical_params_gather": _nothing(
+        "gathers go over all shards at once; zero_hpz_partition_size keeps those of backward inside a node"
     ),
     "aio": _WORKS,
     "aio.block_size": _WORKS,
@@ -210,7 +291,7 @@ KEYS: Mapping[str, Standing] = {
     "aio.intra_op_parallelism": _WORKS,
     "aio.single_submit": _moot("each request is a call of its own, made by a thread"),
     "aio.overlap_events": _WORKS,
-    "aio.use_gds": _refused("transfers between NVMe and GPU memory are not available; they go through host memory"),
+    "aio.use_gds": _nothing("transfers between NVMe and GPU memory go through host memory"),
     "aio.checksum": _WORKS,
     # checkpoints
     "checkpoint": _WORKS,
@@ -221,89 +302,134 @@ KEYS: Mapping[str, Standing] = {
     "checkpoint.tag_validation": _moot("the ranks always agree on the tag before anything is written"),
     "checkpoint.load_universal": _moot("every checkpoint loads on any number of ranks"),
     "checkpoint.checkpoint_serialization": _moot("tensors are written as they are, without serialisation"),
-    "checkpoint.use_node_local_storage": _refused("checkpoints in folders of the nodes are not available yet"),
+    "checkpoint.use_node_local_storage": _nothing(
+        "every rank writes into the folder it is given; to resume, all of a checkpoint has to be in one folder again"
+    ),
     "checkpoint.parallel_write": _moot("every rank writes its own part"),
-    "checkpoint.parallel_write.pipeline_stage": _refused("there is no pipeline parallelism"),
-    "checkpoint.writer": _refused("there is one way of writing"),
+    "checkpoint.parallel_write.pipeline_stage": _moot("every rank writes its own part"),
+    "checkpoint.writer": _moot("there is one way of writing; checkpoint.async_save writes beside training"),
     "activation_checkpointing": _WORKS,
     "activation_checkpointing.wrap_blocks": _WORKS,
     "activation_checkpointing.number_checkpoints": _WORKS,
-    "activation_checkpointing.partition_activations": _WORKS,
-    "activation_checkpointing.cpu_checkpointing": _WORKS,
-    "activation_checkpointing.contiguous_memory_optimization": _WORKS,
+    "activation_checkpointing.partition_activations": _moot(
+        "inputs are divided among the ranks of a tensor-parallel group, and stay whole without one"
+    ),
+    "activation_checkpointing.cpu_checkpointing": Standing(Kind.WORKS, idle=_blocks_are_not_wrapped),
+    "activation_checkpointing.contiguous_memory_optimization": Standing(Kind.WORKS, idle=_buffer_has_no_size),
     "activation_checkpointing.synchronize_checkpoint_boundary": _WORKS,
     "activation_checkpointing.profile": _WORKS,
     # beyond sharded data parallelism
     "sequence_parallel_size": _refused("sequence parallelism is not available yet"),
-    "use_data_before_expert_parallelism": _refused("expert parallelism is not available yet"),
+    "use_data_before_expert_parallelism": _nothing("there is no expert parallelism, whose ranks it orders"),
     "expert_parallel": _refused("expert parallelism is not available yet", switch="enabled"),
     "tensor_parallel": _refused("tensor parallelism is not available", switch="autotp_size"),
     "tensor_parallel.tensor_parallel.tp_size": _refused("tensor parallelism is not available"),
-    "pipeline": _refused("pipeline parallelism is not available"),
-    "hybrid_engine": _refused("the hybrid engine is not available", switch="enabled"),
-    "compile": _refused(
-        "compiler passes for communication are not available", switch="deepcompile", fix="use torch.compile per block"
+    "pipeline": _moot("it is for models made as pipelines, which there are none of"),
+    "hybrid_engine": _nothing(
+        "generation uses the engine that trains; engine.gathered() keeps its weights whole meanwhile", switch="enabled"
+    ),
+    "compile": _nothing(
+        "no compiler passes for communication run; torch.compile of the model's blocks works", switch="deepcompile"
     ),
     "weight_quantization": _refused("quantised weights are not available yet", switch="enabled"),
-    "autotuning": _refused("the search for settings is not available", switch="enabled"),
-    "data_efficiency": _refused("the choice of samples and tokens is not available", switch="enabled"),
+    "autotuning": _nothing("no search is made; the run trains with the settings that are given", switch="enabled"),
+    "data_efficiency": _refused(
+        "samples and tokens are not chosen by difficulty here",
+        switch="enabled",
+        fix="set enabled to false, and give the training loader a sampler that chooses",
+    ),
     # left out of the format by its own makers, or never part of it
     "amp": _refused("Apex is not supported", fix="use bf16 or fp16"),
-    "compression_training": _REMOVED,
-    "curriculum_learning": _REMOVED,
-    "datastates_ckpt": _REMOVED,
-    "eigenvalue": _REMOVED,
+    "compression_training": _refused(
+        "weights are not quantised or pruned while training here",
+        fix="remove it, and compress the trained model; torch.nn.utils.prune and torch.ao.quantization work on it",
+    ),
+    "curriculum_learning": _refused(
+        "sequences do not grow with training here", fix="remove it, and cut them where batches are made"
+    ),
+    "datastates_ckpt": _nothing("checkpoints are the engine's own; checkpoint.async_save writes beside training"),
+    "eigenvalue": _refused("curvature is for quantised training, which there is none of", fix="remove it"),
     "elasticity": _refused(
         "the batch size does not follow the number of ranks", fix="set train_batch_size, and remove the section"
     ),
-    "graph_harvesting": _REMOVED,
+    "graph_harvesting": _nothing("kernels are not captured as graphs"),
     "msamp": _refused("8-bit training is not available", fix="use bf16"),
-    "nebula": _REMOVED,
-    "progressive_layer_drop": _REMOVED,
-    "quantize_training": _REMOVED,
-    "sparse_attention": _REMOVED,
-    "sparse_gradients": _REMOVED,
+    "nebula": _nothing("checkpoints are the engine's own; checkpoint.async_save writes beside training"),
+    "progressive_layer_drop": _refused(
+        "layers are not left out while training here", fix="remove it; transformers' layerdrop does it in the model"
+    ),
+    "quantize_training": _refused(
+        "weights are not quantised while training here", fix="remove it; torch.ao.quantization.prepare_qat does it"
+    ),
+    "sparse_attention": _refused(
+        "there are no attention kernels here, and DeepSpeed's take effect only in models that call them",
+        fix="remove it, and use torch.nn.attention.flex_attention in the model",
+    ),
+    "sparse_gradients": _nothing("gradients of embeddings are reduced dense, which gives the same sums"),
 }
 """Dotted path of a key -> its standing."""
 
 _OFF = (False, None, "none")
+_OFF_VALUES = {"autotp_size": (0, 1)}  # one rank per layer splits nothing
 _OFF_TEXT = {"device": '"none"', "autotp_size": "0"}
 
 
-def refusals(config: Config) -> Iterator[Problem]:
-    """One problem for each refused key that is switched on."""
+def refusals(config: Config, unresolved: Collection[Path] = ()) -> Iterator[Problem]:
+    """One problem for each refused key that is switched on.
+
+    Args:
+        unresolved: paths, in the schema's names, whose value is "auto".
+    """
     for name, standing in KEYS.items():
-        if standing.kind is not Kind.REFUSED:
-            continue
         path = tuple(name.split("."))
-        owner: object = config
-        for part in path[:-1]:
-            owner = getattr(owner, part)
-        if isinstance(owner, ConfigSection) and _is_on(owner, path[-1], standing.switch):
-            off = _OFF_TEXT.get(standing.switch, "false")
-            fix = standing.fix or (f"remove it, or set {standing.switch} to {off}" if standing.switch else "remove it")
-            yield Problem((*path, standing.switch) if standing.switch else path, text=standing.reason, fix=fix)
+        if standing.kind is not Kind.REFUSED or not _is_on(config, path, standing.switch, unresolved):
+            continue
+        if _is_undecided(standing, unresolved) or (standing.idle is not None and standing.idle(config)):
+            continue
+        off = _OFF_TEXT.get(standing.switch, "false")
+        fix = standing.fix or (f"remove it, or set {standing.switch} to {off}" if standing.switch else "remove it")
+        yield Problem((*path, standing.switch) if standing.switch else path, text=standing.reason, fix=fix)
 
 
-def moot_notes(given: Mapping[Path, Path]) -> Iterator[str]:
-    """One line for each moot key that was given.
+def support_notes(config: Config, given: Mapping[Path, Path], unresolved: Collection[Path] = ()) -> Iterator[Note]:
+    """One note for each key that was given and does nothing, here or in this config.
 
     Args:
         given: path in the schema's names -> path as written, of every key that was given.
+        unresolved: paths, in the schema's names, whose value is "auto".
     """
-    for path, written in given.items():
+    for path in given:
         standing = KEYS.get(dotted(path))
-        if standing is not None and standing.kind is Kind.MOOT:
-            yield f"{dotted(written)}: {standing.reason}"
+        if standing is None:
+            continue
+        where = given.get((*path, standing.switch), given[path])
+        is_on = _is_on(config, path, standing.switch, unresolved)
+        if standing.kind is Kind.MOOT and (is_on or not (standing.is_loud or standing.switch)):
+            yield Note(where, standing.reason, standing.is_loud)
+        elif standing.idle is None or not is_on or _is_undecided(standing, unresolved):
+            continue
+        elif reason := standing.idle(config):
+            yield Note(where, reason, is_loud=True)
 
 
-def _is_on(owner: ConfigSection, name: str, switch: str) -> bool:
+def _is_undecided(standing: Standing, unresolved: Collection[Path]) -> bool:
+    return any(tuple(name.split(".")) in unresolved for name in standing.depends)
+
+
+def _is_on(config: Config, path: Path, switch: str, unresolved: Collection[Path]) -> bool:
+    owner: object = config
+    for part in path[:-1]:
+        owner = getattr(owner, str(part))
+    name = str(path[-1])
+    if not isinstance(owner, ConfigSection):
+        return False
     value = getattr(owner, name)
     if isinstance(value, ConfigSection) and switch:
-        return getattr(value, switch) not in _OFF
+        setting = getattr(value, switch)
+        return setting not in _OFF and setting not in _OFF_VALUES.get(switch, ())
     if isinstance(value, Mapping):
-        return _free_is_on(value)
-    return value not in (False, None) and value != type(owner).model_fields[name].get_default()
+        return (*path, "enabled") not in unresolved and _free_is_on(value)
+    return value not in _OFF and value != type(owner).model_fields[name].get_default()
 
 
 def _free_is_on(section: Mapping[str, object]) -> bool:

@@ -71,7 +71,7 @@ def placement_of(
     """
     fp32 = kept_in_fp32(model, settings.data_types.keep_in_fp32_modules)
     offloads_params = residences.param != "device"
-    packs_frozen = settings.zero_optimization.zero_quantized_nontrainable_weights
+    packs_frozen = plan.params and settings.zero_optimization.zero_quantized_nontrainable_weights
     return Placement(
         DTYPES[settings.precision],
         frozenset(fp32),

@@ -15,7 +15,8 @@ gradients; `optimizer_shard.py` steps.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -31,6 +32,7 @@ from zeroaccel.zero.split_masters import SplitMasters, SplitRange, Weights, spli
 
 __all__ = [
     "SPLIT_SUB_GROUP_NUMEL",
+    "SUB_GROUP_NUMEL",
     "StateTier",
     "SubGroup",
     "TieredPiece",
@@ -124,6 +126,7 @@ def cut_sub_groups(
     states: Sequence[Mapping[str, torch.dtype]],
     limit_numel: int,
     *,
+    starts: Collection[int] = (),
     is_split: bool = False,
 ) -> list[SubGroup]:
     """Sub-groups of at most `limit_numel` elements over the runs of a shard.
@@ -132,17 +135,20 @@ def cut_sub_groups(
         key: of the buffer; sub-groups are `key/0`, `key/1`, ...
         runs: (start, end, param group) in order and without gaps.
         states: per param group what it keeps per element.
+        starts: places, multiples of `ALIGN_NUMEL`, at which another sub-group begins whatever room is left.
         is_split: of the sub-groups.
     """
     limit = max(min(limit_numel, SUB_GROUP_NUMEL) // _GRAIN_NUMEL, 1) * _GRAIN_NUMEL
     cuts: list[list[TieredPiece]] = []
     room = 0
+    ordered = sorted(starts)
     for start, end, group in runs:
         while start < end:
-            if room == 0:
+            following = bisect_right(ordered, start)
+            if room == 0 or (following and ordered[following - 1] == start):
                 cuts.append([])
                 room = limit
-            stop = min(end, start + room)
+            stop = min(end, start + room, *ordered[following : following + 1])
             cuts[-1].append(TieredPiece(start, stop, group, (stop - start,)))
             room -= stop - start
             start = stop

@@ -31,6 +31,7 @@ from zeroaccel.zero.optimizer_kinds import element_states
 from zeroaccel.zero.shard_home import ShardHome
 from zeroaccel.zero.state_tier import (
     SPLIT_SUB_GROUP_NUMEL,
+    SUB_GROUP_NUMEL,
     StateTier,
     SubGroup,
     TieredPiece,
@@ -245,12 +246,14 @@ class TierSet:
         for plan in plans:
             is_split = self._rules.splits_masters and plan.dtype is torch.bfloat16
             limit = self._rules.sub_group_numel
+            starts = () if limit else {slot.start for slot in plan.layout.slots}  # 0 is one parameter at a time
             if self._rules.optimizer != "nvme":
-                limit = min(limit, SPLIT_SUB_GROUP_NUMEL)
+                limit = min(limit or SPLIT_SUB_GROUP_NUMEL, SPLIT_SUB_GROUP_NUMEL)
             if plan.layout.has_owners:
                 pieces = _owned_pieces(plan, rank)
                 kept = [states.of(piece.group, piece.shape) for piece in pieces]
-                self._sub_groups[plan.key] = pack_sub_groups(plan.key, pieces, kept, limit, is_split=is_split)
+                most = 0 if starts else limit
+                self._sub_groups[plan.key] = pack_sub_groups(plan.key, pieces, kept, most, is_split=is_split)
                 continue
             runs = plan.layout.group_runs(plan.param_groups, rank)
             elementwise = {group for _, _, group in runs}  # others may not be able to step what is flat
@@ -258,7 +261,9 @@ class TierSet:
                 states.of(group, (_TRIED_NUMEL,)) if group in elementwise else {}
                 for group in range(len(states.optimizer.param_groups))
             ]
-            self._sub_groups[plan.key] = cut_sub_groups(plan.key, runs, flat, limit, is_split=is_split)
+            self._sub_groups[plan.key] = cut_sub_groups(
+                plan.key, runs, flat, limit or SUB_GROUP_NUMEL, starts=starts, is_split=is_split
+            )
         groups = [group for of_buffer in self._sub_groups.values() for group in of_buffer]
         if self._rules.optimizer != "nvme":
             self._host_states = {group.key: slab_nbytes(group) for group in groups}
