@@ -100,8 +100,7 @@ def describe_errands(
     parts = []
     for errand in errands:
         order = errand.order
-        words = order["program"]
-        program = Program(words["name"], tuple(words["arguments"]), words["kind"])
+        program = Program(**{**order["program"], "arguments": tuple(order["program"]["arguments"])})
         settings = launch_settings({**order["settings"], "log_dir": None})
         plan = plan_launch(settings, program, {**environ, **order["environment"]}, order["told"], here=False)
         reached = shlex.join(remote_command(ssh, errand.host, python_path))

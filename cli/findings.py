@@ -157,7 +157,7 @@ def _launch_file(environ: Mapping[str, str], folder: Path) -> Finding:
     if found is None:
         return Finding("launch file", "missing", "none, so flags and defaults count", "zeroaccel config")
     try:
-        read_launch_file(*found).settings()
+        read_launch_file(*found).effective().settings()
     except ConfigError as error:
         fix = f"zeroaccel config validate {found[0]}"
         return Finding("launch file", "BROKEN", str(error).replace("\n", " "), fix)

@@ -17,8 +17,9 @@ import click
 
 from zeroaccel.compat.finder import real_location
 from zeroaccel.compat.inherit import inherited_environment
-from zeroaccel.config.launch import LaunchSettings, launch_settings
+from zeroaccel.config.launch import LaunchSettings, launch_settings, wrong_settings
 from zeroaccel.config.launch_file import find_launch_file, read_launch_file
+from zeroaccel.config.launch_fsdp import translate_fsdp
 from zeroaccel.config.launch_json import check_json
 from zeroaccel.config.launch_sources import Given, gather, launched_environment
 from zeroaccel.config.schema import Config
@@ -29,9 +30,11 @@ from zeroaccel.offload.folder import examine_folder
 from .errands import describe_errands, is_only_this_machine, plan_errands, ssh_words
 from .failures import exit_code, first_failure, tell
 from .launch_flags import LaunchCommand, given_by_flags, setting_flags
+from .launch_others import OtherFlags, other_flags, resolve_devices
 from .machine import gib, local_disks
-from .plan import LaunchPlan, Program, plan_launch
+from .plan import LaunchPlan, Program, ProgramKind, plan_launch
 from .remote import run_errands
+from .script_arguments import local_rank_option
 from .surroundings import surroundings
 
 __all__ = ["launch"]
@@ -48,6 +51,7 @@ __all__ = ["launch"]
     short_help="Run a script as several processes.",
 )
 @setting_flags
+@other_flags
 @click.option("--config_file", metavar="PATH", help="The launch file. [default: see below]")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as for python -m.")
 @click.option("--no_python", is_flag=True, help="SCRIPT is a program to run as it is.")
@@ -77,25 +81,76 @@ def launch(
     """
     if module and no_python:
         raise click.UsageError("--module and --no_python exclude each other.", click.get_current_context())
-    flags = given_by_flags(typed)
+    others = OtherFlags.take_from(typed)
+    flags = others.above(given_by_flags(typed))
     check_variables(os.environ)
     found = find_launch_file(config_file, os.environ, Path.cwd())
-    file = Given() if found is None else read_launch_file(*found)
-    # A scheduler knows this machine better than a file that all machines may share.
-    given = gather(flags, os.environ, file.under(surroundings(os.environ)))
+    given = resolve_devices(_gathered(flags, others, found), others).effective()
     config = check_json(given)
     given = _with_folders(given, config)
     settings = given.settings()
     if not settings.starts_hosts:
         _check_folders(given, config)
-    program = Program(script, script_args, "module" if module else "executable" if no_python else "script")
+    kind: ProgramKind = "module" if module else "executable" if no_python else "script"
+    program = Program(script, script_args, kind, _local_rank_option(script, script_args, kind, others.pass_local_rank))
     bf16_by = _bf16_by(given, config)
+    for note in given.notes:
+        _say(f"note: {note}")
     if found is not None:
         _say(f"settings from {found[0]} ({found[1]})")
     told = {**launched_environment(settings, given.sources), **_facade(settings.engine, given.where("engine"))}
     if settings.starts_hosts:
         return _launch_hosts(given, program, told, bf16_by, dry_run=dry_run)
     return _launch_here(settings, program, told, bf16_by, dry_run=dry_run)
+
+
+def _gathered(flags: Given, others: OtherFlags, found: tuple[Path, str] | None) -> Given:
+    """All settings, from flags, environment, what a scheduler says, and the file."""
+    # A scheduler knows this machine better than a file that all machines may share.
+    above = gather(flags, os.environ, surroundings(os.environ))
+    if found is not None:
+        over = above
+        if others.is_fsdp:
+            over = Given({"distributed_type": "FSDP"}).under(above)
+        file: Given = read_launch_file(*found, over=over, fsdp_flags=others.fsdp)
+    elif others.is_fsdp or others.fsdp:
+        file = _of_fsdp_flags(above, others)
+    else:
+        file = Given()
+    return gather(flags, os.environ, file.under(surroundings(os.environ)))
+
+
+def _of_fsdp_flags(given: Given, others: OtherFlags) -> Given:
+    """What FSDP's flags stand for where there is no file."""
+    if not others.is_fsdp:
+        names = ", ".join(f"--{name}" for name in others.fsdp)
+        return Given(notes=(f"{names}: nothing is done with it, as there is no --use_fsdp",))
+    machines = given.values.get("num_machines", 1)
+    made = translate_fsdp(others.fsdp, machines if isinstance(machines, int) else 1)
+    if made.problems:
+        raise wrong_settings(made.problems, lambda key: f"--{key}")
+    sources = {name: f"--{key or 'use_fsdp'}" for name, key in made.said_by.items()}
+    notes = ["--use_fsdp: FSDP -> DEEPSPEED, whose stages shard the same way"]
+    notes += [f"--{key}: {text}" for key, text in made.notes]
+    return Given(
+        {**made.values, "distributed_type": "DEEPSPEED"}, {**sources, "distributed_type": "--use_fsdp"}, tuple(notes)
+    )
+
+
+def _local_rank_option(script: str, arguments: tuple[str, ...], kind: ProgramKind, wanted: bool | None) -> str:
+    """What the script is given its local rank by, if at all: what it declares, where nothing else was asked for."""
+    if wanted is False or any(word.partition("=")[0] in ("--local_rank", "--local-rank") for word in arguments):
+        return ""
+    if kind == "executable":
+        if wanted:
+            text = "--pass_local_rank: a program of --no_python is started as it is"
+            raise ConfigError(text, fix="it finds LOCAL_RANK in its environment")
+        return ""
+    path = Path(script)
+    if kind == "module":
+        place = Path(*script.split("."))
+        path = next((one for one in (place.with_suffix(".py"), place / "__main__.py") if one.is_file()), place)
+    return (local_rank_option(path) or ("--local_rank" if wanted else "")) if path.is_file() or wanted else ""
 
 
 def _launch_here(

@@ -15,10 +15,14 @@ from zeroaccel.config.launch import LaunchSettings
 from zeroaccel.config.launch_sources import Given, from_text, kind_of, other_names
 from zeroaccel.config.problems import closest
 
+from .launch_others import DEEPSPEED_FLAGS, TORCHRUN_HINTS
+
 __all__ = ["GROUPS", "LaunchCommand", "flag", "given_by_flags", "setting_flags"]
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _FLAGS = {"use_cpu": "--cpu"}  # setting -> flag, where it is not just --setting
+# As the `deepspeed` command and torchrun have them.
+_SHORT = {"hostfile": "-H", "inclusion_filter": "-i", "exclusion_filter": "-e", "tee": "-t", "redirects": "-r"}
 _ENGINES = {"use_deepspeed": "DEEPSPEED", "multi_gpu": "MULTI_GPU"}
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -98,21 +102,13 @@ _PARALLELISM = "tensor, context and sequence parallelism are not available"
 _FP8 = "8-bit training is not available; use --mixed_precision bf16"
 _REFUSED_BEGINNINGS: Mapping[str, str] = {
     "parallelism_config": _PARALLELISM,
-    "use_parallelism_config": _PARALLELISM,
-    "fsdp_": "a setting of FSDP, which is another engine; `zeroaccel config convert` translates its files",
-    "use_fsdp": "FSDP is another engine; --zero_stage 3 shards the same way",
     "fp8_": _FP8,
     "megatron_lm_": "a setting of Megatron-LM, which is another engine",
     "use_megatron_lm": "Megatron-LM is another engine",
     "tpu": "there is no support for TPUs",
     "no_tpu": "there is no support for TPUs",
-    "downcast_bf16": "a setting of TPUs, for which there is no support",
     "mpirun_": "mpirun is not called from here; run `mpirun -n N zeroaccel launch ...` instead",
-    "ipex": "that library is not used",
-    "use_xpu": "there is no support for XPUs",
-    "main_training_function": "scripts are run as they are; put the call at the end of the script",
     "aws_": "there is no support for SageMaker",
-    "quiet": "the failing process is told once already, without a second traceback",
     "zero_nvme_path": "say which: --offload_optimizer_nvme_path or --offload_param_nvme_path",
 }
 
@@ -126,8 +122,10 @@ class LaunchCommand(click.Command):
         except click.NoSuchOption as error:
             name = error.option_name.lstrip("-").replace("-", "_")
             for beginning, reason in _REFUSED_BEGINNINGS.items():
-                if name.startswith(beginning) or (name == "q" and beginning == "quiet"):
+                if name.startswith(beginning):
                     raise click.UsageError(f"{error.option_name}: {reason}", ctx) from None
+            if hint := TORCHRUN_HINTS.get(name):
+                raise click.UsageError(f"No such option {error.option_name}; {hint}", ctx) from None
             meant = closest(name, [option.lstrip("-") for param in self.params for option in param.opts])
             fix = f"; did you mean --{meant}?" if meant else ""
             raise click.UsageError(f"No such option {error.option_name}{fix}", ctx) from None
@@ -138,8 +136,11 @@ class LaunchCommand(click.Command):
         for title, names in GROUPS.items():
             with formatter.section(title):
                 formatter.write_dl([records[name] for name in names])
+        with formatter.section("As the deepspeed command has them"):
+            formatter.write_dl([records[name] for name in DEEPSPEED_FLAGS if name in records])
         with formatter.section("This command"):
-            formatter.write_dl([record for name, record in records.items() if name not in grouped])
+            others = [name for name in records if name not in grouped and name not in DEEPSPEED_FLAGS]
+            formatter.write_dl([records[name] for name in others])
 
 
 def flag(setting: str) -> str:
@@ -185,7 +186,7 @@ def given_by_flags(typed: Mapping[str, Any]) -> Given:
 
 def _option(name: str) -> Callable[[_Command], _Command]:
     about = LaunchSettings.model_fields[name].description
-    spelled = [flag(name), *(f"--{other}" for other in other_names(name))]
+    spelled = [flag(name), *(f"--{other}" for other in other_names(name)), *filter(None, [_SHORT.get(name)])]
     if kind_of(name) == "switch" and name not in _VALUED:
         bare = spelled[0].lstrip("-")
         return click.option(f"--{bare}/--no_{bare}", name, is_flag=True, default=None, help=about)

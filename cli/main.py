@@ -27,6 +27,7 @@ SUB_COMMANDS: Mapping[str, LazyCommand] = {
     name: LazyCommand(f"{__package__}.{name.replace('-', '_')}", about)
     for name, about in {
         "checkpoint": "Look into checkpoints, check them, write them for other numbers of ranks or other programs.",
+        "compat": "Commands and modules of DeepSpeed's names, for scripts that call them.",
         "config": "Make, check and explain launch files, by questions or by flags.",
         "doctor": "What works on this machine, what does not, and how to mend it.",
         "env": "Versions, machine and settings, for reports of problems.",

@@ -34,8 +34,8 @@ ARRIVAL_SECONDS = 20.0  # all machines are known to be ready when one is told to
 _PATIENCE_SECONDS = 15.0  # for an orderly end, once nobody listens any more
 
 Order = Mapping[str, Any]
-"""token; folder: working directory; environment: variables to set; settings: as for `launch_settings`; program: name,
-arguments, kind; told: variables for the ranks alone; bf16_by: as for `plan_launch`."""
+"""token; folder: working directory; environment: variables to set; settings: as for `launch_settings`; program: as
+`Program`; told: variables for the ranks alone; bf16_by: as for `plan_launch`."""
 
 
 def main() -> int:
@@ -75,7 +75,7 @@ def _prepare(order: Order) -> LaunchPlan:
         reason = f"{order['folder']}: {(error.strerror or 'not there').lower()}"
         raise ConfigError(f"{reason} on this machine", fix="the job runs in the same folder everywhere") from None
     os.environ.update(order["environment"])
-    program = Program(order["program"]["name"], tuple(order["program"]["arguments"]), order["program"]["kind"])
+    program = Program(**{**order["program"], "arguments": tuple(order["program"]["arguments"])})
     settings = launch_settings(order["settings"])
     return plan_launch(settings, program, os.environ, order["told"], bf16_by=order["bf16_by"])
 

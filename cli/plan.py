@@ -26,12 +26,15 @@ from .affinity import divide_cores, neighbouring_cores
 from .machine import devices
 from .network import is_known_host, is_own_host, own_address_towards, port_trouble
 
-__all__ = ["LaunchPlan", "Program", "plan_launch"]
+__all__ = ["LaunchPlan", "Program", "ProgramKind", "plan_launch"]
+
+ProgramKind = Literal["script", "module", "executable"]
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29500  # torchrun's, for several machines
 FREE_PORT = 0
 CORES = "ZEROACCEL_CPU_CORES"  # the same name is in `runner`, which imports nothing
+LOCAL_RANK_AS = "--local_rank_as="  # likewise
 
 
 @dataclass(frozen=True)
@@ -40,11 +43,13 @@ class Program:
 
     Attributes:
         name: a path for a script, a dotted name for a module, a path or a command for an executable.
+        local_rank_option: what each process is given its local rank by, as "--local_rank"; empty for not at all.
     """
 
     name: str
     arguments: tuple[str, ...] = ()
-    kind: Literal["script", "module", "executable"] = "script"
+    kind: ProgramKind = "script"
+    local_rank_option: str = ""
 
     def command(self) -> tuple[str, ...]:
         """The words of the command; scripts and modules go through `runner`, which reports how they end."""
@@ -53,7 +58,8 @@ class Program:
         # By its path: `-m zeroaccel.cli.runner` would look for zeroaccel in the working directory first.
         runner = str(Path(__file__).with_name("runner.py"))
         flag = ("-m",) if self.kind == "module" else ()
-        return (sys.executable, "-u", runner, *flag, self.name, *self.arguments)
+        rank = (f"{LOCAL_RANK_AS}{self.local_rank_option}",) if self.local_rank_option else ()
+        return (sys.executable, "-u", runner, *rank, *flag, self.name, *self.arguments)
 
 
 @dataclass(frozen=True)
@@ -109,7 +115,9 @@ class LaunchPlan:
 
     def additions(self, local_rank: int) -> dict[str, str]:
         """What one process gets on top of the launcher's own environment and of torch's."""
-        return {**self.environment, **({CORES: self.cores[local_rank]} if self.cores else {})}
+        cores = {CORES: self.cores[local_rank]} if self.cores else {}
+        # LOCAL_SIZE is what the `deepspeed` command calls LOCAL_WORLD_SIZE, and scripts written for it read.
+        return {**self.environment, "LOCAL_SIZE": str(self.num_local), **cores}
 
     def describe(self) -> str:
         """The dry run: per process its environment and its command, which a shell takes as printed."""
@@ -142,7 +150,7 @@ def plan_launch(
             accelerator has no bf16.
     """
     _check_program(program, environ)
-    host, port = _meeting_point(settings, here=here)
+    host, port, about_host = _meeting_point(settings, here=here)
     _check_log_dir(settings)
     found = () if settings.use_cpu else devices()
     num_devices = _num_devices(settings, environ, len(found))
@@ -162,7 +170,7 @@ def plan_launch(
         port=port,
         address=_own_address(host),
         headline=f"{_about_processes(settings, num_local, num_devices)}, {about_threads}",
-        warnings=_warnings(num_local, num_devices),
+        warnings=(*about_host, *_warnings(num_local, num_devices)),
         cores=_cores(settings, program, num_local),
         program=program,
         told=told or {},
@@ -215,23 +223,24 @@ def _check_module(name: str) -> None:
         raise ConfigError(f"--module {name}: there is no module {top!r} here or among the installed ones", fix=fix)
 
 
-def _meeting_point(settings: LaunchSettings, *, here: bool) -> tuple[str, int]:
-    """Host and port, checked where this machine is the one to listen there."""
+def _meeting_point(settings: LaunchSettings, *, here: bool) -> tuple[str, int, tuple[str, ...]]:
+    """Host and port, checked where this machine is the one to listen there; and what is to be said about them."""
     several = settings.num_machines > 1
     host = settings.main_process_ip or LOOPBACK
+    notes: tuple[str, ...] = ()
     port = settings.main_process_port
     if port is None:
         port = DEFAULT_PORT if several else FREE_PORT
-    if not is_known_host(host):
+    if several and not is_known_host(host):
         raise ConfigError("--main_process_ip", expected="an address or the name of a known host", got=host)
     if not several and not is_own_host(host):
-        fix = "leave it out, or set --num_machines if there are more than this one"
-        raise ConfigError("--main_process_ip", expected="an address of this machine", got=host, fix=fix)
+        text = f"--main_process_ip {host}: does nothing on one machine; --num_machines says that there are more"
+        notes, host = (text,), LOOPBACK
     listens = here and settings.is_main_machine and (settings.machine_rank is not None or not several)
     if listens and port != FREE_PORT and (trouble := port_trouble(port)):
         otherwise = "the same on every machine" if several else "or leave it out for a free one"
         raise ConfigError(f"--main_process_port {port}: {trouble}", fix=f"choose another, {otherwise}")
-    return host, port
+    return host, port, notes
 
 
 def _own_address(host: str) -> str:

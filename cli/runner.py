@@ -1,8 +1,9 @@
 """One process of a job: runs the user's script as `python script.py` would, and reports how it ended.
 
-Started by `agent` as `python runner.py [-m] NAME ARGUMENTS...`. What goes wrong is written to the file that torch's
-elastic agent names in TORCHELASTIC_ERROR_FILE, and not to the terminal: `failures` prints it after all output, once
-for all processes. Without that file, as when the command of a dry run is tried by hand, errors are printed as usual.
+Started by `agent` as `python runner.py [--local_rank_as=OPTION] [-m] NAME ARGUMENTS...`. What goes wrong is written to
+the file that torch's elastic agent names in TORCHELASTIC_ERROR_FILE, and not to the terminal: `failures` prints it
+after all output, once for all processes. Without that file, as when the command of a dry run is tried by hand, errors
+are printed as usual.
 
 Imports only the standard library, and nothing of zeroaccel: the script must find the interpreter as it expects it.
 """
@@ -33,6 +34,7 @@ FAULT_FILE = "fault.txt"
 
 _COMPANY_SECONDS = 1.0  # for processes that fail alike to say so, before the launcher ends them
 _PR_SET_PDEATHSIG = 1
+_LOCAL_RANK_AS = "--local_rank_as="
 
 
 class Reporter:
@@ -183,8 +185,14 @@ def _set_first_on_path(folder: str) -> None:
 
 
 def _run(arguments: list[str]) -> None:
+    ranked = arguments[0].startswith(_LOCAL_RANK_AS)
+    option = arguments[0].removeprefix(_LOCAL_RANK_AS) if ranked else ""
+    arguments = arguments[ranked:]
     is_module = arguments[0] == "-m"
     sys.argv = arguments[1:] if is_module else arguments
+    if option:
+        # First, as the `deepspeed` command has it: what the user gave comes after it and counts more.
+        sys.argv.insert(1, f"{option}={os.environ.get('LOCAL_RANK', '0')}")
     module, code = _load_module(sys.argv[0]) if is_module else _load_script(sys.argv[0])
     vars(module)["__builtins__"] = builtins
     if "__annotations__" in globals():  # in some releases the interpreter gives one to `__main__`

@@ -8,7 +8,6 @@ What is left out is told, each with its reason; the file that was read is not ch
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,13 @@ from pydantic import ValidationError
 
 from zeroaccel.config.canonical import Canonical
 from zeroaccel.config.document import read_document
-from zeroaccel.config.launch_file import text_of_file
+from zeroaccel.config.launch_file import MOVED, text_of_file
+from zeroaccel.config.launch_foreign import settle_foreign_keys
 from zeroaccel.config.launch_schema import LaunchFile
 from zeroaccel.config.load import load_config
 from zeroaccel.config.origin import Origin, dotted
 from zeroaccel.config.origin import Path as KeyPath
-from zeroaccel.config.problems import closest, report
+from zeroaccel.config.problems import NOTHING, closest, report
 from zeroaccel.config.schema import Config
 from zeroaccel.config.support import KEYS, Kind, refusals
 from zeroaccel.config.yaml_text import parse_yaml
@@ -36,23 +36,7 @@ from .write import write_file
 
 __all__ = ["convert", "convert_json", "convert_launch"]
 
-_STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
-_NUMBERED = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
-# Settings of FSDP without a counterpart, and why none is needed.
-_FSDP_LEFT_OUT = {
-    "fsdp_auto_wrap_policy": "the repeated blocks of a model are found by themselves",
-    "fsdp_transformer_layer_cls_to_wrap": "the repeated blocks of a model are found by themselves",
-    "fsdp_min_num_params": "the repeated blocks of a model are found by themselves",
-    "fsdp_backward_prefetch": "prefetching is set in the JSON config: stage3_prefetch_bucket_size",
-    "fsdp_forward_prefetch": "prefetching is set in the JSON config: stage3_prefetch_bucket_size",
-    "fsdp_use_orig_params": "parameters always keep their names and shapes",
-    "fsdp_sync_module_states": "the weights of rank 0 always count",
-    "fsdp_activation_checkpointing": "recomputation is the model's own: model.gradient_checkpointing_enable()",
-    "fsdp_version": "there is one engine",
-    "fsdp_ignored_modules": "every module is sharded",
-}
-_TPU = ("tpu_env", "tpu_use_cluster", "tpu_use_sudo", "downcast_bf16")
-_OTHERS = ("megatron_lm_config", "parallelism_config", "fp8_config", "ipex_config", "mpirun_config")
+_NO_COUNTERPART = ("megatron_lm_config", "parallelism_config", "fp8_config", "mpirun_config")
 
 
 @click.command(context_settings=CONTEXT)
@@ -134,16 +118,24 @@ def convert_launch(text: str, name: str) -> tuple[dict[str, Any], list[str]]:
     tree = parse_yaml(text, name).value
     if not isinstance(tree, dict):
         raise ConfigError(name, expected="settings as in `num_processes: 2`", got=tree)
-    tree = {key: value for key, value in tree.items() if value not in (None, {}, [], "")}
-    notes: list[str] = []
-    for key in (*_TPU, *_OTHERS, "main_training_function"):
-        value = tree.pop(key, None)
-        if value and value not in ("no", "main"):
+    foreign = settle_foreign_keys(tree)
+    if foreign.problems:
+        problem = foreign.problems[0]
+        where = f"{name}: {dotted(problem.path)}" + (f": {problem.text}" if problem.text else "")
+        got = {} if problem.got is NOTHING else {"got": problem.got}
+        raise ConfigError(where, expected=problem.expected, fix=problem.fix, **got)
+    tree = {key: value for key, value in foreign.tree.items() if value not in ({}, [])}
+    notes = [f"{dotted(path)}: {text}" for path, text in foreign.notes]
+    for key in (*(key for key in LaunchFile.model_fields if key.startswith("tpu_")), "downcast_bf16"):
+        tree.pop(key, None)  # what is left of them says nothing
+    tree.pop("main_training_function", None)
+    for key in _NO_COUNTERPART:
+        if tree.pop(key, None):
             notes.append(f"left out {key}: it has no counterpart")
-    fsdp = tree.pop("fsdp_config", None)
-    if fsdp or tree.get("distributed_type") == "FSDP":
-        tree["distributed_type"] = "DEEPSPEED"
-        tree["deepspeed_config"] = _of_fsdp(fsdp or {}, name, notes)
+    for old, new in MOVED.items():
+        if old in tree:
+            section, _, below = new.partition(".")
+            tree.setdefault(section, {})[below] = tree.pop(old)
     if tree.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
         raise ConfigError(f"{name}: compute_environment", expected="LOCAL_MACHINE", got=tree["compute_environment"])
     if tree.get("rdzv_backend") == "static" and tree.get("num_machines", 1) == 1:
@@ -152,50 +144,6 @@ def convert_launch(text: str, name: str) -> tuple[dict[str, Any], list[str]]:
         meant = closest(str(key), LaunchFile.model_fields)
         raise ConfigError(f"{name}: {key}: unknown key", fix=f"did you mean {meant}?" if meant else "remove it")
     return tree, notes
-
-
-def _of_fsdp(fsdp: Mapping[str, Any], name: str, notes: list[str]) -> dict[str, Any]:
-    """The section that shards and offloads as FSDP would."""
-    section: dict[str, Any] = {"zero_stage": _stage(fsdp, name)}
-    for key, value in fsdp.items():
-        if key in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward"):
-            notes.append(f"{key} {value} -> zero_stage {section['zero_stage']}")
-            if str(value).startswith("HYBRID") or str(value) in ("4", "5"):
-                notes.append("left out the second sharding within machines: zero_hpz_partition_size of a JSON config")
-        elif key == "fsdp_offload_params":
-            if _is_true(value):
-                section["offload_optimizer_device"] = "cpu"
-                if section["zero_stage"] == 3:
-                    section["offload_param_device"] = "cpu"
-                notes.append("fsdp_offload_params true -> offload devices cpu")
-        elif key == "fsdp_cpu_ram_efficient_loading":
-            if section["zero_stage"] == 3:
-                section["zero3_init_flag"] = _is_true(value)
-                notes.append(f"{key} -> zero3_init_flag {section['zero3_init_flag']}".lower())
-        elif key == "fsdp_state_dict_type":
-            if section["zero_stage"] == 3:
-                section["zero3_save_16bit_model"] = str(value) in ("FULL_STATE_DICT", "1")
-                notes.append(f"{key} {value} -> zero3_save_16bit_model {section['zero3_save_16bit_model']}")
-        elif key in _FSDP_LEFT_OUT:
-            notes.append(f"left out {key}: {_FSDP_LEFT_OUT[key]}")
-        else:
-            meant = closest(str(key), [*_FSDP_LEFT_OUT, "fsdp_sharding_strategy", "fsdp_offload_params"])
-            raise ConfigError(f"{name}: fsdp_config.{key}: unknown key", fix=f"did you mean {meant}?" if meant else "")
-    return section
-
-
-def _stage(fsdp: Mapping[str, Any], name: str) -> int:
-    key = "fsdp_sharding_strategy" if "fsdp_sharding_strategy" in fsdp else "fsdp_reshard_after_forward"
-    said = str(fsdp.get(key, "FULL_SHARD")).upper()
-    # Parameters that stay whole between forward and backward are stage 2.
-    word = {"TRUE": "FULL_SHARD", "FALSE": "SHARD_GRAD_OP"}.get(said, _NUMBERED.get(said, said))
-    if word not in _STAGES:
-        raise ConfigError(f"{name}: fsdp_config.{key}", expected=" or ".join(_STAGES), got=fsdp[key])
-    return _STAGES[word]
-
-
-def _is_true(value: Any) -> bool:
-    return str(value).lower() in ("true", "1", "yes")
 
 
 def _copy(value: Any) -> Any:

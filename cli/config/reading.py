@@ -48,7 +48,7 @@ def show(environ: Mapping[str, str], config_file: str | None, resolve: bool, as_
         click.echo(json.dumps(dict(file.values), indent=2) if as_json else found[0].read_text().rstrip("\n"))
         return
     check_variables(environ)
-    given = gather(Given(), environ, file)
+    given = gather(Given(), environ, file).effective()
     settings = given.settings()
     config = check_json(given)
     names = [name for group in GROUPS.values() for name in group]

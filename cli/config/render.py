@@ -12,13 +12,19 @@ from typing import Any
 
 import yaml
 
-from zeroaccel.config.launch_file import LaunchConfig, parse_launch_file
+from zeroaccel.config.launch_file import LaunchConfig, blanks, parse_launch_file
 from zeroaccel.config.launch_json import check_json
+from zeroaccel.config.launch_sources import Given
+from zeroaccel.config.yaml_text import parse_yaml
 
 from .answers import as_text
 from .questions import AUTO, QUESTIONS
 
 __all__ = ["answers_of", "checked", "command_line", "launch_line", "render"]
+
+
+_OF_A_MACHINE: Mapping[str, Any] = {"machine_rank": 0, "main_process_ip": "localhost"}
+"""What a machine of several has to know, and what stands for it while a file is checked."""
 
 
 def render(answers: Mapping[str, Any], extras: Mapping[tuple[str, ...], Any] | None = None) -> str:
@@ -38,16 +44,34 @@ def render(answers: Mapping[str, Any], extras: Mapping[tuple[str, ...], Any] | N
     return text
 
 
-def checked(text: str, name: str) -> LaunchConfig:
-    """The launch file behind a text, with its settings checked against each other and against its JSON config.
+def checked(text: str, name: str) -> Given:
+    """The settings behind a text, checked against each other and against their JSON config, and notes on them.
+
+    What each machine of several has to be told for itself, a flag of the launch may say: it is a note here.
 
     Raises:
         ConfigError: something in it is wrong; all of it is told.
     """
-    given = parse_launch_file(text, name)
-    given.settings()
+    tree = parse_yaml(text, name).value
+    empty = blanks(tree) if isinstance(tree, dict) else ()
+    machines = {"num_machines": 2} if "num_machines" in empty else {}
+    over = Given({**dict.fromkeys(empty), **machines}, dict.fromkeys(empty, "to be filled in"))
+    given = parse_launch_file(text, name, over=over).under(Given(machines)).effective()
+    lacking = list(empty)
+    if given.values.get("num_machines", 1) != 1 and not _starts_hosts(given):
+        needed = [key for key in _OF_A_MACHINE if key != "machine_rank" or given.values.get("rdzv_backend") != "c10d"]
+        lacking += [key for key in needed if key not in given.values and key not in lacking]
+    filled = {key: value for key, value in _OF_A_MACHINE.items() if key in lacking}
+    given.under(Given(filled)).settings()
     check_json(given)
-    return given
+    if not lacking:
+        return given
+    note = f"{name}: to be completed by {' and '.join(f'--{key}' for key in lacking)} of `zeroaccel launch`"
+    return Given(given.values, given.sources, (*given.notes, note))
+
+
+def _starts_hosts(given: Given) -> bool:
+    return given.values.get("hostfile") is not None and given.values.get("multinode_launcher") != "standard"
 
 
 def answers_of(file: LaunchConfig) -> tuple[dict[str, Any], dict[tuple[str, ...], Any]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +18,22 @@ from zeroaccel.config.bounds import parse_plain_json
 from zeroaccel.config.canonical import UnknownKeys
 from zeroaccel.config.launch import LaunchSettings, launch_settings, typed_settings
 from zeroaccel.config.launch_file import text_of_file
-from zeroaccel.config.launch_schema import DeepSpeedSection, LaunchFile
+from zeroaccel.config.launch_schema import LaunchFile
 from zeroaccel.config.load import load_config
-from zeroaccel.config.origin import Path as KeyPath
-from zeroaccel.config.schema import Config
 from zeroaccel.config.variables import known_variables, unknown_variable
 from zeroaccel.config.yaml_text import parse_yaml
-from zeroaccel.errors import ConfigError, ZeroAccelError, compose
+from zeroaccel.errors import ConfigError, ZeroAccelError
 
 from ..hostfile import read_hostfile
 from ..launch import launch
 from ..launch_flags import flag, given_by_flags
+from ..launch_others import OtherFlags
 from .command import CONTEXT
 from .making import say
 from .render import checked
 
 __all__ = ["validate", "validate_file"]
 
-_FILLED_IN = ("machine_rank", "num_machines", "num_processes", "main_process_ip", "main_process_port")
 _LAUNCH = re.compile(r"\bzeroaccel\s+launch\s+(.*)")
 _VARIABLE = re.compile(r"\b(ZEROACCEL_[A-Z0-9_]+)=")
 
@@ -100,10 +98,9 @@ def _structured(path: Path, text: str, unknown_keys: UnknownKeys) -> tuple[str, 
         for words in commands:
             _check_words(str(path), words)
         return f"Kubernetes {tree['kind']}", ()
-    if isinstance(tree, dict) and (lines := list(_misunderstandings(tree, parsed.places))):
-        raise ConfigError(lines[0] if len(lines) == 1 else "\n  ".join([f"{path}: {len(lines)} settings", *lines]))
-    named = checked(text, str(path)).values.get("deepspeed_config_file")
-    return "launch file", () if named is None else _json(Path(named), unknown_keys)
+    found = checked(text, str(path))
+    named = found.values.get("deepspeed_config_file")
+    return "launch file", (*found.notes, *(() if named is None else _json(Path(named), unknown_keys)))
 
 
 def _json(path: Path, unknown_keys: UnknownKeys) -> tuple[str, ...]:
@@ -113,25 +110,6 @@ def _json(path: Path, unknown_keys: UnknownKeys) -> tuple[str, ...]:
     config = load_config(path, unknown_keys=unknown_keys)
     check_training(config)
     return config.notes
-
-
-def _misunderstandings(tree: Mapping[str, Any], places: Mapping[KeyPath, str]) -> Iterator[str]:
-    """Mistakes in a launch file that the general messages would only call unknown or no number."""
-    section = tree.get("deepspeed_config")
-    known = {*DeepSpeedSection.model_fields, *LaunchFile.model_fields}
-    for key in section if isinstance(section, dict) else ():
-        if key in Config.model_fields and key not in known:
-            where = places.get(("deepspeed_config", key), "deepspeed_config")
-            fix = "put it into a JSON file, and name that by deepspeed_config_file here"
-            yield compose(
-                f"{where}: deepspeed_config.{key}: a section of the JSON config, not of a launch file", fix=fix
-            )
-    for key, value in tree.items():
-        if isinstance(value, str) and key in _FILLED_IN and value.strip("<>${} ").upper() == str(key).upper():
-            fix = f"write a number, or leave the key out and give `zeroaccel launch --{key}` on each machine"
-            yield compose(
-                f"{places.get((key,), key)}: {key}: {value!r} is a placeholder, which nothing fills in", fix=fix
-            )
 
 
 def _is_launch_json(text: str) -> bool:
@@ -191,10 +169,13 @@ def _check_words(where: str, words: list[str]) -> None:
             typed = dict(context.params)
     except click.UsageError as error:
         raise ConfigError(f"{where}: {error.format_message()}") from None
-    settings = {name: typed[name] for name in (*LaunchSettings.model_fields, "use_deepspeed", "multi_gpu")}
-    written = {name: value for name, value in settings.items() if "$" not in str(value)}
+    names = (*LaunchSettings.model_fields, "use_deepspeed", "multi_gpu")
+    is_whole = not any("$" in str(value) for name, value in typed.items() if not name.startswith("script"))
+    typed = {name: None if "$" in str(value) else value for name, value in typed.items()}
     try:
-        check = launch_settings if len(written) == len(settings) else typed_settings
-        check(given_by_flags(written).values, flag)
+        others = OtherFlags.take_from(typed)
+        written = {name: typed[name] for name in names}
+        check = launch_settings if is_whole else typed_settings
+        check(others.above(given_by_flags(written)).effective().values, flag)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None

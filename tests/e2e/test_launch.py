@@ -66,7 +66,7 @@ def test_ranks_meet_and_get_what_the_dry_run_shows(tmp_path: Path) -> None:
         assert promised["ACCELERATE_DEEPSPEED_ZERO_STAGE"] == "3"
         assert promised.get("ZEROACCEL_CPU_CORES", facts["cores"]) == facts["cores"]
         assert promised["ZEROACCEL_COMPAT"] == "1"
-        assert len(promised) == 15 + (cores > 1)
+        assert len(promised) == 16 + (cores > 1)
         assert {name: facts["environment"][name] for name in promised} == promised | {"CUDA_VISIBLE_DEVICES": ""}
 
 

@@ -120,3 +120,24 @@ def test_flags_fill_a_json_in_which_everything_is_auto(project: Path) -> None:
     }
     for said in ("--mixed_precision", "--zero_stage", "--offload_param_device", "DataLoader(batch_size=2)"):
         assert f"({said})" in result.stdout
+
+
+def test_a_file_for_fsdp_trains_at_the_stage_that_shards_the_same_way(project: Path) -> None:
+    (project / "fsdp.yaml").write_text(
+        "distributed_type: FSDP\nmixed_precision: bf16\nmain_process_ip: 192.0.2.1\nfsdp_config:\n"
+        "  fsdp_version: 2\n  fsdp_reshard_after_forward: true\n  fsdp_offload_params: true\n"
+    )
+    result = _launch(project, "--config_file", "fsdp.yaml")
+    assert result.returncode == 0, result.stderr
+    resolved = json.loads((project / "resolved.json").read_text())["zero_optimization"]
+    assert (resolved["stage"], resolved["offload_param"]["device"]) == (3, "cpu")
+    assert "fsdp.yaml:6:3" in result.stdout  # who said the stage
+    said = result.stderr.splitlines()
+    assert said[:4] == [
+        "zeroaccel: note: fsdp.yaml:1:1: distributed_type: FSDP -> DEEPSPEED, whose stages shard the same way",
+        "zeroaccel: note: fsdp.yaml:6:3: fsdp_config.fsdp_reshard_after_forward: true -> zero_stage 3",
+        "zeroaccel: note: fsdp.yaml:5:3: fsdp_config.fsdp_version: left out, there is one engine",
+        "zeroaccel: note: fsdp.yaml:7:3: fsdp_config.fsdp_offload_params: true -> offload_optimizer_device and "
+        "offload_param_device cpu",
+    ]
+    assert "zeroaccel: --main_process_ip 192.0.2.1: does nothing on one machine" in result.stderr

@@ -473,7 +473,9 @@ READERS: Mapping[str, Reader] = {
         lambda content, _: parse_launch_file(_text(content), "launch.yaml"), lambda _: [_LAUNCH], _TEXT_TOKENS
     ),
     "json": Reader(
-        lambda content, _: load_config(_text(content)), lambda _: [_CONFIG, _CONFIG5], _JSON_TOKENS + _TEXT_TOKENS
+        lambda content, _: load_config(_text(content), unknown_keys="strict"),
+        lambda _: [_CONFIG, _CONFIG5],
+        _JSON_TOKENS + _TEXT_TOKENS,
     ),
     "hostfile": Reader(
         _read_hostfile, lambda _: [b"node1 slots=8\nuser@node2 slots=8 # last\n"], (b"slots=", b"#", b"9" * 9)

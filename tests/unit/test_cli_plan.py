@@ -115,6 +115,8 @@ def test_scripts_and_modules_run_under_the_runner_and_programs_do_not() -> None:
     assert Program("a.py", ("-x",)).command() == (sys.executable, "-u", runner, "a.py", "-x")
     assert Program("a.b", kind="module").command() == (sys.executable, "-u", runner, "-m", "a.b")
     assert Program("echo", ("1",), "executable").command() == ("echo", "1")
+    ranked = Program("a.py", ("-x",), local_rank_option="--local-rank")
+    assert ranked.command() == (sys.executable, "-u", runner, "--local_rank_as=--local-rank", "a.py", "-x")
 
 
 @pytest.mark.parametrize(
@@ -152,7 +154,6 @@ def test_a_port_that_is_taken(machine: pytest.MonkeyPatch) -> None:
     ("values", "words"),
     [
         ({"num_machines": 2, "machine_rank": 0, "main_process_ip": "host.invalid"}, "the name of a known host"),
-        ({"main_process_ip": "192.0.2.1"}, "--main_process_ip: expected an address of this machine, got '192.0.2.1'"),
         ({"gpu_ids": "0,2"}, "--gpu_ids: expected no device, as this machine has none, got '0,2'"),
         ({"enable_cpu_affinity": True, "num_processes": 4096}, "--enable_cpu_affinity: expected at most"),
         ({"log_dir": "train.py/logs"}, "train.py is a file"),
@@ -161,6 +162,19 @@ def test_a_port_that_is_taken(machine: pytest.MonkeyPatch) -> None:
 )
 def test_what_does_not_fit_this_machine(machine: pytest.MonkeyPatch, values: dict[str, Any], words: str) -> None:
     assert words in _refusal(values)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "node-7.invalid"])
+def test_an_address_of_another_machine_means_nothing_on_one(machine: pytest.MonkeyPatch, host: str) -> None:
+    plan = _plan({"main_process_ip": host, "num_processes": 2})
+    assert plan.host == "127.0.0.1"
+    assert plan.warnings == (
+        f"--main_process_ip {host}: does nothing on one machine; --num_machines says that there are more",
+    )
+
+
+def test_local_size_is_what_the_deepspeed_command_calls_it(machine: pytest.MonkeyPatch) -> None:
+    assert [_plan({"num_processes": 3}).rank_environment(rank)["LOCAL_SIZE"] for rank in range(3)] == ["3"] * 3
 
 
 @pytest.mark.parametrize(("quota", "cores"), [("max 100000", None), ("100000 100000", 1), ("50000 100000", 1)])

@@ -37,7 +37,10 @@ def test_nothing_has_to_be_given() -> None:
         ),
         ({"machine_rank": 1}, "--machine_rank: expected 0 on one machine, got 1"),
         (MACHINES | {"machine_rank": 2}, "--machine_rank: expected the number of this machine, 0 to 1, got 2"),
-        (MACHINES | {"machine_rank": None}, "--machine_rank: expected the number of this machine, 0 to 1"),
+        (
+            MACHINES | {"machine_rank": None},
+            "--machine_rank: expected the number of this machine, 0 to 1; or give a ho",
+        ),
         (MACHINES | {"main_process_ip": None}, "--main_process_ip: expected the address of machine 0"),
         (MACHINES | {"main_process_port": 0}, "--main_process_port: expected a port that all machines know"),
         (MACHINES | {"num_processes": 5}, "a multiple of num_machines (2), got 5; it counts the processes of all"),

@@ -114,15 +114,18 @@ def test_a_key_of_older_files_means_what_it_meant(tmp_path: Path, backend: str) 
             "num_processes: 2\nnum_processes: 3",
             "launch.yaml:2:1: num_processes: given 2 times, on lines 1, 2; keep one",
         ),
-        (
-            "fsdp_config: {fsdp_offload_params: true}",
-            "fsdp_config: settings of FSDP, which is another engine; `zeroacc",
-        ),
-        ("distributed_type: FSDP", "got 'FSDP'; `zeroaccel config convert FILE` makes a ZeRO config of an FSDP one"),
         ("distributed_type: XLA", "expected DEEPSPEED, MULTI_GPU, MULTI_CPU or NO, got 'XLA'"),
         ("compute_environment: AMAZON_SAGEMAKER", "expected 'LOCAL_MACHINE', got 'AMAZON_SAGEMAKER'"),
-        ("fp8_config: {backend: TE}", "fp8_config: 8-bit training is not available"),
-        ("tpu_use_sudo: true", "tpu_use_sudo: expected"),
+        ("mixed_precision: fp8", "launch.yaml:1:1: mixed_precision: expected 'no', 'fp16' or 'bf16', got 'fp8'"),
+        ("distributed_type: MEGATRON_LM", "expected DEEPSPEED, MULTI_GPU, MULTI_CPU or NO, got 'MEGATRON_LM'"),
+        (
+            "parallelism_config: {parallelism_config_tp_size: 2}",
+            "parallelism_config: tensor, context and sequence para",
+        ),
+        (
+            "distributed_type: MULTI_CPU\nnum_machines: 2\nmpirun_config: {mpirun_hostfile: h}",
+            "mpirun is not called fr",
+        ),
         ("- num_processes", "launch.yaml: expected settings as in `num_processes: 2`, got ['num_processes']"),
     ],
 )

@@ -12,16 +12,20 @@ from importlib import import_module
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import Distribution, DistributionFinder
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from zeroaccel.compat.surface import ABSENT, PACKAGE, SURFACE, nearest
 from zeroaccel.errors import UsageError
 
-__all__ = ["VERSION", "FacadeModule", "install", "is_installed", "real_location", "uninstall"]
+__all__ = ["SHIM_MARK", "VERSION", "FacadeModule", "install", "is_installed", "real_location", "uninstall"]
 
 VERSION = "0.19.5+zeroaccel"
 """Of the import surface: libraries compare it with the oldest release of DeepSpeed that has what they use."""
+
+SHIM_MARK = "of-zeroaccel"
+"""A file in the package that `zeroaccel compat install` writes; it is no DeepSpeed, and leads here."""
 
 _DECIDED_AT_IMPORT = ("accelerate", "transformers")  # these look for deepspeed once, when they are imported
 
@@ -146,7 +150,9 @@ def is_installed() -> bool:
 def real_location() -> str | None:
     """Where a real DeepSpeed would be imported from; None if there is none."""
     spec = PathFinder.find_spec(PACKAGE)
-    return None if spec is None or spec.loader is None else str(spec.origin)
+    if spec is None or spec.loader is None or Path(str(spec.origin)).with_name(SHIM_MARK).is_file():
+        return None
+    return str(spec.origin)
 
 
 def _absence(name: str) -> str:

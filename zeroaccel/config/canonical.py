@@ -23,6 +23,7 @@ of another section, and a note otherwise; always a note."""
 _MOST_PLACES = 3  # of a key in other sections, beyond which none of them is probably meant
 
 _MOST_HINTS = 50
+_MOST_UNKNOWN = 50  # beyond which a file is of another kind, rather than one with keys that are ignored
 
 
 class Canonical:
@@ -191,9 +192,8 @@ class Canonical:
         self.unknown.append(written)
         meant = self._meant(section, key)
         fix = f"did you mean {meant}?" if meant else f"keys here are {_listed(section)}" if path else ""
-        if section.is_open and (
-            self._mode == "lenient" or (self._mode == "standard" and not (meant and section.is_read))
-        ):
+        ignores = self._mode == "lenient" or (self._mode == "standard" and not (meant and section.is_read))
+        if section.is_open and ignores and len(self.unknown) <= _MOST_UNKNOWN:
             hint = f"; {fix}" if meant else ""
             self.notes.append(Note(written, f"unknown key, which changes nothing{hint}", is_loud=True))
         else:

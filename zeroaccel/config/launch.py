@@ -23,7 +23,15 @@ from zeroaccel.config.launch_schema import (
 from zeroaccel.config.problems import NOTHING, Problem, closest, from_pydantic
 from zeroaccel.errors import ConfigError, compose
 
-__all__ = ["LaunchSettings", "Rendezvous", "Streams", "launch_settings", "typed_settings", "wrong_settings"]
+__all__ = [
+    "LaunchSettings",
+    "Rendezvous",
+    "Streams",
+    "idle_settings",
+    "launch_settings",
+    "typed_settings",
+    "wrong_settings",
+]
 
 DEFAULT_STAGE = 2
 """The stage of a launch that asks for ZeRO without saying which, as in accelerate."""
@@ -105,6 +113,29 @@ def typed_settings(values: Mapping[str, Any], address: Callable[[str], str] = st
         raise wrong_settings([from_pydantic(entry) for entry in error.errors(include_url=False)], address) from None
 
 
+def idle_settings(values: Mapping[str, Any]) -> dict[str, str]:
+    """Settings that do nothing beside the others -> why. What a JSON config says is not known here.
+
+    Args:
+        values: setting -> value, of those that were given; they need not be right.
+    """
+    if values.get("deepspeed_config_file") is not None:
+        return {}
+    stage = values.get("zero_stage", DEFAULT_STAGE)
+    if not isinstance(stage, int) or isinstance(stage, bool):
+        return {}
+    said = f"the stage is {stage}" + ("" if "zero_stage" in values else ", as none is given")
+    idle: dict[str, str] = {}
+    for kind, least, what in (
+        ("param", 3, f"parameters are sharded at stage 3 only, and {said}"),
+        ("optimizer", 1, f"optimizer states are sharded from stage 1 on, and {said}"),
+    ):
+        names = [f"offload_{kind}_device", f"offload_{kind}_nvme_path"]
+        if 0 <= stage < least and values.get(names[0]) in ("cpu", "nvme"):
+            idle |= {name: what for name in names if name in values}
+    return idle
+
+
 def _unknown(name: str) -> Problem:
     meant = closest(name, LaunchSettings.model_fields)
     return Problem((name,), text="no such setting", fix=f"did you mean {meant}?" if meant else "remove it")
@@ -161,7 +192,8 @@ def _problems_between_machines(settings: LaunchSettings) -> Iterator[Problem]:
     arrives = settings.rendezvous == "c10d"  # then the numbers are given out in some order
     if (settings.machine_rank is None and not arrives) or (settings.machine_rank or 0) >= machines:
         got = NOTHING if settings.machine_rank is None else settings.machine_rank
-        yield Problem(("machine_rank",), expected=f"the number of this machine, 0 to {machines - 1}", got=got)
+        fix = "or give a hostfile, and the job is started on all machines from here" if got is NOTHING else ""
+        yield Problem(("machine_rank",), expected=f"the number of this machine, 0 to {machines - 1}", got=got, fix=fix)
     if settings.main_process_ip is None:
         yield Problem(("main_process_ip",), expected="the address of machine 0", fix="give it on every machine")
     if settings.main_process_port == 0:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from zeroaccel.config.bounds import read_at_most
 from zeroaccel.config.canonical import Canonical
 from zeroaccel.config.document import given_paths
 from zeroaccel.config.launch import LaunchSettings
+from zeroaccel.config.launch_foreign import settle_foreign_keys
 from zeroaccel.config.launch_schema import LaunchFile
 from zeroaccel.config.launch_sources import Given
 from zeroaccel.config.origin import Origin
@@ -30,7 +33,9 @@ from zeroaccel.errors import ConfigError
 __all__ = [
     "CONFIG_VARIABLE",
     "FILE_NAME",
+    "MOVED",
     "LaunchConfig",
+    "blanks",
     "find_launch_file",
     "parse_launch_file",
     "read_launch_file",
@@ -43,21 +48,17 @@ FILE_NAME = "zeroaccel.yaml"
 _MOST_NBYTES = 4 << 20
 
 _PROJECT_MARKS = (".git", "pyproject.toml", "setup.cfg", "setup.py")
+_FILLED_IN = ("machine_rank", "num_machines", "num_processes", "main_process_ip", "main_process_port")
 _SECTIONS = ("deepspeed_config", "dynamo_config")
 _REFUSED: Mapping[str, tuple[str, str]] = {
-    "fsdp_config": (
-        "settings of FSDP, which is another engine",
-        "`zeroaccel config convert FILE` makes a ZeRO config of them",
-    ),
     "megatron_lm_config": ("settings of Megatron-LM, which is another engine", "remove it"),
     "parallelism_config": ("tensor, context and sequence parallelism are not available", "remove it"),
     "fp8_config": ("8-bit training is not available", "remove it, and set mixed_precision to bf16"),
     "ipex_config": ("that library is not used", "remove it"),
     "mpirun_config": ("mpirun is not called from here", "remove it, and run `mpirun ... zeroaccel launch ...`"),
-    "tpu_env": ("there is no support for TPUs", "remove it"),
 }
 
-_MOVED = {"dynamo_backend": "dynamo_config.dynamo_backend"}
+MOVED = {"dynamo_backend": "dynamo_config.dynamo_backend"}
 """Key of accelerate's older files -> where it is now."""
 
 
@@ -72,8 +73,15 @@ class LaunchConfig(Given):
     path: str
     model: LaunchFile
 
-    def __init__(self, path: str, model: LaunchFile, values: Mapping[str, Any], sources: Mapping[str, str]) -> None:
-        super().__init__(values, sources)
+    def __init__(
+        self,
+        path: str,
+        model: LaunchFile,
+        values: Mapping[str, Any],
+        sources: Mapping[str, str],
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(values, sources, notes)
         object.__setattr__(self, "path", path)
         object.__setattr__(self, "model", model)
 
@@ -104,38 +112,58 @@ def user_config_folder(environ: Mapping[str, str]) -> Path:
     return Path(home, "zeroaccel")
 
 
-def read_launch_file(path: Path, why: str = "") -> LaunchConfig:
+def read_launch_file(
+    path: Path, why: str = "", *, over: Given | None = None, fsdp_flags: Mapping[str, Any] | None = None
+) -> LaunchConfig:
     """Reads and checks a launch file.
 
     Args:
         why: who named this file, for the message that it is not there.
+        over: settings that count more than the file's; what the file has for them is not looked at.
+        fsdp_flags: as for `parse_launch_file`.
 
     Raises:
         ConfigError: it cannot be read, is not YAML, or says something wrong: all that is wrong, with line and column.
     """
-    return parse_launch_file(text_of_file(path, why), str(path))
+    return parse_launch_file(text_of_file(path, why), str(path), over=over, fsdp_flags=fsdp_flags)
 
 
-def parse_launch_file(text: str, name: str) -> LaunchConfig:
+def parse_launch_file(
+    text: str, name: str, *, over: Given | None = None, fsdp_flags: Mapping[str, Any] | None = None
+) -> LaunchConfig:
     """Checks the text of a launch file; as `read_launch_file`, for a text that lies in no file, or not yet.
 
     Args:
         name: what to call it in messages.
+        fsdp_flags: settings of FSDP that were typed, which count more than those of a file for FSDP.
     """
     parsed = parse_yaml(text, name)
     if not isinstance(parsed.value, dict):
         raise ConfigError(name, expected="settings as in `num_processes: 2`", got=parsed.value)
-    tree = {_MOVED.get(key, key): value for key, value in _without_nothing(parsed.value).items()}
-    moved = {(new,): parsed.places[(old,)] for old, new in _MOVED.items() if (old,) in parsed.places}
+    decided = {} if over is None else over.values
+    given = _without(decided, _without_nothing(parsed.value))
+    foreign = settle_foreign_keys(given, decided.get("distributed_type"), fsdp_flags)
+    tree = {MOVED.get(key, key): value for key, value in foreign.tree.items()}
+    moved: dict[KeyPath, str] = {(new,): parsed.places[(old,)] for old, new in MOVED.items() if (old,) in parsed.places}
+    moved |= {new: parsed.places[old] for new, old in foreign.moved.items() if old in parsed.places}
     order = list(given_paths(parsed.value))
     canonical = Canonical(LaunchFile, tree)
     origin = Origin(name=name, raw=tree, places=parsed.places | moved, written=canonical.written)
     model, problems = _validated(canonical.tree)
-    problems = [*given_twice(parsed.duplicates), *canonical.problems, *problems, *_refusals(canonical.tree)]
+    problems = [_as_blank(problem) for problem in problems]
+    problems = [
+        *given_twice(parsed.duplicates),
+        *foreign.problems,
+        *canonical.problems,
+        *problems,
+        *_refusals(canonical.tree),
+    ]
     if problems:
         raise report(problems, origin, order)
     values, paths = _flat(canonical.tree, model)
-    return LaunchConfig(name, model, values, {name: _place(origin, path) for name, path in paths.items()})
+    sources = {name: _place(origin, path) for name, path in paths.items()}
+    notes = [f"{origin.where_written(path) or name}: {text}" for path, text in foreign.notes]
+    return LaunchConfig(name, model, values, sources, tuple(notes))
 
 
 def _project_folders(folder: Path) -> Iterator[Path]:
@@ -184,6 +212,15 @@ def _without_nothing(tree: dict[Any, Any]) -> dict[Any, Any]:
     }
 
 
+def _without(values: Mapping[str, Any], tree: dict[Any, Any]) -> dict[Any, Any]:
+    """Without the keys of settings that somebody else decides, who may have had to: a file may leave blanks to fill."""
+    kept = {key: value for key, value in tree.items() if key not in values or key == "distributed_type"}
+    for section in _SECTIONS:
+        if isinstance(kept.get(section), dict):
+            kept[section] = {key: value for key, value in kept[section].items() if key not in values}
+    return kept
+
+
 def _validated(tree: dict[str, Any]) -> tuple[LaunchFile, list[Problem]]:
     """The file from the keys that are right, and what is wrong with the others."""
     try:
@@ -191,6 +228,21 @@ def _validated(tree: dict[str, Any]) -> tuple[LaunchFile, list[Problem]]:
     except ValidationError as error:
         problems = [from_pydantic(entry) for entry in error.errors(include_url=False)]
         return LaunchFile(), problems
+
+
+def blanks(tree: Mapping[Any, Any]) -> tuple[str, ...]:
+    """Settings of the machines for which a file only has a word to be replaced, as `machine_rank: 'MACHINE_RANK'`."""
+    return tuple(name for name in _FILLED_IN if _is_blank(tree.get(name)))
+
+
+def _is_blank(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[<{$\[].*|[A-Z][A-Z_]{3,}", value.strip()) is not None
+
+
+def _as_blank(problem: Problem) -> Problem:
+    if len(problem.path) == 1 and problem.path[0] in _FILLED_IN and _is_blank(problem.got):
+        return replace(problem, fix=f"write it there, or give --{problem.path[0]}, which counts more")
+    return problem
 
 
 def _refusals(tree: Mapping[str, Any]) -> Iterator[Problem]:

@@ -106,13 +106,13 @@ _BY_HAND = ("nossh",)
 
 def _launcher(value: object) -> object:
     name = str(value).lower()
-    if name in ("openmpi", "mpich", "mvapich", "slurm"):
+    if name in ("openmpi", "mpich", "impi", "mvapich", "slurm"):
         raise wrong('"ssh" or "standard"', "leave it out, and start `zeroaccel launch` under mpirun or srun")
     return "ssh" if name in _SSH else "standard" if name in _BY_HAND else name
 
 
 _TYPES = ("DEEPSPEED", "MULTI_GPU", "MULTI_CPU", "NO")
-_TRANSLATED = "`zeroaccel config convert FILE` makes a ZeRO config of an FSDP one"
+_TRANSLATED = "say --use_fsdp, which means the stage that shards the same way"
 
 
 def _distributed_type(value: object) -> object:
@@ -267,7 +267,7 @@ class LaunchFile(ProcessSettings):
     dynamo_config: DynamoSettings = DynamoSettings()
     """Whether and how the model is compiled."""
     fsdp_config: FreeSection = None
-    """Settings of another engine; `zeroaccel config convert` translates them."""
+    """Settings of FSDP: read as the stage and offload that shard the same way, where distributed_type is FSDP."""
     megatron_lm_config: FreeSection = None
     """Settings of another engine."""
     parallelism_config: FreeSection = None

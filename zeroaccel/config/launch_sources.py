@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from zeroaccel.config.launch import LaunchSettings, launch_settings, wrong_settings
+from zeroaccel.config.launch import LaunchSettings, idle_settings, launch_settings, wrong_settings
 from zeroaccel.config.launch_env import LaunchedSettings, to_environment, variable_of
 from zeroaccel.config.problems import Problem
 from zeroaccel.config.section import spellings
@@ -42,6 +42,15 @@ _STAYS: Mapping[str, tuple[str, object]] = {
     "gpu_ids": ("CUDA_VISIBLE_DEVICES", "all"),
 }
 _HANDED_ON = {one.name for one in fields(LaunchedSettings)} & set(LaunchSettings.model_fields)
+# What people write into --rdzv_conf beside its own settings -> why it does nothing, where it does nothing.
+_MEETING: Mapping[str, str] = {
+    "rdzv_backend": "",
+    "rdzv_endpoint": "",
+    "rdzv_id": "the meeting point is enough",
+    "is_host": "machine 0 hosts the meeting point",
+    "store_type": "machines meet through torch's TCP store",
+    "use_libuv": "torch chooses",
+}
 _YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
@@ -52,14 +61,29 @@ class Given:
     Attributes:
         values: setting -> value; those that nobody gave are absent.
         sources: setting -> who said it: "--zero_stage", "environment ZEROACCEL_ZERO_STAGE", "zeroaccel.yaml:12:3".
+        notes: one line for each thing that was said and has no effect, or stands for something else here.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def under(self, other: Given) -> Given:
         """These settings where the other has none."""
-        return Given({**self.values, **other.values}, {**self.sources, **other.sources})
+        return Given({**self.values, **other.values}, {**self.sources, **other.sources}, (*self.notes, *other.notes))
+
+    def effective(self) -> Given:
+        """These settings without those that have no effect beside the others, each of which leaves a note.
+
+        They are settings that accelerate and DeepSpeed take and do nothing with, as offload of parameters at stage 2.
+        """
+        idle = idle_settings(self.values)
+        notes = [f"{self.where(name)} {self.values[name]}: does nothing, {reason}" for name, reason in idle.items()]
+        return Given(
+            {name: value for name, value in self.values.items() if name not in idle},
+            {name: source for name, source in self.sources.items() if name not in idle},
+            (*self.notes, *notes),
+        )
 
     def where(self, name: str) -> str:
         """The address of a setting for a message; one that nobody gave is called by the flag that would give it."""
@@ -81,7 +105,7 @@ def gather(flags: Given, environ: Mapping[str, str], file: Given) -> Given:
     Raises:
         ConfigError: a variable of the environment cannot be read.
     """
-    return file.under(given_in_environment(environ)).under(flags)
+    return _meeting(file.under(given_in_environment(environ)).under(flags))
 
 
 def given_in_environment(environ: Mapping[str, str]) -> Given:
@@ -163,8 +187,40 @@ def _streams(text: str) -> int | dict[int, int]:
     return {int(rank): int(choice) for rank, choice in (part.split(":") for part in text.split(","))}
 
 
-def _pairs(text: str) -> dict[str, int]:
-    return {key.strip(): int(number) for key, number in (part.split("=") for part in text.split(","))}
+def _pairs(text: str) -> dict[str, int | str]:
+    pairs = (part.split("=") for part in text.split(","))
+    named = {key.strip(): value.strip() for key, value in pairs}
+    return {key: value if key in _MEETING else int(value) for key, value in named.items()}
+
+
+def _meeting(given: Given) -> Given:
+    """With what torchrun's --rdzv_conf says of the meeting itself as the settings that say it here."""
+    pairs = given.values.get("rdzv_conf")
+    if not isinstance(pairs, Mapping) or not set(pairs) & set(_MEETING):
+        return given
+    source = given.sources.get("rdzv_conf", "--rdzv_conf")
+    said: dict[str, Any] = {}
+    if "rdzv_backend" in pairs:
+        said["rdzv_backend"] = pairs["rdzv_backend"]
+    host, _, port = str(pairs.get("rdzv_endpoint", "")).rpartition(":")
+    host, port = (host, port) if port.isdigit() else (str(pairs.get("rdzv_endpoint", "")), "")
+    if host:
+        said["main_process_ip"] = host
+    if port:
+        said["main_process_port"] = int(port)
+    notes = []
+    for name, value in said.items():
+        before = given.values.get(name, value)
+        is_other = before != value
+        notes.append(
+            f"{source}: {name} {value}: does nothing, as {given.where(name)} says {before}"
+            if is_other
+            else f"{source} -> {name} {value}"
+        )
+    notes += [f"{source}: {key}: does nothing, {why}" for key, why in _MEETING.items() if key in pairs and why]
+    kept = {key: value for key, value in pairs.items() if key not in _MEETING}
+    values = {**given.values, "rdzv_conf": kept}
+    return Given(said, dict.fromkeys(said, source)).under(Given(values, given.sources, (*given.notes, *notes)))
 
 
 _FORMS: Mapping[SettingKind, tuple[Callable[[str], Any], str]] = {

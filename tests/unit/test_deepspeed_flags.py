@@ -1,0 +1,151 @@
+"""Flags of the `deepspeed` command: what a dry run would start on a machine with 8 devices. No process is started."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from zeroaccel.cli import deepspeed_command, launch_others
+from zeroaccel.cli import errands as errands_module
+from zeroaccel.cli import launch as launch_module
+from zeroaccel.cli import plan as plan_module
+from zeroaccel.cli.machine import Device
+from zeroaccel.cli.main import main
+
+DEVICES = (Device("A100", 2**36, has_bf16=True),) * 8
+HOSTS = "".join(f"worker-{number} slots=4\n" for number in range(4))
+
+
+@dataclass
+class DryRun:
+    """What a dry run printed: the environment and the command of each process, and the machines of a hostfile."""
+
+    processes: list[dict[str, str]]
+    commands: list[list[str]]
+    hosts: list[str]
+    notes: str
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+    """A machine with 8 devices and 16 cores that knows every host, in a folder with a script."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(launch_module.os, "environ", {"HOME": str(tmp_path / "home"), "PATH": "/usr/bin:/bin"})
+    monkeypatch.setattr(launch_module, "_run", lambda *_: pytest.fail("the launch began"))
+    for module in (plan_module, launch_others):
+        monkeypatch.setattr(module, "devices", lambda: DEVICES)
+    monkeypatch.setattr(plan_module, "usable_cores", lambda: 16)
+    monkeypatch.setattr(plan_module, "neighbouring_cores", lambda: list(range(16)))
+    monkeypatch.setattr(plan_module, "port_trouble", lambda _: "")
+    monkeypatch.setattr(plan_module, "_own_address", lambda _: "127.0.0.1")
+    for module in (plan_module, errands_module):
+        monkeypatch.setattr(module, "is_known_host", lambda _: True)
+    (tmp_path / "train.py").write_text("import argparse\nparser = argparse.ArgumentParser()\n")
+    (tmp_path / "hosts").write_text(HOSTS)
+    return monkeypatch
+
+
+def _dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> DryRun:
+    with pytest.raises(SystemExit) as exit_:
+        main(["launch", "--dry_run", *words], prog_name="zeroaccel")
+    said = capsys.readouterr()
+    assert exit_.value.code == 0, said.err
+    run = DryRun([], [], [], said.err)
+    for line in said.out.splitlines():
+        if line.startswith("# on "):
+            run.hosts.append(line.removeprefix("# on ").partition(",")[0])
+        elif line and not line.startswith("#"):
+            parts = shlex.split(line)
+            start = parts.index(sys.executable)
+            run.processes.append(dict(word.split("=", 1) for word in parts[:start]))
+            run.commands.append(parts[start:])
+    return run
+
+
+def _refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    with pytest.raises(SystemExit) as exit_:
+        main(["launch", "--dry_run", *words], prog_name="zeroaccel")
+    assert exit_.value.code == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "num_processes", "visible"),
+    [
+        (["--include", "localhost:2,5"], 2, "2,5"),
+        (["-i", "localhost:0"], 1, "0"),
+        (["-e", "localhost:0,1,2"], 5, "3,4,5,6,7"),
+        (["--include", "localhost"], 8, None),
+        (["--include", "localhost:1", "--cpu"], 1, ""),
+        (["--num_gpus", "-1"], 8, None),
+        (["--hostfile", "hosts", "-i", "worker-1:3"], 1, "3"),
+    ],
+)
+def test_filters_choose_devices(
+    words: list[str],
+    num_processes: int,
+    visible: str | None,
+    machine: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = _dry_run(capsys, *words, "train.py")
+    assert [process["LOCAL_RANK"] for process in run.processes] == [str(rank) for rank in range(num_processes)]
+    assert {process.get("CUDA_VISIBLE_DEVICES") for process in run.processes} == {visible}
+
+
+@pytest.mark.parametrize(
+    ("words", "refusal"),
+    [
+        (["--exclude", "localhost"], "--exclusion_filter: expected to leave one of the 8 devices of this machine, got"),
+        (["--include", "localhost:8"], "--gpu_ids: expected devices 0 to 7, got '8'"),
+        (["--hostfile", "hosts", "--num_nodes", "5"], "--num_nodes: expected at most the 4 machines of hosts, got 5"),
+        (["--hostfile", "hosts", "--num_gpus", "5"], "--num_gpus: expected at most 4, the slots of worker-0, got 5"),
+        (
+            ["--hostfile", "hosts", "--num_gpus", "2", "-i", "worker-1"],
+            "--num_gpus: given beside --inclusion_filter",
+        ),
+    ],
+)
+def test_filters_that_choose_nothing(
+    words: list[str], refusal: str, machine: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refusal in _refusal(capsys, *words, "train.py")
+
+
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        ([], True),
+        (["--no_local_rank"], False),
+        (["--pass_local_rank"], True),
+        (["--module"], True),
+    ],
+)
+def test_the_local_rank_is_given_to_scripts_that_take_it(
+    words: list[str], given: bool, machine: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("takes.py").write_text("parser.add_argument('--local_rank')\n")
+    name = "takes" if "--module" in words else "takes.py"
+    for script, expected in ((name, given), ("train.py", "--pass_local_rank" in words)):
+        if script == "train.py" and "--module" in words:
+            continue
+        command = _dry_run(capsys, *words, script).commands[0]
+        assert ("--local_rank_as=--local_rank" in command) == expected
+    assert "--local_rank_as=--local_rank" not in _dry_run(capsys, *words, name, "--local_rank=4").commands[0]
+
+
+@pytest.mark.parametrize(("hostfile", "machines"), [("hosts", 4), ("nowhere", 0)])
+def test_the_deepspeed_command_finds_the_hostfile_that_deepspeed_looks_for(
+    hostfile: str, machines: int, machine: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine.setattr(deepspeed_command, "DEFAULT_HOSTFILE", Path(hostfile))
+    with pytest.raises(SystemExit) as exit_:
+        deepspeed_command.main(["--dry_run", "train.py"])
+    said = capsys.readouterr()
+    assert exit_.value.code == 0, said.err
+    assert said.out.count("# on worker-") == machines
+    assert "ZEROACCEL_COMPAT" in said.out

@@ -1,0 +1,261 @@
+"""What accelerate's files and flags hold beside ours: translated or dropped with a note, or refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zeroaccel.cli.launch_others import OtherFlags
+from zeroaccel.config.launch_file import parse_launch_file
+from zeroaccel.config.launch_fsdp import translate_fsdp
+from zeroaccel.config.launch_sources import Given, gather
+from zeroaccel.errors import ConfigError
+
+
+def _notes(text: str, **arguments: Any) -> list[str]:
+    return list(parse_launch_file(text, "f.yaml", **arguments).notes)
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "values"),
+    [
+        ({}, {"zero_stage": 3}),
+        ({"fsdp_sharding_strategy": "FULL_SHARD"}, {"zero_stage": 3}),
+        ({"fsdp_sharding_strategy": 1}, {"zero_stage": 3}),
+        ({"fsdp_sharding_strategy": "2"}, {"zero_stage": 2}),
+        ({"fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_version": 1}, {"zero_stage": 2}),
+        ({"fsdp_sharding_strategy": "NO_SHARD", "fsdp_offload_params": True}, {"zero_stage": 0}),
+        ({"fsdp_sharding_strategy": "HYBRID_SHARD"}, {"zero_stage": 3}),
+        ({"fsdp_sharding_strategy": "_HYBRID_SHARD_ZERO2"}, {"zero_stage": 2}),
+        ({"fsdp_reshard_after_forward": False, "fsdp_version": 2}, {"zero_stage": 2}),
+        ({"fsdp_reshard_after_forward": "true", "fsdp_version": "2"}, {"zero_stage": 3}),
+        (
+            # FSDP2 has no strategy: the other key decides.
+            {"fsdp_reshard_after_forward": False, "fsdp_version": 2, "fsdp_sharding_strategy": "FULL_SHARD"},
+            {"zero_stage": 2},
+        ),
+        (
+            {"fsdp_reshard_after_forward": False, "fsdp_version": 1, "fsdp_sharding_strategy": "FULL_SHARD"},
+            {"zero_stage": 3},
+        ),
+        (
+            {"fsdp_offload_params": "true", "fsdp_sharding_strategy": "SHARD_GRAD_OP"},
+            {"zero_stage": 2, "offload_optimizer_device": "cpu"},
+        ),
+        (
+            {"fsdp_offload_params": True, "fsdp_state_dict_type": "FULL_STATE_DICT"},
+            {
+                "zero_stage": 3,
+                "offload_optimizer_device": "cpu",
+                "offload_param_device": "cpu",
+                "zero3_save_16bit_model": True,
+            },
+        ),
+        ({"sharding_strategy": 2, "offload_params": False}, {"zero_stage": 2}),  # as accelerate's first files had them
+    ],
+)
+def test_fsdp_shards_as_a_stage_does(fsdp: dict[str, Any], values: dict[str, Any]) -> None:
+    made = translate_fsdp(fsdp)
+    assert made.values == values
+    assert made.problems == []
+    # Each key that was given is accounted for.
+    keys = {key if key.startswith("fsdp_") else f"fsdp_{key}" for key in fsdp}
+    assert keys <= {key for key, _ in made.notes}
+
+
+def test_shards_within_machines_are_told_where_there_are_several() -> None:
+    assert not any("mics_shard_size" in text for _, text in translate_fsdp({"fsdp_sharding_strategy": "4"}, 1).notes)
+    assert any("mics_shard_size" in text for _, text in translate_fsdp({"fsdp_sharding_strategy": "4"}, 2).notes)
+
+
+def test_an_fsdp_file_is_read_with_a_note_per_key_and_places() -> None:
+    text = (
+        "distributed_type: FSDP\nnum_processes: 2\nfsdp_config:\n"
+        "  fsdp_sharding_strategy: SHARD_GRAD_OP\n  fsdp_backward_prefetch_policy: BACKWARD_PRE\n"
+    )
+    given = parse_launch_file(text, "f.yaml")
+    assert given.values == {"distributed_type": "DEEPSPEED", "num_processes": 2, "zero_stage": 2}
+    assert given.sources["zero_stage"] == "f.yaml:4:3"
+    assert list(given.notes) == [
+        "f.yaml:1:1: distributed_type: FSDP -> DEEPSPEED, whose stages shard the same way",
+        "f.yaml:4:3: fsdp_config.fsdp_sharding_strategy: SHARD_GRAD_OP -> zero_stage 2",
+        "f.yaml:5:3: fsdp_config.fsdp_backward_prefetch_policy: left out, prefetching is set in the JSON config: "
+        "stage3_prefetch_bucket_size",
+    ]
+
+
+def test_flags_of_fsdp_count_more_than_the_file() -> None:
+    text = "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: FULL_SHARD, fsdp_offload_params: true}\n"
+    flags = {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}
+    assert parse_launch_file(text, "f.yaml", fsdp_flags=flags).values["zero_stage"] == 2
+    over = Given({"distributed_type": "FSDP"})
+    assert parse_launch_file("num_processes: 2\n", "f.yaml", over=over, fsdp_flags=flags).values["zero_stage"] == 2
+    (note,) = _notes("num_processes: 2\n", fsdp_flags=flags)
+    assert note == "f.yaml: --fsdp_sharding_strategy: nothing is done with it, as there is no --use_fsdp"
+
+
+@pytest.mark.parametrize(
+    ("fsdp", "words"),
+    [
+        ("{fsdp_sharding_strategy: HALF}", "f.yaml:2:15: fsdp_config.fsdp_sharding_strategy: expected FULL_SHARD or"),
+        ("{fsdp_sharding_stratgy: NO_SHARD}", "fsdp_config.fsdp_sharding_stratgy: unknown key; did you mean fsdp_sha"),
+    ],
+)
+def test_what_fsdp_does_not_have_is_refused(fsdp: str, words: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_launch_file(f"distributed_type: FSDP\nfsdp_config: {fsdp}\n", "f.yaml")
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "values", "note"),
+    [
+        (
+            "fsdp_config: {fsdp_offload_params: true}",
+            {},
+            "f.yaml:1:1: fsdp_config: does nothing, as no distributed_typ",
+        ),
+        (
+            "distributed_type: MULTI_GPU\nfsdp_config: {fsdp_offload_params: true}",
+            {"distributed_type": "MULTI_GPU"},
+            "f.yaml:2:1: fsdp_config: does nothing, as distributed_type is MULTI_GPU",
+        ),
+        (
+            "distributed_type: MULTI_GPU\ndeepspeed_config: {zero_stage: 3}",
+            {"distributed_type": "MULTI_GPU"},
+            "f.yaml:2:1: deepspeed_config: does nothing, as distributed_type is MULTI_GPU",
+        ),
+        (
+            "distributed_type: 'NO'\nnum_processes: 8",
+            {"distributed_type": "NO", "num_processes": 1},
+            "f.yaml:2:1: num_processes: does nothing, as distributed_type is NO, which is one process",
+        ),
+        ("distributed_type: MULTI_XPU", {"distributed_type": "MULTI_GPU"}, "distributed_type: MULTI_XPU -> MULTI_GPU"),
+        ("downcast_bf16: 'yes'", {}, "f.yaml:1:1: downcast_bf16: does nothing, a setting of TPUs"),
+        ("tpu_use_sudo: true", {}, "f.yaml:1:1: tpu_use_sudo: does nothing, a setting of TPUs"),
+        ("tpu_name: a", {}, "f.yaml:1:1: tpu_name: does nothing, a setting of TPUs"),
+        (
+            "main_training_function: train",
+            {},
+            "main_training_function: does nothing, a setting of TPUs; scripts are run",
+        ),
+        ("ipex_config: {ipex: true}", {}, "ipex_config: does nothing, that library is not used"),
+        ("fp8_config: {backend: TE}", {}, "fp8_config: does nothing, as mixed_precision is not fp8"),
+        ("megatron_lm_config: {megatron_lm_tp_degree: 2}", {}, "megatron_lm_config: does nothing, as no distributed_t"),
+        ("mpirun_config: {mpirun_hostfile: h}", {}, "mpirun_config: does nothing, the processes of this machine are"),
+        (
+            "parallelism_config: {parallelism_config_dp_shard_size: 8, parallelism_config_tp_size: 1}",
+            {},
+            "parallelism_config: does nothing, there is data parallelism only, over all ranks",
+        ),
+        ("fp16: true", {"mixed_precision": "fp16"}, "f.yaml:1:1: fp16: true -> mixed_precision fp16"),
+        (
+            "num_machines: 1\ndeepspeed_config: {deepspeed_hostfile: hosts, deepspeed_multinode_launcher: pdsh}",
+            {"num_machines": 1, "multinode_launcher": "ssh"},
+            "f.yaml:2:20: deepspeed_config.deepspeed_hostfile: does nothing, as num_machines is 1",
+        ),
+        (
+            "num_machines: 1\ndeepspeed_config: {deepspeed_multinode_launcher: openmpi}",
+            {"num_machines": 1},
+            "deepspeed_config.deepspeed_multinode_launcher: does nothing, as num_machines is 1",
+        ),
+        (
+            "deepspeed_config: {zero_stage: 3, bf16: {enabled: true}}",
+            {"zero_stage": 3},
+            "f.yaml:1:35: deepspeed_config.bf16: does nothing, here as in accelerate: it is for the JSON file that",
+        ),
+        (
+            "deepspeed_config: {zero_stage: '3', gradient_clipping: none, quux_size: 3}",
+            {"zero_stage": 3},
+            "deepspeed_config.quux_size: does nothing, accelerate has no such setting and ignores it",
+        ),
+    ],
+)
+def test_what_accelerate_ignores_is_a_note_with_its_place(text: str, values: dict[str, Any], note: str) -> None:
+    given = parse_launch_file(text, "f.yaml")
+    assert given.values == values
+    assert len(given.notes) == 1
+    assert note in given.notes[0]
+
+
+def test_nothing_is_noted_that_says_nothing() -> None:
+    text = (
+        "downcast_bf16: 'no'\ntpu_env: []\ntpu_use_cluster: false\nfsdp_config: {}\nmegatron_lm_config: {}\n"
+        "main_training_function: main\ncommand_file: null\ntpu_name: null\nmain_process_ip: ''\nnum_processes: 2\n"
+    )
+    given = parse_launch_file(text, "f.yaml")
+    assert (given.values, given.notes) == ({"num_processes": 2}, ())
+
+
+def test_blanks_of_a_file_are_filled_by_flags() -> None:
+    text = "num_machines: 2\nmachine_rank: 'MACHINE_RANK'\nmain_process_ip: HOST\n"
+    with pytest.raises(ConfigError, match="machine_rank: expected a whole number, got 'MACHINE_RANK'"):
+        parse_launch_file(text, "f.yaml")
+    given = parse_launch_file(text, "f.yaml", over=Given({"machine_rank": 1}))
+    assert given.values == {"num_machines": 2, "main_process_ip": "HOST"}
+
+
+@pytest.mark.parametrize(
+    ("values", "idle"),
+    [
+        ({"zero_stage": 2, "offload_param_device": "cpu"}, ["offload_param_device"]),
+        (
+            {"offload_param_device": "nvme", "offload_param_nvme_path": "/d"},
+            ["offload_param_device", "offload_param_nvme_path"],
+        ),
+        ({"zero_stage": 0, "offload_optimizer_device": "cpu"}, ["offload_optimizer_device"]),
+        ({"zero_stage": 3, "offload_param_device": "cpu", "offload_optimizer_device": "cpu"}, []),
+        ({"offload_optimizer_device": "cpu"}, []),
+        ({"zero_stage": 2, "offload_param_device": "none"}, []),
+        ({"zero_stage": 2, "offload_param_device": "gpu"}, []),  # wrong, and told so
+        ({"offload_param_device": "cpu", "deepspeed_config_file": "ds.json"}, []),  # the stage is said there
+    ],
+)
+def test_offload_of_what_is_not_sharded_does_nothing(values: dict[str, Any], idle: list[str]) -> None:
+    given = Given(values, dict.fromkeys(values, "f.yaml:3:5")).effective()
+    assert given.values == {name: value for name, value in values.items() if name not in idle}
+    assert [note.split()[1] for note in given.notes] == idle
+    assert all(note.startswith("f.yaml:3:5: ") and "does nothing" in note for note in given.notes)
+
+
+def test_rdzv_conf_may_say_where_the_machines_meet() -> None:
+    conf = {"rdzv_backend": "c10d", "rdzv_endpoint": "node1:29400", "join_timeout": 60}
+    given = gather(Given({"rdzv_conf": conf}, {"rdzv_conf": "--rdzv_conf"}), {}, Given())
+    assert given.values == {
+        "rdzv_backend": "c10d",
+        "main_process_ip": "node1",
+        "main_process_port": 29400,
+        "rdzv_conf": {"join_timeout": 60},
+    }
+    assert given.where("main_process_port") == "--rdzv_conf"
+    file = Given({"main_process_ip": "node2"}, {"main_process_ip": "f.yaml:1:1"})
+    given = gather(Given({"rdzv_conf": {**conf, "is_host": "1"}}, {"rdzv_conf": "--rdzv_conf"}), {}, file)
+    assert given.values["main_process_ip"] == "node2"
+    assert (
+        given.notes[1] == "--rdzv_conf: main_process_ip node1: does nothing, as f.yaml:1:1: main_process_ip says node2"
+    )
+    assert given.notes[-1] == "--rdzv_conf: is_host: does nothing, machine 0 hosts the meeting point"
+
+
+def test_flags_that_change_nothing_are_noted_and_others_taken() -> None:
+    typed: dict[str, Any] = dict.fromkeys(("quiet", "downcast_bf16", "use_fsdp"), True)
+    typed |= {
+        "use_parallelism_config": True,
+        "parallelism_config_dp_shard_size": "8",
+        "parallelism_config_tp_size": "1",
+    }
+    typed |= {"pass_local_rank": None, "master_port": "5", "log_level": "info", "fsdp_version": "2", "num_gpus": "-1"}
+    flags = OtherFlags.take_from(typed)
+    assert typed == {}
+    assert flags.above(Given()).values == {"main_process_port": 5}
+    assert flags.above(Given()).sources == {"main_process_port": "--master_port"}
+    assert (flags.fsdp, flags.is_fsdp, flags.num_gpus) == ({"fsdp_version": "2"}, True, None)
+    assert [note.partition(":")[0] for note in flags.notes] == [
+        "--quiet",
+        "--downcast_bf16",
+        "--use_parallelism_config",
+        "--log_level",
+        "--parallelism_config_dp_shard_size",
+        "--parallelism_config_tp_size",
+    ]
