@@ -417,8 +417,13 @@ def _scheduler(given: SchedulerSource | None, settings: Config, optimizer: Optim
             fix="remove the section or the argument",
         )
     if optimizer is None:
-        if given is not None or section is not None:
+        if given is not None:
             raise UsageError("initialize(lr_scheduler)", expected="an optimizer to schedule", got=None)
+        if section is not None:  # the file of a training that is evaluated
+            logger.warning(
+                "%s is left aside: there is no optimizer to schedule, so this engine is for inference",
+                settings.where("scheduler"),
+            )
         return None
     if section is not None:
         with addressed(settings):

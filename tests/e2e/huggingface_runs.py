@@ -25,10 +25,12 @@ import transformers
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DeepSpeedPlugin
+from safetensors.torch import load_file
 from torch.utils.data import DataLoader, Dataset
 from transformers import Trainer, TrainingArguments, set_seed
 
 import zeroaccel.comm.topology
+import zeroaccel.errors
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -66,8 +68,9 @@ SIZES = {
 }
 
 
-def llama() -> Any:
-    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+def llama(**more: Any) -> Any:
+    special = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = transformers.LlamaConfig(**SIZES, num_key_value_heads=2, **special, **more)
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
@@ -389,6 +392,93 @@ def plugins(stage: str, folder: Path) -> dict[str, Any]:
     return {"losses": losses, "weights": weights}
 
 
+def saves(stage: str, folder: Path) -> dict[str, Any]:
+    """Each way in which scripts of accelerate save a model with tied weights, and what they wrote."""
+    model = llama(tie_word_embeddings=True)
+    wanted = state_digest({name: value for name, value in model.state_dict().items() if name != TIED})
+    accelerator = Accelerator(
+        deepspeed_plugin=DeepSpeedPlugin(
+            {
+                "train_micro_batch_size_per_gpu": 2,
+                "gradient_accumulation_steps": 1,
+                "zero_optimization": {"stage": int(stage), "stage3_param_persistence_threshold": 0},
+            },
+            zero3_init_flag=False,
+        )
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    inner, main = accelerator.unwrap_model(model), accelerator.is_main_process
+    found = {}
+
+    def check(way: str) -> None:
+        accelerator.wait_for_everyone()
+        if main:
+            found[way] = state_digest(files_in(folder / way)) == wanted
+
+    inner.save_pretrained(
+        folder / "documented",
+        is_main_process=main,
+        save_function=accelerator.save,
+        state_dict=accelerator.get_state_dict(model),
+    )
+    check("documented")
+    inner.save_pretrained(folder / "no_state_dict", is_main_process=main, save_function=accelerator.save)
+    check("no_state_dict")
+    inner.save_pretrained(folder / "in_parts", is_main_process=main, max_shard_size="20KB")
+    check("in_parts")
+    state = accelerator.get_state_dict(model)
+    if main:  # as a Trainer's _save that leaves the state dict aside
+        inner.save_pretrained(folder / "main_process_only")
+        assert len(list((folder / "in_parts").glob("*.safetensors"))) > 2
+    check("main_process_only")
+    shapes = {name: value.shape for name, value in state.items()}
+    assert shapes == {name: param.shape for name, param in inner.named_parameters(remove_duplicate=False)}
+    assert main or stage != "3" or {value.device.type for value in state.values()} == {"meta"}
+    del state
+    refused = ""
+    try:
+        inner.save_pretrained(folder / "alone")
+    except zeroaccel.errors.EngineStateError as error:
+        refused = str(error)
+    accelerator.free_memory()
+    return {"found": found, "refused": refused}
+
+
+TIED = "lm_head.weight"
+
+
+def files_in(folder: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a saved model, each of which is in one file."""
+    found: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        assert not found.keys() & tensors.keys()
+        found |= tensors
+    return found
+
+
+def evaluated(stage: str, folder: Path) -> dict[str, Any]:
+    """evaluate and predict with the file of a training, then the training itself, as without them."""
+    sections = {"optimizer": OPTIMIZER, "scheduler": SCHEDULER}
+    losses = []
+    source = written(folder)
+    for first in (True, False):
+        settings = arguments(folder, config(stage, **sections), max_steps=4, warmup_steps=1, lr_scheduler_type="linear")
+        run = Trainer(model=source(), args=settings, train_dataset=Samples(32, tokens), eval_dataset=Samples(8, tokens))
+        before = None
+        if first:
+            before = run.evaluate()["eval_loss"]
+            assert before == run.predict(Samples(8, tokens)).metrics["test_loss"]
+        run.train()
+        losses.append([entry["loss"] for entry in run.state.log_history if "loss" in entry])
+        losses[-1].append(run.evaluate()["eval_loss"])
+        assert losses[-1][-1] != before
+        run.accelerator.free_memory()
+        forget()
+    return {"trained": losses}
+
+
 SCENARIOS = {
     found.__name__: found
     for found in (
@@ -405,6 +495,8 @@ SCENARIOS = {
         multimodal,
         generation,
         plugins,
+        saves,
+        evaluated,
     )
 }
 

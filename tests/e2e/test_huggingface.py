@@ -37,6 +37,8 @@ RUNS = {
     "generation": ("2", "3"),
     "plugins": ("2", "3"),
 }
+# What these tell is of their own kind; transformers evaluates without training at stage 3 only.
+ALONE = {"saves": ("2", "3"), "evaluated": ("3",)}
 BF16 = ("own_optimizer",)
 # These warm up by DeepSpeed's schedule, which plain Trainer does not have.
 WITHOUT_PEER = ("trainer", "resumed")
@@ -48,6 +50,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], 
     wanted = [
         f"{name}:{','.join((*stages, *(() if name in WITHOUT_PEER else ('ddp',))))}" for name, stages in RUNS.items()
     ]
+    wanted += [f"{name}:{','.join(stages)}" for name, stages in ALONE.items()]
     folder = tmp_path_factory.mktemp("huggingface")
     program = Path(__file__).with_name("huggingface_runs.py")
     command = [
@@ -103,6 +106,21 @@ def test_the_best_checkpoint_is_loaded_at_the_end(outcomes: Any, stage: str) -> 
 def test_generation_is_that_of_the_whole_model(outcomes: Any) -> None:
     for stage in RUNS["generation"]:
         assert outcomes["generation", stage]["written"] == outcomes["generation", "ddp"]["written"]
+
+
+@pytest.mark.parametrize("stage", ALONE["saves"])
+def test_each_way_of_saving_writes_every_weight_once(outcomes: Any, stage: str) -> None:
+    ways = ("documented", "no_state_dict", "in_parts", "main_process_only")
+    assert outcomes["saves", stage]["found"] == dict.fromkeys(ways, True)
+    refused = outcomes["saves", stage]["refused"]
+    assert ("pass state_dict=accelerator.get_state_dict(model)" in refused) == (stage == "3")
+
+
+@pytest.mark.parametrize("stage", ALONE["evaluated"])
+def test_a_trainer_that_evaluated_first_trains_as_one_that_did_not(outcomes: Any, stage: str) -> None:
+    first, other = outcomes["evaluated", stage]["trained"]
+    assert len(first) == 5  # of four steps, and of an evaluation
+    assert first == other
 
 
 LAUNCH_FILE = """

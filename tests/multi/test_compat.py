@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch import nn
 
 from tests.multi.pool import Pool
 from zeroaccel import compat
-from zeroaccel.errors import ConfigError, EngineStateError, UsageError
+from zeroaccel.errors import CheckpointError, ConfigError, EngineStateError, UsageError
 
 Ranks = Callable[[int], Pool]
 
@@ -250,3 +252,58 @@ def test_marked_modules_are_one_unit(ranks: Ranks) -> None:
     names = ranks(2).run(_leaves)
     assert names[0] == names[1]
     assert "1" in names[0]
+
+
+def _resumes_if_there_is_something(folder: str) -> list[Any]:
+    compat.install()
+    try:
+        import deepspeed
+
+        engine, _, _, _ = deepspeed.initialize(model=_model(), config={**CONFIG, "gradient_accumulation_steps": 2})
+        empty = f"{folder}/empty"
+        os.makedirs(empty, exist_ok=True)
+        found = [engine.load_checkpoint(f"{folder}/absent"), engine.load_checkpoint(empty)]
+        with pytest.raises(CheckpointError):
+            engine.load_checkpoint(empty, tag="global_step1")  # a tag says that there is one
+        loss = engine(torch.ones(1, 4)).sum()
+        returned = engine.backward(loss)
+        engine.step()
+        undivided = engine.backward(engine(torch.ones(1, 4)).sum(), scale_wrt_gas=False)
+        assert returned.item() == loss.item() / 2
+        assert undivided.item() == loss.item()
+        engine.step()
+        engine.save_checkpoint(f"{folder}/saved")
+        path, state = engine.load_checkpoint(f"{folder}/saved")
+        if torch.distributed.get_rank() == 0:
+            os.remove(f"{folder}/saved/latest")
+        torch.distributed.barrier()
+        with pytest.raises(CheckpointError):
+            engine.load_checkpoint(f"{folder}/saved")  # something is there
+        engine.destroy()
+        return [*found, (path is not None, state)]
+    finally:
+        compat.uninstall()
+
+
+def test_a_folder_without_a_checkpoint_and_the_loss_that_is_returned(ranks: Ranks, tmp_path: Path) -> None:
+    expected = [(None, None), (None, None), (True, {})]
+    assert ranks(2).run(_resumes_if_there_is_something, str(tmp_path)) == [expected] * 2
+
+
+def _clones() -> None:
+    compat.install()
+    try:
+        from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+
+        part = torch.arange(6.0)[2:]
+        copied = clone_tensors_for_torch_save({"a": part, "tied": part.detach(), "other": [part[1:]]})
+        assert copied["a"] is copied["tied"]
+        assert copied["a"].untyped_storage().nbytes() == 16
+        assert copied["other"][0].tolist() == [3.0, 4.0, 5.0]
+        assert copied["a"].data_ptr() != part.data_ptr()
+    finally:
+        compat.uninstall()
+
+
+def test_tied_weights_are_cloned_once(ranks: Ranks) -> None:
+    ranks(1).run(_clones)

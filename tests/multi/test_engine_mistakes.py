@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,7 @@ from tests.multi.job import run_command
 from tests.multi.pool import Pool
 from tests.multi.training import Toy, batches, config
 from zeroaccel.errors import ConfigError, EngineStateError, UsageError, ZeroAccelError
+from zeroaccel.logs import logger
 
 Ranks = Callable[[int], Pool]
 Arguments = dict[str, Any]
@@ -386,3 +388,26 @@ def test_half_a_job_is_told_at_once() -> None:
     result = run_command([sys.executable, "-c", program], env={"WORLD_SIZE": "2", "RANK": "0"})
     assert result.returncode == 1
     assert "MASTER_ADDR" in result.stderr.splitlines()[-1]
+
+
+def _schedule_without_optimizer() -> tuple[bool, list[str]]:
+    lines: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(listener)
+    section = {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}
+    try:
+        engine, optimizer, _, scheduler = zeroaccel.initialize(
+            nn.Linear(2, 2), config={**_without_optimizer(3), "scheduler": section}
+        )
+    finally:
+        logger.removeHandler(listener)
+    engine(torch.ones(1, 2))
+    engine.destroy()
+    return (optimizer, scheduler) == (None, None), lines
+
+
+def test_the_schedule_of_a_file_is_left_aside_without_an_optimizer(ranks: Ranks) -> None:
+    for alone, lines in ranks(2).run(_schedule_without_optimizer):
+        assert alone
+        assert sum("scheduler is left aside: there is no optimizer to schedule" in line for line in lines) == 1

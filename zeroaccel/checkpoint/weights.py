@@ -30,6 +30,7 @@ __all__ = [
     "StreamedWeights",
     "announced",
     "consolidated_state_dict",
+    "placeholder_state_dict",
     "save_weights",
     "stream_into",
 ]
@@ -130,6 +131,19 @@ def consolidated_state_dict(holdings: Holdings, *, exclude_frozen: bool) -> dict
         if holdings.rank == 0:
             found[name] = value.to("cpu", copy=True)
     return _under_all_names(found, holdings.model) if holdings.rank == 0 else None
+
+
+def placeholder_state_dict(holdings: Holdings, *, exclude_frozen: bool) -> dict[str, Tensor]:
+    """Names, shapes and dtypes of what `consolidated_state_dict` gives on rank 0, on the meta device: no values."""
+    found: dict[str, Tensor] = {}
+    for unit in holdings.units:
+        for buffer in unit.buffers:
+            for index, slot in enumerate(buffer.layout.slots):
+                if not (exclude_frozen and not buffer.params[index].requires_grad):
+                    found[slot.fqn] = torch.empty(slot.shape, dtype=buffer.dtype, device="meta")
+    for name, value in persistent_buffers(holdings.model):
+        found[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+    return _under_all_names(found, holdings.model)
 
 
 def _under_all_names(found: dict[str, Tensor], model: torch.nn.Module) -> dict[str, Tensor]:

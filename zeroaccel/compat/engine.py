@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import argparse
 import logging
-from collections.abc import Iterable, Mapping
+import os
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -17,8 +20,11 @@ from torch.utils.data import DataLoader
 
 from zeroaccel.assembly import initialize as assemble
 from zeroaccel.checkpoint.engine import CheckpointingEngine
+from zeroaccel.checkpoint.weights import placeholder_state_dict
+from zeroaccel.compat import transformers_calls
 from zeroaccel.compat.communication import require_process_group
 from zeroaccel.compat.dicts import from_library
+from zeroaccel.compat.finder import VERSION
 from zeroaccel.compat.leaves import marked_names
 from zeroaccel.compat.parameters import ParameterOffload, attach
 from zeroaccel.errors import ConfigError, UsageError
@@ -36,6 +42,34 @@ __all__ = [
 
 class DeepSpeedEngine(CheckpointingEngine):
     """`CheckpointingEngine` with the members that libraries written for DeepSpeed use."""
+
+    _gathered_state: tuple[int, Callable[[], dict[str, Tensor] | None]] = (0, lambda: None)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """As `Engine.backward`, but for what it returns: the loss that it goes by.
+
+        Returns:
+            `loss` divided by the accumulation steps, with `scale_wrt_gas`; not by the loss scale. `loss` itself
+            where there is nothing to divide by.
+        """
+        super().backward(loss, retain_graph, scale_wrt_gas)
+        steps = self.settings.accumulation if scale_wrt_gas else 1
+        return loss / steps if steps > 1 else loss
+
+    def load_checkpoint(  # type: ignore[override]  # DeepSpeed's answer where there is nothing has no client state
+        self, load_dir: str | os.PathLike[str], tag: object = None, *args: Any, **kwargs: Any
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """As `CheckpointingEngine.load_checkpoint`; a folder without any checkpoint is no error. (all ranks)
+
+        Returns:
+            (the checkpoint's folder, the client state); (None, None) where no tag is given and the folder is not there
+            or is empty, as a script expects that resumes if there is something.
+        """
+        if tag is None and all(self.collectives.gather_objects(_is_empty(load_dir), "load_checkpoint: look")):
+            logger.warning("%s: no checkpoint to load; nothing is changed", os.fspath(load_dir))
+            return None, None
+        vars(self).pop("_gathered_state", None)  # of other weights from now on
+        return super().load_checkpoint(load_dir, tag, *args, **kwargs)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """As `CheckpointingEngine.step`; `engine.optimizer.overflow` then tells whether the update was skipped.
@@ -94,11 +128,26 @@ class DeepSpeedEngine(CheckpointingEngine):
 
     # -- whole weights
 
-    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
-        """The model's state dict on the CPU, on rank 0; None elsewhere. (all ranks)"""
-        return self.consolidated_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
+        """The model's state dict on the CPU, on rank 0; elsewhere one of meta tensors, without values. (all ranks)
+
+        DeepSpeed gives None elsewhere, for which `save_pretrained` takes the sharded parameters.
+        """
+        whole = self.consolidated_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        if whole is None:
+            whole = placeholder_state_dict(self._holdings(), exclude_frozen=exclude_frozen_parameters)
+        state = OrderedDict(whole)
+        if not exclude_frozen_parameters:
+            self._gathered_state = (self.weights_version, weakref.ref(state))
+        return state
 
     _zero3_consolidated_16bit_state_dict = _consolidated_16bit_state_dict
+
+    @property
+    def gathered_state(self) -> dict[str, Tensor] | None:
+        """The state dict that was gathered last, while the caller keeps it and until the next update; else None."""
+        version, state = self._gathered_state
+        return state() if version == self.weights_version else None
 
 
 def initialize(
@@ -155,6 +204,8 @@ def initialize(
     )
     if engine.settings.plan.params:
         attach(engine.keeper)
+    transformers_calls.attach(engine)
+    logger.info("DeepSpeed info: version=%s, which zeroaccel answers for", VERSION)
     if engine.optimizer is not None:
         engine.optimizer.overflow = False
         engine.optimizer.parameter_offload = ParameterOffload(model)
@@ -182,6 +233,17 @@ def _add_leaves(config: dict[str, Any], model: nn.Module) -> None:
         leaf["names"] = [*leaf.get("names", []), *names]
 
 
+def _is_empty(folder: str | os.PathLike[str]) -> bool:
+    """Whether there is no such folder, or nothing in it."""
+    try:
+        with os.scandir(folder) as entries:
+            return next(entries, None) is None
+    except FileNotFoundError:
+        return True
+    except OSError:  # load_checkpoint names it
+        return False
+
+
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Adds --deepspeed and --deepspeed_config to a script's parser."""
     group = parser.add_argument_group("DeepSpeed", "config of the engine")
@@ -191,13 +253,23 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """A copy of nested lists, tuples and dicts whose tensors have storage of their own size, on `device`."""
+    """A copy of nested lists, tuples and dicts whose tensors have storage of their own size, on `device`.
+
+    What is one tensor under several names, as tied weights are, is one in the copy too, and written once.
+    """
+    return _cloned(item, device, {})
+
+
+def _cloned(item: Any, device: torch.device | str, clones: dict[Any, Tensor]) -> Any:
     if isinstance(item, Tensor):
-        return item.detach().clone().to(device)
+        place = (item.untyped_storage()._cdata, item.storage_offset(), item.shape, item.stride(), item.dtype)
+        if place not in clones:
+            clones[place] = item.detach().clone().to(device)
+        return clones[place]
     if isinstance(item, (list, tuple)):
-        return type(item)(clone_tensors_for_torch_save(value, device) for value in item)
+        return type(item)(_cloned(value, device, clones) for value in item)
     if isinstance(item, Mapping):
-        return type(item)({key: clone_tensors_for_torch_save(value, device) for key, value in item.items()})  # type: ignore[call-arg]
+        return type(item)({key: _cloned(value, device, clones) for key, value in item.items()})  # type: ignore[call-arg]
     return item
 
 

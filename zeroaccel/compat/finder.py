@@ -138,6 +138,9 @@ def uninstall() -> None:
     parameters = sys.modules.get("zeroaccel.compat.parameters")
     if parameters is not None:
         parameters.detach()
+    calls = sys.modules.get("zeroaccel.compat.transformers_calls")
+    if calls is not None:
+        calls.detach()
     for name in [name for name, module in sys.modules.items() if isinstance(module, FacadeModule)]:
         del sys.modules[name]
 
