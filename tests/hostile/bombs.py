@@ -226,6 +226,7 @@ _JSON: Mapping[str, Callable[[], str]] = {
     "four megabytes": lambda: '{"a": "' + "x" * (4 << 20) + '"}',
     "base64 of no config": lambda: "eyJhIjogW1tbW1tbW1tbW1tbW1tb",
     "a lone surrogate": lambda: '{"\\ud800": 1}',
+    "a lone surrogate among choices": lambda: '{"zero_optimization": {"offload_param": {"device": "\\ud800"}}}',
     "a list": lambda: "[1, 2]",
 }
 

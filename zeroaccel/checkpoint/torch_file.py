@@ -31,6 +31,8 @@ _LOCAL_HEADER_NBYTES = 30
 _PICKLE_LIMIT_NBYTES = 128 << 20
 _MOST_RUNS = 1 << 20
 _CHUNK_NBYTES = 1 << 22
+_DAMAGE = (zipfile.BadZipFile, zlib.error, struct.error, RuntimeError, EOFError, ValueError, LookupError)
+"""What zipfile raises of archives that are not whole, or not what they say; RuntimeError has NotImplementedError."""
 
 
 class _Window(io.RawIOBase):
@@ -102,7 +104,7 @@ class TorchFile:
                 content = archive.read(self._prefix + "data.pkl")  # checks its CRC
         except OSError as error:
             raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
-        except (zipfile.BadZipFile, struct.error, RuntimeError, EOFError, ValueError, LookupError) as error:
+        except _DAMAGE as error:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(
@@ -225,7 +227,7 @@ class TorchFile:
                     pass
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read ({error.strerror})") from error
-        except (zipfile.BadZipFile, EOFError, zlib.error, NotImplementedError) as error:
+        except _DAMAGE as error:
             raise CheckpointError(f"{self.path}: damaged ({error})", fix="copy it again") from error
 
     def verify(self) -> None:

@@ -136,6 +136,7 @@ _EXPECTED: Mapping[str, str] = {
     "literal_error": "{expected}",
     "mapping_type": "an object",
     "model_type": "an object",
+    "string_unicode": "a text without half surrogates",
     "wrong": "{expected}",
 }
 
