@@ -238,7 +238,7 @@ def as_rank(options: argparse.Namespace) -> dict[str, Any]:
 
 def held_up(engine: Any, folder: Path, forward_and_backward: Callable[[], None]) -> float:
     """Seconds that a save beside training takes from the main thread: the call, and the wait before weights change."""
-    from zeroaccel.checkpoint.background import BackgroundSave
+    from zeroaccel.checkpoint.background_save import BackgroundSave
 
     call = timed(engine, lambda: engine.save_checkpoint(folder, tag="beside"))
     forward_and_backward()

@@ -20,7 +20,7 @@ from pathlib import Path
 import click
 import torch
 
-from zeroaccel.comm.codecs import INT4, INT8, decode, decode_add, encode
+from zeroaccel.comm.quantized import INT4, INT8, decode, decode_add, encode
 
 BAR = 0.6
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

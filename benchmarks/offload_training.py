@@ -192,7 +192,7 @@ def _moved(tier: Any) -> int:
 
 def _plain(file: BlockFile, nbytes: int, slab_nbytes: int) -> float:
     """Seconds to read `nbytes` of the file in slabs, one after the other, and then to write as many."""
-    from zeroaccel.offload.buffers import aligned_bytes, aligned_nbytes
+    from zeroaccel.offload.host_buffers import aligned_bytes, aligned_nbytes
 
     slab = aligned_bytes(aligned_nbytes(slab_nbytes))
     total = 0.0

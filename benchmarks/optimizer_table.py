@@ -41,9 +41,9 @@ from torch.optim import Optimizer
 
 import zeroaccel
 from zeroaccel.errors import ZeroAccelError
-from zeroaccel.zero.optimizer_kinds import classify
-from zeroaccel.zero.optimizers import build_optimizer
-from zeroaccel.zero.parameter_access import safe_get_full_grad
+from zeroaccel.optim.optimizer_factory import build_optimizer
+from zeroaccel.optim.optimizer_kinds import classify
+from zeroaccel.zero.access.safe_get_set import safe_get_full_grad
 
 STEPS = 6
 TIERS = ("device", "cpu", "nvme")

@@ -35,8 +35,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import zeroaccel
 from zeroaccel.comm import topology
+from zeroaccel.comm.collective_tracker import DONE
 from zeroaccel.comm.collectives import Collectives, Work
-from zeroaccel.comm.work import DONE
 
 PHASES = ("forward", "backward", "step")
 WIDTH = 128

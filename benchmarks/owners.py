@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from zeroaccel.config.plan import ShardPlan
+from zeroaccel.config.shard_plan import ShardPlan
 from zeroaccel.zero.build import BufferPlan, Placement, plan_units
-from zeroaccel.zero.grouping import group_parameters
+from zeroaccel.zero.wrap_policy import group_parameters
 
 RANKS = (8, 64, 1024)
 

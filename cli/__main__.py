@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .main import main
+from cli.main import main
 
 __all__: list[str] = []
 

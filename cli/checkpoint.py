@@ -11,11 +11,11 @@ from pathlib import Path
 
 import click
 
-from zeroaccel.checkpoint.deepspeed_format import is_deepspeed_checkpoint, open_deepspeed_checkpoint
 from zeroaccel.checkpoint.find import checkpoint_folders, find_checkpoint
+from zeroaccel.checkpoint.formats.deepspeed_format import is_deepspeed_checkpoint, open_deepspeed_checkpoint
 from zeroaccel.checkpoint.latest import LATEST_NAME, read_latest
 from zeroaccel.checkpoint.manifest import ITEMSIZE, MANIFEST_NAME, Manifest, read_manifest
-from zeroaccel.checkpoint.rank_file import RankFile
+from zeroaccel.checkpoint.rank_file import RankFileReader
 from zeroaccel.checkpoint.reshard import reshard
 from zeroaccel.errors import CheckpointError, UsageError
 
@@ -81,7 +81,7 @@ def verify(folder: Path, tag: str | None) -> None:
         problems = []
         for record, pieces in zip(manifest.files, manifest.pieces_by_file(), strict=True):
             try:
-                with RankFile(each, record) as file:
+                with RankFileReader(each, record) as file:
                     file.check_pieces(pieces)
                     file.verify()
             except CheckpointError as error:
@@ -121,7 +121,7 @@ def import_command(
 
     An engine also loads such a folder as it is.
     """
-    from zeroaccel.checkpoint.dcp_import import import_dcp
+    from zeroaccel.checkpoint.formats.dcp_import import import_dcp
 
     pairs = dict(_pair(tie) for tie in ties)
     name = tag or folder.resolve().name
@@ -135,7 +135,7 @@ def import_command(
 @_TAG
 def export_command(folder: Path, out: Path, tag: str | None) -> None:
     """Write the checkpoint of DIR as a folder of torch.distributed.checkpoint, for FSDP2."""
-    from zeroaccel.checkpoint.dcp_export import export_dcp
+    from zeroaccel.checkpoint.formats.dcp_export import export_dcp
 
     click.echo(f"{export_dcp(folder, out, tag)}: written for torch.distributed.checkpoint.load")
 

@@ -11,9 +11,8 @@ from pathlib import Path
 import click
 
 import zeroaccel
-from zeroaccel.config.launch_file import find_launch_file
-
-from .machine import look
+from cli.machine import look
+from zeroaccel.config.launch.launch_file import find_launch_file
 
 __all__ = ["env"]
 

@@ -14,17 +14,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from zeroaccel.config.launch_file import find_launch_file, read_launch_file
+from cli.jobs import run_job
+from cli.machine import Machine, folder_trouble, look, measure_disk
+from cli.network import is_known_host
+from zeroaccel.config.launch.launch_file import find_launch_file, read_launch_file
 from zeroaccel.config.variables import check_variables
 from zeroaccel.errors import ConfigError
 
-from .jobs import run_job
-from .machine import Machine, folder_trouble, look, measure_disk
-from .network import is_known_host
-
 __all__ = ["Finding", "findings"]
 
-Verdict = Literal["works", "falls back", "missing", "BROKEN"]
+HangReport = Literal["works", "falls back", "missing", "BROKEN"]
 
 _COPY_NBYTES = 1 << 28
 _JOB_SECONDS = 120.0
@@ -42,7 +41,7 @@ class Finding:
     """
 
     feature: str
-    verdict: Verdict
+    verdict: HangReport
     detail: str = ""
     fix: str = ""
 

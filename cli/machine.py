@@ -21,7 +21,7 @@ import psutil
 
 from zeroaccel.comm.cores import usable_cores
 from zeroaccel.errors import ConfigError
-from zeroaccel.offload.folder import examine_folder
+from zeroaccel.offload.offload_folder import examine_folder
 
 __all__ = [
     "Device",

@@ -22,10 +22,9 @@ from typing import IO, Any
 
 import click
 
-from zeroaccel.config.launch import launch_settings
+from cli.plan import LaunchPlan, Program, plan_launch
+from zeroaccel.config.launch.launch_settings import launch_settings
 from zeroaccel.errors import ConfigError, ZeroAccelError
-
-from .plan import LaunchPlan, Program, plan_launch
 
 __all__ = ["MODULE", "Order", "main"]
 
@@ -45,7 +44,9 @@ def main() -> int:
     tell = _Teller(order["token"])
     try:
         plan = _prepare(order)
-        from .agent import run_plan  # imports torch, which takes its time: from "go" on the other machines wait for us
+        from cli.agent import (
+            run_plan,  # imports torch, which takes its time: from "go" on the other machines wait for us
+        )
 
         tell({"ready": plan.headline, "warnings": plan.warnings})
         if control.readline().strip() != "go":

@@ -1,6 +1,6 @@
 """Before ranks start on several machines: their launchers meet, compare what they have, and try the network.
 
-Says what is compared; how it is done is in `zeroaccel.comm.meeting`. Called by `agent`.
+Says what is compared; how it is done is in `zeroaccel.comm.preflight_rendezvous`. Called by `agent`.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from importlib import metadata
 from pathlib import Path
 
 import zeroaccel
-from zeroaccel.comm.meeting import Card, Meeting, meet
+from cli.plan import LaunchPlan
+from zeroaccel.comm.preflight_rendezvous import NodeInfo, PreflightRendezvous, meet
 from zeroaccel.errors import ConfigError
-
-from .plan import LaunchPlan
 
 __all__ = ["card_of", "meet_machines"]
 
@@ -25,7 +24,9 @@ _TORCH_WAITS = 600.0  # seconds, its rendezvous, by default
 _SAME_EVERYWHERE = ("num_processes", "num_machines", "max_restarts", "rdzv_backend", "use_cpu", "timeout")
 
 
-def meet_machines(plan: LaunchPlan, say: Callable[[str], None], arrival_seconds: float | None) -> Meeting | None:
+def meet_machines(
+    plan: LaunchPlan, say: Callable[[str], None], arrival_seconds: float | None
+) -> PreflightRendezvous | None:
     """Meets the launchers of the other machines; None where there are none, or where they come and go.
 
     Raises:
@@ -46,7 +47,7 @@ def meet_machines(plan: LaunchPlan, say: Callable[[str], None], arrival_seconds:
     )
 
 
-def card_of(plan: LaunchPlan) -> Card:
+def card_of(plan: LaunchPlan) -> NodeInfo:
     """What must be the same on all machines: versions, settings, the command and the config's contents."""
     settings = plan.settings
     facts = {
@@ -61,7 +62,7 @@ def card_of(plan: LaunchPlan) -> Card:
     facts |= {name: value for name, value in sorted(plan.told.items()) if name.startswith("ACCELERATE_")}
     if settings.deepspeed_config_file is not None:
         facts[f"the contents of {settings.deepspeed_config_file}"] = _digest(Path(settings.deepspeed_config_file))
-    return Card(socket.gethostname(), plan.num_local, facts)
+    return NodeInfo(socket.gethostname(), plan.num_local, facts)
 
 
 def _digest(path: Path) -> str:

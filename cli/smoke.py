@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from zeroaccel.assembly import initialize
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import destroy, init_process_group
+from zeroaccel.initialization import initialize
 
 __all__ = ["PLANS", "main"]
 

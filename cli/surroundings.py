@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from zeroaccel.config.launch_sources import Given
+from zeroaccel.config.launch.launch_sources import Given
 from zeroaccel.errors import ConfigError
 
 __all__ = ["expand_nodelist", "surroundings"]

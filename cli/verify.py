@@ -1,7 +1,7 @@
 """`zeroaccel verify`: a script's own first steps at stage 0 and as configured, and by how much they differ.
 
-Runs the script by `launch`, twice, with an order in its environment that `zeroaccel.verification` carries out inside;
-a third time where the two differ, to tell a sharding that changes numbers from a script that does so by itself.
+Runs the script by `launch`, twice, with an order in its environment that `zeroaccel.telemetry.verification` carries out
+inside; a third time where the two differ, to tell a sharding that changes numbers from a script that does so by itself.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from pathlib import Path
 
 import click
 
+from cli.jobs import launch_command
 from zeroaccel.errors import UsageError
-
-from .jobs import launch_command
 
 __all__ = ["verify"]
 
-_VARIABLE = "ZEROACCEL_VERIFY"  # as `zeroaccel.verification` has it, which imports torch
+_VARIABLE = "ZEROACCEL_VERIFY"  # as `zeroaccel.telemetry.verification` has it, which imports torch
 
 
 @dataclass(frozen=True)

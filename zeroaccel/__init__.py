@@ -6,24 +6,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zeroaccel.accelerator import Accelerator as Accelerator
-    from zeroaccel.accelerator import GradientAccumulationPlugin as GradientAccumulationPlugin
-    from zeroaccel.assembly import initialize as initialize
+    from zeroaccel.accelerate.accelerator import Accelerator as Accelerator
+    from zeroaccel.accelerate.accelerator import GradientAccumulationPlugin as GradientAccumulationPlugin
+    from zeroaccel.accelerate.accelerator_state import DistributedType as DistributedType
+    from zeroaccel.accelerate.accelerator_state import PartialState as PartialState
+    from zeroaccel.accelerate.dummies import DummyOptim as DummyOptim
+    from zeroaccel.accelerate.dummies import DummyScheduler as DummyScheduler
+    from zeroaccel.accelerate.launchers import debug_launcher as debug_launcher
+    from zeroaccel.accelerate.launchers import notebook_launcher as notebook_launcher
+    from zeroaccel.accelerate.profiler import ProfileKwargs as ProfileKwargs
+    from zeroaccel.accelerate.zero_plugin import DeepSpeedPlugin as DeepSpeedPlugin
+    from zeroaccel.accelerate.zero_plugin import ZeroPlugin as ZeroPlugin
     from zeroaccel.data import DataLoaderConfiguration as DataLoaderConfiguration
     from zeroaccel.data import skip_first_batches as skip_first_batches
-    from zeroaccel.launchers import debug_launcher as debug_launcher
-    from zeroaccel.launchers import notebook_launcher as notebook_launcher
+    from zeroaccel.initialization import initialize as initialize
     from zeroaccel.ops.coupled import CoupledOptimizer as CoupledOptimizer
     from zeroaccel.ops.coupled import Reductions as Reductions
-    from zeroaccel.placeholders import DummyOptim as DummyOptim
-    from zeroaccel.placeholders import DummyScheduler as DummyScheduler
-    from zeroaccel.plugin import DeepSpeedPlugin as DeepSpeedPlugin
-    from zeroaccel.plugin import ZeroPlugin as ZeroPlugin
-    from zeroaccel.profiling import ProfileKwargs as ProfileKwargs
     from zeroaccel.project import ProjectConfiguration as ProjectConfiguration
     from zeroaccel.seeds import set_seed as set_seed
-    from zeroaccel.state import DistributedType as DistributedType
-    from zeroaccel.state import PartialState as PartialState
     from zeroaccel.trackers import GeneralTracker as GeneralTracker
     from zeroaccel.zero.engine import Engine as Engine
 
@@ -53,24 +53,24 @@ __all__ = [
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Accelerator": "zeroaccel.accelerator",
+    "Accelerator": "zeroaccel.accelerate.accelerator",
     "CoupledOptimizer": "zeroaccel.ops.coupled",
     "DataLoaderConfiguration": "zeroaccel.data",
-    "DeepSpeedPlugin": "zeroaccel.plugin",
-    "DistributedType": "zeroaccel.state",
-    "DummyOptim": "zeroaccel.placeholders",
-    "DummyScheduler": "zeroaccel.placeholders",
+    "DeepSpeedPlugin": "zeroaccel.accelerate.zero_plugin",
+    "DistributedType": "zeroaccel.accelerate.accelerator_state",
+    "DummyOptim": "zeroaccel.accelerate.dummies",
+    "DummyScheduler": "zeroaccel.accelerate.dummies",
     "Engine": "zeroaccel.zero.engine",
     "GeneralTracker": "zeroaccel.trackers",
-    "GradientAccumulationPlugin": "zeroaccel.accelerator",
-    "PartialState": "zeroaccel.state",
-    "ProfileKwargs": "zeroaccel.profiling",
+    "GradientAccumulationPlugin": "zeroaccel.accelerate.accelerator",
+    "PartialState": "zeroaccel.accelerate.accelerator_state",
+    "ProfileKwargs": "zeroaccel.accelerate.profiler",
     "ProjectConfiguration": "zeroaccel.project",
     "Reductions": "zeroaccel.ops.coupled",
-    "ZeroPlugin": "zeroaccel.plugin",
-    "debug_launcher": "zeroaccel.launchers",
-    "initialize": "zeroaccel.assembly",
-    "notebook_launcher": "zeroaccel.launchers",
+    "ZeroPlugin": "zeroaccel.accelerate.zero_plugin",
+    "debug_launcher": "zeroaccel.accelerate.launchers",
+    "initialize": "zeroaccel.initialization",
+    "notebook_launcher": "zeroaccel.accelerate.launchers",
     "set_seed": "zeroaccel.seeds",
     "skip_first_batches": "zeroaccel.data",
 }

@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint as recompute
 
-from zeroaccel.comm.group_shares import GroupShares
+from zeroaccel.comm.partitioned_tensors import PartitionedTensors
 from zeroaccel.config.schema_extensions import ActivationCheckpointing
 from zeroaccel.errors import UsageError
 from zeroaccel.logs import log_once, logger
@@ -87,7 +87,7 @@ class Activations:
                 got=None,
                 fix="call zeroaccel.activations.configure(tensor_parallel_group=...) first, or remove the key",
             )
-        shares = GroupShares(group) if section.partition_activations and group is not None else None
+        shares = PartitionedTensors(group) if section.partition_activations and group is not None else None
         self.store = ActivationStore(on_host=section.cpu_checkpointing, shares=shares, slots=slots)
         self.profile = Profile()
 

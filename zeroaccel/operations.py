@@ -15,10 +15,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from zeroaccel.accelerate.nested import map_tensors, to_device
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import Topology, init_process_group
 from zeroaccel.errors import UsageError
-from zeroaccel.nested import map_tensors, to_device
 
 __all__ = [
     "broadcast",

@@ -1,6 +1,6 @@
 """Where a project keeps its states and logs, and which of its states it keeps.
 
-Names folders, finds and removes them; what is in a state is `run_state.py`'s matter.
+Names folders, finds and removes them; what is in a state is `accelerate/run_state.py`'s matter.
 """
 
 from __future__ import annotations

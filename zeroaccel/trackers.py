@@ -2,7 +2,7 @@
 
 A tracker is started by `init_trackers` on the main process, unless it says that it runs on all of them. Other processes
 get trackers that do nothing, so that scripts need not ask where they are. The engine's own monitors, switched on by
-sections of a config, are `tracking.py`.
+sections of a config, are `telemetry/monitors.py`.
 """
 
 from __future__ import annotations

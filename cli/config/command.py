@@ -13,8 +13,8 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
-from ..lazy import LazyCommand, LazyCommands
-from .flags import Typed, question_flags
+from cli.config.flags import Typed, question_flags
+from cli.lazy import LazyCommand, LazyCommands
 
 __all__ = ["config"]
 
@@ -75,9 +75,9 @@ def config(
             if ctx.get_parameter_source(str(param.name)) is ParameterSource.COMMANDLINE:
                 raise click.UsageError(f"{param.opts[-1]} goes behind {ctx.invoked_subcommand}.", ctx)
         return
-    from ..machine import look, measure_disk
-    from .making import Request, make, why_not_ask
-    from .plan import Model
+    from cli.config.making import ConfigRequest, make, why_not_ask
+    from cli.config.plan import Model
+    from cli.machine import look, measure_disk
 
     said = typed.said()
     no_asking = why_not_ask(os.environ, yes=typed.yes, no_input=typed.no_input)
@@ -85,7 +85,7 @@ def config(
     if not no_asking:
         machine = machine.with_disks(tuple(measure_disk(disk) for disk in machine.disks))
     make(
-        Request(
+        ConfigRequest(
             path=Path(typed.config_file or "zeroaccel.yaml"),
             given=said.answers,
             sources=said.sources,

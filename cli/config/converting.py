@@ -15,24 +15,23 @@ import click
 import yaml
 from pydantic import ValidationError
 
-from zeroaccel.config.canonical import Canonical
+from cli.config.command import CONTEXT
+from cli.config.making import say
+from cli.config.render import checked
+from cli.config.write import write_file
 from zeroaccel.config.document import read_document
-from zeroaccel.config.launch_file import MOVED, text_of_file
-from zeroaccel.config.launch_foreign import settle_foreign_keys
-from zeroaccel.config.launch_schema import LaunchFile
-from zeroaccel.config.load import load_config
-from zeroaccel.config.origin import Origin, dotted
-from zeroaccel.config.origin import Path as KeyPath
+from zeroaccel.config.launch.launch_file import MOVED, text_of_file
+from zeroaccel.config.launch.launch_foreign import settle_foreign_keys
+from zeroaccel.config.launch.launch_schema import LaunchFile
+from zeroaccel.config.load_config_file import load_config
+from zeroaccel.config.normalize import NormalizedConfig
 from zeroaccel.config.problems import NOTHING, closest, report
+from zeroaccel.config.provenance import Path as KeyPath
+from zeroaccel.config.provenance import Provenance, dotted
 from zeroaccel.config.schema import Config
 from zeroaccel.config.support import KEYS, Kind, refusals
 from zeroaccel.config.yaml_text import parse_yaml
 from zeroaccel.errors import ConfigError
-
-from .command import CONTEXT
-from .making import say
-from .render import checked
-from .write import write_file
 
 __all__ = ["convert", "convert_json", "convert_launch"]
 
@@ -73,8 +72,8 @@ def convert_json(file: str, *, drop_unknown: bool = False) -> tuple[dict[str, An
         ConfigError: the file cannot be read, or has a key that does not exist.
     """
     document = read_document(Path(file))
-    canonical = Canonical(Config, document.tree, "strict")
-    origin = Origin(name=document.name, places=document.places, written=canonical.written)
+    canonical = NormalizedConfig(Config, document.tree, "strict")
+    origin = Provenance(name=document.name, places=document.places, written=canonical.written)
     tree = _copy(document.tree)
     notes = []
     if canonical.unknown and not drop_unknown:

@@ -10,14 +10,13 @@ from pathlib import Path
 
 import click
 
-from zeroaccel.config.launch_file import find_launch_file, read_launch_file
+from cli.config.command import CONTEXT
+from cli.config.flags import Typed, question_flags
+from cli.config.making import ConfigRequest, make, why_not_ask
+from cli.config.render import answers_of
+from cli.machine import look
+from zeroaccel.config.launch.launch_file import find_launch_file, read_launch_file
 from zeroaccel.errors import ConfigError
-
-from ..machine import look
-from .command import CONTEXT
-from .flags import Typed, question_flags
-from .making import Request, make, why_not_ask
-from .render import answers_of
 
 __all__ = ["default", "update"]
 
@@ -40,7 +39,7 @@ def default(
             f"{path} exists", fix="--yes replaces it and keeps a copy; `zeroaccel config update` changes it"
         )
     said = typed.said()
-    request = Request(
+    request = ConfigRequest(
         path, said.answers, said.sources, said.extras, yes=True, dry_run=typed.dry_run, no_asking="nobody is asked"
     )
     make(request, look(environ))
@@ -64,7 +63,7 @@ def update(
     former, extras = answers_of(read_launch_file(*found))
     said = typed.said()
     by_flags = "the answers are given" if said.answers or said.extras else ""
-    request = Request(
+    request = ConfigRequest(
         found[0],
         said.answers,
         said.sources,

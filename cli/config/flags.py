@@ -13,9 +13,8 @@ from typing import Any
 
 import click
 
+from cli.config.questions import QUESTIONS, Question
 from zeroaccel.errors import ConfigError
-
-from .questions import QUESTIONS, Question
 
 __all__ = ["Said", "Typed", "question_flags"]
 
@@ -121,7 +120,7 @@ def _gathered(typed: Mapping[str, str | None], answers_file: str | None, sets: S
 
 
 def _parsed(texts: Mapping[str, tuple[str, str]]) -> tuple[dict[str, Any], dict[str, str]]:
-    from .answers import Wrong, parse
+    from cli.config.answers import Wrong, parse
 
     answers: dict[str, Any] = {}
     for question in QUESTIONS:
@@ -138,11 +137,10 @@ def _in_file(path: str | None) -> list[tuple[str, str, str]]:
     """(setting, text, place) of every answer in a file."""
     if path is None:
         return []
-    from zeroaccel.config.launch_file import text_of_file
+    from cli.config.answers import as_text
+    from zeroaccel.config.launch.launch_file import text_of_file
     from zeroaccel.config.problems import closest
     from zeroaccel.config.yaml_text import parse_yaml
-
-    from .answers import as_text
 
     parsed = parse_yaml(text_of_file(path, "--answers"), path)
     if not isinstance(parsed.value, dict):
@@ -168,15 +166,15 @@ def _path_and_text(word: str) -> tuple[tuple[str, ...], str]:
 
 def _extra(path: tuple[str, ...], text: str, word: str) -> Any:
     """The value of a key that no question is about; the key has to be one of a launch file."""
-    from zeroaccel.config.canonical import Canonical
-    from zeroaccel.config.launch_schema import LaunchFile
+    from zeroaccel.config.launch.launch_schema import LaunchFile
+    from zeroaccel.config.normalize import NormalizedConfig
     from zeroaccel.config.yaml_text import parse_yaml
 
     value: Any = parse_yaml(text, f"--set {word}").value
     tree: Any = value
     for part in reversed(path):
         tree = {part: tree}
-    for problem in Canonical(LaunchFile, tree).problems:
+    for problem in NormalizedConfig(LaunchFile, tree).problems:
         raise ConfigError(f"--set {'.'.join(path)}: {problem.text}", fix=problem.fix)
     return value
 

@@ -9,8 +9,8 @@ import functools
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeroaccel.config.launch_json import JSON_PATHS
-from zeroaccel.config.load import load_config
+from zeroaccel.config.launch.launch_json import JSON_PATHS
+from zeroaccel.config.load_config_file import load_config
 
 __all__ = ["JsonFacts", "json_facts"]
 

@@ -14,22 +14,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .answers import Settled, as_text, settle
-from .plan import PLANNED, Model, Plan, ask_plan, best_plan, outlook
-from .questions import by_key
-from .render import checked, command_line, launch_line, render
-from .walk import BACK, Quit, Walk
-from .write import changes, write_file
+from cli.config.answers import Settled, as_text, settle
+from cli.config.plan import PLANNED, Model, Plan, ask_plan, best_plan, outlook
+from cli.config.questions import by_key
+from cli.config.render import checked, command_line, launch_line, render
+from cli.config.walk import BACK, Quit, Walk
+from cli.config.write import changes, write_file
 
 if TYPE_CHECKING:
-    from ..machine import Machine
-    from .prompts import Prompts
+    from cli.config.prompts import Prompts
+    from cli.machine import Machine
 
-__all__ = ["Request", "make", "say", "show_file", "show_machine", "why_not_ask"]
+__all__ = ["ConfigRequest", "make", "say", "show_file", "show_machine", "why_not_ask"]
 
 
 @dataclass(frozen=True)
-class Request:
+class ConfigRequest:
     """What is wanted.
 
     Attributes:
@@ -70,7 +70,7 @@ def why_not_ask(environ: Mapping[str, str], *, yes: bool, no_input: bool) -> str
     return "the terminal is a dumb one" if environ.get("TERM") == "dumb" else ""
 
 
-def make(request: Request, machine: Machine) -> None:
+def make(request: ConfigRequest, machine: Machine) -> None:
     """Makes the file.
 
     Raises:
@@ -84,7 +84,7 @@ def make(request: Request, machine: Machine) -> None:
             say(outlook(request.model, machine, settled.answers))
         _finish(request, settled.answers, _text(request, settled))
         return
-    from .prompts import Prompts
+    from cli.config.prompts import Prompts
 
     try:
         settled = _by_asking(request, machine, Prompts())
@@ -99,7 +99,7 @@ def say(message: str = "") -> None:
     click.echo(message, err=True)
 
 
-def _without_asking(request: Request, machine: Machine) -> Settled:
+def _without_asking(request: ConfigRequest, machine: Machine) -> Settled:
     former, needs = request.former, None
     if request.model is not None and not {*PLANNED, "deepspeed_config_file"} & set(request.given):
         plan = best_plan(request.model, machine, request.given)
@@ -118,7 +118,7 @@ def _without_asking(request: Request, machine: Machine) -> Settled:
     return settled
 
 
-def _by_asking(request: Request, machine: Machine, prompts: Prompts) -> Settled:
+def _by_asking(request: ConfigRequest, machine: Machine, prompts: Prompts) -> Settled:
     show_machine(machine)
     # An update is about a file that is there; what it trains was planned when it was made.
     has_plan = request.former is None or request.model is not None
@@ -132,9 +132,9 @@ def _by_asking(request: Request, machine: Machine, prompts: Prompts) -> Settled:
             walk.back()
 
 
-def _is_wanted(request: Request, settled: Settled, plan: Plan, machine: Machine, prompts: Prompts) -> bool:
+def _is_wanted(request: ConfigRequest, settled: Settled, plan: Plan, machine: Machine, prompts: Prompts) -> bool:
     """Shows what would be written; false to go back to the last question."""
-    from .prompts import Option
+    from cli.config.prompts import Option
 
     show_file(request.path, _text(request, settled))
     if plan.model is not None and (words := outlook(plan.model, machine, settled.answers)):
@@ -143,13 +143,13 @@ def _is_wanted(request: Request, settled: Settled, plan: Plan, machine: Machine,
     return prompts.choose(words, [Option("yes", True)], True, back=True) is not BACK
 
 
-def _text(request: Request, settled: Settled) -> str:
+def _text(request: ConfigRequest, settled: Settled) -> str:
     text = render(settled.answers, request.extras)
     checked(text, str(request.path))
     return text
 
 
-def _finish(request: Request, answers: Mapping[str, Any], text: str) -> None:
+def _finish(request: ConfigRequest, answers: Mapping[str, Any], text: str) -> None:
     if request.dry_run:
         click.echo(text, nl=False)
         say(f"dry run: {request.path} is not written")

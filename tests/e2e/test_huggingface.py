@@ -155,6 +155,6 @@ def test_the_launcher_chooses_for_scripts_that_say_nothing(tmp_path: Path) -> No
         assert result.returncode == 0, result.stderr[-6000:]
         printed.append(json.loads(next(line for line in result.stdout.splitlines() if line.startswith('{"by_hand"'))))
     assert printed[0] == printed[1]
-    assert printed[0]["by_hand"]["engine"] == printed[0]["by_trainer"]["engine"] == "zeroaccel.compat.engine"
+    assert printed[0]["by_hand"]["engine"] == printed[0]["by_trainer"]["engine"] == "zeroaccel.compat.deepspeed_engine"
     assert (printed[0]["by_hand"]["stage"], printed[0]["by_hand"]["world"]) == (2, 2)
     assert printed[0]["by_hand"]["losses"][-1] < printed[0]["by_hand"]["losses"][0]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import destroy, init_process_group
-from zeroaccel.launchers import debug_launcher, notebook_launcher
+from zeroaccel.accelerate.launchers import debug_launcher, notebook_launcher
 from zeroaccel.errors import ZeroAccelError
 
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from zeroaccel.comm.codecs import INT4, INT8, Codec, decode, decode_add, encode
+from zeroaccel.comm.quantized import INT4, INT8, Codec, decode, decode_add, encode
 
 pytestmark = pytest.mark.gpu
 

@@ -26,7 +26,7 @@ def _on_device() -> Toy:
 @pytest.mark.parametrize("ratio", [0.0, 0.4, None])
 def test_a_device_gives_the_bits_of_the_host(ratio: float | None, dtype: torch.dtype) -> None:
     pytest.importorskip("cupy")
-    from zeroaccel.offload.device_lane import CupyAdamLane
+    from zeroaccel.offload.cupy_adam import CupyAdamLane
 
     numel = (1 << 22) + 777  # more than a tile
     generator = torch.Generator().manual_seed(0)

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import zeroaccel
 from tests.multi.training import Toy, batches, config, offloaded
-from zeroaccel.checkpoint.contents import Contents
-from zeroaccel.checkpoint.engine import CheckpointingEngine
+from zeroaccel.checkpoint.checkpointer import CheckpointingEngine
+from zeroaccel.checkpoint.save_plan import SavePlan
 
 __all__ = [
     "PRECISIONS",
@@ -69,7 +69,9 @@ def make_engine(
             {"params": [param for param in params if param.dim() > 1], "weight_decay": 0.1},
             {"params": [param for param in params if param.dim() <= 1], "lr": 3e-3},
         ]
-        return zeroaccel.zero.optimizers.build_optimizer("AdamW", {"lr": 1e-2}, groups[:: -1 if reverse_groups else 1])
+        return zeroaccel.optim.optimizer_factory.build_optimizer(
+            "AdamW", {"lr": 1e-2}, groups[:: -1 if reverse_groups else 1]
+        )
 
     settings = config(stage, precision, **changes)
     settings.pop("optimizer")
@@ -94,7 +96,7 @@ def train(engine: CheckpointingEngine, tokens: Sequence[Tensor]) -> list[float]:
 
 def snapshot(engine: CheckpointingEngine, client_state: dict[str, Any]) -> Snapshot:
     """The state now, and what `STEPS` more steps give; the engine is used up."""
-    contents = Contents.collect(engine._holdings(), exclude_frozen=False)
+    contents = SavePlan.collect(engine._holdings(), exclude_frozen=False)
     pieces = {
         entry.key: (entry.start, entry.data.clone() if isinstance(entry.data, Tensor) else entry.data.copy())
         for entry in contents.entries

@@ -9,8 +9,8 @@ import time
 
 import torch
 
-from zeroaccel.comm.arranged import arrange
 from zeroaccel.comm.collectives import Collectives
+from zeroaccel.comm.hierarchical import arrange
 from zeroaccel.comm.topology import init_process_group
 from zeroaccel.config import comm_plan, load_config
 from zeroaccel.errors import CollectiveError

@@ -14,7 +14,13 @@ import torch
 from tests.multi.pool import Pool
 from zeroaccel import Accelerator, PartialState, ProfileKwargs
 from zeroaccel.errors import UsageError
-from zeroaccel.operations import broadcast, broadcast_object_list, concatenate, gather_object, pad_across_processes
+from zeroaccel.operations import (
+    broadcast,
+    broadcast_object_list,
+    concatenate,
+    gather_object,
+    pad_across_processes,
+)
 
 Ranks = Callable[[int], Pool]
 Pair = namedtuple("Pair", "left right")

@@ -14,17 +14,17 @@ from tests.multi.environment import ROOT
 from tests.multi.job import run_job
 from tests.multi.pool import Pool
 from tests.multi.training import batches
-from zeroaccel.checkpoint import write
-from zeroaccel.checkpoint.contents import Contents
-from zeroaccel.checkpoint.engine import CheckpointingEngine
+from zeroaccel.checkpoint import rank_file_writer
+from zeroaccel.checkpoint.checkpointer import CheckpointingEngine
 from zeroaccel.checkpoint.rank_file import CHUNK_NBYTES
+from zeroaccel.checkpoint.save_plan import SavePlan
 
 Ranks = Callable[[int], Pool]
 Pieces = dict[str, tuple[int, torch.Tensor]]
 
 
 def pieces(engine: CheckpointingEngine) -> Pieces:
-    contents = Contents.collect(engine._holdings(), exclude_frozen=False)
+    contents = SavePlan.collect(engine._holdings(), exclude_frozen=False)
     return {entry.key: (entry.start, entry.data.clone()) for entry in contents.entries}
 
 
@@ -33,13 +33,13 @@ def train_while_saving(root: Path) -> tuple[Pieces, list[float]]:
     engine = make_engine(2, "bf16", checkpoint={"async_save": True})
     train(engine, batches(0, 2))
     before = pieces(engine)
-    copy = write.RankFileWriter._copy
+    copy = rank_file_writer.RankFileWriter._copy
 
-    def late(self: write.RankFileWriter) -> None:
+    def late(self: rank_file_writer.RankFileWriter) -> None:
         time.sleep(0.15)
         copy(self)
 
-    write.RankFileWriter._copy = late  # type: ignore[method-assign]
+    rank_file_writer.RankFileWriter._copy = late  # type: ignore[method-assign]
     try:
         engine.module.offset.fill_(9.0)
         assert engine.save_checkpoint(root, tag="kept")
@@ -48,7 +48,7 @@ def train_while_saving(root: Path) -> tuple[Pieces, list[float]]:
         losses = train(engine, batches(0, 4)[2:])
         engine.wait_for_checkpoint()
     finally:
-        write.RankFileWriter._copy = copy  # type: ignore[method-assign]
+        rank_file_writer.RankFileWriter._copy = copy  # type: ignore[method-assign]
     assert not engine.collectives.rank or (root / "kept" / "manifest.json").exists()
     engine.destroy()
     return before, losses

@@ -24,8 +24,8 @@ from tests.multi.checkpoint_runs import STEPS, assembled, make_engine, resume, s
 from tests.multi.pool import Pool
 from tests.multi.training import Toy, batches, config
 from zeroaccel.checkpoint import folder_lock
-from zeroaccel.checkpoint.contents import Contents
 from zeroaccel.checkpoint.folder_lock import FolderLock, is_locked
+from zeroaccel.checkpoint.save_plan import SavePlan
 from zeroaccel.errors import CheckpointError, EngineStateError, UsageError
 
 Ranks = Callable[[int], Pool]
@@ -133,12 +133,12 @@ def parts_on_request(root: Path) -> dict[str, Any]:
     engine = make_engine(2, "bf16")
     train(engine, batches(0, STEPS))
     engine.save_checkpoint(root, tag="full")
-    masters = {e.key: e.data.clone() for e in Contents.collect(engine._holdings(), exclude_frozen=False).entries}
+    masters = {e.key: e.data.clone() for e in SavePlan.collect(engine._holdings(), exclude_frozen=False).entries}
 
     def loaded(**arguments: Any) -> Any:
         fresh = make_engine(2, "bf16", seed=11)
         fresh.load_checkpoint(root, tag="full", **arguments)
-        entries = {e.key: e.data for e in Contents.collect(fresh._holdings(), exclude_frozen=False).entries}
+        entries = {e.key: e.data for e in SavePlan.collect(fresh._holdings(), exclude_frozen=False).entries}
         right = all(torch.equal(masters[key], data) for key, data in entries.items() if key.startswith("master/"))
         states = any(key.startswith("state/") for key in entries)
         return right, states, fresh.global_steps, fresh.get_lr()[0]

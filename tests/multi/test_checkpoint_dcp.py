@@ -19,8 +19,8 @@ from torch.distributed.fsdp import fully_shard
 import zeroaccel
 from tests.multi.pool import Pool
 from zeroaccel import zero
-from zeroaccel.checkpoint.dcp_export import export_dcp
-from zeroaccel.checkpoint.dcp_import import open_dcp
+from zeroaccel.checkpoint.formats.dcp_export import export_dcp
+from zeroaccel.checkpoint.formats.dcp_import import open_dcp
 from zeroaccel.checkpoint.manifest import read_manifest
 from zeroaccel.cli.checkpoint import checkpoint
 from zeroaccel.errors import CheckpointError, UsageError
@@ -248,7 +248,7 @@ def test_an_import_says_which_names_and_tags_it_cannot_take(tmp_path: Path) -> N
 
 def test_boxes_of_a_matrix(tmp_path: Path) -> None:
     """Parts cut along the second dim, as tensor parallelism leaves them, have many runs."""
-    from zeroaccel.checkpoint.dcp_files import _pieces
+    from zeroaccel.checkpoint.formats.dcp_files import _pieces
 
     whole = torch.arange(4 * 6 * 2).view(4, 6, 2)
     found = torch.full((48,), -1)

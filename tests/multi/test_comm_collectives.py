@@ -15,9 +15,9 @@ from tests.multi.job import run_job
 from tests.multi.pool import Pool, RankFailure
 from zeroaccel.comm.agree import agree_or_raise, disagreement_report
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.comm.exchange import close_connections, messenger
 from zeroaccel.comm.recording import CollectiveCall, RecordingCollectives
 from zeroaccel.comm.topology import current_topology, init_process_group
+from zeroaccel.comm.transport import close_connections, messenger
 from zeroaccel.errors import CheckpointError, ConfigError
 
 Ranks = Callable[[int], Pool]

@@ -9,20 +9,20 @@ import pytest
 
 from tests import time_limits
 from tests.multi.environment import free_port
-from zeroaccel.comm import meeting
-from zeroaccel.comm.meeting import Card, meet
+from zeroaccel.comm import preflight_rendezvous
+from zeroaccel.comm.preflight_rendezvous import NodeInfo, meet
 from zeroaccel.errors import CollectiveError, ConfigError
 
 FACTS = {"zeroaccel": "1", "mixed_precision": "bf16"}
 
 
-def _meet(cards: Mapping[int, Card], count: int, seconds: float | None = None) -> dict[int, object]:
+def _meet(cards: Mapping[int, NodeInfo], count: int, seconds: float | None = None) -> dict[int, object]:
     """What each of the machines that came got out of it, a Meeting or an error."""
     port = free_port()
     patience = time_limits.seconds(20.0) if seconds is None else seconds
     results: dict[int, object] = {}
 
-    def come(number: int, card: Card) -> None:
+    def come(number: int, card: NodeInfo) -> None:
         try:
             results[number] = meet(
                 ("127.0.0.1", port), number, count, card, arrival_seconds=patience, say=lambda message: None
@@ -39,15 +39,15 @@ def _meet(cards: Mapping[int, Card], count: int, seconds: float | None = None) -
 
 
 def test_all_learn_of_all() -> None:
-    cards = {number: Card(f"node{number}", 2 + number, FACTS) for number in range(3)}
+    cards = {number: NodeInfo(f"node{number}", 2 + number, FACTS) for number in range(3)}
     results = _meet(cards, 3)
     for result in results.values():
-        assert isinstance(result, meeting.Meeting), result
+        assert isinstance(result, preflight_rendezvous.PreflightRendezvous), result
         assert result.cards == list(cards.values())
 
 
 def test_a_difference_is_named_on_every_machine() -> None:
-    cards = {0: Card("a", 1, FACTS), 1: Card("b", 1, FACTS | {"mixed_precision": "fp16"})}
+    cards = {0: NodeInfo("a", 1, FACTS), 1: NodeInfo("b", 1, FACTS | {"mixed_precision": "fp16"})}
     for result in _meet(cards, 2).values():
         assert isinstance(result, ConfigError)
         assert str(result) == (
@@ -57,22 +57,22 @@ def test_a_difference_is_named_on_every_machine() -> None:
 
 
 def test_missing_machines_are_named_with_their_ranks() -> None:
-    results = _meet({0: Card("a", 4, FACTS), 2: Card("c", 4, FACTS)}, 4, seconds=1.0)
+    results = _meet({0: NodeInfo("a", 4, FACTS), 2: NodeInfo("c", 4, FACTS)}, 4, seconds=1.0)
     for result in results.values():
         assert isinstance(result, CollectiveError)
         assert str(result) == ("machines 1, 3 did not come within 1 s, so ranks 4-7, 12-15 would be missing")
 
 
 def test_a_main_machine_that_is_not_there() -> None:
-    (result,) = _meet({1: Card("b", 1, FACTS)}, 2, seconds=1.0).values()
+    (result,) = _meet({1: NodeInfo("b", 1, FACTS)}, 2, seconds=1.0).values()
     assert isinstance(result, CollectiveError)
     assert str(result).startswith("machine 0 did not answer at 127.0.0.1:")
 
 
 def test_a_network_that_does_not_carry(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meeting, "CHECK_SECONDS", 1.0)
+    monkeypatch.setattr(preflight_rendezvous, "CHECK_SECONDS", 1.0)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no_such_interface")
-    for number, result in _meet({0: Card("a", 2, FACTS), 1: Card("b", 2, FACTS)}, 2).items():
+    for number, result in _meet({0: NodeInfo("a", 2, FACTS), 1: NodeInfo("b", 2, FACTS)}, 2).items():
         assert isinstance(result, CollectiveError)
         other = ("machine 1 (b), ranks 2-3", "machine 0 (a), ranks 0-1")[number]
         assert f"not heard of: {other}; set GLOO_SOCKET_IFNAME" in str(result)

@@ -13,7 +13,7 @@ from tests.multi.pool import Pool
 from tests.multi.training import Toy, config
 from zeroaccel.config import load_config
 from zeroaccel.offload.file_io import IoSettings
-from zeroaccel.zero.tiers import OffloadRules
+from zeroaccel.zero.storage.placement import OffloadRules
 
 Ranks = Callable[[int], Pool]
 

@@ -10,7 +10,7 @@ from torch import nn
 
 import zeroaccel
 from tests.multi.pool import Pool
-from zeroaccel.compat.engine import initialize as deepspeed_initialize
+from zeroaccel.compat.deepspeed_engine import initialize as deepspeed_initialize
 
 Ranks = Callable[[int], Pool]
 

@@ -18,7 +18,7 @@ from tests.multi.pool import Pool
 from tests.multi.training import Run, Toy, batches, config, differences, offloaded, train
 from zeroaccel.errors import ConfigError
 from zeroaccel.ops.coupled import Reductions
-from zeroaccel.zero.parameter_access import safe_get_full_grad
+from zeroaccel.zero.access.safe_get_set import safe_get_full_grad
 
 
 class ClipsAll(torch.optim.Optimizer):

@@ -25,7 +25,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.multi.environment import ROOT
 from tests.multi.job import run_command
 from tests.multi.pool import Pool
-from zeroaccel.state import PartialState
+from zeroaccel.accelerate.accelerator_state import PartialState
 
 Runner = Callable[..., list[Any]]
 

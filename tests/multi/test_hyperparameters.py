@@ -16,9 +16,9 @@ import zeroaccel
 from tests.multi.pool import Pool
 from tests.multi.training import config, offloaded, recording
 from zeroaccel import Accelerator, ZeroPlugin
-from zeroaccel.checkpoint.engine import CheckpointingEngine
+from zeroaccel.checkpoint.checkpointer import CheckpointingEngine
 from zeroaccel.comm.topology import init_process_group
-from zeroaccel.compat.engine import initialize as deepspeed_initialize
+from zeroaccel.compat.deepspeed_engine import initialize as deepspeed_initialize
 from zeroaccel.errors import UsageError
 from zeroaccel.zero.engine import Engine
 

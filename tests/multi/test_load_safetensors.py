@@ -20,7 +20,7 @@ from tests.multi.test_zero_init import train
 from tests.multi.training import SGD, WIDTH, Run, Toy, config, differences
 from zeroaccel import zero
 from zeroaccel.errors import ZeroAccelError
-from zeroaccel.zero.keeper import place_of
+from zeroaccel.zero.access.param_registry import place_of
 
 Ranks = Callable[[int], Pool]
 SIDE = 3072  # tensors that malloc gives back to the system when they are freed

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import zeroaccel
 from tests.multi.pool import Pool
 from tests.multi.training import SGD, Run, config, differences, train
-from zeroaccel.comm.arranged import ArrangedCollectives
+from zeroaccel.comm.hierarchical import HierarchicalCollectives
 from zeroaccel.comm.topology import init_process_group
 from zeroaccel.errors import UsageError
 from zeroaccel.logs import logger
@@ -113,7 +113,7 @@ def _replicated(sizes: tuple[int, ...]) -> tuple[Run, int]:
 
     def look(engine: Any) -> None:
         nonlocal shard_size
-        assert isinstance(engine.collectives, ArrangedCollectives)
+        assert isinstance(engine.collectives, HierarchicalCollectives)
         shard_size = engine.collectives.shard_world_size
 
     return train(config(3, "bf16"), steps=5, before=look, mesh=_mesh(*sizes)), shard_size

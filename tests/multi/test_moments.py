@@ -15,9 +15,9 @@ from tests.multi.checkpoint_runs import assembled, snapshot, train
 from tests.multi.pool import Pool
 from tests.multi.training import Toy, batches, config, differences
 from tests.multi.training import train as train_toy
-from zeroaccel.checkpoint.engine import CheckpointingEngine
+from zeroaccel.checkpoint.checkpointer import CheckpointingEngine
 from zeroaccel.errors import ConfigError, UsageError
-from zeroaccel.zero.parameter_access import safe_get_full_optimizer_state
+from zeroaccel.zero.access.safe_get_set import safe_get_full_optimizer_state
 
 Ranks = Callable[[int], Pool]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import zeroaccel
 from tests.multi.pool import Pool
 from tests.multi.training import Toy, batches, config, offloaded
-from zeroaccel.checkpoint.engine import CheckpointingEngine
+from zeroaccel.checkpoint.checkpointer import CheckpointingEngine
 from zeroaccel.errors import EngineStateError, OffloadError, ZeroAccelError
 from zeroaccel.offload import file_io
 
@@ -142,16 +142,16 @@ def test_mistakes_are_told_on_every_rank_before_training(ranks: Ranks, tmp_path:
 
 
 def _too_large(settings: dict[str, Any], free: int) -> str:
-    from zeroaccel.offload import folder
+    from zeroaccel.offload import offload_folder
 
-    real = folder.shutil.disk_usage
-    folder.shutil.disk_usage = lambda path: type(real(path))(1 << 40, 1 << 40, free)  # type: ignore[assignment]
+    real = offload_folder.shutil.disk_usage
+    offload_folder.shutil.disk_usage = lambda path: type(real(path))(1 << 40, 1 << 40, free)  # type: ignore[assignment]
     try:
         zeroaccel.initialize(Toy(), config=settings)[0].destroy()
     except ZeroAccelError as error:
         return str(error)
     finally:
-        folder.shutil.disk_usage = real
+        offload_folder.shutil.disk_usage = real
     return ""
 
 

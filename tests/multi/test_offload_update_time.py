@@ -16,7 +16,7 @@ import zeroaccel
 import zeroaccel.zero
 from tests.multi.pool import Pool
 from tests.multi.training import ADAMW, SGD, Run, Toy, batches, config, differences, offloaded
-from zeroaccel.checkpoint.engine import CheckpointingEngine
+from zeroaccel.checkpoint.checkpointer import CheckpointingEngine
 from zeroaccel.errors import EngineStateError, ZeroAccelError
 from zeroaccel.ops.adam import Adam
 

@@ -15,7 +15,7 @@ from tests.multi.pool import Pool
 from tests.multi.training import Toy, batches, config, offloaded, train
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.offload.file_io import IoSettings
-from zeroaccel.zero.parking import Parked
+from zeroaccel.zero.storage.state_offload import OffloadedStates
 
 Ranks = Callable[[int], Pool]
 
@@ -118,7 +118,7 @@ def _losses(settings: dict[str, Any]) -> list[float]:
 def test_parked_storages_keep_their_views() -> None:
     whole = torch.arange(100.0)
     part = torch.nn.Parameter(whole[10:20])
-    parked = Parked([whole, part], pinned=False)
+    parked = OffloadedStates([whole, part], pinned=False)
     assert parked.nbytes == 400
     assert whole.untyped_storage().nbytes() == 0
     parked.put_back()

@@ -14,7 +14,7 @@ import zeroaccel
 from tests.multi.pool import Pool
 from tests.multi.training import Run, Toy, batches, config, differences, offloaded, train
 from tests.unit.written_optimizers import MakesStates
-from zeroaccel.zero.optimizer_kinds import classify
+from zeroaccel.optim.optimizer_kinds import classify
 
 
 class _Averages(torch.optim.SGD):

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 import zeroaccel
 from tests.multi.pool import Pool
 from tests.multi.training import ADAMW, SGD, config
+from zeroaccel.accelerate.run_state import RunParts, load_run, save_run
 from zeroaccel.data import prepare_data_loader
 from zeroaccel.errors import CheckpointError, UsageError
-from zeroaccel.run_state import RunParts, load_run, save_run
 from zeroaccel.seeds import set_seed, synchronize_rng_states
 
 STEPS = 9  # micro-steps; 5 per epoch and rank, so an epoch ends within

@@ -19,7 +19,7 @@ import zeroaccel.zero
 from tests.multi.pool import Pool
 from tests.multi.training import Run, Toy, batches, config, differences, offloaded, recording, train
 from zeroaccel.errors import ConfigError
-from zeroaccel.zero.parameter_access import (
+from zeroaccel.zero.access.safe_get_set import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
     safe_get_full_optimizer_state,

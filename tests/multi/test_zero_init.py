@@ -19,7 +19,7 @@ from tests.multi.training import SGD, WIDTH, Run, Toy, batches, config, differen
 from zeroaccel import zero
 from zeroaccel.comm.recording import RecordingCollectives
 from zeroaccel.errors import EngineStateError, UsageError
-from zeroaccel.zero.keeper import place_of
+from zeroaccel.zero.access.param_registry import place_of
 
 Ranks = Callable[[int], Pool]
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 import zeroaccel
 from tests.multi.pool import Pool
 from tests.multi.training import SGD, Run, Toy, batches, config, differences, train
-from zeroaccel.comm.arranged import ArrangedCollectives, arrange
-from zeroaccel.comm.codecs import INT4, INT8, Codec
 from zeroaccel.comm.collectives import Collectives
+from zeroaccel.comm.hierarchical import HierarchicalCollectives, arrange
+from zeroaccel.comm.quant_error import QuantError
+from zeroaccel.comm.quantized import INT4, INT8, Codec
 from zeroaccel.comm.topology import init_process_group
-from zeroaccel.comm.watch import Deviation
 from zeroaccel.config import comm_plan, load_config
 from zeroaccel.logs import logger
 from zeroaccel.zero.engine import Engine
@@ -221,16 +221,16 @@ def test_masters_and_what_is_saved_stay_exact(ranks: Ranks) -> None:
         assert all(torch.equal(exact[name], shown[name]) for name in exact)
 
 
-def _watched(changes: dict[str, Any]) -> tuple[Run, list[Deviation], list[str]]:
+def _watched(changes: dict[str, Any]) -> tuple[Run, list[QuantError], list[str]]:
     """(a run of 8 steps, what its watch saw, what it logged)."""
     lines: list[str] = []
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
-    seen: list[Deviation] = []
+    seen: list[QuantError] = []
 
     def keep(engine: Engine) -> None:
-        assert isinstance(engine.collectives, ArrangedCollectives)
+        assert isinstance(engine.collectives, HierarchicalCollectives)
         assert engine.collectives.watch is not None
         nonlocal seen
         seen = engine.collectives.watch.seen

@@ -16,7 +16,7 @@ import zeroaccel
 from tests.multi.pool import Pool
 from tests.multi.training import SGD, Toy, batches, config, recording
 from zeroaccel.config import CommPlan, comm_plan, load_config
-from zeroaccel.config.traffic import step_traffic
+from zeroaccel.config.traffic_formulas import step_traffic
 
 Ranks = Callable[[int], Pool]
 

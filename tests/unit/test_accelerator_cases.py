@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from zeroaccel import Accelerator, DummyOptim, DummyScheduler, ZeroPlugin
+from zeroaccel.accelerate.preparation import batch_size_fact
 from zeroaccel.errors import ConfigError, UsageError
-from zeroaccel.prepare import batch_size_fact
 
 pytestmark = pytest.mark.usefixtures("own_job")
 WIDTH = 6

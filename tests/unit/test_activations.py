@@ -12,7 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from zeroaccel import activations
-from zeroaccel.activations import Activations, Recomputation, checkpoint, configure, repeated_blocks
+from zeroaccel.activations import (
+    Activations,
+    Recomputation,
+    checkpoint,
+    configure,
+    repeated_blocks,
+)
 from zeroaccel.config.schema_extensions import ActivationCheckpointing
 from zeroaccel.errors import UsageError
 from zeroaccel.offload import activation_store

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from zeroaccel.checkpoint import durable
-from zeroaccel.checkpoint.durable import NewFile, remove_abandoned, write_durably
+from zeroaccel.checkpoint import atomic_write
+from zeroaccel.checkpoint.atomic_write import NewFile, remove_abandoned, write_durably
 from zeroaccel.checkpoint.folder_lock import FolderLock, is_locked
 from zeroaccel.errors import CheckpointError
 
@@ -19,7 +19,7 @@ def test_a_planted_link_is_neither_followed_nor_kept(tmp_path: Path, monkeypatch
     victim = tmp_path / "victim"
     victim.write_text("precious")
     names = iter(["00000000", "00000001"])
-    monkeypatch.setattr(durable.secrets, "token_hex", lambda _: next(names))
+    monkeypatch.setattr(atomic_write.secrets, "token_hex", lambda _: next(names))
     (tmp_path / "latest.00000000.tmp").symlink_to(victim)
     (tmp_path / "latest").symlink_to(victim)
     write_durably(tmp_path / "latest", b"one")

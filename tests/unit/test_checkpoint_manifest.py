@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from zeroaccel.checkpoint import manifest as format_
-from zeroaccel.checkpoint.durable import write_durably
+from zeroaccel.checkpoint.atomic_write import write_durably
 from zeroaccel.checkpoint.find import find_checkpoint, newest_first
 from zeroaccel.checkpoint.manifest import (
     FileRecord,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from zeroaccel.checkpoint.plain import decode, encode
+from zeroaccel.checkpoint.plain_codec import decode, encode
 from zeroaccel.errors import CheckpointError, UsageError
 
 

@@ -13,25 +13,25 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from zeroaccel.checkpoint.contents import Entry
 from zeroaccel.checkpoint.dtypes import dtype_name
 from zeroaccel.checkpoint.manifest import FileRecord
 from zeroaccel.checkpoint.rank_file import (
     BLOCK_NBYTES,
     CHUNK_NBYTES,
-    RankFile,
-    Request,
+    RankFileReader,
+    ReadRequest,
     block_sums,
     is_part_of_a_save,
     lay_out_file,
     rank_file_name,
 )
-from zeroaccel.checkpoint.write import RankFileWriter, Staging
+from zeroaccel.checkpoint.rank_file_writer import RankFileWriter, Staging
+from zeroaccel.checkpoint.save_plan import SaveItem
 from zeroaccel.errors import CheckpointError
 
 
 def write_file(folder: Path, tensors: dict[str, torch.Tensor]) -> tuple[FileRecord, RankFileWriter]:
-    entries = [Entry(key, dtype_name(t.dtype), tuple(t.shape), 0, t.view(-1)) for key, t in tensors.items()]
+    entries = [SaveItem(key, dtype_name(t.dtype), tuple(t.shape), 0, t.view(-1)) for key, t in tensors.items()]
     writer = RankFileWriter(folder / rank_file_name(0, 1, "0123abcd"), entries, Staging(1))
     copier = Thread(target=writer.copy)
     copier.start()
@@ -74,10 +74,10 @@ def test_every_tensor_is_aligned_and_comes_back(tmp_path: Path) -> None:
         for start in range(0, found[key].numel(), CHUNK_NBYTES):
             part = found[key][start : start + CHUNK_NBYTES]
             requests.append(
-                Request(offset + start, part.numel(), lambda data, to=part: to.copy_(torch.from_numpy(data)))
+                ReadRequest(offset + start, part.numel(), lambda data, to=part: to.copy_(torch.from_numpy(data)))
             )  # type: ignore[misc]
     random.Random(0).shuffle(requests)
-    with RankFile(tmp_path, record) as file:
+    with RankFileReader(tmp_path, record) as file:
         file.read(requests)
         assert file.read_nbytes < 1.05 * record.nbytes
     assert all(torch.equal(found[key], t.view(-1).view(torch.uint8)) for key, t in tensors.items())
@@ -86,8 +86,8 @@ def test_every_tensor_is_aligned_and_comes_back(tmp_path: Path) -> None:
 def test_only_the_blocks_asked_for_are_read(tmp_path: Path) -> None:
     record, writer = write_file(tmp_path, some_tensors())
     table = record.nbytes - writer.layout.table_offset
-    with RankFile(tmp_path, record) as file:
-        file.read([Request(5 * BLOCK_NBYTES + 8, 16, lambda data: None)])
+    with RankFileReader(tmp_path, record) as file:
+        file.read([ReadRequest(5 * BLOCK_NBYTES + 8, 16, lambda data: None)])
         assert file.read_nbytes == table + BLOCK_NBYTES
 
 
@@ -103,12 +103,12 @@ def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
             byte = file.read(1)[0]
             file.seek(place)
             file.write(bytes([byte ^ (1 << chance.randrange(8))]))
-        with pytest.raises(CheckpointError, match="damaged"), RankFile(tmp_path, record) as opened:
+        with pytest.raises(CheckpointError, match="damaged"), RankFileReader(tmp_path, record) as opened:
             opened.verify()
         with open(path, "r+b") as file:
             file.seek(place)
             file.write(bytes([byte]))
-    with RankFile(tmp_path, record) as opened:
+    with RankFileReader(tmp_path, record) as opened:
         opened.verify()
 
 
@@ -131,9 +131,9 @@ def test_a_short_file_is_an_error_and_not_a_crash(tmp_path: Path) -> None:
     record, _ = write_file(tmp_path, some_tensors())
     os.truncate(tmp_path / record.name, record.nbytes // 2)
     with pytest.raises(CheckpointError, match="ends at byte"):
-        RankFile(tmp_path, record)
+        RankFileReader(tmp_path, record)
     with pytest.raises(CheckpointError, match="cannot be read"):
-        RankFile(tmp_path, FileRecord("absent.safetensors", 100, 0, hashlib.sha256().hexdigest()))
+        RankFileReader(tmp_path, FileRecord("absent.safetensors", 100, 0, hashlib.sha256().hexdigest()))
 
 
 def test_an_error_while_writing_leaves_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

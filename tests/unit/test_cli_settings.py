@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from zeroaccel.config.launch import LaunchSettings, launch_settings
+from zeroaccel.config.launch.launch_settings import LaunchSettings, launch_settings
 from zeroaccel.errors import ConfigError
 
 MACHINES: dict[str, Any] = {"num_machines": 2, "machine_rank": 0, "main_process_ip": "10.0.0.1"}

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from zeroaccel.comm.agree import agree_or_raise
+from zeroaccel.comm.buffer_pool import BufferPool
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.recording import CollectiveCall, RecordingCollectives
-from zeroaccel.comm.scratch import Scratch
 from zeroaccel.comm.topology import Topology, current_topology, destroy, init_process_group
 from zeroaccel.errors import ConfigError, EngineStateError
 
@@ -133,7 +133,7 @@ def test_a_recording_counts_calls_and_no_bytes(alone: Topology) -> None:
 
 
 def test_scratch_lends_the_same_memory_again() -> None:
-    scratch = Scratch()
+    scratch = BufferPool()
     first = scratch.take(100, torch.float32)
     address = first.data_ptr()
     scratch.give_back(first)
@@ -142,7 +142,7 @@ def test_scratch_lends_the_same_memory_again() -> None:
 
 
 def test_scratch_never_lends_twice_at_a_time() -> None:
-    scratch = Scratch()
+    scratch = BufferPool()
     first = scratch.take(100, torch.float32)
     scratch.give_back(first)
     loans = [scratch.take(50, torch.float32) for _ in range(3)]
@@ -150,7 +150,7 @@ def test_scratch_never_lends_twice_at_a_time() -> None:
 
 
 def test_scratch_keeps_the_two_largest() -> None:
-    scratch = Scratch()
+    scratch = BufferPool()
     loans = [scratch.take(numel, torch.uint8) for numel in (10, 30, 20)]
     kept = {loan.data_ptr() for loan in loans[1:]}
     for loan in loans:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from zeroaccel.comm.journal import Call, Entry, Journal, Kind
+from zeroaccel.comm.hangs.flight_recorder import Call, CollectiveRecord, FlightRecorder, Kind
 
 TAG_OF_THREE_GATHERS = 493260237
 
 
-def _issue(journal: Journal, kind: Kind, label: str, numel: int = 8) -> Entry:
+def _issue(journal: FlightRecorder, kind: Kind, label: str, numel: int = 8) -> CollectiveRecord:
     return journal.issue(kind, "all_gather", label, numel, "float32")
 
 
 def test_calls_are_numbered_within_their_kind() -> None:
-    journal = Journal()
+    journal = FlightRecorder()
     calls = [_issue(journal, kind, "x").call for kind in ("gather", "reduce", "gather", "control")]
     assert [(call.kind, call.seq) for call in calls] == [("gather", 1), ("reduce", 1), ("gather", 2), ("control", 1)]
     assert journal.issued() == {"gather": 2, "reduce": 1, "control": 1}
 
 
 def test_equal_histories_have_equal_digests_and_tags_in_every_process() -> None:
-    journals = Journal(), Journal()
+    journals = FlightRecorder(), FlightRecorder()
     entries = [[_issue(journal, "gather", f"unshard {i}") for i in range(3)] for journal in journals]
     assert journals[0].digest() == journals[1].digest()
     assert [entry.tag for entry in entries[0]] == [entry.tag for entry in entries[1]]
@@ -38,7 +38,7 @@ def test_every_fact_of_a_call_changes_the_digest() -> None:
     ]
     digests = set()
     for variant in variants:
-        journal = Journal()
+        journal = FlightRecorder()
         journal.issue(*variant)  # type: ignore[arg-type]
         digests.add(journal.digest())
     assert len(digests) == len(variants)
@@ -46,7 +46,7 @@ def test_every_fact_of_a_call_changes_the_digest() -> None:
 
 def test_order_matters_within_a_kind_and_not_between_kinds() -> None:
     def digest_of(*calls: tuple[Kind, str]) -> int:
-        journal = Journal()
+        journal = FlightRecorder()
         for kind, label in calls:
             _issue(journal, kind, label)
         return journal.digest()
@@ -56,7 +56,7 @@ def test_order_matters_within_a_kind_and_not_between_kinds() -> None:
 
 
 def test_a_difference_is_never_forgotten() -> None:
-    journals = Journal(), Journal()
+    journals = FlightRecorder(), FlightRecorder()
     for journal, label in zip(journals, "ab", strict=True):
         _issue(journal, "gather", label)
         for _ in range(1000):
@@ -65,7 +65,7 @@ def test_a_difference_is_never_forgotten() -> None:
 
 
 def test_digests_are_exact_in_a_double() -> None:
-    journal = Journal()
+    journal = FlightRecorder()
     for number in range(200):
         _issue(journal, "gather", str(number))
         assert 0 <= journal.digest() < 2**52
@@ -73,7 +73,7 @@ def test_digests_are_exact_in_a_double() -> None:
 
 
 def test_the_phase_is_remembered_but_not_compared() -> None:
-    forward, backward = Journal(), Journal()
+    forward, backward = FlightRecorder(), FlightRecorder()
     forward.phase, backward.phase = "forward", "backward"
     calls = [_issue(journal, "gather", "a").call for journal in (forward, backward)]
     assert [call.phase for call in calls] == ["forward", "backward"]
@@ -82,7 +82,7 @@ def test_the_phase_is_remembered_but_not_compared() -> None:
 
 
 def test_the_longest_wait_is_the_one_that_began_first() -> None:
-    journal = Journal()
+    journal = FlightRecorder()
     assert journal.longest_wait is None
     first, second = _issue(journal, "gather", "a"), _issue(journal, "reduce", "b")
     journal.begin_wait(second)
@@ -93,7 +93,7 @@ def test_the_longest_wait_is_the_one_that_began_first() -> None:
 
 
 def test_the_last_finished_call_is_the_last_to_finish() -> None:
-    journal = Journal()
+    journal = FlightRecorder()
     assert journal.last_finished is None
     first, second = _issue(journal, "gather", "a"), _issue(journal, "gather", "b")
     journal.finish(second)
@@ -102,7 +102,7 @@ def test_the_last_finished_call_is_the_last_to_finish() -> None:
 
 
 def test_recent_calls_are_kept_per_kind_and_bounded() -> None:
-    journal = Journal(capacity=10)
+    journal = FlightRecorder(capacity=10)
     for number in range(20):
         _issue(journal, "gather", str(number))
     _issue(journal, "control", "c")

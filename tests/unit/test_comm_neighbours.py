@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests import time_limits
-from zeroaccel.comm.neighbours import Neighbours, own_card
-from zeroaccel.comm.verdict import Sighting
+from zeroaccel.comm.hangs.hang_report import Sighting
+from zeroaccel.comm.hangs.peer_processes import PeerProcesses, own_card
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
@@ -37,18 +37,18 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[list[subprocess.Popen[str]
         process.communicate()
 
 
-def _seen(neighbours: Neighbours, rank: int, state: str) -> Sighting:
+def _seen(neighbours: PeerProcesses, rank: int, state: str) -> Sighting:
     limit = time_limits.Limit(10.0)
     while (sighting := neighbours.sighting(rank)).state != state and not limit.is_over():
         time.sleep(0.01)
     return sighting
 
 
-def _neighbours(ranks: list[subprocess.Popen[str]], *, signals: bool = True) -> Neighbours:
+def _neighbours(ranks: list[subprocess.Popen[str]], *, signals: bool = True) -> PeerProcesses:
     own = own_card()
     cards = {0: own} | {number: own._replace(pid=process.pid) for number, process in enumerate(ranks, 1)}
     cards[3] = own._replace(host="node9", machine="elsewhere")
-    return Neighbours(0, cards, signals=signals)
+    return PeerProcesses(0, cards, signals=signals)
 
 
 def test_what_can_be_seen(ranks: list[subprocess.Popen[str]]) -> None:

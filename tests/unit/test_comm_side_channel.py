@@ -10,10 +10,10 @@ import pytest
 from torch._C._distributed_c10d import HashStore, TCPStore
 
 from tests import time_limits
-from zeroaccel.comm import side_channel
-from zeroaccel.comm.journal import Journal
-from zeroaccel.comm.side_channel import ChannelLost, ChannelSilent, SideChannel
-from zeroaccel.comm.verdict import Alarm, Position, Verdict
+from zeroaccel.comm.hangs import side_channel
+from zeroaccel.comm.hangs.flight_recorder import FlightRecorder
+from zeroaccel.comm.hangs.hang_report import Alarm, HangReport, RankState
+from zeroaccel.comm.hangs.side_channel import ChannelLost, ChannelSilent, SideChannel
 
 
 @pytest.fixture
@@ -32,9 +32,9 @@ def test_the_first_alarm_stays(channels: list[SideChannel]) -> None:
 
 
 def test_farewells_come_in_order_and_once(channels: list[SideChannel]) -> None:
-    channels[2].publish_farewell(Position(2, left="finished and left"))
+    channels[2].publish_farewell(RankState(2, left="finished and left"))
     assert [position.rank for position in channels[0].farewells(known=0)] == [2]
-    channels[1].publish_farewell(Position(1, left="finished and left"))
+    channels[1].publish_farewell(RankState(1, left="finished and left"))
     assert [position.rank for position in channels[0].farewells(known=1)] == [1]
     assert channels[0].events() == 2
 
@@ -42,7 +42,7 @@ def test_farewells_come_in_order_and_once(channels: list[SideChannel]) -> None:
 def test_histories_are_compared_with_the_first_that_stalls(channels: list[SideChannel]) -> None:
     entries = []
     for label in ("a", "a", "b"):
-        journal = Journal()
+        journal = FlightRecorder()
         journal.issue("gather", "all_gather", label, 8, "float32")
         entries.append(journal.issue("gather", "all_gather", "same", 8, "float32"))
     assert channels[1].meet(entries[1]) == (1, True)
@@ -53,13 +53,13 @@ def test_histories_are_compared_with_the_first_that_stalls(channels: list[SideCh
 def test_one_rank_judges(channels: list[SideChannel]) -> None:
     assert [channel.claim_verdict() for channel in channels] == [True, False, False]
     assert channels[2].verdict() is None
-    channels[0].publish_verdict(Verdict("why", timed_out=True))
-    assert channels[2].verdict() == Verdict("why", timed_out=True)
+    channels[0].publish_verdict(HangReport("why", timed_out=True))
+    assert channels[2].verdict() == HangReport("why", timed_out=True)
 
 
 def test_positions_are_found_by_rank(channels: list[SideChannel]) -> None:
-    channels[1].publish_position(Position(1, where="a.py:1 in f"))
-    assert channels[0].position_of(1) == Position(1, where="a.py:1 in f", issued={})
+    channels[1].publish_position(RankState(1, where="a.py:1 in f"))
+    assert channels[0].position_of(1) == RankState(1, where="a.py:1 in f", issued={})
     assert channels[0].position_of(2) is None
 
 
@@ -130,7 +130,7 @@ def test_a_store_that_does_not_answer_is_not_waited_for(stopped: tuple[SideChann
 def test_what_was_said_to_a_silent_store_arrives_whole_and_once(stopped: tuple[SideChannel, _StoppedStore]) -> None:
     channel, store = stopped
     with pytest.raises(ChannelSilent):
-        channel.publish_farewell(Position(1, left="finished and left"))
+        channel.publish_farewell(RankState(1, left="finished and left"))
     store.go_on.set()
     channel.await_answer(time_limits.seconds(10.0))
     assert store.counts == {"farewells": 1, "events": 1}

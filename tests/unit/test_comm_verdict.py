@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from zeroaccel.comm.journal import Call, Kind
-from zeroaccel.comm.verdict import Alarm, Position, Sighting, compose, first_difference, rank_list
+from zeroaccel.comm.hangs.flight_recorder import Call, Kind
+from zeroaccel.comm.hangs.hang_report import Alarm, RankState, Sighting, compose, first_difference, rank_list
 
 ALARM = Alarm(rank=0, headline="rank 0 has waited 3.0 s", timed_out=True)
 
@@ -23,7 +23,7 @@ def test_ranks_are_listed_in_spans(ranks: list[int], text: str) -> None:
 
 
 def test_a_position_survives_the_wire() -> None:
-    position = Position(
+    position = RankState(
         rank=3,
         waiting=_call(5, "unshard a"),
         waited_seconds=1.5,
@@ -34,8 +34,8 @@ def test_a_position_survives_the_wire() -> None:
         step=7,
         where="train.py:3 in main",
     )
-    assert Position.from_json(position.to_json()) == position
-    assert Position.from_json(Position(rank=1).to_json()) == Position(rank=1)
+    assert RankState.from_json(position.to_json()) == position
+    assert RankState.from_json(RankState(rank=1).to_json()) == RankState(rank=1)
 
 
 def test_the_first_difference_is_found_where_memories_overlap() -> None:
@@ -64,8 +64,8 @@ def test_each_kind_is_compared_by_itself() -> None:
 
 
 def test_ranks_at_one_place_share_a_line() -> None:
-    waiting = {rank: Position(rank, waiting=_call(3, "a"), where="t.py:1 in f") for rank in range(1000)}
-    text = compose(ALARM, waiting | {500: Position(500, finished=_call(2, "z"), where="t.py:9 in eval")}, 1000)
+    waiting = {rank: RankState(rank, waiting=_call(3, "a"), where="t.py:1 in f") for rank in range(1000)}
+    text = compose(ALARM, waiting | {500: RankState(500, finished=_call(2, "z"), where="t.py:9 in eval")}, 1000)
     assert text.splitlines()[1:3] == [
         '  ranks 0-499, 501-999: waiting for gather #3 all_gather "a" (8 x float32, forward); '
         "main thread at t.py:1 in f",
@@ -76,25 +76,25 @@ def test_ranks_at_one_place_share_a_line() -> None:
 
 
 def test_a_rank_that_left_is_told_from_one_that_failed() -> None:
-    waiting = Position(0, waiting=_call(3, "a"))
-    left = Position(1, finished=_call(2, "z"), step=9, left="finished and left")
+    waiting = RankState(0, waiting=_call(3, "a"))
+    left = RankState(1, finished=_call(2, "z"), step=9, left="finished and left")
     text = compose(ALARM, {0: waiting, 1: left}, 2)
     assert '  rank 1: finished and left, in step 9, after gather #2 all_gather "z" (8 x float32, forward)' in text
     assert "same number of steps; rank 1 had fewer" in text
-    failed = Position(1, left="left with ValueError: no labels", failed=True)
+    failed = RankState(1, left="left with ValueError: no labels", failed=True)
     text = compose(ALARM, {0: waiting, 1: failed}, 2)
     assert "rank 1: left with ValueError: no labels, before any collective" in text
     assert "The cause is the exception on rank 1." in text
 
 
 def test_a_silent_rank_is_named() -> None:
-    text = compose(ALARM, {0: Position(0, waiting=_call(3, "a"))}, 2)
+    text = compose(ALARM, {0: RankState(0, waiting=_call(3, "a"))}, 2)
     assert "rank 1: no answer" in text
     assert "the end of the output of rank 1" in text
 
 
 def test_ranks_in_collectives_of_different_kinds() -> None:
-    positions = {0: Position(0, waiting=_call(1, "save", "control")), 1: Position(1, waiting=_call(3, "a"))}
+    positions = {0: RankState(0, waiting=_call(1, "save", "control")), 1: RankState(1, waiting=_call(3, "a"))}
     assert "if rank == 0" in compose(ALARM, positions, 2)
 
 
@@ -109,7 +109,7 @@ def test_ranks_in_collectives_of_different_kinds() -> None:
     ],
 )
 def test_a_rank_that_does_not_answer_is_described_as_it_is_seen(sighting: Sighting, text: str, advice: str) -> None:
-    message = compose(ALARM, {0: Position(0, waiting=_call(3, "a"))}, 2, {1: sighting})
+    message = compose(ALARM, {0: RankState(0, waiting=_call(3, "a"))}, 2, {1: sighting})
     assert f"  rank 1: no answer; {text}" in message
     assert advice in message.splitlines()[-1]
 
@@ -117,9 +117,9 @@ def test_a_rank_that_does_not_answer_is_described_as_it_is_seen(sighting: Sighti
 def test_a_store_that_does_not_answer_is_named() -> None:
     silence = "the rendezvous store at node0:29500 has not answered for 5 s"
     sightings = {0: Sighting("unseen", "node0"), 2: Sighting("running", "pid 7")}
-    lines = compose(ALARM, {1: Position(1, waiting=_call(3, "a"))}, 3, sightings, silence).splitlines()
+    lines = compose(ALARM, {1: RankState(1, waiting=_call(3, "a"))}, 3, sightings, silence).splitlines()
     assert lines[1] == "  ranks 0, 2: not heard of"
     assert lines[-2] == "  The rendezvous store at node0:29500 has not answered for 5 s."
     assert "the network between the machines is cut" in lines[-1]
-    stopped = compose(ALARM, {1: Position(1)}, 2, {0: Sighting("stopped", "pid 7")}, silence)
+    stopped = compose(ALARM, {1: RankState(1)}, 2, {0: Sighting("stopped", "pid 7")}, silence)
     assert stopped.splitlines()[-1].startswith("  Rank 0 was stopped by a signal")

@@ -13,7 +13,7 @@ from zeroaccel.config.support import KEYS, Kind
 from zeroaccel.errors import ConfigError
 from zeroaccel.logs import logger, without_notes
 from zeroaccel.zero.layout import FlatLayout
-from zeroaccel.zero.state_tier import cut_sub_groups
+from zeroaccel.zero.storage.state_swapper import cut_sub_groups
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from zeroaccel.config import load_config
-from zeroaccel.config.canonical import Canonical
-from zeroaccel.config.origin import Origin
+from zeroaccel.config.normalize import NormalizedConfig
+from zeroaccel.config.provenance import Provenance
 from zeroaccel.config.schema import Config
 from zeroaccel.errors import ConfigError
 
@@ -83,7 +83,7 @@ def test_a_bare_flag_for_zero_is_stage_1_or_0() -> None:
 
 def test_retired_offload_keys_become_sections() -> None:
     given = {"zero_optimization": {"stage": 3, "cpu_offload": True, "cpu_offload_param": True}}
-    canonical = Canonical(Config, given)
+    canonical = NormalizedConfig(Config, given)
     assert canonical.tree == {
         "zero_optimization": {
             "stage": 3,
@@ -91,7 +91,7 @@ def test_retired_offload_keys_become_sections() -> None:
             "offload_param": {"device": "cpu"},
         }
     }
-    assert [note.line(Origin()) for note in canonical.notes] == [
+    assert [note.line(Provenance()) for note in canonical.notes] == [
         "zero_optimization.cpu_offload: an older form of zero_optimization.offload_optimizer with device cpu",
         "zero_optimization.cpu_offload_param: an older form of zero_optimization.offload_param with device cpu",
     ]

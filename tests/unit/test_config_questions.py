@@ -18,7 +18,7 @@ from zeroaccel.cli.config.questions import AUTO, QUESTIONS, Question, Situation,
 from zeroaccel.cli.config.render import answers_of, checked, command_line, render
 from zeroaccel.cli.config.walk import BACK, Walk
 from zeroaccel.cli.machine import Device, Disk, Machine
-from zeroaccel.config.launch import LaunchSettings
+from zeroaccel.config.launch.launch_settings import LaunchSettings
 from zeroaccel.errors import ConfigError
 
 OLD_DEVICE = Device("Old", 2**34, has_bf16=False)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from zeroaccel.config import Fact, Facts, load_config, resolve
-from zeroaccel.config.autos import RULES
+from zeroaccel.config.auto_rules import RULES
 from zeroaccel.config.resolve import _default
 from zeroaccel.config.schema import Config
 from zeroaccel.config.section import field_paths

@@ -12,7 +12,7 @@ import pydantic
 import pytest
 
 from zeroaccel.config import Config, load_config
-from zeroaccel.config.canonical import Canonical
+from zeroaccel.config.normalize import NormalizedConfig
 from zeroaccel.config.section import ConfigSection, field_paths, nested_section, spellings
 from zeroaccel.errors import ConfigError
 
@@ -83,9 +83,9 @@ NOT_THE_DEFAULT: dict[str, Any] = {
 @pytest.mark.parametrize(("path", "name", "other"), _renamed())
 def test_both_spellings_reach_one_attribute(path: tuple[str, ...], name: str, other: str) -> None:
     value = NOT_THE_DEFAULT.get(name, 7)
-    tree = Canonical(Config, _wrap(path, {name: value})).tree
+    tree = NormalizedConfig(Config, _wrap(path, {name: value})).tree
     assert tree == _wrap(path, {name: value})
-    assert Canonical(Config, _wrap(path, {other: value})).tree == tree
+    assert NormalizedConfig(Config, _wrap(path, {other: value})).tree == tree
     assert Config.model_validate(tree) != Config()
 
 

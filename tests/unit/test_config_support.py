@@ -10,7 +10,7 @@ import pytest
 from zeroaccel.config import load_config, support
 from zeroaccel.config.schema import Config
 from zeroaccel.config.section import ConfigSection, field_paths, nested_section
-from zeroaccel.config.support import KEYS, Kind, Standing
+from zeroaccel.config.support import KEYS, Kind, SupportStatus
 from zeroaccel.errors import ConfigError
 
 FIELDS = {".".join(path) for path in field_paths(Config)}
@@ -52,7 +52,7 @@ def _switched(name: str, *, on: bool) -> dict[str, Any]:
     return _wrap(name, (not default if isinstance(default, bool) else default + 3) if on else default)
 
 
-def _standing(name: str) -> Standing | None:
+def _standing(name: str) -> SupportStatus | None:
     """The line that decides about a key: its own, or that of a section above that is moot or refused as a whole."""
     if name in KEYS:
         return KEYS[name]

@@ -24,7 +24,9 @@ def test_every_variable_that_is_read_is_known_and_the_other_way_round() -> None:
         for name in re.findall(r'"(ZEROACCEL_[A-Z_]+)"', path.read_text())
     }
     assert literal - {"ZEROACCEL_"} <= known_variables()
-    settings = {f"ZEROACCEL_{name.upper()}" for name in zeroaccel.config.launch.LaunchSettings.model_fields}
+    settings = {
+        f"ZEROACCEL_{name.upper()}" for name in zeroaccel.config.launch.launch_settings.LaunchSettings.model_fields
+    }
     assert known_variables() - settings == literal - {"ZEROACCEL_"} - settings
 
 

@@ -10,7 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from zeroaccel.data.dealing import Rules, Turn, count_rounds, deal_batches, deal_items, turns_of_rank
+from zeroaccel.data.batch_sharding import (
+    RankBatch,
+    ShardingRules,
+    count_rounds,
+    deal_batches,
+    deal_items,
+    turns_of_rank,
+)
 
 
 def order(length: int, size: int, *, drop_last: bool = False) -> list[list[int]]:
@@ -18,12 +25,12 @@ def order(length: int, size: int, *, drop_last: bool = False) -> list[list[int]]
     return list(BatchSampler(SequentialSampler(range(length)), size, drop_last))
 
 
-def dealt(batches: list[list[int]], rules: Rules) -> list[list[Turn[int]]]:
+def dealt(batches: list[list[int]], rules: ShardingRules) -> list[list[RankBatch[int]]]:
     """By rank, its turns; each dealt independently, as ranks do."""
     return [list(turns_of_rank(deal_batches(batches, rules), rank)) for rank in range(rules.world_size)]
 
 
-def samples(turns: list[Turn[int]]) -> list[list[int]]:
+def samples(turns: list[RankBatch[int]]) -> list[list[int]]:
     return [turn.samples for turn in turns]
 
 
@@ -43,16 +50,16 @@ def samples(turns: list[Turn[int]]) -> list[list[int]]:
     ],
 )
 def test_two_ranks(length: int, size: int, options: dict[str, bool], expected: list[list[list[int]]]) -> None:
-    rules = Rules(2, batch_size=size, **options)
+    rules = ShardingRules(2, batch_size=size, **options)
     assert [samples(turns) for turns in dealt(order(length, size), rules)] == expected
 
 
 def test_batches_of_their_own_sizes_are_dealt_as_they_are() -> None:
     batches = [[0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10]]
-    turns = dealt(batches, Rules(2))
+    turns = dealt(batches, ShardingRules(2))
     assert [samples(part) for part in turns] == [[[0, 1, 2], [4, 5], [10]], [[3], [6, 7, 8, 9], [0, 1, 2]]]
     assert [turn.real for turn in turns[0]] == [None, None, 1]
-    assert [samples(part) for part in dealt(batches, Rules(2, drop_last=True))] == [
+    assert [samples(part) for part in dealt(batches, ShardingRules(2, drop_last=True))] == [
         [[0, 1, 2], [4, 5]],
         [[3], [6, 7, 8, 9]],
     ]
@@ -70,9 +77,9 @@ dealings = st.fixed_dictionaries(
 )
 
 
-def rules_of(case: dict[str, int]) -> tuple[list[list[int]], Rules]:
+def rules_of(case: dict[str, int]) -> tuple[list[list[int]], ShardingRules]:
     size = case["part"] * case["world_size"] if case["split"] else case["part"]
-    rules = Rules(case["world_size"], bool(case["split"]), bool(case["even"]), bool(case["drop_last"]), size)
+    rules = ShardingRules(case["world_size"], bool(case["split"]), bool(case["even"]), bool(case["drop_last"]), size)
     return order(case["length"], size, drop_last=bool(case["drop_last"])), rules
 
 
@@ -130,5 +137,5 @@ def test_items_are_dealt_as_accelerate_deals_an_iterable(case: dict[str, int]) -
 
 
 def test_an_endless_order_is_dealt_lazily() -> None:
-    turns = turns_of_rank(deal_items(cycle(range(3)), Rules(2, batch_size=2)), 1)
+    turns = turns_of_rank(deal_items(cycle(range(3)), ShardingRules(2, batch_size=2)), 1)
     assert [turn.samples for turn in islice(turns, 3)] == [[2, 0], [0, 1], [1, 2]]

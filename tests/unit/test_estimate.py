@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from zeroaccel.errors import ConfigError, UsageError, ZeroAccelError
 from zeroaccel.estimate import Capacity, Estimate, Workload, estimate, plan_table, subject
-from zeroaccel.estimate.lengthening import Course, Moment, lengthen
+from zeroaccel.estimate.extrapolate import MemoryTrace, Moment, lengthen
 from zeroaccel.estimate.simulate import simulate
 from zeroaccel.estimate.stand_in import Decoder, Shape, shape_of
 from zeroaccel.estimate.subject import Step, Subject, predict_tokens
@@ -301,8 +301,8 @@ def test_a_few_of_many_blocks_tell_of_all() -> None:
 
 
 def test_models_that_do_not_grow_evenly_are_not_lengthened() -> None:
-    def course(*totals: int) -> Course:
-        return Course(len(totals), tuple(Moment(0, total, 0, 0, 0) for total in totals), ((1, 2),), (1,))
+    def course(*totals: int) -> MemoryTrace:
+        return MemoryTrace(len(totals), tuple(Moment(0, total, 0, 0, 0) for total in totals), ((1, 2),), (1,))
 
     even = lengthen([course(1, 2, 3), course(1, 2, 3, 4), course(1, 2, 3, 4, 5)], more=2)
     assert even is not None

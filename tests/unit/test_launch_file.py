@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroaccel.config.launch_file import LaunchConfig, find_launch_file, read_launch_file
+from zeroaccel.config.launch.launch_file import LaunchConfig, find_launch_file, read_launch_file
 from zeroaccel.errors import ConfigError
 
 # As `accelerate config` writes it for a machine with two devices and stage 3.

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from zeroaccel.cli.launch_others import OtherFlags
-from zeroaccel.config.launch_file import parse_launch_file
-from zeroaccel.config.launch_fsdp import translate_fsdp
-from zeroaccel.config.launch_sources import Given, gather
+from zeroaccel.config.launch.launch_file import parse_launch_file
+from zeroaccel.config.launch.launch_fsdp import translate_fsdp
+from zeroaccel.config.launch.launch_sources import Given, gather
 from zeroaccel.errors import ConfigError
 
 

@@ -12,12 +12,17 @@ import pytest
 import yaml
 
 from zeroaccel.cli.launch_flags import GROUPS, flag, given_by_flags, setting_flags
-from zeroaccel.config.launch import LaunchSettings
-from zeroaccel.config.launch_env import LaunchedSettings, from_environment
-from zeroaccel.config.launch_file import read_launch_file
-from zeroaccel.config.launch_json import check_json
-from zeroaccel.config.launch_schema import DeepSpeedSection, DynamoSettings
-from zeroaccel.config.launch_sources import Given, gather, given_in_environment, launched_environment
+from zeroaccel.config.launch.launch_env import LaunchedSettings, from_environment
+from zeroaccel.config.launch.launch_file import read_launch_file
+from zeroaccel.config.launch.launch_json import check_json
+from zeroaccel.config.launch.launch_schema import DeepSpeedSection, DynamoSettings
+from zeroaccel.config.launch.launch_settings import LaunchSettings
+from zeroaccel.config.launch.launch_sources import (
+    Given,
+    gather,
+    given_in_environment,
+    launched_environment,
+)
 from zeroaccel.errors import ConfigError
 
 # setting -> three legal values as text; a file has them as YAML reads them, or as the fourth says

@@ -11,8 +11,8 @@ import torch
 from tests.unit.lr_rates import BETA1, DEFAULTS, LR, RATES
 from zeroaccel.errors import CheckpointError, ConfigError, UsageError
 from zeroaccel.logs import logger
-from zeroaccel.zero import lr_schedules
-from zeroaccel.zero.lr_schedules import (
+from zeroaccel.optim import lr_schedules
+from zeroaccel.optim.lr_schedules import (
     VALID_LR_SCHEDULES,
     LRRangeTest,
     OneCycle,

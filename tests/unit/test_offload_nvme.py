@@ -16,10 +16,10 @@ import torch
 from tests import time_limits
 from zeroaccel.errors import ConfigError, OffloadError
 from zeroaccel.offload import file_io
-from zeroaccel.offload.buffers import ALIGN_NBYTES, HostBuffers, aligned_bytes
 from zeroaccel.offload.file_io import IoSettings
-from zeroaccel.offload.folder import FolderFacts, examine_folder
+from zeroaccel.offload.host_buffers import ALIGN_NBYTES, HostBuffers, aligned_bytes
 from zeroaccel.offload.nvme import NvmeTier
+from zeroaccel.offload.offload_folder import FolderFacts, examine_folder
 from zeroaccel.offload.tier import HostTier, Tier, TierElements, TierRange
 
 SIZES = {"small": 1000, "large": 300_000, "empty": 0, "page": 4096}

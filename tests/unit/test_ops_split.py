@@ -22,8 +22,8 @@ from zeroaccel.errors import ConfigError
 from zeroaccel.offload.pinned import pinned_bytes
 from zeroaccel.ops import Adam, Lion, split_update
 from zeroaccel.ops.split_update import SplitUpdate
-from zeroaccel.zero import shared_updates
-from zeroaccel.zero.shared_updates import share_updates
+from zeroaccel.zero import hybrid_step
+from zeroaccel.zero.hybrid_step import share_updates
 
 NUMEL = 5000
 
@@ -149,7 +149,7 @@ def test_an_optimizer_that_shares_can_be_copied() -> None:
 
 @pytest.mark.parametrize("ratio", [0.5, 0.0])
 def test_a_share_that_cannot_be_had_is_refused(ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_updates, "cupy_is_installed", lambda: False)
+    monkeypatch.setattr(hybrid_step, "cupy_is_installed", lambda: False)
     cuda = torch.device("cuda")
     for optimizer, needed in (
         (Adam([torch.zeros(1)]), "CuPy"),
@@ -202,7 +202,7 @@ def test_a_pinned_slab_is_the_pools_memory_and_no_more() -> None:
 def test_nothing_imports_cupy_on_a_machine_without_cuda() -> None:
     program = (
         "import sys, torch, zeroaccel\n"
-        "import zeroaccel.offload.pinned, zeroaccel.offload.device_lane\n"
+        "import zeroaccel.offload.pinned, zeroaccel.offload.cupy_adam\n"
         "model = torch.nn.Linear(4, 4)\n"
         "offload = {'stage': 2, 'offload_optimizer': {'device': 'cpu', 'pin_memory': True}}\n"
         "settings = {'train_micro_batch_size_per_gpu': 1, 'zero_optimization': offload,\n"

@@ -7,7 +7,13 @@ from pathlib import Path
 import pytest
 
 from zeroaccel.errors import CheckpointError, ConfigError
-from zeroaccel.project import STATE_NAME, ProjectConfiguration, next_state_folder, prune_states, saved_states
+from zeroaccel.project import (
+    STATE_NAME,
+    ProjectConfiguration,
+    next_state_folder,
+    prune_states,
+    saved_states,
+)
 
 
 def make(root: Path, *numbers: int, complete: bool = True) -> None:

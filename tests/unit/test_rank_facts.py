@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from zeroaccel.zero.hyperparameters import HyperparameterCheck
-from zeroaccel.zero.lr_schedules import WarmupLR
-from zeroaccel.zero.rank_facts import (
+from zeroaccel.optim.hyperparameter_check import HyperparameterCheck
+from zeroaccel.optim.lr_schedules import WarmupLR
+from zeroaccel.optim.rank_facts import (
     canonical,
     difference,
     optimizer_facts,

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from zeroaccel.logs import logger
-from zeroaccel.zero import timing
-from zeroaccel.zero.precision import LossScale, StaticLossScale
-from zeroaccel.zero.timing import (
-    Memory,
+from zeroaccel.telemetry import step_report
+from zeroaccel.telemetry.step_report import (
+    MemoryUse,
     PhaseClock,
     StepFacts,
     StepReport,
@@ -24,6 +23,7 @@ from zeroaccel.zero.timing import (
     memory_now,
     step_events,
 )
+from zeroaccel.zero.precision import LossScale, StaticLossScale
 
 CPU = torch.device("cpu")
 GIB = 2**30
@@ -110,7 +110,7 @@ def test_a_skipped_step_shows_an_infinite_norm() -> None:
 def test_phases_and_memory_as_lines() -> None:
     assert format_phases({"forward": 12.3, "step": 4.2}, 10) == "ms per step over 10 steps: forward 12.30 | step 4.20"
     assert format_phases({"forward": 12.3}, 1) == "ms per step over 1 step: forward 12.30"
-    after = {"forward": Memory(2 * GIB, 3 * GIB), "step": Memory(GIB, 5 * GIB)}
+    after = {"forward": MemoryUse(2 * GIB, 3 * GIB), "step": MemoryUse(GIB, 5 * GIB)}
     assert format_memory(after, "allocated") == "allocated GiB after: forward 2.00 | step 1.00 | peak 5.00"
 
 
@@ -187,7 +187,7 @@ def test_memory_on_the_cpu_sees_what_is_taken_and_remembers_it() -> None:
 def test_memory_on_cuda_is_what_torch_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
-    assert memory_now(torch.device("cuda", 0)) == Memory(5, 7)
+    assert memory_now(torch.device("cuda", 0)) == MemoryUse(5, 7)
 
 
 # -- the report
@@ -236,7 +236,7 @@ def test_wall_clock_breakdown_is_per_step_over_the_interval(lines: list[str], cl
 def test_breakdowns_alone_come_every_ten_steps(
     lines: list[str], clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(timing, "memory_now", lambda device: Memory(GIB, 2 * GIB))
+    monkeypatch.setattr(step_report, "memory_now", lambda device: MemoryUse(GIB, 2 * GIB))
     report, engine = StepReport(wall_clock_breakdown=True, memory_breakdown=True), FakeEngine()
     for _ in range(10):
         for phase in ("forward", "backward"):
@@ -254,7 +254,7 @@ def test_nothing_is_measured_when_nothing_is_on(lines: list[str], monkeypatch: p
     def never(*args: Any) -> Any:
         raise AssertionError("measured something")
 
-    monkeypatch.setattr(timing, "memory_now", never)
+    monkeypatch.setattr(step_report, "memory_now", never)
     monkeypatch.setattr(PhaseClock, "_now", never)
     monkeypatch.setattr(FakeEngine, "get_global_grad_norm", never)
     report = StepReport()

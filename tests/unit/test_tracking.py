@@ -15,7 +15,7 @@ import pytest
 
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.logs import logger
-from zeroaccel.tracking import CsvMonitor, Event, Monitors, TensorBoardMonitor, WandbMonitor, build_monitors
+from zeroaccel.telemetry.monitors import CsvMonitor, Event, Monitors, TensorBoardMonitor, WandbMonitor, build_monitors
 
 
 @dataclass

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from zeroaccel.errors import ConfigError
-from zeroaccel.zero.grouping import LARGE_LEAF_NUMEL, LeafRules, group_parameters, is_mixture
+from zeroaccel.zero.wrap_policy import LARGE_LEAF_NUMEL, LeafRules, group_parameters, is_mixture
 
 WIDTH = 4
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from zeroaccel.errors import ConfigError
 from zeroaccel.ops.muon import Muon
-from zeroaccel.zero.optimizer_kinds import classify
-from zeroaccel.zero.optimizers import build_optimizer, known_optimizers
+from zeroaccel.optim.optimizer_factory import build_optimizer, known_optimizers
+from zeroaccel.optim.optimizer_kinds import classify
 
 
 def _params() -> list[nn.Parameter]:

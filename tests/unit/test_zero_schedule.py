@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroaccel.zero.schedule import Limits, Schedule
+from zeroaccel.zero.prefetch import PrefetchLimits, PrefetchTrace
 
 SIZES = {"root": 5, "a": 10, "b": 20, "c": 30}
 FORWARD = ["root", "a", "b", "c"]
@@ -19,7 +19,7 @@ class Player:
 
     def __init__(self, sizes: dict[str, int] = SIZES, **limits: int) -> None:
         self.sizes = sizes
-        self.schedule = Schedule(sizes, Limits(**limits))
+        self.schedule = PrefetchTrace(sizes, PrefetchLimits(**limits))
         self.live: dict[str, int] = {}
         self.most_live = 0
 
@@ -166,7 +166,9 @@ def test_outside_a_pass_nothing_is_recorded_or_fetched() -> None:
     st.integers(0, 80),
 )
 def test_the_limits_hold_for_any_order(order: list[str], budget: int, live: int, reuse: int) -> None:
-    schedule = Schedule(SIZES, Limits(prefetch_bucket_size=budget, max_live_parameters=live, max_reuse_distance=reuse))
+    schedule = PrefetchTrace(
+        SIZES, PrefetchLimits(prefetch_bucket_size=budget, max_live_parameters=live, max_reuse_distance=reuse)
+    )
     for _ in range(3):
         schedule.begin("train")
         whole: dict[str, int] = {}

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zeroaccel.checkpoint.atomic_write import remove_abandoned, write_durably
 from zeroaccel.checkpoint.consolidate import drop_script
-from zeroaccel.checkpoint.durable import remove_abandoned, write_durably
 from zeroaccel.checkpoint.find import checkpoint_folders
 from zeroaccel.checkpoint.folder_lock import FolderLock
 from zeroaccel.checkpoint.latest import LATEST_NAME, read_latest
@@ -26,7 +26,7 @@ from zeroaccel.checkpoint.manifest import (
     write_manifest,
 )
 from zeroaccel.checkpoint.rank_file import is_part_of_a_save
-from zeroaccel.checkpoint.write import RankFileWriter
+from zeroaccel.checkpoint.rank_file_writer import RankFileWriter
 from zeroaccel.errors import CheckpointError
 from zeroaccel.logs import logger
 

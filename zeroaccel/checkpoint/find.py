@@ -8,8 +8,8 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from zeroaccel.checkpoint.dcp_files import METADATA_NAME
-from zeroaccel.checkpoint.deepspeed_files import has_files
+from zeroaccel.checkpoint.formats.dcp_files import METADATA_NAME
+from zeroaccel.checkpoint.formats.deepspeed_files import has_files
 from zeroaccel.checkpoint.latest import read_latest
 from zeroaccel.checkpoint.manifest import MANIFEST_NAME, Manifest, check_tag, read_manifest
 from zeroaccel.checkpoint.rank_file import is_part_of_a_save

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from zeroaccel.checkpoint.durable import write_durably
+from zeroaccel.checkpoint.atomic_write import write_durably
 from zeroaccel.config.bounds import MOST_LEVELS, levels_of, read_at_most
 from zeroaccel.errors import CheckpointError
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from zeroaccel.checkpoint import zero_to_fp32
+from zeroaccel.checkpoint.atomic_write import remove_abandoned, write_durably
 from zeroaccel.checkpoint.consolidate import named_errors
-from zeroaccel.checkpoint.contents import Holdings, ties_of
-from zeroaccel.checkpoint.durable import remove_abandoned, write_durably
+from zeroaccel.checkpoint.save_plan import EngineState, ties_of
 from zeroaccel.checkpoint.weights import PickledWeights, StreamedWeights, announced, stream_into
 from zeroaccel.comm.collectives import Collectives
 
@@ -70,7 +70,7 @@ def plan_files(tensors: Sequence[Announced], max_nbytes: int, suffix: str) -> li
 
 def save_model_files(
     folder: Path,
-    holdings: Holdings,
+    holdings: EngineState,
     collectives: Collectives,
     *,
     max_nbytes: int,
@@ -105,7 +105,7 @@ def save_model_files(
 class _Writer:
     """Opens the files one after the other, as their tensors come."""
 
-    def __init__(self, folder: Path, files: Sequence[ModelFile], holdings: Holdings, *, pickled: bool) -> None:
+    def __init__(self, folder: Path, files: Sequence[ModelFile], holdings: EngineState, *, pickled: bool) -> None:
         self._folder, self._files, self._holdings, self._pickled = folder, files, holdings, pickled
         self._ties = ties_of(holdings.model)
         self._open: PickledWeights | StreamedWeights | None = None

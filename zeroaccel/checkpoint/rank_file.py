@@ -1,7 +1,7 @@
 """One rank's file: a safetensors file whose last tensor is a table of checksums of everything before it.
 
-Lays files out and checks what is read back; `write.py` fills them. numpy only: docs/checkpoint_format.md is the
-contract, and a reader needs no torch.
+Lays files out and checks what is read back; `rank_file_writer.py` fills them. numpy only: docs/checkpoint_format.md is
+the contract, and a reader needs no torch.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ __all__ = [
     "BLOCK_NBYTES",
     "CHUNK_NBYTES",
     "FileLayout",
-    "RankFile",
-    "Request",
+    "RankFileReader",
+    "ReadRequest",
     "block_sums",
     "is_part_of_a_save",
     "lay_out_file",
@@ -129,7 +129,7 @@ def _sums_of_blocks(data: Bytes) -> NDArray[np.uint64]:
 
 
 @dataclass(frozen=True)
-class Request:
+class ReadRequest:
     """Bytes [offset, offset + nbytes) of a file, at most CHUNK_NBYTES, and who gets them.
 
     `deliver` is called with an aligned (nbytes,) uint8 array that is only lent.
@@ -140,7 +140,7 @@ class Request:
     deliver: Callable[[Bytes], None]
 
 
-class RankFile:
+class RankFileReader:
     """A rank's file open for reading; every byte it hands out has been checked.
 
     Args:
@@ -173,7 +173,7 @@ class RankFile:
             self.close()
             raise
 
-    def __enter__(self) -> RankFile:
+    def __enter__(self) -> RankFileReader:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -183,7 +183,7 @@ class RankFile:
         """Closes the file."""
         os.close(self._handle)
 
-    def read(self, requests: Iterable[Request]) -> None:
+    def read(self, requests: Iterable[ReadRequest]) -> None:
         """Reads, checks and delivers in the order of the file; neighbours come from the disk together, once."""
         for span in _spans(sorted(requests, key=lambda request: request.offset)):
             start = span[0].offset // BLOCK_NBYTES * BLOCK_NBYTES
@@ -266,9 +266,9 @@ class RankFile:
         return data
 
 
-def _spans(requests: Sequence[Request]) -> Iterator[list[Request]]:
+def _spans(requests: Sequence[ReadRequest]) -> Iterator[list[ReadRequest]]:
     """Runs of requests with no block between them, of at most twice a chunk."""
-    span: list[Request] = []
+    span: list[ReadRequest] = []
     end = 0
     for request in requests:
         if span and (

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from zeroaccel.checkpoint.durable import NewFile, write_all, write_durably
+from zeroaccel.checkpoint.atomic_write import NewFile, write_all, write_durably
 from zeroaccel.checkpoint.find import find_checkpoint
 from zeroaccel.checkpoint.latest import LATEST_NAME
 from zeroaccel.checkpoint.manifest import (
@@ -33,8 +33,8 @@ from zeroaccel.checkpoint.rank_file import (
     CHUNK_NBYTES,
     Bytes,
     FileLayout,
-    RankFile,
-    Request,
+    RankFileReader,
+    ReadRequest,
     block_sums,
     lay_out_file,
     rank_file_name,
@@ -44,10 +44,10 @@ from zeroaccel.errors import CheckpointError, UsageError
 __all__ = ["reshard", "write_again"]
 
 
-class OpenFile(Protocol):
+class ReshardedFile(Protocol):
     """A file to copy from; `read` checks what it hands out."""
 
-    def read(self, requests: Iterable[Request]) -> None:
+    def read(self, requests: Iterable[ReadRequest]) -> None:
         """Delivers each request."""
 
 
@@ -75,10 +75,10 @@ def reshard(source: Path, out: Path, world_size: int, tag: str | None = None) ->
     folder, manifest = find_checkpoint(source, tag)
     if world_size != manifest.world_size:
         manifest = replace(manifest, random_state=None)
-    files: list[RankFile] = []
+    files: list[RankFileReader] = []
     try:
         for record, pieces in zip(manifest.files, manifest.pieces_by_file(), strict=True):
-            files.append(RankFile(folder, record))
+            files.append(RankFileReader(folder, record))
             files[-1].check_pieces(pieces)
         return write_again(manifest, files, out, world_size)
     finally:
@@ -86,7 +86,7 @@ def reshard(source: Path, out: Path, world_size: int, tag: str | None = None) ->
             file.close()
 
 
-def write_again(manifest: Manifest, files: Sequence[OpenFile], out: Path, world_size: int) -> Path:
+def write_again(manifest: Manifest, files: Sequence[ReshardedFile], out: Path, world_size: int) -> Path:
     """Writes what `manifest` says is in `files` into `out/<tag>` for `world_size` ranks; returns that folder.
 
     Raises:
@@ -144,7 +144,7 @@ def _referenced(encoded: Any) -> Iterator[str]:
             yield from _referenced(list(encoded.values()))
 
 
-def _contents(layout: FileLayout, parts: list[_Part], files: Sequence[OpenFile]) -> Iterator[Bytes]:
+def _contents(layout: FileLayout, parts: list[_Part], files: Sequence[ReshardedFile]) -> Iterator[Bytes]:
     """The bytes of a file up to its table, a chunk or less at a time."""
     yield np.frombuffer(layout.header, np.uint8)
     for part in parts:
@@ -155,7 +155,7 @@ def _contents(layout: FileLayout, parts: list[_Part], files: Sequence[OpenFile])
             for low in range(first, end, most):
                 taken: list[Bytes] = []
                 nbytes = (min(low + most, end) - low) * itemsize
-                files[file].read([Request(offset + (low - start) * itemsize, nbytes, taken.append)])
+                files[file].read([ReadRequest(offset + (low - start) * itemsize, nbytes, taken.append)])
                 yield from taken
 
 

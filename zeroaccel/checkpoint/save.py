@@ -1,7 +1,7 @@
 """Saving: agree on what is saved where, write every rank's file, and let rank 0 make it a checkpoint.
 
 `prepare` is collective and ends with nothing written. A `Save` is then written at once (`write_now`, collective) or
-handed to `background.py`, which needs no collectives.
+handed to `background_save.py`, which needs no collectives.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 import torch
 
 from zeroaccel.checkpoint.commit import CommitRules, Part, commit, describe_part, merge_parts
-from zeroaccel.checkpoint.contents import Contents, Holdings, describe_parameters, persistent_buffers, ties_of
 from zeroaccel.checkpoint.folder_lock import FolderLock
 from zeroaccel.checkpoint.liveness import RankProcess
 from zeroaccel.checkpoint.manifest import MANIFEST_NAME, check_new_tag
-from zeroaccel.checkpoint.plain import encode
+from zeroaccel.checkpoint.plain_codec import encode
 from zeroaccel.checkpoint.rank_file import rank_file_name
-from zeroaccel.checkpoint.write import RankFileWriter, Staging
+from zeroaccel.checkpoint.rank_file_writer import RankFileWriter, Staging
+from zeroaccel.checkpoint.save_plan import EngineState, SavePlan, describe_parameters, persistent_buffers, ties_of
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import CheckpointError, CollectiveError, UsageError
@@ -164,7 +164,7 @@ class Save:
 
 
 def prepare(
-    request: SaveRequest, holdings: Holdings, progress: Progress, collectives: Collectives, staging: Staging
+    request: SaveRequest, holdings: EngineState, progress: Progress, collectives: Collectives, staging: Staging
 ) -> Save:
     """Collects what to save and agrees on where. (all ranks)
 
@@ -175,13 +175,13 @@ def prepare(
         CheckpointError: the tag is not one, there is not enough space, the folder cannot be made, or another save is
             writing into it.
     """
-    contents = Contents(holdings.rank)
+    contents = SavePlan(holdings.rank)
     common: dict[str, Any] = {}
     random_state, tag, root = None, "", Path(os.path.abspath(request.root))
     save_id = secrets.token_hex(4)
     with agreed(collectives, "save_checkpoint: what to save"):
         tag = check_new_tag(request.tag)
-        contents = Contents.collect(holdings, exclude_frozen=request.exclude_frozen)
+        contents = SavePlan.collect(holdings, exclude_frozen=request.exclude_frozen)
         if progress.random_state is not None:
             random_state = encode(progress.random_state, "random state", contents.keep)
         client_state = _encode_client_state(request.client_state, contents if holdings.rank == 0 else None)
@@ -227,14 +227,14 @@ def prepare(
     )
 
 
-def _encode_client_state(state: Mapping[str, Any], contents: Contents | None) -> Any:
+def _encode_client_state(state: Mapping[str, Any], contents: SavePlan | None) -> Any:
     """Checked on every rank, kept on rank 0."""
     if type(state) is not dict:
         raise UsageError("save_checkpoint(client_state)", expected="a dict", got=type(state).__name__)
     return encode(state, "client_state", contents.keep if contents is not None else lambda tensor: "")
 
 
-def _common(request: SaveRequest, holdings: Holdings, progress: Progress, contents: Contents) -> dict[str, Any]:
+def _common(request: SaveRequest, holdings: EngineState, progress: Progress, contents: SavePlan) -> dict[str, Any]:
     buffers = list(persistent_buffers(holdings.model))
     for name, buffer in buffers:
         contents.add_whole(f"buffer/{name}", buffer.clone())  # the next forward may change it
@@ -255,7 +255,7 @@ def _common(request: SaveRequest, holdings: Holdings, progress: Progress, conten
     }
 
 
-def _optimizer(holdings: Holdings, contents: Contents) -> dict[str, Any] | None:
+def _optimizer(holdings: EngineState, contents: SavePlan) -> dict[str, Any] | None:
     shard = holdings.optimizer
     if shard is None:
         return None

@@ -19,18 +19,18 @@ from torch import Tensor
 
 from zeroaccel.checkpoint.dtypes import dtype_of
 from zeroaccel.checkpoint.manifest import ITEMSIZE, Manifest
-from zeroaccel.checkpoint.rank_file import CHUNK_NBYTES, RankFile, Request
+from zeroaccel.checkpoint.rank_file import CHUNK_NBYTES, RankFileReader, ReadRequest
 from zeroaccel.errors import CheckpointError
 
-__all__ = ["OpenFile", "TensorStore"]
+__all__ = ["TensorFile", "TensorStore"]
 
 
-class OpenFile(Protocol):
+class TensorFile(Protocol):
     """A file of a checkpoint, as a store needs it; `read` checks what it hands out."""
 
     read_nbytes: int
 
-    def read(self, requests: Iterable[Request]) -> None:
+    def read(self, requests: Iterable[ReadRequest]) -> None:
         """Delivers each request; CheckpointError if something is damaged."""
 
     def close(self) -> None:
@@ -48,8 +48,8 @@ class TensorStore:
         self.manifest = manifest
         self.wanted_nbytes = 0
         self._folder = folder
-        self._files: dict[int, OpenFile] = {}
-        self._pending: dict[int, list[Request]] = {}
+        self._files: dict[int, TensorFile] = {}
+        self._pending: dict[int, list[ReadRequest]] = {}
         self._used: dict[int, dict[str, tuple[str, int, int]]] = {}
 
     def __enter__(self) -> TensorStore:
@@ -81,7 +81,7 @@ class TensorStore:
         while cursor < end:
             file, piece_start, length, offset = record.pieces[index]
             count = min(piece_start + length - cursor, end - cursor, limit)
-            request = Request(
+            request = ReadRequest(
                 offset + (cursor - piece_start) * itemsize,
                 count * itemsize,
                 _copier(into[cursor - start : cursor - start + count], dtype),
@@ -102,7 +102,7 @@ class TensorStore:
         used, self._used = self._used, {}
         for file, requests in sorted(pending.items()):
             opened = self._open(file)
-            if isinstance(opened, RankFile):  # others have been looked through to make their manifest
+            if isinstance(opened, RankFileReader):  # others have been looked through to make their manifest
                 opened.check_pieces(used[file])
             opened.read(requests)
 
@@ -119,9 +119,9 @@ class TensorStore:
         self._pending, self._used = held
         return flat.view(record.shape)
 
-    def _open(self, file: int) -> OpenFile:
+    def _open(self, file: int) -> TensorFile:
         if file not in self._files:
-            self._files[file] = RankFile(self._folder, self.manifest.files[file])
+            self._files[file] = RankFileReader(self._folder, self.manifest.files[file])
         return self._files[file]
 
 

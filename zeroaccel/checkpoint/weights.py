@@ -16,14 +16,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from zeroaccel.checkpoint.contents import Holdings, persistent_buffers, ties_of
+from zeroaccel.checkpoint.atomic_write import NewFile, remove_abandoned, write_all
 from zeroaccel.checkpoint.dtypes import dtype_name
-from zeroaccel.checkpoint.durable import NewFile, remove_abandoned, write_all
 from zeroaccel.checkpoint.rank_file import CHUNK_NBYTES
+from zeroaccel.checkpoint.save_plan import EngineState, persistent_buffers, ties_of
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import CheckpointError
-from zeroaccel.zero.unit import FlatBuffer, ParamUnit, ShardState
+from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit, ShardState
 
 __all__ = [
     "PickledWeights",
@@ -38,7 +38,7 @@ __all__ = [
 _PICKLES = (".bin", ".pt", ".pth")
 
 
-def save_weights(path: Path, holdings: Holdings, collectives: Collectives, *, exclude_frozen: bool) -> None:
+def save_weights(path: Path, holdings: EngineState, collectives: Collectives, *, exclude_frozen: bool) -> None:
     """Writes all parameters and persistent buffers to `path`, on rank 0. (all ranks)
 
     Args:
@@ -74,7 +74,12 @@ class Sink(Protocol):
 
 
 def stream_into(
-    folder: Path, open_sink: Callable[[], Sink], holdings: Holdings, collectives: Collectives, *, exclude_frozen: bool
+    folder: Path,
+    open_sink: Callable[[], Sink],
+    holdings: EngineState,
+    collectives: Collectives,
+    *,
+    exclude_frozen: bool,
 ) -> None:
     """Makes `folder` and hands all weights to a sink, on rank 0. (all ranks)
 
@@ -119,7 +124,7 @@ def _named_errors(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def consolidated_state_dict(holdings: Holdings, *, exclude_frozen: bool) -> dict[str, Tensor] | None:
+def consolidated_state_dict(holdings: EngineState, *, exclude_frozen: bool) -> dict[str, Tensor] | None:
     """All parameters and persistent buffers in host memory, in the order of the model's own state dict. (all ranks)
 
     Returns:
@@ -133,7 +138,7 @@ def consolidated_state_dict(holdings: Holdings, *, exclude_frozen: bool) -> dict
     return _under_all_names(found, holdings.model) if holdings.rank == 0 else None
 
 
-def placeholder_state_dict(holdings: Holdings, *, exclude_frozen: bool) -> dict[str, Tensor]:
+def placeholder_state_dict(holdings: EngineState, *, exclude_frozen: bool) -> dict[str, Tensor]:
     """Names, shapes and dtypes of what `consolidated_state_dict` gives on rank 0, on the meta device: no values."""
     found: dict[str, Tensor] = {}
     for unit in holdings.units:
@@ -153,7 +158,7 @@ def _under_all_names(found: dict[str, Tensor], model: torch.nn.Module) -> dict[s
     return {name: named[name] for name in _state_dict_names(model) if name in named}
 
 
-def _streamed(holdings: Holdings, *, exclude_frozen: bool) -> Iterator[tuple[str, Tensor]]:
+def _streamed(holdings: EngineState, *, exclude_frozen: bool) -> Iterator[tuple[str, Tensor]]:
     """(name, value) in descending order of item size, each unit whole only while its own are handed out. (all ranks)"""
     for itemsize in (8, 4, 2, 1):
         for unit in holdings.units:
@@ -179,7 +184,7 @@ def _whole(unit: ParamUnit) -> bool:
     return sharded
 
 
-def announced(holdings: Holdings, *, exclude_frozen: bool) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
+def announced(holdings: EngineState, *, exclude_frozen: bool) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
     """What `_streamed` will hand out, in its order, without gathering: name, dtype, shape."""
     buffers: list[FlatBuffer] = list(holdings.buffers())
     for itemsize in (8, 4, 2, 1):

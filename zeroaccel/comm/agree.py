@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.comm.verdict import first_difference, rank_list
+from zeroaccel.comm.hangs.hang_report import first_difference, rank_list
 
 __all__ = ["agree_or_raise", "agreed", "disagreement_report", "from_rank_0"]
 

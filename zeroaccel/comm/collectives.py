@@ -1,7 +1,8 @@
 """The collectives of the engine: what is gathered or summed, over which group, in which order.
 
-Movement is left to `exchange.py`, waiting and failing to `work.py`, ranks and groups come from `topology.py`. Nothing
-here knows what the tensors mean; the caller's label says it, to whoever has to read about a hang.
+Movement is left to `transport.py`, waiting and failing to `collective_tracker.py`, ranks and groups come from
+`topology.py`. Nothing here knows what the tensors mean; the caller's label says it, to whoever has to read about a
+hang.
 
 Letters: W = world size, S = elements per rank; where ranks have parts of several sizes, `split_sizes` has that of each,
 W*S is their sum and S this rank's. In host memory every sum runs in the order of the ranks, in fp32, and
@@ -18,22 +19,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroaccel.comm.codecs import INT8, decode
-from zeroaccel.comm.exchange import DirectExchange, Exchanges, Meter, exchange_over
-from zeroaccel.comm.journal import Entry, Journal
-from zeroaccel.comm.scratch import Scratch
-from zeroaccel.comm.topology import RankGroup, Topology
-from zeroaccel.comm.work import (
+from zeroaccel.comm.buffer_pool import BufferPool
+from zeroaccel.comm.collective_tracker import (
     DONE,
     AverageWork,
     CodedDeviceWork,
     CodedWork,
+    CollectiveTracker,
     DeviceWork,
     MessageWork,
     RankSumWork,
-    Supervisor,
     Work,
 )
+from zeroaccel.comm.hangs.flight_recorder import CollectiveRecord, FlightRecorder
+from zeroaccel.comm.quantized import INT8, decode
+from zeroaccel.comm.topology import RankGroup, Topology
+from zeroaccel.comm.transport import Exchanges, Meter, P2PTransport, exchange_over
 from zeroaccel.ops.reduce import sum_ranks
 
 __all__ = ["Collectives", "Work", "check_split"]
@@ -44,7 +45,7 @@ class Collectives:
 
     Gathers and reductions may interleave differently on different ranks, since they use separate groups.
 
-    Shards are gathered and reduced over all ranks here; `arranged.py` has collectives for which ranks differ.
+    Shards are gathered and reduced over all ranks here; `hierarchical.py` has collectives for which ranks differ.
 
     Args:
         topology: shared with every other engine of the process.
@@ -76,7 +77,7 @@ class Collectives:
     nodes: Sequence[Sequence[int]]
     job: Collectives
     leads: bool
-    journal: Journal
+    journal: FlightRecorder
     topology: Topology
     meter: Meter | None
 
@@ -92,8 +93,8 @@ class Collectives:
         self.leads = True
         self.meter = None
         self.journal = topology.journal
-        self._supervisor = Supervisor(topology.journal, topology.watchdog)
-        self._scratch = Scratch()
+        self._supervisor = CollectiveTracker(topology.journal, topology.watchdog)
+        self._scratch = BufferPool()
         if self.world_size > 1:
             self._gathers = self._exchanges(group, group.gather_group)
             self._reductions = self._exchanges(group, group.reduce_group)
@@ -135,7 +136,7 @@ class Collectives:
             return self._nothing_to_move(entry)
         exchange = exchanges[out.device.type]
         pending = self._supervisor.start(entry, exchange.all_gather, out, shard, split_sizes)
-        if isinstance(exchange, DirectExchange):
+        if isinstance(exchange, P2PTransport):
             return MessageWork(self._supervisor, entry, pending)
         return DeviceWork(self._supervisor, entry, pending, out.device)
 
@@ -162,7 +163,7 @@ class Collectives:
         if flat.numel() == 0:
             return self._nothing_to_move(entry)
         exchange = self._reductions[flat.device.type]
-        if isinstance(exchange, DirectExchange):
+        if isinstance(exchange, P2PTransport):
             parts = self._scratch.take(self.world_size * out.numel(), flat.dtype)
             pending = self._supervisor.start(entry, exchange.reduce_scatter, parts, flat, split_sizes)
             return RankSumWork(self._supervisor, entry, pending, self._scratch, parts, out, scale)
@@ -191,7 +192,7 @@ class Collectives:
         entry = self._supervisor.issue("gather", "all_gather int8", label, out)
         exchange = self._shard_gathers[out.device.type]
         ranks, nbytes = self.shard_world_size, self.shard_world_size * packed.numel()
-        if isinstance(exchange, DirectExchange):
+        if isinstance(exchange, P2PTransport):
             codes = self._scratch.take(nbytes, torch.uint8)
             pending = self._supervisor.start(entry, exchange.all_gather, codes, packed, ())
             return CodedWork(self._supervisor, entry, pending, codes.view(ranks, -1), out, self._scratch)
@@ -200,7 +201,7 @@ class Collectives:
         return CodedDeviceWork(self._supervisor, entry, pending, codes.view(ranks, -1), out)
 
     def over(self, arranged: Collectives) -> Collectives:
-        """What to use in place of these where others are needed: `arranged`, in the same wrappings."""
+        """What to use in place of these where others are needed: `hierarchical`, in the same wrappings."""
         return arranged
 
     def reduction_nbytes(self, numel: int, shard_numel: int, dtype: torch.dtype) -> int:
@@ -261,7 +262,7 @@ class Collectives:
             self._supervisor.wait(entry, pending)
         return rows
 
-    def _nothing_to_move(self, entry: Entry) -> Work:
+    def _nothing_to_move(self, entry: CollectiveRecord) -> Work:
         self.journal.finish(entry)
         return DONE
 

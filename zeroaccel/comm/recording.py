@@ -15,10 +15,10 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from zeroaccel.comm.codecs import CODABLE, INT8
 from zeroaccel.comm.collectives import Collectives, Work
+from zeroaccel.comm.quantized import CODABLE, INT8
 
-__all__ = ["CollectiveCall", "RecordingCollectives", "Traffic"]
+__all__ = ["BytesSent", "CollectiveCall", "RecordingCollectives"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class CollectiveCall:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class BytesSent:
     """Bytes that one rank sent over one class of links.
 
     Attributes:
@@ -87,7 +87,7 @@ class RecordingCollectives(Collectives):
         inner.meter = self._count
 
     def over(self, arranged: Collectives) -> Collectives:
-        """Another of these, around `arranged`, that writes into the same books."""
+        """Another of these, around `hierarchical`, that writes into the same books."""
         copied = copy.copy(self)
         copied._wrap(self.inner.over(arranged))
         return copied
@@ -103,13 +103,13 @@ class RecordingCollectives(Collectives):
             totals[call.op] += call.nbytes
         return dict(totals)
 
-    def traffic(self) -> list[Traffic]:
+    def traffic(self) -> list[BytesSent]:
         """What this rank has sent in gathers, reductions and broadcasts, counted message by message; sorted."""
         home = next(set(node) for node in self.nodes if self.topology.rank in node)
         totals: Counter[tuple[str, str, Literal["inside", "across"]]] = Counter()
         for (op, purpose, receiver), nbytes in self._sent.items():
             totals[op, purpose, "inside" if receiver in home else "across"] += nbytes
-        return [Traffic(*key, nbytes) for key, nbytes in sorted(totals.items())]
+        return [BytesSent(*key, nbytes) for key, nbytes in sorted(totals.items())]
 
     def across_nbytes(self) -> int:
         """Bytes this rank has sent to ranks on other machines."""

@@ -14,7 +14,7 @@ messages of S elements in a row. An accelerator's backend averages inside and th
 [Note: two hops in 4 bits] (ZeRO++, Wang et al. 2023, arXiv:2306.10209, section 3.3) Each rank codes what the l-th of
 its cell has to sum, R shards, as one run of bytes, so the l-th gets L runs; it adds them up in fp32, codes the sums
 anew, and sends one shard to each of its R peers. So across cells travel S half-bytes per peer, an L-th of what a direct
-exchange would send. A rank's own parts are never coded. Per hop the error is that of one code (`codecs.py`).
+exchange would send. A rank's own parts are never coded. Per hop the error is that of one code (`quantized.py`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zeroaccel.comm.codecs import INT4, decode_add, encode
-from zeroaccel.comm.exchange import DirectExchange, Exchanges, NativeExchange
-from zeroaccel.comm.journal import Entry
-from zeroaccel.comm.scratch import Scratch
-from zeroaccel.comm.work import Supervisor
+from zeroaccel.comm.buffer_pool import BufferPool
+from zeroaccel.comm.collective_tracker import CollectiveTracker
+from zeroaccel.comm.hangs.flight_recorder import CollectiveRecord
+from zeroaccel.comm.quantized import INT4, decode_add, encode
+from zeroaccel.comm.transport import Exchanges, NativeTransport, P2PTransport
 
 __all__ = ["AcrossReplicas", "InFourBits", "Reduction"]
 
@@ -37,7 +37,9 @@ __all__ = ["AcrossReplicas", "InFourBits", "Reduction"]
 class Reduction(Protocol):
     """How gradients are summed."""
 
-    def __call__(self, entry: Entry, out: Tensor, flat: Tensor, scale: float, split_sizes: Sequence[int]) -> None:
+    def __call__(
+        self, entry: CollectiveRecord, out: Tensor, flat: Tensor, scale: float, split_sizes: Sequence[int]
+    ) -> None:
         """out: (S,) = round(scale * this rank's shard of the sum over all ranks of `flat`). Blocks."""
 
     def nbytes(self, numel: int, shard_numel: int, dtype: torch.dtype) -> int:
@@ -52,18 +54,20 @@ class AcrossReplicas:
         across: over the R ranks that hold the same one, in the order of the replicas.
     """
 
-    def __init__(self, supervisor: Supervisor, inside: Exchanges, across: Exchanges) -> None:
+    def __init__(self, supervisor: CollectiveTracker, inside: Exchanges, across: Exchanges) -> None:
         self._supervisor = supervisor
         self._inside, self._across = inside, across
-        self._scratch = Scratch()
+        self._scratch = BufferPool()
 
-    def __call__(self, entry: Entry, out: Tensor, flat: Tensor, scale: float, split_sizes: Sequence[int]) -> None:
+    def __call__(
+        self, entry: CollectiveRecord, out: Tensor, flat: Tensor, scale: float, split_sizes: Sequence[int]
+    ) -> None:
         inside, across = self._inside[flat.device.type], self._across[flat.device.type]
-        if isinstance(inside, DirectExchange) and isinstance(across, DirectExchange):
+        if isinstance(inside, P2PTransport) and isinstance(across, P2PTransport):
             self._in_order(entry, inside, across, out, flat, scale, split_sizes)
         else:
-            assert isinstance(inside, NativeExchange), "one kind of device has one kind of exchange"
-            assert isinstance(across, NativeExchange), "one kind of device has one kind of exchange"
+            assert isinstance(inside, NativeTransport), "one kind of device has one kind of exchange"
+            assert isinstance(across, NativeTransport), "one kind of device has one kind of exchange"
             average = torch.empty_like(out, dtype=flat.dtype)
             self._supervisor.move(entry, inside.reduce_scatter, average, flat, split_sizes)
             if average.numel():
@@ -73,9 +77,9 @@ class AcrossReplicas:
 
     def _in_order(
         self,
-        entry: Entry,
-        inside: DirectExchange,
-        across: DirectExchange,
+        entry: CollectiveRecord,
+        inside: P2PTransport,
+        across: P2PTransport,
         out: Tensor,
         flat: Tensor,
         scale: float,
@@ -124,14 +128,16 @@ class InFourBits:
     """
 
     def __init__(
-        self, supervisor: Supervisor, inside: Exchanges, across: Exchanges, shard_of: Sequence[Sequence[int]]
+        self, supervisor: CollectiveTracker, inside: Exchanges, across: Exchanges, shard_of: Sequence[Sequence[int]]
     ) -> None:
         self._supervisor = supervisor
         self._inside, self._across = inside, across
         self._shard_of = shard_of
-        self._scratch = Scratch(kept=4)
+        self._scratch = BufferPool(kept=4)
 
-    def __call__(self, entry: Entry, out: Tensor, flat: Tensor, scale: float, split_sizes: Sequence[int]) -> None:
+    def __call__(
+        self, entry: CollectiveRecord, out: Tensor, flat: Tensor, scale: float, split_sizes: Sequence[int]
+    ) -> None:
         assert not split_sizes, "a reduction in two hops is one of equal shards"
         inside, across = self._inside[flat.device.type], self._across[flat.device.type]
         shards = flat.view(-1, out.numel())
@@ -150,8 +156,8 @@ class InFourBits:
 
     def _hop(
         self,
-        entry: Entry,
-        exchange: DirectExchange | NativeExchange,
+        entry: CollectiveRecord,
+        exchange: P2PTransport | NativeTransport,
         rows: Sequence[Sequence[Tensor]],
         totals: Sequence[Tensor],
     ) -> None:

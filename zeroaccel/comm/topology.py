@@ -25,12 +25,12 @@ from zeroaccel.comm.environment import (
     place_on_machine,
     rendezvous_address,
 )
-from zeroaccel.comm.exchange import close_connections
-from zeroaccel.comm.farewell import announce_end_through
-from zeroaccel.comm.journal import Journal
-from zeroaccel.comm.neighbours import Neighbours, ProcessCard, own_card
-from zeroaccel.comm.side_channel import SideChannel
-from zeroaccel.comm.watchdog import Watchdog
+from zeroaccel.comm.hangs.exit_notice import announce_end_through
+from zeroaccel.comm.hangs.flight_recorder import FlightRecorder
+from zeroaccel.comm.hangs.peer_processes import PeerProcess, PeerProcesses, own_card
+from zeroaccel.comm.hangs.side_channel import SideChannel
+from zeroaccel.comm.hangs.watchdog import Watchdog
+from zeroaccel.comm.transport import close_connections
 from zeroaccel.errors import CollectiveError, ConfigError, EngineStateError
 
 __all__ = ["RankGroup", "Topology", "connect", "current_topology", "destroy", "init_process_group"]
@@ -89,7 +89,7 @@ class Topology:
     gather_group: dist.ProcessGroup
     reduce_group: dist.ProcessGroup
     control_group: dist.ProcessGroup
-    journal: Journal
+    journal: FlightRecorder
     watchdog: Watchdog | None
     nodes: tuple[tuple[int, ...], ...]
     limit: float = math.inf
@@ -193,7 +193,7 @@ def _build(default: dist.ProcessGroup, limit: float) -> Topology:
     rank, world_size = default.rank(), default.size()
     backend = str(dist.get_backend_config(default))
     accelerated = "nccl" in backend
-    journal = Journal()
+    journal = FlightRecorder()
     if world_size == 1:
         device = _device(0) if accelerated else torch.device("cpu")
         return Topology(0, 1, 0, 1, device, backend, default, default, default, journal, None, ((0,),))
@@ -212,7 +212,7 @@ def _build(default: dist.ProcessGroup, limit: float) -> Topology:
     if not simulated:
         store = dist.distributed_c10d._get_default_store()
         channel = SideChannel(store, rank, world_size, _generation, launcher_keeps_store=launcher_keeps_store())
-        neighbours = Neighbours(rank, cards, signals=not launcher_wakes_stopped_ranks())
+        neighbours = PeerProcesses(rank, cards, signals=not launcher_wakes_stopped_ranks())
         watchdog = Watchdog(journal, channel, neighbours, limit, _interrupter(groups, device))
         announce_end_through(watchdog)
     return Topology(
@@ -297,7 +297,7 @@ def _exchange(own: T, world_size: int, control: dist.ProcessGroup) -> dict[int, 
     return dict(enumerate(everyone))
 
 
-def _nodes(rank: int, cards: Mapping[int, ProcessCard], control: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
+def _nodes(rank: int, cards: Mapping[int, PeerProcess], control: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
     """The ranks on each machine: as the launchers say, which number them one after the other, else by host names."""
     place = place_on_machine()
     firsts: dict[int, int | None] = _exchange(place and rank - place[0], len(cards), control)

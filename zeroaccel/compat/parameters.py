@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroaccel.zero.keeper import Keeper, Place, place_of
-from zeroaccel.zero.unit import ShardState
+from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry, place_of
+from zeroaccel.zero.param_unit import ShardState
 
 __all__ = ["ParameterOffload", "ZeroParamStatus", "attach", "detach"]
 
@@ -34,10 +34,10 @@ _STATUS = {
     ShardState.SHARDED: ZeroParamStatus.NOT_AVAILABLE,
     ShardState.GATHERING: ZeroParamStatus.INFLIGHT,
 }
-_KEEPERS: weakref.WeakSet[Keeper] = weakref.WeakSet()
+_KEEPERS: weakref.WeakSet[ParamRegistry] = weakref.WeakSet()
 
 
-def attach(keeper: Keeper) -> None:
+def attach(keeper: ParamRegistry) -> None:
     """Shows the members on the parameters of this keeper."""
     _KEEPERS.add(keeper)
     for name, read in _MEMBERS.items():
@@ -70,7 +70,7 @@ class ParameterOffload:
         """Nothing was taken apart."""
 
 
-def _member(name: str, read: Callable[[Place], Any]) -> Callable[[nn.Parameter], Any]:
+def _member(name: str, read: Callable[[ParamHandle], Any]) -> Callable[[nn.Parameter], Any]:
     def member(param: nn.Parameter) -> Any:
         place = place_of(param)
         if place is None or place.keeper not in _KEEPERS:
@@ -80,7 +80,7 @@ def _member(name: str, read: Callable[[Place], Any]) -> Callable[[nn.Parameter],
     return member
 
 
-def _own_part(place: Place) -> Tensor:
+def _own_part(place: ParamHandle) -> Tensor:
     """This rank's elements of the parameter, (n,); empty where it has none."""
     rank = place.keeper.collectives.rank
     low, _ = place.buffer.layout.bounds(rank)
@@ -88,16 +88,16 @@ def _own_part(place: Place) -> Tensor:
     return place.buffer.shard[start - low : end - low]
 
 
-def _identity(place: Place) -> int:
+def _identity(place: ParamHandle) -> int:
     keeper, unit, index = place.order
     return (keeper << 40) + (unit << 20) + index
 
 
-def _status(place: Place) -> ZeroParamStatus:
+def _status(place: ParamHandle) -> ZeroParamStatus:
     return ZeroParamStatus.AVAILABLE if place.buffer.resident else _STATUS[place.unit.state]
 
 
-_MEMBERS: dict[str, Callable[[Place], Any]] = {
+_MEMBERS: dict[str, Callable[[ParamHandle], Any]] = {
     "ds_active_sub_modules": lambda place: set(),
     "ds_id": _identity,
     "ds_numel": lambda place: place.slot.numel,

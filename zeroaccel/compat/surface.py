@@ -13,13 +13,13 @@ __all__ = ["ABSENT", "PACKAGE", "SURFACE", "nearest"]
 
 PACKAGE = "deepspeed"
 
-_ENGINE = "zeroaccel.compat.engine"
-_COMMUNICATION = "zeroaccel.compat.communication"
+_ENGINE = "zeroaccel.compat.deepspeed_engine"
+_COMMUNICATION = "zeroaccel.compat.deepspeed_comm"
 _ZERO = "zeroaccel.zero"
-_SHARDING = "zeroaccel.compat.sharding"
-_SCHEDULES = "zeroaccel.zero.lr_schedules"
-_OPTIMIZERS = "zeroaccel.compat.optimizers"
-_ACCELERATOR = "zeroaccel.compat.accelerator"
+_SHARDING = "zeroaccel.compat.deepspeed_init"
+_SCHEDULES = "zeroaccel.optim.lr_schedules"
+_OPTIMIZERS = "zeroaccel.compat.deepspeed_optimizers"
+_ACCELERATOR = "zeroaccel.compat.device_accelerator"
 _CONSOLIDATION = "zeroaccel.checkpoint.consolidate"
 
 _INIT = {

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from zeroaccel.checkpoint.engine import CheckpointingEngine
+from zeroaccel.checkpoint.checkpointer import CheckpointingEngine
 from zeroaccel.errors import EngineStateError
 
 __all__ = ["attach", "detach"]

@@ -8,12 +8,12 @@ be checked anywhere.
 from __future__ import annotations
 
 from zeroaccel.config.batch import BatchSizes, solve_batch
-from zeroaccel.config.communication import CommPlan, comm_plan
+from zeroaccel.config.comm_plan import CommPlan, comm_plan
 from zeroaccel.config.facts import Fact, Facts
-from zeroaccel.config.load import load_config
-from zeroaccel.config.plan import Residence, ShardPlan, TierPlan, overlaps_communication, shard_plan, tier_plan
+from zeroaccel.config.load_config_file import load_config
 from zeroaccel.config.resolve import Resolved, resolve
 from zeroaccel.config.schema import Config
+from zeroaccel.config.shard_plan import Residence, ShardPlan, TierPlan, overlaps_communication, shard_plan, tier_plan
 
 __all__ = [
     "BatchSizes",

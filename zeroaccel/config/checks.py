@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from zeroaccel.config.origin import Path
-from zeroaccel.config.plan import shard_plan, tier_plan
 from zeroaccel.config.problems import Problem
+from zeroaccel.config.provenance import Path
 from zeroaccel.config.schema import Config
 from zeroaccel.config.schema_zero import OffloadOptimizer, OffloadParam
+from zeroaccel.config.shard_plan import shard_plan, tier_plan
 
 __all__ = ["contradictions"]
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from zeroaccel.config.bounds import read_at_most
 from zeroaccel.config.json_text import parse_json
-from zeroaccel.config.origin import Path
 from zeroaccel.config.problems import Problem, given_twice
+from zeroaccel.config.provenance import Path
 from zeroaccel.errors import ConfigError
 
 __all__ = ["Document", "given_paths", "read_document"]

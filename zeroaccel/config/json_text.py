@@ -15,7 +15,7 @@ from typing import Any
 
 import json5
 
-from zeroaccel.config.origin import Path
+from zeroaccel.config.provenance import Path
 from zeroaccel.errors import ConfigError
 
 __all__ = ["JsonText", "excerpt", "parse_json"]

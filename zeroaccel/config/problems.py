@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic_core import ErrorDetails
 
-from zeroaccel.config.origin import Origin, Path
+from zeroaccel.config.provenance import Path, Provenance
 from zeroaccel.errors import ConfigError, compose, listed
 
 __all__ = ["NOTHING", "Note", "Problem", "closest", "from_pydantic", "given_twice", "report"]
@@ -44,11 +44,11 @@ class Problem:
     fix: str = ""
     as_written: bool = False
 
-    def written(self, origin: Origin) -> Path:
+    def written(self, origin: Provenance) -> Path:
         """The path of the key in the spelling that was written."""
         return self.path if self.as_written else origin.spelling(self.path)
 
-    def line(self, origin: Origin) -> str:
+    def line(self, origin: Provenance) -> str:
         """The problem as one line with an address."""
         where = origin.where_written(self.written(origin))
         if self.text:
@@ -74,12 +74,12 @@ class Note:
     is_loud: bool = False
     in_schema: bool = False
 
-    def line(self, origin: Origin) -> str:
+    def line(self, origin: Provenance) -> str:
         """The note as one line with an address."""
         return f"{origin.where_written(origin.spelling(self.path) if self.in_schema else self.path)}: {self.text}"
 
 
-def report(problems: Sequence[Problem], origin: Origin, order: Iterable[Path]) -> ConfigError:
+def report(problems: Sequence[Problem], origin: Provenance, order: Iterable[Path]) -> ConfigError:
     """One error that tells all problems, in the order in which their keys were written.
 
     Args:

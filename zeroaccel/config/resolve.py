@@ -1,7 +1,8 @@
 """Filling "auto": a config tree and the facts in, the same tree without "auto" out, and per value how it came about.
 
-`autos` holds the rules and `facts` what they read; this file applies them. `load` calls `fill` between translating the
-keys and validating the values; `resolve` is the same for whoever wants the plain dict. Facts are never looked up here.
+`auto_rules` holds the rules and `facts` what they read; this file applies them. `load` calls `fill` between translating
+the keys and validating the values; `resolve` is the same for whoever wants the plain dict. Facts are never looked up
+here.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from zeroaccel.config.autos import RULES, Known, Rule, shown
-from zeroaccel.config.canonical import Canonical
+from zeroaccel.config.auto_rules import RULES, Known, Rule, shown
 from zeroaccel.config.document import given_paths, read_document
 from zeroaccel.config.facts import Fact, Facts
-from zeroaccel.config.origin import Origin, Path, dotted
+from zeroaccel.config.normalize import NormalizedConfig
 from zeroaccel.config.problems import Note, Problem, report
+from zeroaccel.config.provenance import Path, Provenance, dotted
 from zeroaccel.config.schema import Config
 from zeroaccel.config.section import ConfigSection, nested_section, spellings
 
@@ -73,12 +74,12 @@ def resolve(tree: Mapping[str, Any], facts: Facts, *, sources: Mapping[str, str]
     """
     document = read_document(tree)
     order = list(given_paths(document.tree))
-    canonical = Canonical(Config, document.tree)
+    canonical = NormalizedConfig(Config, document.tree)
     places = {path: sources[dotted(path)] for path in order if dotted(path) in sources} if sources else {}
     filled = fill(canonical.tree, canonical.unresolved, facts)
     problems = [*canonical.problems, *filled.problems]
     if problems:
-        raise report(problems, Origin(places=places, written=canonical.written), order)
+        raise report(problems, Provenance(places=places, written=canonical.written), order)
     written = canonical.written
     told = {path: places[written[path]] for path in written if written[path] in places}
     for path, how in filled.sources.items():
@@ -95,7 +96,7 @@ def after(place: str | None, how: str) -> str:
 
 
 def fill(tree: dict[str, Any], unresolved: Collection[Path], facts: Facts) -> Filled:
-    """Applies the rules of `autos`.
+    """Applies the rules of `auto_rules`.
 
     Args:
         tree: in the schema's names, without "auto"; it is filled in place.

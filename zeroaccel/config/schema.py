@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr
 
-from zeroaccel.config.origin import Origin
+from zeroaccel.config.provenance import Provenance
 from zeroaccel.config.schema_extensions import (
     ActivationCheckpointing,
     Autotuning,
@@ -27,7 +27,7 @@ from zeroaccel.config.schema_extensions import (
 from zeroaccel.config.schema_observe import (
     Comet,
     CommsLogger,
-    CsvMonitor,
+    CsvMonitorSection,
     FlopsProfiler,
     LogLevel,
     TensorBoard,
@@ -235,7 +235,7 @@ class Config(ConfigSection):
     """Options for checkpoints."""
     tensorboard: TensorBoard = TensorBoard()
     """Metrics as TensorBoard event files."""
-    csv_monitor: CsvMonitor = CsvMonitor()
+    csv_monitor: CsvMonitorSection = CsvMonitorSection()
     """Metrics as CSV files."""
     wandb: Wandb = Wandb()
     """Metrics to Weights & Biases."""
@@ -292,11 +292,11 @@ class Config(ConfigSection):
     sparse_gradients: FreeSection = None
     """Sparse gradients of embeddings."""
 
-    _origin: Origin = PrivateAttr(default_factory=Origin)
+    _origin: Provenance = PrivateAttr(default_factory=Provenance)
 
     def model_post_init(self, context: Any) -> None:
         """Keeps the origin that the loader hands over as validation context."""
-        if isinstance(context, Origin):
+        if isinstance(context, Provenance):
             self._origin = context
 
     @property

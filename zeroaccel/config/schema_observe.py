@@ -25,7 +25,7 @@ from zeroaccel.config.section import (
 __all__ = [
     "Comet",
     "CommsLogger",
-    "CsvMonitor",
+    "CsvMonitorSection",
     "FlopsProfiler",
     "LogLevel",
     "TensorBoard",
@@ -51,7 +51,7 @@ class TensorBoard(_MetricFiles):
     """Metrics as TensorBoard event files (needs the package tensorboard)."""
 
 
-class CsvMonitor(_MetricFiles):
+class CsvMonitorSection(_MetricFiles):
     """Metrics as CSV files, one per metric."""
 
 

@@ -1,6 +1,6 @@
 """What every section of the config is made of: the base model, the value types, and the older names of keys.
 
-The schema files declare sections with these pieces; `canonical` reads the older names, `problems` turns what the value
+The schema files declare sections with these pieces; `normalize` reads the older names, `problems` turns what the value
 types refuse into sentences. Nothing here knows a key of the config, and values are checked, never repaired: a number
 in quotes is an error. Only whole numbers written as floats (5e8), flags written as 0 and 1, and other names of one
 dtype are made uniform.

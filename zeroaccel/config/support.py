@@ -13,13 +13,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from zeroaccel.config.origin import Path, dotted
-from zeroaccel.config.plan import shard_plan
 from zeroaccel.config.problems import Note, Problem
+from zeroaccel.config.provenance import Path, dotted
 from zeroaccel.config.schema import Config
 from zeroaccel.config.section import ConfigSection
+from zeroaccel.config.shard_plan import shard_plan
 
-__all__ = ["KEYS", "Kind", "Standing", "refusals", "support_notes"]
+__all__ = ["KEYS", "Kind", "SupportStatus", "refusals", "support_notes"]
 
 
 class Kind(Enum):
@@ -31,7 +31,7 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True)
-class Standing:
+class SupportStatus:
     """What becomes of one key.
 
     Attributes:
@@ -54,20 +54,20 @@ class Standing:
     depends: tuple[str, ...] = ()
 
 
-_WORKS = Standing(Kind.WORKS)
+_WORKS = SupportStatus(Kind.WORKS)
 
 
-def _moot(instead: str) -> Standing:
-    return Standing(Kind.MOOT, instead)
+def _moot(instead: str) -> SupportStatus:
+    return SupportStatus(Kind.MOOT, instead)
 
 
-def _nothing(reason: str, switch: str = "") -> Standing:
+def _nothing(reason: str, switch: str = "") -> SupportStatus:
     """A key that asks for something that does not happen, and without which the training is the same."""
-    return Standing(Kind.MOOT, reason, switch, is_loud=True)
+    return SupportStatus(Kind.MOOT, reason, switch, is_loud=True)
 
 
-def _refused(reason: str, switch: str = "", fix: str = "") -> Standing:
-    return Standing(Kind.REFUSED, reason, switch, fix)
+def _refused(reason: str, switch: str = "", fix: str = "") -> SupportStatus:
+    return SupportStatus(Kind.REFUSED, reason, switch, fix)
 
 
 def _works_at_stage_3(config: Config) -> str:
@@ -114,11 +114,11 @@ def _buffer_has_no_size(config: Config) -> str:
 
 _STAGE = ("zero_optimization", "zero_optimization.stage")
 _PRECISION = ("fp16", "fp16.enabled", "bf16", "bf16.enabled")
-_AT_STAGE_3 = Standing(Kind.WORKS, idle=_works_at_stage_3, depends=_STAGE)
+_AT_STAGE_3 = SupportStatus(Kind.WORKS, idle=_works_at_stage_3, depends=_STAGE)
 _OF_APEX = _moot("a key of Apex, which is not used; fp16 and bf16 say the precision")
 _OF_FP16 = _moot("bf16 needs no loss scale; a key of fp16")
 
-KEYS: Mapping[str, Standing] = {
+KEYS: Mapping[str, SupportStatus] = {
     # batch sizes and the step
     "train_batch_size": _WORKS,
     "train_micro_batch_size_per_gpu": _WORKS,
@@ -200,7 +200,7 @@ KEYS: Mapping[str, Standing] = {
     "data_types.buffer_dtype": _WORKS,
     "data_types.master_weights": _WORKS,
     "data_types.keep_in_fp32_modules": _WORKS,
-    "torch_autocast": Standing(
+    "torch_autocast": SupportStatus(
         Kind.REFUSED,
         "autocast by the engine is not available yet",
         switch="enabled",
@@ -247,14 +247,14 @@ KEYS: Mapping[str, Standing] = {
     "zero_optimization.legacy_stage1": _refused("there is one implementation of stage 1"),
     "zero_optimization.partition_stream_chunk_size": _nothing("a parameter is sharded in one piece"),
     "zero_optimization.offload_param": _WORKS,
-    "zero_optimization.offload_param.device": Standing(Kind.WORKS, idle=_no_shards_to_offload, depends=_STAGE),
+    "zero_optimization.offload_param.device": SupportStatus(Kind.WORKS, idle=_no_shards_to_offload, depends=_STAGE),
     "zero_optimization.offload_param.nvme_path": _WORKS,
     "zero_optimization.offload_param.buffer_count": _WORKS,
     "zero_optimization.offload_param.buffer_size": _WORKS,
     "zero_optimization.offload_param.max_in_cpu": _WORKS,
     "zero_optimization.offload_param.pin_memory": _WORKS,
     "zero_optimization.offload_optimizer": _WORKS,
-    "zero_optimization.offload_optimizer.device": Standing(Kind.WORKS, idle=_no_states_to_offload, depends=_STAGE),
+    "zero_optimization.offload_optimizer.device": SupportStatus(Kind.WORKS, idle=_no_states_to_offload, depends=_STAGE),
     "zero_optimization.offload_optimizer.nvme_path": _WORKS,
     "zero_optimization.offload_optimizer.buffer_count": _WORKS,
     "zero_optimization.offload_optimizer.pin_memory": _WORKS,
@@ -314,8 +314,8 @@ KEYS: Mapping[str, Standing] = {
     "activation_checkpointing.partition_activations": _moot(
         "inputs are divided among the ranks of a tensor-parallel group, and stay whole without one"
     ),
-    "activation_checkpointing.cpu_checkpointing": Standing(Kind.WORKS, idle=_blocks_are_not_wrapped),
-    "activation_checkpointing.contiguous_memory_optimization": Standing(Kind.WORKS, idle=_buffer_has_no_size),
+    "activation_checkpointing.cpu_checkpointing": SupportStatus(Kind.WORKS, idle=_blocks_are_not_wrapped),
+    "activation_checkpointing.contiguous_memory_optimization": SupportStatus(Kind.WORKS, idle=_buffer_has_no_size),
     "activation_checkpointing.synchronize_checkpoint_boundary": _WORKS,
     "activation_checkpointing.profile": _WORKS,
     # beyond sharded data parallelism
@@ -412,7 +412,7 @@ def support_notes(config: Config, given: Mapping[Path, Path], unresolved: Collec
             yield Note(where, reason, is_loud=True)
 
 
-def _is_undecided(standing: Standing, unresolved: Collection[Path]) -> bool:
+def _is_undecided(standing: SupportStatus, unresolved: Collection[Path]) -> bool:
     return any(tuple(name.split(".")) in unresolved for name in standing.depends)
 
 

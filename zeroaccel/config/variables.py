@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from zeroaccel.config.launch import LaunchSettings
-from zeroaccel.config.launch_sources import PREFIX, variables_of
+from zeroaccel.config.launch.launch_settings import LaunchSettings
+from zeroaccel.config.launch.launch_sources import PREFIX, variables_of
 from zeroaccel.config.problems import closest
 from zeroaccel.errors import ConfigError, compose
 

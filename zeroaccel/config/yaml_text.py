@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from zeroaccel.config.json_text import JsonText, excerpt
-from zeroaccel.config.origin import Path
+from zeroaccel.config.provenance import Path
 from zeroaccel.errors import ConfigError
 
 __all__ = ["parse_yaml"]

@@ -6,8 +6,8 @@
 
 from __future__ import annotations
 
-from zeroaccel.data.loader import PreparedLoader, skip_first_batches
-from zeroaccel.data.prepare import DataLoaderConfiguration, prepare_data_loader
+from zeroaccel.data.loader_preparation import DataLoaderConfiguration, prepare_data_loader
+from zeroaccel.data.prepared_loader import PreparedLoader, skip_first_batches
 from zeroaccel.data.training_data import build_dataloader
 
 __all__ = [

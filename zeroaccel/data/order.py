@@ -2,7 +2,7 @@
 
 A sampler that draws from a generator of its own is given rank 0's state of it at the start of every epoch, and the
 state is remembered, so that the epoch can be drawn again. A sampler of the user's that has no generator is drawn under
-a seed that all ranks share. Deals nothing out (`dealing.py`) and reads no data.
+a seed that all ranks share. Deals nothing out (`batch_sharding.py`) and reads no data.
 """
 
 from __future__ import annotations

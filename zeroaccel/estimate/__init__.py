@@ -11,15 +11,15 @@ from __future__ import annotations
 
 from zeroaccel.estimate.plans import HEADROOM, PLANS, PlanRow, estimate, plan_table, verdict
 from zeroaccel.estimate.subject import Subject, subject
-from zeroaccel.estimate.traffic import TrafficRow, traffic_table
-from zeroaccel.estimate.workload import Capacity, Estimate, Memory, Offload, OptimizerName, Precision, Workload
+from zeroaccel.estimate.traffic_table import TrafficRow, traffic_table
+from zeroaccel.estimate.workload import Capacity, Estimate, MemoryByKind, Offload, OptimizerName, Precision, Workload
 
 __all__ = [
     "HEADROOM",
     "PLANS",
     "Capacity",
     "Estimate",
-    "Memory",
+    "MemoryByKind",
     "Offload",
     "OptimizerName",
     "PlanRow",

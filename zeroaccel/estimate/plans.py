@@ -13,12 +13,11 @@ from typing import Any
 from torch import nn
 
 from zeroaccel.config.schema_zero import OffloadOptimizer, OffloadParam
-from zeroaccel.zero.split_masters import split_nbytes
-from zeroaccel.zero.state_tier import SUB_GROUP_NUMEL
-
-from .simulate import Simulated, simulate
-from .subject import Subject, subject
-from .workload import Capacity, Estimate, Memory, Offload, Workload
+from zeroaccel.estimate.simulate import Simulated, simulate
+from zeroaccel.estimate.subject import Subject, subject
+from zeroaccel.estimate.workload import Capacity, Estimate, MemoryByKind, Offload, Workload
+from zeroaccel.zero.storage.residual_masters import split_nbytes
+from zeroaccel.zero.storage.state_swapper import SUB_GROUP_NUMEL
 
 __all__ = ["HEADROOM", "PLANS", "PlanRow", "estimate", "plan_table", "verdict"]
 
@@ -135,7 +134,7 @@ def _plans_for(workload: Workload) -> Sequence[tuple[int, Offload, Offload]]:
 
 def _placed(held: Simulated, workload: Workload, stage: int, optimizer: Offload, param: Offload) -> Estimate:
     """Moves what offload moves from the device to the host or to files, as `zero.tiers` does it by default."""
-    device, host, disk = held.peak, Memory(), Memory()
+    device, host, disk = held.peak, MemoryByKind(), MemoryByKind()
     masters = 4 * sum(held.trained)
     if workload.residual_masters and stage > 0:
         masters = sum(map(split_nbytes, held.trained))

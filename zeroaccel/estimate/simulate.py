@@ -24,22 +24,21 @@ from torch.utils.checkpoint import checkpoint
 
 from zeroaccel.config import BatchSizes, Fact, load_config, shard_plan, tier_plan
 from zeroaccel.errors import UsageError
+from zeroaccel.estimate.extrapolate import MemoryTrace, Moment, lengthen
+from zeroaccel.estimate.fake_ranks import FakeRanks
+from zeroaccel.estimate.memory_tracker import MemoryTracker
+from zeroaccel.estimate.subject import Step, Subject
+from zeroaccel.estimate.workload import MemoryByKind, Workload
+from zeroaccel.optim.optimizer_kinds import classify
 from zeroaccel.zero.build import build_units, check_dtypes, plan_units
-from zeroaccel.zero.clip import GradientHealth
 from zeroaccel.zero.engine import Engine
 from zeroaccel.zero.from_config import DTYPES, buffer_dtypes_of, engine_settings_of, placement_of, unit_specs_of
-from zeroaccel.zero.grouping import group_parameters
-from zeroaccel.zero.model_facts import facts_from_model
+from zeroaccel.zero.grad_norm import GradStats
+from zeroaccel.zero.hidden_size import facts_from_model
 from zeroaccel.zero.module_buffers import cast_buffers
-from zeroaccel.zero.optimizer_kinds import classify
-from zeroaccel.zero.optimizer_shard import OptimizerShard
-from zeroaccel.zero.tiers import OffloadRules, TierSet
-
-from .absent_ranks import AbsentRanks
-from .ledger import Ledger
-from .lengthening import Course, Moment, lengthen
-from .subject import Step, Subject
-from .workload import Memory, Workload
+from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
+from zeroaccel.zero.storage.placement import OffloadRules, TierSet
+from zeroaccel.zero.wrap_policy import group_parameters
 
 __all__ = ["Simulated", "simulate"]
 
@@ -57,7 +56,7 @@ class Simulated:
     """
 
     numel: int
-    peak: Memory
+    peak: MemoryByKind
     when: str
     shards: tuple[tuple[int, int], ...]
     trained: tuple[int, ...]
@@ -90,10 +89,10 @@ _EDGES = 4  # blocks at both ends that may be treated in another way than those 
 _WINDOW_NUMEL = 10**9  # elements that the engine looks ahead, or keeps whole, by default
 
 
-def _simulated(course: Course) -> Simulated:
+def _simulated(course: MemoryTrace) -> Simulated:
     moment = max(course.moments, key=lambda one: one.total)  # the first of several
     known = moment.params + moment.optimizer + moment.gradients
-    peak = Memory(moment.params, moment.optimizer, moment.gradients, max(0, moment.total - known))
+    peak = MemoryByKind(moment.params, moment.optimizer, moment.gradients, max(0, moment.total - known))
     return Simulated(course.numel, peak, _PHASES[moment.phase % len(_PHASES)], course.shards, course.trained)
 
 
@@ -105,7 +104,7 @@ def _course(
     *,
     on_cpu: bool,
     whole: bool = False,
-) -> Course:
+) -> MemoryTrace:
     """What is held in the second of two steps, moment by moment; only up to each new peak unless `whole`."""
     with FakeTensorMode() as fake:
         try:
@@ -121,12 +120,12 @@ def _course(
 
 def _take_two_steps(
     build: Callable[[], tuple[nn.Module, Step]], workload: Workload, stage: int, *, on_cpu: bool, whole: bool
-) -> Course:
+) -> MemoryTrace:
     watch = _Watch(whole=whole)
-    with Ledger(watch.note) as ledger:
+    with MemoryTracker(watch.note) as ledger:
         model, step = build()
         numel = sum(param.numel() for param in model.parameters())
-        collectives = AbsentRanks(workload.ranks, receives_in_host_memory=on_cpu)
+        collectives = FakeRanks(workload.ranks, receives_in_host_memory=on_cpu)
         engine = _engine(model, workload, stage, collectives)
         ledger.follow(buffer.full for unit in engine.units for buffer in unit.buffers)
         # The first step records the order of fetches, and leaves receive buffers behind.
@@ -140,7 +139,7 @@ def _take_two_steps(
         shards = tuple((b.shard.numel(), b.shard.nbytes) for b in buffers if not b.resident)
         trained = tuple(b.master.numel() for b in buffers if b.master is not None)
         engine.destroy()
-    return Course(numel, tuple(moments), shards, trained)
+    return MemoryTrace(numel, tuple(moments), shards, trained)
 
 
 _PHASES = ("forward", "backward", "step")
@@ -206,12 +205,12 @@ class _EngineWithoutValues(Engine):
         states = self.model_state_nbytes()
         return states["params"], states["optimizer"], states["gradients"] + self._reducer.in_flight_nbytes()
 
-    def _finish_gradients(self, *, norm: bool) -> GradientHealth:
+    def _finish_gradients(self, *, norm: bool) -> GradStats:
         self._complete_gradients()
-        return GradientHealth(finite=True, norm=1.0, agreed=True, alike=True)
+        return GradStats(finite=True, norm=1.0, agreed=True, alike=True)
 
 
-def _engine(model: nn.Module, workload: Workload, stage: int, collectives: AbsentRanks) -> _EngineWithoutValues:
+def _engine(model: nn.Module, workload: Workload, stage: int, collectives: FakeRanks) -> _EngineWithoutValues:
     """As `assembly.initialize` does it, up to what needs a process group or values."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": workload.batch,
@@ -239,7 +238,7 @@ def _engine(model: nn.Module, workload: Workload, stage: int, collectives: Absen
     tiers = TierSet(rules, list(chain(*plans)), optimizer, 0, device)
     tiers.open([])
     units = build_units(specs, plans, placement, collectives, tiers)
-    shard = OptimizerShard(
+    shard = ShardedOptimizer(
         optimizer,
         classify(optimizer),
         groups,

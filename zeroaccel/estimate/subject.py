@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from zeroaccel.config.bounds import parse_plain_json, read_at_most
 from zeroaccel.errors import ConfigError, UsageError
-
-from .stand_in import Decoder, shape_of
+from zeroaccel.estimate.stand_in import Decoder, shape_of
 
 _MOST_NBYTES = 4 << 20
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from zeroaccel.errors import UsageError
 
-__all__ = ["Capacity", "Estimate", "Memory", "Offload", "OptimizerName", "Precision", "Workload"]
+__all__ = ["Capacity", "Estimate", "MemoryByKind", "Offload", "OptimizerName", "Precision", "Workload"]
 
 Precision = Literal["fp32", "fp16", "bf16"]
 Offload = Literal["none", "cpu", "nvme"]
@@ -72,7 +72,7 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryByKind:
     """Bytes at the moment of the peak, by what they are for.
 
     Attributes:
@@ -110,9 +110,9 @@ class Estimate:
     offload_optimizer: Offload
     offload_param: Offload
     numel: int
-    device: Memory
-    host: Memory
-    disk: Memory
+    device: MemoryByKind
+    host: MemoryByKind
+    disk: MemoryByKind
     peak: str
 
     @property

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zeroaccel.comm.group_shares import GroupShares
+from zeroaccel.comm.partitioned_tensors import PartitionedTensors
 from zeroaccel.errors import UsageError
 
 __all__ = ["ActivationStore", "HostLink", "Kept", "link_to"]
@@ -97,7 +97,9 @@ class ActivationStore:
         peak_nbytes: the most of that.
     """
 
-    def __init__(self, *, on_host: bool = False, shares: GroupShares | None = None, slots: int | None = None) -> None:
+    def __init__(
+        self, *, on_host: bool = False, shares: PartitionedTensors | None = None, slots: int | None = None
+    ) -> None:
         self.kept_nbytes = self.peak_nbytes = self.calls = 0
         self._on_host = on_host
         self._shares = shares

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from zeroaccel.errors import ConfigError, OffloadError
 from zeroaccel.logs import log_once
-from zeroaccel.offload.buffers import ALIGN_NBYTES, aligned_bytes, aligned_nbytes
-from zeroaccel.offload.folder import FolderFacts
+from zeroaccel.offload.host_buffers import ALIGN_NBYTES, aligned_bytes, aligned_nbytes
+from zeroaccel.offload.offload_folder import FolderFacts
 
 __all__ = ["BlockFile", "Direction", "IoSettings", "Traffic"]
 

@@ -16,9 +16,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from zeroaccel.offload.buffers import ALIGN_NBYTES, HostBuffers, aligned_nbytes
 from zeroaccel.offload.file_io import BlockFile, Direction, IoSettings, Traffic
-from zeroaccel.offload.folder import FolderFacts
+from zeroaccel.offload.host_buffers import ALIGN_NBYTES, HostBuffers, aligned_nbytes
+from zeroaccel.offload.offload_folder import FolderFacts
 
 __all__ = ["NvmeTier"]
 

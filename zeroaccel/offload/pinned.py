@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from zeroaccel.logs import log_once
-from zeroaccel.offload.device_lane import cupy_is_installed
+from zeroaccel.offload.cupy_adam import cupy_is_installed
 
 __all__ = ["PinnedPool", "pinned_bytes"]
 

@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zeroaccel.offload.buffers import aligned_bytes, aligned_nbytes
 from zeroaccel.offload.file_io import Direction, Traffic
+from zeroaccel.offload.host_buffers import aligned_bytes, aligned_nbytes
 
 __all__ = ["DeviceTier", "ElementRange", "Fetch", "HostTier", "MemoryTier", "Tier", "TierElements", "TierRange"]
 

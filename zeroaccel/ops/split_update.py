@@ -2,7 +2,7 @@
 
 Where the cores are slower than the link, a part of every update goes over it: tiles of masters, moments and gradient
 are copied to the device, updated there, and copied back, beside the cores' own part. Both round alike, so the cut shows
-in no bit. `device_lane.py` in offload is the way over a CUDA device; knows nothing of tiers.
+in no bit. `cupy_adam.py` in offload is the way over a CUDA device; knows nothing of tiers.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-__all__ = ["Lane", "Pending", "SplitUpdate"]
+__all__ = ["Lane", "PendingUpdate", "SplitUpdate"]
 
 _GRAIN_NUMEL = 64  # parts start on cache lines
 _LEAST_NUMEL = 1 << 16  # below this a device is not worth the trip
 _MEMORY = 0.7  # weight of the rates measured before
 
 
-class Pending(Protocol):
+class PendingUpdate(Protocol):
     """A part of an update under way."""
 
     def wait(self) -> float:
@@ -31,7 +31,7 @@ class Pending(Protocol):
 class Lane(Protocol):
     """A way to update host-resident state elsewhere, with the bits of the CPU kernel."""
 
-    def start(self, written: Sequence[Tensor], grad: Tensor, scalars: Sequence[np.generic]) -> Pending:
+    def start(self, written: Sequence[Tensor], grad: Tensor, scalars: Sequence[np.generic]) -> PendingUpdate:
         """Starts an update.
 
         Args:

@@ -16,19 +16,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from zeroaccel.comm.codecs import CODABLE
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.config.plan import ShardPlan
+from zeroaccel.comm.quantized import CODABLE
+from zeroaccel.config.shard_plan import ShardPlan
 from zeroaccel.errors import ConfigError, UsageError, listed
 from zeroaccel.logs import logger
-from zeroaccel.zero.grouping import UnitSpec
-from zeroaccel.zero.host_copies import HostCopies
-from zeroaccel.zero.keeper import Place, place_of
+from zeroaccel.optim.rank_facts import SAME_OPTIMIZER, difference
+from zeroaccel.zero.access.param_registry import ParamHandle, place_of
+from zeroaccel.zero.dtensor import check_split, is_split, local
 from zeroaccel.zero.layout import FlatLayout, OwnerLoads
-from zeroaccel.zero.local_values import check_split, is_split, local
 from zeroaccel.zero.module_buffers import forget_cast
-from zeroaccel.zero.rank_facts import SAME_OPTIMIZER, difference
-from zeroaccel.zero.unit import FlatBuffer, ParamUnit, Places
+from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit, Places
+from zeroaccel.zero.storage.copy_stream import CopyStream
+from zeroaccel.zero.wrap_policy import UnitSpec
 
 __all__ = [
     "BufferPlan",
@@ -88,13 +88,13 @@ class Placement:
 
 
 class Tiers(Protocol):
-    """Where shards and masters go; made by `tiers.py`.
+    """Where shards and masters go; made by `placement.py`.
 
     Attributes:
         copies: between host memory and the device, where they are two and anything is on the host.
     """
 
-    copies: HostCopies | None
+    copies: CopyStream | None
 
     def places(self, plan: BufferPlan, rank: int, *, replicated: bool) -> Places:
         """Where the shard and the master of a buffer live."""
@@ -398,7 +398,7 @@ def initial_values(
     for param in params[1:]:
         dtype = torch.promote_types(dtype, param.dtype)
     source = torch.zeros(layout.numel, dtype=dtype, device=device)
-    held: Place | None = None
+    held: ParamHandle | None = None
     for slot, param in zip(layout.slots, params, strict=True):
         place = _kept(param)
         if (place and place.unit) is not (held and held.unit):
@@ -416,7 +416,7 @@ def initial_values(
     return source
 
 
-def _kept(param: nn.Parameter) -> Place | None:
+def _kept(param: nn.Parameter) -> ParamHandle | None:
     """Where a parameter that `zero.Init` sharded lies; None for an ordinary one."""
     place = place_of(param)
     return place if place is not None and place.keeper.training is None and not place.replaced else None

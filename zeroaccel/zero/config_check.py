@@ -16,12 +16,12 @@ from torch.optim import Optimizer
 
 from zeroaccel.config import Config
 from zeroaccel.errors import ConfigError, UsageError
-from zeroaccel.zero.lr_schedules import build_scheduler
-from zeroaccel.zero.optimizers import build_optimizer
+from zeroaccel.optim.lr_schedules import build_scheduler
+from zeroaccel.optim.optimizer_factory import build_optimizer
 
 __all__ = ["addressed", "check_training"]
 
-# What stands for an argument that is "auto", that `autos` fills, and that its class cannot do without.
+# What stands for an argument that is "auto", that `auto_rules` fills, and that its class cannot do without.
 _STAND_INS: Mapping[str, Any] = {"total_num_steps": 1000, "warmup_num_steps": 10, "lr": 1e-3}
 
 

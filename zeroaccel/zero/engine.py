@@ -1,7 +1,7 @@
 """The engine: one model, its optimizer and scheduler, and the loop of forward, backward and step over them.
 
-It strings the parts together and counts; each part does its own work: `build` (units), `residency` and `hooks` (who is
-whole), `reducer` (gradients), `clip` (norm), `optimizer_shard` (update). Nothing here asks for a stage number.
+It strings the parts together and counts; each part does its own work: `build` (units), `coordinator` and `hooks` (who
+is whole), `reducer` (gradients), `clip` (norm), `sharded_optimizer` (update). Nothing here asks for a stage number.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.config.plan import ShardPlan, UpdateTime
+from zeroaccel.config.shard_plan import ShardPlan, UpdateTime
 from zeroaccel.errors import EngineStateError, UsageError
-from zeroaccel.zero.clip import GradientHealth, clip_factor
-from zeroaccel.zero.faces import FaceCheck
-from zeroaccel.zero.gathered import gathered, iter_named_full_params
+from zeroaccel.optim.hyperparameter_check import HyperparameterCheck
+from zeroaccel.telemetry.offload_report import OffloadReport
+from zeroaccel.telemetry.step_report import StepReport
+from zeroaccel.zero.access.full_params import gathered, iter_named_full_params
+from zeroaccel.zero.access.param_registry import ParamRegistry, Training
+from zeroaccel.zero.coordinator import ParamCoordinator
+from zeroaccel.zero.grad_norm import GradStats, clip_factor
+from zeroaccel.zero.grad_reducer import GradReducer, ReduceRules
 from zeroaccel.zero.gradient_access import GradientAccess
 from zeroaccel.zero.hooks import Hooks, StateDictHooks
-from zeroaccel.zero.hyperparameters import HyperparameterCheck
-from zeroaccel.zero.keeper import Keeper, Training
-from zeroaccel.zero.offload_log import OffloadLog
-from zeroaccel.zero.optimizer_shard import OptimizerShard
-from zeroaccel.zero.parking import Parked, StateParking
+from zeroaccel.zero.param_check import ParamIntegrityCheck
+from zeroaccel.zero.param_unit import ParamUnit, ShardState
 from zeroaccel.zero.precision import LossScale, cast_floats
-from zeroaccel.zero.reducer import Reducer, ReduceRules
-from zeroaccel.zero.residency import Residency
-from zeroaccel.zero.schedule import Limits, Schedule
-from zeroaccel.zero.tiers import TierSet
-from zeroaccel.zero.timing import StepReport
-from zeroaccel.zero.unit import ParamUnit, ShardState
+from zeroaccel.zero.prefetch import PrefetchLimits, PrefetchTrace
+from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
+from zeroaccel.zero.storage.placement import TierSet
+from zeroaccel.zero.storage.state_offload import OffloadedStates, StateOffload
 from zeroaccel.zero.weight_update import WeightUpdate
 
 __all__ = ["Engine", "EngineSettings"]
@@ -75,11 +75,11 @@ class EngineSettings:
     gather_numel: int = 500_000_000
     sub_group_numel: int = 1_000_000_000
     update_during: UpdateTime = "step"
-    limits: Limits = field(default_factory=Limits)
+    limits: PrefetchLimits = field(default_factory=PrefetchLimits)
     rules: ReduceRules = field(default_factory=ReduceRules)
 
 
-class Engine(GradientAccess, StateParking, nn.Module):
+class Engine(GradientAccess, StateOffload, nn.Module):
     """Trains (or runs) one model; made by `zeroaccel.initialize`.
 
     A step is: `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`, once per micro-batch. Attributes that
@@ -104,7 +104,7 @@ class Engine(GradientAccess, StateParking, nn.Module):
         collectives: Collectives,
         settings: EngineSettings,
         *,
-        optimizer: OptimizerShard | None,
+        optimizer: ShardedOptimizer | None,
         lr_scheduler: Any = None,
         loss_scale: LossScale | None = None,
         discarded: Sequence[nn.Parameter] = (),
@@ -124,11 +124,11 @@ class Engine(GradientAccess, StateParking, nn.Module):
         self._shard = optimizer
         self._report = report or StepReport()
         if tiers is not None and tiers.is_used:
-            self._report.offload = OffloadLog(tiers, optimizer)
+            self._report.offload = OffloadReport(tiers, optimizer)
         trained = [(unit.name, b) for unit in units for b in unit.buffers if b.trainable]
         self._tiers = tiers
         copies = tiers.copies if tiers is not None and tiers.steps_on_host else None
-        self._reducer = Reducer(trained, collectives, settings.plan, settings.rules, copies)
+        self._reducer = GradReducer(trained, collectives, settings.plan, settings.rules, copies)
         self._hyperparameters = None if optimizer is None else HyperparameterCheck(optimizer.optimizer, collectives.job)
         self._weights = (
             None
@@ -144,14 +144,14 @@ class Engine(GradientAccess, StateParking, nn.Module):
                 tiers=tiers,
             )
         )
-        self.schedule = Schedule({unit.name: unit.numel for unit in units}, settings.limits)
+        self.schedule = PrefetchTrace({unit.name: unit.numel for unit in units}, settings.limits)
         travelling = [unit for unit in units if not unit.resident]
-        self._residency = Residency(travelling, self.schedule)
+        self._residency = ParamCoordinator(travelling, self.schedule)
         params = [param for _, buffer in trained for param in buffer.params]
         self._hooks = Hooks(
             model, travelling, self._residency, self, optimized=params if optimizer else (), discarded=discarded
         )
-        self.keeper = Keeper(
+        self.keeper = ParamRegistry(
             collectives,
             pin=self._residency.pin,
             unpin=self._residency.unpin,
@@ -161,19 +161,19 @@ class Engine(GradientAccess, StateParking, nn.Module):
         if optimizer is not None:
             self._hooks.guard_step(optimizer.optimizer, lambda: optimizer.is_stepping)
         self._loading = StateDictHooks(model, self.keeper)
-        self._faces = FaceCheck(model, units, trained=optimizer is not None)
+        self._faces = ParamIntegrityCheck(model, units, trained=optimizer is not None)
         self.divides_direct = True
         self._boundary: bool | None = None
         self._syncing = True
         self._in_backward = self._direct = self._collecting = False
         self._backwards = 0
         self._norm: float | None = None
-        self._health: GradientHealth | None = None
+        self._health: GradStats | None = None
         self._asked_factor = 1.0
         self._applied = False
         self._destroyed = False
         self._undo: list[Callable[[], None]] = []
-        self._parked: Parked | None = None
+        self._parked: OffloadedStates | None = None
 
     # -- the loop
 
@@ -377,7 +377,7 @@ class Engine(GradientAccess, StateParking, nn.Module):
                 fix="compute it with gradients on",
             )
 
-    def _require_optimizer(self, call: str) -> OptimizerShard:
+    def _require_optimizer(self, call: str) -> ShardedOptimizer:
         if self._shard is None:
             raise EngineStateError(
                 f"engine.{call}()",

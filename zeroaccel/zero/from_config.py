@@ -1,7 +1,7 @@
 """From a checked config to what the engine is built with: units, dtypes, placement, settings, the scale of losses.
 
-Pure functions of a model and its `Config`; nothing is allocated. `assembly` builds with them, and the estimate does so
-without values, so that the two cannot differ.
+Pure functions of a model and its `Config`; nothing is allocated. `initialization` builds with them, and the estimate
+does so without values, so that the two cannot differ.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from zeroaccel.config import BatchSizes, Config, ShardPlan, TierPlan, overlaps_communication
+from zeroaccel.optim.optimizer_kinds import OptimizerKind
 from zeroaccel.zero.build import Placement
 from zeroaccel.zero.engine import EngineSettings
-from zeroaccel.zero.grouping import LeafRules, UnitSpec, group_parameters
+from zeroaccel.zero.grad_reducer import ReduceRules
 from zeroaccel.zero.module_buffers import BufferDtypes
-from zeroaccel.zero.optimizer_kinds import OptimizerKind
 from zeroaccel.zero.precision import DynamicLossScale, LossScale, StaticLossScale, kept_in_fp32
-from zeroaccel.zero.reducer import ReduceRules
-from zeroaccel.zero.schedule import Limits
+from zeroaccel.zero.prefetch import PrefetchLimits
+from zeroaccel.zero.wrap_policy import LeafRules, UnitSpec, group_parameters
 
 __all__ = [
     "DTYPES",
@@ -115,7 +115,7 @@ def engine_settings_of(
         autocast_dtype=DTYPES[settings.precision] if casts else None,
         gather_numel=zero.allgather_bucket_size,
         update_during=zero.offload_optimizer.update_during if zero.offload_optimizer is not None else "step",
-        limits=Limits(zero.prefetch_bucket_size, zero.max_live_parameters, zero.max_reuse_distance),
+        limits=PrefetchLimits(zero.prefetch_bucket_size, zero.max_live_parameters, zero.max_reuse_distance),
         rules=ReduceRules(
             dtype=dtype_of(settings.communication_data_type),
             accumulation_dtype=torch.float32 if accumulation is None else DTYPES[accumulation],

@@ -12,11 +12,11 @@ from typing import Protocol, cast
 from zeroaccel.comm.agree import disagreement_report
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import CollectiveError, EngineStateError
-from zeroaccel.zero.clip import GradientHealth, examine
-from zeroaccel.zero.hyperparameters import HyperparameterCheck
+from zeroaccel.optim.hyperparameter_check import HyperparameterCheck
+from zeroaccel.zero.coordinator import ParamCoordinator
+from zeroaccel.zero.grad_norm import GradStats, examine
+from zeroaccel.zero.grad_reducer import GradReducer
 from zeroaccel.zero.precision import LossScale
-from zeroaccel.zero.reducer import Reducer
-from zeroaccel.zero.residency import Residency
 from zeroaccel.zero.weight_update import WeightUpdate
 
 __all__ = ["GradientAccess"]
@@ -29,10 +29,10 @@ class _Parts(Protocol):
     global_steps: int
     loss_scale: LossScale
     _hyperparameters: HyperparameterCheck | None
-    _reducer: Reducer
-    _residency: Residency
+    _reducer: GradReducer
+    _residency: ParamCoordinator
     _weights: WeightUpdate | None
-    _health: GradientHealth | None
+    _health: GradStats | None
     _asked_factor: float
     _backwards: int
 
@@ -42,7 +42,7 @@ class _Parts(Protocol):
     def _require_optimizer(self, call: str) -> object: ...
     def _complete_gradients(self) -> None: ...
     def _drop_gradients(self) -> None: ...
-    def _finish_gradients(self, *, norm: bool) -> GradientHealth: ...
+    def _finish_gradients(self, *, norm: bool) -> GradStats: ...
 
 
 class GradientAccess:
@@ -90,7 +90,7 @@ class GradientAccess:
             if grad is not None:
                 grad.clamp_(-limit, limit)
 
-    def _finish_gradients(self, *, norm: bool) -> GradientHealth:
+    def _finish_gradients(self, *, norm: bool) -> GradStats:
         """Completes the reductions of this step, looks at what came of them, and compares the ranks. (all ranks)
 
         Once a step: again it returns what was found.

@@ -1,10 +1,11 @@
 """Everything the engine attaches to modules, parameters and autograd nodes, and nothing else does.
 
-Translates what PyTorch calls into words of `residency.py` and of the engine; decides nothing. `detach()` undoes it all.
+Translates what PyTorch calls into words of `coordinator.py` and of the engine; decides nothing. `detach()` undoes it
+all.
 
 [Note: backward events] An output's producing node tells when a use's backward begins. A view output that is later
 changed in place gets a new node, so the node of its base is watched too. When it is over follows from the order of
-autograd (`residency.py`), so nothing is added to the graph.
+autograd (`coordinator.py`), so nothing is added to the graph.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from zeroaccel.errors import EngineStateError
-from zeroaccel.zero.gathered import overwrite
-from zeroaccel.zero.keeper import Keeper, Place
-from zeroaccel.zero.residency import Residency, Use
-from zeroaccel.zero.unit import ParamUnit, ShardState
+from zeroaccel.zero.access.full_params import overwrite
+from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry
+from zeroaccel.zero.coordinator import ForwardUse, ParamCoordinator
+from zeroaccel.zero.param_unit import ParamUnit, ShardState
 
 __all__ = ["BackwardListener", "Hooks", "StateDictHooks", "WatchedParameters", "tensors_in", "watch_construction"]
 
@@ -67,7 +68,7 @@ class Hooks:
         self,
         root: nn.Module,
         units: Sequence[ParamUnit],
-        residency: Residency,
+        residency: ParamCoordinator,
         listener: BackwardListener,
         *,
         optimized: Sequence[nn.Parameter],
@@ -77,7 +78,7 @@ class Hooks:
         self._listener = listener
         self._handles: list[RemovableHandle] = []
         self._watched: list[nn.Module] = []
-        self._uses: list[tuple[nn.Module, Use]] = []
+        self._uses: list[tuple[nn.Module, ForwardUse]] = []
         self._version = 0
         self._settled = False
         self._guard: RemovableHandle | None = None
@@ -177,7 +178,7 @@ class Hooks:
 
         return before, after
 
-    def _backward_of(self, use: Use) -> None:
+    def _backward_of(self, use: ForwardUse) -> None:
         self._listener.backward_begins()
         self._residency.enter_backward(use, torch._C._current_graph_task_id())
         if torch.is_grad_enabled():  # create_graph: a gradient penalty
@@ -219,7 +220,7 @@ class StateDictHooks:
     that 16-bit parameters drop. All ranks load the same. `state_dict` is refused where it would be of NaNs.
     """
 
-    def __init__(self, root: nn.Module, keeper: Keeper) -> None:
+    def __init__(self, root: nn.Module, keeper: ParamRegistry) -> None:
         self._handles: list[RemovableHandle] = []
         for module in root.modules():
             places = {name: keeper.place(param) for name, param in module._parameters.items() if param is not None}
@@ -233,7 +234,7 @@ class StateDictHooks:
             handle.remove()
         self._handles.clear()
 
-    def _attach(self, module: nn.Module, owned: Mapping[str, Place]) -> None:
+    def _attach(self, module: nn.Module, owned: Mapping[str, ParamHandle]) -> None:
         units = list({id(place.unit): place.unit for place in owned.values()}.values())
         given: dict[str, Tensor] = {}
         gathered: list[ParamUnit] = []

@@ -19,13 +19,13 @@ from collections.abc import Callable, Sequence
 
 from zeroaccel.comm.agree import agree_or_raise
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.config.plan import UpdateTime
+from zeroaccel.config.shard_plan import UpdateTime
 from zeroaccel.errors import EngineStateError, OffloadError
-from zeroaccel.zero.optimizer_shard import OptimizerShard
-from zeroaccel.zero.reducer import GradientBuffer, Reducer
-from zeroaccel.zero.tiers import TierSet
-from zeroaccel.zero.unit import FlatBuffer, ParamUnit
-from zeroaccel.zero.updates_beside import UpdatesBeside
+from zeroaccel.zero.async_step import AsyncStep
+from zeroaccel.zero.grad_reducer import GradientBuffer, GradReducer
+from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
+from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
+from zeroaccel.zero.storage.placement import TierSet
 
 __all__ = ["WeightUpdate"]
 
@@ -46,8 +46,8 @@ class WeightUpdate:
 
     def __init__(
         self,
-        shard: OptimizerShard,
-        reducer: Reducer,
+        shard: ShardedOptimizer,
+        reducer: GradReducer,
         units: Sequence[ParamUnit],
         collectives: Collectives,
         *,
@@ -66,7 +66,7 @@ class WeightUpdate:
         self._gathers = gathers
         self._during = during
         self._tiers = tiers
-        self._beside = None if during == "step" else UpdatesBeside(shard)
+        self._beside = None if during == "step" else AsyncStep(shard)
         self._seen_a_step = False
 
     @property

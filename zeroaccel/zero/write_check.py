@@ -1,6 +1,6 @@
 """Notices that somebody wrote to a whole parameter: a hash of its bytes before and after.
 
-Told by `gathered.py` which parameters are looked at, by how many at a time, and when a write was announced.
+Told by `full_params.py` which parameters are looked at, by how many at a time, and when a write was announced.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from zeroaccel.zero.layout import ALIGN_NUMEL, round_up
-from zeroaccel.zero.unit import FlatBuffer
+from zeroaccel.zero.param_unit import FlatBuffer
 
-__all__ = ["Prints", "fingerprint"]
+__all__ = ["WriteDetector", "fingerprint"]
 
 _WORDS = 1 << 18  # hashed at a time
 
@@ -25,7 +25,7 @@ class _Watched:
     print: int = 0
 
 
-class Prints:
+class WriteDetector:
     """What parameters looked like when they were first looked at; of those that are whole now."""
 
     def __init__(self) -> None:

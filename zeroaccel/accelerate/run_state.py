@@ -1,0 +1,279 @@
+"""A whole training run in a folder: engines, schedulers, loaders' positions, random numbers, the user's own objects.
+
+The engines write their own checkpoints into it (`checkpoint/`); this adds one safetensors file per rank for the rest,
+and last `run_state.json`, which makes it a state. Plain data and tensors only: nothing here is pickled. A state loads
+on any number of ranks; what belongs to single ranks (random numbers) then starts anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from zeroaccel.checkpoint.atomic_write import remove_abandoned, write_durably
+from zeroaccel.checkpoint.checkpointer import CheckpointingEngine
+from zeroaccel.checkpoint.plain_codec import decode, encode
+from zeroaccel.checkpoint.random_state import random_state, restore_random_state
+from zeroaccel.comm.agree import agreed, from_rank_0
+from zeroaccel.comm.collectives import Collectives
+from zeroaccel.config.bounds import parse_plain_json, read_at_most
+from zeroaccel.data import PreparedLoader
+from zeroaccel.errors import CheckpointError, UsageError
+from zeroaccel.logs import logger
+from zeroaccel.project import STATE_NAME
+
+__all__ = ["RunParts", "load_run", "require_stateful", "save_run"]
+
+_VERSION = 1
+_KEY = "zeroaccel_run_state"
+_MOST_NBYTES = 16 << 30
+
+
+@dataclass
+class RunParts:
+    """What a run consists of.
+
+    Attributes:
+        engines: each saves its model, optimizer, scheduler, loss scale and counters.
+        schedulers: those that no engine steps.
+        loaders: prepared ones.
+        objects: the user's, with `state_dict` and `load_state_dict`.
+        counters: the accelerator's; replaced by `load_run`.
+        iteration: number of this state.
+    """
+
+    engines: Sequence[CheckpointingEngine] = ()
+    schedulers: Sequence[Any] = ()
+    loaders: Sequence[PreparedLoader] = ()
+    objects: Sequence[Any] = ()
+    counters: dict[str, int] = field(default_factory=dict)
+    iteration: int = 0
+
+    def counts(self) -> dict[str, int]:
+        """How many there are of each, for comparing."""
+        return {
+            "models": len(self.engines),
+            "schedulers": len(self.schedulers),
+            "dataloaders": len(self.loaders),
+            "objects registered for checkpointing": len(self.objects),
+        }
+
+
+def require_stateful(obj: Any) -> None:
+    """Raises UsageError unless `obj` has `state_dict()` and `load_state_dict()`."""
+    lacking = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(obj, name, None))]
+    if lacking:
+        raise UsageError(
+            "register_for_checkpointing",
+            expected="objects with state_dict() and load_state_dict()",
+            got=f"{type(obj).__name__} without {' and '.join(lacking)}",
+        )
+
+
+def save_run(folder: str | os.PathLike[str], run: RunParts, collectives: Collectives, device: torch.device) -> Path:
+    """Saves the run into `folder`, which all ranks share. A state that was there is replaced. (all ranks)
+
+    Returns:
+        The folder's absolute path.
+
+    Raises:
+        CheckpointError: it cannot be written.
+        UsageError: a state is not plain data and tensors; it names the key.
+        EngineStateError: gradients of unfinished accumulation would be lost.
+    """
+    root = Path(os.path.abspath(folder))
+    content, digest = b"", ""
+    with agreed(collectives, f"save_state {root}: what to save"):
+        _check_keep_last(run)
+        content = _encoded(run, device)
+        digest = hashlib.sha256(content).hexdigest()
+    with agreed(collectives, f"save_state {root}: folder"):
+        if collectives.rank == 0:
+            _writable(root, lambda: _cleared(root))
+    for index, engine in enumerate(run.engines):
+        engine.save_checkpoint(root, tag=_tag(index))
+    with agreed(collectives, f"save_state {root}: write"):
+        _writable(root, lambda: write_durably(root / _rank_name(collectives.rank), content))
+        remove_abandoned(root / _rank_name(collectives.rank))
+    digests = collectives.gather_objects(digest, f"save_state {root}: parts")
+    with agreed(collectives, f"save_state {root}: finish"):
+        if collectives.rank == 0:
+            manifest = {
+                "version": _VERSION,
+                "world_size": collectives.world_size,
+                "iteration": run.iteration,
+                "counts": run.counts(),
+                "sha256": digests,
+            }
+            _writable(root, lambda: write_durably(root / STATE_NAME, json.dumps(manifest, indent=1).encode()))
+            remove_abandoned(root / STATE_NAME)
+    logger.info("saved state %s", root)
+    return root
+
+
+def load_run(folder: str | os.PathLike[str], run: RunParts, collectives: Collectives, device: torch.device) -> int:
+    """Puts every part where it was when `folder` was saved. (all ranks)
+
+    Returns:
+        The state's `iteration`.
+
+    Raises:
+        CheckpointError: there is no complete state, it is damaged, or it is of a run with other parts; on every rank.
+    """
+    root = Path(os.path.abspath(folder))
+    manifest: Mapping[str, Any] = from_rank_0(collectives, lambda: _manifest(root), f"load_state {root}: manifest")
+    state: dict[str, Any] = {}
+    with agreed(collectives, f"load_state {root}: read"):
+        _check_counts(root, manifest["counts"], run.counts())
+        state = _read(root, manifest, collectives.rank)
+    for index, engine in enumerate(run.engines):
+        engine.load_checkpoint(root, tag=_tag(index))
+    with agreed(collectives, f"load_state {root}: restore"):
+        for kind, parts in (("schedulers", run.schedulers), ("loaders", run.loaders), ("objects", run.objects)):
+            for part, saved in zip(parts, state[kind], strict=True):
+                part.load_state_dict(saved)
+        run.counters.update(state["counters"])
+        if manifest["world_size"] == collectives.world_size:
+            restore_random_state(state["random_state"], device)
+        else:
+            logger.warning(
+                "%s: saved by %d ranks, so the random generators are not restored", root, manifest["world_size"]
+            )
+    logger.info("loaded state %s", root)
+    return int(manifest["iteration"])
+
+
+def _encoded(run: RunParts, device: torch.device) -> bytes:
+    """This rank's file."""
+    tensors: dict[str, Tensor] = {}
+
+    def keep(tensor: Tensor) -> str:
+        key = str(len(tensors))
+        tensors[key] = tensor.detach().cpu().contiguous().clone()
+        return key
+
+    objects = [
+        encode(obj.state_dict(), f"register_for_checkpointing: state of object {index} ({type(obj).__name__})", keep)
+        for index, obj in enumerate(run.objects)
+    ]
+    state = {
+        "schedulers": [
+            encode(scheduler.state_dict(), f"state of scheduler {index}", keep)
+            for index, scheduler in enumerate(run.schedulers)
+        ],
+        "loaders": [
+            encode(loader.state_dict(), f"position of loader {index}", keep) for index, loader in enumerate(run.loaders)
+        ],
+        "objects": objects,
+        "counters": encode(run.counters, "counters", keep),
+        "random_state": encode(random_state(device), "random state", keep),
+    }
+    return save_tensors(tensors, metadata={_KEY: json.dumps(state)})
+
+
+def _read(root: Path, manifest: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    own = rank if rank < manifest["world_size"] else 0
+    path = root / _rank_name(own)
+    try:
+        content = read_at_most(path, _MOST_NBYTES, regular=True)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    if hashlib.sha256(content).hexdigest() != manifest["sha256"][own]:
+        raise CheckpointError(f"{path}: damaged: not what was written", fix="load another state")
+    try:
+        header = parse_plain_json(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        tensors = load_tensors(content)
+        state = parse_plain_json(header["__metadata__"][_KEY])
+        return {kind: decode(value, tensors.__getitem__) for kind, value in state.items()}
+    except (SafetensorError, KeyError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path}: not a part of a state ({error})") from error
+
+
+def _manifest(root: Path) -> dict[str, Any]:
+    path = root / STATE_NAME
+    try:
+        manifest = parse_plain_json(read_at_most(path, _MOST_NBYTES, regular=True))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{root}: no complete state",
+            expected=f"a folder with {STATE_NAME}, which save_state writes last",
+            fix="check the path; if saving was interrupted, load the state before it",
+        ) from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}: damaged: not JSON ({error})", fix="load another state") from error
+    if not isinstance(manifest, dict) or manifest.get("version") != _VERSION:
+        found = manifest.get("version") if isinstance(manifest, dict) else manifest
+        raise CheckpointError(f"{path}: version", expected=str(_VERSION), got=found)
+    _check_manifest(path, manifest)
+    return manifest
+
+
+def _check_manifest(path: Path, manifest: Mapping[str, Any]) -> None:
+    digests, counts = manifest.get("sha256"), manifest.get("counts")
+    if (
+        not isinstance(digests, list)
+        or not all(isinstance(digest, str) for digest in digests)
+        or manifest.get("world_size") != len(digests)
+        or type(manifest.get("iteration")) is not int
+        or not isinstance(counts, dict)
+        or not RunParts().counts().keys() <= counts.keys()
+    ):
+        raise CheckpointError(f"{path}: damaged: not what save_state writes", fix="load another state")
+
+
+def _check_counts(root: Path, saved: Mapping[str, int], now: Mapping[str, int]) -> None:
+    for what, count in now.items():
+        if saved[what] != count:
+            raise CheckpointError(
+                f"{root}: number of {what}",
+                expected=f"{count}, as this run has prepared or registered",
+                got=saved[what],
+                fix="prepare and register the same things, in the same order, before load_state",
+            )
+
+
+def _check_keep_last(run: RunParts) -> None:
+    for engine in run.engines:
+        keep = engine.zero_config.get("checkpoint", {}).get("keep_last")
+        if keep is not None and keep < len(run.engines):
+            raise UsageError(
+                "save_state: checkpoint.keep_last of the config",
+                expected=f"at least {len(run.engines)}, as the state holds a checkpoint of each of its models",
+                got=keep,
+                fix="limit whole states instead, with ProjectConfiguration(total_limit=...)",
+            )
+
+
+def _cleared(root: Path) -> None:
+    root.mkdir(parents=True, exist_ok=True)
+    (root / STATE_NAME).unlink(missing_ok=True)  # until it is written again there is no state here
+
+
+def _writable(root: Path, write: Callable[[], object]) -> None:
+    try:
+        write()
+    except OSError as error:
+        raise CheckpointError(
+            f"{root}: cannot be written ({error.strerror})", fix="free some space or choose another folder"
+        ) from error
+
+
+def _tag(index: int) -> str:
+    return "pytorch_model" if index == 0 else f"pytorch_model_{index}"
+
+
+def _rank_name(rank: int) -> str:
+    return f"run_state_rank{rank:05d}.safetensors"

@@ -1,0 +1,430 @@
+"""`ZeroPlugin`: what a script says about ZeRO, from arguments, a config and the launcher, each value with its source.
+
+It collects and does not resolve: `prepare` adds what the model and the loaders say and fills every "auto" then
+(`config.resolve`). One plugin serves any number of models. It holds no process group and builds nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from zeroaccel.accelerate.launched import launched
+from zeroaccel.accelerate.zero3_init import built_sharded, tell_transformers
+from zeroaccel.config import Fact, Facts, load_config
+from zeroaccel.config.auto_rules import shown
+from zeroaccel.config.document import given_paths, read_document
+from zeroaccel.config.launch.launch_env import LaunchedSettings
+from zeroaccel.config.provenance import dotted
+from zeroaccel.config.resolve import after
+from zeroaccel.errors import ConfigError, UsageError
+from zeroaccel.logs import log_once, logger
+
+__all__ = ["DeepSpeedPlugin", "ZeroPlugin", "gather_facts"]
+
+_DEFAULT_STAGE = 2
+_DEVICES = ("none", "cpu", "nvme")
+_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+
+# argument -> the fact it is, and what an "auto" becomes where nobody says anything
+_FACTS: Mapping[str, tuple[str, Any]] = {
+    "zero_stage": ("stage", _DEFAULT_STAGE),
+    "gradient_accumulation_steps": ("accumulation", None),
+    "gradient_clipping": ("clipping", None),
+    "offload_optimizer_device": ("offload_optimizer_device", "none"),
+    "offload_param_device": ("offload_param_device", "none"),
+    "offload_optimizer_nvme_path": ("offload_optimizer_path", None),
+    "offload_param_nvme_path": ("offload_param_path", None),
+    "zero3_save_16bit_model": ("save_16bit_weights", False),
+    "train_micro_batch_size_per_gpu": ("micro_batch_size", None),
+}
+# fact -> what people call it
+_KEYS = {fact: name for name, (fact, _) in _FACTS.items()} | {"precision": "mixed_precision"}
+_PRECISION_PLACES = {"fp16": "fp16.enabled", "bf16": "bf16.enabled"}
+_PLACES = {
+    "zero_stage": "zero_optimization.stage",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_param_device": "zero_optimization.offload_param.device",
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
+    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+}
+
+
+class ZeroPlugin:
+    """Settings of ZeRO for an `Accelerator`. Every argument may also come from the launcher, or from the config.
+
+    A value that two places give differently is an error that names both. What nobody says takes the default in
+    brackets.
+
+    Args:
+        hf_ds_config: the config: a dict, the path of a JSON file, JSON text or base64 text.
+        gradient_accumulation_steps: micro-steps per optimizer step. [1]
+        gradient_clipping: largest global L2 norm of the gradients; 0 is off. [off]
+        zero_stage: 0 to 3. [2 without a config, else what the config means]
+        is_train_batch_min: with loaders of several batch sizes, "auto" takes the smallest; False the largest.
+        offload_optimizer_device, offload_param_device: "none", "cpu" or "nvme". ["none"]
+        offload_optimizer_nvme_path, offload_param_nvme_path: folder for "nvme".
+        zero3_init_flag: from when the accelerator is made, transformers builds models sharded at stage 3, in processes
+            of `zeroaccel launch`. Other models are built inside `zero3_init_context_manager(enable=True)`. [False]
+        zero3_save_16bit_model: gather the weights when a checkpoint is saved. `save_model` and `get_state_dict` work
+            whatever it says. [False]
+        transformer_moe_cls_names: classes of modules that travel whole, separated by commas; mixtures of experts are
+            found without being named.
+        enable_msamp, msamp_opt_level: refused; there is no 8-bit training.
+        train_micro_batch_size_per_gpu: samples per rank and micro-step, where no loader is prepared. [the loader's]
+
+    Attributes:
+        deepspeed_config: the config as a plain dict, which may be changed until `prepare`; "auto" stays in it.
+        selected: whether this is the one that `prepare` uses.
+
+    Raises:
+        ConfigError: an argument, the config or a variable of the launcher is wrong, or two of them disagree.
+    """
+
+    def __init__(
+        self,
+        hf_ds_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        gradient_accumulation_steps: int | str | None = None,
+        gradient_clipping: float | str | None = None,
+        zero_stage: int | None = None,
+        is_train_batch_min: bool = True,
+        offload_optimizer_device: str | None = None,
+        offload_param_device: str | None = None,
+        offload_optimizer_nvme_path: str | None = None,
+        offload_param_nvme_path: str | None = None,
+        zero3_init_flag: bool | None = None,
+        zero3_save_16bit_model: bool | None = None,
+        transformer_moe_cls_names: str | None = None,
+        enable_msamp: bool | None = None,
+        msamp_opt_level: str | None = None,
+        *,
+        train_micro_batch_size_per_gpu: int | None = None,
+    ) -> None:
+        if enable_msamp or msamp_opt_level is not None:
+            raise ConfigError(
+                "ZeroPlugin(enable_msamp, msamp_opt_level): there is no 8-bit training",
+                fix='leave them out, and use mixed_precision="bf16"',
+            )
+        settings, sources = launched()
+        given = {name: value for name, value in locals().items() if name in _FACTS and not _unsaid(value)}
+        _check_arguments(given)
+        self.is_train_batch_min = is_train_batch_min
+        self._facts = _merged(given, settings, sources)
+        self._name = "config"
+        self._is_own = False
+        self._places: dict[str, str] = {}
+        self.deepspeed_config: dict[str, Any] = {}
+        self._read(hf_ds_config, settings, sources)
+        self._original = {dotted(path): _at(self.deepspeed_config, path) for path in given_paths(self.deepspeed_config)}
+        self._leaf_classes(transformer_moe_cls_names, settings, sources)
+        load_config(self.deepspeed_config, sources=self.sources())  # what is wrong already is told here, where it is
+        self._zero3_init = bool(zero3_init_flag if zero3_init_flag is not None else settings.zero3_init_flag)
+        self._told: object | None = None
+        if self._zero3_init and self.zero_stage != 3:
+            logger.warning("zero3_init_flag has no effect at stage %s; models are built whole", self.zero_stage)
+        self.selected = False
+
+    # -- what it says
+
+    @property
+    def hf_ds_config(self) -> ZeroPlugin:
+        """This object, which answers `get_value`, `is_auto` and `config` as scripts ask them."""
+        return self
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The same as `deepspeed_config`."""
+        return self.deepspeed_config
+
+    def get_value(self, path: str, default: Any = None) -> Any:
+        """The config's value at a dotted path; `default` where there is none."""
+        value = _at(self.deepspeed_config, tuple(path.split(".")))
+        return default if value is None else value
+
+    def is_auto(self, path: str) -> bool:
+        """Whether the config says "auto" there."""
+        return bool(self.get_value(path) == "auto")
+
+    @property
+    def zero_stage(self) -> int:
+        """The stage, as far as it is known before `prepare`."""
+        return int(self._known("zero_stage", 0))
+
+    @property
+    def gradient_accumulation_steps(self) -> int | str:
+        """Micro-steps per optimizer step, or "auto"."""
+        return self._known("gradient_accumulation_steps", "auto")  # type: ignore[no-any-return]
+
+    @property
+    def gradient_clipping(self) -> float | str:
+        """Largest norm of the gradients, or "auto"; 0 is off."""
+        return self._known("gradient_clipping", "auto")  # type: ignore[no-any-return]
+
+    @property
+    def offload_optimizer_device(self) -> str:
+        """Where masters and optimizer states live."""
+        return str(self._known("offload_optimizer_device", "none"))
+
+    @property
+    def offload_param_device(self) -> str:
+        """Where parameters live."""
+        return str(self._known("offload_param_device", "none"))
+
+    @property
+    def zero3_save_16bit_model(self) -> bool:
+        """Whether the weights are gathered when a checkpoint is saved."""
+        return bool(self._known("zero3_save_16bit_model", False))
+
+    @property
+    def zero3_init_flag(self) -> bool:
+        """Whether transformers builds models sharded."""
+        return self._zero3_init and self.zero_stage == 3
+
+    def is_zero3_init_enabled(self) -> bool:
+        """The same as `zero3_init_flag`."""
+        return self.zero3_init_flag
+
+    @contextmanager
+    def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
+        """Inside, all models are built sharded, if the stage is 3; or all are built whole. (all ranks)"""
+        before, self._zero3_init = self._zero3_init, enable
+        offload = self.get_value("zero_optimization.offload_param", {})
+        self._told = tell_transformers(offload) if self.zero3_init_flag else None
+        try:
+            with built_sharded(offload) if self.zero3_init_flag else nullcontext():
+                yield
+        finally:
+            self._zero3_init = before
+            self._select(self.selected)
+
+    def select(self, _from_accelerator_state: bool = False) -> None:
+        """Not to be called: the accelerator selects.
+
+        Raises:
+            UsageError: always.
+        """
+        raise UsageError(
+            "ZeroPlugin.select()",
+            expected="the accelerator to select a plugin by its name",
+            fix="call accelerator.state.select_zero_plugin(name)",
+        )
+
+    def facts(self) -> Facts:
+        """What it says beside the config."""
+        return self._facts
+
+    def sources(self) -> dict[str, str]:
+        """Dotted path as written -> where it was written, of every key of `deepspeed_config` that somebody wrote."""
+        found: dict[str, str] = {}
+        for path in given_paths(self.deepspeed_config):
+            name = dotted(path)
+            if self._is_own and _at(self.deepspeed_config, path) == "auto":
+                continue  # nobody wrote it
+            same = name in self._original and self._original[name] == _at(self.deepspeed_config, path)
+            found[name] = self._places.get(name, self._name) if same else "plugin.deepspeed_config in code"
+        return found
+
+    def document(self) -> dict[str, Any]:
+        """A copy of the config in which a missing size is "auto": nobody decided it."""
+        tree = read_document(self.deepspeed_config).tree
+        for key in _BATCH_KEYS:
+            tree.setdefault(key, "auto")
+        return tree
+
+    def known(self, also: Facts) -> tuple[dict[str, Any], dict[str, str]]:
+        """The config and its sources with every "auto" filled that is known before a model is prepared.
+
+        Args:
+            also: the accelerator's own facts.
+        """
+        tree, sources = read_document(self.deepspeed_config).tree, self.sources()
+        facts = gather_facts(also, self._facts)
+        filling = {place: getattr(facts, _FACTS[name][0]) for name, place in _PLACES.items()}
+        if (precision := facts.precision) is not None:
+            filling |= {
+                place: Fact(precision.value == name, precision.source, precision.binding)
+                for name, place in _PRECISION_PLACES.items()
+            }
+        for place, fact in filling.items():
+            if fact is not None and _at(tree, tuple(place.split("."))) == "auto":
+                _set(tree, place, fact.value)
+                sources[place] = after(sources.get(place), fact.source)
+        return tree, sources
+
+    @property
+    def title(self) -> str:
+        """What the config is called: a file's path, or how the plugin was made."""
+        return self._name
+
+    def __repr__(self) -> str:
+        return f"ZeroPlugin({self._name}, stage {self.zero_stage}{', selected' if self.selected else ''})"
+
+    # -- making it
+
+    def _select(self, selected: bool) -> None:
+        self.selected = selected
+        wanted = selected and self.zero3_init_flag
+        self._told = tell_transformers(self.get_value("zero_optimization.offload_param", {})) if wanted else None
+        if wanted and self._told is None:
+            log_once(
+                30,
+                "zero3_init_flag: transformers is not there to be told, or the process was not started by `zeroaccel "
+                "launch`; build the model inside `with plugin.zero3_init_context_manager(enable=True):`",
+            )
+
+    def _read(
+        self,
+        given: Mapping[str, Any] | str | os.PathLike[str] | None,
+        settings: LaunchedSettings,
+        sources: Mapping[str, str],
+    ) -> None:
+        source = given if given is not None else settings.deepspeed_config_file
+        if source is None:
+            self._name, self._is_own = "ZeroPlugin", True
+            auto = dict.fromkeys(("stage", "stage3_gather_16bit_weights_on_model_save"), "auto")
+            self.deepspeed_config = {
+                **dict.fromkeys(_BATCH_KEYS, "auto"),
+                "zero_optimization": {
+                    **auto,
+                    "offload_optimizer": {"device": "auto", "nvme_path": "auto"},
+                    "offload_param": {"device": "auto", "nvme_path": "auto"},
+                },
+            }
+            for name, place in _PLACES.items():
+                fact = getattr(self._facts, _FACTS[name][0])
+                if fact is not None:
+                    _set(self.deepspeed_config, place, fact.value)
+                    self._places[place] = fact.source
+                elif place.endswith("nvme_path"):
+                    _drop(self.deepspeed_config, place)
+            return
+        try:
+            document = read_document(source)
+        except ConfigError as error:
+            who = "ZeroPlugin(hf_ds_config)" if given is not None else sources["deepspeed_config_file"]
+            raise ConfigError(f"{who}: {error}") from None
+        if document.problems:
+            load_problems = "; ".join(f"{dotted(problem.path)} {problem.text}" for problem in document.problems)
+            raise ConfigError(f"{document.name}: {load_problems}")
+        self._name = "ZeroPlugin(hf_ds_config)" if document.name == "config" else document.name
+        self.deepspeed_config = document.tree
+        self._places = {dotted(path): place for path, place in document.places.items()}
+
+    def _leaf_classes(self, given: str | None, settings: LaunchedSettings, sources: Mapping[str, str]) -> None:
+        said = given if given is not None else settings.deepspeed_moe_layer_cls_names
+        if not said:
+            return
+        who = "ZeroPlugin(transformer_moe_cls_names)" if given is not None else sources["deepspeed_moe_layer_cls_names"]
+        names = [name.strip() for name in said.split(",") if name.strip()]
+        place = "zero_optimization.leaf_module.classes"
+        held = self.get_value(place)
+        if held is not None and list(held) != names:
+            raise ConfigError(
+                f"{self._places.get(place, self._name)}: {place}: {held} here, but {names} from {who}",
+                fix="keep one of the two",
+            )
+        _set(self.deepspeed_config, place, names)
+        self._places[place] = who
+        self._original[place] = names
+
+    def _known(self, name: str, default: Any) -> Any:
+        for key in (_PLACES[name], _PLACES[name].replace("stage3_", "")):
+            value = _at(self.deepspeed_config, tuple(key.split(".")))
+            if value is not None and value != "auto":
+                return value
+        fact = getattr(self._facts, _FACTS[name][0])
+        written = _at(self.deepspeed_config, tuple(_PLACES[name].split("."))) is not None
+        return fact.value if fact is not None and (fact.binding or written) else default
+
+
+DeepSpeedPlugin = ZeroPlugin
+"""The name that scripts written for accelerate know."""
+
+
+def gather_facts(*several: Facts) -> Facts:
+    """One set of facts from several: a binding one comes before one that only fills, else the earlier before the later.
+
+    Raises:
+        ConfigError: two binding ones differ; both places are named.
+    """
+    merged: dict[str, Any] = dict(vars(Facts()))
+    for facts in several:
+        for name, fact in vars(facts).items():
+            held = merged[name]
+            if isinstance(fact, bool):
+                merged[name] = held or fact
+            elif fact is not None and (held is None or (fact.binding and not held.binding)):
+                merged[name] = fact
+            elif fact is not None and held.binding and fact.binding and held.value != fact.value:
+                raise ConfigError(
+                    f"{_KEYS.get(name, name)}: {shown(held.value)} from {held.source}, but {shown(fact.value)} "
+                    f"from {fact.source}",
+                    fix=f"write {shown(held.value)} in both places, or leave one of them out",
+                )
+    return Facts(**merged)
+
+
+def _merged(given: Mapping[str, Any], settings: LaunchedSettings, sources: Mapping[str, str]) -> Facts:
+    code: dict[str, Any] = {
+        _FACTS[name][0]: Fact(value, f"ZeroPlugin({name}={value!r})") for name, value in given.items()
+    }
+    said: dict[str, Any] = {
+        _FACTS[name][0]: Fact(getattr(settings, name), sources[name], sources[name] != "default")
+        for name in _FACTS
+        if getattr(settings, name, None) is not None
+    }
+    default: dict[str, Any] = {
+        fact: Fact(value, "default", False) for fact, value in _FACTS.values() if value is not None
+    }
+    return gather_facts(Facts(**code), Facts(**said), Facts(**default))
+
+
+def _unsaid(value: object) -> bool:
+    return value is None or value == "auto"
+
+
+def _check_arguments(given: Mapping[str, Any]) -> None:
+    stage = given.get("zero_stage")
+    if stage is not None and (type(stage) is not int or stage not in (0, 1, 2, 3)):
+        raise ConfigError("ZeroPlugin(zero_stage)", expected="0, 1, 2 or 3", got=stage)
+    for name in ("offload_optimizer_device", "offload_param_device"):
+        if given.get(name, "none") not in _DEVICES:
+            raise ConfigError(f"ZeroPlugin({name})", expected='"none", "cpu" or "nvme"', got=given[name])
+    for name in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"):
+        count = given.get(name, 1)
+        if type(count) is not int or count < 1:
+            raise ConfigError(f"ZeroPlugin({name})", expected="a whole number of at least 1", got=count)
+    clipping = given.get("gradient_clipping", 0.0)
+    if isinstance(clipping, bool) or not isinstance(clipping, (int, float)) or not clipping >= 0:
+        raise ConfigError("ZeroPlugin(gradient_clipping)", expected="a number of at least 0", got=clipping)
+
+
+def _at(tree: Mapping[str, Any], path: tuple[str | int, ...]) -> Any:
+    value: Any = tree
+    for part in path:
+        if isinstance(value, Mapping):
+            value = value.get(part)
+        elif isinstance(value, list) and isinstance(part, int) and part < len(value):
+            value = value[part]
+        else:
+            return None
+    return value
+
+
+def _set(tree: dict[str, Any], place: str, value: Any) -> None:
+    *above, key = place.split(".")
+    for part in above:
+        tree = tree.setdefault(part, {})
+    tree[key] = value
+
+
+def _drop(tree: dict[str, Any], place: str) -> None:
+    *above, key = place.split(".")
+    for part in above:
+        tree = tree.get(part, {})
+    tree.pop(key, None)

@@ -1,0 +1,128 @@
+"""Whether a checkpoint fits a model and its optimizer, before anything is touched.
+
+All mismatches come in one error, by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from zeroaccel.checkpoint.manifest import Manifest
+from zeroaccel.checkpoint.save_plan import EngineState, persistent_buffers
+from zeroaccel.errors import CheckpointError, listed
+from zeroaccel.logs import logger
+from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
+
+__all__ = ["CheckpointMisfit", "check_model", "check_optimizer", "hyperparameters"]
+
+
+class CheckpointMisfit(CheckpointError):
+    """A sound checkpoint, of another model or optimizer: no older one would do either."""
+
+
+def check_model(holdings: EngineState, manifest: Manifest, where: str, *, strict: bool) -> None:
+    """Raises CheckpointMisfit unless the names and shapes of parameters and buffers agree.
+
+    Args:
+        where: the checkpoint, for the message.
+        strict: False lets names be missing on either side; shapes must agree all the same.
+    """
+    model = {slot.fqn: slot.shape for buffer in holdings.buffers() for slot in buffer.layout.slots}
+    found = {fqn: manifest.canonical(fqn) for fqn in model}
+    used = {name for name in found.values() if name is not None}
+    buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(holdings.model)}
+    shapes = [
+        f"{fqn}: {tuple(manifest.parameters[name].shape)} in the checkpoint, {model[fqn]} in the model"
+        for fqn, name in found.items()
+        if name is not None and tuple(manifest.parameters[name].shape) != model[fqn]
+    ]
+    saved_buffers = {name: manifest.tensors[f"buffer/{name}"].shape for name in manifest.buffers}
+    shapes += [
+        f"{name}: {saved_buffers[name]} in the checkpoint, {shape} in the model"
+        for name, shape in buffers.items()
+        if name in saved_buffers and tuple(saved_buffers[name]) != shape
+    ]
+    missing = [fqn for fqn, name in found.items() if name is None] + sorted(set(buffers) - set(saved_buffers))
+    extra = [fqn for fqn in manifest.order if fqn not in used] + sorted(set(saved_buffers) - set(buffers))
+    problems = [
+        *(["other shapes: " + listed(shapes, "; ")] if shapes else []),
+        *(["not in the checkpoint: " + listed(missing)] if missing else []),
+        *(["not in the model: " + listed(extra)] if extra else []),
+    ]
+    if shapes or (strict and problems):
+        raise CheckpointMisfit(
+            f"{where} does not fit the model: " + ". ".join(problems),
+            fix="build the model it was saved from" + ("" if shapes else ", or pass load_module_strict=False"),
+        )
+    if problems:
+        logger.warning("%s: %s", where, ". ".join(problems))
+
+
+def check_optimizer(optimizer: ShardedOptimizer, manifest: Manifest, where: str) -> None:
+    """Raises CheckpointMisfit unless the checkpoint has states that this optimizer can go on with."""
+    saved = manifest.optimizer
+    if saved is None:
+        raise CheckpointMisfit(
+            f"{where}: saved without an optimizer", fix="pass load_optimizer_states=False to load the weights only"
+        )
+    ours = type(optimizer.optimizer).__name__
+    if _family(saved["type"]) != _family(ours):
+        raise CheckpointMisfit(
+            f"{where}: the optimizer's type",
+            expected=ours,
+            got=saved["type"],
+            fix="use the same optimizer, or pass load_optimizer_states=False",
+        )
+    hyperparameters(optimizer, manifest, where)
+    scalars = saved["scalars"]
+    with_state = {fqn for fqn in manifest.order if fqn in scalars or manifest.state_names(fqn)}
+    without = [
+        fqn
+        for fqn in optimizer.group_of
+        if (name := manifest.canonical(fqn)) is not None
+        and name not in with_state
+        and manifest.parameters[name].shape.count(0) == 0
+    ]
+    if with_state and without:
+        raise CheckpointMisfit(
+            f"{where}: no optimizer state of {listed(without)}",
+            fix="train the same parameters, or pass load_optimizer_states=False",
+        )
+
+
+def _family(name: str) -> str:
+    lowered = name.lower()
+    return "adam" if lowered in ("adam", "adamw", "cpuadam", "fusedadam") else lowered
+
+
+def hyperparameters(optimizer: ShardedOptimizer, manifest: Manifest, where: str) -> list[Mapping[str, Any]]:
+    """For each of the optimizer's param groups the saved group of its parameters, encoded.
+
+    Groups are matched by the names in them, so their order and their number may differ.
+
+    Raises:
+        CheckpointMisfit: parameters that are one group now were in groups of different hyperparameters.
+    """
+    assert manifest.optimizer is not None, "hyperparameters of a checkpoint without an optimizer"
+    saved = manifest.optimizer["param_groups"]
+    home = {fqn: index for index, group in enumerate(saved) for fqn in group["params"]}
+    chosen: list[Mapping[str, Any]] = []
+    for index in range(len(optimizer.optimizer.param_groups)):
+        names = [manifest.canonical(fqn) for fqn, owner in optimizer.group_of.items() if owner == index]
+        homes = sorted({home[name] for name in names if name in home})
+        settings = [{key: value for key, value in saved[i].items() if key != "params"} for i in homes]
+        if any(other != settings[0] for other in settings[1:]):
+            raise CheckpointMisfit(
+                f"{where}: param group {index} of the optimizer",
+                expected="parameters of one param group, or of groups with equal hyperparameters",
+                got=f"those of groups {homes}, which differ in {_differing(settings)}",
+                fix="group the parameters as when it was saved, or pass load_optimizer_states=False",
+            )
+        chosen.append(settings[0] if settings else {})
+    return chosen
+
+
+def _differing(settings: list[dict[str, Any]]) -> str:
+    keys = {key for group in settings for key in group}
+    return ", ".join(sorted(key for key in keys if len({repr(group.get(key)) for group in settings}) > 1))

@@ -1,0 +1,1 @@
+"""Checkpoint formats of others: DeepSpeed's, torch.distributed.checkpoint's, torch's pickles."""

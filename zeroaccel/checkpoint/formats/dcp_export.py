@@ -1,0 +1,162 @@
+"""Our checkpoints as folders of torch.distributed.checkpoint, with the names that FSDP2's users load.
+
+Keys are those of `get_state_dict`: `model.<fqn>` in the dtype of the masters, `optim.state.<fqn>.<name>`,
+`optim.param_groups.<i>.<option>`. One tensor at a time is in memory. `.metadata` is written last.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from zeroaccel.checkpoint.atomic_write import NewFile, remove_abandoned, write_durably
+from zeroaccel.checkpoint.find import find_checkpoint
+from zeroaccel.checkpoint.formats.dcp_files import METADATA_NAME
+from zeroaccel.checkpoint.manifest import Manifest
+from zeroaccel.checkpoint.plain_codec import decode
+from zeroaccel.checkpoint.tensor_store import TensorStore
+from zeroaccel.errors import CheckpointError, UsageError
+
+__all__ = ["export_dcp"]
+
+_FILE_NAME = "__0_0.distcp"
+
+
+def export_dcp(checkpoint_dir: str | os.PathLike[str], out: str | os.PathLike[str], tag: str | None = None) -> Path:
+    """Writes a checkpoint of ours as a DCP folder, for `torch.distributed.checkpoint.load`.
+
+    Tied parameters are there under each of their names; parameters that were left out of the checkpoint are not there.
+
+    Args:
+        out: a folder that has no DCP checkpoint in it.
+        tag: which; None for the one `latest` names.
+
+    Returns:
+        `out`.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, it is damaged, or the disk is full. UsageError: `out` is taken.
+    """
+    folder, manifest = find_checkpoint(Path(checkpoint_dir), tag)
+    target = Path(out)
+    if (target / METADATA_NAME).exists():
+        raise UsageError(f"{target}", expected="no checkpoint there", fix="choose another folder")
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        with (
+            NewFile(target / _FILE_NAME) as new,
+            os.fdopen(new.handle, "wb", closefd=False) as file,
+            TensorStore(folder, manifest) as store,
+        ):
+            metadata = _Writer(file, store).write()
+            file.flush()
+            new.publish()
+        remove_abandoned(target / _FILE_NAME)
+        write_durably(target / METADATA_NAME, pickle.dumps(metadata))
+    except OSError as error:
+        raise CheckpointError(
+            f"{target}: cannot be written ({error.strerror})", fix="free some space or choose another folder"
+        ) from error
+    return target
+
+
+class _Writer:
+    def __init__(self, file: BinaryIO, store: TensorStore) -> None:
+        self._file, self._store = file, store
+        self._entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        self._places: dict[MetadataIndex, _StorageInfo] = {}
+        self._paths: dict[str, tuple[str | int, ...]] = {}
+
+    def write(self) -> Metadata:
+        """Writes everything; returns what `.metadata` says of it."""
+        manifest = self._store.manifest
+        aliases: dict[str, list[str]] = {}
+        for alias, name in manifest.ties.items():
+            aliases.setdefault(name, []).append(alias)
+        for fqn in manifest.order:
+            key = manifest.weight_key(fqn)
+            if key is not None:
+                self._tensor([("model", name) for name in (fqn, *aliases.get(fqn, ()))], self._store.fetch(key))
+        for name in manifest.buffers:
+            self._tensor([("model", name)], self._store.fetch(f"buffer/{name}"))
+        for path, value in self._optimizer(manifest):
+            if isinstance(value, Tensor):
+                self._tensor([path], value)
+            else:
+                self._value(path, value)
+        return Metadata(
+            state_dict_metadata=self._entries,
+            planner_data=self._paths,
+            storage_data=self._places,
+            storage_meta=StorageMeta(),
+        )
+
+    def _optimizer(self, manifest: Manifest) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+        if manifest.optimizer is None:
+            return
+        scalars = manifest.optimizer["scalars"]
+        for fqn in manifest.order:
+            for name, value in decode(scalars.get(fqn, {}), self._store.fetch).items():
+                step = name == "step" and not isinstance(value, Tensor)
+                yield ("optim", "state", fqn, name), torch.tensor(float(value)) if step else value
+            for name in manifest.state_names(fqn):
+                yield ("optim", "state", fqn, name), self._store.fetch(f"state/{name}/{fqn}")
+        for index, group in enumerate(manifest.optimizer["param_groups"]):
+            options = decode({name: value for name, value in group.items() if name != "params"}, self._store.fetch)
+            for name, value in _as_torch_has_them(manifest.optimizer["type"], options).items():
+                yield ("optim", "param_groups", index, name), value
+            yield ("optim", "param_groups", index, "params"), list(group["params"])
+
+    def _tensor(self, paths: list[tuple[str | int, ...]], value: Tensor) -> None:
+        place = self._put(value)
+        size = value.size()
+        origin = torch.Size([0] * value.dim())
+        for path in paths:
+            key = self._key(path)
+            properties = TensorProperties.create_from_tensor(value)
+            self._entries[key] = TensorStorageMetadata(properties, size, [ChunkStorageMetadata(origin, size)])
+            self._places[MetadataIndex(key, origin, 0)] = place
+
+    def _value(self, path: tuple[str | int, ...], value: Any) -> None:
+        key = self._key(path)
+        self._entries[key] = BytesStorageMetadata()
+        self._places[MetadataIndex(key)] = self._put(value)
+
+    def _key(self, path: tuple[str | int, ...]) -> str:
+        key = ".".join(str(part) for part in path)
+        self._paths[key] = path
+        return key
+
+    def _put(self, value: Any) -> _StorageInfo:
+        start = self._file.tell()
+        content = io.BytesIO()
+        torch.save(value, content)
+        self._file.write(content.getbuffer())
+        return _StorageInfo(_FILE_NAME, start, self._file.tell() - start)
+
+
+def _as_torch_has_them(kind: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of torch's optimizer of the name, with our values: a load wants exactly those."""
+    found = getattr(torch.optim, kind, None)
+    if found is None:
+        return options
+    template = {k: v for k, v in found([nn.Parameter(torch.empty(0))]).param_groups[0].items() if k != "params"}
+    extra = {name: options[name] for name in ("initial_lr",) if name in options}
+    return {name: options.get(name, value) for name, value in template.items()} | extra

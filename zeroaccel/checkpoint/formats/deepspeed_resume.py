@@ -1,0 +1,177 @@
+"""A DeepSpeed checkpoint in the form that `load.py` reads: a manifest, and a store over DeepSpeed's files.
+
+Everything that loads ours then loads these, at any number of ranks. What DeepSpeed does not save (the classes of the
+optimizer and the scheduler) is taken from the resuming run, or from what the states look like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from zeroaccel.checkpoint.dtypes import dtype_of
+from zeroaccel.checkpoint.formats.deepspeed_format import DeepSpeedCheckpoint, open_deepspeed_checkpoint
+from zeroaccel.checkpoint.formats.torch_pickle import StandIn, StoredTensor
+from zeroaccel.checkpoint.formats.torch_store import TorchStore, optimizer_of_states
+from zeroaccel.checkpoint.manifest import FileRecord, Manifest, ParameterRecord, TensorRecord
+from zeroaccel.checkpoint.plain_codec import encode
+from zeroaccel.logs import logger
+
+__all__ = ["manifest_of", "open_to_resume"]
+
+_SHARDED = ("optimizer", "grads", "params")  # each stage shards one more
+
+
+def open_to_resume(
+    root: Path,
+    tag: object = None,
+    *,
+    scheduler_type: str | None = None,
+    group_of: Mapping[str, int] | None = None,
+) -> tuple[Path, TorchStore]:
+    """(the checkpoint's folder, its tensors). Arguments and errors as `open_deepspeed_checkpoint` and `manifest_of`."""
+    checkpoint = open_deepspeed_checkpoint(root, tag)
+    manifest = manifest_of(checkpoint, scheduler_type=scheduler_type, group_of=group_of)
+    return checkpoint.folder, TorchStore(checkpoint.folder, manifest, checkpoint.files)
+
+
+def manifest_of(
+    checkpoint: DeepSpeedCheckpoint,
+    *,
+    scheduler_type: str | None = None,
+    group_of: Mapping[str, int] | None = None,
+) -> Manifest:
+    """The manifest that our own save of the same run would have had.
+
+    Args:
+        scheduler_type: the name of the class of the resuming run's scheduler.
+        group_of: fqn -> index of its param group in the resuming optimizer. Only fp32 training at stage 0 needs it, as
+            it saves states without names: they are given names in the model's order, group by group.
+
+    Raises:
+        CheckpointError: states do not fit `group_of`, or are not one value per element.
+    """
+    if group_of is not None and checkpoint.has_positions:
+        logger.warning(
+            "checkpoint %s: saved at stage 0, which gives optimizer states no names; taken to be in the model's order",
+            checkpoint.folder,
+        )
+        ranked = {name: position for position, name in enumerate(checkpoint.found.order)}
+        names = sorted(group_of, key=lambda name: ranked.get(name, len(ranked)))
+        groups = range(max(group_of.values(), default=-1) + 1)
+        checkpoint.name_positions([[name for name in names if group_of[name] == group] for group in groups])
+    found, states = checkpoint.found, checkpoint.states
+    tensors: dict[str, TensorRecord] = {**checkpoint.tensors, **states.tensors}
+    plain = _Plain(checkpoint, tensors)
+    home = {name: index for index, group in enumerate(checkpoint.groups) for name in group.names}
+    shapes = {**found.frozen, **found.shapes}
+    parameters = {}
+    for fqn in found.order:
+        key = checkpoint.weight_key(fqn)
+        dtype = found.dtypes.get(fqn) or (tensors[key].dtype if key else "F32")
+        parameters[fqn] = ParameterRecord(dtype, shapes[fqn], fqn in home, home.get(fqn), saved=key is not None)
+    optimizer = None
+    if checkpoint.groups:
+        optimizer = {
+            "type": _optimizer_type(checkpoint),
+            "param_groups": [
+                {**{k: plain.encode(v, f"param group: {k}") for k, v in group.options.items()}, "params": group.names}
+                for group in checkpoint.groups
+            ],
+            "scalars": {
+                fqn: {kind: plain.encode(value, f"state of {fqn}") for kind, value in scalars.items()}
+                for fqn, scalars in states.scalars.items()
+            },
+        }
+    return Manifest(
+        id=checkpoint.fingerprint,
+        tag=checkpoint.tag,
+        saved_at=max(file.path.stat().st_mtime for file in checkpoint.files),
+        world_size=checkpoint.world_size,
+        sharded={name: name in _SHARDED[: checkpoint.stage] for name in _SHARDED},
+        files=tuple(FileRecord(file.path.name, file.nbytes, 0, "") for file in checkpoint.files),
+        parameters=parameters,
+        order=tuple(found.order),
+        ties=dict(checkpoint.ties),
+        buffers=tuple(found.buffers),
+        counters=_counters(checkpoint),
+        optimizer=optimizer,
+        loss_scale=_loss_scale(checkpoint.loss_scaler),
+        lr_scheduler=None
+        if checkpoint.lr_scheduler is None
+        else {"type": scheduler_type, "state": plain.encode(checkpoint.lr_scheduler, "lr_scheduler")},
+        client_state=plain.encode(checkpoint.client_state, "client_state"),
+        writer={"deepspeed": checkpoint.version},
+        tensors=tensors,
+    )
+
+
+class _Plain:
+    """Plain data in the manifest's encoding; its tensors are found in DeepSpeed's files by key."""
+
+    def __init__(self, checkpoint: DeepSpeedCheckpoint, tensors: dict[str, TensorRecord]) -> None:
+        self._checkpoint = checkpoint
+        self._tensors = tensors
+        self._made: dict[int, tuple[Tensor, TensorRecord]] = {}
+
+    def encode(self, value: Any, where: str) -> Any:
+        return encode(self._with_tensors(value), where, self._keep)
+
+    def _keep(self, tensor: Tensor) -> str:
+        key = f"plain/deepspeed/{id(tensor)}"
+        self._tensors[key] = self._made[id(tensor)][1]
+        return key
+
+    def _with_tensors(self, value: Any) -> Any:
+        if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], StoredTensor):
+            return self._tensor(value[0], value[1])
+        if isinstance(value, StoredTensor):  # beside the weights, so in the first model file
+            return self._tensor(self._checkpoint.model_file, value)
+        if isinstance(value, dict):
+            return type(value)({key: self._with_tensors(item) for key, item in value.items()})
+        if isinstance(value, (list, tuple)):
+            return type(value)(self._with_tensors(item) for item in value)
+        if isinstance(value, StandIn):
+            return {"class": value.class_name, **{k: v for k, v in vars(value).items() if k != "class_name"}}
+        return str(value) if isinstance(value, str) else value
+
+    def _tensor(self, file: int, stored: StoredTensor) -> Tensor:
+        dtype, shape, data = self._checkpoint.value((file, stored))
+        tensor = torch.from_numpy(data).view(dtype_of(dtype)).view(shape)
+        self._made[id(tensor)] = (tensor, self._checkpoint.found.record((file, stored)))
+        return tensor
+
+
+def _optimizer_type(checkpoint: DeepSpeedCheckpoint) -> str:
+    """By the states first, as DeepSpeed's names of its optimizers are not those of the classes."""
+    kinds = {key.split("/", 2)[1] for key in checkpoint.states.tensors}
+    named = (checkpoint.config.get("optimizer") or {}).get("type")
+    return optimizer_of_states(kinds) or str(named or "an optimizer without states")
+
+
+def _counters(checkpoint: DeepSpeedCheckpoint) -> dict[str, int]:
+    counters = checkpoint.counters
+    config = checkpoint.config
+    accumulation = config.get("gradient_accumulation_steps")
+    if not isinstance(accumulation, int):
+        train, micro = config.get("train_batch_size"), config.get("train_micro_batch_size_per_gpu")
+        accumulation = 1
+        if isinstance(train, int) and isinstance(micro, int):
+            accumulation = max(1, train // max(1, micro * checkpoint.world_size))
+    return {**counters, "micro_steps": counters["global_steps"] * accumulation}
+
+
+def _loss_scale(scaler: Mapping[str, Any] | None) -> dict[str, Any]:
+    if scaler is None or scaler["type"] != "DynamicLossScaler":
+        return {"type": "StaticLossScale", "state": {"value": float((scaler or {}).get("cur_scale", 1.0))}}
+    state = {
+        "value": float(scaler["cur_scale"]),
+        "steps": int(scaler["cur_iter"]),
+        "last_overflow": int(scaler["last_overflow_iter"]),
+        "tolerance": int(scaler.get("cur_hysteresis", 1)),
+    }
+    return {"type": "DynamicLossScale", "state": state}

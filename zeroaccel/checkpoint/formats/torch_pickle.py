@@ -1,0 +1,332 @@
+"""Reads the pickles inside torch's files without running anything that is in them.
+
+What a pickle may name is the table below: plain types, tensors, and four stand-ins with the names of DeepSpeed's
+classes; whatever else it names is refused by that name. Tensors come out as descriptions of where their bytes are;
+`torch_file.py` turns those into places in a file. `pickle_machine.py` carries the instructions out. Needs neither torch
+nor numpy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zeroaccel.checkpoint.formats.pickle_machine import Admitted, Attributed, PickleMachine
+from zeroaccel.errors import CheckpointError
+
+__all__ = ["DtypeName", "StandIn", "StoredTensor", "load_pickle"]
+
+_MOST_DIMS = 64
+_LARGEST = (1 << 63) - 1
+_MOST_REPEATED_NUMEL = 1 << 20
+_LONGEST_NAME = 400
+_SET_NBYTES = 220
+
+
+class DtypeName(str):
+    """safetensors' name of a dtype that a pickle holds as a value."""
+
+    __slots__ = ()
+
+
+class StandIn(Attributed):
+    """An object of a class of DeepSpeed's: its attributes, and no behaviour.
+
+    Attributes:
+        class_name: the name of the class it stands for.
+        arguments: what it was made from; a number for enumerations.
+    """
+
+    def __init__(self, class_name: str, arguments: tuple[Any, ...]) -> None:
+        self.class_name = class_name
+        self.arguments = arguments
+
+    def take_state(self, state: Any) -> None:
+        if type(state) is tuple and len(state) == 2 and state[0] is None:  # of a class with slots
+            state = state[1]
+        if type(state) is not dict or not all(type(name) is str for name in state):
+            raise TypeError("expected a dict of names")
+        if taken := state.keys() & {"class_name", "arguments"}:
+            raise TypeError(f"{', '.join(taken)} cannot be replaced")
+        vars(self).update(state)
+
+    def __repr__(self) -> str:
+        return f"<{self.class_name}>"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """A tensor as a pickle describes it.
+
+    Attributes:
+        storage: the name of the record with its bytes.
+        storage_numel: elements in that record.
+        offset: of its first element, in elements; strides are in elements, too.
+    """
+
+    dtype: str
+    storage: str
+    storage_numel: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+    @property
+    def place(self) -> tuple[str, int, tuple[int, ...], tuple[int, ...]]:
+        """Equal for two names of the same tensor."""
+        return self.storage, self.offset, self.shape, self.strides
+
+
+_STORAGES: Mapping[str, str] = {
+    "BoolStorage": "BOOL",
+    "ByteStorage": "U8",
+    "CharStorage": "I8",
+    "ShortStorage": "I16",
+    "HalfStorage": "F16",
+    "BFloat16Storage": "BF16",
+    "IntStorage": "I32",
+    "FloatStorage": "F32",
+    "DoubleStorage": "F64",
+    "LongStorage": "I64",
+    "ComplexFloatStorage": "C64",
+}
+_DTYPES: Mapping[str, str] = {
+    "bool": "BOOL",
+    "uint8": "U8",
+    "int8": "I8",
+    "int16": "I16",
+    "float16": "F16",
+    "bfloat16": "BF16",
+    "int32": "I32",
+    "float32": "F32",
+    "float64": "F64",
+    "int64": "I64",
+    "complex64": "C64",
+}
+_STAND_INS = frozenset(
+    {
+        "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+        "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+        "deepspeed.utils.tensor_fragment.fragment_address",
+        "deepspeed.runtime.zero.config.ZeroStageEnum",
+    }
+)
+
+
+def load_pickle(content: bytes, where: str, also: Mapping[str, Any] | None = None) -> Any:
+    """The object of a pickle, with `StoredTensor` for tensors.
+
+    Args:
+        where: the file, for messages.
+        also: dotted name -> what it means, beside the table.
+
+    Raises:
+        CheckpointError: it names something that is not admitted, or is no pickle.
+    """
+    return _Restricted(content, where, also or {}).load()
+
+
+class _Restricted:
+    def __init__(self, content: bytes, where: str, also: Mapping[str, Any]) -> None:
+        self._where = where
+        self._machine = PickleMachine(content, where, self._find, self._persistent)
+        self.load = self._machine.load
+        plain: dict[str, Callable[..., Any]] = {
+            "set": lambda *given: set(self._members(given)),
+            "frozenset": lambda *given: frozenset(self._members(given)),
+            "complex": _complex,
+            "dict": lambda *given: dict(self._pairs(given)),
+            "list": lambda *given: list(self._charged(_items(given))),
+            "tuple": lambda *given: tuple(self._charged(_items(given))),
+            "int": lambda *given: int(_number(given)),
+            "float": lambda *given: float(_number(given)),
+            "bool": lambda *given: bool(_number(given)),
+            "str": _string,
+            "bytes": _no_bytes,
+        }
+        calls: dict[str, Callable[..., Any]] = {
+            "collections.OrderedDict": lambda *given: OrderedDict(self._pairs(given)),
+            "collections.Counter": lambda *given: Counter(dict(self._pairs(given))),
+            "collections.defaultdict": lambda *given: self._emptied(given),
+            **{f"builtins.{name}": make for name, make in plain.items()},
+            **{f"__builtin__.{name}": make for name, make in plain.items()},  # Python 2's, in pickles of protocol 2
+            "_codecs.encode": self._encode,
+            "torch.Size": lambda *given: tuple(_whole_numbers(_items(given))),
+            "torch.device": _device,
+            "torch._utils._rebuild_tensor_v2": self._tensor,
+            "torch._utils._rebuild_parameter": self._parameter,
+            "torch._utils._rebuild_parameter_with_state": self._parameter,
+            "torch._tensor._rebuild_from_type_v2": self._subclass,
+        }
+        # Made anew for each pickle, so that none can leave anything behind for the next.
+        self._admitted: dict[str, Any] = {
+            **{name: Admitted(name, make) for name, make in calls.items()},
+            **{name: Admitted(name, _stand_in_of(name)) for name in _STAND_INS},
+            **{name: _Type(name) for name in ("torch.Tensor", "torch.nn.parameter.Parameter")},
+            "torch.storage.UntypedStorage": _Storage("U8"),
+            **{f"torch.{name}": _Storage(dtype) for name, dtype in _STORAGES.items()},
+            **{f"torch.{name}": DtypeName(dtype) for name, dtype in _DTYPES.items()},
+            **{name: Admitted(name, make) if callable(make) else make for name, make in also.items()},
+        }
+
+    def _find(self, full: str) -> Any:
+        if full not in self._admitted:
+            raise CheckpointError(
+                f"{self._where}: its pickle refers to {full}",
+                expected="tensors, plain types and DeepSpeed's loss scalers, stage and fragment addresses only",
+                fix="do not load a file you do not trust; save what is yours in it as plain data",
+            )
+        return self._admitted[full]
+
+    def _charged(self, items: Sequence[Any]) -> Sequence[Any]:
+        self._machine.charge(16 * len(items))
+        return items
+
+    def _members(self, given: tuple[Any, ...]) -> Sequence[Any]:
+        self._machine.charge(_SET_NBYTES)
+        return self._machine.keys(_items(given))
+
+    def _emptied(self, given: tuple[Any, ...]) -> dict[Any, Any]:
+        if len(given) > 1:
+            raise TypeError("expected a function for absent keys")
+        self._machine.charge(_SET_NBYTES)
+        return {}
+
+    def _pairs(self, given: tuple[Any, ...]) -> list[tuple[Any, Any]]:
+        items = given[0] if len(given) == 1 else _items(given)
+        pairs = list(items.items()) if isinstance(items, dict) else [tuple(pair) for pair in _items((items,))]
+        self._machine.charge(400 + 200 * len(pairs))
+        for pair in pairs:
+            if len(pair) != 2:
+                raise TypeError("expected pairs of a key and a value")
+            self._machine.check_key(pair[0])
+        return pairs
+
+    def _persistent(self, pid: Any) -> _Record:
+        if type(pid) is not tuple or len(pid) != 5:
+            raise CheckpointError(f"{self._where}: its pickle refers to a storage", expected="torch's form", got=pid)
+        kind, storage, key, _location, numel = pid
+        if kind != "storage" or not isinstance(storage, _Storage) or not isinstance(key, str):
+            raise CheckpointError(f"{self._where}: its pickle refers to a storage", expected="torch's form", got=pid)
+        if type(numel) is not int or numel < 0:
+            raise CheckpointError(f"{self._where}: storage {key}", expected="a number of elements", got=numel)
+        return _Record(storage.dtype, key, numel)
+
+    def _encode(self, text: Any, encoding: Any) -> bytes:
+        if encoding != "latin1" or type(text) is not str:
+            raise CheckpointError(f"{self._where}: bytes in its pickle", expected="latin1", got=encoding)
+        self._machine.charge(80 + len(text))
+        return text.encode("latin1")
+
+    def _tensor(self, record: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> StoredTensor:
+        where = f"{self._where}: a tensor"
+        if not isinstance(record, _Record) or type(shape) is not tuple or type(strides) is not tuple:
+            raise CheckpointError(where, expected="a storage, an offset, a shape and strides", got=(record, offset))
+        if len(shape) != len(strides) or len(shape) > _MOST_DIMS:
+            raise CheckpointError(where, expected=f"at most {_MOST_DIMS} dims, each with a stride", got=len(shape))
+        numbers = (offset, *shape, *strides)
+        if any(type(number) is not int or not 0 <= number <= _LARGEST for number in numbers):
+            raise CheckpointError(where, expected="offset, shape and strides", got=numbers)
+        tensor = StoredTensor(record.dtype, record.key, record.numel, offset, shape, strides)
+        last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        if tensor.numel and last >= record.numel:
+            raise CheckpointError(
+                f"{self._where}: a tensor of shape {tensor.shape}",
+                expected=f"elements up to {last} in storage {record.key}",
+                got=f"{record.numel} elements",
+            )
+        if tensor.numel > max(record.numel, _MOST_REPEATED_NUMEL):
+            raise CheckpointError(
+                f"{self._where}: a tensor of shape {tensor.shape} that repeats the elements of storage {record.key}",
+                expected=f"at most its {record.numel} elements, or {_MOST_REPEATED_NUMEL}",
+                got=tensor.numel,
+                fix="save it after .contiguous()",
+            )
+        return tensor
+
+    def _parameter(self, data: Any, *_: Any) -> StoredTensor:
+        if not isinstance(data, StoredTensor):
+            raise CheckpointError(f"{self._where}: a parameter", expected="a tensor", got=data)
+        return data
+
+    def _subclass(self, rebuild: Any, kind: Any, arguments: Any, _: Any) -> StoredTensor:
+        known = isinstance(rebuild, Admitted) and rebuild.make in (self._tensor, self._parameter)
+        if not known or not isinstance(kind, _Type) or type(arguments) is not tuple:
+            raise CheckpointError(f"{self._where}: a tensor of a class", expected="torch.Tensor", got=kind)
+        made: StoredTensor = rebuild.make(*arguments)
+        return made
+
+
+def _items(given: tuple[Any, ...]) -> Sequence[Any]:
+    """The items of the one argument that a container is made from."""
+    if not given:
+        return ()
+    if len(given) != 1 or type(given[0]) not in (list, tuple, set, frozenset):
+        raise TypeError("expected one list, tuple or set")
+    return given[0] if isinstance(given[0], (list, tuple)) else [*given[0]]
+
+
+def _number(given: tuple[Any, ...]) -> float:
+    if len(given) > 1 or any(type(value) not in (int, float, bool) for value in given):
+        raise TypeError("expected a number")
+    return given[0] if given else 0
+
+
+def _complex(*given: Any) -> complex:
+    if len(given) > 2 or any(type(value) not in (int, float) for value in given):
+        raise TypeError("expected two numbers")
+    return complex(*given)
+
+
+def _string(*given: Any) -> str:
+    if len(given) > 1 or any(type(value) is not str for value in given):
+        raise TypeError("expected a text")
+    return given[0] if given else ""
+
+
+def _no_bytes() -> bytes:
+    return b""  # others are encoded
+
+
+def _whole_numbers(items: Sequence[Any]) -> Sequence[int]:
+    if len(items) > _MOST_DIMS or any(type(size) is not int or not 0 <= size <= _LARGEST for size in items):
+        raise TypeError("expected the sizes of a tensor")
+    return items
+
+
+def _device(*given: Any) -> str:
+    if any(type(part) not in (str, int) for part in given):
+        raise TypeError("expected a name and a number")
+    text = ":".join(str(part) for part in given)
+    if len(text) > _LONGEST_NAME:
+        raise TypeError(f"expected a name of at most {_LONGEST_NAME} characters")
+    return text
+
+
+def _stand_in_of(name: str) -> Callable[..., StandIn]:
+    return lambda *arguments: StandIn(name, arguments)
+
+
+@dataclass(frozen=True, slots=True)
+class _Storage:
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Type:
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Record:
+    dtype: str
+    key: str
+    numel: int

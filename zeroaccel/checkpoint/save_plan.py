@@ -1,0 +1,243 @@
+"""What an engine has to save: views of this rank's bytes, and the description of everything.
+
+Looks, and changes nothing; nothing is gathered. A rank saves the shard of every buffer that would be its own if
+everything were sharded, so each element is saved once whatever the plan. A 16-bit copy of a master is not saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from zeroaccel.checkpoint.dtypes import dtype_name
+from zeroaccel.checkpoint.manifest import ParameterRecord
+from zeroaccel.checkpoint.plain_codec import encode
+from zeroaccel.errors import CheckpointError
+from zeroaccel.offload.tier import TierElements
+from zeroaccel.zero.layout import Slot
+from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
+from zeroaccel.zero.sharded_optimizer import Piece, ShardedOptimizer
+
+__all__ = [
+    "EngineState",
+    "SaveItem",
+    "SavePlan",
+    "describe_parameters",
+    "persistent_buffers",
+    "reached_slots",
+    "ties_of",
+]
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """The parts of an engine that a checkpoint is about.
+
+    Attributes:
+        replica: which set of shards this rank's belongs to; the first one's ranks save, and all load.
+    """
+
+    model: nn.Module
+    units: Sequence[ParamUnit]
+    optimizer: ShardedOptimizer | None
+    rank: int
+    world_size: int
+    replica: int = 0
+
+    def buffers(self) -> Iterator[FlatBuffer]:
+        """Every flat buffer, in the order of the units."""
+        return (buffer for unit in self.units for buffer in unit.buffers)
+
+
+@dataclass(frozen=True)
+class SaveItem:
+    """Elements [start, start + data.numel()) of the tensor `key` of shape `shape`.
+
+    `data` is a flat, live view, or tells where the elements lie in a tier.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    data: Tensor | TierElements
+
+
+@dataclass
+class SavePlan:
+    """What one rank saves.
+
+    Attributes:
+        entries: its tensors.
+        scalars: fqn -> encoded state of the optimizer besides tensors of elements.
+    """
+
+    rank: int
+    entries: list[SaveItem] = field(default_factory=list)
+    scalars: dict[str, Any] = field(default_factory=dict)
+    _kept: int = 0
+
+    @classmethod
+    def collect(cls, holdings: EngineState, *, exclude_frozen: bool) -> SavePlan:
+        """This rank's part of the parameters, masters and states.
+
+        Args:
+            exclude_frozen: leave out the values of parameters that need no gradient.
+
+        Raises:
+            CheckpointError: the optimizer's state has a form that cannot be saved; it names the state.
+        """
+        found = cls(holdings.rank)
+        for buffer in holdings.buffers() if holdings.replica == 0 else ():
+            found._add_weights(buffer, holdings.optimizer, exclude_frozen=exclude_frozen)
+            if holdings.optimizer is not None:
+                for piece in holdings.optimizer.pieces.get(id(buffer), ()):
+                    found._add_state(holdings.optimizer, piece)
+        return found
+
+    def keep(self, tensor: Tensor) -> str:
+        """Saves a small tensor that belongs to plain data; it is copied now. Returns its key."""
+        key = f"plain/{self.rank}/{self._kept}"
+        self._kept += 1
+        self.add_whole(key, tensor.detach().clone())
+        return key
+
+    def add_whole(self, key: str, tensor: Tensor) -> None:
+        """Adds a tensor that this rank saves alone."""
+        data = tensor.detach().contiguous().view(-1)
+        self.entries.append(SaveItem(key, dtype_name(tensor.dtype), tuple(tensor.shape), 0, data))
+
+    def _add_weights(self, buffer: FlatBuffer, optimizer: ShardedOptimizer | None, *, exclude_frozen: bool) -> None:
+        low, high = buffer.layout.bounds(buffer.rank)
+        kind = "master" if buffer.trainable else "value"
+        for slot, param in zip(buffer.layout.slots, buffer.params, strict=True):
+            start, end = max(slot.start, low), min(slot.end, high)
+            if exclude_frozen and not param.requires_grad:
+                continue
+            if start < end:
+                self._add(f"{kind}/{slot.fqn}", slot, start, _weights(buffer, optimizer, start, end))
+            elif slot.numel == 0 and buffer.rank == 0:
+                self._add(f"{kind}/{slot.fqn}", slot, slot.start, _weights(buffer, optimizer, low, low))
+
+    def _add(self, key: str, slot: Slot, start: int, data: Tensor | TierElements) -> None:
+        data = data.detach() if isinstance(data, Tensor) else data
+        self.entries.append(SaveItem(key, dtype_name(data.dtype), slot.shape, start - slot.start, data))
+
+    def _add_state(self, optimizer: ShardedOptimizer, piece: Piece) -> None:
+        low, high = piece.buffer.layout.bounds(piece.buffer.rank)
+        state = optimizer.state_of(piece)
+        slots = list(reached_slots(piece))
+        if not state or not slots:
+            return
+        elements = {
+            name: value
+            for name, value in state.items()
+            if isinstance(value, Tensor) and value.shape == piece.master.shape and (value.dim() > 0 or name != "step")
+        }  # of a parameter without dimensions, a count of steps looks like a value per element
+        rest = {name: value for name, value in state.items() if name not in elements}
+        away = optimizer.is_away(piece.buffer)
+        for slot in slots:
+            # A parameter goes on from piece to piece where they are cut for a tier; it is told of once.
+            begins = not away or slot.start >= piece.start or piece.start == low
+            start, end = max(slot.start, piece.start, low), min(slot.end, high if away else piece.end, high)
+            for name, value in elements.items():
+                if start < end and begins:
+                    key = self._state_key(name, slot.fqn, optimizer)
+                    if away and value.dim() > 0:
+                        self._add(key, slot, start, optimizer.stored(piece.buffer, name, start, end))
+                    else:
+                        flat = value.contiguous().view(-1)
+                        self._add(key, slot, start, flat[start - piece.start : end - piece.start])
+            if begins and low <= max(slot.start, piece.start) < high:
+                is_whole = (piece.start, piece.end, tuple(piece.master.shape)) == (slot.start, slot.end, slot.shape)
+                self._add_rest(rest, slot, optimizer, alone=is_whole)
+
+    def _add_rest(self, rest: dict[str, Any], slot: Slot, optimizer: ShardedOptimizer, *, alone: bool) -> None:
+        """State that does not have one value per element."""
+        scalars: dict[str, Any] = {}
+        for name, value in rest.items():
+            if isinstance(value, Tensor) and value.dim() > 0 and alone:
+                self.add_whole(self._state_key(name, slot.fqn, optimizer), value)
+            elif isinstance(value, Tensor) and value.numel() > 1:
+                raise CheckpointError(
+                    f"optimizer {type(optimizer.optimizer).__name__}, state {name!r} of {slot.fqn}",
+                    expected="one value per element of the shard, or one per shard",
+                    got=tuple(value.shape),
+                )
+            else:
+                where = f"optimizer {type(optimizer.optimizer).__name__}, state of {slot.fqn}[{name!r}]"
+                scalars[name] = encode(value, where, self.keep)
+        self.scalars[slot.fqn] = scalars
+
+    @staticmethod
+    def _state_key(name: Any, fqn: str, optimizer: ShardedOptimizer) -> str:
+        if not isinstance(name, str) or not name or "/" in name:
+            raise CheckpointError(
+                f"optimizer {type(optimizer.optimizer).__name__}: state of {fqn}",
+                expected='names of states without "/"',
+                got=name,
+            )
+        return f"state/{name}/{fqn}"
+
+
+def _weights(buffer: FlatBuffer, optimizer: ShardedOptimizer | None, start: int, end: int) -> Tensor | TierElements:
+    """Elements [start, end) of the flat buffer: the master where there is one, else the parameters' own."""
+    low, _ = buffer.layout.bounds(buffer.rank)
+    if optimizer is not None and optimizer.is_away(buffer):
+        return optimizer.stored(buffer, None, start, end)
+    if buffer.master is not None:
+        origin = 0 if buffer.master_is_replicated else low
+        return buffer.master[start - origin : end - origin]
+    if buffer.home is not None:
+        return buffer.home.stored(start - low, end - low)
+    return buffer.values()[start - low : end - low]
+
+
+def reached_slots(piece: Piece) -> Iterator[Slot]:
+    """The parameters a piece steps elements of, or only the padding behind."""
+    slots = piece.buffer.layout.slots
+    for index, slot in enumerate(slots):
+        following = slots[index + 1].start if index + 1 < len(slots) else piece.buffer.layout.numel
+        if max(slot.start, piece.start) < min(following, piece.end):
+            yield slot
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The model's buffers that belong into a state dict, by name, each once."""
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield (f"{prefix}.{name}" if prefix else name), buffer
+
+
+def describe_parameters(holdings: EngineState, *, exclude_frozen: bool) -> dict[str, ParameterRecord]:
+    """fqn -> record, in the order of the model's names."""
+    groups = holdings.optimizer.group_of if holdings.optimizer is not None else {}
+    found = {
+        slot.fqn: ParameterRecord(
+            dtype_name(buffer.dtype),
+            slot.shape,
+            buffer.trainable,
+            groups.get(slot.fqn),
+            saved=not (exclude_frozen and not param.requires_grad),
+        )
+        for buffer in holdings.buffers()
+        for slot, param in zip(buffer.layout.slots, buffer.params, strict=True)
+    }
+    return {name: found[name] for name, _ in holdings.model.named_parameters()}
+
+
+def ties_of(model: nn.Module) -> dict[str, str]:
+    """alias -> the first name of the same parameter."""
+    first: dict[int, str] = {}
+    ties: dict[str, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        canonical = first.setdefault(id(param), name)
+        if canonical != name:
+            ties[name] = canonical
+    return ties

@@ -1,0 +1,298 @@
+"""Collectives under way: supervised from the call to the end of `wait`, and what each has left to do then.
+
+`collectives.py` starts them; the `CollectiveTracker` enters them in the journal and turns a backend's failure into the
+watchdog's account of it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from zeroaccel.comm.buffer_pool import BufferPool
+from zeroaccel.comm.hangs.flight_recorder import CollectiveRecord, FlightRecorder, Kind
+from zeroaccel.comm.hangs.watchdog import Watchdog
+from zeroaccel.comm.quantized import INT8, decode
+from zeroaccel.comm.transport import PendingTransfer
+from zeroaccel.errors import CollectiveError
+from zeroaccel.ops.reduce import sum_ranks
+
+__all__ = [
+    "DONE",
+    "AverageWork",
+    "CodedDeviceWork",
+    "CodedWork",
+    "CollectiveTracker",
+    "DeviceWork",
+    "MessageWork",
+    "RankSumWork",
+    "Work",
+]
+
+_Pendings = TypeVar("_Pendings", bound=Iterable[PendingTransfer])
+_DTYPE_NAMES: dict[torch.dtype, str] = {}
+
+
+class Work(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """Blocks until the result is in place; on CUDA, makes the current stream wait for it. Idempotent.
+
+        Raises:
+            CollectiveError: the ranks have parted, or one is gone; the message says where each of them is.
+        """
+
+    def is_completed(self) -> bool:
+        """Whether `wait` would not block. On gloo, which does not tell, False until `wait` has returned."""
+
+
+class CollectiveTracker:
+    """Keeps the books on every collective of one topology.
+
+    Args:
+        watchdog: None when there is nobody who could keep this rank waiting.
+    """
+
+    def __init__(self, journal: FlightRecorder, watchdog: Watchdog | None) -> None:
+        self.journal = journal
+        self._watchdog = watchdog
+
+    def issue(self, kind: Kind, op: str, label: str, tensor: Tensor) -> CollectiveRecord:
+        """Enters a call that is about to be made. `tensor` is the whole one, as large on every rank."""
+        if self._watchdog is not None and self._watchdog.error is not None:
+            raise self._watchdog.failure()
+        dtype = tensor.dtype
+        name = _DTYPE_NAMES.get(dtype) or _DTYPE_NAMES.setdefault(dtype, str(dtype).removeprefix("torch."))
+        return self.journal.issue(kind, op, label, tensor.numel(), name)
+
+    def start(self, entry: CollectiveRecord, move: Callable[..., _Pendings], *args: Any) -> _Pendings:
+        """Makes the call: ``move(*args, tag)``."""
+        try:
+            return move(*args, entry.tag)
+        except RuntimeError as error:
+            raise self._explain(entry, error) from error
+
+    def move(self, entry: CollectiveRecord, move: Callable[..., _Pendings], *args: Any) -> None:
+        """One of several moves of a call: makes it and blocks until it is through."""
+        self.follow(entry, self.start(entry, move, *args))
+
+    def wait(self, entry: CollectiveRecord, pending: Iterable[PendingTransfer]) -> None:
+        """Blocks until the messages of the call are through, one after another."""
+        self.follow(entry, pending)
+        self.finish(entry)
+
+    def finish(self, entry: CollectiveRecord) -> None:
+        """The call is done."""
+        self.journal.finish(entry)
+
+    def follow(self, entry: CollectiveRecord, pending: Iterable[PendingTransfer]) -> None:
+        """Blocks until some messages of the call are through; others may follow."""
+        journal = self.journal
+        journal.begin_wait(entry)
+        try:
+            for work in pending:
+                work.wait()
+        except RuntimeError as error:
+            raise self._explain(entry, error) from error
+        finally:
+            journal.end_wait(entry)
+
+    def _explain(self, entry: CollectiveRecord, error: RuntimeError) -> CollectiveError:
+        if self._watchdog is None:
+            return CollectiveError(f"{entry.call} failed: {error}")
+        return self._watchdog.explain(entry, error)
+
+
+class _Done:
+    """The work of a call that needs no message."""
+
+    __slots__ = ()
+
+    def wait(self) -> None:
+        return None
+
+    def is_completed(self) -> bool:
+        return True
+
+
+DONE = _Done()
+
+
+class MessageWork:
+    """Messages between ranks. Holds the tensors they read and write until they are done."""
+
+    __slots__ = ("__weakref__", "_pending", "entry", "supervisor")
+
+    def __init__(
+        self, supervisor: CollectiveTracker, entry: CollectiveRecord, pending: Sequence[PendingTransfer]
+    ) -> None:
+        self.supervisor = supervisor
+        self.entry = entry
+        self._pending: Sequence[PendingTransfer] | None = pending
+
+    def wait(self) -> None:
+        if self._pending is not None:
+            self.supervisor.wait(self.entry, self._pending)
+            self._pending = None
+            self._complete()
+
+    def is_completed(self) -> bool:
+        return self._pending is None or all(work.is_completed() for work in self._pending)
+
+    def _complete(self) -> None:
+        """What this rank has left to do, once."""
+
+
+class RankSumWork(MessageWork):
+    """The parts of a reduce-scatter on their way to this rank.
+
+    Args:
+        parts: W times (S,), on loan from `scratch`; the parts in the order of the ranks.
+        out: (S,), gets the scaled sum.
+    """
+
+    __slots__ = ("_out", "_parts", "_scale", "_scratch")
+
+    def __init__(
+        self,
+        supervisor: CollectiveTracker,
+        entry: CollectiveRecord,
+        pending: Sequence[PendingTransfer],
+        scratch: BufferPool,
+        parts: Tensor,
+        out: Tensor,
+        scale: float,
+    ) -> None:
+        super().__init__(supervisor, entry, pending)
+        self._scratch = scratch
+        self._parts = parts
+        self._out = out
+        self._scale = scale
+
+    def _complete(self) -> None:
+        if self._out.numel():
+            sum_ranks(self._out, self._parts.view(-1, self._out.numel()), self._scale)
+        self._scratch.give_back(self._parts)
+        del self._parts
+
+
+class CodedWork(MessageWork):
+    """An all-gather of codes.
+
+    Args:
+        codes: (W, INT8.nbytes(S)) uint8, on loan from `scratch`; in the order of the ranks.
+        out: (W*S,), gets their values.
+    """
+
+    __slots__ = ("_codes", "_out", "_scratch")
+
+    def __init__(
+        self,
+        supervisor: CollectiveTracker,
+        entry: CollectiveRecord,
+        pending: Sequence[PendingTransfer],
+        codes: Tensor,
+        out: Tensor,
+        scratch: BufferPool,
+    ) -> None:
+        super().__init__(supervisor, entry, pending)
+        self._codes, self._out, self._scratch = codes, out, scratch
+
+    def _complete(self) -> None:
+        _decode_all(self._codes, self._out)
+        self._scratch.give_back(self._codes)
+        del self._codes
+
+
+class DeviceWork(MessageWork):
+    """A collective of the backend itself, on an accelerator: `wait` does not block the host.
+
+    It is followed by the journal's probe, one at a time: the work itself, and after `wait` an event behind it on the
+    stream that waits, which unlike the work holds no memory.
+    """
+
+    __slots__ = ("_device",)
+
+    def __init__(
+        self,
+        supervisor: CollectiveTracker,
+        entry: CollectiveRecord,
+        pending: Sequence[PendingTransfer],
+        device: torch.device,
+    ) -> None:
+        super().__init__(supervisor, entry, pending)
+        self._device = device
+        journal = supervisor.journal
+        if journal.probe is None:
+            itself = weakref.ref(self)
+            journal.probe = entry, lambda: (work := itself()) is None or work.is_completed()
+
+    def wait(self) -> None:
+        super().wait()
+        journal = self.supervisor.journal
+        if self._device.type == "cuda" and (journal.probe is None or journal.probe[0] is self.entry):
+            event: torch.Event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self._device))
+            journal.probe = self.entry, event.query
+
+
+class AverageWork(DeviceWork):
+    """A backend's reduce-scatter.
+
+    Args:
+        average: (S,), gets the average over the ranks; may be `out`.
+        out: (S,), gets `scale` times the sum over the W ranks.
+    """
+
+    __slots__ = ("_average", "_factor", "_out")
+
+    def __init__(
+        self,
+        supervisor: CollectiveTracker,
+        entry: CollectiveRecord,
+        pending: Sequence[PendingTransfer],
+        average: Tensor,
+        out: Tensor,
+        factor: float,
+    ) -> None:
+        super().__init__(supervisor, entry, pending, out.device)
+        self._average = average
+        self._out = out
+        self._factor = factor  # W * scale
+
+    def _complete(self) -> None:
+        if self._average is not self._out:
+            self._out.copy_(self._average.float().mul_(self._factor))
+        elif self._factor != 1.0:
+            self._out.mul_(self._factor)
+
+
+class CodedDeviceWork(DeviceWork):
+    """As `CodedWork`, on an accelerator."""
+
+    __slots__ = ("_codes", "_out")
+
+    def __init__(
+        self,
+        supervisor: CollectiveTracker,
+        entry: CollectiveRecord,
+        pending: Sequence[PendingTransfer],
+        codes: Tensor,
+        out: Tensor,
+    ) -> None:
+        super().__init__(supervisor, entry, pending, out.device)
+        self._codes, self._out = codes, out
+
+    def _complete(self) -> None:
+        _decode_all(self._codes, self._out)
+
+
+def _decode_all(codes: Tensor, out: Tensor) -> None:
+    """out: (W*S,) = the values of the (W, INT8.nbytes(S)) codes."""
+    for code, part in zip(codes, out.view(codes.shape[0], -1), strict=True):
+        decode(code, INT8, part)

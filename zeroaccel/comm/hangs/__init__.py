@@ -1,0 +1,1 @@
+"""Detecting that ranks no longer run the same program, and ending the job with one message."""

@@ -1,0 +1,172 @@
+"""What this rank has issued: a ring of recent collectives, and a rolling hash per process group to compare ranks by.
+
+`collectives.py` writes it, `watchdog.py` reads it from its thread, `hang_report.py` puts what it says into words. It
+knows nothing of torch.distributed and talks to nobody.
+
+Collectives of one group kind run in one order on all ranks, so a call is named by its kind and its number there:
+"gather #412" is the same call everywhere, or the ranks have parted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+__all__ = ["KINDS", "Call", "CollectiveRecord", "FlightRecorder", "Kind"]
+
+Kind = Literal["gather", "reduce", "control"]
+KINDS: tuple[Kind, ...] = ("gather", "reduce", "control")
+
+_MASK = (1 << 64) - 1
+_MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that no bit of the history is ever shifted out by itself
+
+
+class Call(NamedTuple):
+    """One collective, as ranks tell each other about it. `numel` counts the whole tensor, not one rank's part."""
+
+    kind: Kind
+    seq: int  # 1, 2, ... within the kind
+    op: str
+    label: str
+    numel: int
+    dtype: str
+    phase: str
+
+    def same_as(self, other: Call) -> bool:
+        """Whether both describe one collective. The phase is not compared: it is a remark, not a part of the call."""
+        return self[:6] == other[:6]
+
+    def __str__(self) -> str:
+        size = f"{self.numel} x {self.dtype}" if self.dtype else ""
+        facts = ", ".join(filter(None, (size, self.phase)))
+        return f'{self.kind} #{self.seq} {self.op} "{self.label}"' + (f" ({facts})" if facts else "")
+
+
+class CollectiveRecord:
+    """A collective issued by this rank. It goes from issued to waiting (zero or more times) to done."""
+
+    __slots__ = ("digest", "done", "dtype", "kind", "label", "numel", "op", "phase", "seq", "since")
+
+    def __init__(self, kind: Kind, seq: int, op: str, label: str, numel: int, dtype: str, phase: str, digest: int):
+        self.kind = kind
+        self.seq = seq
+        self.op = op
+        self.label = label
+        self.numel = numel
+        self.dtype = dtype
+        self.phase = phase
+        self.digest = digest  # of everything of this kind up to and including this call
+        self.done = False
+        self.since = time.monotonic()  # of the last change: issued, began to wait, done
+
+    @property
+    def tag(self) -> int:
+        """A message tag that ranks share only while their histories agree: data never meets that of another call."""
+        return self.digest & 0x7FFFFFFF
+
+    @property
+    def call(self) -> Call:
+        return Call(self.kind, self.seq, self.op, self.label, self.numel, self.dtype, self.phase)
+
+
+class _Lane:
+    """Number and hash of one group kind."""
+
+    __slots__ = ("digest", "seq")
+
+    def __init__(self) -> None:
+        self.seq = 0
+        self.digest = 0
+
+
+class FlightRecorder:
+    """The ring of this rank's collectives.
+
+    Lifecycle of a call: 1. `issue` when it is posted, 2. `begin_wait` when a thread blocks on it, 3. `finish` when it
+    has completed. Written by the threads that communicate, read by the watchdog's; every step is one atomic operation
+    of the interpreter, so there is no lock.
+
+    Attributes:
+        phase: what the engine is doing ("forward", "backward", "step", "eval"), set by it, for messages only.
+        step: the step the engine is at, for messages only; -1 before it has said so.
+        probe: a collective on an accelerator and a way to ask if it has completed, or None. There the host does not
+            block in `wait`, so the watchdog follows one collective at a time by this.
+    """
+
+    def __init__(self, capacity: int = 256) -> None:
+        self.phase = ""
+        self.step = -1
+        self.probe: tuple[CollectiveRecord, Callable[[], bool]] | None = None
+        self._entries: deque[CollectiveRecord] = deque(maxlen=capacity)
+        self._waits: list[CollectiveRecord] = []
+        self._lanes: dict[Kind, _Lane] = {kind: _Lane() for kind in KINDS}
+
+    def issue(self, kind: Kind, op: str, label: str, numel: int, dtype: str) -> CollectiveRecord:
+        """Numbers a new collective and adds it to the history."""
+        lane = self._lanes[kind]
+        lane.seq += 1
+        lane.digest = (lane.digest * _MULTIPLIER + _fingerprint(op, label, numel, dtype)) & _MASK
+        entry = CollectiveRecord(kind, lane.seq, op, label, numel, dtype, self.phase, lane.digest)
+        self._entries.append(entry)
+        return entry
+
+    def entry(self, tag: int) -> CollectiveRecord | None:
+        """The newest call with this message tag, if it is still in the ring."""
+        return next((entry for entry in reversed(tuple(self._entries)) if entry.tag == tag), None)
+
+    def begin_wait(self, entry: CollectiveRecord) -> None:
+        entry.since = time.monotonic()
+        self._waits.append(entry)
+
+    def end_wait(self, entry: CollectiveRecord) -> None:
+        self._waits.remove(entry)
+
+    def finish(self, entry: CollectiveRecord) -> None:
+        entry.done = True
+        entry.since = time.monotonic()
+
+    @property
+    def longest_wait(self) -> CollectiveRecord | None:
+        """The call that a thread of this rank has been blocked on longest."""
+        return min(tuple(self._waits), key=lambda entry: entry.since, default=None)
+
+    @property
+    def last_finished(self) -> CollectiveRecord | None:
+        return max((e for e in tuple(self._entries) if e.done), key=lambda entry: entry.since, default=None)
+
+    def issued(self) -> dict[str, int]:
+        """How many collectives of each kind this rank has issued."""
+        return {kind: lane.seq for kind, lane in self._lanes.items()}
+
+    def recent(self, per_kind: int = 24) -> list[Call]:
+        """The newest calls of each kind, oldest first."""
+        calls: list[Call] = []
+        for kind in KINDS:
+            calls += [entry.call for entry in tuple(self._entries) if entry.kind == kind][-per_kind:]
+        return calls
+
+    def digest(self) -> int:
+        """The whole history as a number below 2^52, exact in a float64.
+
+        Ranks that went through the same collectives have the same digest, so the largest and the smallest over ranks
+        differ if and only if (up to a chance of 2^-52) two ranks have parted.
+        """
+        return _mix(lane.digest for lane in self._lanes.values()) >> 12
+
+
+def _mix(values: Iterable[int]) -> int:
+    mixed = 0
+    for value in values:
+        mixed = (mixed * _MULTIPLIER + (value ^ value >> 31)) & _MASK
+    return (mixed ^ mixed >> 29) * _MULTIPLIER & _MASK
+
+
+@lru_cache(maxsize=1 << 16)
+def _fingerprint(op: str, label: str, numel: int, dtype: str) -> int:
+    # Not `hash`: for strings it differs from process to process.
+    text = f"{op}\0{label}\0{numel}\0{dtype}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

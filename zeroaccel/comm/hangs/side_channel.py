@@ -1,0 +1,227 @@
+"""The words ranks exchange about a hang, through the rendezvous store, beside the groups that hang.
+
+    events      counts what a rank should look up; all that is read while nothing happens
+    meet/...    the first rank that stalls at a call leaves its history there for the others to compare with
+    stalled     where rank 0 has stalled last
+    alarm       the first alarm, never overwritten
+    position/r  where rank r is, once there is an alarm
+    left/i      the i-th farewell of a rank that leaves the job
+    released    counts the ranks that need the store no longer
+    verdict     the message
+
+Only `watchdog.py` uses it. It decides nothing, and it has a connection of its own: the client of the default group
+holds a lock while the main thread waits for a key. It also has a thread of its own: of the store's operations only
+waiting for a key has a time limit (torch 2.13), and the others block as long as the process that keeps the store is
+stopped, or as the kernel tries to reach a machine that is cut off, a quarter of an hour.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+import time
+import uuid
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import asdict
+from datetime import timedelta
+from itertools import takewhile
+from typing import Any, ParamSpec, TypeVar
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from zeroaccel.comm.hangs.flight_recorder import CollectiveRecord
+from zeroaccel.comm.hangs.hang_report import Alarm, HangReport, RankState
+
+__all__ = ["ChannelLost", "ChannelSilent", "SideChannel"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_Requests = queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
+
+_ANSWER_SECONDS = 4.0  # the longest one word may take; the store answers in microseconds or is in trouble
+_SLICES = 10  # of that time; a process that was stopped itself spends one of them, not all
+
+
+class ChannelLost(Exception):
+    """The connection to the store is broken: the process that kept it is gone. Nothing can be said to the others."""
+
+
+class ChannelSilent(ChannelLost):
+    """The store has not answered for a while. It may again, and what was to be said to it is said then."""
+
+
+class SideChannel:
+    """One rank's end of the channel. Making it is collective.
+
+    Args:
+        store: the store of the default group.
+        generation: which topology of this process it is for, the same on all ranks.
+        launcher_keeps_store: whether the store lives in the launcher rather than in rank 0.
+
+    Attributes:
+        keeper: the rank whose end takes the store away, or None if no rank's does.
+        address: "host:port" of the store, or its class where it has no address.
+
+    Methods that ask the store wait 4 s at most.
+
+    Raises:
+        ChannelSilent: no answer came, or the last one is still to come.
+        ChannelLost: the connection is broken.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, world_size: int, generation: int, *, launcher_keeps_store: bool
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        # The words of an earlier run of the same job may still be in a launcher's store.
+        introduction = f"zeroaccel/{generation}"
+        if rank == 0:
+            store.set(introduction, uuid.uuid4().hex)
+        name = store.get(introduction).decode()
+        base: Store = store
+        while isinstance(base, PrefixStore):
+            base = base.underlying_store
+        self.keeper = 0 if isinstance(base, TCPStore) and not launcher_keeps_store else None
+        if isinstance(base, TCPStore):
+            base = TCPStore(base.host, base.port, is_master=False, wait_for_workers=False)
+            base.set_timeout(timedelta(seconds=_ANSWER_SECONDS))
+            self.address = f"{base.host}:{base.port}"
+        else:
+            self.address = type(base).__name__
+        self._requests: _Requests = queue.SimpleQueue()
+        self._asked_at = 0.0
+        self._unanswered: Future[Any] | None = None
+        threading.Thread(target=_serve, args=(self._requests,), name="zeroaccel-side-channel", daemon=True).start()
+        weakref.finalize(self, self._requests.put, None).atexit = False
+        self._store = PrefixStore(name, base)
+        self._kept_alive = store  # in rank 0 it is the server too, and must outlive the default group
+
+    @property
+    def keeps_store(self) -> bool:
+        return self.rank == self.keeper
+
+    def events(self) -> int:
+        """A number that grows with every alarm and every farewell. One round trip to the store."""
+        return self._ask(self._store.add, "events", 0)
+
+    def meet(self, entry: CollectiveRecord) -> tuple[int, bool]:
+        """Compares this rank's history up to `entry` with that of the first rank that stalled there.
+
+        Returns:
+            That rank (this one, when it is the first), and whether the two histories are the same.
+        """
+        own = f"{self.rank} {entry.digest:x}"
+        rank, digest = self._compare_set(f"meet/{entry.kind}/{entry.seq}", own).split()
+        return int(rank), int(digest, 16) == entry.digest
+
+    def publish_stall(self, position: RankState) -> None:
+        """(rank 0)"""
+        self._ask(self._store.set, "stalled", position.to_json())
+
+    def stall_of_first(self) -> RankState | None:
+        """Where rank 0 stalled last. It may have gone on since."""
+        text = self._read("stalled")
+        return RankState.from_json(text) if text else None
+
+    def raise_alarm(self, alarm: Alarm) -> None:
+        self._compare_set("alarm", json.dumps(asdict(alarm)))
+        self._ask(self._store.add, "events", 1)
+
+    def alarm(self) -> Alarm | None:
+        text = self._read("alarm")
+        return Alarm(**json.loads(text)) if text else None
+
+    def publish_position(self, position: RankState) -> None:
+        self._ask(self._store.set, f"position/{self.rank}", position.to_json())
+
+    def position_of(self, rank: int) -> RankState | None:
+        text = self._read(f"position/{rank}")
+        return RankState.from_json(text) if text else None
+
+    def publish_farewell(self, position: RankState) -> None:
+        self._ask(self._write_farewell, position.to_json())
+
+    def _write_farewell(self, text: str) -> None:
+        # All of it or nothing: a number without its farewell would hide those that come after it.
+        index = self._store.add("farewells", 1)
+        self._store.set(f"left/{index}", text)
+        self._store.add("events", 1)
+
+    def farewells(self, known: int) -> list[RankState]:
+        """The farewells after the first `known`, up to one that is still being written."""
+        count = self._ask(self._store.add, "farewells", 0)
+        texts = (self._read(f"left/{index}") for index in range(known + 1, count + 1))
+        return [RankState.from_json(text) for text in takewhile(bool, texts) if text]
+
+    def release_store(self) -> None:
+        """Says that this rank will not use the store again. Once per rank."""
+        self._ask(self._store.add, "released", 1)
+
+    def released(self) -> int:
+        """How many ranks have said so."""
+        return self._ask(self._store.add, "released", 0)
+
+    def claim_verdict(self) -> bool:
+        """Whether this rank is the first to offer to write the verdict."""
+        return self._ask(self._store.add, "judges", 1) == 1
+
+    def publish_verdict(self, verdict: HangReport) -> None:
+        self._ask(self._store.set, "verdict", json.dumps(asdict(verdict)))
+
+    def verdict(self) -> HangReport | None:
+        text = self._read("verdict")
+        return HangReport(**json.loads(text)) if text else None
+
+    def _read(self, key: str) -> bytes | None:
+        if not self._ask(self._store.check, [key]):
+            return None
+        return self._ask(self._store.get, key)
+
+    def _compare_set(self, key: str, value: str) -> str:
+        """Sets `key` if nobody has; returns what it holds then."""
+        return self._ask(self._store.compare_set, key, "", value).decode()
+
+    def await_answer(self, seconds: float) -> None:
+        """Waits for the answer that is still to come, if there is one, or for the end of the connection."""
+        if self._unanswered is not None:
+            wait([self._unanswered], seconds)
+
+    def _ask(self, operation: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What the operation returns, carried out by the channel's thread."""
+        if self._unanswered is not None:
+            if not self._unanswered.done():
+                raise ChannelSilent(self._silence())
+            self._unanswered = None
+        answer: Future[T] = Future()
+        self._asked_at = time.monotonic()
+        self._requests.put((lambda: operation(*args, **kwargs), answer))
+        for _ in range(_SLICES):
+            if wait([answer], _ANSWER_SECONDS / _SLICES).done:
+                break
+        else:
+            self._unanswered = answer
+            raise ChannelSilent(self._silence())
+        try:
+            return answer.result()
+        except RuntimeError as error:  # torch's errors of stores and networks derive from it
+            raise ChannelLost(str(error)) from error
+
+    def _silence(self) -> str:
+        seconds = time.monotonic() - self._asked_at
+        return f"the rendezvous store at {self.address} has not answered for {seconds:.0f} s"
+
+
+def _serve(requests: _Requests) -> None:
+    """The channel's thread: carries out one request after another, until the channel is gone."""
+    while (request := requests.get()) is not None:
+        operation, answer = request
+        try:
+            answer.set_result(operation())
+        except BaseException as error:
+            answer.set_exception(error)
+        del request, operation, answer

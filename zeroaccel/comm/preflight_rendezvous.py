@@ -1,0 +1,177 @@
+"""The launchers of several machines meet before any of them starts a rank: who is there, and do they want the same.
+
+Each brings a card of facts; the first difference between two cards ends the launch with both machines named. Then one
+small all-reduce goes between all of them, over the network that the ranks will use. Called by the launcher, not by
+ranks: these have `topology` and `watchdog`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
+
+from zeroaccel.comm.hangs.hang_report import rank_list
+from zeroaccel.errors import CollectiveError, ConfigError
+
+__all__ = ["CHECK_SECONDS", "NodeInfo", "PreflightRendezvous", "meet"]
+
+CHECK_SECONDS = 20.0
+"""How long the check may take once all are there, and after which waiting for them is talked about."""
+
+_PREFIX = "zeroaccel/meeting"
+_LOOK_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """What one machine brings.
+
+    Attributes:
+        host: its name, for people.
+        ranks: how many it will start.
+        facts: what must be the same on all machines: name -> value.
+    """
+
+    host: str
+    ranks: int
+    facts: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class PreflightRendezvous:
+    """A meeting that went well.
+
+    Attributes:
+        cards: of all machines, in their order.
+        store: over which they met. The launcher keeps it until the ranks have theirs, at the same port.
+    """
+
+    cards: Sequence[NodeInfo]
+    store: Store
+
+
+def meet(
+    address: tuple[str, int],
+    machine: int,
+    num_machines: int,
+    card: NodeInfo,
+    *,
+    arrival_seconds: float,
+    say: Callable[[str], None],
+) -> PreflightRendezvous:
+    """Waits for the other machines, compares cards and tries the network. (all machines)
+
+    Args:
+        address: host and port on machine 0, which listens there.
+        machine: the number of this one.
+        arrival_seconds: how long the others may take to come.
+        say: tells the user who is waited for.
+
+    Raises:
+        CollectiveError: a machine did not come, or cannot be reached; it names the ranks that are missing.
+        ConfigError: two machines want different things.
+    """
+    store = _store(address, machine, arrival_seconds, say)
+    books = PrefixStore(_PREFIX, store)
+    books.set(f"card/{machine}", json.dumps([card.host, card.ranks, dict(card.facts)]))
+    _await(books, "card", num_machines, card.ranks, arrival_seconds, say)
+    cards = [NodeInfo(*json.loads(books.get(f"card/{number}"))) for number in range(num_machines)]
+    _compare(cards)
+    _try_network(books, machine, cards)
+    return PreflightRendezvous(cards, store)
+
+
+def _store(address: tuple[str, int], machine: int, seconds: float, say: Callable[[str], None]) -> Store:
+    host, port = address
+    # A client that finds nobody listening tries again until its time is over, in silence; so in two parts.
+    waits = [min(CHECK_SECONDS, seconds), seconds - CHECK_SECONDS]
+    for wait in waits if machine else [seconds]:
+        try:
+            # Several tenants: torch's own rendezvous listens at the same port, in the same process.
+            return TCPStore(
+                host,
+                port,
+                is_master=machine == 0,
+                timeout=timedelta(seconds=wait),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        except dist.DistError as error:
+            if wait is waits[-1] or waits[-1] <= 0:
+                raise CollectiveError(
+                    f"machine 0 did not answer at {host}:{port} within {seconds:g} s",
+                    fix="start the same command there, and check that the address and the port are reachable from here",
+                ) from error
+            say(f"still waiting for machine 0 at {host}:{port}")
+    raise AssertionError("every wait ends in a store or an error")
+
+
+def _await(
+    books: Store, what: str, count: int, ranks_each: int, seconds: float, say: Callable[[str], None] | None
+) -> None:
+    """Waits until every machine has set its `what`."""
+    start, told = time.monotonic(), False
+    missing = list(range(count))
+    while missing := [number for number in missing if not books.check([f"{what}/{number}"])]:
+        waited = time.monotonic() - start
+        if waited > seconds:
+            raise CollectiveError(_missing(missing, ranks_each, seconds))
+        if waited > CHECK_SECONDS and not told and say is not None:
+            say(f"still waiting for machine{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {count}")
+            told = True
+        time.sleep(_LOOK_SECONDS)
+
+
+def _missing(machines: Sequence[int], ranks_each: int, seconds: float) -> str:
+    ranks = [rank for number in machines for rank in range(number * ranks_each, (number + 1) * ranks_each)]
+    names = f"machine{'s' if len(machines) > 1 else ''} {', '.join(map(str, machines))}"
+    return f"{names} did not come within {seconds:g} s, so {rank_list(ranks)} would be missing"
+
+
+def _compare(cards: Sequence[NodeInfo]) -> None:
+    first = cards[0]
+    for number, card in enumerate(cards):
+        for name in {**first.facts, **card.facts}:
+            expected, got = first.facts.get(name, "nothing"), card.facts.get(name, "nothing")
+            if expected != got:
+                raise ConfigError(
+                    f"the machines differ in {name}",
+                    expected=f"{expected} as on machine 0 ({first.host})",
+                    got=f"{got} on machine {number} ({card.host})",
+                    fix="make them the same on every machine",
+                )
+
+
+def _try_network(books: Store, machine: int, cards: Sequence[NodeInfo]) -> None:
+    limit = timedelta(seconds=CHECK_SECONDS)
+    try:
+        group: Any = ProcessGroupGloo(PrefixStore("network", books), machine, len(cards), limit)
+        total = torch.tensor([float(cards[machine].ranks)])
+        group.allreduce([total]).wait(limit)
+    except RuntimeError as error:
+        raise CollectiveError(_cut_off(books, machine, cards, error)) from error
+    books.set(f"reached/{machine}", "")
+    assert total.item() == sum(card.ranks for card in cards), f"the machines' ranks add up to {total.item()}"
+    _await(books, "reached", len(cards), cards[machine].ranks, CHECK_SECONDS, None)
+
+
+def _cut_off(books: Store, machine: int, cards: Sequence[NodeInfo], error: RuntimeError) -> str:
+    starts = [0, *accumulate(card.ranks for card in cards)]
+    silent = [n for n in range(len(cards)) if n != machine and not books.check([f"reached/{n}"])]
+    who = "; ".join(
+        f"machine {n} ({cards[n].host}), {rank_list(list(range(starts[n], starts[n + 1])))}" for n in silent
+    )
+    reason = str(error).strip().splitlines()[0]
+    return (
+        f"an all-reduce between the machines did not end within {CHECK_SECONDS:g} s; not heard of: {who or 'none'}; "
+        f"set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the interface that connects them ({reason})"
+    )

@@ -1,0 +1,101 @@
+"""`deepspeed.zero` and `deepspeed.runtime.zero.partition_parameters`, where they are more than `zeroaccel.zero`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zeroaccel.compat.dicts import from_library
+from zeroaccel.compat.parameters import attach
+from zeroaccel.config import load_config
+from zeroaccel.errors import UsageError
+from zeroaccel.zero.access.deferred_init import Init as OwnInit
+
+__all__ = ["DeepSpeedInit", "zero_wrapper_for_fp_tensor_constructor"]
+
+
+class DeepSpeedInit(OwnInit):
+    """`zeroaccel.zero.DeepSpeedInit` with DeepSpeed's arguments; its parameters show the members that libraries read.
+
+    Parameters keep the dtype the model gives them unless `dtype` is given: the engine casts them, and its masters then
+    have the bits that they have at the other stages. A config of another stage than 3 makes it do nothing, as the
+    engine would put the parameters together again; without a config they are sharded.
+
+    Args:
+        data_parallel_group: None or the default group. Groups of fewer ranks, as of `mics_shard_size`, are made when
+            the engine is, which takes the parameters over.
+        mem_efficient_linear: of no effect: linear layers are torch's, which keep no copy of a weight.
+        mpu, zero_param_parallel_group, sequence_data_parallel_group, param_swapper: must be None.
+        zero_quantized_weights, zero_quantized_nontrainable_weights: must be left False, as they are the engine's.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None = None,
+        data_parallel_group: Any = None,
+        mem_efficient_linear: bool = True,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        config_dict_or_path: Any = None,
+        config: Any = None,
+        enabled: bool = True,
+        dtype: torch.dtype | None = None,
+        mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
+        sequence_data_parallel_group: Any = None,
+        param_swapper: Any = None,
+    ) -> None:
+        _refuse_others(
+            data_parallel_group=None if _is_everyone(data_parallel_group) else data_parallel_group,
+            mpu=mpu,
+            zero_param_parallel_group=zero_param_parallel_group,
+            zero_quantized_weights=zero_quantized_weights or None,
+            zero_quantized_nontrainable_weights=zero_quantized_nontrainable_weights or None,
+            sequence_data_parallel_group=sequence_data_parallel_group,
+            param_swapper=param_swapper,
+        )
+        source = config_dict_or_path if config_dict_or_path is not None else config
+        if isinstance(source, Mapping):
+            source = from_library(source)
+        settings = None if source is None else load_config(source, unknown_keys="lenient")
+        offload = None if settings is None else settings.zero_optimization.offload_param
+        device = remote_device or (None if offload is None else offload.device)
+        super().__init__(
+            module,
+            dtype=dtype,
+            remote_device=None if device == "none" else device,  # type: ignore[arg-type]
+            nvme_path=None if offload is None else offload.nvme_path,
+            pin_memory=pin_memory,
+            enabled=enabled and (settings is None or settings.zero_optimization.stage == 3),
+        )
+        if self._shards is not None:
+            attach(self._shards.keeper)
+
+
+_IN_CONFIG = "leave it out; what the config given to deepspeed.initialize says is applied to these parameters too"
+
+
+def _refuse_others(**arguments: Any) -> None:
+    """Raises UsageError for the first argument that is not None."""
+    for name, value in arguments.items():
+        if value is not None:
+            got = value if isinstance(value, bool) else type(value).__name__
+            raise UsageError(f"deepspeed.zero.Init({name})", expected="nothing", got=got, fix=_IN_CONFIG)
+
+
+def _is_everyone(group: Any) -> bool:
+    """Whether a process group is the default one."""
+    return torch.distributed.is_initialized() and group is torch.distributed.group.WORLD
+
+
+def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """`fn` as it is: `DeepSpeedInit` shards parameters and leaves the dtype of other tensors to the model.
+
+    transformers replaces this name for the time of a model's construction, to keep the dtype of position tables.
+    """
+    return fn

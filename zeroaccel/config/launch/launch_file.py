@@ -1,0 +1,270 @@
+"""The launch file: where it is, what it says, and where in it each setting stands.
+
+Reads accelerate's YAML as it is; keys that are not for this engine are refused by name when they are switched on, and
+unknown ones with the name that was probably meant. Gives `launch_sources` a flat set of settings. Looks only at the
+file it is given or finds; which environment and folders to look in is said by the caller.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from zeroaccel.config.bounds import read_at_most
+from zeroaccel.config.document import given_paths
+from zeroaccel.config.launch.launch_foreign import settle_foreign_keys
+from zeroaccel.config.launch.launch_schema import LaunchFile
+from zeroaccel.config.launch.launch_settings import LaunchSettings
+from zeroaccel.config.launch.launch_sources import Given
+from zeroaccel.config.normalize import NormalizedConfig
+from zeroaccel.config.problems import Problem, from_pydantic, given_twice, report
+from zeroaccel.config.provenance import Path as KeyPath
+from zeroaccel.config.provenance import Provenance
+from zeroaccel.config.yaml_text import parse_yaml
+from zeroaccel.errors import ConfigError
+
+__all__ = [
+    "CONFIG_VARIABLE",
+    "FILE_NAME",
+    "MOVED",
+    "LaunchConfig",
+    "blanks",
+    "find_launch_file",
+    "parse_launch_file",
+    "read_launch_file",
+    "text_of_file",
+    "user_config_folder",
+]
+
+CONFIG_VARIABLE = "ZEROACCEL_CONFIG"
+FILE_NAME = "zeroaccel.yaml"
+_MOST_NBYTES = 4 << 20
+
+_PROJECT_MARKS = (".git", "pyproject.toml", "setup.cfg", "setup.py")
+_FILLED_IN = ("machine_rank", "num_machines", "num_processes", "main_process_ip", "main_process_port")
+_SECTIONS = ("deepspeed_config", "dynamo_config")
+_REFUSED: Mapping[str, tuple[str, str]] = {
+    "megatron_lm_config": ("settings of Megatron-LM, which is another engine", "remove it"),
+    "parallelism_config": ("tensor, context and sequence parallelism are not available", "remove it"),
+    "fp8_config": ("8-bit training is not available", "remove it, and set mixed_precision to bf16"),
+    "ipex_config": ("that library is not used", "remove it"),
+    "mpirun_config": ("mpirun is not called from here", "remove it, and run `mpirun ... zeroaccel launch ...`"),
+}
+
+MOVED = {"dynamo_backend": "dynamo_config.dynamo_backend"}
+"""Key of accelerate's older files -> where it is now."""
+
+
+class LaunchConfig(Given):
+    """What a launch file says, as settings with their places.
+
+    Attributes:
+        path: of the file, as it was given.
+        model: the file as it was written, checked.
+    """
+
+    path: str
+    model: LaunchFile
+
+    def __init__(
+        self,
+        path: str,
+        model: LaunchFile,
+        values: Mapping[str, Any],
+        sources: Mapping[str, str],
+        notes: tuple[str, ...] = (),
+    ) -> None:
+        super().__init__(values, sources, notes)
+        object.__setattr__(self, "path", path)
+        object.__setattr__(self, "model", model)
+
+
+def find_launch_file(given: str | None, environ: Mapping[str, str], folder: Path) -> tuple[Path, str] | None:
+    """The launch file to read and why that one, or None if there is none.
+
+    Args:
+        given: what --config_file says.
+        environ: for ZEROACCEL_CONFIG, XDG_CONFIG_HOME and HOME.
+        folder: the working directory; the file may also lie above it, up to the root of the project it is in.
+    """
+    if given is not None:
+        return Path(given), "--config_file"
+    if named := environ.get(CONFIG_VARIABLE):
+        return Path(named), f"environment {CONFIG_VARIABLE}"
+    for place in _project_folders(folder.resolve()):
+        if (place / FILE_NAME).is_file():
+            path = place / FILE_NAME
+            return (Path(FILE_NAME) if place == folder.resolve() else path), "found in the project"
+    user_file = user_config_folder(environ) / FILE_NAME
+    return (user_file, "of the user") if user_file.is_file() else None
+
+
+def user_config_folder(environ: Mapping[str, str]) -> Path:
+    """Where files of this user lie (XDG Base Directory Specification)."""
+    home = environ.get("XDG_CONFIG_HOME") or os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".config")
+    return Path(home, "zeroaccel")
+
+
+def read_launch_file(
+    path: Path, why: str = "", *, over: Given | None = None, fsdp_flags: Mapping[str, Any] | None = None
+) -> LaunchConfig:
+    """Reads and checks a launch file.
+
+    Args:
+        why: who named this file, for the message that it is not there.
+        over: settings that count more than the file's; what the file has for them is not looked at.
+        fsdp_flags: as for `parse_launch_file`.
+
+    Raises:
+        ConfigError: it cannot be read, is not YAML, or says something wrong: all that is wrong, with line and column.
+    """
+    return parse_launch_file(text_of_file(path, why), str(path), over=over, fsdp_flags=fsdp_flags)
+
+
+def parse_launch_file(
+    text: str, name: str, *, over: Given | None = None, fsdp_flags: Mapping[str, Any] | None = None
+) -> LaunchConfig:
+    """Checks the text of a launch file; as `read_launch_file`, for a text that lies in no file, or not yet.
+
+    Args:
+        name: what to call it in messages.
+        fsdp_flags: settings of FSDP that were typed, which count more than those of a file for FSDP.
+    """
+    parsed = parse_yaml(text, name)
+    if not isinstance(parsed.value, dict):
+        raise ConfigError(name, expected="settings as in `num_processes: 2`", got=parsed.value)
+    decided = {} if over is None else over.values
+    given = _without(decided, _without_nothing(parsed.value))
+    foreign = settle_foreign_keys(given, decided.get("distributed_type"), fsdp_flags)
+    tree = {MOVED.get(key, key): value for key, value in foreign.tree.items()}
+    moved: dict[KeyPath, str] = {(new,): parsed.places[(old,)] for old, new in MOVED.items() if (old,) in parsed.places}
+    moved |= {new: parsed.places[old] for new, old in foreign.moved.items() if old in parsed.places}
+    order = list(given_paths(parsed.value))
+    canonical = NormalizedConfig(LaunchFile, tree)
+    origin = Provenance(name=name, raw=tree, places=parsed.places | moved, written=canonical.written)
+    model, problems = _validated(canonical.tree)
+    problems = [_as_blank(problem) for problem in problems]
+    problems = [
+        *given_twice(parsed.duplicates),
+        *foreign.problems,
+        *canonical.problems,
+        *problems,
+        *_refusals(canonical.tree),
+    ]
+    if problems:
+        raise report(problems, origin, order)
+    values, paths = _flat(canonical.tree, model)
+    sources = {name: _place(origin, path) for name, path in paths.items()}
+    notes = [f"{origin.where_written(path) or name}: {text}" for path, text in foreign.notes]
+    return LaunchConfig(name, model, values, sources, tuple(notes))
+
+
+def _project_folders(folder: Path) -> Iterator[Path]:
+    """The folder, and those above it up to the root of its project; only the folder where there is no project."""
+    above = [folder, *folder.parents]
+    roots = [index for index, place in enumerate(above) if any((place / mark).exists() for mark in _PROJECT_MARKS)]
+    yield from above[: roots[0] + 1 if roots else 1]
+
+
+def text_of_file(path: Path | str, why: str = "") -> str:
+    """The text of a file that people write.
+
+    Raises:
+        ConfigError: there is no such file, or it cannot be read.
+    """
+    path = Path(path)
+    said = f"{path} ({why})" if why else str(path)
+    try:
+        return read_at_most(path, _MOST_NBYTES).decode("utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"file {said} does not exist", fix=_near(path)) from None
+    except IsADirectoryError:
+        found = sorted(entry.name for entry in path.iterdir() if entry.suffix in (".yaml", ".yml"))[:3]
+        fix = f"YAML files in it: {', '.join(found)}" if found else "name a file"
+        raise ConfigError(f"file {said} is a folder", fix=fix) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"file {said}: byte {error.start} is not UTF-8") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"file {said} cannot be read: {reason}") from None
+
+
+def _near(path: Path) -> str:
+    if not path.parent.is_dir():
+        return f"there is no folder {path.parent}"
+    near = difflib.get_close_matches(path.name, sorted(os.listdir(path.parent)), n=1)
+    return f"did you mean {path.parent / near[0]}?" if near else "`zeroaccel config` makes one"
+
+
+def _without_nothing(tree: dict[Any, Any]) -> dict[Any, Any]:
+    """Without keys that have no value, which say nothing, as `fsdp_config: {}` and `main_process_ip:` do."""
+    return {
+        key: _without_nothing(value) if isinstance(value, dict) else value
+        for key, value in tree.items()
+        if value is not None and not (key in _REFUSED and value in ({}, [], "", False))
+    }
+
+
+def _without(values: Mapping[str, Any], tree: dict[Any, Any]) -> dict[Any, Any]:
+    """Without the keys of settings that somebody else decides, who may have had to: a file may leave blanks to fill."""
+    kept = {key: value for key, value in tree.items() if key not in values or key == "distributed_type"}
+    for section in _SECTIONS:
+        if isinstance(kept.get(section), dict):
+            kept[section] = {key: value for key, value in kept[section].items() if key not in values}
+    return kept
+
+
+def _validated(tree: dict[str, Any]) -> tuple[LaunchFile, list[Problem]]:
+    """The file from the keys that are right, and what is wrong with the others."""
+    try:
+        return LaunchFile(**tree), []
+    except ValidationError as error:
+        problems = [from_pydantic(entry) for entry in error.errors(include_url=False)]
+        return LaunchFile(), problems
+
+
+def blanks(tree: Mapping[Any, Any]) -> tuple[str, ...]:
+    """Settings of the machines for which a file only has a word to be replaced, as `machine_rank: 'MACHINE_RANK'`."""
+    return tuple(name for name in _FILLED_IN if _is_blank(tree.get(name)))
+
+
+def _is_blank(value: object) -> bool:
+    return isinstance(value, str) and re.fullmatch(r"[<{$\[].*|[A-Z][A-Z_]{3,}", value.strip()) is not None
+
+
+def _as_blank(problem: Problem) -> Problem:
+    if len(problem.path) == 1 and problem.path[0] in _FILLED_IN and _is_blank(problem.got):
+        return replace(problem, fix=f"write it there, or give --{problem.path[0]}, which counts more")
+    return problem
+
+
+def _refusals(tree: Mapping[str, Any]) -> Iterator[Problem]:
+    for name, (reason, fix) in _REFUSED.items():
+        if tree.get(name):
+            yield Problem((name,), text=reason, fix=fix)
+
+
+def _flat(tree: Mapping[str, Any], model: LaunchFile) -> tuple[dict[str, Any], dict[str, KeyPath]]:
+    """Setting -> value, and setting -> path of its key, of those that are given in the file."""
+    values: dict[str, Any] = {}
+    paths: dict[str, KeyPath] = {}
+    for section in ((), *((name,) for name in _SECTIONS)):
+        given = tree.get(section[0], {}) if section else tree
+        owner = getattr(model, section[0]) if section else model
+        for name in given:
+            if name in LaunchSettings.model_fields:
+                values[name], paths[name] = getattr(owner, name), (*section, name)
+    if values.get("distributed_type") == "NO" and "num_processes" not in values:
+        values["num_processes"], paths["num_processes"] = 1, ("distributed_type",)
+    return values, paths
+
+
+def _place(origin: Provenance, path: KeyPath) -> str:
+    return origin.where(path).partition(": ")[0]

@@ -1,0 +1,134 @@
+"""Loading a config: read, translate to the schema's names, validate, judge, and tell all that is wrong at once.
+
+The only maker of `Config`. The steps are the neighbours `document`, `normalize`, `schema`, `support` and `checks`;
+this file is their order. `resolve` fills "auto" if facts are given; merging other sources is for whoever calls it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from pydantic import ValidationError
+
+from zeroaccel.config.checks import contradictions
+from zeroaccel.config.document import given_paths, read_document
+from zeroaccel.config.facts import Facts
+from zeroaccel.config.normalize import NormalizedConfig, UnknownKeys
+from zeroaccel.config.problems import Problem, from_pydantic, report
+from zeroaccel.config.provenance import Path, Provenance, dotted
+from zeroaccel.config.resolve import Filled, after, as_written, fill, spelled
+from zeroaccel.config.schema import Config
+from zeroaccel.config.support import refusals, support_notes
+from zeroaccel.logs import log_note
+
+__all__ = ["load_config"]
+
+
+def load_config(
+    source: Mapping[str, Any] | str | os.PathLike[str] | Config,
+    *,
+    sources: Mapping[str, str] | None = None,
+    facts: Facts | None = None,
+    unknown_keys: UnknownKeys = "standard",
+) -> Config:
+    """Loads and checks a config in the DeepSpeed JSON format.
+
+    Keys whose value is "auto" are filled from `facts`; without them, they read as their defaults and are listed in
+    `Config.unresolved`. `gradient_clipping` is 0, off, unless given. Keys that are accepted without effect are told in
+    `Config.notes` and logged once, with their place: as a warning where something that was asked for does not happen,
+    else for information.
+
+    Args:
+        source: a dict, which is not changed; the path of a file; JSON text; or urlsafe base64 of JSON. Comments,
+            trailing commas and unquoted keys (JSON5) are read. A `Config` is handed back as it is.
+        sources: dotted path, as written -> where its value came from, for a dict merged from several places; told in
+            messages and in `Config.sources`.
+        facts: what every "auto" is filled from. A `Config` handed in was made with its own.
+        unknown_keys: what to do with keys that do not exist, where DeepSpeed ignores them. "strict": an error.
+            "standard": an error if the key looks like a known one or is one of another section, else a warning.
+            "lenient": a warning.
+
+    Raises:
+        ConfigError: the source cannot be read, or settings in it are wrong, contradict a fact or stay "auto": all of
+            them, one line each, in the order in which they were written.
+    """
+    if isinstance(source, Config):
+        return source
+    document = read_document(source)
+    order = list(given_paths(document.tree))
+    places = {**document.places}
+    if sources is not None:
+        places.update({path: sources[dotted(path)] for path in order if dotted(path) in sources})
+    canonical = NormalizedConfig(Config, document.tree, unknown_keys)
+    filled = Filled(canonical.tree) if facts is None else fill(canonical.tree, canonical.unresolved, facts)
+    written = {path: path for path in filled.sources} | canonical.written
+    as_given = Provenance(name=document.name, places=dict(places), written=canonical.written)
+    places.update({written[path]: after(places.get(written[path]), how) for path, how in filled.sources.items()})
+    origin = Provenance(
+        name=document.name,
+        raw=document.tree,
+        places=places,
+        written=written,
+        unresolved=tuple(dotted(path) for path in canonical.unresolved if path not in filled.sources),
+        resolved=as_written(filled.tree, (), canonical.written),
+        resolved_sources={
+            dotted(spelled(path, canonical.written)): places.get(place, document.name)
+            for path, place in written.items()
+        },
+    )
+    config, invalid = _validated(filled.tree, origin)
+    unresolved = {path for path in canonical.unresolved if path not in filled.sources or path[-1] == "enabled"}
+    unresolved = {path for path in unresolved if not _has(filled.tree, path)}
+    wrong_values = {problem.path for problem in invalid}
+    among = list(contradictions(config, wrong_values))
+    told = wrong_values | {problem.path for problem in among}
+    problems = [
+        *document.problems,
+        *canonical.problems,
+        *invalid,
+        *(problem for problem in filled.problems if problem.path not in told),
+        *refusals(config, unresolved),
+        *among,
+    ]
+    if problems:
+        raise report(problems, origin, order)
+    notes = [*canonical.notes, *filled.notes, *support_notes(config, written, unresolved)]
+    config._origin = replace(origin, notes=tuple(note.line(as_given) for note in notes))
+    for note, line in zip(notes, config.notes, strict=True):
+        log_note(logging.WARNING if note.is_loud else logging.INFO, line)
+    return config
+
+
+def _has(tree: Mapping[str, Any], path: Path) -> bool:
+    value: Any = tree
+    for part in path:
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value is not None
+
+
+def _validated(tree: dict[str, Any], origin: Provenance) -> tuple[Config, list[Problem]]:
+    """The config made of all values that are right, and a problem for each that is not."""
+    problems: list[Problem] = []
+    while True:
+        try:
+            return Config.model_validate(tree, context=origin), problems
+        except ValidationError as error:
+            for entry in error.errors(include_url=False):
+                problem = from_pydantic(entry)
+                problems.append(problem)
+                tree = _without(tree, problem.path[:-1] if entry["type"] == "missing" else problem.path)
+
+
+def _without(tree: dict[str, Any], path: Path) -> dict[str, Any]:
+    """A copy of the tree in which the key at `path` is absent; within a list, the list."""
+    key = str(path[0])
+    if key not in tree:
+        return tree
+    rest = {name: value for name, value in tree.items() if name != key}
+    if len(path) > 1 and isinstance(tree[key], dict):
+        rest[key] = _without(tree[key], path[1:])
+    return rest

@@ -1,0 +1,252 @@
+"""From a tree as people and libraries write it to one in the schema's own names.
+
+The second step of `load`: other spellings, keys of older releases, dotted keys and "auto" are dealt with here, and
+keys that do not exist are found. Values are not looked at; that is the schema's work. The tree given is not changed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from zeroaccel.config.problems import Note, Problem, closest
+from zeroaccel.config.provenance import Path, dotted
+from zeroaccel.config.section import AUTO, AlsoSpelled, ConfigSection, Retired, nested_section, spellings
+
+__all__ = ["NormalizedConfig", "UnknownKeys"]
+
+UnknownKeys = Literal["strict", "standard", "lenient"]
+"""What an unknown key is, where DeepSpeed ignores it: always an error; an error if it looks like a known key, or is one
+of another section, and a note otherwise; always a note."""
+
+_MOST_PLACES = 3  # of a key in other sections, beyond which none of them is probably meant
+
+_MOST_HINTS = 50
+_MOST_UNKNOWN = 50  # beyond which a file is of another kind, rather than one with keys that are ignored
+
+
+class NormalizedConfig:
+    """The tree in the schema's names, and what was met on the way.
+
+    Attributes:
+        tree: what the schema validates; without unknown keys and without "auto".
+        written: path in the schema's names -> path as written, of every key that has a meaning.
+        unresolved: paths, in the schema's names, whose value is "auto".
+        notes: older forms that were translated, comments, and unknown keys that are no problem.
+        unknown: paths, as written, of all unknown keys.
+        problems: unknown keys, and settings given twice under two names.
+    """
+
+    def __init__(
+        self, root: type[ConfigSection], given: Mapping[str, Any], unknown_keys: UnknownKeys = "standard"
+    ) -> None:
+        self.written: dict[Path, Path] = {}
+        self.unresolved: list[Path] = []
+        self.notes: list[Note] = []
+        self.unknown: list[Path] = []
+        self.problems: list[Problem] = []
+        self._root = root
+        self._hints = 0
+        self._mode = unknown_keys
+        self.tree = self._section(root, given, (), ())
+        self._fill_from_dotted_keys(given)
+
+    def _section(
+        self, section: type[ConfigSection], given: Mapping[str, Any], path: Path, written: Path
+    ) -> dict[str, Any]:
+        names = _names(section)
+        tree: dict[str, Any] = {}
+        for key, value in given.items():
+            here = (*written, key)
+            if key in section.retired:
+                self._retired(section.retired[key], value, tree, path, here)
+            elif key in names:
+                name, mark = names[key]
+                if mark is not None and mark.deprecated:
+                    self.notes.append(Note(here, f"an older name of {dotted((*path, name))}"))
+                self._place(section, name, value, tree, path, here)
+            elif path or "." not in str(key):
+                self._meet_unknown(section, key, path, here)
+        return tree
+
+    def _is_second(self, target: Path, written: Path) -> bool:
+        """Whether the setting was already given under another name, which is a problem; else remembers its name."""
+        twin = self.written.setdefault(target, written)
+        if twin != written:
+            what = f"the same setting as {dotted(twin)}"
+            self.problems.append(Problem(written, text=what, fix="keep one", as_written=True))
+        return twin != written
+
+    def _place(
+        self, section: type[ConfigSection], name: str, value: object, tree: dict[str, Any], path: Path, written: Path
+    ) -> None:
+        """Puts the value of one field into `tree`, under its own name."""
+        target = (*path, name)
+        if self._is_second(target, written):
+            return
+        field = section.model_fields[name]
+        nested = nested_section(field)
+        if _is_auto(value) and field.default != AUTO:
+            self.unresolved.append(target)
+        elif nested is not None and isinstance(value, bool) and value in nested.from_flag:
+            meaning = nested.from_flag[value]
+            self.notes.append(Note(written, f"{str(value).lower()} is an older form of {_as_text(meaning)}"))
+            tree[name] = self._stand_for(meaning, target, written)
+        elif nested is not None and isinstance(value, Mapping):
+            tree[name] = self._section(nested, value, target, written)
+        elif isinstance(value, Mapping):
+            tree[name] = self._free(value, target, written)
+        else:
+            tree[name] = value
+
+    def _stand_for(self, meaning: Mapping[str, object], path: Path, written: Path) -> dict[str, Any]:
+        """A section that one older key stands for: all its keys were written as that key."""
+        self.written.update({(*path, key): written for key in meaning})
+        return dict(meaning)
+
+    def _free(self, given: Mapping[Any, Any], path: Path, written: Path) -> dict[str, Any]:
+        """An object whose keys the schema does not know, as the arguments of an optimizer."""
+        tree: dict[str, Any] = {}
+        for key, value in given.items():
+            target, here = (*path, key), (*written, key)
+            if not isinstance(key, str):
+                self.problems.append(_no_string(here))
+                continue
+            self.written[target] = here
+            if _is_auto(value):
+                self.unresolved.append(target)
+            else:
+                tree[key] = self._free(value, target, here) if isinstance(value, Mapping) else value
+        return tree
+
+    def _retired(self, retired: Retired, value: object, tree: dict[str, Any], path: Path, written: Path) -> None:
+        """Puts what a key of an older release stands for into `tree`."""
+        replacement = (*path, retired.becomes)
+        if _is_auto(value):
+            self.unresolved.append(replacement)
+        elif not isinstance(value, bool):
+            self.problems.append(Problem(written, expected="true or false", got=value, as_written=True))
+        elif value and not self._is_second(replacement, written):
+            meaning = _as_text(retired.when_true)
+            self.notes.append(Note(written, f"an older form of {dotted(replacement)} with {meaning}"))
+            tree[retired.becomes] = self._stand_for(retired.when_true, replacement, written)
+        elif not value:
+            self.notes.append(Note(written, "false is the default; the key is no longer needed"))
+
+    def _fill_from_dotted_keys(self, given: Mapping[str, Any]) -> None:
+        """Reads top-level keys like "zero_optimization.reduce_bucket_size", which fine-tuning libraries add.
+
+        They are fillings for keys that are absent or "auto": a value in the section itself is kept. Sizes are rounded
+        down, as these libraries compute them as a fraction of a product.
+        """
+        for key, value in given.items():
+            if not isinstance(key, str) or "." not in key:
+                continue
+            path = self._resolve(key)
+            if path is None:
+                self._meet_unknown(self._root, key, (), (key,))
+            elif path in self.written and path not in self.unresolved:
+                self.notes.append(
+                    Note((key,), f"not used, since the section {dotted(path[:-1])} has a value of its own")
+                )
+            elif not _is_auto(value):
+                self._fill(path, value, (key,))
+
+    def _fill(self, path: tuple[str, ...], value: object, written: Path) -> None:
+        section, tree = self._root, self.tree
+        for part in path[:-1]:
+            section = nested_section(section.model_fields[part]) or section
+            if tree.get(part) is None:
+                tree[part] = {}
+            tree = tree[part]
+            if not isinstance(tree, dict):
+                return  # what stands in place of the section is wrong by itself
+        if isinstance(value, float) and math.isfinite(value) and type(section.model_fields[path[-1]].default) is int:
+            value = int(value)
+        if path in self.unresolved:
+            self.unresolved.remove(path)
+            del self.written[path]
+        self._place(section, path[-1], value, tree, path[:-1], written)
+
+    def _resolve(self, key: str) -> tuple[str, ...] | None:
+        """The path of a dotted key in the schema's names, or None if there is no such field."""
+        section: type[ConfigSection] | None = self._root
+        path: tuple[str, ...] = ()
+        for part in key.split("."):
+            known = _names(section).get(part) if section is not None else None
+            if section is None or known is None:
+                return None
+            path = (*path, known[0])
+            section = nested_section(section.model_fields[known[0]])
+        return path
+
+    def _meet_unknown(self, section: type[ConfigSection], key: object, path: Path, written: Path) -> None:
+        """Makes a problem or a note of a key that does not exist."""
+        if not isinstance(key, str):
+            self.problems.append(_no_string(written))
+            return
+        if self._root.is_open and key.startswith("_"):
+            self.notes.append(Note(written, "taken for a comment, as it begins with _"))
+            return
+        self.unknown.append(written)
+        meant = self._meant(section, key)
+        fix = f"did you mean {meant}?" if meant else f"keys here are {_listed(section)}" if path else ""
+        ignores = self._mode == "lenient" or (self._mode == "standard" and not (meant and section.is_read))
+        if section.is_open and ignores and len(self.unknown) <= _MOST_UNKNOWN:
+            hint = f"; {fix}" if meant else ""
+            self.notes.append(Note(written, f"unknown key, which changes nothing{hint}", is_loud=True))
+        else:
+            self.problems.append(Problem(written, text="unknown key", fix=fix, as_written=True))
+
+    def _meant(self, section: type[ConfigSection], key: str) -> str:
+        """The quoted name that was probably meant by an unknown key, or the empty string."""
+        self._hints += 1
+        if self._hints > _MOST_HINTS:
+            return ""  # each costs milliseconds, and so many keys are of another kind of file
+        if "." in key:
+            near = closest(key, map(dotted, _every_spelling(self._root)))
+        else:
+            near = closest(key, [*_names(section), *section.retired])
+        if near:
+            return f'"{near}"'
+        inside = [f"{field}.{key}" for field, names in section.inner.items() if key in names]
+        elsewhere = inside or [dotted(path) for path in _every_spelling(self._root) if path[-1] == key]
+        return " or ".join(f'"{name}"' for name in elsewhere) if len(elsewhere) <= _MOST_PLACES else ""
+
+
+def _is_auto(value: object) -> bool:
+    return isinstance(value, str) and value == AUTO  # an array would compare itself element by element
+
+
+def _no_string(written: Path) -> Problem:
+    return Problem(written, text="unknown key", fix="keys are strings", as_written=True)
+
+
+def _names(section: type[ConfigSection]) -> dict[str, tuple[str, AlsoSpelled | None]]:
+    """Every spelling of a section's keys -> the field's name, and the mark of the spelling if it is not that name."""
+    names: dict[str, tuple[str, AlsoSpelled | None]] = {}
+    for name, field in section.model_fields.items():
+        names[name] = (name, None)
+        names.update({mark.name: (name, mark) for mark in spellings(field)})
+    return names
+
+
+def _every_spelling(section: type[ConfigSection], above: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The path of every key under every name it may be written with."""
+    for name, (field, _) in _names(section).items():
+        yield (*above, name)
+        nested = nested_section(section.model_fields[field])
+        if nested is not None:
+            yield from _every_spelling(nested, (*above, name))
+    for name in section.retired:
+        yield (*above, name)
+
+
+def _listed(section: type[ConfigSection]) -> str:
+    names = list(section.model_fields)
+    return ", ".join(names) if len(names) <= 12 else ", ".join(names[:12]) + ", ..."
+
+
+def _as_text(meaning: Mapping[str, object]) -> str:
+    return ", ".join(f"{key} {value}" for key, value in meaning.items())

@@ -1,0 +1,1 @@
+"""Optimizers and schedules: made from a config, judged for sharding, compared between ranks."""

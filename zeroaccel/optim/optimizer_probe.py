@@ -1,0 +1,506 @@
+"""What the update of an element depends on, found out by letting copies of an optimizer step on small tensors.
+
+[Note: trial of an optimizer] Twins (`optimizer_copy`) take twelve steps on small tensors of one to four dimensions,
+side by side: all tensors together, each tensor alone, and flat pieces of them, cut without regard to where a tensor
+ends, as shards are. Together and alone must agree, or the rule is coupled; wholes and pieces must agree, or it is a
+rule per tensor. To agree is to have the same values, up to rounding, and the same numbers in states, groups and
+attributes, so that also a rule shows which has gathered something and not used it yet. What passes is tried once more
+on tensors of thousands of elements, since some rules begin at a size, and on tensors of odd sizes, whose bits must be
+those of the same values in a longer row. The gradients differ in scale from tensor to tensor and from step to step,
+and are nearly orthogonal to the values at two steps, so that limits are met.
+
+The work is bounded by counting, never by a clock, so that every rank comes to the same answer: a step of very many
+operations is tried fewer times.
+
+A trial cannot see a rule that begins after twelve steps and gathers nothing before, or at more than 16384 elements or
+two dimensions of more than 128; nor one for some of more than four kinds of settings of which only numbers differ. The
+kind of such an optimizer has to be declared.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zeroaccel.optim.optimizer_copy import OptimizerCopy, holds_generator, isolated
+
+__all__ = ["Findings", "try_out"]
+
+_SHAPES = ((32,), (8, 12), (8, 12), (4, 2, 8), (2, 3, 4, 4))  # two are alike, as some rules step such together
+_LARGE_SHAPES = ((128, 128), (4352,))
+_ODD_SHAPES = ((37,), (5, 9))
+_SCALES = (1.0, 0.02, 30.0, 5.0, 0.3)  # of the gradients, by shape
+_RAMP = (1.0, 2.0, 0.5, 10.0, 0.1, 100.0, 1.0, 30.0, 0.01, 1e5, 3.0, 1.0)  # of the gradients, by step
+_ORTHOGONAL = (2, 8)  # steps
+_EVAL_AFTER = 5  # steps
+_MOST_OPERATIONS = 12_000  # of all tensors alone, in all steps
+_ALIGNMENT = 32  # shards start and end at multiples of it
+_MOST_SORTS = 4
+_RATES = (0.1, 1.0)
+_RTOL = 1e-5
+_ROUNDINGS = 4 * torch.finfo(torch.float32).eps
+_NAMES = frozenset({"params", "param_names", "name", "names", "group_name", "lr", "initial_lr", "max_lr", "min_lr"})
+
+_ENDS = "it rounds the last elements of a tensor otherwise than the rest, so that only whole tensors give torch's bits"
+_ELEMENTS = "its update of an element depends on other elements of its parameter, or on the parameter's shape"
+
+
+@dataclass
+class Findings:
+    """What a trial found.
+
+    Attributes:
+        coupled: why parameters depend on each other, as a clause about "it"; "" if they do not.
+        groups: why a param group is not elementwise, by group; "" where it is.
+    """
+
+    coupled: str
+    groups: list[str]
+
+
+def try_out(optimizer: Optimizer) -> Findings:
+    """See [Note: trial of an optimizer]. Changes neither the optimizer, nor what it has, nor a random state."""
+    with isolated() as has_drawn:
+        trial = _Trial(optimizer)
+        trial.run()
+        if (has_drawn() or holds_generator(optimizer)) and not trial.communicates:
+            reason = "it draws random numbers, so that trials of it cannot be compared"
+            return Findings("", [reason] * len(optimizer.param_groups))
+        return trial.findings()
+
+
+class _CommunicationError(Exception):
+    """A step called a collective."""
+
+
+class _Watch(TorchDispatchMode):
+    """Counts operations, and raises at a collective before it communicates."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        if getattr(func, "namespace", "") in {"c10d", "_c10d_functional"}:
+            raise _CommunicationError
+        return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True, eq=False)
+class _Sort:
+    """Parameters that an optimizer may treat in a way of their own.
+
+    Attributes:
+        group: a param group that has such; there may be more with the same settings.
+        flags: boolean attributes of the parameters.
+        notes: what the constructor noted of them in its state: numbers, flags and words.
+        dims: how many dimensions they have.
+    """
+
+    group: int
+    flags: Mapping[str, bool]
+    notes: Mapping[str, Any]
+    dims: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True, eq=False)
+class _Sample:
+    """A tensor of the trial: its values at the start, and what its gradients are made of, all of its shape."""
+
+    sort: _Sort
+    start: Tensor
+    steady: Tensor
+    varying: Tensor
+    scale: float
+
+    def gradient(self, step: int, value: Tensor) -> Tensor:
+        turned = self.varying.flatten().roll(step).view(self.start.shape)
+        found = (self.steady + turned * 0.5) * (self.scale * _RAMP[step])
+        if step in _ORTHOGONAL:
+            rows, directions = (x.reshape(x.shape[0] if x.dim() > 1 else 1, -1) for x in (found, value.nan_to_num()))
+            squares = directions.square().sum(1, keepdim=True).clamp(min=1e-30)
+            along = (rows * directions).sum(1, keepdim=True) / squares
+            found = (rows - directions * (along * 0.99)).view(self.start.shape)
+        return found
+
+
+class _Run:
+    """A twin with tensors to step.
+
+    Args:
+        starts: values, and the sort of each.
+        is_whole: they stand for parameters, rather than for pieces, which bear no flags.
+
+    Attributes:
+        params: the tensors.
+    """
+
+    def __init__(self, optimizer: Optimizer, starts: Sequence[tuple[_Sort, Tensor]], *, is_whole: bool = True) -> None:
+        self._twin = OptimizerCopy(optimizer)
+        rates = [float(group["lr"]) for group in optimizer.param_groups if _is_number(group.get("lr"))]
+        rate = min(max(_RATES[0], *rates), _RATES[1]) if rates else _RATES[0]
+        for group in self._twin.optimizer.param_groups:
+            if _is_number(group.get("lr")):  # at the rate itself, which may be 0 in a warm-up, nothing might differ
+                group["lr"] = torch.full_like(held, rate) if isinstance(held := group["lr"], Tensor) else rate
+        self.params = [nn.Parameter(start.clone()) for _, start in starts]
+        for (sort, _), param in zip(starts, self.params, strict=True):
+            vars(param).update(sort.flags if is_whole else {})
+        self._twin.place([(sort.group, p, sort.notes) for (sort, _), p in zip(starts, self.params, strict=True)])
+        self._twin.switch("train")
+
+    def step(self, gradients: Iterable[Tensor]) -> None:
+        for param, gradient in zip(self.params, gradients, strict=True):
+            param.grad = gradient.clone()
+        self._twin.step()
+
+    def switch(self, mode: str) -> None:
+        self._twin.switch(mode)
+
+    def value(self) -> Tensor:
+        """(N,) all values in one row."""
+        return _row(self.params)
+
+    def states(self) -> list[dict[str, Any]]:
+        """Of each tensor."""
+        held = self._twin.optimizer.state
+        return [{**state} if isinstance(state := held.get(param), Mapping) else {} for param in self.params]
+
+    def numbers(self, group: int) -> dict[str, float]:
+        """What the optimizer notes in a group and in itself."""
+        optimizer = self._twin.optimizer
+        found = {f"its param group's {name!r}": v for name, v in optimizer.param_groups[group].items() if name != "lr"}
+        found |= {f"its attribute {name!r}": value for name, value in vars(optimizer).items()}
+        return {name: float(value) for name, value in found.items() if _is_number(value)}
+
+
+class _Trial:
+    """See [Note: trial of an optimizer]. For one use, inside `isolated`.
+
+    Attributes:
+        communicates: a step called a collective.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._of_groups = _sorts(optimizer)
+        self._sorts = list(dict.fromkeys(sort for sorts in self._of_groups for sort in sorts))
+        self._coupled = ""
+        self._doubts: dict[_Sort, str] = {}
+        self.communicates = False
+
+    def findings(self) -> Findings:
+        groups = [next((self._doubts[sort] for sort in sorts if sort in self._doubts), "") for sorts in self._of_groups]
+        return Findings(self._coupled, groups)
+
+    def run(self) -> None:
+        try:
+            self._try_small()
+            if not self._coupled:
+                self._try_large()
+                self._try_ends()
+        except _CommunicationError:
+            self._coupled, self.communicates = "its step communicates between ranks by itself", True
+        except Exception as error:
+            for sort in self._sorts:
+                self._doubt(sort, f"it fails in a trial ({_told(error)})")
+
+    def _doubt(self, sort: _Sort, reason: str) -> None:
+        self._doubts.setdefault(sort, reason)
+
+    def _try_small(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        watch = _Watch()
+        alone = self._begun_alone([s for sort in self._sorts for s in _samples(sort, _SHAPES, generator)], watch)
+        if self._coupled or not alone:
+            return
+        steps = max(2, min(len(_RAMP), _MOST_OPERATIONS // max(1, watch.count)))
+        together = self._run_of(list(alone))
+        pieces = {sort: self._pieces_of(sort, list(alone)) for sort in dict.fromkeys(sample.sort for sample in alone)}
+        for step in range(steps):
+            if step:
+                gradients = {sample: sample.gradient(step, run.params[0].detach()) for sample, run in alone.items()}
+                for sample, run in alone.items():
+                    run.step([gradients[sample]])
+            else:  # they have taken it
+                gradients = {sample: sample.gradient(step, sample.start) for sample in alone}
+            with self._watched():
+                together.step(gradients.values())
+            self._step_pieces(pieces, gradients)
+            last = step == steps - 1
+            if self._is_coupled(together, alone, f"at step {step + 1}", look_inside=last):
+                return
+            self._compare_pieces(pieces, alone, f"at step {step + 1}", look_inside=last or step == 0)
+            if step == _EVAL_AFTER:
+                for mode in ("eval", "train"):
+                    for run in (together, *alone.values(), *pieces.values()):
+                        run.switch(mode)
+                    if self._is_coupled(together, alone, f"in {mode}()"):
+                        return
+                    self._compare_pieces(pieces, alone, f"in {mode}()")
+        self._check_progress(alone)
+        for sort in pieces if steps < len(_RAMP) else ():
+            self._doubt(sort, f"its step takes {watch.count // len(alone)} operations per parameter, too many to try")
+
+    def _watched(self) -> AbstractContextManager[object]:
+        """Against collectives in a later step, where there may be some."""
+        watches = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return _Watch() if watches else nullcontext()
+
+    def _begun_alone(self, samples: Sequence[_Sample], watch: _Watch) -> dict[_Sample, _Run]:
+        """After the first step of each tensor alone; without those that the optimizer does not take."""
+        begun: dict[_Sample, _Run] = {}
+        refused: dict[_Sample, Exception] = {}
+        for sample in samples:
+            try:
+                run = self._run_of([sample])
+                with watch:
+                    run.step([sample.gradient(0, sample.start)])
+                begun[sample] = run
+            except _CommunicationError:
+                raise
+            except Exception as error:
+                refused[sample] = error
+        if refused and self._takes(samples):
+            told = _told(next(iter(refused.values())))
+            self._coupled = f"it cannot step one parameter without the others ({told})"
+        for sample, reason in refused.items():
+            if sample.start.dim() in sample.sort.dims or all(other.sort is not sample.sort for other in begun):
+                self._doubt(sample.sort, f"it fails in a trial ({_told(reason)})")
+        return begun
+
+    def _takes(self, samples: Sequence[_Sample]) -> bool:
+        try:
+            self._run_of(samples).step(sample.gradient(0, sample.start) for sample in samples)
+        except Exception:
+            return False
+        return True
+
+    def _run_of(self, samples: Sequence[_Sample]) -> _Run:
+        return _Run(self._optimizer, [(sample.sort, sample.start) for sample in samples])
+
+    def _pieces_of(self, sort: _Sort, samples: Sequence[_Sample]) -> _Run:
+        starts = _pieces([sample.start for sample in samples if sample.sort is sort])
+        return _Run(self._optimizer, [(sort, start) for start in starts], is_whole=False)
+
+    def _step_pieces(self, pieces: dict[_Sort, _Run], gradients: Mapping[_Sample, Tensor]) -> None:
+        """Those that cannot are gone afterwards."""
+        for sort, run in list(pieces.items()):
+            try:
+                run.step(_pieces([gradient for sample, gradient in gradients.items() if sample.sort is sort]))
+            except Exception as error:
+                self._doubt(sort, f"it cannot step on a flat piece of a parameter ({_told(error)})")
+                del pieces[sort]
+
+    def _is_coupled(
+        self, together: _Run, alone: Mapping[_Sample, _Run], when: str, *, look_inside: bool = False
+    ) -> bool:
+        for sample, param, run in zip(alone, together.params, alone.values(), strict=True):
+            if not _agree(param.detach(), run.params[0].detach(), sample.start):
+                self._coupled = f"its update of a parameter depends on other parameters (seen {when})"
+                return True
+            if look_inside:
+                theirs = run.numbers(sample.sort.group)
+                for name, number in together.numbers(sample.sort.group).items():
+                    if not _close(number, theirs.get(name)):
+                        self._coupled = f"{name} depends on all parameters (seen {when})"
+                        return True
+        return False
+
+    def _compare_pieces(
+        self, pieces: dict[_Sort, _Run], alone: Mapping[_Sample, _Run], when: str, *, look_inside: bool = False
+    ) -> None:
+        """Those that come out otherwise than wholes are gone afterwards."""
+        for sort, run in list(pieces.items()):
+            wholes = {sample: whole for sample, whole in alone.items() if sample.sort is sort}
+            starts = _row([sample.start for sample in wholes])
+            reason = ""
+            if not _agree(_row([whole.params[0] for whole in wholes.values()]), run.value(), starts):
+                reason = f"{_ELEMENTS} (seen {when})"
+            elif look_inside:
+                reason = _difference([state for whole in (*wholes.values(), run) for state in _placed(whole)])
+            if reason:
+                self._doubt(sort, reason)
+                del pieces[sort]
+
+    def _check_progress(self, alone: Mapping[_Sample, _Run]) -> None:
+        for sort in self._sorts:
+            ends = {sample: run.value() for sample, run in alone.items() if sample.sort is sort}
+            if any(not bool(value.isfinite().all()) for value in ends.values()):
+                self._doubt(sort, "its steps in a trial end in numbers that are not finite")
+            elif ends and all(torch.equal(value, sample.start.flatten()) for sample, value in ends.items()):
+                self._doubt(sort, "its steps in a trial leave the parameters of its groups as they were")
+
+    def _try_large(self) -> None:
+        generator = torch.Generator().manual_seed(1)
+        for sort in self._sorts:
+            samples = _samples(sort, _LARGE_SHAPES, generator)
+            if sort in self._doubts:
+                continue
+            alone = {sample: self._run_of([sample]) for sample in samples}
+            pieces = {sort: self._pieces_of(sort, samples)}
+            for step in range(len(_RAMP)):
+                gradients = {sample: sample.gradient(step, run.params[0].detach()) for sample, run in alone.items()}
+                for sample, run in alone.items():
+                    run.step([gradients[sample]])
+                self._step_pieces(pieces, gradients)
+                inside = step in (0, len(_RAMP) - 1)
+                self._compare_pieces(pieces, alone, f"in a large one at step {step + 1}", look_inside=inside)
+                if not pieces:
+                    break
+
+    def _try_ends(self) -> None:
+        """Wholes beside the same in a longer row: some kernels round the last elements of a vector otherwise."""
+        generator = torch.Generator().manual_seed(2)
+        for sort in self._sorts:
+            samples = _samples(sort, _ODD_SHAPES, generator)
+            if sort in self._doubts:
+                continue
+            wholes = self._run_of(samples)
+            rows = _Run(self._optimizer, [(sort, _padded(sample.start)) for sample in samples], is_whole=False)
+            for step in range(len(_RAMP)):
+                gradients = [sample.gradient(step, sample.start) for sample in samples]
+                wholes.step(gradients)
+                rows.step(map(_padded, gradients))
+            for whole, row in zip(wholes.params, rows.params, strict=True):
+                if not torch.equal(whole.detach().flatten(), row.detach()[: whole.numel()]):
+                    self._doubt(sort, _ENDS)
+
+
+def _padded(tensor: Tensor) -> Tensor:
+    """As a parameter lies in a flat buffer."""
+    return nn.functional.pad(tensor.detach().flatten(), (0, -tensor.numel() % _ALIGNMENT))
+
+
+def _samples(sort: _Sort, shapes: Sequence[tuple[int, ...]], generator: torch.Generator) -> list[_Sample]:
+    """Values of many magnitudes: in a small one also a small update shows."""
+    found = []
+    for shape, scale in zip(shapes, _SCALES, strict=False):
+        start, steady, varying = torch.randn(3, *shape, generator=generator, device="cpu", dtype=torch.float32)
+        start *= 10 ** (-8 * torch.rand(shape, generator=generator, device="cpu", dtype=torch.float32))
+        steady[..., ::7] = varying[..., ::7] = 0.0
+        found.append(_Sample(sort, start, steady, varying, scale))
+    return found
+
+
+def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """All tensors in one row, cut at aligned places that are not theirs."""
+    row = _row(tensors)
+    blocks = row.numel() // _ALIGNMENT
+    cuts = sorted({0, _ALIGNMENT, blocks // 2 * _ALIGNMENT, (blocks - 2) * _ALIGNMENT, row.numel()})
+    return [row[start:end] for start, end in pairwise(cuts)]
+
+
+def _row(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.detach().flatten() for tensor in tensors])
+
+
+def _agree(one: Tensor, other: Tensor, start: Tensor) -> bool:
+    """Whether two results are the same but for rounding, measured by how far they are from the start."""
+    if torch.equal(one, other):
+        return True
+    allowed = (one - start).abs() * _RTOL + one.abs() * _ROUNDINGS
+    same = ((one - other).abs() <= allowed) | (one == other) | (one.isnan() & other.isnan())
+    return bool(same.all())
+
+
+def _close(one: float, other: float | None) -> bool:
+    if other is None:
+        return False
+    return one == other or abs(one - other) <= _RTOL * max(abs(one), abs(other)) or (one != one and other != other)
+
+
+def _placed(run: _Run) -> list[tuple[int, dict[str, Any]]]:
+    return [(param.numel(), state) for param, state in zip(run.params, run.states(), strict=True)]
+
+
+def _difference(states: Sequence[tuple[int, Mapping[str, Any]]]) -> str:
+    """Why states are not those of an elementwise rule, one value per element or the same number for all; or ""."""
+    numbers: dict[tuple[str, int], float] = {}
+    for numel, state in states:
+        for name, entry in state.items():
+            for index, value in enumerate(_leaves(entry)):
+                if _is_number(value):
+                    number = float(value)
+                    if not _close(number, numbers.setdefault((name, index), number)):
+                        return f"its state {name!r} depends on all elements of a parameter"
+                elif not isinstance(value, Tensor):
+                    return f"its state {name!r} holds {type(value).__name__} objects, whose contents are not known"
+                elif value.numel() != numel:
+                    return f"its state {name!r} has not one value per element of a parameter"
+    return ""
+
+
+def _leaves(entry: object) -> Iterator[Any]:
+    """The tensors, numbers and objects in a state's entry; words and flags tell nothing."""
+    if isinstance(entry, Mapping):
+        entry = list(entry.values())
+    if isinstance(entry, (list, tuple, deque)):
+        for item in entry:
+            yield from _leaves(item)
+    elif entry is not None and not isinstance(entry, (bool, str)):
+        yield entry
+
+
+def _told(error: Exception) -> str:
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words[:200]}" if words else type(error).__name__
+
+
+def _is_number(value: object) -> bool:
+    if isinstance(value, Tensor):  # some keep them as tensors of one element
+        return value.numel() == 1
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _sorts(optimizer: Optimizer) -> list[list[_Sort]]:
+    """The sorts of each param group; groups with equal settings share theirs."""
+    keys = [_settings_key(group, _exactly) for group in optimizer.param_groups]
+    if len(set(keys)) > _MOST_SORTS:
+        keys = [_settings_key(group, _roughly) for group in optimizer.param_groups]
+    known: dict[Any, _Sort] = {}
+    found = []
+    for index, (group, key) in enumerate(zip(optimizer.param_groups, keys, strict=True)):
+        mine: dict[_Sort, None] = {}
+        for param in group["params"]:
+            flags = {k: v for k, v in vars(param).items() if isinstance(v, bool) and not k.startswith("_")}
+            state = optimizer.state.get(param) or {}
+            notes = {k: v for k, v in state.items() if isinstance(v, (bool, int, float, str))}
+            sort = known.setdefault((key, _exactly(flags), _exactly(notes)), _Sort(index, flags, notes))
+            sort.dims.add(param.dim())
+            mine[sort] = None
+        if not mine:
+            mine[known.setdefault((key, _exactly({}), _exactly({})), _Sort(index, {}, {}))] = None
+        found.append(list(mine))
+    return found
+
+
+def _settings_key(group: Mapping[str, Any], reduced: Callable[[object], object]) -> tuple[Any, ...]:
+    return tuple((name, reduced(value)) for name, value in sorted(group.items()) if name not in _NAMES)
+
+
+def _exactly(value: object) -> object:
+    """Something hashable, equal for equal settings."""
+    if isinstance(value, (list, tuple)):
+        return tuple(_exactly(item) for item in value)
+    if isinstance(value, Mapping):
+        return tuple(sorted((str(name), _exactly(item)) for name, item in value.items()))
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return (type(value).__name__, value)
+    return (type(value).__name__, id(value))
+
+
+def _roughly(value: object) -> object:
+    """The same, equal for numbers that differ, but in being 0."""
+    if isinstance(value, (list, tuple)):
+        return tuple(_roughly(item) for item in value)
+    return ("number", value == 0) if _is_number(value) else _exactly(value)

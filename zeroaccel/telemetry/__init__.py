@@ -1,0 +1,1 @@
+"""What a run reports about itself: step reports, monitors of the engine, trackers of a script."""

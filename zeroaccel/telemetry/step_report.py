@@ -1,0 +1,329 @@
+"""What a run says about itself while it runs: step lines, time per phase, memory after each phase, and monitor events.
+
+The engine marks its phases and steps on a `StepReport`; everything is off by default and then costs a comparison.
+Lines go to the logger `zeroaccel.report`, which shows them whatever the level of `zeroaccel`: they are asked for in the
+config (`steps_per_print`, `wall_clock_breakdown`, `memory_breakdown`). Only rank 0 reports. Nothing here changes what
+is computed; with `wall_clock_breakdown` the device is waited for, so a timed run may be slower.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import psutil
+import torch
+from torch import Tensor
+
+from zeroaccel.logs import logger
+from zeroaccel.zero.precision import LossScale
+
+__all__ = [
+    "EventSink",
+    "MemoryUse",
+    "PhaseClock",
+    "StepFacts",
+    "StepReport",
+    "Watched",
+    "format_memory",
+    "format_phases",
+    "format_step",
+    "memory_now",
+    "step_events",
+]
+
+_BREAKDOWN_STEPS = 10
+"""Steps between breakdowns where `steps_per_print` does not say."""
+
+_GIB = 2**30
+
+_lines = logger.getChild("report")
+_lines.setLevel(logging.INFO)
+
+
+# -- memory
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes in use by this process on its device.
+
+    Attributes:
+        current: allocated by torch on CUDA, resident set on the CPU.
+        peak: the largest `current` so far.
+    """
+
+    current: int
+    peak: int
+
+
+def memory_now(device: torch.device) -> MemoryUse:
+    """Memory of this process on `device`."""
+    if device.type == "cuda":
+        return MemoryUse(torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device))
+    current = int(psutil.Process().memory_info().rss)
+    return MemoryUse(current, max(current, _peak_rss()))
+
+
+def _peak_rss() -> int:
+    """Bytes. Linux has it per process image; getrusage there also counts what ran before an exec."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+# -- time
+
+
+class PhaseClock:
+    """Time spent in named phases, which may nest or overlap.
+
+    1. `begin(name)` and `end(name)`, any number of times; both wait for a CUDA device.
+    2. `mean_milliseconds(steps)` gives the sums divided by the steps, and starts anew.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._begun: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
+
+    def begin(self, name: str) -> None:
+        """Starts a phase; one that an exception left open starts again."""
+        self._begun[name] = self._now()
+
+    def end(self, name: str) -> None:
+        """Ends a phase; without its beginning it is not counted."""
+        begun = self._begun.pop(name, None)
+        if begun is not None:
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - begun
+
+    def mean_milliseconds(self, steps: int) -> dict[str, float]:
+        """Milliseconds per step of each phase since the last call, in the order in which phases first ended."""
+        means = {name: seconds * 1e3 / steps for name, seconds in self._seconds.items()}
+        self._seconds.clear()
+        return means
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+
+# -- one step
+
+
+@dataclass(frozen=True)
+class StepFacts:
+    """What is known after a step.
+
+    Attributes:
+        step: optimizer steps so far, skipped ones included.
+        skipped: steps skipped so far.
+        samples: samples so far, over all ranks.
+        lrs: learning rate of each param group.
+        grad_norm: global norm before clipping; inf where the step was skipped, None where it is not computed.
+        loss_scale: None where losses are not scaled.
+        loss: mean over the step's micro-batches on this rank, or None.
+    """
+
+    step: int
+    skipped: int
+    samples: int
+    lrs: Sequence[float]
+    grad_norm: float | None = None
+    loss_scale: float | None = None
+    loss: float | None = None
+
+
+def format_step(facts: StepFacts, samples_per_second: float | None) -> str:
+    """``step 100 | skipped 2 | lr 1.000e-04 | grad norm 0.5120 | loss scale 65536 | 123.4 samples/s``"""
+    parts = [f"step {facts.step}", f"skipped {facts.skipped}", f"lr {', '.join(f'{lr:.3e}' for lr in facts.lrs)}"]
+    if facts.grad_norm is not None:
+        parts.append(f"grad norm {facts.grad_norm:.4f}")
+    if facts.loss_scale is not None:
+        parts.append(f"loss scale {facts.loss_scale:g}")
+    if samples_per_second is not None:
+        parts.append(f"{samples_per_second:.1f} samples/s")
+    return " | ".join(parts)
+
+
+def format_phases(milliseconds: Mapping[str, float], steps: int) -> str:
+    """``ms per step over 10 steps: forward 12.30 | backward 25.10 | step 4.20``"""
+    shown = " | ".join(f"{name} {mean:.2f}" for name, mean in milliseconds.items())
+    return f"ms per step over {steps} step{'s' if steps != 1 else ''}: {shown}"
+
+
+def format_memory(after: Mapping[str, MemoryUse], kind: str) -> str:
+    """``allocated GiB after: forward 1.20 | backward 1.91 | step 1.30 | peak 2.31``"""
+    shown = [f"{name} {memory.current / _GIB:.2f}" for name, memory in after.items()]
+    peak = max((memory.peak for memory in after.values()), default=0)
+    return f"{kind} GiB after: {' | '.join([*shown, f'peak {peak / _GIB:.2f}'])}"
+
+
+def step_events(facts: StepFacts) -> list[tuple[str, float, int]]:
+    """Name, value and samples so far, for monitors. Param groups after the first have their index in the name."""
+    values = {
+        "Train/loss": facts.loss,
+        **{f"Train/lr{f'/group{index}' if index else ''}": lr for index, lr in enumerate(facts.lrs)},
+        "Train/grad_norm": facts.grad_norm,
+        "Train/loss_scale": facts.loss_scale,
+    }
+    return [(name, value, facts.samples) for name, value in values.items() if value is not None]
+
+
+# -- the report
+
+
+class EventSink(Protocol):
+    """Takes events; false when nobody reads them."""
+
+    def __len__(self) -> int:
+        """How many read them."""
+
+    def write(self, events: Sequence[tuple[str, float, int]]) -> None:
+        """Takes events."""
+
+    def flush(self) -> None:
+        """Makes them visible."""
+
+    def close(self) -> None:
+        """Ends."""
+
+
+class Watched(Protocol):
+    """What a report reads of an engine after a step."""
+
+    global_steps: int
+    skipped_steps: int
+    global_samples: int
+
+    @property
+    def loss_scale(self) -> LossScale:
+        """The plain class where losses are not scaled."""
+
+    def get_lr(self) -> Sequence[float]:
+        """Learning rate of each param group."""
+
+    def get_global_grad_norm(self) -> float | None:
+        """Norm of the step's gradients."""
+
+
+class StepReport:
+    """Told by the engine what it does; says what the config asks for.
+
+    1. `begin(phase)` and `end(phase)` around forward, backward, reduce and step; `loss(loss)` after each backward.
+    2. `step(engine)` after each optimizer step: events to the monitors, and every `steps_per_print` steps the lines.
+    3. `close()` closes the monitors.
+
+    Args:
+        device: whose time and memory are meant.
+        rank: ranks other than 0 do nothing.
+        steps_per_print: steps between two step lines, or None. The breakdowns come in the same steps, or every 10.
+        wall_clock_breakdown: time per phase.
+        memory_breakdown: memory after each phase.
+        monitors: who gets events at every step, or None.
+
+    Attributes:
+        offload: gives the line about offload, of so many steps; with the breakdown of times. None where nothing is.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: torch.device | None = None,
+        rank: int = 0,
+        steps_per_print: int | None = None,
+        wall_clock_breakdown: bool = False,
+        memory_breakdown: bool = False,
+        monitors: EventSink | None = None,
+    ) -> None:
+        reports = rank == 0
+        self._device = device or torch.device("cpu")
+        self._step_lines = steps_per_print is not None and reports
+        self._every = steps_per_print or _BREAKDOWN_STEPS
+        self._clock = PhaseClock(self._device) if wall_clock_breakdown and reports else None
+        self._memory: dict[str, MemoryUse] | None = {} if memory_breakdown and reports else None
+        self._monitors = monitors if monitors is not None and len(monitors) and reports else None
+        self.offload: Callable[[int], str] | None = None
+        self._losses: list[Tensor] = []
+        self._steps = 0  # since the last lines
+        self._since: tuple[int, float] | None = None  # samples and time at the last lines, or after the first step
+
+    def begin(self, phase: str) -> None:
+        """A phase begins."""
+        if self._clock is not None:
+            self._clock.begin(phase)
+
+    def end(self, phase: str) -> None:
+        """A phase ends."""
+        if self._clock is not None:
+            self._clock.end(phase)
+        if self._memory is not None:
+            self._memory[phase] = memory_now(self._device)
+
+    def loss(self, loss: Tensor) -> None:
+        """The loss of one micro-batch; read only at the end of the step, and only if a monitor wants it."""
+        if self._monitors is not None:
+            self._losses.append(loss.detach())
+
+    def step(self, engine: Watched) -> None:
+        """An optimizer step is over."""
+        self._steps += 1
+        if self._monitors is not None:
+            self._monitors.write(step_events(_facts(engine, self._mean_loss())))
+        if engine.global_steps % self._every == 0:
+            self._say(engine)
+            self._steps = 0
+            if self._monitors is not None:
+                self._monitors.flush()
+            self._since = (engine.global_samples, time.perf_counter())
+        elif self._since is None:
+            self._since = (engine.global_samples, time.perf_counter())
+
+    def close(self) -> None:
+        """Closes the monitors."""
+        if self._monitors is not None:
+            self._monitors.close()
+            self._monitors = None
+
+    def _say(self, engine: Watched) -> None:
+        if self._step_lines:
+            _lines.info(format_step(_facts(engine), self._samples_per_second(engine.global_samples)))
+        if self._clock is not None:
+            _lines.info(format_phases(self._clock.mean_milliseconds(self._steps), self._steps))
+            if self.offload is not None:
+                _lines.info(self.offload(self._steps))
+        if self._memory is not None:
+            _lines.info(format_memory(self._memory, "allocated" if self._device.type == "cuda" else "resident"))
+
+    def _samples_per_second(self, samples: int) -> float | None:
+        if self._since is None:
+            return None
+        before, begun = self._since
+        return (samples - before) / (time.perf_counter() - begun)
+
+    def _mean_loss(self) -> float | None:
+        losses, self._losses = self._losses, []
+        return sum(float(loss) for loss in losses) / len(losses) if losses else None
+
+
+def _facts(engine: Watched, loss: float | None = None) -> StepFacts:
+    return StepFacts(
+        step=engine.global_steps,
+        skipped=engine.skipped_steps,
+        samples=engine.global_samples,
+        lrs=engine.get_lr(),
+        grad_norm=engine.get_global_grad_norm(),
+        loss_scale=None if type(engine.loss_scale) is LossScale else engine.loss_scale.value,
+        loss=loss,
+    )

@@ -1,0 +1,107 @@
+"""What `zeroaccel verify` asks of a script's engines: few steps, all numbers written down, perhaps without sharding.
+
+The order comes in one variable, which only `verify` sets. `initialization` asks here for the config to use and for the
+report to give the engine; a script that is not verified never comes by.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from zeroaccel.config import Config, shard_plan
+from zeroaccel.errors import ConfigError
+from zeroaccel.telemetry.step_report import StepReport, Watched
+
+__all__ = ["VARIABLE", "RecordingReport", "Verification", "verification"]
+
+VARIABLE = "ZEROACCEL_VERIFY"
+"""JSON: folder for the records, steps to take, whether this is the baseline."""
+
+_engines = itertools.count()
+# What a baseline has not; all the rest of the section stays as it is.
+_PLAIN: dict[str, Any] = {
+    "offload_optimizer": None,
+    "offload_param": None,
+    "zero_hpz_partition_size": 1,
+    "zero_quantized_gradients": False,
+    "zero_quantized_nontrainable_weights": False,
+    "zero_quantized_weights": False,
+}
+
+
+@dataclass(frozen=True)
+class Verification:
+    """One run of a script that is verified."""
+
+    folder: Path
+    steps: int
+    baseline: bool
+
+    def config(self, settings: Config, accumulation: int) -> Config:
+        """The config of this run: as given, or the plainest that promises the same numbers.
+
+        That is stage 0; but with several micro-steps per step, where sharded gradients are summed in another order
+        (over ranks first), it is the first stage that sums them so.
+        """
+        if not self.baseline:
+            return settings
+        zero = settings.zero_optimization
+        stage = 2 if accumulation > 1 and shard_plan(settings).grads else 0
+        return settings.model_copy(update={"zero_optimization": zero.model_copy(update={**_PLAIN, "stage": stage})})
+
+
+def verification() -> Verification | None:
+    """The order in the environment, or None.
+
+    Raises:
+        ConfigError: it is not one that `zeroaccel verify` writes.
+    """
+    text = os.environ.get(VARIABLE)
+    if not text:
+        return None
+    try:
+        order = json.loads(text)
+        return Verification(Path(order["folder"]), int(order["steps"]), bool(order["baseline"]))
+    except (ValueError, KeyError, TypeError):
+        fix = "unset it; `zeroaccel verify` sets it for its own runs"
+        raise ConfigError(f"environment: {VARIABLE}", expected="an order of `verify`", got=text, fix=fix) from None
+
+
+class RecordingReport(StepReport):
+    """Writes the losses and the gradients' norm of every step to a file, to the last bit, and ends the run in time.
+
+    Args:
+        order: what is verified.
+        rank: whose file it is.
+        stage: of the run.
+    """
+
+    def __init__(self, order: Verification, *, rank: int, stage: int, **report: Any) -> None:
+        super().__init__(rank=rank, **report)
+        self._left = order.steps
+        self._recorded: list[str] = []
+        order.folder.mkdir(parents=True, exist_ok=True)
+        self._file = open(order.folder / f"engine{next(_engines)}-rank{rank}.jsonl", "w")  # noqa: SIM115 - lives as long
+        self._stage = stage
+
+    def loss(self, loss: Tensor) -> None:
+        super().loss(loss)
+        self._recorded.append(float(loss.detach()).hex())
+
+    def step(self, engine: Watched) -> None:
+        """Raises SystemExit after the last step that was asked for."""
+        super().step(engine)
+        norm = engine.get_global_grad_norm()
+        record = {"stage": self._stage, "losses": self._recorded, "norm": None if norm is None else float(norm).hex()}
+        print(json.dumps(record), file=self._file, flush=True)
+        self._recorded = []
+        self._left -= 1
+        if not self._left:
+            raise SystemExit(0)

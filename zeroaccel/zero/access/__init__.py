@@ -1,0 +1,1 @@
+"""Reaching sharded parameters: full or local values, deferred initialisation, weights from files."""

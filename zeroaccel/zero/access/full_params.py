@@ -1,0 +1,289 @@
+"""Whole parameters outside forward and backward: to read them, to write them, to generate.
+
+`GatheredParameters` is for some parameters and may write; `gathered` is for a whole engine and only reads;
+`iter_named_full_params` streams. All are collective. Where a parameter lies and who else needs it is
+`param_registry.py`'s; gathers for ranks that go different ways are `on_demand.py`'s; optimizer states and gradients
+`safe_get_set.py`'s.
+
+[Note: writes] A write inside `GatheredParameters` counts if a rank was named to make it: that rank's values go to all
+ranks, into the shard and, where they differ from what the master rounds to, into the master; elements nobody touched
+keep all their fp32 bits. Without a named rank the values are compared, by a hash, with those at the beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+
+import torch
+from torch import Tensor, nn
+
+from zeroaccel.comm.agree import agree_or_raise, agreed
+from zeroaccel.errors import UsageError
+from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry, place_of
+from zeroaccel.zero.coordinator import ParamCoordinator
+from zeroaccel.zero.on_demand import OnDemandUnshard
+from zeroaccel.zero.param_unit import ParamUnit
+
+__all__ = [
+    "GatheredParameters",
+    "gathered",
+    "iter_named_full_params",
+    "overwrite",
+    "register_external_parameter",
+    "store",
+]
+
+
+class GatheredParameters:
+    """Parameters are whole inside the with-block. (all ranks, with the same parameters)
+
+    Works at every stage, for models of an engine and of `zero.Init`; may be nested. Parameters that are neither, None
+    and anything else in `params` are let alone.
+
+    Args:
+        params: one parameter, or any number of them.
+        modifier_rank: the rank whose writes count. Without it, a write is an error.
+        fwd_module: accepted; parameters are noticed without it.
+        enabled: False makes it do nothing.
+
+    Raises:
+        UsageError: on every rank, on leaving: a parameter was written without a `modifier_rank`, or was given other
+            storage. On entering: there is no rank `modifier_rank`.
+    """
+
+    def __init__(
+        self,
+        params: Tensor | Iterable[Tensor | None] | None,
+        modifier_rank: int | None = None,
+        fwd_module: nn.Module | None = None,
+        enabled: bool = True,
+    ) -> None:
+        given = [params] if isinstance(params, Tensor) else list(params or ())
+        self._params = given if enabled else []
+        self._rank = modifier_rank
+        self._places: list[ParamHandle] = []
+        self._masters: dict[int, Tensor] = {}
+
+    def __enter__(self) -> None:
+        found = {id(place.param): place for param in self._params if (place := place_of(param)) is not None}
+        self._places = sorted(found.values(), key=lambda place: place.order)
+        for keeper, places in _by_keeper(self._places):
+            ranks = keeper.collectives.world_size
+            if self._rank is not None and not (type(self._rank) is int and 0 <= self._rank < ranks):
+                raise UsageError("GatheredParameters(modifier_rank)", expected=f"0 to {ranks - 1}", got=self._rank)
+            keeper.hold(_units(places))
+            for place in places:
+                keeper.prints.enter(place.buffer, place.index, writes=self._rank is not None)
+                if self._rank is not None and (held := _split_masters(place)) is not None:
+                    self._masters[id(place)] = held
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        places, self._places = self._places, []
+        for keeper, own in _by_keeper(places):
+            try:
+                self._settle(keeper, own, error)
+            finally:
+                for place in own:
+                    keeper.prints.leave(place.buffer, place.index, writes=self._rank is not None)
+                    place.buffer.accept_write(place.index)
+                keeper.release(_units(own))
+
+    def _settle(self, keeper: ParamRegistry, places: Sequence[ParamHandle], raised: BaseException | None) -> None:
+        error = raised if isinstance(raised, Exception) else None
+        if raised is None:
+            error = _replaced(places) or (None if self._rank is not None else _written(keeper, places))
+        elif error is None:
+            return  # the program is ending: nobody is asked
+        label = f"GatheredParameters({places[0].slot.fqn}, {len(places)} in all)"
+        try:
+            agree_or_raise(keeper.collectives, error, label)
+        except Exception:
+            if raised is None:
+                raise
+            return  # this rank's own exception goes on as it is; the others have been told
+        if self._rank is None:
+            return
+        for place in places:
+            view = place.buffer.view(place.index).detach()
+            keeper.collectives.broadcast(view.view(-1), self._rank, f"new values of {place.slot.fqn}")
+            store(place, self._masters.get(id(place)))
+            keeper.prints.renew(place.buffer, place.index)
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Accepted, and not needed: a parameter that is read outside its module is noticed by itself.
+
+    Raises:
+        UsageError: they are not a module and a parameter.
+    """
+    if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
+        raise UsageError(
+            "register_external_parameter(module, parameter)",
+            expected="a module and a parameter",
+            got=f"{type(module).__name__} and {type(parameter).__name__}",
+        )
+
+
+@contextmanager
+def gathered(keeper: ParamRegistry, residency: ParamCoordinator, budget: int | None) -> Iterator[None]:
+    """See `Engine.gathered`."""
+    collectives = keeper.collectives
+    with agreed(collectives, "engine.gathered: budget"):
+        if budget is not None and (type(budget) is not int or budget < 0):
+            raise UsageError("engine.gathered(budget)", expected="a number of bytes, or None", got=budget)
+        if residency.requests is not None:
+            raise UsageError("engine.gathered()", expected="not to be nested")
+    budgets = collectives.gather_objects(budget, "engine.gathered: budget")
+    if len(set(budgets)) > 1:
+        raise UsageError("engine.gathered(budget)", expected="the same on all ranks", got=budgets)
+    travelling = [unit for unit in keeper.units if not unit.resident]
+    kept = _that_fit(travelling, budget)
+    keeper.hold(kept)
+    residency.end_step()  # what is whole on some ranks only would be asked for by the others alone
+    residency.requests = requests = OnDemandUnshard(travelling, collectives)
+    try:
+        yield
+    finally:
+        requests.serve()
+        residency.requests = None
+        keeper.release(kept)
+
+
+def iter_named_full_params(keeper: ParamRegistry) -> Iterator[tuple[str, Tensor]]:
+    """See `Engine.iter_named_full_params`."""
+    for unit in keeper.units:
+        keeper.hold([unit])
+        try:
+            for buffer in unit.buffers:
+                for index, slot in enumerate(buffer.layout.slots):
+                    yield slot.fqn, buffer.view(index).detach()
+        finally:
+            keeper.release([unit])
+
+
+def _split_masters(place: ParamHandle) -> Tensor | None:
+    """(n,) fp32 masters of this rank, if they can be told only while the weights are as they are; None otherwise."""
+    training = place.keeper.training
+    if training is None or training.optimizer is None or not training.optimizer.splits_masters(place.buffer):
+        return None
+    if training.updates is not None:
+        training.updates.require_settled(f"new values of {place.slot.fqn}")
+    return training.optimizer.stored(place.buffer, None, *place.reach(place.buffer.rank)).copy()
+
+
+def store(place: ParamHandle, masters: Tensor | None = None) -> None:
+    """Takes the values in the whole parameter, equal on all ranks, into the shard and the master.
+
+    Args:
+        masters: as they were, where they can no longer be read.
+    """
+    buffer, slot = place.buffer, place.slot
+    rank = buffer.rank
+    low, _ = buffer.layout.bounds(rank)
+    start, end = place.reach(rank)
+    with torch.no_grad():
+        if not buffer.resident:
+            buffer.set_shard(start, buffer.full[start:end])
+            place.unit.drop_second()
+        training = place.keeper.training
+        if training is not None and training.updates is not None:
+            training.updates.require_settled(f"new values of {slot.fqn}")
+        if training is not None and training.optimizer is not None and training.optimizer.is_away(buffer):
+            held = masters if masters is not None else training.optimizer.stored(buffer, None, start, end).copy()
+            training.optimizer.change(buffer, None, start, _merged(held, buffer.full[start:end]))
+            return
+        master = buffer.master
+        if master is None or not buffer.master_is_apart:
+            return
+        origin = low
+        if buffer.master_is_replicated:
+            start, end, origin = slot.start, slot.end, 0
+        held = master[start - origin : end - origin]
+        held.copy_(_merged(held, buffer.full[start:end]))
+
+
+def overwrite(place: ParamHandle, value: Tensor) -> None:
+    """Gives a parameter, which must be whole, another value: here, in the shard and in the master.
+
+    Args:
+        value: of the parameter's shape, any dtype, equal on all ranks; the master keeps bits that 16 bits drop.
+    """
+    buffer, slot, training = place.buffer, place.slot, place.keeper.training
+    rank = buffer.rank
+    start, end = place.reach(rank)
+    if training is not None and training.updates is not None:
+        training.updates.require_settled(f"new values of {slot.fqn}")
+    with torch.no_grad():
+        flat = value.detach().reshape(-1).to(buffer.full.device)
+        flat = flat.float() if flat.dtype is torch.float64 else flat
+        buffer.full[slot.start : slot.end].copy_(flat)
+        buffer.accept_write(place.index)
+        own = flat[start - slot.start : end - slot.start]
+        if not buffer.resident:
+            buffer.set_shard(start, buffer.full[start:end])
+        if training is not None and training.optimizer is not None and training.optimizer.is_away(buffer):
+            training.optimizer.change(buffer, None, start, own.float())
+        elif buffer.master is not None and buffer.master_is_apart:
+            low, _ = buffer.layout.bounds(rank)
+            if buffer.master_is_replicated:
+                buffer.master[slot.start : slot.end].copy_(flat)
+            else:
+                buffer.master[start - low : end - low].copy_(own)
+
+
+def _merged(held: Tensor, new: Tensor) -> Tensor:
+    """(n,) fp32 masters for new values: those that round to the same bits stay as they are."""
+    new = new.to(held.device)
+    if new.dtype is torch.float32:
+        return new
+    same = held.to(new.dtype).view(torch.int16) == new.view(torch.int16)
+    return torch.where(same, held, new.float())
+
+
+def _by_keeper(places: Sequence[ParamHandle]) -> list[tuple[ParamRegistry, list[ParamHandle]]]:
+    groups: dict[int, tuple[ParamRegistry, list[ParamHandle]]] = {}
+    for place in places:
+        groups.setdefault(place.order[0], (place.keeper, []))[1].append(place)
+    return list(groups.values())
+
+
+def _units(places: Sequence[ParamHandle]) -> list[ParamUnit]:
+    return list({id(place.unit): place.unit for place in places}.values())
+
+
+def _that_fit(units: Sequence[ParamUnit], budget: int | None) -> list[ParamUnit]:
+    chosen, room = [], budget
+    for unit in units:
+        nbytes = sum(buffer.nbytes for buffer in unit.buffers)
+        if room is None or nbytes <= room:
+            chosen.append(unit)
+            room = None if room is None else room - nbytes
+    return chosen
+
+
+def _replaced(places: Sequence[ParamHandle]) -> UsageError | None:
+    found = [place.slot.fqn for place in places if place.replaced]
+    if not found:
+        return None
+    return UsageError(
+        f"GatheredParameters: {', '.join(found)}",
+        expected="parameters to be changed in place",
+        got="other storage assigned to .data",
+        fix="copy into it: param.data.copy_(values)",
+    )
+
+
+def _written(keeper: ParamRegistry, places: Sequence[ParamHandle]) -> UsageError | None:
+    found = [place.slot.fqn for place in places if keeper.prints.changed(place.buffer, place.index)]
+    if not found:
+        return None
+    whole = any(place.buffer.resident for place in places)
+    return UsageError(
+        f"GatheredParameters: {', '.join(found)} written without a modifier_rank",
+        fix="pass the rank whose values count: GatheredParameters(params, modifier_rank=0)"
+        + ("; this rank's copy is no longer that of the others" if whole else "; the values are as they were before"),
+    )

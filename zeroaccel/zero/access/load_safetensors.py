@@ -1,0 +1,361 @@
+"""Weights from safetensors files straight into shards: each rank reads only the bytes it keeps.
+
+For models on the meta device, of `zero.Init`, or of ordinary parameters. A parameter that is neither in the files nor
+initialised is an error; all that does not fit is told at once, before anything is read. Shards are laid out by
+`module_shards.py`; saving is the checkpoint's matter.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from zeroaccel.comm.agree import agreed
+from zeroaccel.comm.collectives import Collectives
+from zeroaccel.comm.topology import init_process_group
+from zeroaccel.config.bounds import parse_plain_json, read_at_most
+from zeroaccel.errors import UsageError, listed
+from zeroaccel.logs import logger
+from zeroaccel.zero.access.deferred_init import destination
+from zeroaccel.zero.access.full_params import GatheredParameters
+from zeroaccel.zero.access.module_shards import ModuleShards
+from zeroaccel.zero.access.param_registry import ParamHandle, place_of
+from zeroaccel.zero.module_buffers import note_cast
+
+__all__ = ["SafetensorsFolder", "load_safetensors"]
+
+_CHUNK_NBYTES = 8 << 20
+_MOST_HEADER_NBYTES = 100_000_000  # as the format has it
+_DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
+    **{"BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64},
+}
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor in a file; `offset` is its first byte there."""
+
+    path: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    offset: int
+
+
+class SafetensorsFolder:
+    """The tensors of one safetensors file, or of a folder of them, by name; nothing is read but what is asked for.
+
+    Args:
+        path: a file, a folder with one or more, or an index (`*.index.json`) that says which file has what.
+
+    Attributes:
+        tensors: what there is.
+        read_nbytes: read so far, without headers.
+
+    Raises:
+        UsageError: there is none, or one is damaged.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.read_nbytes = 0
+        self.tensors: dict[str, _Stored] = {}
+        for file in _files(Path(path)):
+            self.tensors.update(_header(file))
+
+    def read(self, name: str, start: int, into: Tensor) -> None:
+        """Elements [start, start + n) of a tensor into `into`, (n,), in its dtype.
+
+        Raises:
+            UsageError: the file ends before.
+        """
+        stored = self.tensors[name]
+        itemsize, step = stored.dtype.itemsize, _CHUNK_NBYTES // stored.dtype.itemsize
+        handle = os.open(stored.path, os.O_RDONLY)
+        try:
+            for low in range(0, into.numel(), step):
+                part = into[low : low + step]
+                data = bytearray(part.numel() * itemsize)
+                offset = stored.offset + (start + low) * itemsize
+                if _read(handle, data, offset) < len(data):
+                    raise UsageError(f"{stored.path}: ends within tensor {name}", fix="download or save it again")
+                part.copy_(torch.frombuffer(data, dtype=stored.dtype))
+                self.read_nbytes += len(data)
+        finally:
+            os.close(handle)
+
+
+def load_safetensors(
+    model: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    remote_device: str | None = None,
+    strict: bool = True,
+    initialize_missing: Callable[[nn.Module], object] | None = None,
+    rename: Callable[[str], str] | None = None,
+    collectives: Collectives | None = None,
+) -> int:
+    """Fills a model from safetensors files. (all ranks)
+
+    Parameters on the meta device become shards: a rank has 1/W of them in memory, and reads 1/W of the bytes. Those of
+    `zero.Init` are filled in their shards, and ordinary ones whole, on every rank. Afterwards `initialize()` takes the
+    model as it takes any other. Tied parameters are found under any of their names.
+
+    Args:
+        path: a file, a folder of them, or an index.
+        dtype: what floating-point parameters on the meta device become; None for the model's. Others keep theirs.
+        remote_device: as of `zero.Init`.
+        strict: every parameter and persistent buffer must be in the files, and nothing else; False only warns of what
+            is not, and leaves parameters on the meta device there.
+        initialize_missing: called with each module that has parameters or buffers of its own which are not in the
+            files; it gives them values, as on rank 0.
+        rename: from a name of the model to that in the files.
+        collectives: how ranks talk.
+
+    Returns:
+        Bytes of tensors this rank has read.
+
+    Raises:
+        UsageError: shapes or names do not fit, all of them listed; a file is missing or damaged; on every rank.
+    """
+    topology = init_process_group()
+    collectives = collectives or Collectives(topology)
+    with agreed(collectives, "load_safetensors: files"):
+        folder = SafetensorsFolder(path)
+        plan = _match(model, folder.tensors, rename or (lambda name: name))
+        _check(plan, str(path), strict=strict, initialized=initialize_missing is not None)
+        where = destination(None, topology.device, dtype=dtype, remote_device=remote_device)
+    shards = ModuleShards(collectives, where)
+    if initialize_missing is not None:
+        for module in plan.incomplete:
+            _make_real(module, where.device)
+            with GatheredParameters(module.parameters(recurse=False), modifier_rank=0):
+                initialize_missing(module)
+            shards.shard(module)
+    with agreed(collectives, "load_safetensors: read"), torch.no_grad():
+        for module, names in plan.parameters.items():
+            if all(module._parameters[own] is not None for own in names):
+                _load_module(module, names, folder, shards)
+        for (module, own), name in plan.buffers.items():
+            _load_buffer(module, own, name, folder, where.device)
+    return folder.read_nbytes
+
+
+@dataclass
+class _Plan:
+    """What goes where.
+
+    Attributes:
+        parameters: module -> its own name of a parameter -> name in the files; each parameter once.
+        buffers: (module, its own name of a buffer) -> name in the files.
+        incomplete: modules that own something that is in no file.
+        missing, unexpected, misshapen: what does not fit, for people.
+        unset: buffers on the meta device that no file has to have.
+    """
+
+    parameters: dict[nn.Module, dict[str, str]]
+    buffers: dict[tuple[nn.Module, str], str]
+    incomplete: list[nn.Module]
+    missing: list[str]
+    unexpected: list[str]
+    misshapen: list[str]
+    unset: list[str]
+
+
+def _match(model: nn.Module, there: Mapping[str, _Stored], rename: Callable[[str], str]) -> _Plan:
+    plan = _Plan({}, {}, [], [], [], [], [])
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(rename(name))
+    seen: set[int] = set()
+    for prefix, module in model.named_modules():
+        for own, param in module._parameters.items():
+            if param is not None and id(param) not in seen:
+                seen.add(id(param))
+                _match_parameter(plan, module, own, names[id(param)], there)
+        for own, buffer in module._buffers.items():
+            if buffer is not None:
+                _match_buffer(plan, module, own, rename(f"{prefix}.{own}" if prefix else own), there)
+    known = {name for several in names.values() for name in several} | {rename(n) for n, _ in model.named_buffers()}
+    plan.unexpected += sorted(there.keys() - known)
+    return plan
+
+
+def _match_parameter(
+    plan: _Plan, module: nn.Module, own: str, known: Sequence[str], there: Mapping[str, _Stored]
+) -> None:
+    """`known`: the names of a parameter, several if it is tied."""
+    param = module._parameters[own]
+    assert param is not None, "a parameter went away while it was looked for"
+    found = next((name for name in known if name in there), None)
+    if found is None:
+        plan.missing.append(known[0])
+        _note_missing(plan, module)
+    elif _fits(plan, found, tuple(param.shape), there[found]):
+        plan.parameters.setdefault(module, {})[own] = found
+
+
+def _match_buffer(plan: _Plan, module: nn.Module, own: str, name: str, there: Mapping[str, _Stored]) -> None:
+    buffer = module._buffers[own]
+    assert buffer is not None, "a buffer went away while it was looked for"
+    if own in module._non_persistent_buffers_set:
+        if buffer.is_meta:
+            plan.unset.append(name)
+            _note_missing(plan, module)
+    elif name not in there:
+        plan.missing.append(name)
+        _note_missing(plan, module)
+    elif _fits(plan, name, tuple(buffer.shape), there[name]):
+        plan.buffers[module, own] = name
+
+
+def _fits(plan: _Plan, name: str, shape: tuple[int, ...], stored: _Stored) -> bool:
+    if stored.shape != shape:
+        plan.misshapen.append(f"{name}: {stored.shape} in the file, {shape} in the model")
+    return stored.shape == shape
+
+
+def _note_missing(plan: _Plan, module: nn.Module) -> None:
+    if module not in plan.incomplete:
+        plan.incomplete.append(module)
+
+
+def _check(plan: _Plan, where: str, *, strict: bool, initialized: bool) -> None:
+    problems = ["other shapes: " + listed(plan.misshapen, "; ")] if plan.misshapen else []
+    absent = [] if initialized else plan.missing
+    if absent:
+        problems.append("not in the files, and not initialised: " + listed(absent))
+    if plan.unset and not initialized:
+        problems.append("buffers that are never saved, on the meta device: " + listed(plan.unset))
+    if plan.unexpected:
+        problems.append("not in the model: " + listed(plan.unexpected))
+    if plan.misshapen or (strict and problems):
+        raise UsageError(
+            f"{where} does not fit the model: " + ". ".join(problems),
+            fix="load it into the model it was saved from, pass initialize_missing, or strict=False for what fits",
+        )
+    if problems:
+        logger.warning("%s: %s", where, ". ".join(problems))
+
+
+def _load_module(module: nn.Module, names: Mapping[str, str], folder: SafetensorsFolder, shards: ModuleShards) -> None:
+    on_meta = [param for own in names if (param := module._parameters[own]) is not None and param.is_meta]
+    if on_meta and shards.collectives.world_size > 1:
+        shards.reserve(module, list(names))
+    elif on_meta:
+        _make_real(module, shards.destination.device, names, shards.destination.dtype)
+    for own, name in names.items():
+        param = module._parameters[own]
+        assert param is not None, "a parameter went away while the model was loaded"
+        place = place_of(param)
+        if place is None or place.replaced:
+            whole = (
+                param.data if param.is_contiguous() else torch.empty_like(param, memory_format=torch.contiguous_format)
+            )
+            folder.read(name, 0, whole.view(-1))
+            param.data.copy_(whole)
+        else:
+            _fill(place, name, folder)
+
+
+def _fill(place: ParamHandle, name: str, folder: SafetensorsFolder) -> None:
+    start, end = place.reach(place.buffer.rank)
+    low, _ = place.buffer.layout.bounds(place.buffer.rank)
+    folder.read(name, start - place.slot.start, place.buffer.shard[start - low : end - low])
+
+
+def _load_buffer(module: nn.Module, own: str, name: str, folder: SafetensorsFolder, device: torch.device) -> None:
+    buffer = module._buffers[own]
+    assert buffer is not None, "a buffer went away while the model was loaded"
+    values = torch.empty(buffer.shape, dtype=buffer.dtype, device=device if buffer.is_meta else buffer.device)
+    folder.read(name, 0, values.view(-1))
+    if buffer.is_meta:
+        module._buffers[own] = values
+    else:
+        buffer.copy_(values)
+
+
+def _make_real(
+    module: nn.Module, device: torch.device, names: Mapping[str, str] | None = None, dtype: torch.dtype | None = None
+) -> None:
+    """Gives the module's own parameters and buffers on the meta device memory, without values."""
+    for own, param in module._parameters.items():
+        if param is not None and param.is_meta and (names is None or own in names):
+            kind = dtype if dtype is not None and param.is_floating_point() else param.dtype
+            real = nn.Parameter(torch.empty(param.shape, dtype=kind, device=device), requires_grad=param.requires_grad)
+            vars(real).update(vars(param))
+            built_as = param.dtype
+            torch.utils.swap_tensors(param, real)
+            note_cast(param, built_as)
+    if names is None:
+        for own, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[own] = torch.empty_like(buffer, device=device)
+
+
+# -- files
+
+
+def _files(path: Path) -> list[Path]:
+    if path.name.endswith(".index.json"):
+        return _indexed(path)
+    if path.is_dir():
+        index = sorted(path.glob("*.safetensors.index.json"))
+        found = _indexed(index[0]) if index else sorted(path.glob("*.safetensors"))
+        if not found:
+            raise UsageError(f"{path}", expected="a folder with *.safetensors in it")
+        return found
+    if not path.is_file():
+        raise UsageError(f"{path}: no such file or folder")
+    return [path]
+
+
+def _indexed(path: Path) -> list[Path]:
+    try:
+        names = sorted(set(parse_plain_json(read_at_most(path, _MOST_HEADER_NBYTES))["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{path}: not an index of safetensors files ({type(error).__name__}: {error})") from error
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name:
+            raise UsageError(f"{path}: a file name", expected="one in the same folder", got=name)
+        if not (path.parent / name).is_file():
+            raise UsageError(f"{path.parent / name}: missing, though {path.name} names it")
+    return [path.parent / name for name in names]
+
+
+def _header(path: Path) -> Iterator[tuple[str, _Stored]]:
+    try:
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 2 <= length <= size - 8:
+                raise ValueError("its header is longer than the file")
+            if length > _MOST_HEADER_NBYTES:
+                raise ValueError(f"its header has {length} bytes, at most {_MOST_HEADER_NBYTES} are read")
+            entries = parse_plain_json(file.read(length))
+        for name, entry in entries.items():
+            if name == "__metadata__":
+                continue
+            start, end = entry["data_offsets"]
+            if any(type(number) is not int or not 0 <= number < 1 << 63 for number in (start, end, *entry["shape"])):
+                raise ValueError(f"tensor {name}: offsets and a shape of whole numbers")
+            stored = _Stored(path, _DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + start)
+            if end - start != torch.Size(stored.shape).numel() * stored.dtype.itemsize or 8 + length + end > size:
+                raise ValueError(f"tensor {name} is not as long as its shape, or goes beyond the end")
+            yield name, stored
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{path}: not a whole safetensors file ({type(error).__name__}: {error})") from error
+
+
+def _read(handle: int, data: bytearray, offset: int) -> int:
+    """Fills `data` from `offset` on; returns how many bytes there were."""
+    view, done = memoryview(data), 0
+    while done < len(data) and (count := os.preadv(handle, [view[done:]], offset + done)):
+        done += count
+    return done

@@ -1,0 +1,183 @@
+"""Whether parameters still are what the engine took them for: the same objects, dtypes, values, who is trained.
+
+Programs may change all of it behind the engine's back (`model.half()`, `param.requires_grad_(False)`, a new head); the
+engine asks here before it computes with them, so that the change is told by name instead of training something else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from zeroaccel.errors import EngineStateError
+from zeroaccel.zero.dtensor import local
+from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
+
+__all__ = ["ParamIntegrityCheck"]
+
+_OTHERWISE = "say which are trained before initialize() or prepare(), or destroy() the engine and make another"
+_OTHER_SHAPE = "change it before initialize() or prepare(), or destroy() the engine and make another"
+
+
+class ParamIntegrityCheck:
+    """Compares the parameters with what they were when the engine was made.
+
+    Args:
+        model: of the engine.
+        units: all of the engine's.
+        trained: whether there is an optimizer; without one nothing is collected, whoever asks for gradients.
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[ParamUnit], *, trained: bool) -> None:
+        self._buffers = [buffer for unit in units for buffer in unit.buffers if buffer.params]
+        named = [(s.fqn, p, b) for b in self._buffers for s, p in zip(b.layout.slots, b.params, strict=True)]
+        self._model = model
+        # An Embedding with max_norm writes to its weight whenever it looks something up, as it would again next time.
+        renorming = [module for module in model.modules() if getattr(module, "max_norm", None) is not None]
+        self._renormed = {id(param) for module in renorming for param in module.parameters(recurse=False)}
+        self._kept = {id(param) for _, param, _ in named}
+        self._structure = _structure(model)
+        self._trained = [(fqn, param) for fqn, param, buffer in named if trained and buffer.trainable]
+        self._frozen = [(fqn, p) for fqn, p, _ in named if trained and not p.requires_grad]
+
+    def check(self) -> None:
+        """Before a forward.
+
+        Raises:
+            EngineStateError: the model has a trainable parameter that the engine does not know, or a parameter has
+                another dtype or is on another device than the engine put it, or as `check_writes`.
+        """
+        with torch._C.DisableTorchFunctionSubclass():  # sharded parameters are asked for facts only
+            self._check()
+
+    def _check(self) -> None:
+        self.check_writes()
+        if any(module._modules != children or _ids(module) != own for module, children, own in self._structure):
+            self._check_parameters()
+        for buffer in self._buffers:
+            _check_kind(buffer, 0)
+
+    def check_writes(self) -> None:
+        """Before a forward and an update; takes in other tensors that were given to parameters as `.data`.
+
+        Raises:
+            EngineStateError: a parameter was written outside `GatheredParameters` where that does not last: the next
+                gather, or the next update from its master, overwrites it. Or it was given data of another kind.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            for buffer in self._buffers:
+                lasts = buffer.resident and not (buffer.trainable and buffer.master_is_apart)
+                if not lasts and [param._version for param in buffer.params] != buffer.versions:
+                    for index, param in enumerate(buffer.params):
+                        if param._version != buffer.versions[index] and id(param) not in self._renormed:
+                            raise _lost(buffer, index, "an in-place write")
+                home = buffer.full.untyped_storage()._cdata
+                for index, param in enumerate(buffer.params):
+                    if type(param) is nn.Parameter and param.untyped_storage()._cdata != home:  # whole, elsewhere
+                        _check_kind(buffer, index)
+                        if not lasts:
+                            raise _lost(buffer, index, "another tensor as .data")
+                        view = buffer.view(index)
+                        view.copy_(param.data)
+                        param.data = view
+
+    def _check_parameters(self) -> None:
+        """After the model has changed: wrappers around its modules may come and go, trained parameters may not come."""
+        for fqn, param in self._model.named_parameters():
+            if param.requires_grad and id(param) not in self._kept:
+                raise EngineStateError(
+                    f"parameter {fqn}",
+                    expected="one that was there when the engine was made",
+                    got="a new one, which nobody would train",
+                    fix="change the model before initialize() or prepare(); values are written inside"
+                    " zero.GatheredParameters",
+                )
+        self._structure = _structure(self._model)
+
+    def collects_gradients(self) -> bool:
+        """Before a backward: whether this engine's parameters take gradients. False where all of them are frozen.
+
+        Raises:
+            EngineStateError: some of them have been frozen, or others unfrozen, since the engine was made.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            return self._collects_gradients()
+
+    def _collects_gradients(self) -> bool:
+        fixed = next((fqn for fqn, param in self._trained if not param.requires_grad), None)
+        if fixed is not None:
+            moving = next((fqn for fqn, param in self._trained if param.requires_grad), None)
+            if moving is None:
+                return False
+            raise EngineStateError(
+                f"parameter {fixed}",
+                expected="to be trained, as when the engine was made",
+                got=f"requires_grad=False, while {moving} is trained",
+                fix=f"freeze the whole model, or a param group with lr 0; {_OTHERWISE}",
+            )
+        thawed = next((fqn for fqn, param in self._frozen if param.requires_grad), None)
+        if thawed is not None:
+            raise EngineStateError(
+                f"parameter {thawed}",
+                expected="to be frozen, as when the engine was made",
+                got="requires_grad=True",
+                fix=_OTHERWISE,
+            )
+        return bool(self._trained)
+
+    def check_conversion(self, convert: Callable[[Tensor], Tensor], module: nn.Module) -> None:
+        """Before `module.to(...)` and its like.
+
+        Raises:
+            EngineStateError: it would change a dtype or a device.
+        """
+        kinds = {(buffer.dtype, buffer.full.device) for buffer in self._buffers}
+        kinds |= {(buffer.dtype, buffer.device) for buffer in module.buffers()}
+        for dtype, device in kinds:
+            after = convert(torch.empty(0, dtype=dtype, device=device))
+            if after.dtype is not dtype or after.device != device:
+                raise EngineStateError(
+                    "engine.to(), .half(), .float() and the like",
+                    expected=f"to leave {dtype} on {device} as it is",
+                    got=f"a change to {after.dtype} on {after.device}",
+                    fix="convert the model before initialize() or prepare(), or choose the precision in the config",
+                )
+
+
+def _check_kind(buffer: FlatBuffer, index: int) -> None:
+    param, slot = buffer.params[index], buffer.layout.slots[index]
+    if param.dtype is not buffer.dtype or param.device != buffer.full.device:
+        raise EngineStateError(
+            f"parameter {slot.fqn}",
+            expected=f"{buffer.dtype} on {buffer.full.device}, where the engine keeps it",
+            got=f"{param.dtype} on {param.device}",
+            fix='call model.half(), .float() or .to() before initialize() or prepare(); "fp16" and "bf16" in'
+            " the config choose the dtype",
+        )
+    if local(param).shape != slot.shape:
+        raise EngineStateError(
+            f"parameter {slot.fqn}",
+            expected=f"shape {slot.shape}, as when the engine was made",
+            got=tuple(param.shape),
+            fix=_OTHER_SHAPE,
+        )
+
+
+def _lost(buffer: FlatBuffer, index: int, write: str) -> EngineStateError:
+    when = "update from its master" if buffer.resident else "gather"
+    return EngineStateError(
+        f"parameter {buffer.layout.slots[index].fqn}",
+        expected="to be changed by engine.step() only",
+        got=f"{write}, which is lost at the next {when}",
+        fix="write inside zero.GatheredParameters(param, modifier_rank=0)",
+    )
+
+
+def _structure(model: nn.Module) -> list[tuple[nn.Module, dict[str, nn.Module | None], list[int]]]:
+    return [(module, dict(module._modules), _ids(module)) for module in model.modules()]
+
+
+def _ids(module: nn.Module) -> list[int]:
+    return list(map(id, module._parameters.values()))

@@ -1,0 +1,171 @@
+"""When units are made whole and given up: the order of one pass, recorded once and then replayed.
+
+Pure Python: units are names with a size, and what comes out are printable actions, so that a schedule can be read,
+compared between ranks and tested without a process group. Acting on it is `coordinator.py`'s.
+
+A pass is one forward and the backward after it (or one forward without gradients). The first pass is recorded:
+nothing is prefetched and every unit is given up after use. From then on the next units are fetched ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from zeroaccel.logs import logger
+
+__all__ = ["PrefetchLimits", "PrefetchTrace"]
+
+
+@dataclass(frozen=True)
+class PrefetchLimits:
+    """How much may be whole at a time, in elements (the `stage3_*` keys of the same names)."""
+
+    prefetch_bucket_size: int = 50_000_000
+    max_live_parameters: int = 1_000_000_000
+    max_reuse_distance: int = 1_000_000_000
+
+
+@dataclass
+class _Trace:
+    order: list[str] = field(default_factory=list)
+    complete: bool = False
+    next_use: list[int | None] = field(default_factory=list)
+    """Elements needed from position i on until the unit of position i is needed again, that unit included."""
+
+    def seal(self, numels: Mapping[str, int]) -> None:
+        """Works out the reuse distances, back to front."""
+        ahead = 0
+        last: dict[str, int] = {}
+        self.next_use = [None] * len(self.order)
+        for index in range(len(self.order) - 1, -1, -1):
+            name = self.order[index]
+            if name in last:
+                self.next_use[index] = ahead - last[name]
+            last[name] = ahead
+            ahead += numels[name]
+        self.complete = True
+
+
+class PrefetchTrace:
+    """Order and limits of the fetches of one engine.
+
+    1. `begin(kind)` at the start of a pass, 2. `need(unit)` each time a unit must be whole; the answer is what to fetch
+    ahead, 3. `keep(unit)` after each use: whether to leave it whole, 4. `end()`.
+    """
+
+    def __init__(self, numels: Mapping[str, int], limits: PrefetchLimits) -> None:
+        self._numels = dict(numels)
+        self._limits = limits
+        self._traces: dict[str, _Trace] = {}
+        self._kind = ""
+        self._trace = _Trace()
+        self._position = -1
+        self._last_use: dict[str, int] = {}
+        self._warned = False
+        self._early: set[str] = set()  # fetched ahead, and not needed yet
+        self.actions: list[str] = []
+        """What the pass has asked for so far, e.g. ``"UNSHARD layers.3"``."""
+
+    @property
+    def in_pass(self) -> bool:
+        """True between `begin` and `end`."""
+        return bool(self._kind)
+
+    def begin(self, kind: str) -> None:
+        """Starts a pass; passes of one kind ("train", "eval") share a recording."""
+        self._kind = kind
+        self._trace = self._traces.setdefault(kind, _Trace())
+        if not self._trace.complete:
+            self._trace.order.clear()
+        self._position = -1
+        self._last_use.clear()
+        self._early.clear()
+        self.actions = []
+
+    def need(self, name: str, live: Mapping[str, int]) -> list[str]:
+        """Notes that `name` must be whole now; returns the units to fetch ahead, in order.
+
+        Args:
+            live: the units that are whole or on their way, `name` among them, with their sizes.
+        """
+        self.actions.append(f"UNSHARD {name}")
+        self._early.discard(name)
+        if not self.in_pass:
+            return []  # a module called by itself, outside the model's forward
+        if not self._trace.complete:
+            self._trace.order.append(name)
+            return []
+        if not self._advance_to(name):
+            return []
+        ahead = self._ahead(live)
+        self.actions.extend(f"PREFETCH {unit}" for unit in ahead)
+        return ahead
+
+    def keep(self, name: str, live_numel: int) -> bool:
+        """Whether a unit that was just used stays whole because it is needed again soon enough."""
+        position = self._last_use.get(name)
+        if not self.in_pass or not self._trace.complete or position is None:
+            return False
+        kept = self._is_needed_soon(position) and live_numel <= self._limits.max_live_parameters
+        self.actions.append(f"{'KEEP' if kept else 'RESHARD'} {name}")
+        return kept
+
+    def end(self) -> None:
+        """Ends the pass; a first recording becomes the schedule."""
+        if self._kind and not self._trace.complete and self._trace.order:
+            self._trace.seal(self._numels)
+        self._kind = ""
+
+    def forget(self) -> None:
+        """Drops all recordings, e.g. after an exception in the middle of a pass."""
+        self._traces.clear()
+        self._trace = _Trace()
+        self._kind = ""
+
+    def _advance_to(self, name: str) -> bool:
+        """Moves to the next recorded use; False, after starting a new recording, when the order is another one."""
+        order = self._trace.order
+        if self._position + 1 < len(order) and order[self._position + 1] == name:
+            self._position += 1
+            self._last_use[name] = self._position
+            return True
+        if order[0] == name:  # a pass that was cut short (a forward without its backward) starts over
+            self._position = 0
+            self._last_use = {name: 0}
+            return True
+        expected = order[self._position + 1] if self._position + 1 < len(order) else "the end of the pass"
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "the order of modules changed: %s came where %s was expected, so units are fetched without "
+                "prefetching until an order repeats; the result is the same, only slower",
+                name,
+                expected,
+            )
+        self._trace = self._traces[self._kind] = _Trace(order=[*order[: self._position + 1], name])
+        return False
+
+    def _is_needed_soon(self, position: int) -> bool:
+        distance = self._trace.next_use[position]
+        return distance is not None and distance <= self._limits.max_reuse_distance
+
+    def _ahead(self, live: Mapping[str, int]) -> list[str]:
+        room = self._limits.max_live_parameters - sum(live.values())
+        budget = self._limits.prefetch_bucket_size - sum(self._numels[name] for name in self._early)
+        chosen: list[str] = []
+        for name in self._trace.order[self._position + 1 :]:
+            if name in self._early:
+                continue
+            if name in live:
+                used = self._last_use.get(name)
+                if used is None or self._is_needed_soon(used):
+                    continue
+                break  # it will be given up first, and what comes after it should not come before it
+            numel = self._numels[name]
+            if numel > budget or numel > room:
+                break
+            budget, room = budget - numel, room - numel
+            chosen.append(name)
+            self._early.add(name)
+        return chosen

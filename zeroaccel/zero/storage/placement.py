@@ -1,0 +1,411 @@
+"""From the offload sections of a config and the planned buffers to tiers, and to the places of every buffer.
+
+The one file that knows which tier holds what. Tiers are made, and NVMe space is reserved, before the first weight
+moves; the ranks agree on errors (`initialization.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch.optim import Optimizer
+
+from zeroaccel.config.schema import Config
+from zeroaccel.config.schema_zero import OffloadOptimizer, OffloadParam
+from zeroaccel.config.shard_plan import Residence
+from zeroaccel.errors import ConfigError
+from zeroaccel.logs import logger
+from zeroaccel.offload.file_io import IoSettings
+from zeroaccel.offload.host_buffers import HostBuffers, aligned_nbytes, return_freed_memory
+from zeroaccel.offload.nvme import NvmeTier
+from zeroaccel.offload.offload_folder import FolderFacts, examine_folder
+from zeroaccel.offload.tier import HostTier, Tier
+from zeroaccel.optim.optimizer_kinds import element_states
+from zeroaccel.zero.build import BufferPlan
+from zeroaccel.zero.param_unit import Places
+from zeroaccel.zero.storage.copy_stream import CopyStream
+from zeroaccel.zero.storage.nvme_shard import NvmeShard
+from zeroaccel.zero.storage.state_swapper import (
+    SPLIT_SUB_GROUP_NUMEL,
+    SUB_GROUP_NUMEL,
+    StateTier,
+    SubGroup,
+    TieredPiece,
+    cut_sub_groups,
+    pack_sub_groups,
+    slab_nbytes,
+)
+
+__all__ = ["OffloadRules", "SpaceNeed", "TierSet"]
+
+_HOST = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class OffloadRules:
+    """What a config says of offload.
+
+    Attributes:
+        param, optimizer: where they live.
+        splits_masters: masters of bf16 weights are kept as residuals (`data_types.master_weights`).
+        where: the path of `zero_optimization` in the config, for errors.
+    """
+
+    param: Residence
+    optimizer: Residence
+    param_section: OffloadParam
+    optimizer_section: OffloadOptimizer
+    io: IoSettings
+    sub_group_numel: int
+    splits_masters: bool = False
+    where: str = "zero_optimization"
+
+    @classmethod
+    def of(cls, config: Config, param: Residence, optimizer: Residence) -> OffloadRules:
+        """The rules of a config; the residences come from its `TierPlan`."""
+        zero, aio = config.zero_optimization, config.aio
+        return cls(
+            param,
+            optimizer,
+            zero.offload_param or OffloadParam(),
+            zero.offload_optimizer or OffloadOptimizer(),
+            IoSettings(aio.block_size, aio.intra_op_parallelism * aio.queue_depth, aio.overlap_events, aio.checksum),
+            zero.sub_group_size,
+            config.data_types.master_weights == "residual",
+        )
+
+
+@dataclass(frozen=True)
+class SpaceNeed:
+    """What one file will take, for all ranks to compare.
+
+    Attributes:
+        disk: the same for files that share their free space.
+        where: the config key of the folder, and the folder.
+    """
+
+    disk: tuple[str, int]
+    where: str
+    nbytes: int
+    free_nbytes: int
+
+
+@dataclass(frozen=True)
+class _FilePlan:
+    where: str
+    folder: FolderFacts
+    sizes: Mapping[str, int]
+    buffers: HostBuffers
+
+    def need(self) -> SpaceNeed:
+        nbytes = sum(aligned_nbytes(size) for size in self.sizes.values())
+        disk = platform.node(), self.folder.path.stat().st_dev
+        return SpaceNeed(disk, f"{self.where} {self.folder.path}", nbytes, self.folder.free_nbytes)
+
+
+class TierSet:
+    """The tiers of one rank. 1. Made, which looks at everything; 2. `needs`, which the ranks exchange; 3. `open`, which
+    takes memory and disk space; 4. `close`, with the engine.
+
+    Args:
+        plans: every buffer, in the order of the units.
+        optimizer: None for inference.
+
+    Attributes:
+        states: of masters and optimizer states, where they are in files.
+        shards: of the parameters that come and go: "host" and "nvme", as far as they are used.
+        copies: see `build.Tiers`.
+
+    Raises:
+        ConfigError: a folder will not do, or the optimizer cannot step in host memory.
+    """
+
+    def __init__(
+        self,
+        rules: OffloadRules,
+        plans: Sequence[BufferPlan],
+        optimizer: Optimizer | None,
+        rank: int,
+        device: torch.device,
+    ) -> None:
+        self._rules = rules
+        self._device = device
+        self.copies: CopyStream | None = None
+        self.states: StateTier | None = None
+        self.shards: dict[Residence, Tier] = {}
+        self._sub_groups: dict[str, list[SubGroup]] = {}
+        self._state_file: _FilePlan | None = None
+        self._shard_file: _FilePlan | None = None
+        self._on_host: dict[str, int] = {}  # keys and bytes of shards in host memory
+        offloads = rules.param != "device" or rules.optimizer != "device"
+        if offloads and device.type == "cuda":
+            pinned = rules.param_section.pin_memory and rules.optimizer_section.pin_memory
+            self.copies = CopyStream(device, pinned=pinned)
+        self._host_states: dict[str, int] = {}  # keys and bytes of slabs in host memory
+        if optimizer is not None and (rules.optimizer != "device" or rules.splits_masters):
+            states = _HostStates(optimizer)
+            for group, shape in _examples(plans).items():
+                states.of(group, shape)
+            if rules.splits_masters:
+                _check_one_memory(rules, device)
+            if rules.optimizer == "nvme" or rules.splits_masters:
+                _check_one_number_per_element(optimizer, rules)
+                self._plan_states([plan for plan in plans if plan.trainable], states, rank)
+        if rules.param != "device":
+            self._plan_shards([plan for plan in plans if not plan.resident], rank)
+
+    def needs(self) -> list[SpaceNeed]:
+        """What the files of this rank will take."""
+        return [plan.need() for plan in (self._state_file, self._shard_file) if plan is not None]
+
+    def open(self, needs: Sequence[SpaceNeed]) -> None:
+        """Takes memory and disk space.
+
+        Args:
+            needs: of all ranks.
+
+        Raises:
+            ConfigError: a disk has less free space than the ranks on it need together.
+        """
+        _check_space(needs)
+        section = self._rules.optimizer_section
+        if self._on_host:
+            self.shards["host"] = HostTier(self._on_host, pinned=self._pins(self._rules.param_section.pin_memory))
+        if self._shard_file is not None:
+            self.shards["nvme"] = self._file_tier(self._shard_file)
+        if self._host_states:
+            pinned = self._pins(section.pin_memory)
+            self.states = StateTier(HostTier(self._host_states, pinned=pinned), self._sub_groups)
+        if self._state_file is not None:
+            self.states = StateTier(
+                self._file_tier(self._state_file),
+                self._sub_groups,
+                pipeline_read=section.pipeline_read,
+                pipeline_write=section.pipeline_write,
+            )
+
+    @property
+    def tiers(self) -> dict[str, Tier]:
+        """Every tier, by what is in it and where."""
+        found = {f"params, {residence}": tier for residence, tier in self.shards.items()}
+        where = "nvme" if self._state_file is not None else "host"
+        return found | ({f"optimizer, {where}": self.states.tier} if self.states is not None else {})
+
+    @property
+    def is_used(self) -> bool:
+        """Whether anything is offloaded."""
+        return self._rules.param != "device" or self._rules.optimizer != "device"
+
+    @property
+    def steps_on_host(self) -> bool:
+        """Whether the optimizer steps in host memory rather than on the device."""
+        return self._rules.optimizer != "device"
+
+    @property
+    def can_fail(self) -> bool:
+        """Whether anything is in files, which fail on one rank alone."""
+        return self._state_file is not None or self._shard_file is not None
+
+    def places(self, plan: BufferPlan, rank: int, *, replicated: bool) -> Places:
+        """See `build.Tiers.places`."""
+        places = Places(replicated=replicated)
+        if plan.key in self._on_host:
+            places = replace(places, shard=self.shards["host"].take(plan.key).view(plan.dtype))
+        elif self._shard_file is not None and plan.key in self._shard_file.sizes:
+            places = replace(places, home=NvmeShard(self.shards["nvme"], plan.key, plan.dtype))
+        if not plan.trainable:
+            return places
+        if self.states is not None:
+            origin = plan.layout.bounds(rank)[0]
+            return replace(places, adopt_master=partial(self.states.adopt, plan.key, origin=origin))
+        apart = self._rules.optimizer_section.update_during != "step"
+        return replace(places, master=self._device if self._rules.optimizer == "device" else _HOST, apart=apart)
+
+    def settle(self) -> None:
+        """Returns when every store is done; raises OffloadError if one failed."""
+        for tier in self.tiers.values():
+            tier.settle()
+        if self.can_fail:  # what is in files was moved there to have its memory for others
+            return_freed_memory()
+
+    def close(self) -> None:
+        """Gives memory and files back. Idempotent."""
+        for tier in self.tiers.values():
+            tier.close()
+
+    def _pins(self, pin_memory: bool) -> bool:
+        return pin_memory and self._device.type == "cuda"
+
+    def _plan_states(self, plans: Sequence[BufferPlan], states: _HostStates, rank: int) -> None:
+        section, where = self._rules.optimizer_section, f"{self._rules.where}.offload_optimizer"
+        for plan in plans:
+            is_split = self._rules.splits_masters and plan.dtype is torch.bfloat16
+            limit = self._rules.sub_group_numel
+            starts = () if limit else {slot.start for slot in plan.layout.slots}  # 0 is one parameter at a time
+            if self._rules.optimizer != "nvme":
+                limit = min(limit or SPLIT_SUB_GROUP_NUMEL, SPLIT_SUB_GROUP_NUMEL)
+            if plan.layout.has_owners:
+                pieces = _owned_pieces(plan, rank)
+                kept = [states.of(piece.group, piece.shape) for piece in pieces]
+                most = 0 if starts else limit
+                self._sub_groups[plan.key] = pack_sub_groups(plan.key, pieces, kept, most, is_split=is_split)
+                continue
+            runs = plan.layout.group_runs(plan.param_groups, rank)
+            elementwise = {group for _, _, group in runs}  # others may not be able to step what is flat
+            flat = [
+                states.of(group, (_TRIED_NUMEL,)) if group in elementwise else {}
+                for group in range(len(states.optimizer.param_groups))
+            ]
+            self._sub_groups[plan.key] = cut_sub_groups(
+                plan.key, runs, flat, limit or SUB_GROUP_NUMEL, starts=starts, is_split=is_split
+            )
+        groups = [group for of_buffer in self._sub_groups.values() for group in of_buffer]
+        if self._rules.optimizer != "nvme":
+            self._host_states = {group.key: slab_nbytes(group) for group in groups}
+            return
+        tensors = 1 + max((len(group.states) for group in groups), default=0)
+        if section.buffer_count < tensors:
+            raise ConfigError(
+                f"{where}.buffer_count",
+                expected=f"at least {tensors}: one for the masters and one for each state of {states.name}",
+                got=section.buffer_count,
+            )
+        at_a_time = 1 + section.pipeline_read + section.pipeline_write
+        budget = section.buffer_count * 4 * max((group.numel for group in groups), default=0) * at_a_time
+        sizes = {group.key: slab_nbytes(group) for group in groups}
+        self._state_file = self._file_plan(f"{where}.nvme_path", section.nvme_path, sizes, budget, section.pin_memory)
+
+    def _plan_shards(self, plans: Sequence[BufferPlan], rank: int) -> None:
+        section, where = self._rules.param_section, f"{self._rules.where}.offload_param"
+        sizes = {plan.key: plan.layout.shard_numel(rank) * plan.dtype.itemsize for plan in plans}
+        if self._rules.param == "host":
+            self._on_host = sizes
+            return
+        room = section.max_in_cpu
+        for plan in plans:  # by the largest shard, so that every rank keeps the same ones
+            if plan.layout.largest_shard_numel > room:
+                break
+            room -= plan.layout.largest_shard_numel
+            self._on_host[plan.key] = sizes[plan.key]
+        if self._on_host:
+            logger.info("%s.max_in_cpu keeps %d of %d shards in host memory", where, len(self._on_host), len(sizes))
+        away = {key: nbytes for key, nbytes in sizes.items() if key not in self._on_host}
+        if away:
+            budget = section.buffer_count * section.buffer_size * max(plan.dtype.itemsize for plan in plans)
+            self._shard_file = self._file_plan(
+                f"{where}.nvme_path", section.nvme_path, away, budget, section.pin_memory
+            )
+
+    def _file_plan(
+        self, where: str, path: str | None, sizes: Mapping[str, int], budget_nbytes: int, pin_memory: bool
+    ) -> _FilePlan:
+        assert path is not None, f"{where}: no path"
+        buffers = HostBuffers(budget_nbytes, pinned=self._pins(pin_memory))
+        return _FilePlan(where, examine_folder(path, where), sizes, buffers)
+
+    def _file_tier(self, plan: _FilePlan) -> NvmeTier:
+        tier = NvmeTier(plan.sizes, plan.folder, plan.where, plan.buffers, self._rules.io)
+        try:
+            write, read = tier.file.measure()
+        except BaseException:
+            tier.close()
+            raise
+        how = "direct" if tier.file.direct else "cached"
+        rates = f"{write / 1e9:.2f} GB/s write, {read / 1e9:.2f} GB/s read"
+        logger.info("%s: %s, %s I/O, %s, %.3f GB reserved", plan.where, tier.name, how, rates, tier.file.nbytes / 1e9)
+        return tier
+
+
+def _check_one_number_per_element(optimizer: Optimizer, rules: OffloadRules) -> None:
+    if getattr(optimizer, "moments_dtype", "fp32") == "int8":
+        in_files = f'{rules.where}.offload_optimizer.device "nvme"'
+        beside = in_files if rules.optimizer == "nvme" else 'data_types.master_weights "residual"'
+        raise ConfigError(
+            "optimizer.params.moments_dtype",
+            expected=f'"fp32" or "bf16" with {beside}',
+            got="int8",
+            fix='8-bit blocks do not go into slabs: use "bf16", or remove the other key',
+        )
+
+
+def _check_one_memory(rules: OffloadRules, device: torch.device) -> None:
+    """A master is put together from its weight and its residual at every step, by the host."""
+    if device.type != "cpu" and "device" in (rules.param, rules.optimizer):
+        raise ConfigError(
+            'data_types.master_weights "residual": weights and optimizer states must be in host memory or in files',
+            fix=f'offload both (offload_param and offload_optimizer of {rules.where}), or set it to "fp32"',
+        )
+
+
+def _check_space(needs: Sequence[SpaceNeed]) -> None:
+    """Raises ConfigError if files on one disk are larger than it has room, before any of them takes it."""
+    by_disk: dict[tuple[str, int], list[SpaceNeed]] = {}
+    for need in needs:
+        by_disk.setdefault(need.disk, []).append(need)
+    for (host, _), on_disk in by_disk.items():
+        nbytes, free = sum(need.nbytes for need in on_disk), min(need.free_nbytes for need in on_disk)
+        if nbytes > free:
+            raise ConfigError(
+                on_disk[0].where,
+                expected=f"{nbytes} bytes of free space for {len(on_disk)} files of the ranks on {host}",
+                got=f"{free} bytes free",
+                fix="free some space, or name a folder on a larger disk; nothing was written",
+            )
+
+
+def _owned_pieces(plan: BufferPlan, rank: int) -> list[TieredPiece]:
+    slots = zip(plan.layout.slots, plan.layout.owners, plan.param_groups, strict=True)
+    return [
+        TieredPiece(slot.start, slot.end, group, slot.shape)
+        for slot, owner, group in slots
+        if owner == rank and slot.numel
+    ]
+
+
+def _examples(plans: Sequence[BufferPlan]) -> dict[int, tuple[int, ...]]:
+    """Param group -> the shape of a small master of it."""
+    found: dict[int, tuple[int, ...]] = {}
+    for plan in plans:
+        for group, slot in zip(plan.param_groups, plan.layout.slots, strict=False):
+            shape = slot.shape if plan.layout.has_owners else (_TRIED_NUMEL,)
+            if slot.numel and (group not in found or slot.numel < math.prod(found[group])):
+                found[group] = shape
+    return found
+
+
+_TRIED_NUMEL = 64  # of the vector that stands for any run of a flat shard
+
+
+class _HostStates:
+    """Which states an optimizer keeps per element in host memory, found out by trying, once per param group and shape.
+
+    Raises:
+        ConfigError: it cannot step there.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.name = type(optimizer).__name__
+        self._found: dict[tuple[int, tuple[int, ...]], Mapping[str, torch.dtype]] = {}
+
+    def of(self, group: int, shape: tuple[int, ...]) -> Mapping[str, torch.dtype]:
+        """name -> dtype, for a master of this shape."""
+        if (group, shape) not in self._found:
+            self._found[group, shape] = _tried(self.optimizer, group, shape)
+        return self._found[group, shape]
+
+
+def _tried(optimizer: Optimizer, group: int, shape: tuple[int, ...]) -> Mapping[str, torch.dtype]:
+    try:
+        return element_states(optimizer, group, shape)
+    except Exception as error:
+        raise ConfigError(
+            f"zero_optimization.offload_optimizer: optimizer {type(optimizer).__name__} cannot step in host memory "
+            f"({type(error).__name__}: {error})",
+            fix='use one that can, such as AdamW, or set offload_optimizer.device to "none"',
+        ) from error

@@ -1,0 +1,226 @@
+"""Which parameters travel together: cuts a model into units by its module tree.
+
+A unit is, by default, one repeated block (a child of a ModuleList, ModuleDict or Sequential), a large leaf outside the
+blocks (an embedding, a head), or what is left at the root. Only decides; `param_unit.py` builds, `hooks.py` attaches.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from zeroaccel.errors import ConfigError
+
+__all__ = ["LARGE_LEAF_NUMEL", "LeafRules", "UnitSpec", "group_parameters"]
+
+LARGE_LEAF_NUMEL = 1 << 16
+"""A leaf module outside the blocks with at least this many elements is a unit of its own."""
+
+_MIXTURE = re.compile(r"moe|mixture_?of_?experts", re.IGNORECASE)
+_EXPERTS = re.compile(r"experts$", re.IGNORECASE)
+_ROUTERS = frozenset({"gate", "router", "gating", "gate_proj_router"})
+_LISTS = (nn.ModuleList, nn.ModuleDict)
+_CONTAINERS = (*_LISTS, nn.Sequential)
+
+
+@dataclass(frozen=True)
+class LeafRules:
+    """Modules that must be fetched whole because ranks may use different parts of them (`leaf_module` of the config).
+
+    `classes` are class names, bare or dotted; `names` are module fqns; `name_suffixes` their endings.
+    `granularity` makes a leaf of any module with fewer elements per module than this; 0 turns that off.
+    """
+
+    classes: tuple[str, ...] = ()
+    names: tuple[str, ...] = ()
+    name_suffixes: tuple[str, ...] = ()
+    granularity: int = 0
+
+    def match(self, fqn: str, module: nn.Module) -> bool:
+        """True when a rule names this module."""
+        kind = type(module)
+        if kind.__name__ in self.classes or f"{kind.__module__}.{kind.__qualname__}" in self.classes:
+            return True
+        if fqn in self.names or any(fqn.endswith(suffix) for suffix in self.name_suffixes):
+            return True
+        return (
+            bool(self.granularity)
+            and next(module.children(), None) is not None
+            and self._granularity(module) < self.granularity
+        )
+
+    @staticmethod
+    def _granularity(module: nn.Module) -> float:
+        return sum(p.numel() for p in module.parameters()) / sum(1 for _ in module.modules())
+
+
+@dataclass
+class UnitSpec:
+    """A unit to be: its name, the modules whose forward needs it, and its parameters in order."""
+
+    name: str
+    modules: list[nn.Module]
+    params: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+    persistent: bool = False
+
+    @property
+    def numel(self) -> int:
+        """Elements of all its parameters."""
+        return sum(p.numel() for _, p in self.params)
+
+
+def group_parameters(
+    model: nn.Module,
+    *,
+    rules: LeafRules | None = None,
+    persistence_threshold: int = 0,
+    model_persistence_threshold: int | None = None,
+) -> list[UnitSpec]:
+    """Cuts `model` into units; every parameter is in exactly one, tied ones once.
+
+    Args:
+        persistence_threshold: parameters of at most this many elements go to one persistent unit, which is gathered
+            once a step and never resharded. 0 for none.
+        model_persistence_threshold: upper bound on the elements of that unit.
+
+    Raises:
+        ConfigError: a leaf rule names a module that does not exist.
+    """
+    rules = rules or LeafRules()
+    _check_rules(model, rules)
+    boundaries = dict(_boundaries(model, rules))
+    owners = _owners(model, boundaries)
+    persistent = _persistent(model, persistence_threshold, model_persistence_threshold)
+
+    specs: dict[object, UnitSpec] = {}
+    for fqn, param in model.named_parameters():
+        key, name, modules = _home(param, owners[id(param)], model, persistent)
+        spec = specs.setdefault(key, UnitSpec(name, modules, persistent=key == "persistent"))
+        spec.params.append((fqn, param))
+    return list(specs.values())
+
+
+@dataclass
+class _Owner:
+    """One place where a parameter is registered: the module that owns it and the unit boundary around that."""
+
+    fqn: str
+    module: nn.Module
+    boundary_fqn: str
+    boundary: nn.Module
+
+
+def _home(
+    param: nn.Parameter, owners: Sequence[_Owner], root: nn.Module, persistent: set[int]
+) -> tuple[object, str, list[nn.Module]]:
+    """The unit a parameter belongs to: (key, name, modules whose forward must find it whole)."""
+    if id(param) in persistent:
+        return "persistent", "persistent", [root]
+    boundaries = {id(owner.boundary): owner for owner in owners}
+    if len(boundaries) == 1:
+        owner = owners[0]
+        return id(owner.boundary), owner.boundary_fqn or "root", [owner.boundary]
+    # Tied across units: it needs to be whole in each of its owners, so it forms a unit that hooks all of them.
+    modules = list({id(owner.module): owner.module for owner in owners}.values())
+    name = "+".join(owner.fqn or "root" for owner in owners)
+    return tuple(sorted(id(module) for module in modules)), f"tied({name})", modules
+
+
+def _owners(model: nn.Module, boundaries: dict[int, str]) -> dict[int, list[_Owner]]:
+    """Every registration of every parameter, tied ones several times."""
+    found: dict[int, list[_Owner]] = {}
+
+    def walk(module: nn.Module, fqn: str, boundary: nn.Module, boundary_fqn: str, seen: set[int]) -> None:
+        if id(module) in boundaries and id(module) not in seen:
+            boundary, boundary_fqn = module, fqn
+        for param in module._parameters.values():
+            if param is not None:
+                found.setdefault(id(param), []).append(_Owner(fqn, module, boundary_fqn, boundary))
+        if id(module) in seen:
+            return
+        seen.add(id(module))
+        for name, child in module.named_children():
+            walk(child, f"{fqn}.{name}" if fqn else name, boundary, boundary_fqn, seen)
+
+    walk(model, "", model, "", set())
+    return found
+
+
+def _boundaries(model: nn.Module, rules: LeafRules) -> Iterator[tuple[int, str]]:
+    """(id, fqn) of every module below the root that starts a unit."""
+    yield id(model), ""
+    yield from _walk_boundaries(model, "", rules, inside=False)
+
+
+def _walk_boundaries(module: nn.Module, fqn: str, rules: LeafRules, *, inside: bool) -> Iterator[tuple[int, str]]:
+    repeated = isinstance(module, _CONTAINERS)
+    for name, child in module.named_children():
+        child_fqn = f"{fqn}.{name}" if fqn else name
+        if not any(True for _ in child.parameters()):
+            continue
+        if rules.match(child_fqn, child) or (not inside and is_mixture(name, child)):
+            yield id(child), child_fqn  # whole: nothing below it is a unit of its own
+            continue
+        if isinstance(child, _LISTS) and _EXPERTS.search(name):
+            yield from _walk_boundaries(child, child_fqn, rules, inside=True)  # theirs is the unit of what picks one
+            continue
+        block = not inside and repeated and not isinstance(child, _CONTAINERS)
+        leaf = not inside and next(child.children(), None) is None
+        large = leaf and sum(p.numel() for p in child.parameters()) >= LARGE_LEAF_NUMEL
+        if block or large:
+            yield id(child), child_fqn
+        yield from _walk_boundaries(child, child_fqn, rules, inside=inside or block)
+
+
+def is_mixture(name: str, module: nn.Module) -> bool:
+    """Whether a module routes inputs to experts, so that ranks may run different children of it.
+
+    Told by a child called experts, by a list of like children beside something called a gate or a router, or by its
+    own name or class, unless something below it is called so too: then it is a model of such blocks.
+    """
+    children = dict(module.named_children())
+    if isinstance(module, _CONTAINERS) or not children:
+        return False
+    if any(_EXPERTS.search(child) for child in children):
+        return True
+    below = [(fqn.rpartition(".")[2], m) for fqn, m in module.named_modules() if fqn]
+    if _called_mixture(name, module) and not any(_called_mixture(*item) for item in below):
+        return True
+    experts = [c for c in children.values() if isinstance(c, nn.ModuleList) and len(c) > 1]
+    return bool(_ROUTERS & children.keys()) and any(len({_shapes(e) for e in c}) == 1 for c in experts)
+
+
+def _called_mixture(name: str, module: nn.Module) -> bool:
+    return bool(_MIXTURE.search(name) or _MIXTURE.search(type(module).__name__))
+
+
+def _shapes(module: nn.Module) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(p.shape) for p in module.parameters())
+
+
+def _persistent(model: nn.Module, threshold: int, model_threshold: int | None) -> set[int]:
+    chosen: set[int] = set()
+    total = 0
+    for param in model.parameters():
+        if param.numel() > threshold or threshold <= 0:
+            continue
+        if model_threshold is not None and total + param.numel() > model_threshold:
+            break
+        chosen.add(id(param))
+        total += param.numel()
+    return chosen
+
+
+def _check_rules(model: nn.Module, rules: LeafRules) -> None:
+    modules = dict(model.named_modules())
+    for name in rules.names:
+        if name not in modules:
+            raise ConfigError(
+                "zero_optimization.leaf_module.names",
+                expected="names of modules of this model",
+                got=name,
+                fix=f"the model's children are {', '.join(n for n, _ in model.named_children())}",
+            )
