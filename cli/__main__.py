@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cli.main import main
+from .main import main
 
 __all__: list[str] = []
 

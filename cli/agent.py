@@ -27,16 +27,17 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
-from cli import runner
-from cli.failures import AFTER_FAILURE_SECONDS, RankEnd, Report, read_report
-from cli.leftovers import LAUNCH_ID, end_leftovers, wake_stopped
-from cli.plan import LaunchPlan
-from cli.preflight import meet_machines
-from cli.process_watch import ProcessWatch
-from cli.stopping import Stopping
 from zeroaccel.comm.environment import limit_seconds
 from zeroaccel.config.launch.launch_settings import LaunchSettings, Streams
 from zeroaccel.errors import CollectiveError
+
+from . import runner
+from .failures import AFTER_FAILURE_SECONDS, RankEnd, Report, read_report
+from .leftovers import LAUNCH_ID, end_leftovers, wake_stopped
+from .plan import LaunchPlan
+from .preflight import meet_machines
+from .process_watch import ProcessWatch
+from .stopping import Stopping
 
 __all__ = ["JobEnd", "run_plan"]
 

@@ -20,7 +20,7 @@ __all__ = ["compat"]
 _COMMAND = """\
 #!{python}
 # Written by `zeroaccel compat install`.
-from zeroaccel.cli.deepspeed_command import {name}
+from .deepspeed_command import {name}
 
 {name}()
 """
@@ -39,7 +39,7 @@ if "deepspeed.launcher.runner" not in sys.orig_argv:  # then this package is run
 _RUNNER = '''\
 """Written by `zeroaccel compat install`: the `deepspeed` command as a module."""
 
-from zeroaccel.cli.deepspeed_command import main
+from .deepspeed_command import main
 
 if __name__ == "__main__":
     main()

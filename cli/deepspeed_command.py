@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from cli.main import main as run
+from .main import main as run
 
 __all__ = ["DEFAULT_HOSTFILE", "main", "report"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from cli.findings import Finding, findings
+from .findings import Finding, findings
 
 __all__ = ["doctor"]
 

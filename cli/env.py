@@ -11,8 +11,9 @@ from pathlib import Path
 import click
 
 import zeroaccel
-from cli.machine import look
 from zeroaccel.config.launch.launch_file import find_launch_file
+
+from .machine import look
 
 __all__ = ["env"]
 

@@ -14,13 +14,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from cli.hostfile import Host, read_hostfile, select_hosts
-from cli.network import is_known_host, is_own_host
-from cli.plan import DEFAULT_PORT, Program, plan_launch
-from cli.remote import Errand, remote_command
 from zeroaccel.config.launch.launch_settings import LaunchSettings, launch_settings
 from zeroaccel.config.launch.launch_sources import Given
 from zeroaccel.errors import ConfigError
+
+from .hostfile import Host, read_hostfile, select_hosts
+from .network import is_known_host, is_own_host
+from .plan import DEFAULT_PORT, Program, plan_launch
+from .remote import Errand, remote_command
 
 __all__ = ["HANDED_ON", "describe_errands", "is_only_this_machine", "plan_errands", "ssh_words"]
 

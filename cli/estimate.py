@@ -82,9 +82,10 @@ def estimate(
     A step is taken by the engine itself on tensors without data: no weights are read, no process is started.
     """
     _check_chart(plot)
-    from cli.machine import devices, memory_nbytes
     from zeroaccel.errors import UsageError
     from zeroaccel.estimate import Capacity, Workload, plan_table, subject
+
+    from .machine import devices, memory_nbytes
 
     found = () if cpu else devices()
     if found and device_memory is None:
@@ -105,7 +106,7 @@ def estimate(
     else:
         _show(model, asked, capacity, rows)
     if plot is not None:
-        from cli.estimate_chart import draw
+        from .estimate_chart import draw
 
         draw(Path(plot), _title(model, asked, rows), rows, capacity)
         click.echo(f"zeroaccel: chart written to {plot}", err=True)

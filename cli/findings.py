@@ -14,12 +14,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
-from cli.jobs import run_job
-from cli.machine import Machine, folder_trouble, look, measure_disk
-from cli.network import is_known_host
 from zeroaccel.config.launch.launch_file import find_launch_file, read_launch_file
 from zeroaccel.config.variables import check_variables
 from zeroaccel.errors import ConfigError
+
+from .jobs import run_job
+from .machine import Machine, folder_trouble, look, measure_disk
+from .network import is_known_host
 
 __all__ = ["Finding", "findings"]
 

@@ -15,15 +15,6 @@ from typing import Any
 
 import click
 
-from cli.errands import describe_errands, is_only_this_machine, plan_errands, ssh_words
-from cli.failures import exit_code, first_failure, tell
-from cli.launch_flags import LaunchCommand, given_by_flags, setting_flags
-from cli.launch_others import OtherFlags, other_flags, resolve_devices
-from cli.machine import gib, local_disks
-from cli.plan import LaunchPlan, Program, ProgramKind, plan_launch
-from cli.remote import run_errands
-from cli.script_arguments import local_rank_option
-from cli.surroundings import surroundings
 from zeroaccel.compat.finder import real_location
 from zeroaccel.compat.inherit import inherited_environment
 from zeroaccel.config.launch.launch_file import find_launch_file, read_launch_file
@@ -35,6 +26,16 @@ from zeroaccel.config.schema import Config
 from zeroaccel.config.variables import check_variables
 from zeroaccel.errors import ConfigError
 from zeroaccel.offload.offload_folder import examine_folder
+
+from .errands import describe_errands, is_only_this_machine, plan_errands, ssh_words
+from .failures import exit_code, first_failure, tell
+from .launch_flags import LaunchCommand, given_by_flags, setting_flags
+from .launch_others import OtherFlags, other_flags, resolve_devices
+from .machine import gib, local_disks
+from .plan import LaunchPlan, Program, ProgramKind, plan_launch
+from .remote import run_errands
+from .script_arguments import local_rank_option
+from .surroundings import surroundings
 
 __all__ = ["launch"]
 
@@ -238,7 +239,7 @@ def _launch_hosts(given: Given, program: Program, told: Mapping[str, str], bf16_
 
 
 def _run(plan: LaunchPlan) -> int:
-    from cli.agent import run_plan  # imports torch
+    from .agent import run_plan  # imports torch
 
     end = run_plan(plan, _say)
     if end.signal:

@@ -11,10 +11,11 @@ from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import click
 
-from cli.launch_others import DEEPSPEED_FLAGS, TORCHRUN_HINTS
 from zeroaccel.config.launch.launch_settings import LaunchSettings
 from zeroaccel.config.launch.launch_sources import Given, from_text, kind_of, other_names
 from zeroaccel.config.problems import closest
+
+from .launch_others import DEEPSPEED_FLAGS, TORCHRUN_HINTS
 
 __all__ = ["GROUPS", "LaunchCommand", "flag", "given_by_flags", "setting_flags"]
 

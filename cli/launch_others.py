@@ -13,12 +13,13 @@ from typing import Any, TypeVar
 
 import click
 
-from cli.hostfile import Host, read_hostfile, select_hosts
-from cli.machine import devices
-from cli.network import is_own_host
 from zeroaccel.config.launch.launch_fsdp import FSDP_KEYS
 from zeroaccel.config.launch.launch_sources import Given, from_text
 from zeroaccel.errors import ConfigError
+
+from .hostfile import Host, read_hostfile, select_hosts
+from .machine import devices
+from .network import is_own_host
 
 __all__ = ["DEEPSPEED_FLAGS", "TORCHRUN_HINTS", "OtherFlags", "other_flags", "resolve_devices"]
 

@@ -16,9 +16,10 @@ from typing import Any
 import click
 
 import zeroaccel
-from cli.lazy import LazyCommand, LazyCommands
 from zeroaccel.errors import ZeroAccelError
 from zeroaccel.logs import without_notes
+
+from .lazy import LazyCommand, LazyCommands
 
 __all__ = ["CommandLine", "main"]
 

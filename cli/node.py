@@ -22,9 +22,10 @@ from typing import IO, Any
 
 import click
 
-from cli.plan import LaunchPlan, Program, plan_launch
 from zeroaccel.config.launch.launch_settings import launch_settings
 from zeroaccel.errors import ConfigError, ZeroAccelError
+
+from .plan import LaunchPlan, Program, plan_launch
 
 __all__ = ["MODULE", "Order", "main"]
 
@@ -44,7 +45,7 @@ def main() -> int:
     tell = _Teller(order["token"])
     try:
         plan = _prepare(order)
-        from cli.agent import (
+        from .agent import (
             run_plan,  # imports torch, which takes its time: from "go" on the other machines wait for us
         )
 

@@ -18,12 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from cli.affinity import divide_cores, neighbouring_cores
-from cli.machine import devices
-from cli.network import is_known_host, is_own_host, own_address_towards, port_trouble
 from zeroaccel.comm.cores import usable_cores
 from zeroaccel.config.launch.launch_settings import LaunchSettings
 from zeroaccel.errors import ConfigError
+
+from .affinity import divide_cores, neighbouring_cores
+from .machine import devices
+from .network import is_known_host, is_own_host, own_address_towards, port_trouble
 
 __all__ = ["LaunchPlan", "Program", "ProgramKind", "plan_launch"]
 

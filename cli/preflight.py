@@ -14,9 +14,10 @@ from importlib import metadata
 from pathlib import Path
 
 import zeroaccel
-from cli.plan import LaunchPlan
 from zeroaccel.comm.preflight_rendezvous import NodeInfo, PreflightRendezvous, meet
 from zeroaccel.errors import ConfigError
+
+from .plan import LaunchPlan
 
 __all__ = ["card_of", "meet_machines"]
 

@@ -18,7 +18,7 @@ from types import TracebackType
 
 import psutil
 
-from cli.leftovers import wake_stopped
+from .leftovers import wake_stopped
 
 __all__ = ["ProcessWatch", "break_connections"]
 

@@ -24,9 +24,10 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, BinaryIO
 
-from cli.failures import RankEnd, Report, exit_code, first_failure, tell
-from cli.node import MODULE
 from zeroaccel.errors import ConfigError
+
+from .failures import RankEnd, Report, exit_code, first_failure, tell
+from .node import MODULE
 
 __all__ = ["Errand", "remote_command", "run_errands"]
 

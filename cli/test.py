@@ -6,8 +6,8 @@ import os
 
 import click
 
-from cli.jobs import run_job
-from cli.machine import devices as look_for_devices
+from .jobs import run_job
+from .machine import devices as look_for_devices
 
 __all__ = ["test"]
 

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import click
 
-from cli.jobs import launch_command
 from zeroaccel.errors import UsageError
+
+from .jobs import launch_command
 
 __all__ = ["verify"]
 

@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cli.config.json_facts import json_facts
-from cli.config.questions import AUTO, QUESTIONS, Question, Situation
 from zeroaccel.errors import ConfigError, compose
 
+from .json_facts import json_facts
+from .questions import AUTO, QUESTIONS, Question, Situation
+
 if TYPE_CHECKING:
-    from cli.machine import Machine
+    from ..machine import Machine
 
 __all__ = ["Settled", "Wrong", "accept", "as_text", "parse", "settle", "with_answer"]
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import click
 from click.core import ParameterSource
 
-from cli.config.flags import Typed, question_flags
-from cli.lazy import LazyCommand, LazyCommands
+from ..lazy import LazyCommand, LazyCommands
+from .flags import Typed, question_flags
 
 __all__ = ["config"]
 
@@ -75,9 +75,9 @@ def config(
             if ctx.get_parameter_source(str(param.name)) is ParameterSource.COMMANDLINE:
                 raise click.UsageError(f"{param.opts[-1]} goes behind {ctx.invoked_subcommand}.", ctx)
         return
-    from cli.config.making import ConfigRequest, make, why_not_ask
-    from cli.config.plan import Model
-    from cli.machine import look, measure_disk
+    from ..machine import look, measure_disk
+    from .making import ConfigRequest, make, why_not_ask
+    from .plan import Model
 
     said = typed.said()
     no_asking = why_not_ask(os.environ, yes=typed.yes, no_input=typed.no_input)

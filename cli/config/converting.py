@@ -15,10 +15,6 @@ import click
 import yaml
 from pydantic import ValidationError
 
-from cli.config.command import CONTEXT
-from cli.config.making import say
-from cli.config.render import checked
-from cli.config.write import write_file
 from zeroaccel.config.document import read_document
 from zeroaccel.config.launch.launch_file import MOVED, text_of_file
 from zeroaccel.config.launch.launch_foreign import settle_foreign_keys
@@ -32,6 +28,11 @@ from zeroaccel.config.schema import Config
 from zeroaccel.config.support import KEYS, Kind, refusals
 from zeroaccel.config.yaml_text import parse_yaml
 from zeroaccel.errors import ConfigError
+
+from .command import CONTEXT
+from .making import say
+from .render import checked
+from .write import write_file
 
 __all__ = ["convert", "convert_json", "convert_launch"]
 

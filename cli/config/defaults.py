@@ -10,13 +10,14 @@ from pathlib import Path
 
 import click
 
-from cli.config.command import CONTEXT
-from cli.config.flags import Typed, question_flags
-from cli.config.making import ConfigRequest, make, why_not_ask
-from cli.config.render import answers_of
-from cli.machine import look
 from zeroaccel.config.launch.launch_file import find_launch_file, read_launch_file
 from zeroaccel.errors import ConfigError
+
+from ..machine import look
+from .command import CONTEXT
+from .flags import Typed, question_flags
+from .making import ConfigRequest, make, why_not_ask
+from .render import answers_of
 
 __all__ = ["default", "update"]
 

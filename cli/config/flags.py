@@ -13,8 +13,9 @@ from typing import Any
 
 import click
 
-from cli.config.questions import QUESTIONS, Question
 from zeroaccel.errors import ConfigError
+
+from .questions import QUESTIONS, Question
 
 __all__ = ["Said", "Typed", "question_flags"]
 
@@ -120,7 +121,7 @@ def _gathered(typed: Mapping[str, str | None], answers_file: str | None, sets: S
 
 
 def _parsed(texts: Mapping[str, tuple[str, str]]) -> tuple[dict[str, Any], dict[str, str]]:
-    from cli.config.answers import Wrong, parse
+    from .answers import Wrong, parse
 
     answers: dict[str, Any] = {}
     for question in QUESTIONS:
@@ -137,10 +138,11 @@ def _in_file(path: str | None) -> list[tuple[str, str, str]]:
     """(setting, text, place) of every answer in a file."""
     if path is None:
         return []
-    from cli.config.answers import as_text
     from zeroaccel.config.launch.launch_file import text_of_file
     from zeroaccel.config.problems import closest
     from zeroaccel.config.yaml_text import parse_yaml
+
+    from .answers import as_text
 
     parsed = parse_yaml(text_of_file(path, "--answers"), path)
     if not isinstance(parsed.value, dict):

@@ -14,16 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cli.config.answers import Settled, as_text, settle
-from cli.config.plan import PLANNED, Model, Plan, ask_plan, best_plan, outlook
-from cli.config.questions import by_key
-from cli.config.render import checked, command_line, launch_line, render
-from cli.config.walk import BACK, Quit, Walk
-from cli.config.write import changes, write_file
+from .answers import Settled, as_text, settle
+from .plan import PLANNED, Model, Plan, ask_plan, best_plan, outlook
+from .questions import by_key
+from .render import checked, command_line, launch_line, render
+from .walk import BACK, Quit, Walk
+from .write import changes, write_file
 
 if TYPE_CHECKING:
-    from cli.config.prompts import Prompts
-    from cli.machine import Machine
+    from ..machine import Machine
+    from .prompts import Prompts
 
 __all__ = ["ConfigRequest", "make", "say", "show_file", "show_machine", "why_not_ask"]
 
@@ -84,7 +84,7 @@ def make(request: ConfigRequest, machine: Machine) -> None:
             say(outlook(request.model, machine, settled.answers))
         _finish(request, settled.answers, _text(request, settled))
         return
-    from cli.config.prompts import Prompts
+    from .prompts import Prompts
 
     try:
         settled = _by_asking(request, machine, Prompts())
@@ -134,7 +134,7 @@ def _by_asking(request: ConfigRequest, machine: Machine, prompts: Prompts) -> Se
 
 def _is_wanted(request: ConfigRequest, settled: Settled, plan: Plan, machine: Machine, prompts: Prompts) -> bool:
     """Shows what would be written; false to go back to the last question."""
-    from cli.config.prompts import Option
+    from .prompts import Option
 
     show_file(request.path, _text(request, settled))
     if plan.model is not None and (words := outlook(plan.model, machine, settled.answers)):

@@ -11,14 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cli.config.questions import Situation, by_key
-from cli.config.walk import BACK
-from cli.machine import Machine, gib
 from zeroaccel.errors import ConfigError, UsageError
 
+from ..machine import Machine, gib
+from .questions import Situation, by_key
+from .walk import BACK
+
 if TYPE_CHECKING:
-    from cli.config.prompts import Prompts
     from zeroaccel.estimate import Capacity, PlanRow, Workload
+
+    from .prompts import Prompts
 
 __all__ = ["PLANNED", "Model", "Plan", "ask_plan", "best_plan", "outlook"]
 
@@ -142,7 +144,7 @@ def _positive(text: str) -> str:
 
 def _choose(prompts: Prompts, model: Model, machine: Machine, given: Mapping[str, Any], *, back: bool) -> Plan | None:
     """The line that is chosen; None to go back."""
-    from cli.config.prompts import Option
+    from .prompts import Option
 
     workload, capacity = _question(model, machine, given)
     rows = _rows(model, workload, capacity)

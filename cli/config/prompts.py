@@ -14,9 +14,9 @@ from typing import Any
 import questionary
 from prompt_toolkit.output import Output, create_output
 
-from cli.config.answers import Wrong, accept, as_text, parse
-from cli.config.questions import Question, Situation
-from cli.config.walk import BACK, Quit
+from .answers import Wrong, accept, as_text, parse
+from .questions import Question, Situation
+from .walk import BACK, Quit
 
 __all__ = ["Option", "Prompts"]
 

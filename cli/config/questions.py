@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from cli.config.json_facts import JsonFacts
-    from cli.machine import Machine
+    from ..machine import Machine
+    from .json_facts import JsonFacts
 
 __all__ = ["AUTO", "QUESTIONS", "Choice", "Condition", "Question", "Situation", "by_key"]
 
@@ -116,7 +116,7 @@ class Question:
 
 def _folder_check(key: str) -> Callable[[Any, Situation], tuple[str, str]]:
     def check(folder: Any, situation: Situation) -> tuple[str, str]:
-        from cli.machine import folder_trouble
+        from ..machine import folder_trouble
 
         return folder_trouble(str(folder), situation.needs.get(key, 0)), ""
 
@@ -132,8 +132,9 @@ def _file_check(path: Any, _: Situation) -> tuple[str, str]:
 
 
 def _json_check(path: Any, situation: Situation) -> tuple[str, str]:
-    from cli.config.json_facts import json_facts
     from zeroaccel.errors import ConfigError
+
+    from .json_facts import json_facts
 
     problem, fix = _file_check(path, situation)
     if problem:

@@ -12,8 +12,6 @@ from typing import Any
 
 import click
 
-from cli.config.command import CONTEXT
-from cli.launch_flags import GROUPS, flag
 from zeroaccel.config.launch.launch_file import find_launch_file, read_launch_file
 from zeroaccel.config.launch.launch_json import check_json
 from zeroaccel.config.launch.launch_schema import DeepSpeedSection, DynamoSettings, LaunchFile
@@ -25,6 +23,9 @@ from zeroaccel.config.section import ConfigSection, nested_section, spellings
 from zeroaccel.config.support import KEYS, Kind
 from zeroaccel.config.variables import check_variables
 from zeroaccel.errors import ConfigError
+
+from ..launch_flags import GROUPS, flag
+from .command import CONTEXT
 
 __all__ = ["explain", "schema", "show"]
 

@@ -12,12 +12,13 @@ from typing import Any
 
 import yaml
 
-from cli.config.answers import as_text
-from cli.config.questions import AUTO, QUESTIONS
 from zeroaccel.config.launch.launch_file import LaunchConfig, blanks, parse_launch_file
 from zeroaccel.config.launch.launch_json import check_json
 from zeroaccel.config.launch.launch_sources import Given
 from zeroaccel.config.yaml_text import parse_yaml
+
+from .answers import as_text
+from .questions import AUTO, QUESTIONS
 
 __all__ = ["answers_of", "checked", "command_line", "launch_line", "render"]
 

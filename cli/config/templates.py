@@ -10,11 +10,12 @@ from pathlib import Path
 
 import click
 
-from cli.config.command import CONTEXT
-from cli.config.making import say
-from cli.config.write import write_file
 from zeroaccel.config.problems import closest
 from zeroaccel.errors import ConfigError
+
+from .command import CONTEXT
+from .making import say
+from .write import write_file
 
 __all__ = ["template", "template_names"]
 

@@ -14,13 +14,6 @@ from typing import Any
 
 import click
 
-from cli.config.command import CONTEXT
-from cli.config.making import say
-from cli.config.render import checked
-from cli.hostfile import read_hostfile
-from cli.launch import launch
-from cli.launch_flags import flag, given_by_flags
-from cli.launch_others import OtherFlags
 from zeroaccel.config.bounds import parse_plain_json
 from zeroaccel.config.launch.launch_file import text_of_file
 from zeroaccel.config.launch.launch_schema import LaunchFile
@@ -30,6 +23,14 @@ from zeroaccel.config.normalize import UnknownKeys
 from zeroaccel.config.variables import known_variables, unknown_variable
 from zeroaccel.config.yaml_text import parse_yaml
 from zeroaccel.errors import ConfigError, ZeroAccelError
+
+from ..hostfile import read_hostfile
+from ..launch import launch
+from ..launch_flags import flag, given_by_flags
+from ..launch_others import OtherFlags
+from .command import CONTEXT
+from .making import say
+from .render import checked
 
 __all__ = ["validate", "validate_file"]
 

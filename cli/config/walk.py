@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from cli.config.answers import Settled, Wrong, accept, settle
-from cli.config.questions import QUESTIONS, Question, Situation
+from .answers import Settled, Wrong, accept, settle
+from .questions import QUESTIONS, Question, Situation
 
 if TYPE_CHECKING:
-    from cli.machine import Machine
+    from ..machine import Machine
 
 __all__ = ["BACK", "Asker", "Quit", "Walk"]
 

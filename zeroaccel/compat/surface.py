@@ -24,7 +24,7 @@ _CONSOLIDATION = "zeroaccel.checkpoint.consolidate"
 
 _INIT = {
     "GatheredParameters": f"{_ZERO}:GatheredParameters",
-    "Init": f"{_SHARDING}:Init",
+    "Init": f"{_SHARDING}:DeepSpeedInit",
     "ZeroParamStatus": "zeroaccel.compat.parameters:ZeroParamStatus",
     "register_external_parameter": f"{_ZERO}:register_external_parameter",
 }

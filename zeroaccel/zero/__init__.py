@@ -46,11 +46,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "GatheredParameters": "gathered",
-    "Init": "init",
-    "load_safetensors": "stream",
-    "register_external_parameter": "gathered",
-    **{name: "parameter_access" for name in __all__ if name.startswith("safe_")},
+    "GatheredParameters": "access.full_params",
+    "Init": "access.deferred_init",
+    "load_safetensors": "access.load_safetensors",
+    "register_external_parameter": "access.full_params",
+    **{name: "access.safe_get_set" for name in __all__ if name.startswith("safe_")},
 }
 
 
