@@ -37,8 +37,8 @@ LAYERS = (
     ("errors", "logs", "templates"),
     ("config",),
     ("comm", "ops", "offload"),
-    ("optim",),
-    ("zero", "telemetry"),
+    ("optim", "telemetry"),
+    ("zero",),
     ("checkpoint",),
     ("(faces)",),  # every other module directly in zeroaccel/, and the package itself
     ("compat",),
@@ -68,6 +68,8 @@ ENVIRONMENT_READERS = {
 MAX_LINES = 600
 # Which files may be longer, and why.
 LONG_FILES = {
+    "zeroaccel/optim/lr_schedules.py": "the five schedules of the format and the base class that they are written on",
+    "zeroaccel/optim/optimizer_probe.py": "one experiment: the copies, and what is tried on them",
     "zeroaccel/zero/engine.py": "one class, which strings the parts together and has what people call",
     "zeroaccel/checkpoint/zero_to_fp32.py": "a whole program, copied beside checkpoints; it may import no other file",
 }
