@@ -84,7 +84,7 @@ class FlatBuffer:
             parameters it is `shard` (or `full`) itself, if both live in one memory. None for frozen parameters,
             without an optimizer, and where masters are in a tier.
         master_is_replicated: whether `master` has all N elements on every rank.
-        refuses_writes: sharded parameters say so when they are written; see [Note: sharded face]. Not while models are
+        refuses_writes: writes to sharded parameters are errors; see [Note: sharded parameters]. Not while models are
             built, when constructors may come back to them.
         versions: torch's counters of in-place writes to the parameters, for those writes that are known of.
     """

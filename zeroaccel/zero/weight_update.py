@@ -87,7 +87,7 @@ class WeightUpdate:
             self._seen_a_step = True
             return None
         agree()
-        order = [held.buffer for held in self._reducer.gradients if not self._reducer.comes_twice(held)]
+        order = [held.buffer for held in self._reducer.gradients if not self._reducer.accumulates_twice(held)]
         self._beside.begin(order, 1.0)
         return self._beside.add
 

@@ -110,7 +110,7 @@ class GatheredParameters:
             view = place.buffer.view(place.index).detach()
             keeper.collectives.broadcast(view.view(-1), self._rank, f"new values of {place.slot.fqn}")
             store(place, self._masters.get(id(place)))
-            keeper.prints.renew(place.buffer, place.index)
+            keeper.prints.refresh(place.buffer, place.index)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -128,13 +128,13 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 @contextmanager
-def gathered(keeper: ParamRegistry, residency: ParamCoordinator, budget: int | None) -> Iterator[None]:
+def gathered(keeper: ParamRegistry, coordinator: ParamCoordinator, budget: int | None) -> Iterator[None]:
     """See `Engine.gathered`."""
     collectives = keeper.collectives
     with agreed(collectives, "engine.gathered: budget"):
         if budget is not None and (type(budget) is not int or budget < 0):
             raise UsageError("engine.gathered(budget)", expected="a number of bytes, or None", got=budget)
-        if residency.requests is not None:
+        if coordinator.on_demand is not None:
             raise UsageError("engine.gathered()", expected="not to be nested")
     budgets = collectives.gather_objects(budget, "engine.gathered: budget")
     if len(set(budgets)) > 1:
@@ -142,13 +142,13 @@ def gathered(keeper: ParamRegistry, residency: ParamCoordinator, budget: int | N
     travelling = [unit for unit in keeper.units if not unit.resident]
     kept = _that_fit(travelling, budget)
     keeper.hold(kept)
-    residency.end_step()  # what is whole on some ranks only would be asked for by the others alone
-    residency.requests = requests = OnDemandUnshard(travelling, collectives)
+    coordinator.end_step()  # what is whole on some ranks only would be asked for by the others alone
+    coordinator.on_demand = on_demand = OnDemandUnshard(travelling, collectives)
     try:
         yield
     finally:
-        requests.serve()
-        residency.requests = None
+        on_demand.finish()
+        coordinator.on_demand = None
         keeper.release(kept)
 
 
