@@ -63,18 +63,18 @@ from zeroaccel.zero.build import (
     plan_units,
     warn_unoptimized,
 )
-from zeroaccel.zero.config_check import addressed
 from zeroaccel.zero.from_config import (
     DTYPES,
+    addressed,
     buffer_dtypes_of,
     engine_settings_of,
+    facts_from_model,
     loss_scale_of,
     placement_of,
     unit_specs_of,
 )
-from zeroaccel.zero.hidden_size import facts_from_model
 from zeroaccel.zero.hybrid_step import check_update_time, share_updates
-from zeroaccel.zero.module_buffers import broadcast_buffers, cast_buffers
+from zeroaccel.zero.precision import broadcast_buffers, cast_buffers
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
 from zeroaccel.zero.storage.placement import OffloadRules, TierSet
 
