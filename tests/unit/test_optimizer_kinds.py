@@ -45,7 +45,7 @@ from tests.unit.written_optimizers import (
     Written,
 )
 from zeroaccel.errors import ConfigError
-from zeroaccel.ops.adam import Adam
+from zeroaccel.ops.elementwise import Adam
 from zeroaccel.optim import optimizer_copy
 from zeroaccel.optim.optimizer_copy import OptimizerCopy, element_states, isolated, renew_state
 from zeroaccel.optim.optimizer_kinds import OptimizerKind, classify, has_stepped

@@ -1,4 +1,4 @@
-"""Which parameters Muon steps as matrices, and which its AdamW: param groups for `ops.muon`.
+"""Which parameters Muon steps as matrices, and which its AdamW: param groups for `ops.tensorwise`.
 
 By the flags that users of DeepSpeed set on parameters, and without one by what the model tells of its embeddings and
 heads. Reads only; builds no optimizer.

@@ -13,9 +13,8 @@ import torch
 from torch.optim import Optimizer
 
 from zeroaccel.errors import ConfigError, UsageError
-from zeroaccel.ops.lamb import Lamb
-from zeroaccel.ops.muon import Muon
 from zeroaccel.ops.shard_step import ShardStep
+from zeroaccel.ops.tensorwise import Lamb, Muon
 from zeroaccel.optim.optimizer_copy import element_states, has_stepped, renew_state
 from zeroaccel.optim.optimizer_probe import try_out
 

@@ -1,7 +1,7 @@
 """The global gradient norm, the overflow check and the clipping factor, with two small collectives a step.
 
 The norm is a sum over all elements on all ranks, and a floating-point sum depends on its order. So squares are added
-as integers (`ops/norms.py`): the result is the same bits for every layout, world size and stage.
+as integers (`ops/reductions.py`): the result is the same bits for every layout, world size and stage.
 
 The first of the two also carries what ranks have to agree on before an update, as numbers that sum it up.
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.ops.norms import max_abs, norm_exponent, norm_from, square_sums
+from zeroaccel.ops.reductions import max_abs, norm_exponent, norm_from, square_sums
 
 __all__ = ["GradStats", "clip_factor", "examine"]
 
