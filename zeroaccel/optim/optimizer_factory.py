@@ -13,12 +13,8 @@ from torch.optim import Optimizer
 
 from zeroaccel.errors import ConfigError
 from zeroaccel.logs import logger
-from zeroaccel.ops.adagrad import Adagrad
-from zeroaccel.ops.adam import Adam
-from zeroaccel.ops.lamb import Lamb
-from zeroaccel.ops.lion import Lion
-from zeroaccel.ops.muon import Muon
-from zeroaccel.ops.sgd import SGD
+from zeroaccel.ops.elementwise import SGD, Adagrad, Adam, Lion
+from zeroaccel.ops.tensorwise import Lamb, Muon
 
 __all__ = ["MUON_SETTINGS", "build_optimizer", "known_optimizers", "muon_groups"]
 
@@ -163,7 +159,7 @@ def build_optimizer(
     Adam, AdamW, Lion, Adagrad and SGD (any case) have kernels of their own that update, unscale, clip and round in
     one pass; `moments_dtype` ("fp32", "bf16", "int8"; not of SGD) is theirs alone; `torch_adam: true` takes torch's.
     "Adam" means decoupled weight decay unless `adam_w_mode` is false, as in DeepSpeed. Lamb and Muon (any case) are
-    `ops.lamb` and `ops.muon`, on whole tensors. Any other `torch.optim` class goes by its exact name, and each of them
+    `ops.tensorwise`, on whole tensors. Any other `torch.optim` class goes by its exact name, and each of them
     by "torch.optim." before it.
 
     Args:

@@ -343,7 +343,7 @@ class Engine(GradientAccess, StateOffload, nn.Module):
 
     def _note(self, phase: str) -> None:
         """For the message of whoever has to wait for this rank."""
-        self.collectives.journal.phase, self.collectives.journal.step = phase, self.global_steps
+        self.collectives.flight_recorder.phase, self.collectives.flight_recorder.step = phase, self.global_steps
 
     def _check_usable(self) -> None:
         if self._destroyed:
