@@ -10,7 +10,7 @@ import os
 from datetime import timedelta
 from pathlib import Path
 
-from zeroaccel.config.variables import check_variables
+from zeroaccel.config.launch.launch_sources import check_variables
 from zeroaccel.errors import ConfigError
 
 __all__ = [

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 
 from torch.optim import Optimizer, lr_scheduler
 
-from zeroaccel.config.problems import closest
+from zeroaccel.config.diagnostics import closest
 from zeroaccel.errors import ConfigError, UsageError, ZeroAccelError
 from zeroaccel.logs import log_once
 from zeroaccel.optim.lr_groups import GroupSchedule, ParamGroups, address, flag, number, whole
