@@ -13,10 +13,11 @@ import click
 
 from zeroaccel.checkpoint.find import checkpoint_folders, find_checkpoint
 from zeroaccel.checkpoint.formats.deepspeed_checkpoint import is_deepspeed_checkpoint, open_deepspeed_checkpoint
-from zeroaccel.checkpoint.manifest import ITEMSIZE, LATEST_NAME, MANIFEST_NAME, Manifest, read_latest, read_manifest
+from zeroaccel.checkpoint.manifest import LATEST_NAME, MANIFEST_NAME, Manifest, read_latest, read_manifest
 from zeroaccel.checkpoint.rank_file import RankFileReader
 from zeroaccel.checkpoint.reshard import reshard
 from zeroaccel.errors import CheckpointError, UsageError
+from zeroaccel.zero.access.safetensors_file import ITEMSIZE
 
 __all__ = ["checkpoint"]
 

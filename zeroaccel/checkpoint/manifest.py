@@ -19,10 +19,10 @@ from typing import Any
 from zeroaccel.checkpoint.atomic_write import write_durably
 from zeroaccel.config.bounds import MOST_LEVELS, levels_of, read_at_most
 from zeroaccel.errors import CheckpointError
+from zeroaccel.zero.access.safetensors_file import ITEMSIZE
 
 __all__ = [
     "FORMAT",
-    "ITEMSIZE",
     "LATEST_NAME",
     "MANIFEST_NAME",
     "VERSION",
@@ -43,11 +43,6 @@ __all__ = [
 FORMAT = "zeroaccel"
 VERSION = 1
 MANIFEST_NAME = "manifest.json"
-ITEMSIZE: Mapping[str, int] = {
-    **{"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2},
-    **{"I32": 4, "U32": 4, "F32": 4, "C64": 8, "F64": 8, "I64": 8, "U64": 8},
-}
-"""Bytes per element of safetensors' dtypes."""
 
 _MOST_NBYTES = 1 << 30
 _MOST_DIMS = 64

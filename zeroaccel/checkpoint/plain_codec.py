@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zeroaccel.checkpoint.dtypes import dtype_name, dtype_of
 from zeroaccel.errors import CheckpointError, UsageError
+from zeroaccel.zero.access.safetensors_file import dtype_name, dtype_of
 
 __all__ = ["decode", "encode", "random_state", "restore_random_state"]
 

@@ -18,13 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroaccel.checkpoint.dtypes import dtype_of
+from zeroaccel.checkpoint.compatibility import optimizer_of_states
 from zeroaccel.checkpoint.find import DCP_METADATA_NAME
 from zeroaccel.checkpoint.formats.pickle_machine import Attributed
 from zeroaccel.checkpoint.formats.torch_file import TorchFile
 from zeroaccel.checkpoint.formats.torch_pickle import DtypeName, StoredTensor, load_pickle
 from zeroaccel.checkpoint.manifest import (
-    ITEMSIZE,
     FileRecord,
     Manifest,
     ParameterRecord,
@@ -34,10 +33,11 @@ from zeroaccel.checkpoint.manifest import (
     read_latest,
 )
 from zeroaccel.checkpoint.plain_codec import encode
-from zeroaccel.checkpoint.reshard import write_again
-from zeroaccel.checkpoint.tensor_store import TorchStore, optimizer_of_states
+from zeroaccel.checkpoint.reshard import rewrite
+from zeroaccel.checkpoint.tensor_store import TorchStore
 from zeroaccel.config.bounds import read_at_most
 from zeroaccel.errors import CheckpointError, UsageError
+from zeroaccel.zero.access.safetensors_file import ITEMSIZE, dtype_of
 
 __all__ = ["DcpFolder", "dcp_errors", "find_dcp", "import_dcp", "open_dcp"]
 
@@ -55,7 +55,6 @@ _CLASSES = (
     "_MEM_FORMAT_ENCODING",
 )
 _MODULE = "torch.distributed.checkpoint.metadata"
-_DTYPES = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "uint16": "U16", "uint32": "U32", "uint64": "U64"}
 
 
 class _Record(Attributed):
@@ -209,7 +208,7 @@ def _admitted() -> dict[str, Any]:
     made["torch.serialization._get_layout"] = _path
     made |= {f"pathlib.{name}": _path for name in ("PosixPath", "WindowsPath", "PurePosixPath", "Path")}
     made |= {f"pathlib._local.{name}": _path for name in ("PosixPath", "WindowsPath", "PurePosixPath", "Path")}
-    return made | {f"torch.{name}": DtypeName(dtype) for name, dtype in _DTYPES.items()}
+    return made
 
 
 def _record_of(name: str) -> Callable[..., _Record]:
@@ -305,7 +304,7 @@ def import_dcp(
     if unknown:
         raise UsageError(f"{folder}: ties and buffers", expected="names of its model", got=", ".join(unknown))
     renamed = Manifest(**{**vars(store.manifest), "tag": tag})
-    return write_again(renamed, store.torch_files, out, world_size)
+    return rewrite(renamed, store.torch_files, out, world_size)
 
 
 class _DcpReader:

@@ -35,9 +35,10 @@ from zeroaccel.checkpoint.formats.deepspeed_partitioned import (
 from zeroaccel.checkpoint.formats.deepspeed_unpartitioned import name_positions, read_universal, read_unsharded
 from zeroaccel.checkpoint.formats.torch_file import TorchFile
 from zeroaccel.checkpoint.formats.torch_pickle import StandIn, StoredTensor
-from zeroaccel.checkpoint.manifest import ITEMSIZE, MANIFEST_NAME, TensorRecord, check_tag, read_latest
+from zeroaccel.checkpoint.manifest import MANIFEST_NAME, TensorRecord, check_tag, read_latest
 from zeroaccel.checkpoint.zero_to_fp32 import ConversionError, Source, Weight, read_source
 from zeroaccel.errors import CheckpointError
+from zeroaccel.zero.access.safetensors_file import ITEMSIZE
 
 __all__ = [
     "CheckpointFiles",

@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 
 from zeroaccel.checkpoint.formats.torch_file import TorchFile
 from zeroaccel.checkpoint.formats.torch_pickle import StoredTensor
-from zeroaccel.checkpoint.manifest import ITEMSIZE, Piece, TensorRecord
+from zeroaccel.checkpoint.manifest import Piece, TensorRecord
 from zeroaccel.errors import CheckpointError
+from zeroaccel.zero.access.safetensors_file import ITEMSIZE
 
 __all__ = [
     "DeepSpeedContents",

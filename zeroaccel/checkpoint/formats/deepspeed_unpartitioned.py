@@ -31,8 +31,9 @@ from zeroaccel.checkpoint.formats.deepspeed_partitioned import (
 )
 from zeroaccel.checkpoint.formats.torch_file import TorchFile
 from zeroaccel.checkpoint.formats.torch_pickle import StoredTensor
-from zeroaccel.checkpoint.manifest import ITEMSIZE, TensorRecord
+from zeroaccel.checkpoint.manifest import TensorRecord
 from zeroaccel.errors import CheckpointError
+from zeroaccel.zero.access.safetensors_file import ITEMSIZE
 
 __all__ = ["name_positions", "read_universal", "read_unsharded"]
 

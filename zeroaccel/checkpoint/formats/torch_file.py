@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroaccel.checkpoint.formats.torch_pickle import StoredTensor, load_pickle
-from zeroaccel.checkpoint.manifest import ITEMSIZE
 from zeroaccel.errors import CheckpointError
+from zeroaccel.zero.access.safetensors_file import ITEMSIZE, pread_into
 
 __all__ = ["TorchFile"]
 
@@ -200,15 +200,11 @@ class TorchFile:
         data = np.empty(nbytes, np.uint8)
         try:
             with self.path.open("rb", buffering=0) as file:  # opened anew: there can be thousands of files
-                file.seek(start)
-                view, done = data.data, 0
-                while done < nbytes:
-                    count = file.readinto(view[done:])
-                    if not count:
-                        raise CheckpointError(f"{self.path}: ends at byte {start + done}", expected=f"{start + nbytes}")
-                    done += count
+                count = pread_into(file.fileno(), data.data, start)
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read ({error.strerror})") from error
+        if count < nbytes:
+            raise CheckpointError(f"{self.path}: ends at byte {start + count}", expected=f"{start + nbytes}")
         return data
 
     def _check(self, start: int) -> None:

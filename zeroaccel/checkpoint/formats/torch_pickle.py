@@ -16,6 +16,7 @@ from typing import Any
 
 from zeroaccel.checkpoint.formats.pickle_machine import Admitted, Attributed, PickleMachine
 from zeroaccel.errors import CheckpointError
+from zeroaccel.zero.access.safetensors_file import TORCH_NAMES
 
 __all__ = ["DtypeName", "StandIn", "StoredTensor", "load_pickle"]
 
@@ -98,19 +99,6 @@ _STORAGES: Mapping[str, str] = {
     "LongStorage": "I64",
     "ComplexFloatStorage": "C64",
 }
-_DTYPES: Mapping[str, str] = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "int16": "I16",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int32": "I32",
-    "float32": "F32",
-    "float64": "F64",
-    "int64": "I64",
-    "complex64": "C64",
-}
 _STAND_INS = frozenset(
     {
         "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -173,7 +161,7 @@ class _Restricted:
             **{name: _Type(name) for name in ("torch.Tensor", "torch.nn.parameter.Parameter")},
             "torch.storage.UntypedStorage": _Storage("U8"),
             **{f"torch.{name}": _Storage(dtype) for name, dtype in _STORAGES.items()},
-            **{f"torch.{name}": DtypeName(dtype) for name, dtype in _DTYPES.items()},
+            **{f"torch.{name}": DtypeName(dtype) for dtype, name in TORCH_NAMES.items()},
             **{name: Admitted(name, make) if callable(make) else make for name, make in also.items()},
         }
 
