@@ -131,7 +131,7 @@ sys.path.insert(0, {root!r})
 from pathlib import Path
 from tests.multi.checkpoint_runs import make_engine, train
 from tests.multi.training import batches
-from zeroaccel.checkpoint import write
+from zeroaccel.checkpoint import rank_file_writer as write
 copy = write.RankFileWriter._copy
 def slow(self):
     time.sleep(1.0)
@@ -160,7 +160,7 @@ import os, sys, time
 sys.path.insert(0, {root!r})
 from tests.multi.checkpoint_runs import make_engine, train
 from tests.multi.training import batches
-from zeroaccel.checkpoint import write
+from zeroaccel.checkpoint import rank_file_writer as write
 def dying(self):
     time.sleep(0.5)
     os.kill(os.getpid(), 9)

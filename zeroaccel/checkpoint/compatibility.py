@@ -29,17 +29,17 @@ class CheckpointMisfit(CheckpointError):
     """A sound checkpoint, of another model or optimizer: no older one would do either."""
 
 
-def check_model(holdings: EngineState, manifest: Manifest, where: str, *, strict: bool) -> None:
+def check_model(engine_state: EngineState, manifest: Manifest, where: str, *, strict: bool) -> None:
     """Raises CheckpointMisfit unless the names and shapes of parameters and buffers agree.
 
     Args:
         where: the checkpoint, for the message.
         strict: False lets names be missing on either side; shapes must agree all the same.
     """
-    model = {slot.fqn: slot.shape for buffer in holdings.buffers() for slot in buffer.layout.slots}
+    model = {slot.fqn: slot.shape for buffer in engine_state.buffers() for slot in buffer.layout.slots}
     saved_names = {fqn: manifest.canonical(fqn) for fqn in model}
     used = {name for name in saved_names.values() if name is not None}
-    buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(holdings.model)}
+    buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(engine_state.model)}
     shapes = [
         f"{fqn}: {tuple(manifest.parameters[name].shape)} in the checkpoint, {model[fqn]} in the model"
         for fqn, name in saved_names.items()

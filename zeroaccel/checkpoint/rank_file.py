@@ -123,7 +123,7 @@ class ReadRequest:
 
 
 class CheckedFile(Protocol):
-    """A file of a checkpoint, whoever wrote it; every byte `read` delivers has been compared with a checksum."""
+    """A file of a checkpoint of any format; every byte `read` delivers has been compared with a checksum."""
 
     read_nbytes: int
 
@@ -211,7 +211,7 @@ class RankFileReader:
 
     def _read_header(self) -> tuple[int, dict[str, Any]]:
         """(first byte of the data, name -> entry)."""
-        # Whole blocks, since only those can be checked: the first has the header's length, the rest follow from it.
+        # Complete blocks, since only those can be checked: the first has the header's length, the rest follow from it.
         first = self._checked(0, min(BLOCK_NBYTES, self._end))
         start = 8 + int.from_bytes(first[:8].tobytes(), "little")
         if not 8 < start <= min(self._end, _MOST_HEADER_NBYTES):

@@ -51,7 +51,7 @@ _PICKLES = (".bin", ".pt", ".pth")
 _STEMS = {".safetensors": "model", ".bin": "pytorch_model"}
 
 
-def save_weights(path: Path, holdings: EngineState, collectives: Collectives, *, exclude_frozen: bool) -> None:
+def save_weights(path: Path, engine_state: EngineState, collectives: Collectives, *, exclude_frozen: bool) -> None:
     """Writes all parameters and persistent buffers to `path`, on rank 0. (all ranks)
 
     Args:
@@ -64,13 +64,13 @@ def save_weights(path: Path, holdings: EngineState, collectives: Collectives, *,
 
     def open_writer() -> PickledWeights | StreamedWeights:
         if path.suffix in _PICKLES:
-            return PickledWeights(path, holdings.model)
+            return PickledWeights(path, engine_state.model)
         if path.suffix != ".safetensors":
             raise CheckpointError(f"{path}", expected="a name ending in .safetensors, .bin, .pt or .pth")
-        tensors = list(tensor_specs(holdings, exclude_frozen=exclude_frozen))
-        return StreamedWeights(path, tensors, ties_of(holdings.model))
+        tensors = list(tensor_specs(engine_state, exclude_frozen=exclude_frozen))
+        return StreamedWeights(path, tensors, ties_of(engine_state.model))
 
-    stream_into(path.parent, open_writer, holdings, collectives, exclude_frozen=exclude_frozen)
+    stream_into(path.parent, open_writer, engine_state, collectives, exclude_frozen=exclude_frozen)
 
 
 class WeightsWriter(Protocol):
@@ -89,7 +89,7 @@ class WeightsWriter(Protocol):
 def stream_into(
     folder: Path,
     open_writer: Callable[[], WeightsWriter],
-    holdings: EngineState,
+    engine_state: EngineState,
     collectives: Collectives,
     *,
     exclude_frozen: bool,
@@ -104,11 +104,11 @@ def stream_into(
     """
     writer: WeightsWriter | None = None
     with agreed(collectives, f"save {folder.name}: folder"), _named_errors(folder):
-        if holdings.rank == 0:
+        if engine_state.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             writer = open_writer()
     error: Exception | None = None
-    for name, value in _streamed(holdings, exclude_frozen=exclude_frozen):
+    for name, value in _streamed(engine_state, exclude_frozen=exclude_frozen):
         try:
             if writer is not None and error is None:
                 writer.add(name, value)
@@ -139,7 +139,7 @@ def _named_errors(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def consolidated_state_dict(holdings: EngineState, *, exclude_frozen: bool) -> dict[str, Tensor] | None:
+def consolidated_state_dict(engine_state: EngineState, *, exclude_frozen: bool) -> dict[str, Tensor] | None:
     """All parameters and persistent buffers in host memory, in the order of the model's own state dict. (all ranks)
 
     Returns:
@@ -147,19 +147,19 @@ def consolidated_state_dict(holdings: EngineState, *, exclude_frozen: bool) -> d
         the others, which take part in all-gathering one unit at a time.
     """
     tensors: dict[str, Tensor] = {}
-    for name, value in _streamed(holdings, exclude_frozen=exclude_frozen):
-        if holdings.rank == 0:
+    for name, value in _streamed(engine_state, exclude_frozen=exclude_frozen):
+        if engine_state.rank == 0:
             tensors[name] = value.to("cpu", copy=True)
-    return _with_ties(tensors, holdings.model) if holdings.rank == 0 else None
+    return _with_ties(tensors, engine_state.model) if engine_state.rank == 0 else None
 
 
-def placeholder_state_dict(holdings: EngineState, *, exclude_frozen: bool) -> dict[str, Tensor]:
+def placeholder_state_dict(engine_state: EngineState, *, exclude_frozen: bool) -> dict[str, Tensor]:
     """What `consolidated_state_dict` returns on rank 0, on the meta device: names, shapes and dtypes, no values."""
     tensors = {
         name: torch.empty(shape, dtype=dtype, device="meta")
-        for name, dtype, shape in tensor_specs(holdings, exclude_frozen=exclude_frozen)
+        for name, dtype, shape in tensor_specs(engine_state, exclude_frozen=exclude_frozen)
     }
-    return _with_ties(tensors, holdings.model)
+    return _with_ties(tensors, engine_state.model)
 
 
 def _with_ties(tensors: dict[str, Tensor], model: torch.nn.Module) -> dict[str, Tensor]:
@@ -169,11 +169,11 @@ def _with_ties(tensors: dict[str, Tensor], model: torch.nn.Module) -> dict[str, 
     return {name: named[name] for name in _state_dict_names(model) if name in named}
 
 
-def _streamed(holdings: EngineState, *, exclude_frozen: bool) -> Iterator[tuple[str, Tensor]]:
+def _streamed(engine_state: EngineState, *, exclude_frozen: bool) -> Iterator[tuple[str, Tensor]]:
     """(name, full value), by descending item size; a unit is unsharded while its own are yielded. (all ranks)"""
     # Largest items first, so that in a safetensors file without gaps every tensor is aligned to its item size.
     for itemsize in (8, 4, 2, 1):
-        for unit in holdings.units:
+        for unit in engine_state.units:
             buffers = [buffer for buffer in unit.buffers if buffer.dtype.itemsize == itemsize]
             if buffers:
                 was_sharded = unit.state is ShardState.SHARDED
@@ -185,21 +185,21 @@ def _streamed(holdings: EngineState, *, exclude_frozen: bool) -> Iterator[tuple[
                             yield slot.fqn, buffer.view(index).detach()
                 if was_sharded:
                     unit.reshard()
-        for name, value in persistent_buffers(holdings.model):
+        for name, value in persistent_buffers(engine_state.model):
             if value.dtype.itemsize == itemsize:
                 yield name, value.detach()
 
 
-def tensor_specs(holdings: EngineState, *, exclude_frozen: bool) -> Iterator[TensorSpec]:
+def tensor_specs(engine_state: EngineState, *, exclude_frozen: bool) -> Iterator[TensorSpec]:
     """Name, dtype and shape of what `_streamed` yields, in its order; nothing is gathered."""
-    buffers: list[FlatBuffer] = list(holdings.buffers())
+    buffers: list[FlatBuffer] = list(engine_state.buffers())
     for itemsize in (8, 4, 2, 1):
         for buffer in buffers:
             if buffer.dtype.itemsize == itemsize:
                 for slot, param in zip(buffer.layout.slots, buffer.params, strict=True):
                     if not (exclude_frozen and not param.requires_grad):
                         yield slot.fqn, buffer.dtype, slot.shape
-        for name, value in persistent_buffers(holdings.model):
+        for name, value in persistent_buffers(engine_state.model):
             if value.dtype.itemsize == itemsize:
                 yield name, value.dtype, tuple(value.shape)
 
@@ -324,7 +324,7 @@ def plan_files(tensors: Sequence[TensorSpec], max_nbytes: int, suffix: str) -> l
 
 def save_model_files(
     folder: Path,
-    holdings: EngineState,
+    engine_state: EngineState,
     collectives: Collectives,
     *,
     max_nbytes: int,
@@ -344,11 +344,11 @@ def save_model_files(
         CheckpointError: the folder cannot be written; on every rank.
     """
     suffix = ".bin" if pickled else ".safetensors"
-    files = plan_files(list(tensor_specs(holdings, exclude_frozen=exclude_frozen)), max_nbytes, suffix)
+    files = plan_files(list(tensor_specs(engine_state, exclude_frozen=exclude_frozen)), max_nbytes, suffix)
     stream_into(
         folder,
-        lambda: _ShardedWeights(folder, files, holdings, pickled=pickled),
-        holdings,
+        lambda: _ShardedWeights(folder, files, engine_state, pickled=pickled),
+        engine_state,
         collectives,
         exclude_frozen=exclude_frozen,
     )
@@ -359,9 +359,9 @@ def save_model_files(
 class _ShardedWeights:
     """Opens the files one after the other, as their tensors come."""
 
-    def __init__(self, folder: Path, files: Sequence[ModelFile], holdings: EngineState, *, pickled: bool) -> None:
-        self._folder, self._files, self._holdings, self._pickled = folder, files, holdings, pickled
-        self._ties = ties_of(holdings.model)
+    def __init__(self, folder: Path, files: Sequence[ModelFile], engine_state: EngineState, *, pickled: bool) -> None:
+        self._folder, self._files, self._holdings, self._pickled = folder, files, engine_state, pickled
+        self._ties = ties_of(engine_state.model)
         self._open: PickledWeights | StreamedWeights | None = None
         self._num_written = 0
         self._num_missing = 0  # tensors that the open file still waits for
