@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from zeroaccel.cli import launch as launch_module
-from zeroaccel.cli import plan as plan_module
+from zeroaccel.cli.launch import launch_command as launch_module
+from zeroaccel.cli.launch import launch_plan as plan_module
 from zeroaccel.cli.machine import Device, Disk
 from zeroaccel.cli.main import main
 from zeroaccel.offload import file_io as folder_module

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 
-from zeroaccel.config.variables import check_variables
+from zeroaccel.config.launch.launch_sources import check_variables
 from zeroaccel.errors import ConfigError
 
 __all__ = [

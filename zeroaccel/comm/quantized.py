@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zeroaccel.config.traffic_formulas import INT4_BLOCK_NUMEL, INT8_BLOCK_NUMEL, code_nbytes
+from zeroaccel.config.comm_plan import INT4_BLOCK_NUMEL, INT8_BLOCK_NUMEL, code_nbytes
 from zeroaccel.ops import kernels
 from zeroaccel.ops.dispatch import borrowed_array, in_spans
 

@@ -23,11 +23,11 @@ from zeroaccel.errors import ConfigError, UsageError, listed
 from zeroaccel.logs import logger
 from zeroaccel.optim.rank_facts import SAME_OPTIMIZER, difference
 from zeroaccel.zero.access.param_registry import ParamHandle, place_of
-from zeroaccel.zero.dtensor import check_split, is_split, local
 from zeroaccel.zero.layout import FlatLayout, OwnerLoads
-from zeroaccel.zero.module_buffers import forget_cast
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit, Places
+from zeroaccel.zero.precision import forget_cast
 from zeroaccel.zero.storage.copy_stream import CopyStream
+from zeroaccel.zero.tensor_subclasses import check_split, is_split, local
 from zeroaccel.zero.wrap_policy import UnitSpec
 
 __all__ = [

@@ -12,10 +12,9 @@ from typing import Protocol, cast
 from zeroaccel.comm.agree import disagreement_report
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import CollectiveError, EngineStateError
-from zeroaccel.optim.hyperparameter_check import HyperparameterCheck
+from zeroaccel.optim.rank_facts import HyperparameterCheck
 from zeroaccel.zero.coordinator import ParamCoordinator
-from zeroaccel.zero.grad_norm import GradStats, examine
-from zeroaccel.zero.grad_reducer import GradReducer
+from zeroaccel.zero.grad_reducer import GradReducer, GradStats, examine
 from zeroaccel.zero.precision import LossScale
 from zeroaccel.zero.weight_update import WeightUpdate
 

@@ -23,11 +23,10 @@ from zeroaccel.comm.agree import agree_or_raise
 from zeroaccel.comm.collectives import Collectives, Work
 from zeroaccel.comm.quantized import INT8, dequantize, quantize
 from zeroaccel.errors import OffloadError, ShardStateError
-from zeroaccel.zero.dtensor import is_split, local, set_local
 from zeroaccel.zero.layout import FlatLayout
-from zeroaccel.zero.sharded_parameter import as_ordinary, as_sharded
 from zeroaccel.zero.storage.copy_stream import CopyStream
 from zeroaccel.zero.storage.nvme_shard import NvmeShard
+from zeroaccel.zero.tensor_subclasses import as_ordinary, as_sharded, is_split, local, set_local
 
 __all__ = ["FlatBuffer", "ParamUnit", "Places", "ShardState"]
 
