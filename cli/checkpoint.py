@@ -22,10 +22,7 @@ from zeroaccel.checkpoint.rank_file import RankFileReader
 from zeroaccel.checkpoint.reshard import reshard
 from zeroaccel.errors import CheckpointError, UsageError
 
-__all__ = [
-    "checkpoint",
-    "zero_to_fp32",
-]
+__all__ = ["checkpoint", "zero_to_fp32"]
 
 
 _FOLDER = click.Path(path_type=Path)
