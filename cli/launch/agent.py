@@ -35,8 +35,8 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
 import zeroaccel
-from zeroaccel.comm.environment import limit_seconds
-from zeroaccel.comm.preflight_rendezvous import NodeInfo, PreflightRendezvous, meet
+from zeroaccel.comm.environment import timeout_seconds
+from zeroaccel.comm.preflight_rendezvous import NodeInfo, PreflightRendezvous, rendezvous
 from zeroaccel.config.launch.launch_settings import LaunchSettings, Streams
 from zeroaccel.errors import CollectiveError, ConfigError
 
@@ -118,7 +118,7 @@ def meet_machines(
     if settings.num_machines == 1 or settings.machine_rank is None or settings.min_machines is not None:
         return None
     waits = settings.rdzv_conf.get("timeout") or settings.rdzv_conf.get("join_timeout") or _TORCH_WAITS
-    return meet(
+    return rendezvous(
         (plan.host, plan.port),
         settings.machine,
         settings.num_machines,
@@ -266,7 +266,7 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
     )
     if settings.max_restarts:
         _renew_stores()
-    watch = ProcessWatch(limit_seconds(settings.timeout), plan.port, settings.monitor_interval, log)
+    watch = ProcessWatch(timeout_seconds(settings.timeout), plan.port, settings.monitor_interval, log)
     with stop_signals, _agent_log(settings), _processes_end_in_time(), watch:
         try:
             meeting = meet_machines(plan, log, arrival_seconds)  # its store lives until the ranks have theirs

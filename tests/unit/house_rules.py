@@ -37,8 +37,8 @@ LAYERS = (
     ("errors", "logs", "templates"),
     ("config",),
     ("comm", "ops", "offload"),
-    ("optim",),
-    ("zero", "telemetry"),
+    ("optim", "telemetry"),
+    ("zero",),
     ("checkpoint",),
     ("(faces)",),  # every other module directly in zeroaccel/, and the package itself
     ("compat",),
