@@ -25,10 +25,9 @@ from zeroaccel.activations import Recomputation
 from zeroaccel.checkpoint.checkpointer import Checkpointer, CheckpointSettings
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.comm.cores import core_set, fair_threads, usable_cores
-from zeroaccel.comm.device_mesh import data_cells, shard_size_of
-from zeroaccel.comm.environment import check_own_variables, threads_are_said
+from zeroaccel.comm.environment import check_own_variables, core_set, fair_threads, omp_threads_chosen, usable_cores
 from zeroaccel.comm.hierarchical import arrange
+from zeroaccel.comm.mesh_layout import data_groups, shard_size_of
 from zeroaccel.comm.topology import Topology, init_process_group
 from zeroaccel.config import (
     BatchSizes,
@@ -170,7 +169,7 @@ def initialize(
         f"optimizer_kind={job.declared_kind!r}",
     ]
     check_same(model, placement, lines, facts, ranks.collectives)
-    collectives = arrange(ranks.collectives, communication, ranks.cells)
+    collectives = arrange(ranks.collectives, communication, ranks.mesh_groups)
     if job.optimizer is not None and OptimizerKind.COUPLED in kinds and job.plan.optimizer:
         _bind_reductions(job.optimizer, collectives)
 
@@ -224,13 +223,13 @@ class _Ranks:
     """The processes of a job.
 
     Attributes:
-        cells: of a mesh: the groups of ranks that see different samples; None where all ranks do.
+        mesh_groups: of a mesh: the groups of ranks that see different samples; None where all ranks do.
         world_size: ranks that see different samples.
     """
 
     topology: Topology
     collectives: Collectives
-    cells: tuple[tuple[int, ...], ...] | None
+    mesh_groups: tuple[tuple[int, ...], ...] | None
     world_size: int
 
     def fact(self, mesh: DeviceMesh | None) -> Fact[int]:
@@ -242,15 +241,16 @@ def _join_ranks(collectives: Collectives | None, mesh: DeviceMesh | None) -> _Ra
     topology = init_process_group()
     collectives = collectives or Collectives(topology)
     _divide_cores(topology, collectives)
-    cells = None if mesh is None else data_cells(mesh, collectives)
-    return _Ranks(topology, collectives, cells, collectives.world_size if cells is None else len(cells[0]))
+    mesh_groups = None if mesh is None else data_groups(mesh, collectives)
+    world_size = collectives.world_size if mesh_groups is None else len(mesh_groups[0])
+    return _Ranks(topology, collectives, mesh_groups, world_size)
 
 
 def _divide_cores(topology: Topology, collectives: Collectives) -> None:
     """Sets the kernels' threads to this rank's part of the machine's cores, unless the environment does. (all ranks)"""
     own = core_set()
     cores_of = collectives.gather_objects(own, "cores")
-    if threads_are_said() or collectives.world_size != topology.world_size:
+    if omp_threads_chosen() or collectives.world_size != topology.world_size:
         return
     node = next(node for node in topology.nodes if topology.rank in node)
     use_threads(fair_threads(usable_cores(), own, [cores_of[rank] for rank in node]))

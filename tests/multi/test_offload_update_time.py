@@ -17,7 +17,7 @@ import zeroaccel.zero
 from tests.multi.pool import Pool
 from tests.multi.training import ADAMW, SGD, Run, Toy, batches, config, differences, offloaded
 from zeroaccel.errors import EngineStateError, ZeroAccelError
-from zeroaccel.ops.adam import Adam
+from zeroaccel.ops.elementwise import Adam
 from zeroaccel.zero.engine import Engine
 
 Ranks = Callable[[int], Pool]

@@ -45,7 +45,7 @@ from tests.unit.written_optimizers import (
     Written,
 )
 from zeroaccel.errors import ConfigError
-from zeroaccel.ops.adam import Adam
+from zeroaccel.ops.elementwise import Adam
 from zeroaccel.optim import optimizer_probe
 from zeroaccel.optim.optimizer_kinds import OptimizerKind, classify, has_stepped
 from zeroaccel.optim.optimizer_probe import OptimizerCopy, element_states, isolated, renew_state

@@ -30,7 +30,7 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 
-from zeroaccel.config.problems import closest
+from zeroaccel.config.diagnostics import closest
 from zeroaccel.errors import CheckpointError, ConfigError, UsageError, ZeroAccelError
 from zeroaccel.logs import log_once
 

@@ -17,12 +17,8 @@ from torch.optim import Optimizer
 
 from zeroaccel.errors import ConfigError
 from zeroaccel.logs import logger
-from zeroaccel.ops.adagrad import Adagrad
-from zeroaccel.ops.adam import Adam
-from zeroaccel.ops.lamb import Lamb
-from zeroaccel.ops.lion import Lion
-from zeroaccel.ops.muon import Muon
-from zeroaccel.ops.sgd import SGD
+from zeroaccel.ops.elementwise import SGD, Adagrad, Adam, Lion
+from zeroaccel.ops.tensorwise import Lamb, Muon
 
 __all__ = ["MUON_SETTINGS", "build_optimizer", "known_optimizers", "muon_groups"]
 

@@ -23,9 +23,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroaccel.errors import ConfigError, UsageError
-from zeroaccel.ops.lamb import Lamb
-from zeroaccel.ops.muon import Muon
 from zeroaccel.ops.shard_step import ShardStep
+from zeroaccel.ops.tensorwise import Lamb, Muon
 from zeroaccel.optim.optimizer_probe import element_states, has_stepped, renew_state, try_out
 
 __all__ = [

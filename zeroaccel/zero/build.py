@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.comm.quantized import CODABLE
+from zeroaccel.comm.quantized import QUANTIZABLE
 from zeroaccel.config.shard_plan import ShardPlan
 from zeroaccel.errors import ConfigError, UsageError, listed
 from zeroaccel.logs import logger
@@ -57,7 +57,7 @@ class Placement:
         plan: what is sharded.
         groups: id(parameter) -> index of its param group; parameters not in it are not optimized.
         offloads_params: shards of parameters are not on the device, so that even one rank alone has shards.
-        packs_frozen: the shards of frozen parameters are stored as int8 codes.
+        quantized_frozen_weights: the shards of frozen parameters are stored as int8 codes.
         full_tensor_groups: indices of the param groups whose optimizer steps on full tensors.
     """
 
@@ -67,7 +67,7 @@ class Placement:
     plan: ShardPlan
     groups: Mapping[int, int]
     offloads_params: bool = False
-    packs_frozen: bool = False
+    quantized_frozen_weights: bool = False
     full_tensor_groups: frozenset[int] = frozenset()
 
     def param_dtype(self, fqn: str, param: nn.Parameter) -> torch.dtype:
@@ -380,7 +380,7 @@ def _build_unit(
             refuses_writes=True,
         )
         buffer.adopt(source, tiers.places(plan, collectives.shard_rank, replicated=not placement.plan.optimizer))
-        if placement.packs_frozen and not (plan.trainable or plan.resident) and plan.dtype in CODABLE:
+        if placement.quantized_frozen_weights and not (plan.trainable or plan.resident) and plan.dtype in QUANTIZABLE:
             buffer.pack()
         buffers.append(buffer)
     unit = ParamUnit(spec.name, spec.modules, buffers, collectives, tiers.copies)

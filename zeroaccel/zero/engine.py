@@ -413,10 +413,12 @@ class Engine(nn.Module):
         if self._step.grad_stats is not None:
             return self._step.grad_stats
         self._finish_reductions()
-        ranks, history = self.collectives, self.collectives.journal.digest()
+        ranks, history = self.collectives, self.collectives.flight_recorder.digest()
         shards = [(g.shard, g.buffer) for g in self.grad_reducer.gradients if g.shard is not None]
         # Gradients that several ranks hold, on replicas or along another axis of the mesh, enter the norm once.
-        counted = [shard for shard, buffer in shards if ranks.replica == 0 and (ranks.leads or buffer.is_split)]
+        counted = [
+            shard for shard, buffer in shards if ranks.replica == 0 and (ranks.is_first_data_group or buffer.is_split)
+        ]
         check = self._hyperparameters
         # Settings of an update during backward were compared before it began, and `apply` checks that they still hold.
         is_early = self.weight_update is not None and self.weight_update.is_early
@@ -554,7 +556,7 @@ class Engine(nn.Module):
 
     def _note_phase(self, phase: str) -> None:
         """For the message of a rank that waits for this one."""
-        self.collectives.journal.phase, self.collectives.journal.step = phase, self.global_steps
+        self.collectives.flight_recorder.phase, self.collectives.flight_recorder.step = phase, self.global_steps
 
     def _check_usable(self) -> None:
         if self._destroyed:

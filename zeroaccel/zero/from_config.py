@@ -122,7 +122,7 @@ def placement_of(
     """
     fp32 = kept_in_fp32(model, settings.data_types.keep_in_fp32_modules)
     offloads_params = residences.param != "device"
-    packs_frozen = plan.params and settings.zero_optimization.zero_quantized_nontrainable_weights
+    quantized_frozen_weights = plan.params and settings.zero_optimization.zero_quantized_nontrainable_weights
     return Placement(
         DTYPES[settings.precision],
         frozenset(fp32),
@@ -130,7 +130,7 @@ def placement_of(
         plan,
         groups,
         offloads_params,
-        packs_frozen,
+        quantized_frozen_weights,
         frozenset(index for index, kind in enumerate(kinds) if kind is OptimizerKind.PER_TENSOR),
     )
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from zeroaccel.comm.collectives import Collectives, Work
 from zeroaccel.config.shard_plan import ShardPlan
 from zeroaccel.errors import EngineStateError, ShardStateError
-from zeroaccel.ops.norms import max_abs, norm_exponent, norm_from, square_sums
+from zeroaccel.ops.reductions import max_abs, norm_exponent, norm_from, square_sums
 from zeroaccel.zero.param_unit import FlatBuffer
 from zeroaccel.zero.storage.copy_stream import CopyHandle, CopyStream
 from zeroaccel.zero.tensor_subclasses import local_grad
