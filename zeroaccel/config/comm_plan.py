@@ -189,8 +189,8 @@ def step_traffic(
         first = code_nbytes(shard, 8, INT8_BLOCK_NUMEL) if plan.quantized_weights else shard * itemsize
         gather = again = _to_others(first, plan.shard_size, plan.world_size, ranks_per_node)
         if plan.secondary_size < plan.shard_size:
-            second = numel // plan.secondary_size * itemsize
-            again = _to_others(second, plan.secondary_size, plan.world_size, ranks_per_node)
+            secondary = numel // plan.secondary_size * itemsize
+            again = _to_others(secondary, plan.secondary_size, plan.world_size, ranks_per_node)
         reduction = _reduction(plan, shard, ranks_per_node, itemsize)
         total += gather + again.times(gathers - 1) + reduction.times(accumulation)
     return total
