@@ -14,9 +14,8 @@ from typing import Any
 import questionary
 from prompt_toolkit.output import Output, create_output
 
-from .answers import Wrong, accept, as_text, parse
+from .answers import BACK, Quit, Wrong, accept, as_text, parse
 from .questions import Question, Situation
-from .walk import BACK, Quit
 
 __all__ = ["Option", "Prompts"]
 

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from zeroaccel.config.launch.launch_json import JsonFacts
+
     from ..machine import Machine
-    from .json_facts import JsonFacts
 
 __all__ = ["AUTO", "QUESTIONS", "Choice", "Condition", "Question", "Situation", "by_key"]
 
@@ -132,9 +133,8 @@ def _file_check(path: Any, _: Situation) -> tuple[str, str]:
 
 
 def _json_check(path: Any, situation: Situation) -> tuple[str, str]:
+    from zeroaccel.config.launch.launch_json import json_facts
     from zeroaccel.errors import ConfigError
-
-    from .json_facts import json_facts
 
     problem, fix = _file_check(path, situation)
     if problem:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from zeroaccel.cli.failures import RankEnd, Report, exit_code, first_failure, read_report, tell
+from zeroaccel.cli.launch.failures import RankEnd, Report, exit_code, first_failure, read_report, tell
 
 CLOSED = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:4711"
 

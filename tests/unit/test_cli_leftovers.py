@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import psutil
 
 from tests.multi.environment import outside_any_job
-from zeroaccel.cli.leftovers import LAUNCH_ID, end_leftovers
+from zeroaccel.cli.launch.orphans import LAUNCH_ID, end_leftovers
 
 # Starts a marked child in a session of its own, which ignores SIGTERM. The parent bears no mark and stays until told:
 # some machines end every process whose parent is gone.

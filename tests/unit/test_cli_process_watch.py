@@ -14,8 +14,8 @@ from contextlib import contextmanager
 import pytest
 
 from tests import time_limits
-from zeroaccel.cli import process_watch
-from zeroaccel.cli.process_watch import ProcessWatch, break_connections
+from zeroaccel.cli.launch import orphans as process_watch
+from zeroaccel.cli.launch.orphans import ProcessWatch, break_connections
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 

@@ -14,7 +14,7 @@ import pytest
 
 from tests import time_limits
 from tests.multi.environment import outside_any_job
-from zeroaccel.cli import runner
+from zeroaccel.cli.launch import runner
 
 FACTS = """
 import json, pickle, sys, threading

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from zeroaccel.cli.config.answers import Wrong, accept, as_text, parse, settle
-from zeroaccel.cli.config.plan import Model, best_plan
+from zeroaccel.cli.config.answers import BACK, Walk, Wrong, accept, as_text, parse, settle
+from zeroaccel.cli.config.config_file import answers_of, checked, command_line, render
+from zeroaccel.cli.config.memory_plan import Model, best_plan
 from zeroaccel.cli.config.questions import AUTO, QUESTIONS, Question, Situation, by_key
-from zeroaccel.cli.config.render import answers_of, checked, command_line, render
-from zeroaccel.cli.config.walk import BACK, Walk
 from zeroaccel.cli.machine import Device, Disk, Machine
 from zeroaccel.config.launch.launch_settings import LaunchSettings
 from zeroaccel.errors import ConfigError

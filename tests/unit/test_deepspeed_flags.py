@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from zeroaccel.cli import deepspeed_command, launch_others
-from zeroaccel.cli import errands as errands_module
-from zeroaccel.cli import launch as launch_module
-from zeroaccel.cli import plan as plan_module
+from zeroaccel.cli import compat as deepspeed_command
+from zeroaccel.cli.launch import foreign_flags as launch_others
+from zeroaccel.cli.launch import launch_command as launch_module
+from zeroaccel.cli.launch import launch_plan as plan_module
+from zeroaccel.cli.launch import ssh as errands_module
 from zeroaccel.cli.machine import Device
 from zeroaccel.cli.main import main
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from zeroaccel.cli.launch_others import OtherFlags
+from zeroaccel.cli.launch.foreign_flags import OtherFlags
 from zeroaccel.config.launch.launch_file import parse_launch_file
-from zeroaccel.config.launch.launch_fsdp import translate_fsdp
+from zeroaccel.config.launch.launch_foreign import translate_fsdp
 from zeroaccel.config.launch.launch_sources import Given, gather
 from zeroaccel.errors import ConfigError
 

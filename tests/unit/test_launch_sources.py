@@ -11,14 +11,14 @@ import click
 import pytest
 import yaml
 
-from zeroaccel.cli.launch_flags import GROUPS, flag, given_by_flags, setting_flags
-from zeroaccel.config.launch.launch_env import LaunchedSettings, from_environment
+from zeroaccel.cli.launch.launch_flags import GROUPS, flag, given_by_flags, setting_flags
 from zeroaccel.config.launch.launch_file import read_launch_file
 from zeroaccel.config.launch.launch_json import check_json
-from zeroaccel.config.launch.launch_schema import DeepSpeedSection, DynamoSettings
-from zeroaccel.config.launch.launch_settings import LaunchSettings
+from zeroaccel.config.launch.launch_settings import DeepSpeedSection, DynamoSettings, LaunchSettings
 from zeroaccel.config.launch.launch_sources import (
     Given,
+    LaunchedSettings,
+    from_environment,
     gather,
     given_in_environment,
     launched_environment,

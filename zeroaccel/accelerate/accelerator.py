@@ -41,7 +41,7 @@ from zeroaccel.accelerate.training_loop import TrainingLoop
 from zeroaccel.accelerate.zero_plugin import ZeroPlugin, gather_facts
 from zeroaccel.comm.agree import agreed
 from zeroaccel.config import Fact, Facts
-from zeroaccel.config.launch.launch_env import LaunchedSettings
+from zeroaccel.config.launch.launch_sources import LaunchedSettings
 from zeroaccel.data import DataLoaderConfiguration, PreparedLoader, prepare_data_loader
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.operations import collectives_of_process

@@ -31,7 +31,7 @@ from zeroaccel.config import Config, Fact, Facts, load_config
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.initialization import initialize
 from zeroaccel.optim.rank_facts import SAME_OPTIMIZER, difference, scheduler_facts
-from zeroaccel.zero.hidden_size import facts_from_model
+from zeroaccel.zero.from_config import facts_from_model
 
 __all__ = ["PrepareRules", "Prepared", "batch_size_fact", "check_same_objects", "prepare_job", "schedule_facts"]
 

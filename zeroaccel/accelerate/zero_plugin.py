@@ -14,11 +14,10 @@ from typing import Any
 from zeroaccel.accelerate.launched import launched
 from zeroaccel.accelerate.zero3_init import built_sharded, tell_transformers
 from zeroaccel.config import Fact, Facts, load_config
-from zeroaccel.config.auto_rules import shown
+from zeroaccel.config.auto_values import after, shown
+from zeroaccel.config.diagnostics import dotted
 from zeroaccel.config.document import given_paths, read_document
-from zeroaccel.config.launch.launch_env import LaunchedSettings
-from zeroaccel.config.provenance import dotted
-from zeroaccel.config.resolve import after
+from zeroaccel.config.launch.launch_sources import LaunchedSettings
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.logs import log_once, logger
 

@@ -14,13 +14,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from zeroaccel.config.auto_values import Facts, Filled, after, as_written, fill, spelled
 from zeroaccel.config.checks import contradictions
+from zeroaccel.config.diagnostics import KeyPath, Problem, Provenance, dotted, from_pydantic, report
 from zeroaccel.config.document import given_paths, read_document
-from zeroaccel.config.facts import Facts
 from zeroaccel.config.normalize import NormalizedConfig, UnknownKeys
-from zeroaccel.config.problems import Problem, from_pydantic, report
-from zeroaccel.config.provenance import Path, Provenance, dotted
-from zeroaccel.config.resolve import Filled, after, as_written, fill, spelled
 from zeroaccel.config.schema import Config
 from zeroaccel.config.support import refusals, support_notes
 from zeroaccel.logs import log_note
@@ -103,7 +101,7 @@ def load_config(
     return config
 
 
-def _has(tree: Mapping[str, Any], path: Path) -> bool:
+def _has(tree: Mapping[str, Any], path: KeyPath) -> bool:
     value: Any = tree
     for part in path:
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -123,7 +121,7 @@ def _validated(tree: dict[str, Any], origin: Provenance) -> tuple[Config, list[P
                 tree = _without(tree, problem.path[:-1] if entry["type"] == "missing" else problem.path)
 
 
-def _without(tree: dict[str, Any], path: Path) -> dict[str, Any]:
+def _without(tree: dict[str, Any], path: KeyPath) -> dict[str, Any]:
     """A copy of the tree in which the key at `path` is absent; within a list, the list."""
     key = str(path[0])
     if key not in tree:

@@ -13,8 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from zeroaccel.config.problems import Note, Problem
-from zeroaccel.config.provenance import Path, dotted
+from zeroaccel.config.diagnostics import KeyPath, Note, Problem, dotted
 from zeroaccel.config.schema import Config
 from zeroaccel.config.section import ConfigSection
 from zeroaccel.config.shard_plan import shard_plan
@@ -374,7 +373,7 @@ _OFF_VALUES = {"autotp_size": (0, 1)}  # one rank per layer splits nothing
 _OFF_TEXT = {"device": '"none"', "autotp_size": "0"}
 
 
-def refusals(config: Config, unresolved: Collection[Path] = ()) -> Iterator[Problem]:
+def refusals(config: Config, unresolved: Collection[KeyPath] = ()) -> Iterator[Problem]:
     """One problem for each refused key that is switched on.
 
     Args:
@@ -391,7 +390,9 @@ def refusals(config: Config, unresolved: Collection[Path] = ()) -> Iterator[Prob
         yield Problem((*path, standing.switch) if standing.switch else path, text=standing.reason, fix=fix)
 
 
-def support_notes(config: Config, given: Mapping[Path, Path], unresolved: Collection[Path] = ()) -> Iterator[Note]:
+def support_notes(
+    config: Config, given: Mapping[KeyPath, KeyPath], unresolved: Collection[KeyPath] = ()
+) -> Iterator[Note]:
     """One note for each key that was given and does nothing, here or in this config.
 
     Args:
@@ -412,11 +413,11 @@ def support_notes(config: Config, given: Mapping[Path, Path], unresolved: Collec
             yield Note(where, reason, is_loud=True)
 
 
-def _is_undecided(standing: SupportStatus, unresolved: Collection[Path]) -> bool:
+def _is_undecided(standing: SupportStatus, unresolved: Collection[KeyPath]) -> bool:
     return any(tuple(name.split(".")) in unresolved for name in standing.depends)
 
 
-def _is_on(config: Config, path: Path, switch: str, unresolved: Collection[Path]) -> bool:
+def _is_on(config: Config, path: KeyPath, switch: str, unresolved: Collection[KeyPath]) -> bool:
     owner: object = config
     for part in path[:-1]:
         owner = getattr(owner, str(part))

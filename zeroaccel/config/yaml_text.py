@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from zeroaccel.config.json_text import JsonText, excerpt
-from zeroaccel.config.provenance import Path
+from zeroaccel.config.diagnostics import KeyPath
+from zeroaccel.config.document import JsonText, excerpt
 from zeroaccel.errors import ConfigError
 
 __all__ = ["parse_yaml"]
@@ -74,8 +74,8 @@ def parse_yaml(text: str, name: str) -> JsonText:
             if node is not None:
                 _measured(node, {}, set())
             value = {} if node is None else loader.construct_document(node)
-            places: dict[Path, str] = {}
-            duplicates: dict[Path, list[int]] = {}
+            places: dict[KeyPath, str] = {}
+            duplicates: dict[KeyPath, list[int]] = {}
             _note_keys(loader, node, (), name, places, duplicates)
         finally:
             loader.dispose()
@@ -128,10 +128,10 @@ def _below(node: yaml.Node) -> list[yaml.Node]:
 def _note_keys(
     loader: _Loader,
     node: yaml.Node | None,
-    path: Path,
+    path: KeyPath,
     name: str,
-    places: dict[Path, str],
-    duplicates: dict[Path, list[int]],
+    places: dict[KeyPath, str],
+    duplicates: dict[KeyPath, list[int]],
 ) -> None:
     if isinstance(node, yaml.MappingNode):
         for key, below in node.value:

@@ -18,15 +18,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from zeroaccel.config.bounds import read_at_most
+from zeroaccel.config.diagnostics import KeyPath, Problem, Provenance, from_pydantic, given_twice, report
 from zeroaccel.config.document import given_paths
 from zeroaccel.config.launch.launch_foreign import settle_foreign_keys
-from zeroaccel.config.launch.launch_schema import LaunchFile
-from zeroaccel.config.launch.launch_settings import LaunchSettings
+from zeroaccel.config.launch.launch_settings import LaunchFile, LaunchSettings
 from zeroaccel.config.launch.launch_sources import Given
 from zeroaccel.config.normalize import NormalizedConfig
-from zeroaccel.config.problems import Problem, from_pydantic, given_twice, report
-from zeroaccel.config.provenance import Path as KeyPath
-from zeroaccel.config.provenance import Provenance
 from zeroaccel.config.yaml_text import parse_yaml
 from zeroaccel.errors import ConfigError
 

@@ -1,13 +1,15 @@
-"""A launch against the JSON config it names: who decides what, found out before any process starts.
+"""A launch against the JSON config it names: which of the two sets each value, found out before any process starts.
 
 A setting of a launch fills what the JSON leaves "auto" or does not mention. What the JSON decides, the launch file may
-not repeat, as one of the two would be changed and the other forgotten; a flag or a variable may repeat it, but not say
-something else. Stands above `load` and `launch`; the same question inside a script is that of its plugin.
+not repeat, as one of the two would be changed and the other forgotten; a flag or a variable may repeat it, but not
+contradict it. `json_facts` lists what a JSON leaves open, for the questionnaire.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,13 @@ from zeroaccel.config.load_config_file import load_config
 from zeroaccel.config.schema import Config
 from zeroaccel.errors import ConfigError, compose
 
-__all__ = ["JSON_PATHS", "check_json"]
+__all__ = [
+    "JSON_PATHS",
+    "JsonFacts",
+    "check_json",
+    "json_facts",
+]
+
 
 _ZERO = "zero_optimization"
 JSON_PATHS: Mapping[str, str] = {
@@ -113,3 +121,35 @@ def _shown(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+@dataclass(frozen=True)
+class JsonFacts:
+    """What a JSON config leaves to the launch.
+
+    Attributes:
+        open_keys: settings that it leaves "auto".
+        stage: the stage it decides, or None.
+    """
+
+    open_keys: frozenset[str] = frozenset()
+    stage: int | None = None
+
+
+def json_facts(path: str) -> JsonFacts:
+    """What a JSON config leaves to the launch.
+
+    Raises:
+        ConfigError: it cannot be read, or is wrong.
+    """
+    return _json_facts(path, Path(path).stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=4)
+def _json_facts(path: str, _: int) -> JsonFacts:
+    config = load_config(path)
+    open_keys = {name for name, key in JSON_PATHS.items() if key in config.unresolved}
+    if {"fp16.enabled", "bf16.enabled"} & set(config.unresolved) or not {"fp16", "bf16"} & set(config.sources):
+        open_keys.add("mixed_precision")
+    stage = None if "zero_stage" in open_keys else config.zero_optimization.stage
+    return JsonFacts(frozenset(open_keys), stage)
