@@ -25,10 +25,7 @@ from zeroaccel.checkpoint.reshard import reshard
 from zeroaccel.errors import CheckpointError, UsageError
 from zeroaccel.zero.access.safetensors_file import ITEMSIZE
 
-__all__ = [
-    "checkpoint",
-    "zero_to_fp32",
-]
+__all__ = ["checkpoint", "zero_to_fp32"]
 
 
 _FOLDER = click.Path(path_type=Path)

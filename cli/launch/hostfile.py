@@ -15,11 +15,7 @@ from pathlib import Path
 from zeroaccel.config.bounds import read_at_most
 from zeroaccel.errors import ConfigError
 
-__all__ = [
-    "Host",
-    "read_hostfile",
-    "select_hosts",
-]
+__all__ = ["Host", "read_hostfile", "select_hosts"]
 
 
 _LINE = re.compile(r"(?P<name>[^\s=]+)(\s+slots=(?P<slots>\d+))?")

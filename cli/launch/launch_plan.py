@@ -35,13 +35,7 @@ from ..machine import (
     port_trouble,
 )
 
-__all__ = [
-    "LaunchPlan",
-    "Program",
-    "ProgramKind",
-    "local_rank_option",
-    "plan_launch",
-]
+__all__ = ["LaunchPlan", "Program", "ProgramKind", "local_rank_option", "plan_launch"]
 
 
 ProgramKind = Literal["script", "module", "executable"]
@@ -108,7 +102,7 @@ class LaunchPlan:
     warnings: tuple[str, ...] = ()
     cores: tuple[str, ...] = ()
     program: Program = Program("")
-    told: Mapping[str, str] = field(default_factory=dict)
+    child_env: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
@@ -148,7 +142,7 @@ def plan_launch(
     settings: LaunchSettings,
     program: Program,
     environ: Mapping[str, str],
-    told: Mapping[str, str] | None = None,
+    child_env: Mapping[str, str] | None = None,
     *,
     here: bool = True,
     bf16_by: str = "",
@@ -181,7 +175,7 @@ def plan_launch(
         command=program.command(),
         num_local=num_local,
         device="cuda" if num_devices else "cpu",
-        environment={**_environment(settings, threads), **(told or {})},
+        environment={**_environment(settings, threads), **(child_env or {})},
         host=host,
         port=port,
         address=_own_address(host),
@@ -189,7 +183,7 @@ def plan_launch(
         warnings=(*about_host, *_warnings(num_local, num_devices)),
         cores=_cores(settings, program, num_local),
         program=program,
-        told=told or {},
+        child_env=child_env or {},
     )
 
 

@@ -24,8 +24,8 @@ __all__ = [
     "Provenance",
     "closest",
     "dotted",
+    "duplicate_key_problems",
     "from_pydantic",
-    "given_twice",
     "report",
 ]
 
@@ -141,7 +141,7 @@ class Note:
 
     path: KeyPath
     text: str
-    is_loud: bool = False
+    warns: bool = False
     in_schema: bool = False
 
     def line(self, origin: Provenance) -> str:
@@ -170,7 +170,7 @@ def report(problems: Sequence[Problem], origin: Provenance, order: Iterable[KeyP
     return ConfigError("\n  ".join([f"{origin.name}: {len(lines)} settings are wrong", *lines[:_MOST_LINES], *more]))
 
 
-def given_twice(duplicates: Mapping[KeyPath, Sequence[int]]) -> list[Problem]:
+def duplicate_key_problems(duplicates: Mapping[KeyPath, Sequence[int]]) -> list[Problem]:
     """A problem for each key that a file has several times.
 
     Args:

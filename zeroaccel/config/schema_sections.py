@@ -18,6 +18,7 @@ from zeroaccel.config.section import (
     Dtype,
     Flag,
     FreeSection,
+    Integer,
     MaybeDtype,
     Name,
     NonNegativeNumber,
@@ -25,7 +26,6 @@ from zeroaccel.config.section import (
     PositiveCount,
     Text,
     Texts,
-    Whole,
     lowered,
     wrong,
 )
@@ -263,7 +263,7 @@ class FlopsProfiler(ConfigSection):
     """Forward passes that recomputation adds to one step."""
     profile_step: PositiveCount = 1
     """Step that is profiled."""
-    module_depth: Whole = -1
+    module_depth: Integer = -1
     """Depth of the modules shown; -1 is the innermost."""
     top_modules: PositiveCount = 1
     """Modules shown per depth."""
