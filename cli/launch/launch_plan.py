@@ -9,7 +9,6 @@ torch only to count accelerators.
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.machinery
 import importlib.util
 import os
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from zeroaccel.comm.environment import usable_cores
+from zeroaccel.config.diagnostics import near_names
 from zeroaccel.config.launch.launch_settings import LaunchSettings
 from zeroaccel.errors import ConfigError
 
@@ -217,7 +217,7 @@ def _check_script(path: Path) -> None:
     if not path.parent.is_dir():
         raise ConfigError(f"{path}: there is no folder {path.parent}")
     names = [entry.name for entry in path.parent.iterdir() if entry.is_file()]
-    near = [str(path.parent / name) for name in difflib.get_close_matches(path.name, names, n=3)]
+    near = [str(path.parent / name) for name in near_names(path.name, names, 3)]
     raise ConfigError(
         f"{path}: there is no such script in {path.parent.resolve()}",
         fix=f"did you mean {' or '.join(near)}?" if near else "",

@@ -31,6 +31,7 @@ from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 
 from zeroaccel.config.diagnostics import closest
+from zeroaccel.config.section import as_integer
 from zeroaccel.errors import CheckpointError, ConfigError, UsageError, ZeroAccelError
 from zeroaccel.logs import log_once
 
@@ -75,8 +76,9 @@ def number(name: str, value: object, low: float = 0.0, below: float = math.inf) 
 
 def integer(name: str, value: object, low: int) -> int:
     """An integer; 1e3 is one."""
-    if not isinstance(value, bool) and isinstance(value, Real) and float(value).is_integer() and float(value) >= low:
-        return int(float(value))
+    checked = as_integer(value)
+    if checked is not None and checked >= low:
+        return checked
     raise ConfigError(address(name), expected=f"a whole number of at least {low}", got=value)
 
 

@@ -6,7 +6,6 @@ by the flags that DeepSpeed's users set on parameters, and without a flag by the
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeroaccel.config.diagnostics import closest
 from zeroaccel.errors import ConfigError
 from zeroaccel.logs import logger
 from zeroaccel.ops.elementwise import SGD, Adagrad, Adam, Lion
@@ -242,13 +242,12 @@ def _materialized(params: Iterable[Any]) -> list[Any]:
 def _check(kind: str, settings: Mapping[str, Any], allowed: Sequence[str]) -> None:
     for key in settings:
         if key not in allowed:
-            near = difflib.get_close_matches(key, allowed, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(sorted(allowed))}"
+            near = closest(key, allowed, cutoff=0.6)
+            hint = f"did you mean {near!r}?" if near else f"it takes {', '.join(sorted(allowed))}"
             raise ConfigError(f"optimizer.params.{key}", expected=f"a setting of {kind}", fix=hint)
 
 
 def _unknown(kind: str) -> ConfigError:
-    names = {name.lower(): name for name in known_optimizers()}
-    near = difflib.get_close_matches(kind.lower(), names, 1)
-    hint = f"did you mean {names[near[0]]!r}?" if near else f"choose one of {', '.join(known_optimizers())}"
+    near = closest(kind, known_optimizers(), cutoff=0.6)
+    hint = f"did you mean {near!r}?" if near else f"choose one of {', '.join(known_optimizers())}"
     return ConfigError("optimizer.type", expected="a known optimizer", got=kind, fix=hint)

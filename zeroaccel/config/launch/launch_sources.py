@@ -19,7 +19,7 @@ from zeroaccel.config.bounds import parse_plain_json
 from zeroaccel.config.diagnostics import Problem, closest
 from zeroaccel.config.launch.launch_settings import LaunchSettings, idle_settings, launch_settings, wrong_settings
 from zeroaccel.config.launch.setting_table import SETTINGS
-from zeroaccel.config.section import spellings
+from zeroaccel.config.section import as_integer, spellings
 from zeroaccel.errors import ConfigError, compose
 
 __all__ = [
@@ -95,10 +95,10 @@ class LaunchedSettings:
 
 
 def _integer(text: str) -> int:
-    value = float(text)
-    if value != int(value):
+    value = as_integer(float(text))  # other launchers write 1.0 and 1e3
+    if value is None:
         raise ValueError
-    return int(value)
+    return value
 
 
 def _flag(text: str) -> bool:
