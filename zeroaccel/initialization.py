@@ -194,16 +194,12 @@ def initialize(
             if built is not None and kinds is not None:
                 warn_unoptimized([names[id(param)] for param in unused])
                 buffers = [buffer for unit in units for buffer in unit.buffers if buffer.trainable]
-                keys = [plan.key for plan in chain(*plans) if plan.trainable]
                 shard = ShardedOptimizer(
                     built,
                     kinds,
                     groups,
                     buffers,
-                    replicated=not plan.optimizer,
                     sub_group_numel=settings.zero_optimization.sub_group_size,
-                    states=tiers.states,
-                    keys={id(buffer): key for buffer, key in zip(buffers, keys, strict=True)},
                     copies=tiers.copies,
                 )
             loader = _loader(training_data, settings, batch, collectives, collate_fn)

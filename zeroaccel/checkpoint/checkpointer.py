@@ -253,7 +253,7 @@ class CheckpointingEngine(Engine):
         self._finish_weights()
         self.reset()
         for unit in self.units:
-            if not unit.resident:
+            if not unit.persistent:
                 unit.reshard()
         root = Path(os.path.abspath(load_dir))
         wanted = _Wanted(

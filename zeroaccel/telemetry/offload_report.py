@@ -62,8 +62,8 @@ class OffloadReport:
     @property
     def _together(self) -> bool:
         """Whether reads and writes go on at the same time."""
-        states = self._tiers.states
-        return states is not None and states.pipeline_read and states.pipeline_write
+        swapper = self._tiers.swapper
+        return swapper is not None and swapper.pipeline_read and swapper.pipeline_write
 
     def _now(self) -> tuple[_Times, _Counts]:
         counts: _Counts = {

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,14 +25,12 @@ from zeroaccel.zero.access.param_registry import ParamHandle, place_of
 from zeroaccel.zero.dtensor import check_split, is_split, local
 from zeroaccel.zero.layout import FlatLayout, OwnerLoads
 from zeroaccel.zero.module_buffers import forget_cast
-from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit, Places
-from zeroaccel.zero.storage.copy_stream import CopyStream
+from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
+from zeroaccel.zero.storage.placement import BufferPlan, TierSet
 from zeroaccel.zero.wrap_policy import UnitSpec
 
 __all__ = [
-    "BufferPlan",
     "Placement",
-    "Tiers",
     "build_units",
     "check_dtypes",
     "check_parameters",
@@ -59,6 +56,7 @@ class Placement:
         offloads_params: shards of parameters are not on the device, so that even one rank alone has shards.
         packs_frozen: the shards of frozen parameters are stored as int8 codes.
         whole_groups: indices of the param groups whose optimizer needs whole tensors.
+        coupled: its rule sums over several parameters.
     """
 
     dtype: torch.dtype | None
@@ -69,6 +67,7 @@ class Placement:
     offloads_params: bool = False
     packs_frozen: bool = False
     whole_groups: frozenset[int] = frozenset()
+    coupled: bool = False
 
     def param_dtype(self, fqn: str, param: nn.Parameter) -> torch.dtype:
         """The dtype this parameter is stored and computed in."""
@@ -85,19 +84,6 @@ class Placement:
     def needs_owner(self, param: nn.Parameter) -> bool:
         """Whether its optimizer needs it whole on one rank; see [Note: owner layout] of `layout.py`."""
         return self.trainable(param) and self.groups[id(param)] in self.whole_groups
-
-
-class Tiers(Protocol):
-    """Where shards and masters go; made by `placement.py`.
-
-    Attributes:
-        copies: between host memory and the device, where they are two and anything is on the host.
-    """
-
-    copies: CopyStream | None
-
-    def places(self, plan: BufferPlan, rank: int, *, replicated: bool) -> Places:
-        """Where the shard and the master of a buffer live."""
 
 
 _OTHER_ENGINE = "call destroy() of that engine first"
@@ -266,29 +252,6 @@ def _description(model: nn.Module, placement: Placement) -> list[str]:
     return lines
 
 
-@dataclass(frozen=True, eq=False)
-class BufferPlan:
-    """One flat buffer to be: pure arithmetic, made before anything is moved.
-
-    Attributes:
-        key: its name in tiers: "layers.0/1".
-        param_groups: of each slot; empty where no optimizer updates it.
-        resident: whole on every rank all the time.
-    """
-
-    key: str
-    layout: FlatLayout
-    params: tuple[nn.Parameter, ...]
-    dtype: torch.dtype
-    param_groups: tuple[int, ...]
-    resident: bool
-
-    @property
-    def trainable(self) -> bool:
-        """Whether an optimizer updates it."""
-        return bool(self.param_groups)
-
-
 def plan_units(specs: Sequence[UnitSpec], placement: Placement, world_size: int) -> list[list[BufferPlan]]:
     """The buffers of each unit; owners are balanced within a unit, and over the units where that leaves a choice."""
     loads = OwnerLoads(world_size)
@@ -297,6 +260,7 @@ def plan_units(specs: Sequence[UnitSpec], placement: Placement, world_size: int)
 
 def _plan_buffers(spec: UnitSpec, placement: Placement, loads: OwnerLoads, world_size: int) -> list[BufferPlan]:
     alone = world_size == 1 and not placement.offloads_params
+    persistent = spec.persistent or not placement.plan.params or alone
     check_split(spec.params, placement.param_dtype)
     kinds: dict[tuple[torch.dtype, bool, bool, bool], list[tuple[str, nn.Parameter]]] = {}
     for fqn, param in spec.params:
@@ -322,7 +286,10 @@ def _plan_buffers(spec: UnitSpec, placement: Placement, loads: OwnerLoads, world
                 tuple(param for _, param in named),
                 dtype,
                 tuple(placement.groups[id(param)] for _, param in named) if trainable else (),
-                spec.persistent or not placement.plan.params or alone,
+                persistent,
+                replicated=not placement.plan.optimizer,
+                by_parameter=has_owners or (placement.coupled and not placement.plan.optimizer),
+                as_int8=placement.packs_frozen and not (trainable or persistent) and dtype in CODABLE,
             )
         )
     return plans
@@ -342,7 +309,7 @@ def build_units(
     plans: Sequence[Sequence[BufferPlan]],
     placement: Placement,
     collectives: Collectives,
-    tiers: Tiers,
+    tiers: TierSet,
 ) -> list[ParamUnit]:
     """One ParamUnit per spec, holding the weights of rank 0.
 
@@ -359,7 +326,7 @@ def build_units(
 
 
 def _build_unit(
-    spec: UnitSpec, plans: Sequence[BufferPlan], placement: Placement, collectives: Collectives, tiers: Tiers
+    spec: UnitSpec, plans: Sequence[BufferPlan], placement: Placement, collectives: Collectives, tiers: TierSet
 ) -> ParamUnit:
     buffers = []
     for plan in plans:
@@ -371,15 +338,14 @@ def _build_unit(
             device=placement.device,
             rank=collectives.shard_rank,
             trainable=plan.trainable,
-            resident=plan.resident,
+            persistent=plan.persistent,
+            key=plan.key,
             refuses_writes=True,
         )
-        buffer.adopt(source, tiers.places(plan, collectives.shard_rank, replicated=not placement.plan.optimizer))
-        if placement.packs_frozen and not (plan.trainable or plan.resident) and plan.dtype in CODABLE:
-            buffer.pack()
+        buffer.adopt(source, *tiers.storages(plan, buffer.place()))
         buffers.append(buffer)
     unit = ParamUnit(spec.name, spec.modules, buffers, collectives, tiers.copies)
-    if not unit.resident:
+    if not unit.persistent:
         unit.reshard()
     return unit
 

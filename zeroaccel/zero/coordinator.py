@@ -204,7 +204,7 @@ class ParamCoordinator:
         if unit.name in self._units:
             self._pinned.discard(unit.name)
             if not (self.is_running(unit) or self._open[unit.name]):
-                unit.reshard(leave=True)
+                unit.reshard(keep_views=True)
                 self._live.pop(unit.name, None)
 
     def lend(self, unit: ParamUnit) -> None:
@@ -251,7 +251,7 @@ class ParamCoordinator:
             if name in self._live:
                 self._unshard(self._units[name])
         for name in ahead:
-            if self._units[name].is_away:  # one step earlier than others, as its shard has to be read first
+            if self._units[name].is_swapped:  # one step earlier than others, as its shard has to be read first
                 self._units[name].prefetch()
                 self._live[name] = self._units[name].numel
                 self._fetched.append(name)

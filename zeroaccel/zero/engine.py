@@ -145,7 +145,7 @@ class Engine(GradientAccess, StateOffload, nn.Module):
             )
         )
         self.schedule = PrefetchTrace({unit.name: unit.numel for unit in units}, settings.limits)
-        travelling = [unit for unit in units if not unit.resident]
+        travelling = [unit for unit in units if not unit.persistent]
         self._residency = ParamCoordinator(travelling, self.schedule)
         params = [param for _, buffer in trained for param in buffer.params]
         self._hooks = Hooks(
@@ -257,7 +257,7 @@ class Engine(GradientAccess, StateOffload, nn.Module):
         examined_before = self._health is not None
         health = self._finish_gradients(norm=self.settings.compute_norm or self.settings.clipping > 0)
         for unit in self.units:
-            unit.drop_second()
+            unit.drop_secondary()
         scale = self.loss_scale.value
         self._norm = math.inf if not health.finite else None if math.isnan(health.norm) else health.norm / scale
         overflow = self.settings.skip_overflow and not health.finite
@@ -481,9 +481,7 @@ class Engine(GradientAccess, StateOffload, nn.Module):
         params = 0
         for buffer in (buffer for unit in self.units for buffer in unit.buffers):
             params += buffer.full.untyped_storage().nbytes()
-            away = buffer.resident or buffer.home is not None
-            kept = (buffer.packed, buffer.second, None if away else buffer.shard)
-            params += sum(tensor.nbytes for tensor in kept if tensor is not None)
+            params += sum(tensor.nbytes for tensor in buffer.shard_tensors())
         return {
             "params": params,
             "gradients": self._reducer.nbytes(),
@@ -504,7 +502,7 @@ class Engine(GradientAccess, StateOffload, nn.Module):
         self._note("step")
         self._residency.end_step()
         for unit in self.units:
-            unit.drop_second()
+            unit.drop_secondary()
         weights.change_masters(call)
 
     # -- whole parameters
@@ -563,7 +561,7 @@ class Engine(GradientAccess, StateOffload, nn.Module):
                 unit.unshard()
                 unit.wait()
             for buffer in unit.buffers:
-                buffer.give_back()
+                buffer.detach_parameters()
         self.keeper.close()
         while self._undo:
             self._undo.pop()()

@@ -81,6 +81,7 @@ def placement_of(
         offloads_params,
         packs_frozen,
         frozenset(index for index, kind in enumerate(kinds) if kind is OptimizerKind.PER_TENSOR),
+        OptimizerKind.COUPLED in kinds,
     )
 
 

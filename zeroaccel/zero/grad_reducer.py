@@ -84,8 +84,8 @@ class GradientBuffer:
         """A flat gradient whose padding is zero; the slots are written as gradients arrive."""
         layout = self.buffer.layout
         flat = torch.empty(layout.numel, dtype=dtype, device=self.buffer.full.device)
-        for start, end in layout.gaps():
-            flat[start:end].zero_()
+        for padding in layout.padding():
+            flat[padding.at(0)].zero_()
         return flat
 
     def take(self, index: int, grad: Tensor, dtype: torch.dtype, predivide: float) -> None:
@@ -339,7 +339,7 @@ class GradReducer:
             work.wait()
         for gradients in self.gradients:
             if gradients.full is not None:
-                gradients.shard = gradients.full[slice(*gradients.buffer.layout.bounds(self._collectives.shard_rank))]
+                gradients.shard = gradients.full[gradients.buffer.own.at(0)]
 
     def _wire(self, gradients: GradientBuffer) -> torch.dtype:
         return self._rules.dtype or gradients.buffer.dtype

@@ -49,5 +49,5 @@ class OnDemandUnshard:
                 unit.unshard()
                 unit.wait()
             else:
-                unit.take_part()
+                unit.join_gather()
         return bool(asked)

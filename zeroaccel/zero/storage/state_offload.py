@@ -134,11 +134,10 @@ class StateOffload:
             states: Iterable[Mapping[str, object]] = parts._shard.optimizer.state.values()
             yield from (value for state in states for value in state.values() if isinstance(value, Tensor))
         elif kind == "hp_params":
-            yield from (buffer.master for buffer in buffers if buffer.master is not None and buffer.master_is_apart)
+            yield from (tensor for buffer in buffers for tensor in buffer.masters.tensors())
         elif kind == "lp_params":
             for buffer in buffers:
-                kept = (buffer.full if buffer.resident else buffer.shard, buffer.packed, buffer.second)
-                yield from (tensor for tensor in kept if tensor is not None and tensor.stride() != (0,))
+                yield from (*buffer.shard.tensors(), *buffer.secondary.tensors())
         elif kind == "lp_grads":
             yield from (g for held in parts._reducer.gradients for g in (held.shard, held.full) if g is not None)
         elif kind == "contiguous_grad_buffer":
