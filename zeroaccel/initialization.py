@@ -25,22 +25,13 @@ from zeroaccel.activations import Recomputation
 from zeroaccel.checkpoint.checkpointer import CheckpointingEngine, CheckpointSettings
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.comm.cores import core_set, fair_threads, usable_cores
-from zeroaccel.comm.device_mesh import data_cells, shard_size_of
-from zeroaccel.comm.environment import check_own_variables, threads_are_said
+from zeroaccel.comm.environment import check_own_variables, core_set, fair_threads, omp_threads_chosen, usable_cores
 from zeroaccel.comm.hierarchical import arrange
+from zeroaccel.comm.mesh_layout import data_groups, shard_size_of
 from zeroaccel.comm.topology import Topology, init_process_group
-from zeroaccel.config import (
-    BatchSizes,
-    Config,
-    Fact,
-    ShardPlan,
-    comm_plan,
-    load_config,
-    shard_plan,
-    solve_batch,
-    tier_plan,
-)
+from zeroaccel.config import BatchSizes, Config, Fact, ShardPlan, load_config, solve_batch, tier_plan
+from zeroaccel.config import comm_plan as comm_plan
+from zeroaccel.config import shard_plan as shard_plan
 from zeroaccel.config.normalize import UnknownKeys
 from zeroaccel.data import build_dataloader
 from zeroaccel.errors import ConfigError, UsageError
@@ -63,18 +54,18 @@ from zeroaccel.zero.build import (
     plan_units,
     warn_unoptimized,
 )
-from zeroaccel.zero.config_check import addressed
 from zeroaccel.zero.from_config import (
     DTYPES,
+    addressed,
     buffer_dtypes_of,
     engine_settings_of,
+    facts_from_model,
     loss_scale_of,
     placement_of,
     unit_specs_of,
 )
-from zeroaccel.zero.hidden_size import facts_from_model
 from zeroaccel.zero.hybrid_step import check_update_time, share_updates
-from zeroaccel.zero.module_buffers import broadcast_buffers, cast_buffers
+from zeroaccel.zero.precision import broadcast_buffers, cast_buffers
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
 from zeroaccel.zero.storage.placement import OffloadRules, TierSet
 
@@ -135,8 +126,8 @@ def initialize(
     topology = init_process_group()
     collectives = collectives or Collectives(topology)
     _divide_cores(topology, collectives)
-    cells = None if mesh is None else data_cells(mesh, collectives)
-    world_size = collectives.world_size if cells is None else len(cells[0])
+    mesh_groups = None if mesh is None else data_groups(mesh, collectives)
+    world_size = collectives.world_size if mesh_groups is None else len(mesh_groups[0])
     with agreed(collectives, "initialize: config"):
         check_own_variables()
         if not isinstance(model, nn.Module):
@@ -170,7 +161,7 @@ def initialize(
     )
     lines = [*str(engine_settings).split(", "), str(spread), str(residences), f"optimizer_kind={optimizer_kind!r}"]
     check_same(model, placement, lines, trains_by, collectives)
-    collectives = arrange(collectives, spread, cells)
+    collectives = arrange(collectives, spread, mesh_groups)
 
     if built is not None and kinds is not None and OptimizerKind.COUPLED in kinds.groups and plan.optimizer:
         _bind_reductions(built, collectives)
@@ -268,7 +259,7 @@ def _divide_cores(topology: Topology, collectives: Collectives) -> None:
     """Gives the kernels this rank's part of the machine's cores, unless somebody said how many threads to use. (all)"""
     own = core_set()
     everybody = collectives.gather_objects(own, "cores")
-    if threads_are_said() or collectives.world_size != topology.world_size:
+    if omp_threads_chosen() or collectives.world_size != topology.world_size:
         return
     neighbours = next(node for node in topology.nodes if topology.rank in node)
     use_threads(fair_threads(usable_cores(), own, [everybody[rank] for rank in neighbours]))

@@ -31,13 +31,13 @@ from tests.unit.checkpoint_by_hand import Entry, make_checkpoint, seal
 from zeroaccel.checkpoint import zero_to_fp32
 from zeroaccel.checkpoint.find import find_checkpoint
 from zeroaccel.checkpoint.formats.dcp_import import open_dcp
-from zeroaccel.checkpoint.formats.deepspeed_format import open_deepspeed_checkpoint
+from zeroaccel.checkpoint.formats.deepspeed_checkpoint import open_deepspeed_checkpoint
 from zeroaccel.checkpoint.formats.torch_file import TorchFile
 from zeroaccel.checkpoint.formats.torch_pickle import StoredTensor
 from zeroaccel.checkpoint.plain_codec import decode
 from zeroaccel.checkpoint.rank_file import block_sums
 from zeroaccel.checkpoint.tensor_store import TensorStore
-from zeroaccel.cli.hostfile import read_hostfile
+from zeroaccel.cli.launch.hostfile import read_hostfile
 from zeroaccel.config.launch.launch_file import parse_launch_file
 from zeroaccel.config.load_config_file import load_config
 from zeroaccel.errors import ZeroAccelError

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zeroaccel.comm import quantized
-from zeroaccel.comm.quantized import INT4, INT8, Codec, decode, decode_add, encode
+from zeroaccel.comm.quantized import INT4, INT8, Codec, dequantize, dequantize_add, quantize
 
 CODECS = [INT8, INT4, Codec(8, 32), Codec(4, 2)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -19,13 +19,13 @@ ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11
 
 def _code(values: Tensor, codec: Codec) -> Tensor:
     code = torch.empty(codec.nbytes(values.numel()), dtype=torch.uint8)
-    encode(values, codec, code)
+    quantize(values, codec, code)
     return code
 
 
 def _back(values: Tensor, codec: Codec, dtype: torch.dtype = torch.float32) -> Tensor:
     out = torch.full((values.numel(),), 7.0, dtype=dtype)
-    decode(_code(values, codec), codec, out)
+    dequantize(_code(values, codec), codec, out)
     return out
 
 
@@ -97,7 +97,7 @@ def test_what_is_not_finite_shows_in_its_whole_block(codec: Codec, dtype: torch.
         assert decoded[lost].isnan().all()
         assert (decoded[~lost] == 1).all()
         total = torch.zeros(hurt.numel())
-        decode_add(_code(hurt, codec), codec, total)
+        dequantize_add(_code(hurt, codec), codec, total)
         assert total[lost].isnan().all()
         assert (total[~lost] - 1).abs().max() < 1e-6
 
@@ -106,7 +106,7 @@ def test_what_is_not_finite_shows_in_its_whole_block(codec: Codec, dtype: torch.
 def test_adding_is_decoding_and_adding(codec: Codec) -> None:
     values, total = torch.randn(2, 1237)
     expected = total + _back(values, codec)
-    decode_add(_code(values, codec), codec, total)
+    dequantize_add(_code(values, codec), codec, total)
     assert torch.equal(total, expected)
 
 
@@ -151,16 +151,16 @@ def test_the_path_without_compiled_loops_agrees(codec: Codec, numel: int) -> Non
         values[7] = math.inf
     code = _code(values, codec)
     other = torch.zeros_like(code)
-    scales, integers = quantized._parts(values, codec, other)
+    scales, integers = quantized._views(values, codec, other)
     for first in range(0, scales.numel(), 1000):
-        quantized._encode_tile(values, codec, scales, integers, first, min(first + 1000, scales.numel()))
+        quantized._quantize_tile(values, codec, scales, integers, first, min(first + 1000, scales.numel()))
     used = 4 * codec.blocks(numel)
     assert torch.allclose(scales, code[:used].view(torch.float32), rtol=2e-7, atol=0, equal_nan=True)
     steps = (_integers(integers, codec, numel) - _integers(code[used:], codec, numel)).abs()
     assert (steps <= 1).all()
     assert (steps != 0).sum() <= numel / 1000
     out = torch.empty(numel)
-    for part, decoded in quantized._decoded_tiles(out, *quantized._parts(values, codec, code), codec):
+    for part, decoded in quantized._dequantized_tiles(out, *quantized._views(values, codec, code), codec):
         part.copy_(decoded)
     assert torch.equal(out.nan_to_num(nan=9.0), _back(values, codec).nan_to_num(nan=9.0))
 
@@ -168,9 +168,9 @@ def test_the_path_without_compiled_loops_agrees(codec: Codec, numel: int) -> Non
 def _integers(packed: Tensor, codec: Codec, numel: int) -> Tensor:
     """(numel,) what a code's integers are: its values with every scale 1."""
     code = torch.empty(codec.nbytes(numel), dtype=torch.uint8)
-    scales, held = quantized._parts(torch.empty(numel), codec, code)
+    scales, held = quantized._views(torch.empty(numel), codec, code)
     scales.fill_(1.0)
     held.copy_(packed[: held.numel()])
     out = torch.empty(numel)
-    decode(code, codec, out)
+    dequantize(code, codec, out)
     return out

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from tests.multi.environment import ROOT
-from zeroaccel.cli.config import command as command_module
-from zeroaccel.cli.config.command import SUB_COMMANDS
+from zeroaccel.cli.config import config_command as command_module
+from zeroaccel.cli.config.config_command import SUB_COMMANDS
 from zeroaccel.cli.main import main
 from zeroaccel.config.schema import Config
 from zeroaccel.templates import ABOUT

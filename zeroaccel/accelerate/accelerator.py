@@ -41,7 +41,7 @@ from zeroaccel.accelerate.training_loop import TrainingLoop
 from zeroaccel.accelerate.zero_plugin import ZeroPlugin, gather_facts
 from zeroaccel.comm.agree import agreed
 from zeroaccel.config import Fact, Facts
-from zeroaccel.config.launch.launch_env import LaunchedSettings
+from zeroaccel.config.launch.launch_sources import LaunchedSettings
 from zeroaccel.data import DataLoaderConfiguration, PreparedLoader, prepare_data_loader
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.operations import collectives_of_process
@@ -479,7 +479,7 @@ def _precision(
     """What code and launcher say; a launcher's "no" that nobody wrote is nobody's word."""
     facts = []
     said = settings.mixed_precision
-    for name, who, binding in (
+    for name, who, explicit in (
         (given, f"Accelerator(mixed_precision={given!r})", True),
         (
             said,
@@ -492,7 +492,7 @@ def _precision(
         if str(name).lower() not in _PRECISIONS:
             fix = "there is no 8-bit training; use bf16" if str(name).lower() == "fp8" else ""
             raise ConfigError(f"{who}: mixed_precision", expected='"no", "fp16" or "bf16"', got=name, fix=fix)
-        facts.append(Facts(precision=Fact(_PRECISIONS[str(name).lower()], who, binding)))
+        facts.append(Facts(precision=Fact(_PRECISIONS[str(name).lower()], who, explicit)))
     return gather_facts(*facts).precision
 
 

@@ -17,7 +17,7 @@ import torch
 
 from zeroaccel.accelerate.process_control import ProcessControl
 from zeroaccel.comm.topology import destroy, init_process_group
-from zeroaccel.config.auto_rules import shown
+from zeroaccel.config.auto_values import shown
 from zeroaccel.errors import UsageError
 
 if TYPE_CHECKING:

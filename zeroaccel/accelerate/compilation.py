@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from zeroaccel.activations import repeated_blocks
-from zeroaccel.config.launch.launch_env import LaunchedSettings
+from zeroaccel.config.launch.launch_sources import LaunchedSettings
 from zeroaccel.errors import ConfigError
 
 __all__ = ["Compilation", "compilation_of"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from zeroaccel.config.launch.launch_env import LaunchedSettings, from_environment
+from zeroaccel.config.launch.launch_sources import LaunchedSettings, from_environment
 
 __all__ = ["launched"]
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from zeroaccel.checkpoint.compatibility import hyperparameters
-from zeroaccel.checkpoint.dtypes import dtype_of
 from zeroaccel.checkpoint.plain_codec import decode
 from zeroaccel.checkpoint.save_plan import EngineState, persistent_buffers
 from zeroaccel.checkpoint.tensor_store import TensorStore
 from zeroaccel.errors import CheckpointError, listed
 from zeroaccel.logs import logger
+from zeroaccel.zero.access.safetensors_file import dtype_of
 from zeroaccel.zero.layout import FlatLayout, FlatRange, Slot
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit, ShardState
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
@@ -34,11 +34,11 @@ class LoadReport:
     """What loading read.
 
     Attributes:
-        wanted_nbytes: of the tensors this rank keeps.
+        requested_nbytes: of the tensors this rank keeps.
         read_nbytes: from the disk.
     """
 
-    wanted_nbytes: int
+    requested_nbytes: int
     read_nbytes: int
 
 

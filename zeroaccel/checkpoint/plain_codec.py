@@ -1,24 +1,26 @@
-"""Plain data as JSON and back: what people keep beside the weights, without pickle.
+"""Plain data as JSON and back, without pickle: client state, hyperparameters, the states of random generators.
 
-Tensors are handed to whoever writes the file and come back by key. Anything that would need code to be made again
-is refused, by the key it is under. The encoding is a part of docs/checkpoint_format.md.
+Tensors are passed to the writer of the file and come back by key. A value that would need code to be rebuilt is
+refused, by the key it is under. The encoding is a part of docs/checkpoint_format.md.
 """
 
 from __future__ import annotations
 
 import base64
 import math
+import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from zeroaccel.checkpoint.dtypes import dtype_name, dtype_of
 from zeroaccel.errors import CheckpointError, UsageError
+from zeroaccel.zero.access.safetensors_file import dtype_name, dtype_of
 
-__all__ = ["decode", "encode"]
+__all__ = ["decode", "encode", "random_state", "restore_random_state"]
 
 _PAIRS: Mapping[str, Callable[[list[tuple[Any, Any]]], Any]] = {
     "dict": dict,
@@ -33,10 +35,21 @@ def encode(value: Any, where: str, keep: Callable[[Tensor], str]) -> Any:
 
     Args:
         where: the address of `value`, e.g. "client_state"; keys are added to it.
-        keep: takes a tensor to be saved beside and returns its key.
+        keep: stores a tensor in the file and returns its key.
 
     Raises:
         UsageError: something in it is neither plain data nor a tensor; it names the key.
+
+    Example:
+        >>> tensors = {}
+        >>> def keep(tensor):
+        ...     tensors["t0"] = tensor
+        ...     return "t0"
+        >>> state = encode({"epoch": 3, "seen": {7}, "ema": torch.ones(2)}, "client_state", keep)
+        >>> state
+        {'epoch': 3, 'seen': {'$': 'set', 'items': [7]}, 'ema': {'$': 'tensor', 'key': 't0'}}
+        >>> decode(state, tensors.__getitem__)
+        {'epoch': 3, 'seen': {7}, 'ema': tensor([1., 1.])}
     """
     kind = type(value)
     if value is None or kind in (bool, int, str):
@@ -93,6 +106,7 @@ def decode(value: Any, fetch: Callable[[str], Tensor]) -> Any:
         return {key: decode(item, fetch) for key, item in value.items()}
     kind = value["$"]
     try:
+        # Values from a file: whatever they make the constructors raise comes out as one named error.
         if kind == "float":
             return float(value["value"])
         if kind == "bytes":
@@ -111,3 +125,34 @@ def decode(value: Any, fetch: Callable[[str], Tensor]) -> Any:
         what = f"plain data of kind {str(kind)[:100]!r} in the manifest"
         raise CheckpointError(f"{what}: damaged ({str(error)[:200]})") from error
     raise CheckpointError(f"plain data of kind {str(kind)[:100]!r} in the manifest", expected="a kind of this version")
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Plain data and tensors: the states of the generators of Python, numpy, torch and, if `device` is one, the GPU."""
+    version, words, gauss = random.getstate()
+    numpy_state: Any = np.random.get_state(legacy=True)
+    name, keys, position, has_gauss, cached = numpy_state
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
+        "numpy": (str(name), torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)),
+    }
+
+
+def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Restores every generator from what `random_state` returned.
+
+    Raises:
+        CheckpointError: `state` is something else.
+    """
+    try:
+        torch.set_rng_state(state["torch"])
+        if state["cuda"] is not None and device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda"], device)
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words.tolist()), gauss))
+        name, keys, position, has_gauss, cached = state["numpy"]
+        np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"random state of the checkpoint: cannot be restored ({error})") from error

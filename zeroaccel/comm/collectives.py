@@ -1,12 +1,11 @@
-"""The collectives of the engine: what is gathered or summed, over which group, in which order.
+"""The collectives of the engine: all-gather, reduce-scatter, and small ones for control.
 
-Movement is left to `transport.py`, waiting and failing to `collective_tracker.py`, ranks and groups come from
-`topology.py`. Nothing here knows what the tensors mean; the caller's label says it, to whoever has to read about a
-hang.
+Transport is left to `transport.py`, waiting and failing to `collective_tracker.py`, ranks and groups come from
+`topology.py`. Nothing here knows what the tensors mean; the caller's label says it in the messages about hangs.
 
 Letters: W = world size, S = elements per rank; where ranks have parts of several sizes, `split_sizes` has that of each,
-W*S is their sum and S this rank's. In host memory every sum runs in the order of the ranks, in fp32, and
-is rounded once: it depends neither on timing nor on where in a tensor an element lies.
+W*S is their sum and S this rank's. In host memory every sum runs in the order of the ranks, in fp32, and is rounded
+once: it depends neither on timing nor on where in a tensor an element lies.
 """
 
 from __future__ import annotations
@@ -19,51 +18,60 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroaccel.comm.buffer_pool import BufferPool
 from zeroaccel.comm.collective_tracker import (
     DONE,
     AverageWork,
-    CodedDeviceWork,
-    CodedWork,
     CollectiveTracker,
     DeviceWork,
     MessageWork,
+    QuantizedGatherDeviceWork,
+    QuantizedGatherWork,
     RankSumWork,
     Work,
 )
 from zeroaccel.comm.hangs.flight_recorder import CollectiveRecord, FlightRecorder
-from zeroaccel.comm.quantized import INT8, decode
+from zeroaccel.comm.quantized import INT8, dequantize
 from zeroaccel.comm.topology import RankGroup, Topology
-from zeroaccel.comm.transport import Exchanges, Meter, P2PTransport, exchange_over
-from zeroaccel.ops.reduce import sum_ranks
+from zeroaccel.comm.transport import BufferPool, Meter, P2PTransport, Transports, transport_over
+from zeroaccel.errors import UsageError
+from zeroaccel.ops.reductions import sum_ranks
 
-__all__ = ["Collectives", "Work", "check_split"]
+__all__ = ["Collectives", "PartitionedTensors", "Work", "check_split"]
 
 
 class Collectives:
     """The collectives of one topology. All ranks call the same ones, in the same order, with the same labels.
 
-    Gathers and reductions may interleave differently on different ranks, since they use separate groups.
+    Gathers and reductions may interleave differently on different ranks, since they use separate groups. Here all ranks
+    are one shard group; `hierarchical.py` has the collectives of smaller ones.
 
-    Shards are gathered and reduced over all ranks here; `hierarchical.py` has collectives for which ranks differ.
+    Example:
+        >>> from zeroaccel.comm.topology import destroy, init_process_group
+        >>> ranks = Collectives(init_process_group())
+        >>> shard = torch.arange(4.0)
+        >>> full = torch.empty(ranks.world_size * 4)
+        >>> ranks.all_gather(full, shard, "unshard weights").wait()
+        >>> full
+        tensor([0., 1., 2., 3.])
+        >>> destroy()
 
     Args:
         topology: shared with every other engine of the process.
-        group: the ranks that see different samples; by default all.
+        group: the data group, of ranks that see different samples; by default all ranks.
 
     Attributes:
-        rank, world_size: of this process, among the ranks that see different samples.
-        shard_rank, shard_world_size: its place among the ranks that hold different shards, and their number.
-        replica: number of the set of shards that this rank's belongs to; 0 where there is one.
-        second_rank, second_world_size: as the shard's, of the copy that backward gathers from; the shard's where there
-            is none.
+        rank, world_size: in the data group.
+        shard_rank, shard_world_size: in the shard group.
+        replica: rank in the replicate group, 0 where there is one shard group.
+        secondary_rank, secondary_world_size: in the secondary group, over which backward gathers (ZeRO++ hpZ); those of
+            the shard group where there is none.
         job: over all ranks of the job, where these are over some; else these themselves.
-        leads: whether this rank speaks for what is alike in each of several sets of such ranks.
-        nodes: the ranks on each machine, by their numbers in the job.
-        codes_weights: whether `gather_weights` rounds.
-        journal: what has been issued; the engine sets its `phase` and `step`.
-        meter: told of every message of gathers, reductions and broadcasts: (tag of the call, receiver's number in the
-            job, bytes). None for nobody.
+        is_first_data_group: True on one data group of the job; values that all data groups hold are counted only there.
+        nodes: the global ranks on each machine.
+        quantized_weights: whether `gather_weights` rounds.
+        flight_recorder: of what has been issued; the engine sets its `phase` and `step`.
+        meter: called for every message of gathers, reductions and broadcasts: (tag of the call, global rank of the
+            receiver, bytes). None for no metering.
     """
 
     rank: int
@@ -71,52 +79,52 @@ class Collectives:
     shard_rank: int
     shard_world_size: int
     replica: int
-    second_rank: int
-    second_world_size: int
-    codes_weights: bool
+    secondary_rank: int
+    secondary_world_size: int
+    quantized_weights: bool
     nodes: Sequence[Sequence[int]]
     job: Collectives
-    leads: bool
-    journal: FlightRecorder
+    is_first_data_group: bool
+    flight_recorder: FlightRecorder
     topology: Topology
     meter: Meter | None
 
     def __init__(self, topology: Topology, group: RankGroup | None = None) -> None:
-        group = group or topology.everyone
+        group = group or topology.all_ranks
         self.topology = topology
-        self.rank = self.shard_rank = self.second_rank = group.place
-        self.world_size = self.shard_world_size = self.second_world_size = group.size
+        self.rank = self.shard_rank = self.secondary_rank = group.rank
+        self.world_size = self.shard_world_size = self.secondary_world_size = group.size
         self.replica = 0
-        self.codes_weights = False
+        self.quantized_weights = False
         self.nodes = topology.nodes
         self.job = self
-        self.leads = True
+        self.is_first_data_group = True
         self.meter = None
-        self.journal = topology.journal
-        self._supervisor = CollectiveTracker(topology.journal, topology.watchdog)
-        self._scratch = BufferPool()
+        self.flight_recorder = topology.flight_recorder
+        self._tracker = CollectiveTracker(topology.flight_recorder, topology.watchdog)
+        self._buffer_pool = BufferPool()
         if self.world_size > 1:
-            self._gathers = self._exchanges(group, group.gather_group)
-            self._reductions = self._exchanges(group, group.reduce_group)
-            self._control = exchange_over(group.control_group, "cpu")
+            self._gathers = self._transports(group, group.gather_group)
+            self._reductions = self._transports(group, group.reduce_group)
+            self._control = transport_over(group.control_group, "cpu")
             self._shard_gathers = self._gathers
 
-    def _exchanges(self, group: RankGroup, over: dist.ProcessGroup) -> Exchanges:
-        """Those of one process group of `group`, by the type of device; what they send is metered."""
+    def _transports(self, group: RankGroup, over: dist.ProcessGroup) -> Transports:
+        """The transports over one process group of `group`, by the type of device; what they send is metered."""
 
-        def counted() -> Meter | None:
+        def meter_source() -> Meter | None:
             meter = self.meter
-            return None if meter is None else lambda tag, place, nbytes: meter(tag, group.ranks[place], nbytes)
+            return None if meter is None else lambda tag, rank, nbytes: meter(tag, group.ranks[rank], nbytes)
 
         devices = {"cpu", self.topology.device.type}
-        return {device: exchange_over(over, device, counted) for device in devices}
+        return {device: transport_over(over, device, meter_source) for device in devices}
 
     def all_gather(self, out: Tensor, shard: Tensor, label: str, split_sizes: Sequence[int] = ()) -> Work:
         """out[r*S:(r+1)*S] = shard of rank r. Over the gather group; sends (W-1)*S elements.
 
         Args:
             out: (W*S,), contiguous.
-            shard: (S,), of the dtype of `out`; may be this rank's part of `out`. Must stay as it is until `wait`.
+            shard: (S,), of the dtype of `out`; may be this rank's part of `out`. Must not change until `wait`.
             label: what it is for, the same on all ranks: "unshard layers.3".
             split_sizes: elements of each rank's shard, in the order of `out`; empty for equal ones.
         """
@@ -129,16 +137,16 @@ class Collectives:
         return self._gather(self._shard_gathers, out, shard, split_sizes, "all_gather", label)
 
     def _gather(
-        self, exchanges: Exchanges, out: Tensor, shard: Tensor, split_sizes: Sequence[int], op: str, label: str
+        self, transports: Transports, out: Tensor, shard: Tensor, split_sizes: Sequence[int], op: str, label: str
     ) -> Work:
-        entry = self._supervisor.issue("gather", op, label, out)
+        entry = self._tracker.issue("gather", op, label, out)
         if out.numel() == 0:
-            return self._nothing_to_move(entry)
-        exchange = exchanges[out.device.type]
-        pending = self._supervisor.start(entry, exchange.all_gather, out, shard, split_sizes)
-        if isinstance(exchange, P2PTransport):
-            return MessageWork(self._supervisor, entry, pending)
-        return DeviceWork(self._supervisor, entry, pending, out.device)
+            return self._finish_empty(entry)
+        transport = transports[out.device.type]
+        pending = self._tracker.start(entry, transport.all_gather, out, shard, split_sizes)
+        if isinstance(transport, P2PTransport):
+            return MessageWork(self._tracker, entry, pending)
+        return DeviceWork(self._tracker, entry, pending, out.device)
 
     def reduce_scatter(
         self, out: Tensor, flat: Tensor, label: str, scale: float = 1.0, split_sizes: Sequence[int] = ()
@@ -150,7 +158,7 @@ class Collectives:
 
         Args:
             out: (S,), of any floating dtype.
-            flat: (W*S,), contiguous. Must stay as it is until `wait`; with `split_sizes` it is not what it was then.
+            flat: (W*S,), contiguous. Must not change until `wait`; with `split_sizes` it may be overwritten.
             label: what it is for, the same on all ranks: "reduce layers.3".
             scale: the factor, usually 1/W.
             split_sizes: elements of each rank's part, in the order of `flat`; empty for equal ones.
@@ -159,57 +167,59 @@ class Collectives:
         if self.world_size == 1:
             _scale_into(out, flat, scale)
             return DONE
-        entry = self._supervisor.issue("reduce", "reduce_scatter", label, flat)
+        entry = self._tracker.issue("reduce", "reduce_scatter", label, flat)
         if flat.numel() == 0:
-            return self._nothing_to_move(entry)
-        exchange = self._reductions[flat.device.type]
-        if isinstance(exchange, P2PTransport):
-            parts = self._scratch.take(self.world_size * out.numel(), flat.dtype)
-            pending = self._supervisor.start(entry, exchange.reduce_scatter, parts, flat, split_sizes)
-            return RankSumWork(self._supervisor, entry, pending, self._scratch, parts, out, scale)
+            return self._finish_empty(entry)
+        transport = self._reductions[flat.device.type]
+        # In host memory: every rank's part comes in as it is, and is summed during `wait`, in the order of the ranks.
+        if isinstance(transport, P2PTransport):
+            parts = self._buffer_pool.acquire(self.world_size * out.numel(), flat.dtype)
+            pending = self._tracker.start(entry, transport.reduce_scatter, parts, flat, split_sizes)
+            return RankSumWork(self._tracker, entry, pending, self._buffer_pool, parts, out, scale)
+        # The backend reduces in the dtype of its input; an `out` of another (fp32 of bf16) is written after `wait`.
         average = out if out.dtype == flat.dtype else torch.empty_like(out, dtype=flat.dtype)
-        pending = self._supervisor.start(entry, exchange.reduce_scatter, average, flat, split_sizes)
-        return AverageWork(self._supervisor, entry, pending, average, out, scale * self.world_size)
+        pending = self._tracker.start(entry, transport.reduce_scatter, average, flat, split_sizes)
+        return AverageWork(self._tracker, entry, pending, average, out, scale * self.world_size)
 
     def gather_weights(self, out: Tensor, shard: Tensor, label: str, split_sizes: Sequence[int] = ()) -> Work:
-        """As `all_gather`, of weights to compute with; may round them where `codes_weights` says so."""
+        """As `all_gather`, of weights to compute with; rounds them where `quantized_weights` is True."""
         return self.all_gather(out, shard, label, split_sizes)
 
-    def gather_second(self, out: Tensor, second: Tensor, label: str) -> Work:
+    def gather_secondary(self, out: Tensor, secondary: Tensor, label: str) -> Work:
         """As `all_gather`, over the ranks that hold the second copy. `second`: (N / second_world_size,)."""
-        return self.all_gather(out, second, label)
+        return self.all_gather(out, secondary, label)
 
-    def gather_packed(self, out: Tensor, packed: Tensor, label: str) -> Work:
-        """As `all_gather`, of shards that are stored as int8 codes.
+    def gather_quantized(self, out: Tensor, code: Tensor, label: str) -> Work:
+        """As `all_gather`, of shards that are quantized to int8.
 
         Args:
-            packed: (INT8.nbytes(S),) uint8, this rank's code; as it is until `wait`.
+            code: (INT8.nbytes(S),) uint8, this rank's; must not change until `wait`.
         """
         numel = out.numel() // self.shard_world_size
         if self.shard_world_size == 1 or numel == 0:
-            decode(packed, INT8, out)
+            dequantize(code, INT8, out)
             return DONE
-        entry = self._supervisor.issue("gather", "all_gather int8", label, out)
-        exchange = self._shard_gathers[out.device.type]
-        ranks, nbytes = self.shard_world_size, self.shard_world_size * packed.numel()
-        if isinstance(exchange, P2PTransport):
-            codes = self._scratch.take(nbytes, torch.uint8)
-            pending = self._supervisor.start(entry, exchange.all_gather, codes, packed, ())
-            return CodedWork(self._supervisor, entry, pending, codes.view(ranks, -1), out, self._scratch)
-        codes = packed.new_empty(nbytes)
-        pending = self._supervisor.start(entry, exchange.all_gather, codes, packed, ())
-        return CodedDeviceWork(self._supervisor, entry, pending, codes.view(ranks, -1), out)
+        entry = self._tracker.issue("gather", "all_gather int8", label, out)
+        transport = self._shard_gathers[out.device.type]
+        ranks, nbytes = self.shard_world_size, self.shard_world_size * code.numel()
+        if isinstance(transport, P2PTransport):
+            codes = self._buffer_pool.acquire(nbytes, torch.uint8)
+            pending = self._tracker.start(entry, transport.all_gather, codes, code, ())
+            return QuantizedGatherWork(self._tracker, entry, pending, codes.view(ranks, -1), out, self._buffer_pool)
+        codes = code.new_empty(nbytes)
+        pending = self._tracker.start(entry, transport.all_gather, codes, code, ())
+        return QuantizedGatherDeviceWork(self._tracker, entry, pending, codes.view(ranks, -1), out)
 
-    def over(self, arranged: Collectives) -> Collectives:
-        """What to use in place of these where others are needed: `hierarchical`, in the same wrappings."""
-        return arranged
+    def over(self, hierarchical: Collectives) -> Collectives:
+        """What replaces these where a plan needs `hierarchical` ones: those, in the same wrapper as these."""
+        return hierarchical
 
     def reduction_nbytes(self, numel: int, shard_numel: int, dtype: torch.dtype) -> int:
         """Bytes that this rank sends in a `reduce_scatter` of `numel` elements, its own part being `shard_numel`."""
         return (numel - shard_numel) * dtype.itemsize
 
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"], label: str) -> None:
-        """Replaces `tensor` by its sum or maximum over the ranks, the same bits on all of them. Blocks.
+        """tensor = its sum or maximum over the ranks, the same bits on all of them. Blocks.
 
         Over the control group, for small tensors: a tensor on an accelerator goes through host memory. The sum runs
         in the order of the ranks; a NaN anywhere makes the maximum NaN.
@@ -222,22 +232,23 @@ class Collectives:
         tensor.detach().copy_(result.view(tensor.shape))
 
     def broadcast(self, tensor: Tensor, src: int, label: str) -> None:
-        """Replaces `tensor` by that of rank `src`. Blocks. Over the gather group; contiguous tensors only."""
+        """tensor = that of rank `src`. Blocks. Over the gather group; contiguous tensors only."""
         assert tensor.is_contiguous(), f"{label}: a broadcast of a tensor that is not contiguous"
         if self.world_size == 1:
             return
-        entry = self._supervisor.issue("gather", f"broadcast from {src}", label, tensor)
+        entry = self._tracker.issue("gather", f"broadcast from {src}", label, tensor)
         if tensor.numel() == 0:
-            self._nothing_to_move(entry)
+            self._finish_empty(entry)
             return
-        exchange = self._gathers[tensor.device.type]
-        pending = self._supervisor.start(entry, exchange.broadcast, tensor.detach().view(-1), src)
-        self._supervisor.wait(entry, pending)
+        transport = self._gathers[tensor.device.type]
+        pending = self._tracker.start(entry, transport.broadcast, tensor.detach().view(-1), src)
+        self._tracker.wait(entry, pending)
 
     def gather_objects(self, obj: Any, label: str) -> list[Any]:
         """The `obj` of every rank, by rank, on every rank. Pickled; over the control group. Blocks."""
         if self.world_size == 1:
             return [obj]
+        # Two all-gathers: the sizes first, then the pickles, padded to the largest of them.
         payload = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
         own_size = torch.tensor([payload.numel()])
         sizes: list[int] = self._gather_rows(own_size, "gather_objects", f"{label}, sizes").view(-1).tolist()
@@ -253,28 +264,28 @@ class Collectives:
 
     def _gather_rows(self, own: Tensor, op: str, label: str) -> Tensor:
         """The (n,) tensors of all ranks as (W, n). Blocks. Over the control group; sends (W-1)*n elements."""
-        entry = self._supervisor.issue("control", op, label, own)
+        entry = self._tracker.issue("control", op, label, own)
         rows = own.new_empty(self.world_size, own.numel())
         if own.numel() == 0:
-            self._nothing_to_move(entry)
+            self._finish_empty(entry)
         else:
-            pending = self._supervisor.start(entry, self._control.all_gather, rows.view(-1), own, ())
-            self._supervisor.wait(entry, pending)
+            pending = self._tracker.start(entry, self._control.all_gather, rows.view(-1), own, ())
+            self._tracker.wait(entry, pending)
         return rows
 
-    def _nothing_to_move(self, entry: CollectiveRecord) -> Work:
-        self.journal.finish(entry)
+    def _finish_empty(self, entry: CollectiveRecord) -> Work:
+        self.flight_recorder.finish(entry)
         return DONE
 
 
-def check_split(whole: Tensor, part: Tensor, split_sizes: Sequence[int], rank: int, world_size: int, what: str) -> None:
-    """Whether the parts that ranks hold are those of the whole; a mistake of ours, so an assertion."""
+def check_split(full: Tensor, part: Tensor, split_sizes: Sequence[int], rank: int, world_size: int, what: str) -> None:
+    """Asserts that the parts of the ranks make up the full tensor; a mistake of ours, so an assertion."""
     if split_sizes:
         fits = len(split_sizes) == world_size and split_sizes[rank] == part.numel()
-        fits = fits and sum(split_sizes) == whole.numel()
+        fits = fits and sum(split_sizes) == full.numel()
     else:
-        fits = whole.numel() == world_size * part.numel()
-    assert fits, f"{what} of {whole.numel()} elements, {part.numel()} on rank {rank} of {world_size}: {split_sizes}"
+        fits = full.numel() == world_size * part.numel()
+    assert fits, f"{what} of {full.numel()} elements, {part.numel()} on rank {rank} of {world_size}: {split_sizes}"
 
 
 def _scale_into(out: Tensor, flat: Tensor, scale: float) -> None:
@@ -283,3 +294,50 @@ def _scale_into(out: Tensor, flat: Tensor, scale: float) -> None:
         sum_ranks(out, flat.view(1, -1), scale)
     else:
         out.copy_(flat.float() * scale)
+
+
+# --- over a group that another library made
+
+_FIRST_TAG, _NUM_TAGS = 1 << 28, 1 << 20  # apart from the tags of other code that sends messages in the group
+
+
+class PartitionedTensors:
+    """Shards of tensors that are the same on every rank of a group, such as activations under tensor parallelism.
+
+    Args:
+        group: a process group that this rank is in. Its ranks must call alike, in the same order.
+
+    Raises:
+        UsageError: this rank is not in the group, or there is none.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        if not dist.is_initialized() or not isinstance(group, dist.ProcessGroup):
+            raise UsageError("tensor_parallel_group", expected="a process group with this rank in it", got=group)
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self._calls = 0
+        if self.rank < 0:
+            raise UsageError("tensor_parallel_group", expected="a process group with this rank in it", got=group)
+
+    def shard_numel(self, numel: int) -> int:
+        """S, elements of a shard; the last ranks' may be padding."""
+        return -(-numel // self.size)
+
+    def shard(self, flat: Tensor) -> Tensor:
+        """(S,) a copy of this rank's part of `flat`, (numel,), padded with zeros."""
+        length = self.shard_numel(flat.numel())
+        out = flat.new_zeros(length)
+        own = flat[self.rank * length : (self.rank + 1) * length]
+        out[: own.numel()].copy_(own)
+        return out
+
+    def unshard(self, shard: Tensor, numel: int) -> Tensor:
+        """(numel,) the tensor of which the ranks have the shards. (all ranks of the group)"""
+        out = torch.empty(self.size * shard.numel(), dtype=shard.dtype, device=shard.device)
+        self._calls += 1
+        transport = transport_over(self._group, shard.device.type)
+        for work in transport.all_gather(out, shard, (), _FIRST_TAG + self._calls % _NUM_TAGS):
+            work.wait()
+        return out[:numel]

@@ -1,27 +1,32 @@
-"""What the launcher and the user say through environment variables; the only place in `comm` that reads them.
+"""What the launcher and the user say through environment variables, and the CPU cores of this process. No torch.
 
-The names are those of torchrun, which every launcher of PyTorch jobs sets, and ZEROACCEL_COLLECTIVE_TIMEOUT.
+The only module of `comm` that reads the environment. The names are those of torchrun, which every launcher of PyTorch
+jobs sets, and ZEROACCEL_COLLECTIVE_TIMEOUT.
 """
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 
-from zeroaccel.config.variables import check_variables
+from zeroaccel.config.launch.launch_sources import check_variables
 from zeroaccel.errors import ConfigError
 
 __all__ = [
     "check_own_variables",
-    "launcher_keeps_store",
+    "core_set",
+    "fair_threads",
+    "launcher_owns_store",
     "launcher_wakes_stopped_ranks",
-    "limit_seconds",
-    "place_in_job",
-    "place_on_machine",
+    "local_rank_and_size",
+    "omp_threads_chosen",
+    "rank_and_world_size",
     "rendezvous_address",
-    "threads_are_said",
+    "timeout_seconds",
+    "usable_cores",
 ]
 
 _DEFAULT_LIMIT_SECONDS = 600.0
@@ -31,30 +36,30 @@ _HOW_TO_START = "start the script with `zeroaccel launch --num_processes N scrip
 
 
 def check_own_variables() -> None:
-    """Looks for variables whose names begin as ours do and that nobody reads.
+    """Looks for variables whose names begin as this package's do and that no code reads.
 
     Raises:
-        ConfigError: there are some; each is named with the one that was probably meant.
+        ConfigError: there are some; each is named with the closest one that exists.
     """
     check_variables(os.environ)
 
 
-def place_in_job() -> tuple[int, int]:
-    """(rank, world size); (0, 1) where nothing is said of a job.
+def rank_and_world_size() -> tuple[int, int]:
+    """(rank, world size) by RANK and WORLD_SIZE; (0, 1) where neither is set.
 
     Raises:
-        ConfigError: something is said, but not all that is needed to find the other ranks.
+        ConfigError: some variables are set, but not all that are needed to find the other ranks.
     """
     environ = os.environ
     if not environ.get("WORLD_SIZE") and not environ.get("RANK"):
         _refuse_mpi()
         return 0, 1
     if environ.get("WORLD_SIZE") == "1" and environ.get("RANK", "0") == "0":
-        return 0, 1  # there is nobody to find
+        return 0, 1  # there is no other rank to find
     if missing := [name for name in _NEEDED if not environ.get(name)]:
-        given = " and ".join(f"{name}={environ[name]}" for name in _NEEDED if environ.get(name))
+        present = " and ".join(f"{name}={environ[name]}" for name in _NEEDED if environ.get(name))
         raise ConfigError(
-            f"environment: {given} set, but not {', '.join(missing)}",
+            f"environment: {present} set, but not {', '.join(missing)}",
             fix=f"{_HOW_TO_START}; to run as one process, unset RANK and WORLD_SIZE",
         )
     rank, world_size = _integer("RANK"), _integer("WORLD_SIZE")
@@ -65,7 +70,7 @@ def place_in_job() -> tuple[int, int]:
 
 
 def _refuse_mpi() -> None:
-    """Each of the ranks of mpirun would take itself for the whole job."""
+    """Raises under mpirun without torchrun's variables, where each rank would take itself for the only one."""
     for name in _MPI_SIZES:
         if os.environ.get(name, "1") != "1":
             raise ConfigError(
@@ -78,25 +83,25 @@ def rendezvous_address() -> str:
     return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 
 
-def place_on_machine() -> tuple[int, int] | None:
-    """(local rank, local world size), or None where the launcher does not say both."""
+def local_rank_and_size() -> tuple[int, int] | None:
+    """(local rank, local world size), or None where the launcher has not set both."""
     if os.environ.get("LOCAL_RANK") and os.environ.get("LOCAL_WORLD_SIZE"):
         return _integer("LOCAL_RANK"), _integer("LOCAL_WORLD_SIZE")
     return None
 
 
-def launcher_keeps_store() -> bool:
-    """Whether the rendezvous store lives in the launcher, and not in rank 0."""
+def launcher_owns_store() -> bool:
+    """Whether the launcher hosts the rendezvous store, rather than rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def launcher_wakes_stopped_ranks() -> bool:
-    """Whether the launcher is ours, which ends its ranks also where they are stopped (SIGSTOP)."""
+    """Whether the launcher is `zeroaccel launch`, which ends its ranks even where they are stopped (SIGSTOP)."""
     return "ZEROACCEL_LAUNCH_ID" in os.environ
 
 
-def threads_are_said(parent: Path | None = None) -> bool:
-    """Whether somebody chose OMP_NUM_THREADS, rather than torchrun, which makes it 1 for ranks that have none.
+def omp_threads_chosen(parent: Path | None = None) -> bool:
+    """Whether OMP_NUM_THREADS is the user's choice, rather than torchrun's, which sets it to 1 where it is unset.
 
     Torchrun's 1 is not in the environment that torchrun itself was started with; where that cannot be read, a 1 in a
     rank of torchrun is taken for its own.
@@ -110,14 +115,14 @@ def threads_are_said(parent: Path | None = None) -> bool:
     if value != "1" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return True
     try:
-        given = (parent or Path(f"/proc/{os.getppid()}/environ")).read_bytes().split(b"\0")
+        variables = (parent or Path(f"/proc/{os.getppid()}/environ")).read_bytes().split(b"\0")
     except OSError:
         return False
-    return any(entry.startswith(b"OMP_NUM_THREADS=") for entry in given)
+    return any(entry.startswith(b"OMP_NUM_THREADS=") for entry in variables)
 
 
-def limit_seconds(timeout: float | timedelta | None) -> float:
-    """How long a collective may wait: as given, else as the environment says, else 600. Infinite for 0.
+def timeout_seconds(timeout: float | timedelta | None) -> float:
+    """How long a collective may wait: `timeout`, else ZEROACCEL_COLLECTIVE_TIMEOUT, else 600. Infinite for 0.
 
     Raises:
         ConfigError: not a number of seconds.
@@ -142,3 +147,34 @@ def _integer(name: str) -> int:
         return int(text)
     except ValueError:
         raise ConfigError(f"environment: {name}", expected="an integer", got=text, fix=_HOW_TO_START) from None
+
+
+def core_set() -> frozenset[int]:
+    """The numbers of the cores this process may run on; all of them where the system does not tell."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def usable_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """How many cores this process may use, at least 1: its affinity, and below that the quota of its container."""
+    cores = len(core_set())
+    try:
+        quota, period = cgroup.read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, math.ceil(int(quota) / int(period))))
+
+
+def fair_threads(usable: int, own: frozenset[int], local: Iterable[frozenset[int]]) -> int:
+    """Threads for one process, so that those of all processes of the job on a machine are as many as its cores.
+
+    Processes that are bound to cores of their own do not share them, and so are not divided by again.
+
+    Args:
+        usable: `usable_cores` of this process.
+        own: its `core_set`.
+        local: those of all processes of the job on this machine, itself included.
+    """
+    sharing = sum(bool(own & other) for other in local)
+    return max(1, usable // max(1, sharing))

@@ -12,30 +12,31 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr
 
-from zeroaccel.config.provenance import Provenance
-from zeroaccel.config.schema_extensions import (
+from zeroaccel.config.diagnostics import Provenance
+from zeroaccel.config.schema_sections import (
     ActivationCheckpointing,
     Autotuning,
-    Compile,
-    DataEfficiency,
-    ExpertParallel,
-    HybridEngine,
-    Pipeline,
-    TensorParallel,
-    WeightQuantization,
-)
-from zeroaccel.config.schema_observe import (
+    Bf16,
     Comet,
     CommsLogger,
+    Compile,
     CsvMonitorSection,
+    DataEfficiency,
+    DataTypes,
+    ExpertParallel,
     FlopsProfiler,
+    Fp16,
+    HybridEngine,
     LogLevel,
+    Pipeline,
     TensorBoard,
+    TensorParallel,
     Timers,
+    TorchAutocast,
     Trackio,
     Wandb,
+    WeightQuantization,
 )
-from zeroaccel.config.schema_precision import Bf16, DataTypes, Fp16, TorchAutocast
 from zeroaccel.config.schema_zero import Aio, ZeroOptimization
 from zeroaccel.config.section import (
     AlsoSpelled,

@@ -28,6 +28,7 @@ __all__ = [
     "Flag",
     "Fraction",
     "FreeSection",
+    "Integer",
     "MaybeDtype",
     "Name",
     "NonNegativeNumber",
@@ -39,7 +40,6 @@ __all__ = [
     "Retired",
     "Text",
     "Texts",
-    "Whole",
     "field_paths",
     "lowered",
     "nested_section",
@@ -148,7 +148,7 @@ def _unquoted(value: object) -> str:
     return "write it without quotes" if isinstance(value, str) else ""
 
 
-def _whole(value: object) -> int:
+def _integer(value: object) -> int:
     if not isinstance(value, bool) and isinstance(value, Integral):
         return int(value)
     if isinstance(value, float) and value.is_integer():
@@ -245,9 +245,9 @@ def lowered(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
 
-Whole = Annotated[int, BeforeValidator(_whole)]
-Count = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
-PositiveCount = Annotated[int, Field(gt=0), BeforeValidator(_whole)]
+Integer = Annotated[int, BeforeValidator(_integer)]
+Count = Annotated[int, Field(ge=0), BeforeValidator(_integer)]
+PositiveCount = Annotated[int, Field(gt=0), BeforeValidator(_integer)]
 Number = Annotated[float, BeforeValidator(_number)]
 NonNegativeNumber = Annotated[float, Field(ge=0), BeforeValidator(_number)]
 PositiveNumber = Annotated[float, Field(gt=0), BeforeValidator(_number)]

@@ -1,6 +1,6 @@
 """What stage 3 sends between machines per step, under each arrangement of `docs/zeropp.md`, before anything is started.
 
-The formulas are those of `config/traffic_formulas.py`, for the model as one unit that is gathered for forward and again
+The formulas are those of `config/comm_plan.py`, for the model as one unit that is gathered for forward and again
 for backward in each micro-step; memory is the rest of this package's.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zeroaccel.config import CommPlan
-from zeroaccel.config.traffic_formulas import step_traffic
+from zeroaccel.config.comm_plan import step_traffic
 from zeroaccel.estimate.workload import Workload
 
 __all__ = ["TrafficRow", "traffic_table"]
@@ -41,9 +41,9 @@ def traffic_table(numel: int, workload: Workload) -> list[TrafficRow]:
     plans = {
         "stage 3": CommPlan(ranks, ranks, ranks),
         "hpZ": CommPlan(ranks, ranks, local if local > 1 else ranks),
-        "qwZ + hpZ": CommPlan(ranks, ranks, local if local > 1 else ranks, codes_weights=True),
+        "qwZ + hpZ": CommPlan(ranks, ranks, local if local > 1 else ranks, quantized_weights=True),
         "qwZ + hpZ + qgZ": CommPlan(
-            ranks, ranks, local if local > 1 else ranks, codes_weights=True, codes_gradients=True
+            ranks, ranks, local if local > 1 else ranks, quantized_weights=True, quantized_gradients=True
         ),
         "replicas of one machine": CommPlan(ranks, local, local),
     }

@@ -16,17 +16,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.comm.quantized import CODABLE
+from zeroaccel.comm.quantized import QUANTIZABLE
 from zeroaccel.config.shard_plan import ShardPlan
 from zeroaccel.errors import ConfigError, UsageError, listed
 from zeroaccel.logs import logger
 from zeroaccel.optim.rank_facts import SAME_OPTIMIZER, difference
 from zeroaccel.zero.access.param_registry import ParamHandle, place_of
-from zeroaccel.zero.dtensor import check_split, is_split, local
 from zeroaccel.zero.layout import FlatLayout, OwnerLoads
-from zeroaccel.zero.module_buffers import forget_cast
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
+from zeroaccel.zero.precision import forget_cast
 from zeroaccel.zero.storage.placement import BufferPlan, TierSet
+from zeroaccel.zero.tensor_subclasses import check_split, is_split, local
 from zeroaccel.zero.wrap_policy import UnitSpec
 
 __all__ = [
@@ -54,7 +54,7 @@ class Placement:
         plan: what is sharded.
         groups: id(parameter) -> index of its param group; parameters not in it are not optimized.
         offloads_params: shards of parameters are not on the device, so that even one rank alone has shards.
-        packs_frozen: the shards of frozen parameters are stored as int8 codes.
+        quantized_frozen_weights: the shards of frozen parameters are stored as int8 codes.
         whole_groups: indices of the param groups whose optimizer needs whole tensors.
         coupled: its rule sums over several parameters.
     """
@@ -65,7 +65,7 @@ class Placement:
     plan: ShardPlan
     groups: Mapping[int, int]
     offloads_params: bool = False
-    packs_frozen: bool = False
+    quantized_frozen_weights: bool = False
     whole_groups: frozenset[int] = frozenset()
     coupled: bool = False
 
@@ -289,7 +289,7 @@ def _plan_buffers(spec: UnitSpec, placement: Placement, loads: OwnerLoads, world
                 persistent,
                 replicated=not placement.plan.optimizer,
                 by_parameter=has_owners or (placement.coupled and not placement.plan.optimizer),
-                as_int8=placement.packs_frozen and not (trainable or persistent) and dtype in CODABLE,
+                as_int8=placement.quantized_frozen_weights and not (trainable or persistent) and dtype in QUANTIZABLE,
             )
         )
     return plans

@@ -22,12 +22,11 @@ from zeroaccel.comm.agree import agree_or_raise
 from zeroaccel.comm.collectives import Collectives, Work
 from zeroaccel.errors import OffloadError, ShardStateError
 from zeroaccel.offload.tier import Tier
-from zeroaccel.zero.dtensor import is_split, local, set_local
 from zeroaccel.zero.layout import FlatLayout, FlatRange
-from zeroaccel.zero.sharded_parameter import as_ordinary, as_sharded
 from zeroaccel.zero.storage.copy_stream import CopyStream
 from zeroaccel.zero.storage.masters import MasterPlace, MasterStorage, NoMasters
 from zeroaccel.zero.storage.shards import MemoryShard, SecondaryShard, ShardPlace, ShardStorage
+from zeroaccel.zero.tensor_subclasses import as_ordinary, as_sharded, is_split, local, set_local
 
 __all__ = ["FlatBuffer", "ParamUnit", "ShardState"]
 

@@ -1,29 +1,273 @@
-"""A checkpoint of torch.distributed.checkpoint, as FSDP2 users make them, in the form that `load.py` reads.
+"""Checkpoints of torch.distributed.checkpoint (DCP), as FSDP2 users write them, in the form that `loader.py` reads.
 
-Takes the names apart: which dict is the model's, which the optimizer's (`get_state_dict`'s two, flattened or not), and
-what else there is, which becomes the client state. Bytes are `dcp_files.py`'s matter; everything that loads or rewrites
-our checkpoints then does these.
+`DcpFolder` is the format: a `.metadata`, which is a pickle and is read by the restricted reader of `torch_pickle.py`
+with stand-ins for torch's classes, and tensors in `*.distcp`. `_DcpReader` gives the names a meaning: which dict is the
+model's, which the optimizer's (the two of `get_state_dict`, flattened or not); the rest is client state.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Collection, Mapping
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zeroaccel.checkpoint.dtypes import dtype_of
-from zeroaccel.checkpoint.formats.dcp_files import METADATA_NAME, DcpFolder, dcp_errors
-from zeroaccel.checkpoint.formats.torch_store import TorchStore, optimizer_of_states
-from zeroaccel.checkpoint.manifest import ITEMSIZE, FileRecord, Manifest, ParameterRecord, TensorRecord
+from zeroaccel.checkpoint.compatibility import optimizer_of_states
+from zeroaccel.checkpoint.find import DCP_METADATA_NAME
+from zeroaccel.checkpoint.formats.pickle_machine import Attributed
+from zeroaccel.checkpoint.formats.torch_file import TorchFile
+from zeroaccel.checkpoint.formats.torch_pickle import DtypeName, StoredTensor, load_pickle
+from zeroaccel.checkpoint.manifest import (
+    FileRecord,
+    Manifest,
+    ParameterRecord,
+    Piece,
+    TensorRecord,
+    check_tag,
+    read_latest,
+)
 from zeroaccel.checkpoint.plain_codec import encode
-from zeroaccel.checkpoint.reshard import write_again
+from zeroaccel.checkpoint.reshard import rewrite
+from zeroaccel.checkpoint.tensor_store import TorchStore
+from zeroaccel.config.bounds import read_at_most
 from zeroaccel.errors import CheckpointError, UsageError
+from zeroaccel.zero.access.safetensors_file import ITEMSIZE, dtype_of
 
-__all__ = ["import_dcp", "open_dcp"]
+__all__ = ["DcpFolder", "dcp_errors", "find_dcp", "import_dcp", "open_dcp"]
+
+_MOST_METADATA_NBYTES = 128 << 20
+_LONGEST_PATH = 4096
+_MOST_PIECES = 1 << 21
+_CLASSES = (
+    "Metadata",
+    "TensorStorageMetadata",
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "TensorProperties",
+    "MetadataIndex",
+    "StorageMeta",
+    "_MEM_FORMAT_ENCODING",
+)
+_MODULE = "torch.distributed.checkpoint.metadata"
+
+
+class _Record(Attributed):
+    """Stands for an object of one of torch's classes: its attributes, or its state if that is not a dict."""
+
+    def __init__(self, class_name: str) -> None:
+        self.class_name = class_name
+
+    def take_state(self, state: Any) -> None:
+        if not isinstance(state, dict):
+            vars(self)["state"] = state
+        elif "class_name" in state or not all(type(name) is str for name in state):
+            raise TypeError("expected a dict of names")
+        else:
+            vars(self).update(state)
+
+    def field(self, name: str) -> Any:
+        """An attribute; CheckpointError if it is missing."""
+        if name not in vars(self):
+            raise CheckpointError(f"{DCP_METADATA_NAME}: {self.class_name} without {name}")
+        return vars(self)[name]
+
+
+def find_dcp(root: Path, tag: object = None) -> Path | None:
+    """The folder of a DCP checkpoint: `root` itself, the tag in it, or the one `latest` names; None if none."""
+    if tag is None and (root / DCP_METADATA_NAME).is_file():
+        return root
+    try:
+        folder = root / (read_latest(root) if tag is None else check_tag(tag))
+    except CheckpointError:
+        return None
+    return folder if (folder / DCP_METADATA_NAME).is_file() else None
+
+
+@dataclass(frozen=True)
+class _Item:
+    """One stored object of a `*.distcp`."""
+
+    path: Path
+    start: int
+    nbytes: int
+
+
+class DcpFolder:
+    """One checkpoint.
+
+    Attributes:
+        paths: key -> the keys of the nested dicts that lead to it: ("model", "layers.0.weight").
+        tensors: key -> record, as in our manifest; pieces count the entries of `files`.
+        files: the objects opened so far, by the numbers that pieces have.
+
+    Raises:
+        CheckpointError: it is damaged or incomplete, or its pickle names a class that is not admitted.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files: list[TorchFile] = []
+        where = folder / DCP_METADATA_NAME
+        try:
+            content = read_at_most(where, _MOST_METADATA_NBYTES, regular=True)
+        except OSError as error:
+            raise CheckpointError(f"{where}: cannot be read ({error.strerror})") from error
+        metadata = load_pickle(content, str(where), _admitted())
+        if not isinstance(metadata, _Record):
+            raise CheckpointError(f"{where}", expected="torch.distributed.checkpoint's metadata", got=type(metadata))
+        self._entries: Mapping[str, Any] = metadata.field("state_dict_metadata")
+        self._opened: dict[_Item, int] = {}
+        self._items: dict[tuple[str, tuple[int, ...] | None], _Item] = {}
+        with dcp_errors(folder):
+            paths = vars(metadata).get("planner_data") or {}
+            self.paths = {key: tuple(paths.get(key) or key.split(".", 1)) for key in self._entries}
+            self._read_locations(metadata, where)
+
+    def _read_locations(self, metadata: _Record, where: Path) -> None:
+        """Fills `_items`: (key, offsets of the chunk) -> the stored object."""
+        folder = self.folder
+        for index, info in metadata.field("storage_data").items():
+            if vars(info).get("transform_descriptors"):
+                raise CheckpointError(f"{folder}: {index.field('fqn')} is compressed", expected="a plain *.distcp")
+            name = info.field("relative_path")
+            if Path(name).name != name or name in ("", ".", ".."):
+                raise CheckpointError(f"{where}: a file name", expected="one in the same folder", got=name)
+            offset = vars(index).get("offset")
+            key = index.field("fqn"), None if offset is None else tuple(offset)
+            start, nbytes = info.field("offset"), info.field("length")
+            if type(start) is not int or type(nbytes) is not int or min(start, nbytes) < 0:
+                raise CheckpointError(f"{where}: place of {key[0]}", expected="an offset and a length", got=start)
+            self._items[key] = _Item(folder / name, start, nbytes)
+
+    def is_tensor(self, key: str) -> bool:
+        """Whether it is a tensor, rather than a plain value."""
+        return "size" in vars(self._entries[key])
+
+    def record(self, key: str) -> TensorRecord:
+        """The shape and dtype of a tensor, and the pieces that cover it."""
+        entry = self._entries[key]
+        shape = tuple(entry.field("size"))
+        pieces: list[Piece] = []
+        dtype = ""
+        # DCP's chunks are boxes of any number of dims. Each is cut into runs of the flattened tensor, and the sorted
+        # runs have to cover it exactly once: `.metadata` is a file from outside and may say anything.
+        if len({tuple(chunk.field("offsets")) for chunk in entry.field("chunks")}) != len(entry.field("chunks")):
+            raise CheckpointError(f"{self.folder}: tensor {key}: its parts do not cover it once")
+        for chunk in entry.field("chunks"):
+            offsets, sizes = tuple(chunk.field("offsets")), tuple(chunk.field("sizes"))
+            if not math.prod(sizes):
+                continue
+            file = self._open(key, offsets)
+            stored = self.files[file].content
+            if not isinstance(stored, StoredTensor) or stored.shape != sizes:
+                raise CheckpointError(f"{self.folder}: tensor {key}", expected=f"a part of shape {sizes}", got=stored)
+            dtype = stored.dtype
+            pieces += _pieces(file, shape, offsets, sizes, list(self.files[file].runs(stored)), ITEMSIZE[dtype])
+        pieces.sort(key=lambda piece: piece[1])
+        end = 0
+        for _, start, length, _ in pieces:
+            if start != end:
+                raise CheckpointError(f"{self.folder}: tensor {key}: its parts do not cover it once")
+            end += length
+        if end != math.prod(shape):
+            raise CheckpointError(f"{self.folder}: tensor {key}", expected=f"{math.prod(shape)} elements", got=end)
+        return TensorRecord(dtype or _dtype_of(entry), shape, tuple(pieces))
+
+    def value(self, key: str) -> Any:
+        """A plain value."""
+        return self.files[self._open(key, None)].content
+
+    def _open(self, key: str, offset: tuple[int, ...] | None) -> int:
+        item = self._items.get((key, offset)) or (self._items.get((key, None)) if not offset else None)
+        if item is None:
+            raise CheckpointError(f"{self.folder}: incomplete: {key} at {offset} is in no file")
+        if item not in self._opened:
+            self.files.append(TorchFile(item.path, (item.start, item.nbytes)))
+            self._opened[item] = len(self.files) - 1
+        return self._opened[item]
+
+
+@contextlib.contextmanager
+def dcp_errors(folder: Path) -> Iterator[None]:
+    """What unexpected metadata makes Python raise, as one CheckpointError with the folder's name."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
+        raise CheckpointError(
+            f"{folder}: not as torch.distributed.checkpoint writes it ({type(error).__name__}: {str(error)[:200]})",
+            fix="use another checkpoint",
+        ) from error
+
+
+def _admitted() -> dict[str, Any]:
+    """The names that `.metadata` may contain, besides those of `torch_pickle.py`."""
+    paths = ("PosixPath", "WindowsPath", "PurePosixPath", "Path")
+    return {
+        **{f"{_MODULE}.{name}": _record_of(name) for name in _CLASSES},
+        "torch.distributed.checkpoint.filesystem._StorageInfo": _record_of("_StorageInfo"),
+        "torch.serialization._get_layout": _path,
+        **{f"{module}.{name}": _path for module in ("pathlib", "pathlib._local") for name in paths},
+    }
+
+
+def _record_of(name: str) -> Callable[..., _Record]:
+    return lambda *_: _Record(name)
+
+
+def _path(*parts: Any) -> str:
+    if any(type(part) is not str for part in parts) or sum(map(len, parts)) > _LONGEST_PATH:
+        raise TypeError("expected the parts of a path")
+    return "/".join(parts)
+
+
+def _dtype_of(entry: Any) -> str:
+    """The dtype of a tensor without elements, which may have no file."""
+    state = vars(entry.field("properties")).get("state") or ()
+    return next((str(value) for value in state if isinstance(value, DtypeName)), "F32")
+
+
+def _pieces(
+    file: int,
+    shape: tuple[int, ...],
+    offsets: tuple[int, ...],
+    sizes: tuple[int, ...],
+    runs: list[tuple[int, int, int]],
+    itemsize: int,
+) -> list[Piece]:
+    """The pieces of a chunk, a box at `offsets` of a tensor of `shape`.
+
+    Args:
+        runs: (first element of the chunk, elements, byte of the file) of its contiguous runs there.
+    """
+    inner = 1  # elements of the chunk that are contiguous in the full tensor too: its trailing dims are as long
+    dim = len(shape)
+    while dim and inner == math.prod(shape[dim:]):
+        dim -= 1
+        inner *= sizes[dim]
+    outer = sizes[:dim]
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    base = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+    pieces: list[Piece] = []
+    if math.prod(outer) * len(runs) > _MOST_PIECES:
+        raise ValueError(f"a part of shape {sizes} lies in {math.prod(outer)} times {len(runs)} pieces")
+    for number in range(math.prod(outer)):
+        start, rest = base, number
+        for d in range(dim - 1, -1, -1):
+            rest, index = divmod(rest, outer[d])
+            start += index * strides[d]
+        low, high = number * inner, (number + 1) * inner
+        for first, length, byte in runs:
+            a, b = max(low, first), min(high, first + length)
+            if a < b:
+                pieces.append((file, start + a - low, b - a, byte + (a - first) * itemsize))
+    return pieces
+
 
 _MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict")
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
@@ -40,14 +284,14 @@ def open_dcp(
 
     Args:
         ties: alias -> name, of the model that loads it: DCP keeps both.
-        is_buffer: whether a name is that of a buffer of the model, as DCP does not tell them from parameters.
+        is_buffer: whether a name is that of a buffer of the model, as DCP does not distinguish them from parameters.
 
     Raises:
         CheckpointError: it is damaged, incomplete, or has no dict that can be the model's.
     """
     dcp = DcpFolder(folder)
     with dcp_errors(folder):
-        manifest = _Reader(dcp, ties, is_buffer).manifest()
+        manifest = _DcpReader(dcp, ties, is_buffer).manifest()
     return TorchStore(folder, manifest, dcp.files)
 
 
@@ -64,22 +308,22 @@ def import_dcp(
         CheckpointError: as `open_dcp`. UsageError: a name that is not in it, or the checkpoint is already in `out`.
     """
     store = open_dcp(folder, ties=ties, is_buffer=lambda name: name in buffers or _of_a_batch_norm(name))
-    known = {*store.manifest.parameters, *store.manifest.buffers}
-    unknown = sorted({*ties.values(), *buffers} - known)
+    names = {*store.manifest.parameters, *store.manifest.buffers}
+    unknown = sorted({*ties.values(), *buffers} - names)
     if unknown:
         raise UsageError(f"{folder}: ties and buffers", expected="names of its model", got=", ".join(unknown))
     renamed = Manifest(**{**vars(store.manifest), "tag": tag})
-    return write_again(renamed, store.torch_files, out, world_size)
+    return rewrite(renamed, store.torch_files, out, world_size)
 
 
-class _Reader:
-    """Sorts the keys of one folder."""
+class _DcpReader:
+    """Sorts the keys of one folder into parameters, buffers, optimizer states, param groups and client state."""
 
     def __init__(self, dcp: DcpFolder, ties: Mapping[str, str], is_buffer: Callable[[str], bool]) -> None:
         self._dcp = dcp
         self._tensors: dict[str, TensorRecord] = {}
-        self._plain: dict[int, str] = {}
-        self._kept: list[Tensor] = []
+        self._plain_keys: dict[int, str] = {}  # by the id of a tensor, which `_plain_tensors` keeps its own
+        self._plain_tensors: list[Tensor] = []
         states, groups, rest = self._split()
         self._groups = [groups[index] for index in sorted(groups)]
         model, others = self._model(rest, {fqn for fqn, _ in states})
@@ -87,9 +331,9 @@ class _Reader:
         for group in self._groups:  # whichever of its names a tied parameter has there
             group["params"] = list(dict.fromkeys(self._ties.get(fqn, fqn) for fqn in group.get("params", ())))
         states = {(self._ties.get(fqn, fqn), name): key for (fqn, name), key in states.items()}
-        self._home = {fqn: index for index, group in enumerate(self._groups) for fqn in group["params"]}
+        self._group_of = {fqn: index for index, group in enumerate(self._groups) for fqn in group["params"]}
         self._names = {fqn: key for fqn, key in model.items() if fqn not in self._ties}
-        self._buffers = [fqn for fqn in self._names if fqn not in self._home and is_buffer(fqn)]
+        self._buffers = [fqn for fqn in self._names if fqn not in self._group_of and is_buffer(fqn)]
         self._states = states
         self._others = others
 
@@ -126,8 +370,9 @@ class _Reader:
         for key, path in rest.items():
             if self._dcp.is_tensor(key):
                 dicts.setdefault(path[:-1], {})[str(path[-1])] = key
-        named = [found for prefix, found in dicts.items() if prefix and prefix[-1] in _MODEL_KEYS]
-        fitting = [found for found in dicts.values() if optimized and set(optimized) <= found.keys()]
+        # By its contents first: the dict that has all optimized parameters; a name can be of anything.
+        named = [keys for prefix, keys in dicts.items() if prefix and prefix[-1] in _MODEL_KEYS]
+        fitting = [keys for keys in dicts.values() if optimized and set(optimized) <= keys.keys()]
         chosen = (fitting or named or (list(dicts.values()) if len(dicts) == 1 else []))[:1]
         if not chosen:
             there = ", ".join(".".join(map(str, prefix)) or "(top)" for prefix in dicts) or "none"
@@ -140,16 +385,16 @@ class _Reader:
         return model, {key: path for key, path in rest.items() if key not in set(model.values())}
 
     def manifest(self) -> Manifest:
-        """Everything, as our own save of the same run would have put it."""
+        """The manifest that our own save of the same run would have."""
         parameters = {}
         for fqn, key in self._names.items():
             record = self._dcp.record(key)
             if fqn in self._buffers:
                 self._tensors[f"buffer/{fqn}"] = record
                 continue
-            trained = fqn in self._home
+            trained = fqn in self._group_of
             self._tensors[f"{'master' if trained else 'value'}/{fqn}"] = record
-            parameters[fqn] = ParameterRecord(record.dtype, record.shape, trained, self._home.get(fqn))
+            parameters[fqn] = ParameterRecord(record.dtype, record.shape, trained, self._group_of.get(fqn))
         optimizer = self._optimizer() if self._groups else None
         steps = (
             [int(state["step"]["value"]) for state in optimizer["scalars"].values() if "step" in state]
@@ -158,12 +403,12 @@ class _Reader:
         )
         client_state = self._encode(self._nested(), "client_state")
         files = tuple(FileRecord(file.path.name, file.nbytes, 0, "") for file in self._dcp.files)
-        content = (self._dcp.folder / METADATA_NAME).read_bytes()
+        content = (self._dcp.folder / DCP_METADATA_NAME).read_bytes()
         step = max(steps, default=0)
         return Manifest(
             id=hashlib.sha256(content).hexdigest()[:8],
             tag=self._dcp.folder.name,
-            saved_at=(self._dcp.folder / METADATA_NAME).stat().st_mtime,
+            saved_at=(self._dcp.folder / DCP_METADATA_NAME).stat().st_mtime,
             world_size=max(1, len({file.path for file in self._dcp.files})),
             sharded={"optimizer": True, "grads": True, "params": True},
             files=files,
@@ -201,13 +446,13 @@ class _Reader:
         return {"type": kind, "param_groups": groups, "scalars": scalars}
 
     def _nested(self) -> dict[str, Any]:
-        """What is neither the model's nor the optimizer's, as it was nested."""
+        """The values that are neither the model's nor the optimizer's, nested as they were saved."""
         tree: dict[str, Any] = {}
         for key, path in self._others.items():
-            at = tree
+            branch = tree
             for part in path[:-1]:
-                at = at.setdefault(part, {})
-            at[path[-1]] = self._value(key)
+                branch = branch.setdefault(part, {})
+            branch[path[-1]] = self._value(key)
         return tree
 
     def _value(self, key: str) -> Any:
@@ -219,17 +464,18 @@ class _Reader:
             data = self._dcp.files[file].read(offset, length * ITEMSIZE[record.dtype])
             flat[start : start + length] = torch.from_numpy(data).view(flat.dtype)
         tensor = flat.view(record.shape)
-        self._plain[id(tensor)] = f"plain/0/{len(self._plain)}"
-        self._kept.append(tensor)
-        self._tensors[self._plain[id(tensor)]] = record
+        key_of_plain = f"plain/0/{len(self._plain_keys)}"
+        self._plain_keys[id(tensor)] = key_of_plain
+        self._plain_tensors.append(tensor)
+        self._tensors[key_of_plain] = record
         return tensor
 
     def _encode(self, value: Any, where: str) -> Any:
-        return encode(value, where, lambda tensor: self._plain[id(tensor)])
+        return encode(value, where, lambda tensor: self._plain_keys[id(tensor)])
 
 
 def _unflattened(path: tuple[Any, ...]) -> tuple[Any, ...]:
-    """`("optim", "state.layers.0.weight.exp_avg")`, as flattened state dicts have it, as if it had not been."""
+    """The path of a flattened state dict, `("optim", "state.0.weight.exp_avg")`, with its last key split again."""
     last = path[-1]
     for kind in ("state", "param_groups"):
         if isinstance(last, str) and last.startswith(f"{kind}.") and last.count(".") >= 2:

@@ -25,8 +25,8 @@ from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.zero.access.param_registry import ParamHandle, Training, place_of
 from zeroaccel.zero.grad_reducer import GradientBuffer
 from zeroaccel.zero.layout import FlatRange, FlatTensor
+from zeroaccel.zero.param_check import fingerprint
 from zeroaccel.zero.storage.masters import MasterPiece
-from zeroaccel.zero.write_check import fingerprint
 
 __all__ = [
     "safe_get_full_fp32_param",

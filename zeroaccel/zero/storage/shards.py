@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zeroaccel.comm.collectives import Collectives, Work
-from zeroaccel.comm.quantized import INT8, decode, encode
+from zeroaccel.comm.quantized import INT8, dequantize, quantize
 from zeroaccel.errors import OffloadError
 from zeroaccel.offload.tier import Fetch, StoredElements, Tier
 from zeroaccel.zero.layout import FlatLayout, FlatRange, FlatTensor
@@ -203,7 +203,7 @@ class ShardStorage(ABC):
             return self._gather(own, full, collectives, label, exact=exact)
 
     def _gather(self, source: Tensor, full: Tensor, collectives: Collectives, label: str, *, exact: bool) -> Work:
-        if collectives.codes_weights and not exact:
+        if collectives.quantized_weights and not exact:
             return collectives.gather_weights(full, source, label, self._split_sizes)
         return collectives.all_gather(full, source, label, self._split_sizes)
 
@@ -342,7 +342,7 @@ class Int8Shard(ShardStorage):
     def write(self, part: FlatRange, values: Tensor) -> None:
         changed = self._decoded()
         changed[part.at(self.range.start)].copy_(values)
-        encode(changed, INT8, self._code)
+        quantize(changed, INT8, self._code)
 
     def stage(self) -> FlatTensor:
         self._staged = torch.empty(self.range.numel, dtype=self.dtype, device=self._code.device)
@@ -350,7 +350,7 @@ class Int8Shard(ShardStorage):
 
     def commit(self) -> None:
         assert self._staged is not None, "committed before it was staged"
-        encode(self._staged, INT8, self._code)
+        quantize(self._staged, INT8, self._code)
         self._staged = None
 
     def discard(self) -> None:
@@ -363,11 +363,11 @@ class Int8Shard(ShardStorage):
         yield self._code
 
     def _gather(self, source: Tensor, full: Tensor, collectives: Collectives, label: str, *, exact: bool) -> Work:
-        return collectives.gather_packed(full, source, label)
+        return collectives.gather_quantized(full, source, label)
 
     def _decoded(self) -> Tensor:
         values = torch.empty(self.range.numel, dtype=self.dtype, device=self._code.device)
-        decode(self._code, INT8, values)
+        dequantize(self._code, INT8, values)
         return values
 
 
@@ -388,16 +388,16 @@ class SecondaryShard:
 
     def keep(self, full: Tensor, collectives: Collectives) -> None:
         """Copies this rank's part of `full`, (N / ranks of the copy,), where the copy has fewer ranks than shards."""
-        count = collectives.second_world_size
+        count = collectives.secondary_world_size
         if self._part is None and count < collectives.shard_world_size:
             numel = full.numel() // count
-            place = collectives.second_rank
+            place = collectives.secondary_rank
             self._part = full[place * numel : (place + 1) * numel].clone()
 
     def all_gather(self, full: Tensor, collectives: Collectives, label: str) -> Work:
         """All-gather over the ranks of the copy, into (N,) `full`."""
         assert self._part is not None, f"{label}: no secondary copy"
-        return collectives.gather_second(full, self._part, label)
+        return collectives.gather_secondary(full, self._part, label)
 
     def drop(self) -> None:
         """The weights are new, or about to be."""

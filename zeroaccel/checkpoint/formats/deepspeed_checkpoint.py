@@ -1,0 +1,555 @@
+"""Checkpoints that DeepSpeed wrote, as they lie on the disk: stages 0 to 3, BF16_Optimizer, and universal ones.
+
+`open_deepspeed_checkpoint` sorts the files by name, reads the pickles (`torch_pickle.py` says what they may name) and
+finds out where the elements of every tensor are; the elements are not read until they are requested. Keys, records and
+pieces are those of our own manifest, so whatever reads ours reads these. `open_source` opens either kind for
+`zero_to_fp32.py`, which is a standalone file and knows only our own. No torch, no DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zeroaccel.checkpoint.formats.deepspeed_partitioned import (
+    DeepSpeedContents,
+    FlatStates,
+    ParamGroup,
+    named_shapes,
+    pieces,
+    read_chunked,
+    read_frozen_chunks,
+    read_module,
+    read_partitioned,
+)
+from zeroaccel.checkpoint.formats.deepspeed_unpartitioned import name_positions, read_universal, read_unsharded
+from zeroaccel.checkpoint.formats.torch_file import TorchFile
+from zeroaccel.checkpoint.formats.torch_pickle import StandIn, StoredTensor
+from zeroaccel.checkpoint.manifest import MANIFEST_NAME, TensorRecord, check_tag, read_latest
+from zeroaccel.checkpoint.zero_to_fp32 import ConversionError, Source, Weight, read_source
+from zeroaccel.errors import CheckpointError
+
+__all__ = [
+    "CheckpointFiles",
+    "DeepSpeedCheckpoint",
+    "DeepSpeedWeight",
+    "States",
+    "deepspeed_source",
+    "find_files",
+    "has_files",
+    "is_deepspeed_checkpoint",
+    "open_deepspeed_checkpoint",
+    "open_source",
+    "resolve_folder",
+]
+
+_MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
+_OPTIM = re.compile(r"(?P<bf16>bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt")
+_MOST_NAMES = 50
+_OTHER_PARALLELISM = re.compile(r"(expp_rank_|layer_).*\.pt")
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """The files of one tag.
+
+    Attributes:
+        full_model: the model file of stages 0 to 2, or None.
+        models: rank -> model file, stage 3.
+        optims: rank -> optimizer file.
+        universal: the folder with a folder for each parameter, or None.
+    """
+
+    folder: Path
+    full_model: Path | None
+    models: dict[int, Path]
+    optims: dict[int, Path]
+    universal: Path | None
+
+    def require_ranks(self, world_size: int, *, models: bool) -> None:
+        """CheckpointError unless each of `world_size` ranks has its files, and there are no others."""
+        kinds = [("optim_states.pt", self.optims)] + ([("model_states.pt", self.models)] if models else [])
+        for kind, paths in kinds:
+            example = next(iter(paths.values())).name if paths else f"zero_pp_rank_0_mp_rank_00_{kind}"
+            absent = islice((rank for rank in range(world_size) if rank not in paths), _MOST_NAMES)
+            missing = [re.sub(r"pp_rank_\d+", f"pp_rank_{rank}", example) for rank in absent]
+            extra = [path.name for rank, path in sorted(paths.items()) if rank >= world_size]
+            if missing:
+                raise CheckpointError(
+                    f"{self.folder}: incomplete, a file of each of {world_size} ranks is needed; "
+                    f"missing: {', '.join(missing)}{', ...' if len(missing) == _MOST_NAMES else ''}",
+                    fix="copy them from the machines that wrote them",
+                )
+            if extra:
+                raise CheckpointError(
+                    f"{self.folder}: saved by {world_size} ranks; of another save: {', '.join(extra)}",
+                    fix="move them elsewhere",
+                )
+
+
+def is_deepspeed_checkpoint(root: Path, tag: object = None) -> bool:
+    """Whether a folder, or the tag in it, has files of DeepSpeed's names and no manifest of ours."""
+    try:
+        folder, _ = resolve_folder(root, tag)
+    except CheckpointError:
+        return False
+    return not (folder / MANIFEST_NAME).exists() and has_files(folder)
+
+
+def has_files(folder: Path) -> bool:
+    """Whether a folder has files of DeepSpeed's names."""
+    return any(form.fullmatch(path.name) for path in folder.iterdir() for form in (_MODEL, _OPTIM, _OTHER_PARALLELISM))
+
+
+def resolve_folder(root: Path, tag: object = None) -> tuple[Path, str]:
+    """(folder, tag) of a tag, of what `latest` (or `latest_universal`) names, or of a folder that is a tag's itself.
+
+    Raises:
+        CheckpointError: there is none; the message lists the existing ones.
+    """
+    if tag is None and root.is_dir() and has_files(root):
+        return root, root.name
+    if tag is None:
+        for name in ("latest", "latest_universal"):
+            if (root / name).exists():
+                tag = read_latest(root, name)
+                break
+    there = sorted(path.name for path in root.iterdir() if path.is_dir() and has_files(path)) if root.is_dir() else []
+    listed = ", ".join(there) or "none"
+    if tag is None:
+        raise CheckpointError(
+            f"{root / 'latest'}: cannot be read", got=f"checkpoints in {root}: {listed}", fix="pass a tag"
+        )
+    folder = root / check_tag(tag)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such checkpoint", got=f"in {root}: {listed}")
+    return folder, str(tag)
+
+
+def find_files(folder: Path) -> CheckpointFiles:
+    """Sorts the files of a tag's folder.
+
+    Raises:
+        CheckpointError: they are of a kind that cannot be read: tensor, pipeline or expert parallel, or of two saves.
+    """
+    full_model: Path | None = None
+    models: dict[int, Path] = {}
+    optims: dict[int, Path] = {}
+    prefixes: dict[str, str] = {}
+    for path in sorted(folder.iterdir()):
+        if _OTHER_PARALLELISM.fullmatch(path.name):
+            raise CheckpointError(f"{path}: of pipeline or expert parallel training", expected="data parallel only")
+        match = _MODEL.fullmatch(path.name) or _OPTIM.fullmatch(path.name)
+        if match is None:
+            continue
+        if int(match["mp"]):
+            raise CheckpointError(f"{path}: of tensor parallel training", expected="data parallel only")
+        if match.re is _OPTIM:
+            prefixes[match["bf16"] or ""] = path.name
+            optims[int(match["rank"])] = path
+        elif match["rank"] is None:
+            full_model = path
+        else:
+            models[int(match["rank"])] = path
+    if len(prefixes) > 1:
+        raise CheckpointError(
+            f"{folder}: files of two saves, {' and '.join(sorted(prefixes.values()))}", fix="remove the older ones"
+        )
+    if full_model is None and not models:
+        raise CheckpointError(
+            f"{folder}: incomplete, mp_rank_00_model_states.pt or zero_pp_rank_0_mp_rank_00_model_states.pt is missing"
+        )
+    universal = folder / "zero"
+    return CheckpointFiles(folder, full_model, models, optims, universal if universal.is_dir() else None)
+
+
+_MODEL_KEYS = frozenset(
+    {
+        *("module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments"),
+        *("shared_params", "lr_scheduler", "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps"),
+        *("global_steps", "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions"),
+        *("ds_config", "ds_version", "universal_checkpoint_info", "num_experts"),
+    }
+)
+_SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "scale_factor", "scale_window")
+
+
+class DeepSpeedWeight(NamedTuple):
+    """A parameter or buffer; its best values are the tensor `key`, of `dtype` and `shape`."""
+
+    fqn: str
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    trainable: bool
+    is_buffer: bool
+
+
+@dataclass(frozen=True)
+class States:
+    """The optimizer's states.
+
+    Attributes:
+        tensors: "state/KIND/FQN" -> where its elements are; one per element of the parameter.
+        scalars: fqn -> the other states, e.g. step; tensors are `StoredTensor` with their file's number.
+    """
+
+    tensors: Mapping[str, TensorRecord]
+    scalars: Mapping[str, Mapping[str, Any]]
+
+
+@dataclass
+class DeepSpeedCheckpoint:
+    """A checkpoint whose pickles have been read; no file stays open.
+
+    Attributes:
+        stage: 0 to 3; for a universal one that of the run that was converted.
+        version: DeepSpeed's.
+        contents: names, shapes and locations; `shapes` has the trainable parameters, `frozen` the others.
+        model: the content of the model's file besides tensors: `counters`, `lr_scheduler`, `client_state` read it.
+        loss_scaler: attributes of DeepSpeed's loss scaler and its "type", or None.
+        model_file: the number of the file that `model` is from.
+    """
+
+    folder: Path
+    tag: str
+    stage: int
+    world_size: int
+    contents: DeepSpeedContents
+    model: Mapping[str, Any]
+    loss_scaler: Mapping[str, Any] | None = None
+    model_file: int = 0
+    _positional: list[list[dict[str, Any]]] = field(default_factory=list)
+
+    @property
+    def files(self) -> Sequence[TorchFile]:
+        """By the numbers that pieces have."""
+        return self.contents.files
+
+    @property
+    def tensors(self) -> Mapping[str, TensorRecord]:
+        """The record of each key: "master/FQN", "value/FQN" (parameters without a master) and "buffer/NAME"."""
+        return self.contents.tensors
+
+    @property
+    def ties(self) -> Mapping[str, str]:
+        """alias -> name."""
+        return self.contents.ties
+
+    @property
+    def groups(self) -> Sequence[ParamGroup]:
+        """The optimizer's param groups."""
+        return self.contents.groups
+
+    @property
+    def version(self) -> str:
+        """DeepSpeed's version."""
+        return str(self.model.get("ds_version"))
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Steps, samples and skipped steps."""
+        return {name: int(self.model.get(name) or 0) for name in ("global_steps", "global_samples", "skipped_steps")}
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The scheduler's state dict, or None."""
+        return self.model.get("lr_scheduler")
+
+    @property
+    def client_state(self) -> dict[str, Any]:
+        """The user's own data; tensors are `StoredTensor`s of `model_file`."""
+        return {key: value for key, value in self.model.items() if key not in _MODEL_KEYS}
+
+    @property
+    def config(self) -> Mapping[str, Any]:
+        """The configuration of the run."""
+        return self.model.get("ds_config") or {}
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes whenever a byte of the checkpoint does."""
+        return hashlib.sha256("".join(file.fingerprint for file in self.files).encode()).hexdigest()
+
+    # -- weights
+
+    def weights(self) -> Iterator[DeepSpeedWeight]:
+        """Parameters in the model's order, then buffers; ties once, under the name that `ties` gives the others."""
+        for fqn in self.contents.order:
+            key = self.weight_key(fqn)
+            if key is not None:
+                record = self.tensors[key]
+                yield DeepSpeedWeight(fqn, key, record.dtype, record.shape, fqn in self.contents.shapes, False)
+        for name in self.contents.buffers:
+            record = self.tensors[f"buffer/{name}"]
+            yield DeepSpeedWeight(name, f"buffer/{name}", record.dtype, record.shape, False, True)
+
+    def weight_key(self, fqn: str) -> str | None:
+        """The key of a parameter's best values; None if they are not in the checkpoint."""
+        name = self.ties.get(fqn, fqn)
+        return next((key for key in (f"master/{name}", f"value/{name}") if key in self.tensors), None)
+
+    @property
+    def left_out(self) -> list[str]:
+        """Parameters whose values the checkpoint does not have."""
+        return [fqn for fqn in self.contents.order if self.weight_key(fqn) is None]
+
+    # -- optimizer
+
+    @property
+    def has_positions(self) -> bool:
+        """Whether there are states without names; see `name_positions`."""
+        return any(state for group in self._positional for state in group)
+
+    def name_positions(self, names: Sequence[Sequence[str]]) -> None:
+        """Names the states of fp32 training at stage 0, which are saved by position only; else does nothing.
+
+        Args:
+            names: of the parameters of each of the resuming optimizer's param groups, in order.
+
+        Raises:
+            CheckpointError: numbers or shapes do not agree.
+        """
+        if self._positional:
+            name_positions(self.contents, self._positional, names, f"checkpoint {self.folder}")
+            self._positional = []
+            self.__dict__.pop("states", None)
+
+    @cached_property
+    def states(self) -> States:
+        """The optimizer's states by name.
+
+        Raises:
+            CheckpointError: a state does not have one value per element.
+        """
+        tensors: dict[str, TensorRecord] = {}
+        scalars: dict[str, dict[str, Any]] = {}
+        for flat in self.contents.flats:
+            self._cut(flat, tensors, scalars)
+        return States(tensors, scalars)
+
+    def _cut(self, flat: FlatStates, tensors: dict[str, TensorRecord], scalars: dict[str, dict[str, Any]]) -> None:
+        """Cuts the states of a flat tensor into those of its parameters; adds them to `tensors` and `scalars`."""
+        first = flat.states[0]
+        other: dict[str, Any] = {}
+        for kind, value in first.items():
+            # DeepSpeed steps one flat tensor, so a scalar (step) is of all its parameters, and alike on all ranks.
+            if not isinstance(value, tuple) or not value[1].shape:
+                other[kind] = value
+                continue
+            parts = [state.get(kind) for state in flat.states]
+            if not all(isinstance(part, tuple) for part in parts):
+                raise CheckpointError(f"{self.folder}: state {kind} of {flat.names[0]}: not in the file of every rank")
+            ranks = [self.contents.elements(part) for part in parts if part is not None]
+            if any(partition.numel > flat.partition_numel for partition in ranks):
+                raise CheckpointError(
+                    f"{self.folder}: state {kind} of {flat.names[0]}",
+                    expected=f"one value per element, {flat.partition_numel} on each rank",
+                    got=[partition.numel for partition in ranks],
+                    fix="resume without the optimizer's states (load_optimizer_states=False)",
+                )
+            for name, shape, positions in zip(flat.names, flat.shapes, flat.positions, strict=True):
+                cut = pieces(positions, ranks, f"{self.folder}: state {kind} of {name}")
+                tensors[f"state/{kind}/{name}"] = TensorRecord(value[1].dtype, shape, cut)
+        for name in flat.names:
+            if first:
+                scalars[name] = other
+
+    # -- reading
+
+    def value(self, tensor: tuple[int, StoredTensor]) -> tuple[str, tuple[int, ...], NDArray[np.uint8]]:
+        """(dtype, shape, bytes) of a small tensor among the plain data."""
+        record = self.contents.record(tensor)
+        return record.dtype, record.shape, self.contents.read(record)
+
+    def verify(self) -> None:
+        """Reads every file and compares it with the checksums in it; CheckpointError names what is damaged."""
+        for file in self.files:
+            file.verify()
+
+
+def open_deepspeed_checkpoint(root: Path | str, tag: object = None) -> DeepSpeedCheckpoint:
+    """Opens a checkpoint that DeepSpeed wrote.
+
+    Args:
+        root: the folder with `latest`, or a tag's own folder.
+        tag: which; by default the one that `latest` names.
+
+    Raises:
+        CheckpointError: there is none, a file is missing, cut off or damaged, a pickle names what is not admitted, or
+            it is of a kind that cannot be read (tensor, pipeline or expert parallel).
+    """
+    folder, name = resolve_folder(Path(root), tag)
+    files = find_files(folder)
+    try:
+        return _open(folder, name, files)
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(
+            f"{folder}: not as DeepSpeed writes it ({type(error).__name__}: {error})", fix="use another checkpoint"
+        ) from error
+
+
+def _open(folder: Path, name: str, files: CheckpointFiles) -> DeepSpeedCheckpoint:
+    if files.universal is not None:
+        return _open_universal(folder, name, files, files.universal)
+    if not files.optims:
+        return _open_unsharded(folder, name, files)
+    # The optimizer files first: the world size and the layout (chunks or partitions) are only in them.
+    contents = DeepSpeedContents([])
+    ranks: list[tuple[int, Mapping[str, Any]]] = []
+    for _, path in sorted(files.optims.items()):
+        content = _open_file(contents, path)
+        ranks.append((len(contents.files) - 1, content["optimizer_state_dict"]))
+    first = ranks[0][1]
+    count = first["partition_count"]
+    counts = set(count) if isinstance(count, list) else {count}
+    if len(counts) != 1:
+        raise CheckpointError(
+            f"{folder}: of expert parallel training", expected="data parallel only", got=sorted(counts)
+        )
+    world_size = int(counts.pop())
+    bf16_optimizer = "zero_stage" not in first  # BF16_Optimizer partitions as stage 1, and does not say so
+    stage = 1 if bf16_optimizer else _number(first["zero_stage"])
+    chunked = "fp32_flat_groups" in first  # as stage 3 has them
+    files.require_ranks(world_size, models=chunked)
+    # At stages 1 and 2 there is one model file. At stage 3 each rank has one, with its chunks of frozen parameters.
+    if chunked:
+        models = [(len(contents.files), _open_file(contents, path)) for _, path in sorted(files.models.items())]
+    else:
+        if files.full_model is None:
+            raise CheckpointError(f"{folder}: incomplete, mp_rank_00_model_states.pt is missing")
+        models = [(len(contents.files), _open_file(contents, files.full_model))]
+    file, model = models[0]
+    shapes = [named_shapes(group) for group in model["param_shapes"] or ()]
+    if not shapes:
+        raise CheckpointError(f"{contents.files[file].path}: the optimizer's shapes (param_shapes) are missing")
+    read_module(contents, file, model, full=not chunked)
+    if chunked:
+        read_chunked(contents, shapes, models, ranks)
+    else:
+        read_partitioned(contents, shapes, ranks, padded=bf16_optimizer)
+    return DeepSpeedCheckpoint(folder, name, stage, world_size, contents, model, _scaler(first), model_file=file)
+
+
+def _open_file(contents: DeepSpeedContents, path: Path) -> dict[str, Any]:
+    file = TorchFile(path)
+    if not isinstance(file.content, dict):
+        raise CheckpointError(f"{path}", expected="a dictionary", got=type(file.content).__name__)
+    contents.files.append(file)
+    return file.content
+
+
+def _open_unsharded(folder: Path, name: str, files: CheckpointFiles) -> DeepSpeedCheckpoint:
+    if files.full_model is None:
+        files.require_ranks(max(files.models) + 1, models=True)
+    assert files.full_model is not None, "a checkpoint without model files"
+    contents = DeepSpeedContents([])
+    model = _open_file(contents, files.full_model)
+    if model.get("param_shapes"):
+        files.require_ranks(int(model["dp_world_size"]), models=False)
+    read_module(contents, 0, model, full=True)
+    optimizer = model.get("optimizer")
+    positional = read_unsharded(contents, 0, optimizer)
+    scaler: dict[str, Any] = {}
+    if isinstance(optimizer, dict) and "cur_scale" in optimizer:
+        scaler = {key: optimizer[key] for key in _SCALER_KEYS if key in optimizer}
+        scaler["type"] = "DynamicLossScaler" if optimizer["dynamic_loss_scale"] else "LossScaler"
+    return DeepSpeedCheckpoint(
+        folder, name, 0, int(model["dp_world_size"]), contents, model, scaler or None, _positional=positional
+    )
+
+
+def _open_universal(folder: Path, name: str, files: CheckpointFiles, universal: Path) -> DeepSpeedCheckpoint:
+    contents = DeepSpeedContents([])
+    full = files.full_model is not None
+    if files.full_model is not None:
+        models = [(0, _open_file(contents, files.full_model))]
+    else:
+        models = [(index, _open_file(contents, path)) for index, (_, path) in enumerate(sorted(files.models.items()))]
+    model = models[0][1]
+    read_module(contents, 0, model, full=full)
+    if not full:
+        if len(models) != int(model["dp_world_size"]):
+            raise CheckpointError(f"{folder}: model files", expected=f"{model['dp_world_size']}", got=len(models))
+        read_frozen_chunks(contents, models)
+    body = read_universal(contents, universal, model)
+    stage = _number(body["zero_stage"]) if "zero_stage" in body else 1
+    return DeepSpeedCheckpoint(folder, name, stage, int(model["dp_world_size"]), contents, model, _scaler(body))
+
+
+def _number(stage: Any) -> int:
+    return int(vars(stage)["arguments"][0]) if isinstance(stage, StandIn) else int(stage)
+
+
+def _scaler(body: Mapping[str, Any]) -> dict[str, Any] | None:
+    scaler = body.get("loss_scaler")
+    if not isinstance(scaler, StandIn):
+        return None
+    return {
+        "type": scaler.class_name.rpartition(".")[2],
+        **{k: v for k, v in vars(scaler).items() if k not in ("arguments", "class_name")},
+    }
+
+
+def open_source(checkpoint_dir: str | os.PathLike[str], tag: str | None = None) -> Source:
+    """The checkpoint of a tag, or the one `latest` names.
+
+    Raises:
+        ConversionError: there is none, or it is damaged, incomplete, or of a kind that cannot be read.
+    """
+    if is_deepspeed_checkpoint(Path(checkpoint_dir), tag):
+        return deepspeed_source(checkpoint_dir, tag)
+    return read_source(checkpoint_dir, tag)
+
+
+def deepspeed_source(checkpoint_dir: str | os.PathLike[str], tag: str | None = None) -> Source:
+    """A checkpoint that DeepSpeed wrote. ConversionError as `open_source`."""
+    try:
+        opened = open_deepspeed_checkpoint(Path(checkpoint_dir), tag)
+    except CheckpointError as error:
+        raise ConversionError(str(error)) from error
+    return Source(
+        tag=opened.tag,
+        stage=opened.stage,
+        world_size=opened.world_size,
+        fingerprint=opened.fingerprint,
+        weights=tuple(
+            Weight(
+                weight.fqn,
+                weight.dtype,
+                weight.shape,
+                opened.tensors[weight.key].pieces,
+                is_buffer=weight.is_buffer,
+                excludable=not weight.trainable and not weight.is_buffer,
+            )
+            for weight in opened.weights()
+        ),
+        ties={alias: name for alias, name in opened.ties.items() if opened.weight_key(name) is not None},
+        files=tuple(_SourceFile(file) for file in opened.files),
+        left_out=tuple(opened.left_out),
+    )
+
+
+@dataclass(frozen=True)
+class _SourceFile:
+    """A `TorchFile` with the errors of `zero_to_fp32.py`."""
+
+    file: TorchFile
+
+    def read(self, start: int, nbytes: int) -> NDArray[np.uint8]:
+        try:
+            return self.file.read(start, nbytes)
+        except CheckpointError as error:
+            raise ConversionError(str(error)) from error

@@ -1,0 +1,261 @@
+"""DeepSpeed's checkpoints of full tensors: stage 0, and universal ones. Called by `deepspeed_checkpoint.py`.
+
+Stage 0 keeps the optimizer's content by position, without names, so names are found by the values: a master, rounded to
+the model's dtype, is the model's parameter bit for bit. Where two parameters of one size round to the same bits, the
+first in the model's order is taken first, which is the order they are in anyway.
+
+A universal checkpoint has a folder for each parameter, with a file for each of its values. Names and shapes come from
+the copy of the model's file in it, because a converted stage 3 has flat tensors. Frozen parameters and buffers come
+from there, too: in the folders they are not exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from zeroaccel.checkpoint.formats.deepspeed_partitioned import (
+    DeepSpeedContents,
+    FlatPosition,
+    FlatStates,
+    InFile,
+    ParamGroup,
+    in_file,
+    named_shapes,
+    pieces,
+    with_file,
+)
+from zeroaccel.checkpoint.formats.torch_file import TorchFile
+from zeroaccel.checkpoint.formats.torch_pickle import StoredTensor
+from zeroaccel.checkpoint.manifest import TensorRecord
+from zeroaccel.errors import CheckpointError
+
+__all__ = ["name_positions", "read_universal", "read_unsharded"]
+
+
+def read_unsharded(
+    contents: DeepSpeedContents, file: int, optimizer: Mapping[str, Any] | None
+) -> list[list[dict[str, Any]]]:
+    """Masters of 16-bit training by name, and the optimizer's states where they can be named.
+
+    Args:
+        optimizer: the content of "optimizer" in the model's file.
+
+    Returns:
+        For each param group the states of its parameters by position, when they cannot be named; else [].
+    """
+    if optimizer is None:
+        return []
+    inner = optimizer.get("optimizer_state_dict", optimizer)
+    # Three forms: FP16_Optimizer (one flat master a group), FP16_UnfusedOptimizer (one master a parameter), and the
+    # plain optimizer's state dict of fp32 training, which has no masters to find names by.
+    where = f"{contents.files[file].path}: optimizer"
+    if "fp32_groups_flat" in optimizer:
+        for index, value in enumerate(optimizer["fp32_groups_flat"]):
+            tensor = in_file(file, value, where)
+            names, positions = _match_masters(contents, tensor, where)
+            _add_group(contents, names, inner, index)
+            state = with_file(file, inner["state"].get(index, {}))
+            shapes = [contents.shapes[name] for name in names]
+            contents.flats.append(FlatStates(names, shapes, positions, tensor[1].numel, [state]))
+        return []
+    if "fp32_groups" in optimizer:
+        for index, (values, settings) in enumerate(zip(optimizer["fp32_groups"], inner["param_groups"], strict=True)):
+            names = [_match_masters(contents, in_file(file, value, where), where)[0][0] for value in values]
+            _add_group(contents, names, inner, index)
+            states = [with_file(file, inner["state"].get(position, {})) for position in settings["params"]]
+            for name, state in zip(names, states, strict=True):
+                contents.add_full_state(name, contents.shapes[name], state)
+        return []
+    for settings in inner["param_groups"]:
+        contents.groups.append(ParamGroup({key: value for key, value in settings.items() if key != "params"}))
+    return [
+        [with_file(file, inner["state"].get(position, {})) for position in settings["params"]]
+        for settings in inner["param_groups"]
+    ]
+
+
+def name_positions(
+    contents: DeepSpeedContents,
+    positional: Sequence[Sequence[dict[str, Any]]],
+    names: Sequence[Sequence[str]],
+    where: str,
+) -> None:
+    """Gives the states of fp32 training at stage 0 the names of the resuming optimizer's parameters, by position.
+
+    Args:
+        names: of the parameters of each param group, in the optimizer's order.
+
+    Raises:
+        CheckpointError: numbers or shapes do not agree.
+    """
+    if [len(group) for group in positional] != [len(group) for group in names]:
+        # Parameters without a state may be among either: frozen ones, and those without elements.
+        shapes = {**contents.frozen, **contents.shapes}
+        positional = [[state for state in group if state] for group in positional]
+        names = [[name for name in group if 0 not in shapes.get(name, ())] for group in names]
+    sizes = [len(group) for group in positional]
+    if sizes != [len(group) for group in names]:
+        raise CheckpointError(
+            f"{where}: param groups (a checkpoint of fp32 training at stage 0 has no names for them)",
+            expected=f"groups of {[len(group) for group in names]} parameters, as the optimizer has them",
+            got=sizes,
+            fix="build the optimizer as when it was saved, or pass load_optimizer_states=False",
+        )
+    for index, (states, group) in enumerate(zip(positional, names, strict=True)):
+        for state, name in zip(states, group, strict=True):
+            shape = contents.frozen.get(name, contents.shapes.get(name))
+            if shape is None:
+                raise CheckpointError(f"{where}: parameter {name} of the optimizer is not in the checkpoint")
+            for kind, value in state.items():
+                if isinstance(value, tuple) and value[1].shape not in (shape, ()):
+                    raise CheckpointError(f"{where}: {kind} of {name}", expected=f"shape {shape}", got=value[1].shape)
+            if state:
+                contents.shapes[name] = shape
+                contents.frozen.pop(name, None)
+                contents.add_full_state(name, contents.shapes[name], state)
+        contents.groups[index].names = list(group)
+
+
+def _add_group(contents: DeepSpeedContents, names: Sequence[str], inner: Mapping[str, Any], index: int) -> None:
+    for name in names:
+        contents.shapes[name] = contents.frozen.pop(name)
+    settings = inner["param_groups"][index]
+    options = {key: value for key, value in settings.items() if key not in ("params", "step")}
+    contents.groups.append(ParamGroup(options, list(names)))
+
+
+def _match_masters(
+    contents: DeepSpeedContents, tensor: InFile, where: str
+) -> tuple[list[str], list[list[FlatPosition]]]:
+    """The parameters that a tensor of masters consists of, and their positions in it; adds the masters."""
+    stored = tensor[1]
+    elements = contents.elements(tensor)
+    record = contents.record(tensor)
+    masters = contents.read(record).view("<f4")
+    names: list[str] = []
+    positions: list[list[FlatPosition]] = []
+    cursor = 0
+    while cursor < stored.numel:
+        name = _match_master(contents, masters[cursor:], f"{where}, element {cursor} of a master")
+        shape = contents.frozen[name]
+        numel = math.prod(shape)
+        position = [FlatPosition(0, 0, numel, cursor)]
+        contents.tensors[f"master/{name}"] = TensorRecord(stored.dtype, shape, pieces(position, [elements], name))
+        names.append(name)
+        positions.append(position)
+        cursor += numel
+    return names, positions
+
+
+def _match_master(contents: DeepSpeedContents, masters: NDArray[np.float32], where: str) -> str:
+    """The parameter whose bits the first masters round to."""
+    # Largest first: a small parameter, of zeros for example, may fit the beginning of a large one by chance.
+    for name, shape in sorted(contents.frozen.items(), key=lambda item: -math.prod(item[1])):
+        numel = math.prod(shape)
+        if not numel or numel > masters.size or f"master/{name}" in contents.tensors:
+            continue
+        record = contents.tensors[f"value/{name}"]
+        if np.array_equal(_rounded(masters[:numel], record.dtype), contents.read(record)):
+            return name
+    raise CheckpointError(f"{where}: rounds to no parameter of the model", fix="the file is damaged or of another kind")
+
+
+def _rounded(values: NDArray[np.float32], dtype: str) -> NDArray[np.uint8]:
+    if dtype == "BF16":
+        bits = values.view("<u4").astype(np.uint64)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2").view(np.uint8)
+    with np.errstate(over="ignore"):
+        return values.astype({"F16": "<f2", "F32": "<f4"}[dtype]).view(np.uint8)
+
+
+def read_universal(contents: DeepSpeedContents, folder: Path, model: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Masters, states and param groups; `contents` already has what the model's file says.
+
+    Args:
+        folder: "zero", with a folder for each parameter.
+        model: the content of the model's file.
+
+    Returns:
+        The optimizer's content besides tensors.
+
+    Raises:
+        CheckpointError: a file is missing or of another size, or the values are known to be mixed up.
+    """
+    optimizer = TorchFile(folder / "optimizer_state.pt").content
+    zero = (model.get("ds_config") or {}).get("zero_optimization") or {}
+    # Stages 1 and 2 alone reorder parameters so; stage 3 and BF16_Optimizer ignore the key.
+    if zero.get("round_robin_gradients") and "zero_stage" in optimizer and "fp32_flat_groups" not in optimizer:
+        raise CheckpointError(
+            f"{folder}: converted from a run with round_robin_gradients, whose values the conversion mixes up",
+            fix="load the checkpoint it was converted from",
+        )
+    steps = _steps(optimizer)
+    shapes = [named_shapes(group) for group in model["param_shapes"]]
+    for index, named in enumerate(shapes):
+        for name, shape in named.items():
+            _add_universal(contents, folder / name, name, tuple(shape), steps.get(index))
+    for index, settings in enumerate(optimizer["param_groups"]):
+        members = settings["params"] if "fp32_flat_groups" in optimizer else [index]
+        names = [name for member in members for name in shapes[member]]
+        options = {key: value for key, value in settings.items() if key not in ("params", "step")}
+        contents.groups.append(ParamGroup(options, names))
+    return dict(optimizer)
+
+
+def _steps(optimizer: Mapping[str, Any]) -> dict[int, Any]:
+    """Sub-group -> step count, where the parameters' folders have none (stage 3)."""
+    state = (optimizer.get("optimizer_state_dict") or {}).get("state") or {}
+    return {index: values["step"] for index, values in state.items() if "step" in values}
+
+
+def _add_universal(contents: DeepSpeedContents, folder: Path, name: str, shape: tuple[int, ...], step: Any) -> None:
+    """Adds the master and the states of one parameter's folder."""
+    numel = math.prod(shape)
+    path = folder / "fp32.pt"
+    if path.parent.parent != folder.parent or not path.is_file():
+        raise CheckpointError(f"{path}: missing, so the values of parameter {name} are")
+    state: dict[str, Any] = {}
+    for path in sorted(folder.glob("*.pt")):
+        file, value = _open(contents, path)
+        if path.stem == "step":
+            state["step"] = (file, value) if isinstance(value, StoredTensor) else value
+            continue
+        if not isinstance(value, StoredTensor) or value.numel != numel:
+            raise CheckpointError(f"{path}", expected=f"a tensor of {numel} elements, as {name} has", got=value)
+        record = contents.record((file, value))
+        if path.stem == "fp32":
+            contents.tensors[f"master/{name}"] = TensorRecord(record.dtype, shape, record.pieces)
+        else:
+            state[path.stem] = (file, value)
+    if step is not None and "step" not in state:
+        state["step"] = step if not isinstance(step, StoredTensor) else _step_value(contents, folder.parent, step)
+    if state:
+        contents.add_full_state(name, shape, state)
+
+
+def _step_value(contents: DeepSpeedContents, folder: Path, step: StoredTensor) -> InFile:
+    """The step count of a sub-group, which is a tensor in the optimizer's file."""
+    path = folder / "optimizer_state.pt"
+    for index, file in enumerate(contents.files):
+        if file.path == path:
+            return index, step
+    contents.files.append(TorchFile(path))
+    return len(contents.files) - 1, step
+
+
+def _open(contents: DeepSpeedContents, path: Path) -> tuple[int, Any]:
+    """Opens a file of a parameter's folder; returns its number and its value."""
+    file = TorchFile(path)
+    contents.files.append(file)
+    content = file.content
+    if isinstance(content, Mapping):
+        if content.get("vocab_tensor") or "sub_param_shape" in content:
+            raise CheckpointError(f"{path}: of tensor parallel training", expected="data parallel only")
+        content = content.get("param")
+    return len(contents.files) - 1, content

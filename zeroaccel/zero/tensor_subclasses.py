@@ -1,0 +1,243 @@
+"""What of a parameter is on this rank where another library splits it: the local tensors of DTensors.
+
+Tensor parallelism (`torch.distributed.tensor.parallel`) makes a parameter a DTensor over its axis of the mesh; ZeRO
+then keeps, gathers and updates the local tensor, among the ranks of the other axis. An ordinary parameter is its own
+local tensor. Told apart by its attributes, so that nothing is imported for who does without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroaccel.errors import EngineStateError, UsageError
+
+__all__ = [
+    "ShardedParameter",
+    "as_ordinary",
+    "as_sharded",
+    "check_split",
+    "is_split",
+    "local",
+    "local_grad",
+    "set_local",
+]
+
+
+def _split(tensor: Tensor) -> Any:
+    """The tensor as a DTensor; None for an ordinary one."""
+    return tensor if hasattr(tensor, "_local_tensor") else None
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part."""
+    split = _split(tensor)
+    return tensor.detach() if split is None else split._local_tensor
+
+
+def set_local(param: nn.Parameter, data: Tensor) -> None:
+    """Makes `data` this rank's part of the parameter, which stays the object it is."""
+    split = _split(param)
+    if split is None:
+        param.data = data
+    else:
+        split._local_tensor = data
+
+
+def is_split(param: Tensor) -> bool:
+    """Whether other ranks have other parts of it; a DTensor that is whole everywhere is not split."""
+    split = _split(param)
+    return split is not None and any(placement.is_shard() for placement in split.placements)
+
+
+def local_grad(param: nn.Parameter, grad: Tensor) -> Tensor:
+    """This rank's part of a gradient, once it is split as the parameter is. (ranks of its axis, if it was not)"""
+    split, target = _split(grad), _split(param)
+    if split is None:
+        return grad
+    if target is not None and tuple(split.placements) != tuple(target.placements):
+        split = split.redistribute(placements=target.placements)
+    part: Tensor = split.to_local()
+    wait = getattr(part, "wait", None)
+    return wait() if wait is not None and type(part) is not Tensor else part
+
+
+def check_split(named: Sequence[tuple[str, nn.Parameter]], dtype_of: Any) -> None:
+    """A DTensor keeps the dtype and the equal parts it came with.
+
+    Args:
+        dtype_of: (name, parameter) -> the dtype it is to have.
+
+    Raises:
+        UsageError: its dtype would have to change, or its parts are of different sizes.
+    """
+    for fqn, param in named:
+        split = _split(param)
+        if split is None:
+            continue
+        wanted: torch.dtype = dtype_of(fqn, param)
+        if param.dtype is not wanted:
+            raise UsageError(
+                f"parameter {fqn}, a DTensor",
+                expected=f"{wanted}, as the config's precision says",
+                got=str(param.dtype),
+                fix=f"call model.to({wanted}) before parallelize_module",
+            )
+        for axis, placement in enumerate(split.placements):
+            size = split.device_mesh.size(axis)
+            if placement.is_shard() and param.shape[placement.dim] % size:
+                raise UsageError(
+                    f"parameter {fqn}, a DTensor",
+                    expected=f"a multiple of {size} in dim {placement.dim}, so that all ranks have equal parts",
+                    got=tuple(param.shape),
+                    fix="change the size, or leave the module out of the plan of parallelize_module",
+                )
+
+
+_FQN = "_sharded_fqn"
+_NO_WRITES = frozenset({"requires_grad_", "detach_", "rename_", "share_memory_", "retain_grad_"})
+_ARITHMETIC = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
+_OPERATORS = frozenset(f"__i{name}__" for name in _ARITHMETIC.split()) | {"__setitem__"}
+
+
+def as_sharded(param: nn.Parameter, fqn: str) -> None:
+    """Has writes to an ordinary parameter refused; others, such as DTensors, are let alone."""
+    if type(param) is nn.Parameter:
+        vars(param)[_FQN] = fqn
+        _change_class(param, ShardedParameter)
+
+
+def as_ordinary(param: nn.Parameter) -> None:
+    """Takes `as_sharded` back."""
+    if type(param) is ShardedParameter:
+        _change_class(param, nn.Parameter)
+        del vars(param)[_FQN]
+
+
+def _change_class(param: Any, to: type[nn.Parameter]) -> None:
+    param.__class__ = to
+
+
+class ShardedParameter(nn.Parameter):
+    """A parameter for as long as it is sharded. Made by `as_sharded` only.
+
+    Raises:
+        EngineStateError: it, or a view of it, is written.
+    """
+
+    def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
+        """`type(param)(data)` is how programs make another parameter: an ordinary one."""
+        return nn.Parameter(data, requires_grad)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _call(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        with torch._C.DisableTorchFunctionSubclass():
+            copied = memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            fqn = vars(self).pop(_FQN)
+            try:
+                return nn.Parameter.__reduce_ex__(self, protocol)
+            finally:
+                vars(self)[_FQN] = fqn
+
+
+class _ShardedValues(Tensor):
+    """A view of what a sharded parameter shows.
+
+    Attributes:
+        fqn: of the parameter.
+    """
+
+    fqn: str = ""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        return _call(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            copied = memo[id(self)] = self.clone().as_subclass(Tensor)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+
+def _call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    with torch._C.DisableTorchFunctionSubclass():
+        call = _name(func)
+        target = next(_targets(func, call, args, kwargs), None)
+        if target is not None:
+            raise EngineStateError(
+                f"parameter {_fqn(target)}",
+                expected="no write while it is sharded: its values are not here, and what is written would be lost",
+                got=call,
+                fix="write inside zero.GatheredParameters(param, modifier_rank=0)",
+            )
+        result = func(*args, **kwargs)
+        if call == "detach" and isinstance(args[0], ShardedParameter):  # nn.Parameter(param) wants the same class
+            detached = result.as_subclass(ShardedParameter)
+            vars(detached)[_FQN] = _fqn(args[0])
+            return detached
+        return _watched(result, args)
+
+
+def _targets(
+    func: Callable[..., Any], call: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Iterator[ShardedParameter | _ShardedValues]:
+    """What of the arguments is sharded and would be written."""
+    written: list[Any] = [kwargs.get("out")]
+    if call == "data":
+        if func.__name__ == "__set__" and _is_other_storage(*args[:2]):
+            written.append(args[0])
+    elif call in _OPERATORS or (call.endswith("_") and not call.endswith("__") and call not in _NO_WRITES):
+        written.append(args[0] if args else kwargs.get("tensor", kwargs.get("input")))
+    for value in written:
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(tensor, (ShardedParameter, _ShardedValues)):
+                yield tensor
+
+
+def _is_other_storage(param: Tensor, data: Tensor) -> bool:
+    """Whether new data are other values; another dtype or device is a conversion, which the engine tells by itself."""
+    if (data.dtype, data.device) != (param.dtype, param.device):
+        return False
+    return bool(data.untyped_storage()._cdata != param.untyped_storage()._cdata)
+
+
+def _watched(result: Any, args: Sequence[Any]) -> Any:
+    """A result, as `_ShardedValues` where it is a view of the first argument."""
+    if isinstance(result, (list, tuple)) and result and isinstance(result[0], Tensor):
+        return type(result)([_watched(item, args) for item in result]) if type(result) in (list, tuple) else result
+    source = args[0] if args else None
+    if type(result) is not Tensor or not isinstance(source, (ShardedParameter, _ShardedValues)):
+        return result
+    if result.is_sparse or result.untyped_storage()._cdata != source.untyped_storage()._cdata:
+        return result
+    values = result.as_subclass(_ShardedValues)
+    values.fqn = _fqn(source)
+    return values
+
+
+def _fqn(tensor: ShardedParameter | _ShardedValues) -> str:
+    return tensor.fqn if isinstance(tensor, _ShardedValues) else vars(tensor)[_FQN]
+
+
+def _name(func: Callable[..., Any]) -> str:
+    """Of a function, or of the attribute that a getter or setter is for."""
+    name = str(getattr(func, "__name__", ""))
+    return str(func.__self__.__name__) if name in ("__get__", "__set__") else name  # type: ignore[attr-defined]
