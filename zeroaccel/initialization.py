@@ -55,7 +55,6 @@ from zeroaccel.telemetry.monitors import build_monitors
 from zeroaccel.telemetry.step_report import EventSink, StepReport
 from zeroaccel.telemetry.verification import RecordingReport, Verification, verification
 from zeroaccel.zero.build import (
-    BufferPlan,
     build_units,
     check_dtypes,
     check_parameters,
@@ -79,7 +78,7 @@ from zeroaccel.zero.hybrid_step import check_update_time, share_updates
 from zeroaccel.zero.param_unit import ParamUnit
 from zeroaccel.zero.precision import broadcast_buffers, cast_buffers
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
-from zeroaccel.zero.storage.placement import OffloadRules, TierSet
+from zeroaccel.zero.storage.placement import BufferPlan, OffloadRules, TierSet
 from zeroaccel.zero.wrap_policy import UnitSpec
 
 if TYPE_CHECKING:
@@ -184,7 +183,7 @@ def initialize(
         units = build_units(job.specs, plans, placement, collectives, tiers)
         with agreed(collectives, "initialize: optimizer"):
             tiers.settle()
-            shard = _shard_optimizer(job, units, plans, tiers)
+            shard = _shard_optimizer(job, units, tiers)
             loader = _loader(training_data, settings, job.batch, collectives, collate_fn)
     except Exception:
         tiers.close()
@@ -517,23 +516,17 @@ def _open_tiers(tiers: TierSet, collectives: Collectives) -> None:
         raise
 
 
-def _shard_optimizer(
-    job: _TrainingPlan, units: Sequence[ParamUnit], plans: Sequence[Sequence[BufferPlan]], tiers: TierSet
-) -> ShardedOptimizer | None:
+def _shard_optimizer(job: _TrainingPlan, units: Sequence[ParamUnit], tiers: TierSet) -> ShardedOptimizer | None:
     if job.optimizer is None or job.kinds is None:
         return None
     warn_unoptimized([job.names[id(param)] for param in job.unoptimized])
     buffers = [buffer for unit in units for buffer in unit.buffers if buffer.trainable]
-    keys = [plan.key for plan in chain(*plans) if plan.trainable]
     return ShardedOptimizer(
         job.optimizer,
         job.kinds,
         job.groups,
         buffers,
-        replicated=not job.plan.optimizer,
         sub_group_numel=job.settings.zero_optimization.sub_group_size,
-        states=tiers.states,
-        keys={id(buffer): key for buffer, key in zip(buffers, keys, strict=True)},
         copies=tiers.copies,
     )
 

@@ -157,7 +157,7 @@ class Checkpointer:
         self._finish_update()
         engine.reset()
         for unit in engine.units:
-            if not unit.resident:
+            if not unit.persistent:
                 unit.reshard()
         root = Path(os.path.abspath(load_dir))
         options = _LoadOptions(

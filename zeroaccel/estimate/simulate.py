@@ -143,8 +143,8 @@ def _take_two_steps(
         moments = watch.moments
         watch.engine = None
         buffers = [buffer for unit in engine.units for buffer in unit.buffers]
-        shards = tuple((b.shard.numel(), b.shard.nbytes) for b in buffers if not b.resident)
-        trained = tuple(b.master.numel() for b in buffers if b.master is not None)
+        shards = tuple((b.own.numel, b.own.numel * b.dtype.itemsize) for b in buffers if not b.persistent)
+        trained = tuple(b.masters.range.numel for b in buffers if b.trainable)
         engine.destroy()
     return MemoryTrace(numel, tuple(moments), shards, trained)
 
@@ -250,7 +250,6 @@ def _engine(model: nn.Module, workload: Workload, stage: int, collectives: FakeR
         classify(optimizer),
         groups,
         [buffer for unit in units for buffer in unit.buffers if buffer.trainable],
-        replicated=not plan.optimizer,
     )
     batch = BatchSizes(
         train=workload.batch * workload.ranks * min(workload.accumulation, 2),

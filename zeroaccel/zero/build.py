@@ -10,7 +10,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,16 +23,14 @@ from zeroaccel.logs import logger
 from zeroaccel.optim.rank_facts import SAME_OPTIMIZER, difference
 from zeroaccel.zero.access.param_registry import ParamHandle, place_of
 from zeroaccel.zero.layout import FlatLayout, OwnerLoads
-from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit, Places
+from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
 from zeroaccel.zero.precision import forget_cast
-from zeroaccel.zero.storage.copy_stream import CopyStream
+from zeroaccel.zero.storage.placement import BufferPlan, TierSet
 from zeroaccel.zero.tensor_subclasses import check_split, is_split, local
 from zeroaccel.zero.wrap_policy import UnitSpec
 
 __all__ = [
-    "BufferPlan",
     "Placement",
-    "Tiers",
     "build_units",
     "check_dtypes",
     "check_parameters",
@@ -59,6 +56,7 @@ class Placement:
         offloads_params: shards of parameters are not on the device, so that even one rank alone has shards.
         quantized_frozen_weights: the shards of frozen parameters are stored as int8 codes.
         full_tensor_groups: indices of the param groups whose optimizer steps on full tensors.
+        coupled: its rule sums over several parameters.
     """
 
     dtype: torch.dtype | None
@@ -69,6 +67,7 @@ class Placement:
     offloads_params: bool = False
     quantized_frozen_weights: bool = False
     full_tensor_groups: frozenset[int] = frozenset()
+    coupled: bool = False
 
     def param_dtype(self, fqn: str, param: nn.Parameter) -> torch.dtype:
         """The dtype this parameter is stored and computed in."""
@@ -85,19 +84,6 @@ class Placement:
     def needs_owner(self, param: nn.Parameter) -> bool:
         """Whether its optimizer needs the full tensor on one rank; see [Note: owner layout] of `layout.py`."""
         return self.trainable(param) and self.groups[id(param)] in self.full_tensor_groups
-
-
-class Tiers(Protocol):
-    """Where shards and masters go; made by `placement.py`.
-
-    Attributes:
-        copies: between host memory and the device, where they are two and anything is on the host.
-    """
-
-    copies: CopyStream | None
-
-    def places(self, plan: BufferPlan, rank: int, *, replicated: bool) -> Places:
-        """Where the shard and the master of a buffer live."""
 
 
 _OTHER_ENGINE = "call destroy() of that engine first"
@@ -268,29 +254,6 @@ def _description(model: nn.Module, placement: Placement) -> list[str]:
     return lines
 
 
-@dataclass(frozen=True, eq=False)
-class BufferPlan:
-    """One flat buffer to be: pure arithmetic, made before anything is moved.
-
-    Attributes:
-        key: its name in tiers: "layers.0/1".
-        param_groups: of each slot; empty where no optimizer updates it.
-        resident: unsharded on every rank all the time.
-    """
-
-    key: str
-    layout: FlatLayout
-    params: tuple[nn.Parameter, ...]
-    dtype: torch.dtype
-    param_groups: tuple[int, ...]
-    resident: bool
-
-    @property
-    def trainable(self) -> bool:
-        """Whether an optimizer updates it."""
-        return bool(self.param_groups)
-
-
 def plan_units(specs: Sequence[UnitSpec], placement: Placement, world_size: int) -> list[list[BufferPlan]]:
     """The buffers of each unit; owners are balanced within a unit, and over the units where that leaves a choice."""
     loads = OwnerLoads(world_size)
@@ -299,6 +262,7 @@ def plan_units(specs: Sequence[UnitSpec], placement: Placement, world_size: int)
 
 def _plan_buffers(spec: UnitSpec, placement: Placement, loads: OwnerLoads, world_size: int) -> list[BufferPlan]:
     alone = world_size == 1 and not placement.offloads_params
+    persistent = spec.persistent or not placement.plan.params or alone
     check_split(spec.params, placement.param_dtype)
     # One flat buffer per dtype and trainability: a collective moves one dtype, and a frozen buffer needs no gradients,
     # masters or second gather after a step. DTensors apart, as norms count their parts on every rank of their axis.
@@ -327,7 +291,10 @@ def _plan_buffers(spec: UnitSpec, placement: Placement, loads: OwnerLoads, world
                 tuple(param for _, param in named),
                 dtype,
                 tuple(placement.groups[id(param)] for _, param in named) if trainable else (),
-                spec.persistent or not placement.plan.params or alone,
+                persistent,
+                replicated=not placement.plan.optimizer,
+                by_parameter=has_owners or (placement.coupled and not placement.plan.optimizer),
+                as_int8=placement.quantized_frozen_weights and not (trainable or persistent) and dtype in QUANTIZABLE,
             )
         )
     return plans
@@ -347,7 +314,7 @@ def build_units(
     plans: Sequence[Sequence[BufferPlan]],
     placement: Placement,
     collectives: Collectives,
-    tiers: Tiers,
+    tiers: TierSet,
 ) -> list[ParamUnit]:
     """One ParamUnit per spec, with the weights of rank 0.
 
@@ -364,7 +331,7 @@ def build_units(
 
 
 def _build_unit(
-    spec: UnitSpec, plans: Sequence[BufferPlan], placement: Placement, collectives: Collectives, tiers: Tiers
+    spec: UnitSpec, plans: Sequence[BufferPlan], placement: Placement, collectives: Collectives, tiers: TierSet
 ) -> ParamUnit:
     buffers = []
     for plan in plans:
@@ -376,15 +343,14 @@ def _build_unit(
             device=placement.device,
             rank=collectives.shard_rank,
             trainable=plan.trainable,
-            resident=plan.resident,
+            persistent=plan.persistent,
+            key=plan.key,
             refuses_writes=True,
         )
-        buffer.adopt(source, tiers.places(plan, collectives.shard_rank, replicated=not placement.plan.optimizer))
-        if placement.quantized_frozen_weights and not (plan.trainable or plan.resident) and plan.dtype in QUANTIZABLE:
-            buffer.pack()
+        buffer.adopt(source, *tiers.storages(plan, buffer.place()))
         buffers.append(buffer)
     unit = ParamUnit(spec.name, spec.modules, buffers, collectives, tiers.copies)
-    if not unit.resident:
+    if not unit.persistent:
         unit.reshard()
     return unit
 

@@ -229,7 +229,7 @@ class ParamCoordinator:
         if unit.name in self._units:
             self._pinned.discard(unit.name)
             if not (self.is_running(unit) or self._pending[unit.name]):
-                unit.reshard(leave=True)
+                unit.reshard(keep_views=True)
                 self._live.pop(unit.name, None)
 
     def unshard_for_submodule(self, unit: ParamUnit) -> None:
@@ -271,7 +271,7 @@ class ParamCoordinator:
             if name in self._live:
                 self._unshard(self._units[name])
         for name in ahead:
-            if self._units[name].is_away:
+            if self._units[name].is_swapped:
                 self._units[name].prefetch()
                 self._live[name] = self._units[name].numel
                 self._swapping_in.append(name)
@@ -339,5 +339,5 @@ class OnDemandUnshard:
                 unit.unshard()
                 unit.wait()
             else:
-                unit.take_part()
+                unit.join_gather()
         return bool(numbers)

@@ -207,7 +207,7 @@ class Engine(nn.Module):
         self._hyperparameters = None if optimizer is None else HyperparameterCheck(optimizer.optimizer, collectives.job)
 
         # Unshard and reshard. Persistent units stay unsharded, so nothing has to be hooked or prefetched for them.
-        sharded_units = [unit for unit in units if not unit.resident]
+        sharded_units = [unit for unit in units if not unit.persistent]
         self.trace = PrefetchTrace({unit.name: unit.numel for unit in units}, settings.limits)
         self._coordinator = ParamCoordinator(sharded_units, self.trace)
         optimized = [param for _, buffer in trained for param in buffer.params] if optimizer else []
@@ -338,7 +338,7 @@ class Engine(nn.Module):
         norm_was_taken = step.grad_stats is not None
         stats = self._check_gradients(norm=self.settings.compute_norm or self.settings.clipping > 0)
         for unit in self.units:
-            unit.drop_second()
+            unit.drop_secondary()
         # The scale that unscales is the one of this step's backwards; it moves only after the update.
         scale = self.loss_scale.value
         step.grad_norm = math.inf if not stats.finite else None if math.isnan(stats.norm) else stats.norm / scale
@@ -658,9 +658,7 @@ class Engine(nn.Module):
         params = 0
         for buffer in (buffer for unit in self.units for buffer in unit.buffers):
             params += buffer.full.untyped_storage().nbytes()
-            no_shard = buffer.resident or buffer.home is not None
-            stored = (buffer.packed, buffer.second, None if no_shard else buffer.shard)
-            params += sum(tensor.nbytes for tensor in stored if tensor is not None)
+            params += sum(tensor.nbytes for tensor in buffer.shard_tensors())
         return {
             "params": params,
             "gradients": self.grad_reducer.nbytes(),
@@ -699,7 +697,7 @@ class Engine(nn.Module):
         self._note_phase("step")
         self._coordinator.end_step()
         for unit in self.units:
-            unit.drop_second()
+            unit.drop_secondary()
         weights.change_masters(call)
 
     def gathered(self, budget: int | None = None) -> AbstractContextManager[None]:
@@ -938,7 +936,7 @@ class Engine(nn.Module):
                 unit.unshard()
                 unit.wait()
             for buffer in unit.buffers:
-                buffer.give_back()
+                buffer.detach_parameters()
         self.keeper.close()
         while self._undo:
             self._undo.pop()()
@@ -983,6 +981,6 @@ def _offload_report(tiers: TierSet, optimizer: ShardedOptimizer | None) -> Offlo
             return 0.0, 0.0, 0.0
         return optimizer.update_seconds, optimizer.waited_seconds, optimizer.hidden_seconds
 
-    states = tiers.states
-    overlaps_io = states is not None and states.pipeline_read and states.pipeline_write
+    swapper = tiers.swapper
+    overlaps_io = swapper is not None and swapper.pipeline_read and swapper.pipeline_write
     return OffloadReport(tiers.tiers, update_times, overlaps_io=overlaps_io)

@@ -132,6 +132,7 @@ def placement_of(
         offloads_params,
         quantized_frozen_weights,
         frozenset(index for index, kind in enumerate(kinds) if kind is OptimizerKind.PER_TENSOR),
+        OptimizerKind.COUPLED in kinds,
     )
 
 

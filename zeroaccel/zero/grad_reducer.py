@@ -119,8 +119,8 @@ class GradientBuffer:
         if self.flat is None:
             layout = self.buffer.layout
             self.flat = torch.empty(layout.numel, dtype=dtype, device=self.buffer.full.device)
-            for start, end in layout.gaps():
-                self.flat[start:end].zero_()
+            for padding in layout.padding():
+                self.flat[padding.at(0)].zero_()
             self.written.clear()
         return self.flat
 
@@ -362,7 +362,7 @@ class GradReducer:
             work.wait()
         for gradients in self.gradients:
             if gradients.full is not None:
-                gradients.shard = gradients.full[slice(*gradients.buffer.layout.bounds(self._collectives.shard_rank))]
+                gradients.shard = gradients.full[gradients.buffer.own.at(0)]
 
     def _comm_dtype(self, gradients: GradientBuffer) -> torch.dtype:
         return self._rules.dtype or gradients.buffer.dtype

@@ -280,7 +280,7 @@ class StateDictHooks:
             gathered.clear()
 
         def refuse_nans(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            absent = next((unit for unit in units if unit.state is ShardState.SHARDED and not unit.resident), None)
+            absent = next((unit for unit in units if unit.state is ShardState.SHARDED and not unit.persistent), None)
             if absent is not None:
                 raise _reads_nan("state_dict()", absent)
 

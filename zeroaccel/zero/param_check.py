@@ -147,7 +147,7 @@ class ParamIntegrityCheck:
             for buffer in self._buffers:
                 # A write lasts where the parameter is the only copy of its value: no shard it is gathered from, and
                 # no separate master that it is rounded from.
-                lasts = buffer.resident and not (buffer.trainable and buffer.master_is_apart)
+                lasts = buffer.persistent and buffer.masters.aliases_weights
                 if not lasts and [param._version for param in buffer.params] != buffer.versions:
                     for index, param in enumerate(buffer.params):
                         if param._version != buffer.versions[index] and id(param) not in self._renormed:
@@ -246,7 +246,7 @@ def _check_kind(buffer: FlatBuffer, index: int) -> None:
 
 
 def _lost(buffer: FlatBuffer, index: int, write: str) -> EngineStateError:
-    when = "update from its master" if buffer.resident else "gather"
+    when = "update from its master" if buffer.persistent else "gather"
     return EngineStateError(
         f"parameter {buffer.layout.slots[index].fqn}",
         expected="to be changed by engine.step() only",

@@ -187,7 +187,7 @@ class WeightUpdate:
         def stepped(buffer: FlatBuffer) -> None:
             unit = self._unit_of[id(buffer)]
             left[id(unit)] -= 1
-            if not (self._gathers and unit.resident and left[id(unit)] == 0):
+            if not (self._gathers and unit.persistent and left[id(unit)] == 0):
                 return
             while waiting and sum(u.numel for u in waiting) + unit.numel > self._gather_numel:
                 waiting.pop(0).wait()

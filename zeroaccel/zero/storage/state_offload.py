@@ -98,12 +98,10 @@ class StateOffload:
             states: Iterable[Mapping[str, object]] = self._optimizer.optimizer.state.values()
             yield from (value for state in states for value in state.values() if isinstance(value, Tensor))
         elif kind == "hp_params":
-            yield from (buffer.master for buffer in buffers if buffer.master is not None and buffer.master_is_apart)
+            yield from (tensor for buffer in buffers for tensor in buffer.masters.tensors())
         elif kind == "lp_params":
             for buffer in buffers:
-                stored = (buffer.full if buffer.resident else buffer.shard, buffer.packed, buffer.second)
-                # A shard in a file shows one expanded NaN, which has no bytes to move.
-                yield from (tensor for tensor in stored if tensor is not None and tensor.stride() != (0,))
+                yield from (*buffer.shard.tensors(), *buffer.secondary.tensors())
         elif kind == "lp_grads":
             yield from (t for g in self._reducer.gradients for t in (g.shard, g.full) if t is not None)
         elif kind == "contiguous_grad_buffer":
