@@ -97,6 +97,7 @@ def check_parameters(model: nn.Module) -> None:
         UsageError: one is on the meta device, or complex, or in another engine, or a copy of a sharded one, or
             has no shape yet, or was made in inference mode.
     """
+    # Each of these would fail later, inside a collective or with an error that names no parameter.
     for fqn, param in model.named_parameters():
         if isinstance(param, nn.UninitializedParameter):
             raise UsageError(
@@ -120,6 +121,7 @@ def check_parameters(model: nn.Module) -> None:
                 got="one that another engine holds",
                 fix=_OTHER_ENGINE,
             )
+        # A copy of a sharded parameter has the NaN that stands for its values: the values themselves are lost.
         if (place is None or place.replaced) and _is_all_nan(param):
             raise UsageError(
                 f"parameter {fqn}",
@@ -211,8 +213,8 @@ def check_same(
     Raises:
         UsageError: on every rank, naming the first difference.
     """
-    # A digest first: on thousands of ranks the descriptions themselves would be megabytes from each. Settings come
-    # before models in the report, since another setting usually is the reason for another model.
+    # A digest first: the descriptions grow with the model, times the ranks. Settings are reported before models, since
+    # another setting usually is the reason for another model.
     own = _Compared(list(settings), dict(optimizer), _description(model, placement))
     digest = hashlib.sha256(repr(own).encode()).hexdigest()
     if len(set(collectives.gather_objects(digest, "compare models"))) == 1:
@@ -256,7 +258,7 @@ def _description(model: nn.Module, placement: Placement) -> list[str]:
 
 def plan_units(specs: Sequence[UnitSpec], placement: Placement, world_size: int) -> list[list[BufferPlan]]:
     """The buffers of each unit; owners are balanced within a unit, and over the units where that leaves a choice."""
-    loads = OwnerLoads(world_size)
+    loads = OwnerLoads(world_size)  # one for all units: what is uneven in one unit is evened out by the next
     return [_plan_buffers(spec, placement, loads, world_size) for spec in specs]
 
 
@@ -335,6 +337,7 @@ def _build_unit(
 ) -> ParamUnit:
     buffers = []
     for plan in plans:
+        # In the widest dtype of the parameters and not that of the buffer: fp32 masters take the bits that bf16 drops.
         source = initial_values(plan.layout, plan.params, placement.device, collectives, spec.name)
         buffer = FlatBuffer(
             plan.layout,
@@ -397,6 +400,7 @@ def _initialized(param: nn.Parameter) -> ParamHandle | None:
 def _take_over(params: Sequence[nn.Parameter]) -> None:
     """Removes parameters whose values have been copied from their registry; units without any are freed."""
     for param in params:
+        # From here on the parameter is the engine's: its dtype is that of its buffer.
         forget_cast(param)
         place = place_of(param)
         if place is not None and place.keeper.training is None:

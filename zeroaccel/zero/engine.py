@@ -260,6 +260,7 @@ class Engine(nn.Module):
         dtype = self.settings.autocast_dtype
         if dtype is not None:
             args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
+        # `finally`, as an exception in a forward may be caught and the next batch tried.
         try:
             return self.module(*args, **kwargs)
         finally:
@@ -281,6 +282,7 @@ class Engine(nn.Module):
         """
         self._check_loss(loss)
         self._require_optimizer("backward")
+        # Loss scale and mean over micro-batches in one factor: one multiplication of a scalar, none of gradients.
         factor = self.loss_scale.value / (self.settings.accumulation if scale_wrt_gas else 1)
         self._report.begin("backward")
         self._begin_backward(direct=False)
@@ -307,6 +309,7 @@ class Engine(nn.Module):
                 self._checkpointer.before_update()
         weights = self._require_weight_update("step")
         self._check_usable()
+        # Parameters that `GatheredParameters` has unsharded would be stale after the update.
         self.keeper.require_free("engine.step()")
         self._integrity.check_writes()
         if self._step.num_backwards == 0:
@@ -458,6 +461,8 @@ class Engine(nn.Module):
 
     def on_backward(self, version: int | None = None) -> None:
         """A backward reached the model, whose forward was with this version of the weights."""
+        # Sharded weights are gathered again for backward, so an update in between would silently give the gradient of
+        # another function.
         if version is not None and version != self.weights_version:
             raise EngineStateError(
                 "engine: a backward through a forward from before the last update",
@@ -472,7 +477,7 @@ class Engine(nn.Module):
 
     def on_grad_ready(self, param: nn.Parameter) -> None:
         """Autograd has accumulated this parameter's gradient."""
-        self.on_backward()
+        self.on_backward()  # a loss may reach parameters without passing an output of the root
         if self._step.is_direct and self.divides_direct and self.settings.accumulation > 1 and param.grad is not None:
             param.grad.div_(self.settings.accumulation)
         self.grad_reducer.on_grad_ready(param)
@@ -931,6 +936,7 @@ class Engine(nn.Module):
         if self.weight_update is not None:
             self.weight_update.close()
         self.reset()
+        # Unit by unit in registration order on all ranks: these gathers are collectives like any other.
         for unit in self.units:
             if unit.state is not ShardState.UNSHARDED:
                 unit.unshard()
@@ -938,7 +944,7 @@ class Engine(nn.Module):
             for buffer in unit.buffers:
                 buffer.detach_parameters()
         self.keeper.close()
-        while self._undo:
+        while self._undo:  # last in, first out: a patch may lie on top of an earlier one
             self._undo.pop()()
         self._hooks.detach()
         self._load_hooks.detach()

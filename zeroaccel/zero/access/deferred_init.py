@@ -133,6 +133,8 @@ class ModuleShards:
         for name, param in named:
             kinds.setdefault(self.destination.dtype_of(self._name(module, name), param), []).append((name, param))
         buffers = []
+        # One buffer per dtype, as in the units of an engine. Only this module's own parameters are in full now, besides
+        # the shards of all modules before it.
         for dtype, same in kinds.items():
             params = [param for _, param in same]
             built_as = [dtype_before(param) for param in params]
@@ -195,6 +197,8 @@ class ModuleShards:
         del self._unsharded[id(unit)]
         replaced = [p for b in unit.buffers for p in b.params if (place := place_of(p)) is not None and place.replaced]
         self.keeper.drop(replaced)
+        # The ranks' random numbers may differ in a constructor; the values of rank 0 are those of a model that was
+        # built without `zero.Init` and broadcast.
         for buffer in unit.buffers:
             self.collectives.broadcast(buffer.full, 0, f"values of {unit.name}")
             buffer.shard.replace(buffer.full[buffer.own.at(0)])
@@ -346,6 +350,7 @@ class Init:
 
     def note(self, module: nn.Module) -> None:
         """A parameter is being registered in `module`. (all ranks)"""
+        # The first parameter of another module: constructors nest, so those before it are past their own parameters.
         if id(module) not in self._under_construction:
             self.finish_all()
             self._under_construction[id(module)] = weakref.ref(module)
@@ -413,6 +418,8 @@ def _module_registered(parent: nn.Module, name: str, module: nn.Module | None) -
 class _UseMode(TorchFunctionMode):
     """Unshards parameters before any function of torch receives them, except for those that read metadata only."""
 
+    # A mode rather than a parameter subclass: it sees the calls on plain `nn.Parameter`s of classes that are not ours,
+    # such as `torch.nn.init.normal_(self.weight)` after the module was registered.
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

@@ -123,6 +123,7 @@ def load_safetensors(
         plan = _match(model, folder.tensors, rename or (lambda name: name))
         _check(plan, str(path), strict=strict, initialized=initialize_missing is not None)
         where = destination(None, topology.device, dtype=dtype, remote_device=remote_device)
+    # Modules with missing values first: an initialiser needs full tensors, and gets them one module at a time.
     shards = ModuleShards(collectives, where)
     if initialize_missing is not None:
         for module in plan.incomplete:
@@ -130,6 +131,7 @@ def load_safetensors(
             with GatheredParameters(module.parameters(recurse=False), modifier_rank=0):
                 initialize_missing(module)
             shards.shard(module)
+    # Each rank reads its own ranges only. A file may be damaged or unreadable on one node, hence the agreement.
     with agreed(collectives, "load_safetensors: read"), torch.no_grad():
         for module, names in plan.parameters.items():
             if all(module._parameters[own] is not None for own in names):
@@ -162,6 +164,7 @@ class _Plan:
 
 def _match(model: nn.Module, there: Mapping[str, TensorLocation], rename: Callable[[str], str]) -> _Plan:
     plan = _Plan({}, {}, [], [], [], [], [])
+    # Tied parameters are one tensor under several names, and libraries save it under any one of them.
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(rename(name))
@@ -227,6 +230,7 @@ def _check(plan: _Plan, where: str, *, strict: bool, initialized: bool) -> None:
         problems.append("buffers that are never saved, on the meta device: " + listed(plan.unset))
     if plan.unexpected:
         problems.append("not in the model: " + listed(plan.unexpected))
+    # Other shapes are an error even without `strict`: a tensor of another shape is of another model.
     if plan.misshapen or (strict and problems):
         raise UsageError(
             f"{where} does not fit the model: " + ". ".join(problems),
@@ -238,6 +242,7 @@ def _check(plan: _Plan, where: str, *, strict: bool, initialized: bool) -> None:
 
 def _load_module(module: nn.Module, names: Mapping[str, str], folder: SafetensorsFolder, shards: ModuleShards) -> None:
     on_meta = [param for own in names if (param := module._parameters[own]) is not None and param.is_meta]
+    # One rank has nothing to shard: its parameters get memory of their own and are filled in full.
     if on_meta and shards.collectives.world_size > 1:
         shards.reserve(module, list(names))
     elif on_meta:
@@ -283,6 +288,7 @@ def _make_real(
             real = nn.Parameter(torch.empty(param.shape, dtype=kind, device=device), requires_grad=param.requires_grad)
             vars(real).update(vars(param))
             built_as = param.dtype
+            # Swapped, not replaced: optimizers, tied modules and the program may refer to the object.
             torch.utils.swap_tensors(param, real)
             note_cast(param, built_as)
     if names is None:

@@ -131,6 +131,8 @@ class ParamRegistry:
     def add(self, units: Iterable[ParamUnit]) -> None:
         """Registers units and their parameters."""
         for unit in units:
+            # (registry, unit, parameter) numbers instead of names: cheap to compare, and the same on all ranks, as all
+            # register the same units in the same order. `GatheredParameters` gathers in this order.
             number = next(self._order)
             self._units[number] = unit
             count = 0
@@ -183,6 +185,8 @@ class ParamRegistry:
 
     def hold(self, units: Sequence[ParamUnit]) -> None:
         """Unshards units until `release`; counted. (all ranks, with the same units in the same order)"""
+        # Counted per unit, since nested `GatheredParameters` may name parameters of one unit: only the first gathers,
+        # and only the last reshards.
         for unit in units:
             count = self._holds.get(id(unit), 0)
             if not count:
@@ -212,6 +216,7 @@ def place_of(param: object) -> ParamHandle | None:
     """The handle of a parameter in any registry; None for anything that no engine or `zero.Init` shards."""
     if not isinstance(param, torch.Tensor):
         return None
+    # Weak on both sides: the table must keep neither a discarded model nor a destroyed engine alive.
     reference = _REGISTRIES.get(param)
     registry = None if reference is None else reference()
     return None if registry is None else registry.place(param)
