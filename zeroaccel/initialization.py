@@ -29,9 +29,17 @@ from zeroaccel.comm.environment import check_own_variables, core_set, fair_threa
 from zeroaccel.comm.hierarchical import arrange
 from zeroaccel.comm.mesh_layout import data_groups, shard_size_of
 from zeroaccel.comm.topology import Topology, init_process_group
-from zeroaccel.config import BatchSizes, Config, Fact, ShardPlan, load_config, solve_batch, tier_plan
-from zeroaccel.config import comm_plan as comm_plan
-from zeroaccel.config import shard_plan as shard_plan
+from zeroaccel.config import (
+    BatchSizes,
+    Config,
+    Fact,
+    ShardPlan,
+    comm_plan,
+    load_config,
+    shard_plan,
+    solve_batch,
+    tier_plan,
+)
 from zeroaccel.config.normalize import UnknownKeys
 from zeroaccel.data import build_dataloader
 from zeroaccel.errors import ConfigError, UsageError
