@@ -1,4 +1,4 @@
-"""Who holds which shard, and in how many bits it travels: plans, mistakes in them, formulas of their traffic."""
+"""Communication plans: which rank holds which shard, in how many bits it is sent, and the formulas of the traffic."""
 
 from __future__ import annotations
 
