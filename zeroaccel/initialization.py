@@ -64,10 +64,9 @@ from zeroaccel.zero.from_config import (
     placement_of,
     unit_specs_of,
 )
-from zeroaccel.zero.hybrid_step import check_update_time, share_updates
 from zeroaccel.zero.precision import broadcast_buffers, cast_buffers
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
-from zeroaccel.zero.storage.placement import OffloadRules, TierSet
+from zeroaccel.zero.storage.placement import OffloadRules, TierSet, check_update_time, share_updates
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
