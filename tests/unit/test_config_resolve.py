@@ -1,4 +1,4 @@
-"""Filling "auto" from facts: every key, with its value and its source, and what is said when nothing fills it."""
+"""Filling "auto" from facts: every key, with its value and its source, and the error where nothing fills it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from zeroaccel.config import Fact, Facts, load_config
-from zeroaccel.config import auto_values as resolve
+from zeroaccel.config import Fact, Facts, load_config, resolve
 from zeroaccel.config.auto_values import RULES, _default
 from zeroaccel.config.schema import Config
 from zeroaccel.config.section import field_paths

@@ -231,7 +231,7 @@ class WeightUpdate:
             return None
         agree()
         reducer = self._reducer
-        order = [gradient.buffer for gradient in reducer.gradients if not reducer.comes_twice(gradient)]
+        order = [gradient.buffer for gradient in reducer.gradients if not reducer.accumulates_twice(gradient)]
         self._async.begin(order, 1.0)
         return self._async.add
 

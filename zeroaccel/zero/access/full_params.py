@@ -121,7 +121,7 @@ class GatheredParameters:
             view = place.buffer.view(place.index).detach()
             keeper.collectives.broadcast(view.view(-1), self._rank, f"new values of {place.slot.fqn}")
             store(place, self._masters.get(id(place)))
-            keeper.prints.renew(place.buffer, place.index)
+            keeper.prints.refresh(place.buffer, place.index)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -139,13 +139,13 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 @contextmanager
-def gathered(keeper: ParamRegistry, residency: ParamCoordinator, budget: int | None) -> Iterator[None]:
+def gathered(keeper: ParamRegistry, coordinator: ParamCoordinator, budget: int | None) -> Iterator[None]:
     """See `Engine.gathered`."""
     collectives = keeper.collectives
     with agreed(collectives, "engine.gathered: budget"):
         if budget is not None and (type(budget) is not int or budget < 0):
             raise UsageError("engine.gathered(budget)", expected="a number of bytes, or None", got=budget)
-        if residency.requests is not None:
+        if coordinator.on_demand is not None:
             raise UsageError("engine.gathered()", expected="not to be nested")
     budgets = collectives.gather_objects(budget, "engine.gathered: budget")
     if len(set(budgets)) > 1:
@@ -153,13 +153,13 @@ def gathered(keeper: ParamRegistry, residency: ParamCoordinator, budget: int | N
     sharded = [unit for unit in keeper.units if not unit.persistent]
     pinned = _that_fit(sharded, budget)
     keeper.hold(pinned)
-    residency.end_step()  # a unit left unsharded on some ranks only would be gathered by the others alone
-    residency.requests = requests = OnDemandUnshard(sharded, collectives)
+    coordinator.end_step()  # a unit left unsharded on some ranks only would be gathered by the others alone
+    coordinator.on_demand = on_demand = OnDemandUnshard(sharded, collectives)
     try:
         yield
     finally:
-        requests.serve()
-        residency.requests = None
+        on_demand.finish()
+        coordinator.on_demand = None
         keeper.release(pinned)
 
 

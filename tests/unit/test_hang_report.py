@@ -1,4 +1,4 @@
-"""The words of a verdict, for every way in which ranks come apart."""
+"""The text of a hang report, for every way in which ranks desync."""
 
 from __future__ import annotations
 

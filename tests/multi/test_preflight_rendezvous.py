@@ -1,4 +1,4 @@
-"""Launchers that meet: in time, too late, and wanting different things. Each is a thread of this process."""
+"""Launchers at the preflight rendezvous: in time, too late, and with different settings. Each is a thread."""
 
 from __future__ import annotations
 
