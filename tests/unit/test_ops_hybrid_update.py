@@ -22,8 +22,8 @@ from zeroaccel.errors import ConfigError
 from zeroaccel.offload.host_buffers import pinned_bytes
 from zeroaccel.ops import Adam, Lion, hybrid_update
 from zeroaccel.ops.hybrid_update import HybridUpdate
-from zeroaccel.zero import hybrid_step
-from zeroaccel.zero.hybrid_step import share_updates
+from zeroaccel.zero.storage import placement
+from zeroaccel.zero.storage.placement import share_updates
 
 NUMEL = 5000
 
@@ -149,7 +149,7 @@ def test_an_optimizer_that_shares_can_be_copied() -> None:
 
 @pytest.mark.parametrize("ratio", [0.5, 0.0])
 def test_a_share_that_cannot_be_had_is_refused(ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hybrid_step, "cupy_is_installed", lambda: False)
+    monkeypatch.setattr(placement, "cupy_is_installed", lambda: False)
     cuda = torch.device("cuda")
     for optimizer, needed in (
         (Adam([torch.zeros(1)]), "CuPy"),

@@ -5,9 +5,9 @@ and loads, what `safe_get_full_*` reads) is a `FlatRange` of one buffer, and is 
 
 Letters: `W` ranks, `N` elements of the padded flat buffer, `S` elements of one rank's shard: `N / W` of an even layout.
 
-[Note: owner layout] An optimizer whose rule looks at a whole tensor (its norm, its rows, its singular values) needs
+[Note: owner layout] An optimizer whose rule looks at a full tensor (its norm, its rows, its singular values) needs
 tensors that are not cut. In an owner layout every parameter lies in one rank's shard, the shards follow each other in
-the flat buffer and differ in size, and all else is as before: the reduce-scatter brings a gradient whole to its owner,
+the flat buffer and differ in size, and all else is as before: the reduce-scatter brings a full gradient to its owner,
 master and state live there, the all-gather distributes the weights. The bytes that all ranks together send stay those
 of an even layout, (W-1) N per collective; one rank's part follows what it owns. (Longest processing time first, Graham
 1969: a unit's largest rank has at most 4/3 of the best possible load, and never less than the largest parameter.)

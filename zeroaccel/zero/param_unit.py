@@ -1,6 +1,6 @@
 """`ParamUnit`: the parameters that travel in one collective, and the lifecycle of their storage.
 
-[Note: faces] The `nn.Parameter` objects, their shapes and dtypes never change. While a unit is whole, each
+[Note: sharded values] The `nn.Parameter` objects, their shapes and dtypes never change. While a unit is unsharded, each
 parameter's data is a view into the unit's flat buffer; while it is sharded, the buffer's storage has size 0 and the
 data is a stride-0 expand of one NaN: a stale read is visibly NaN, never a crash and never `torch.Size([0])`. The
 storage *object* stays, so views that autograd saved in forward become valid again when the unit is gathered for
@@ -35,7 +35,7 @@ class ShardState(enum.Enum):
     """Where a unit's parameters are."""
 
     SHARDED = "sharded"
-    """Only this rank's shard is up to date; the full buffer is freed, or stale when it is resident."""
+    """Only this rank's shard is up to date; the full buffer is freed, or stale where the unit is persistent."""
     GATHERING = "gathering"
     """An all-gather into the full buffer is in flight."""
     UNSHARDED = "unsharded"

@@ -1,7 +1,7 @@
 """The optimizer over fp32 masters: any `torch.optim` class steps on what this rank has of them.
 
 A buffer's masters are cut into pieces (`storage/masters.py`): one per run of parameters of one param group for an
-elementwise rule, one per parameter, in its shape, for a rule that looks at whole tensors (`OptimizerKind`). The
+elementwise rule, one per parameter, in its shape, for a rule that looks at full tensors (`OptimizerKind`). The
 optimizer's `param_groups` keep their dictionaries (schedulers and loggers that refer to them go on working); only their
 `params` become the pieces. Where masters, states and weights live is the storages' business.
 
@@ -35,7 +35,7 @@ __all__ = ["ShardedOptimizer", "followers"]
 
 
 class EarlierUpdates(Protocol):
-    """Updates that began before the step they are for; see `async_step.py`."""
+    """Updates that began before the step they are for; see `AsyncStep`."""
 
     def has(self, buffer: FlatBuffer) -> bool:
         """Whether this buffer is among them, and not installed yet."""
@@ -49,14 +49,14 @@ class EarlierUpdates(Protocol):
 
 def followers(buffers: Sequence[FlatBuffer]) -> dict[int, MasterStorage]:
     """id(buffer) -> the masters that are stepped after its own, so that they can be swapped in meanwhile."""
-    found: dict[int, MasterStorage] = {}
+    next_of: dict[int, MasterStorage] = {}
     following: MasterStorage | None = None
     for buffer in reversed(buffers):
         if following is not None:
-            found[id(buffer)] = following
+            next_of[id(buffer)] = following
         if buffer.masters.pieces:  # an owner layout leaves some ranks without any
             following = buffer.masters
-    return found
+    return next_of
 
 
 class ShardedOptimizer:

@@ -1,13 +1,13 @@
-"""Whole parameters outside forward and backward: to read them, to write them, to generate.
+"""Unsharded parameters outside forward and backward: to read them, to write them, to generate (FSDP: full params).
 
-`GatheredParameters` is for some parameters and may write; `gathered` is for a whole engine and only reads;
-`iter_named_full_params` streams. All are collective. Where a parameter lies and who else needs it is
-`param_registry.py`'s; gathers for ranks that go different ways are `coordinator.py`'s; optimizer states and gradients
-`safe_get_set.py`'s.
+`GatheredParameters` is for some parameters and may write; `gathered` is for a model in evaluation and only reads;
+`iter_named_full_params` streams. All are collective. `param_registry.py` finds a parameter's buffer and counts the uses
+of a unit; gathers for ranks that go different ways are in `coordinator.py`, optimizer states and gradients in
+`safe_get_set.py`.
 
-[Note: writes] A write inside `GatheredParameters` counts if a rank was named to make it: that rank's values go to all
-ranks, into the shard and, where they differ from what the master rounds to, into the master; elements nobody touched
-keep all their fp32 bits. Without a named rank the values are compared, by a hash, with those at the beginning.
+[Note: writes] A write inside `GatheredParameters` counts if a `modifier_rank` was named: that rank's values go to all
+ranks, into the shard and, where they differ from what the master rounds to, into the master; elements that were not
+written keep all their fp32 bits. Without a named rank the values are compared, by a hash, with those at the beginning.
 """
 
 from __future__ import annotations
@@ -37,15 +37,23 @@ __all__ = [
 
 
 class GatheredParameters:
-    """Parameters are whole inside the with-block. (all ranks, with the same parameters)
+    """Parameters are unsharded inside the with-block. (all ranks, with the same parameters)
 
     Works at every stage, for models of an engine and of `zero.Init`; may be nested. Parameters that are neither, None
-    and anything else in `params` are let alone.
+    and anything else in `params` are ignored.
+
+    Example:
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> with GatheredParameters(layer.parameters(), modifier_rank=0):
+        ...     torch.nn.init.zeros_(layer.weight)  # rank 0's values go to every shard and master
+        Parameter containing:
+        tensor([[0., 0.],
+                [0., 0.]], requires_grad=True)
 
     Args:
         params: one parameter, or any number of them.
         modifier_rank: the rank whose writes count. Without it, a write is an error.
-        fwd_module: accepted; parameters are noticed without it.
+        fwd_module: accepted for DeepSpeed's signature; not needed.
         enabled: False makes it do nothing.
 
     Raises:
@@ -60,15 +68,16 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        given = [params] if isinstance(params, Tensor) else list(params or ())
-        self._params = given if enabled else []
+        listed = [params] if isinstance(params, Tensor) else list(params or ())
+        self._params = listed if enabled else []
         self._rank = modifier_rank
         self._places: list[ParamHandle] = []
         self._masters: dict[int, Tensor] = {}
 
     def __enter__(self) -> None:
-        found = {id(place.param): place for param in self._params if (place := place_of(param)) is not None}
-        self._places = sorted(found.values(), key=lambda place: place.order)
+        # In the order of the units, which is the same on all ranks: each is gathered by a collective.
+        unique = {id(place.param): place for param in self._params if (place := place_of(param)) is not None}
+        self._places = sorted(unique.values(), key=lambda place: place.order)
         for keeper, places in _by_keeper(self._places):
             ranks = keeper.collectives.world_size
             if self._rank is not None and not (type(self._rank) is int and 0 <= self._rank < ranks):
@@ -98,14 +107,14 @@ class GatheredParameters:
         if raised is None:
             error = _replaced(places) or (None if self._rank is not None else _written(keeper, places))
         elif error is None:
-            return  # the program is ending: nobody is asked
+            return  # the program is ending (KeyboardInterrupt, SystemExit): no collective any more
         label = f"GatheredParameters({places[0].slot.fqn}, {len(places)} in all)"
         try:
             agree_or_raise(keeper.collectives, error, label)
         except Exception:
             if raised is None:
                 raise
-            return  # this rank's own exception goes on as it is; the others have been told
+            return  # this rank's own exception goes on as it is; the others have raised a CollectiveError
         if self._rank is None:
             return
         for place in places:
@@ -116,7 +125,7 @@ class GatheredParameters:
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Accepted, and not needed: a parameter that is read outside its module is noticed by itself.
+    """Accepted, and not needed: the engine sees by itself that a parameter is read outside its module.
 
     Raises:
         UsageError: they are not a module and a parameter.
@@ -141,17 +150,17 @@ def gathered(keeper: ParamRegistry, coordinator: ParamCoordinator, budget: int |
     budgets = collectives.gather_objects(budget, "engine.gathered: budget")
     if len(set(budgets)) > 1:
         raise UsageError("engine.gathered(budget)", expected="the same on all ranks", got=budgets)
-    travelling = [unit for unit in keeper.units if not unit.persistent]
-    kept = _that_fit(travelling, budget)
-    keeper.hold(kept)
-    coordinator.end_step()  # what is whole on some ranks only would be asked for by the others alone
-    coordinator.on_demand = on_demand = OnDemandUnshard(travelling, collectives)
+    sharded = [unit for unit in keeper.units if not unit.persistent]
+    pinned = _that_fit(sharded, budget)
+    keeper.hold(pinned)
+    coordinator.end_step()  # a unit left unsharded on some ranks only would be gathered by the others alone
+    coordinator.on_demand = on_demand = OnDemandUnshard(sharded, collectives)
     try:
         yield
     finally:
         on_demand.finish()
         coordinator.on_demand = None
-        keeper.release(kept)
+        keeper.release(pinned)
 
 
 def iter_named_full_params(keeper: ParamRegistry) -> Iterator[tuple[str, Tensor]]:
@@ -231,11 +240,11 @@ def _that_fit(units: Sequence[ParamUnit], budget: int | None) -> list[ParamUnit]
 
 
 def _replaced(places: Sequence[ParamHandle]) -> UsageError | None:
-    found = [place.slot.fqn for place in places if place.replaced]
-    if not found:
+    names = [place.slot.fqn for place in places if place.replaced]
+    if not names:
         return None
     return UsageError(
-        f"GatheredParameters: {', '.join(found)}",
+        f"GatheredParameters: {', '.join(names)}",
         expected="parameters to be changed in place",
         got="other storage assigned to .data",
         fix="copy into it: param.data.copy_(values)",
@@ -243,12 +252,12 @@ def _replaced(places: Sequence[ParamHandle]) -> UsageError | None:
 
 
 def _written(keeper: ParamRegistry, places: Sequence[ParamHandle]) -> UsageError | None:
-    found = [place.slot.fqn for place in places if keeper.prints.changed(place.buffer, place.index)]
-    if not found:
+    names = [place.slot.fqn for place in places if keeper.prints.changed(place.buffer, place.index)]
+    if not names:
         return None
-    whole = any(place.buffer.persistent for place in places)
+    differs = any(place.buffer.persistent for place in places)
     return UsageError(
-        f"GatheredParameters: {', '.join(found)} written without a modifier_rank",
+        f"GatheredParameters: {', '.join(names)} written without a modifier_rank",
         fix="pass the rank whose values count: GatheredParameters(params, modifier_rank=0)"
-        + ("; this rank's copy is no longer that of the others" if whole else "; the values are as they were before"),
+        + ("; this rank's copy is no longer that of the others" if differs else "; the values are as they were before"),
     )

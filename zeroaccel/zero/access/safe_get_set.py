@@ -1,9 +1,9 @@
 """Masters, gradients and optimizer states of single parameters, at every stage.
 
-The "full" calls are collective and deal in tensors of the parameter's shape, equal on all ranks; the "local" ones in
-this rank's elements of it, (n,), in row-major order. All values are fp32, but for states of another dtype. A parameter
-that no engine keeps gives None, and setting it is an error. (Interface: DeepSpeed's `deepspeed.utils.safe_*`, with
-three differences: gradients come without the loss scale; setters renew the 16-bit copies too; there are local calls at
+The "full" calls are collective, with tensors of the parameter's shape, equal on all ranks; the "local" ones have this
+rank's elements of it, (n,), in row-major order. All values are fp32, but for states of another dtype. For a parameter
+of no engine getters return None, and setters raise. (Interface: DeepSpeed's `deepspeed.utils.safe_*`, with three
+differences: gradients come without the loss scale; setters update the 16-bit copies too; there are local calls at
 every stage.)
 
 Masters and states are read and written through `MasterStorage`, gradients in the reducer's buffers, all by ranges of
@@ -115,7 +115,7 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     Between a backward and the step. With accumulation it is what has come so far.
 
     Raises:
-        EngineStateError: gradients are whole on each rank until the boundary, and not reduced yet.
+        EngineStateError: gradients are unsharded on each rank until the boundary, and not reduced yet.
     """
     place = place_of(param)
     values = None if place is None else _gradients(place, "safe_get_full_grad")

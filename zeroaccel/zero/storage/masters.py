@@ -47,7 +47,7 @@ class MasterPiece:
 
     Attributes:
         group: index of the param group.
-        shape: (range.numel,) for an elementwise rule, that of the parameter for a rule that looks at whole tensors.
+        shape: (range.numel,) for an elementwise rule, that of the parameter for a rule that looks at full tensors.
         param: fp32 leaf of that shape, a view of the masters; a NaN stand-in while they are not in memory.
     """
 
@@ -68,7 +68,7 @@ def cut_pieces(
     Args:
         param_groups: of each slot.
         replicated: of all shards, see [Note: equal pieces], rather than of this rank's.
-        by_parameter: whole parameters in their own shapes, rather than runs of one group.
+        by_parameter: full parameters in their own shapes, rather than runs of one group.
     """
     if by_parameter:
         return [

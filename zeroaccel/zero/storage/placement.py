@@ -18,14 +18,18 @@ from torch.optim import Optimizer
 
 from zeroaccel.config.schema import Config
 from zeroaccel.config.schema_zero import OffloadOptimizer, OffloadParam
-from zeroaccel.config.shard_plan import Residence
+from zeroaccel.config.shard_plan import Residence, UpdateTime
 from zeroaccel.errors import ConfigError
 from zeroaccel.logs import logger
+from zeroaccel.offload.cupy_adam import CupyAdamLane, cupy_is_installed
 from zeroaccel.offload.file_io import IoSettings
 from zeroaccel.offload.host_buffers import HostBuffers, aligned_nbytes, return_freed_memory
 from zeroaccel.offload.nvme import NvmeTier
 from zeroaccel.offload.offload_folder import OffloadFolder, examine_folder
 from zeroaccel.offload.tier import HostTier, Tier
+from zeroaccel.ops.elementwise import Adam
+from zeroaccel.ops.hybrid_update import HybridUpdate
+from zeroaccel.ops.shard_step import ShardStep
 from zeroaccel.optim.optimizer_kinds import element_states
 from zeroaccel.zero.layout import FlatLayout
 from zeroaccel.zero.storage.copy_stream import CopyStream
@@ -52,7 +56,16 @@ from zeroaccel.zero.storage.swapped_masters import (
     residual_nbytes,
 )
 
-__all__ = ["MASTER_STORAGES", "SHARD_STORAGES", "BufferPlan", "OffloadRules", "SpaceNeed", "TierSet"]
+__all__ = [
+    "MASTER_STORAGES",
+    "SHARD_STORAGES",
+    "BufferPlan",
+    "OffloadRules",
+    "SpaceNeed",
+    "TierSet",
+    "check_update_time",
+    "share_updates",
+]
 
 SHARD_STORAGES: dict[str, Callable[[ShardPlace], ShardStorage]] = {
     "persistent": MemoryShard.persistent,  # unsharded all the time
@@ -491,3 +504,45 @@ def _tried(optimizer: Optimizer, group: int, shape: tuple[int, ...]) -> Mapping[
             f"({type(error).__name__}: {error})",
             fix='use one that can, such as AdamW, or set offload_optimizer.device to "none"',
         ) from error
+
+
+def share_updates(optimizer: Optimizer, ratio: float | None, device: torch.device, where: str) -> None:
+    """Lets an optimizer that steps in host memory use the device for a part of each update (DeepSpeed's Twin-Flow).
+
+    Args:
+        ratio: the part that the host's cores update; None to measure it, where sharing is possible at all.
+        device: of the engine. There is nothing to share on a CPU, which is the host.
+        where: the path of `offload_optimizer` in the config.
+
+    Raises:
+        ConfigError: a ratio below 1 was asked for, and cannot be had.
+    """
+    if ratio == 1.0:
+        return
+    if device.type != "cuda":
+        if ratio is not None:
+            logger.info("%s.ratio: the training device is the host's own, which updates everything", where)
+        return
+    missing = None
+    if not isinstance(optimizer, Adam) or optimizer.moments_dtype != "fp32":
+        missing = "Adam or AdamW with fp32 moments"
+    elif not cupy_is_installed():
+        missing = "CuPy: pip install zeroaccel[cuda]"
+    if missing is None:
+        assert isinstance(optimizer, Adam), "checked above"
+        optimizer.split = HybridUpdate(CupyAdamLane(device), ratio)
+    elif ratio is not None:
+        raise ConfigError(f"{where}.ratio", expected="1.0", got=ratio, fix=f"a share for the device needs {missing}")
+
+
+def check_update_time(optimizer: Optimizer, during: UpdateTime, where: str) -> None:
+    """Updates outside of `step()` are for optimizers that take their hyperparameters with each update.
+
+    Raises:
+        ConfigError: this one reads them, and its state, as it goes.
+    """
+    if during != "step" and not isinstance(optimizer, ShardStep):
+        raise ConfigError(
+            f'{where}.update_during "{during}": {type(optimizer).__name__} updates in step() only',
+            fix='name Adam, AdamW, Lion, Adagrad or SGD in the optimizer section, or set the key to "step"',
+        )

@@ -372,7 +372,7 @@ class Int8Shard(ShardStorage):
 
 
 class SecondaryShard:
-    """ZeRO++'s hpZ (Wang et al. 2023, arXiv:2306.10209, section 3.2): a second sharded copy of one buffer, over fewer
+    """ZeRO++'s hpZ (Wang et al. 2023, arXiv:2306.10209): a second sharded copy of one buffer, over fewer
     ranks than the shards, that backward gathers from.
 
     1. `keep` when a forward reshards, 2. `all_gather` while `is_valid`, 3. `drop` when the weights change.

@@ -163,7 +163,7 @@ def pack_sub_groups(
     *,
     master_nbytes: Callable[[int], int] = fp32_nbytes,
 ) -> list[SubGroup]:
-    """Sub-groups of whole parameters, of at most `limit_numel` elements together; a larger parameter goes alone.
+    """Sub-groups of full parameters, of at most `limit_numel` elements together; a larger parameter goes alone.
 
     Args:
         key, master_nbytes: as of `cut_sub_groups`.
@@ -432,7 +432,7 @@ class SwappedMasters(MasterStorage):
 
 
 class ResidualMasters(SwappedMasters):
-    """Masters of bfloat16 weights, kept as what rounding to those took: 17 bits beside the 16 (`ops/residual.py`).
+    """Masters of bfloat16 weights, kept as what rounding to those took: 17 bits with the 16 (`ops/residual.py`).
 
     The other part of each master is the weight itself: masters are read before weights change, and written with them.
     """
