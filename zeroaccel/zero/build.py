@@ -21,7 +21,7 @@ from zeroaccel.config.shard_plan import ShardPlan
 from zeroaccel.errors import ConfigError, UsageError, listed
 from zeroaccel.logs import logger
 from zeroaccel.optim.rank_facts import SAME_OPTIMIZER, difference
-from zeroaccel.zero.access.param_registry import ParamHandle, place_of
+from zeroaccel.zero.access.param_registry import ParamHandle, handle_of
 from zeroaccel.zero.layout import FlatLayout, OwnerLoads
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
 from zeroaccel.zero.precision import forget_cast
@@ -113,8 +113,8 @@ def check_parameters(model: nn.Module) -> None:
                 got="one made under torch.inference_mode()",
                 fix="build the model outside of it",
             )
-        place = place_of(param)
-        if place is not None and place.keeper.training is not None:
+        handle = handle_of(param)
+        if handle is not None and handle.registry.training is not None:
             raise UsageError(
                 f"parameter {fqn}",
                 expected="a model of its own",
@@ -122,7 +122,7 @@ def check_parameters(model: nn.Module) -> None:
                 fix=_OTHER_ENGINE,
             )
         # A copy of a sharded parameter has the NaN that stands for its values: the values themselves are lost.
-        if (place is None or place.replaced) and _is_all_nan(param):
+        if (handle is None or handle.replaced) and _is_all_nan(param):
             raise UsageError(
                 f"parameter {fqn}",
                 expected="values",
@@ -375,16 +375,16 @@ def initial_values(
     # Parameters of one unit of `zero.Init` are next to each other: each unit is gathered once, one at a time.
     previous: ParamHandle | None = None
     for slot, param in zip(layout.slots, params, strict=True):
-        place = _initialized(param)
-        if (place and place.unit) is not (previous and previous.unit):
+        handle = _initialized(param)
+        if (handle and handle.unit) is not (previous and previous.unit):
             if previous is not None:
-                previous.keeper.release([previous.unit])
-            if place is not None:
-                place.keeper.hold([place.unit])
-            previous = place
+                previous.registry.release([previous.unit])
+            if handle is not None:
+                handle.registry.acquire([handle.unit])
+            previous = handle
         source[slot.start : slot.end].view(slot.shape).copy_(local(param))
     if previous is not None:
-        previous.keeper.release([previous.unit])
+        previous.registry.release([previous.unit])
     if any(_initialized(param) is None for param in params):  # gathered values are the same on all ranks already
         collectives.broadcast(source, 0, f"initial weights of {name}")
     _take_over(params)
@@ -393,8 +393,8 @@ def initial_values(
 
 def _initialized(param: nn.Parameter) -> ParamHandle | None:
     """The handle of a parameter that `zero.Init` sharded; None for an ordinary one."""
-    place = place_of(param)
-    return place if place is not None and place.keeper.training is None and not place.replaced else None
+    handle = handle_of(param)
+    return handle if handle is not None and handle.registry.training is None and not handle.replaced else None
 
 
 def _take_over(params: Sequence[nn.Parameter]) -> None:
@@ -402,9 +402,9 @@ def _take_over(params: Sequence[nn.Parameter]) -> None:
     for param in params:
         # From here on the parameter is the engine's: its dtype is that of its buffer.
         forget_cast(param)
-        place = place_of(param)
-        if place is not None and place.keeper.training is None:
-            place.keeper.drop([param])
+        handle = handle_of(param)
+        if handle is not None and handle.registry.training is None:
+            handle.registry.drop([param])
 
 
 def _is_all_nan(param: nn.Parameter) -> bool:

@@ -149,7 +149,7 @@ class Engine(nn.Module):
         weight_update: when masters are updated and weights gathered; None for inference.
         grad_reducer: reduces gradients to shards.
         tier_set: tiers of offloaded shards and states; None for none.
-        keeper: finds the model's parameters for `GatheredParameters` and the like.
+        registry: finds the model's parameters for `GatheredParameters` and the like.
         trace: the recorded order of units, for prefetching.
         global_steps: steps taken, skipped ones included.
         skipped_steps: steps skipped because gradients were not finite.
@@ -218,14 +218,14 @@ class Engine(nn.Module):
             self._hooks.guard_step(optimizer.optimizer, lambda: optimizer.is_stepping)
 
         # Access from outside the training step.
-        self.keeper = ParamRegistry(
+        self.registry = ParamRegistry(
             collectives,
             pin=self._coordinator.pin,
             unpin=self._coordinator.unpin,
             training=Training(optimizer, self.grad_reducer, lambda: self.loss_scale, self.weight_update),
         )
-        self.keeper.add(units)
-        self._load_hooks = StateDictHooks(model, self.keeper)
+        self.registry.add(units)
+        self._load_hooks = StateDictHooks(model, self.registry)
         self._integrity = ParamIntegrityCheck(model, units, trained=optimizer is not None)
         self._state_offload = StateOffload(self.units, self.grad_reducer, optimizer)
         self._checkpointer: Checkpoints | None = None
@@ -310,7 +310,7 @@ class Engine(nn.Module):
         weights = self._require_weight_update("step")
         self._check_usable()
         # Parameters that `GatheredParameters` has unsharded would be stale after the update.
-        self.keeper.require_free("engine.step()")
+        self.registry.require_free("engine.step()")
         self._integrity.check_writes()
         if self._step.num_backwards == 0:
             raise EngineStateError(
@@ -698,7 +698,7 @@ class Engine(nn.Module):
         """
         weights = self._require_weight_update("change_masters")
         self._check_usable()
-        self.keeper.require_free("a change of weights by the optimizer")
+        self.registry.require_free("a change of weights by the optimizer")
         self._note_phase("step")
         self._coordinator.end_step()
         for unit in self.units:
@@ -719,7 +719,7 @@ class Engine(nn.Module):
             UsageError: `budget` is not a number of bytes, or not the same on all ranks; or there is one already.
         """
         self.finish_update()
-        return gathered(self.keeper, self._coordinator, budget)
+        return gathered(self.registry, self._coordinator, budget)
 
     def iter_named_full_params(self) -> Iterator[tuple[str, Tensor]]:
         """(name, full values in the dtype of the engine), with one unit at a time unsharded. (all ranks, to the end)
@@ -727,7 +727,7 @@ class Engine(nn.Module):
         A tensor is valid until the next one only: copy it to keep it. Tied parameters come once.
         """
         self.finish_update()
-        return iter_named_full_params(self.keeper)
+        return iter_named_full_params(self.registry)
 
     def offload_states(
         self,
@@ -932,7 +932,7 @@ class Engine(nn.Module):
     def _destroy(self) -> None:
         if self._destroyed:
             return
-        self.keeper.require_free("engine.destroy()")
+        self.registry.require_free("engine.destroy()")
         if self.weight_update is not None:
             self.weight_update.close()
         self.reset()
@@ -943,7 +943,7 @@ class Engine(nn.Module):
                 unit.wait()
             for buffer in unit.buffers:
                 buffer.detach_parameters()
-        self.keeper.close()
+        self.registry.close()
         while self._undo:  # last in, first out: a patch may lie on top of an earlier one
             self._undo.pop()()
         self._hooks.detach()

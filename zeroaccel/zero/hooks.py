@@ -237,8 +237,8 @@ class StateDictHooks:
     def __init__(self, root: nn.Module, registry: ParamRegistry) -> None:
         self._handles: list[RemovableHandle] = []
         for module in root.modules():
-            places = {name: registry.place(param) for name, param in module._parameters.items() if param is not None}
-            owned = {name: place for name, place in places.items() if place is not None}
+            handles = {name: registry.handle(param) for name, param in module._parameters.items() if param is not None}
+            owned = {name: handle for name, handle in handles.items() if handle is not None}
             if owned:
                 self._attach(module, owned)
 
@@ -249,7 +249,7 @@ class StateDictHooks:
         self._handles.clear()
 
     def _attach(self, module: nn.Module, owned: Mapping[str, ParamHandle]) -> None:
-        units = list({id(place.unit): place.unit for place in owned.values()}.values())
+        units = list({id(handle.unit): handle.unit for handle in owned.values()}.values())
         loaded: dict[str, Tensor] = {}
         gathered: list[ParamUnit] = []
 
@@ -262,10 +262,10 @@ class StateDictHooks:
                 )
             loaded.clear()
             gathered.clear()
-            for name, place in owned.items():
+            for name, handle in owned.items():
                 # Kept until after torch's own copy, which rounds to the parameter's dtype: the master gets all bits.
                 value = state.get(prefix + name)
-                if isinstance(value, Tensor) and tuple(value.shape) == place.slot.shape:
+                if isinstance(value, Tensor) and tuple(value.shape) == handle.slot.shape:
                     loaded[name] = value
             for unit in units:
                 # torch copies into the parameter after this hook, and `after` writes shard and master from there.

@@ -31,7 +31,7 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import init_process_group
 from zeroaccel.config import Config, load_config
 from zeroaccel.errors import ConfigError, UsageError
-from zeroaccel.zero.access.param_registry import ParamRegistry, place_of
+from zeroaccel.zero.access.param_registry import ParamRegistry, handle_of
 from zeroaccel.zero.build import float64_error, initial_values
 from zeroaccel.zero.from_config import DTYPES
 from zeroaccel.zero.hooks import watch_construction
@@ -113,7 +113,7 @@ class ModuleShards:
     def __init__(self, collectives: Collectives, destination: ShardTarget) -> None:
         self.destination = destination
         self.collectives = collectives
-        self.keeper = ParamRegistry(collectives, pin=self._pin, unpin=self._unpin)
+        self.registry = ParamRegistry(collectives, pin=self._pin, unpin=self._unpin)
         self._unsharded: OrderedDict[int, ParamUnit] = OrderedDict()
         self._count = 0
 
@@ -174,9 +174,9 @@ class ModuleShards:
         """Unshards the units of these parameters, which are about to be used. (all ranks)"""
         units: dict[int, ParamUnit] = {}
         for param in params:
-            place = place_of(param)
-            if place is not None and place.keeper is self.keeper and not self.keeper.is_held(place.unit):
-                units[id(place.unit)] = place.unit
+            handle = handle_of(param)
+            if handle is not None and handle.registry is self.registry and not self.registry.is_acquired(handle.unit):
+                units[id(handle.unit)] = handle.unit
         for key, unit in units.items():
             unit.unshard()
             unit.wait()
@@ -195,8 +195,8 @@ class ModuleShards:
 
     def _reshard_one(self, unit: ParamUnit) -> None:
         del self._unsharded[id(unit)]
-        replaced = [p for b in unit.buffers for p in b.params if (place := place_of(p)) is not None and place.replaced]
-        self.keeper.drop(replaced)
+        replaced = [p for b in unit.buffers for p in b.params if (h := handle_of(p)) is not None and h.replaced]
+        self.registry.drop(replaced)
         # The ranks' random numbers may differ in a constructor; the values of rank 0 are those of a model that was
         # built without `zero.Init` and broadcast.
         for buffer in unit.buffers:
@@ -233,7 +233,7 @@ class ModuleShards:
         return MemoryShard(buffer.place(), self.destination.empty(buffer.own.numel, buffer.dtype))
 
     def _take(self, unit: ParamUnit) -> None:
-        self.keeper.add([unit])
+        self.registry.add([unit])
         self._count += 1
 
     def _label(self, module: nn.Module) -> str:
@@ -248,7 +248,7 @@ def _to_shard(module: nn.Module, *, meta: bool = False) -> list[tuple[str, nn.Pa
     named: dict[int, tuple[str, nn.Parameter]] = {}
     for name, param in module._parameters.items():
         # A subclass, such as a quantised weight, may not be cut at any element.
-        if param is None or type(param) is not nn.Parameter or param.is_meta != meta or place_of(param) is not None:
+        if param is None or type(param) is not nn.Parameter or param.is_meta != meta or handle_of(param) is not None:
             continue
         named.setdefault(id(param), (name, param))
     return list(named.values())
@@ -450,7 +450,7 @@ def _name(func: Callable[..., Any]) -> str:
 def _parameters_in(values: Iterable[Any]) -> Iterable[nn.Parameter]:
     for value in values:
         if isinstance(value, nn.Parameter):
-            if place_of(value) is not None:
+            if handle_of(value) is not None:
                 yield value
         elif type(value) in (list, tuple):
             yield from _parameters_in(value)

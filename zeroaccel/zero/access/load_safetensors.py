@@ -23,7 +23,7 @@ from zeroaccel.errors import UsageError, listed
 from zeroaccel.logs import logger
 from zeroaccel.zero.access.deferred_init import ModuleShards, destination
 from zeroaccel.zero.access.full_params import GatheredParameters
-from zeroaccel.zero.access.param_registry import ParamHandle, place_of
+from zeroaccel.zero.access.param_registry import ParamHandle, handle_of
 from zeroaccel.zero.access.safetensors_file import (
     MOST_HEADER_NBYTES,
     TensorLocation,
@@ -250,21 +250,21 @@ def _load_module(module: nn.Module, names: Mapping[str, str], folder: Safetensor
     for own, name in names.items():
         param = module._parameters[own]
         assert param is not None, "a parameter went away while the model was loaded"
-        place = place_of(param)
-        if place is None or place.replaced:
+        handle = handle_of(param)
+        if handle is None or handle.replaced:
             full = (
                 param.data if param.is_contiguous() else torch.empty_like(param, memory_format=torch.contiguous_format)
             )
             folder.read(name, 0, full.view(-1))
             param.data.copy_(full)
         else:
-            _fill(place, name, folder)
+            _fill(handle, name, folder)
 
 
-def _fill(place: ParamHandle, name: str, folder: SafetensorsFolder) -> None:
-    own = place.reach(place.buffer.rank)
-    folder.read(name, own.start - place.slot.start, place.buffer.shard.stage()[own])
-    place.buffer.shard.commit()
+def _fill(handle: ParamHandle, name: str, folder: SafetensorsFolder) -> None:
+    own = handle.reach(handle.buffer.rank)
+    folder.read(name, own.start - handle.slot.start, handle.buffer.shard.stage()[own])
+    handle.buffer.shard.commit()
 
 
 def _load_buffer(module: nn.Module, own: str, name: str, folder: SafetensorsFolder, device: torch.device) -> None:

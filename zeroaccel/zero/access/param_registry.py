@@ -28,7 +28,7 @@ from zeroaccel.zero.precision import LossScale
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
 from zeroaccel.zero.tensor_subclasses import local
 
-__all__ = ["ParamHandle", "ParamRegistry", "Training", "place_of"]
+__all__ = ["ParamHandle", "ParamRegistry", "Training", "handle_of"]
 
 _REGISTRIES: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to its registry
 _NUMBERS = itertools.count()
@@ -63,7 +63,7 @@ class Training:
 class ParamHandle:
     """A parameter's position: registry, unit, flat buffer and slot. `order` sorts handles alike on all ranks."""
 
-    keeper: ParamRegistry
+    registry: ParamRegistry
     unit: ParamUnit
     buffer: FlatBuffer
     index: int
@@ -71,7 +71,7 @@ class ParamHandle:
 
     @property
     def slot(self) -> Slot:
-        """Name, shape and place in the flat buffer."""
+        """Name, shape and range in the flat buffer."""
         return self.buffer.layout.slots[self.index]
 
     @property
@@ -99,7 +99,7 @@ class ParamRegistry:
         training: None where there is no engine yet; the parameters then keep the registry alive.
 
     Attributes:
-        prints: detects writes to unsharded parameters, for `full_params.py`.
+        write_detector: detects writes to unsharded parameters, for `full_params.py`.
     """
 
     def __init__(
@@ -112,15 +112,15 @@ class ParamRegistry:
     ) -> None:
         self.collectives = collectives
         self.training = training
-        self.prints = WriteDetector()
+        self.write_detector = WriteDetector()
         self._units: dict[int, ParamUnit] = {}
         self._num_params: dict[int, int] = {}
         self._pin, self._unpin = pin, unpin
         self._own = weakref.ref(self)
         self._number = next(_NUMBERS)
         self._order = itertools.count()
-        self._places: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._holds: dict[int, int] = {}
+        self._positions: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._holders: dict[int, int] = {}
 
     def __reduce__(self) -> Any:
         raise EngineStateError(
@@ -138,7 +138,7 @@ class ParamRegistry:
             count = 0
             for buffer in unit.buffers:
                 for index, param in enumerate(buffer.params):
-                    self._places[param] = (unit, buffer, index, (self._number, number, count))
+                    self._positions[param] = (unit, buffer, index, (self._number, number, count))
                     _REGISTRIES[param] = self._own
                     if self.training is None:
                         # No engine holds this registry, so its parameters do.
@@ -149,9 +149,9 @@ class ParamRegistry:
     def drop(self, params: Iterable[nn.Parameter]) -> None:
         """Removes parameters, which another owner takes over; a unit without any is removed too."""
         for param in params:
-            place = self._places.pop(param, None)
-            if place is not None:
-                _, buffer, index, (_, number, _) = place
+            position = self._positions.pop(param, None)
+            if position is not None:
+                _, buffer, index, (_, number, _) = position
                 buffer.drop_parameter(index)
                 self._num_params[number] -= 1
                 if not self._num_params[number]:
@@ -174,37 +174,37 @@ class ParamRegistry:
         """In the order of registration, which is the same on all ranks."""
         return tuple(self._units.values())
 
-    def place(self, param: Tensor) -> ParamHandle | None:
+    def handle(self, param: Tensor) -> ParamHandle | None:
         """The handle of a parameter; None if it is not registered here."""
-        fields = self._places.get(param)
+        fields = self._positions.get(param)
         return None if fields is None else ParamHandle(self, *fields)
 
-    def is_held(self, unit: ParamUnit) -> bool:
+    def is_acquired(self, unit: ParamUnit) -> bool:
         """Whether the unit has holders."""
-        return id(unit) in self._holds
+        return id(unit) in self._holders
 
-    def hold(self, units: Sequence[ParamUnit]) -> None:
+    def acquire(self, units: Sequence[ParamUnit]) -> None:
         """Unshards units until `release`; counted. (all ranks, with the same units in the same order)"""
         # Counted per unit, since nested `GatheredParameters` may name parameters of one unit: only the first gathers,
         # and only the last reshards.
         for unit in units:
-            count = self._holds.get(id(unit), 0)
+            count = self._holders.get(id(unit), 0)
             if not count:
                 self._pin(unit)
-            self._holds[id(unit)] = count + 1
+            self._holders[id(unit)] = count + 1
 
     def release(self, units: Sequence[ParamUnit]) -> None:
-        """Undoes one `hold` of each."""
+        """Undoes one `acquire` of each."""
         for unit in units:
-            count = self._holds.pop(id(unit)) - 1
+            count = self._holders.pop(id(unit)) - 1
             if count:
-                self._holds[id(unit)] = count
+                self._holders[id(unit)] = count
             else:
                 self._unpin(unit)
 
     def require_free(self, call: str) -> None:
         """Raises EngineStateError while a unit has holders, as `call` would change its weights."""
-        if self._holds:
+        if self._holders:
             raise EngineStateError(
                 f"{call} while parameters are gathered",
                 expected="no GatheredParameters or engine.gathered() around it",
@@ -212,11 +212,11 @@ class ParamRegistry:
             )
 
 
-def place_of(param: object) -> ParamHandle | None:
+def handle_of(param: object) -> ParamHandle | None:
     """The handle of a parameter in any registry; None for anything that no engine or `zero.Init` shards."""
     if not isinstance(param, torch.Tensor):
         return None
     # Weak on both sides: the table must keep neither a discarded model nor a destroyed engine alive.
     reference = _REGISTRIES.get(param)
     registry = None if reference is None else reference()
-    return None if registry is None else registry.place(param)
+    return None if registry is None else registry.handle(param)
