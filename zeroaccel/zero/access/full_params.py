@@ -78,13 +78,13 @@ class GatheredParameters:
         # In the order of the units, which is the same on all ranks: each is gathered by a collective.
         unique = {id(place.param): place for param in self._params if (place := place_of(param)) is not None}
         self._places = sorted(unique.values(), key=lambda place: place.order)
-        for keeper, places in _by_keeper(self._places):
-            ranks = keeper.collectives.world_size
+        for registry, places in _by_registry(self._places):
+            ranks = registry.collectives.world_size
             if self._rank is not None and not (type(self._rank) is int and 0 <= self._rank < ranks):
                 raise UsageError("GatheredParameters(modifier_rank)", expected=f"0 to {ranks - 1}", got=self._rank)
-            keeper.hold(_units(places))
+            registry.hold(_units(places))
             for place in places:
-                keeper.prints.enter(place.buffer, place.index, writes=self._rank is not None)
+                registry.prints.enter(place.buffer, place.index, writes=self._rank is not None)
                 if self._rank is not None and place.buffer.masters.reads_weights:
                     _require_settled(place)  # these masters can be read only while the weights are as they are
                     self._masters[id(place)] = place.buffer.masters.read(place.reach(place.buffer.rank))
@@ -93,24 +93,25 @@ class GatheredParameters:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         places, self._places = self._places, []
-        for keeper, own in _by_keeper(places):
+        for registry, own in _by_registry(places):
             try:
-                self._settle(keeper, own, error)
+                self._settle(registry, own, error)
             finally:
                 for place in own:
-                    keeper.prints.leave(place.buffer, place.index, writes=self._rank is not None)
+                    registry.prints.leave(place.buffer, place.index, writes=self._rank is not None)
                     place.buffer.accept_write(place.index)
-                keeper.release(_units(own))
+                registry.release(_units(own))
 
-    def _settle(self, keeper: ParamRegistry, places: Sequence[ParamHandle], raised: BaseException | None) -> None:
+    def _settle(self, registry: ParamRegistry, places: Sequence[ParamHandle], raised: BaseException | None) -> None:
+        # Errors may differ between ranks: all agree before the broadcast, so that none waits there for one that raised.
         error = raised if isinstance(raised, Exception) else None
         if raised is None:
-            error = _replaced(places) or (None if self._rank is not None else _written(keeper, places))
+            error = _replaced(places) or (None if self._rank is not None else _written(registry, places))
         elif error is None:
             return  # the program is ending (KeyboardInterrupt, SystemExit): no collective any more
         label = f"GatheredParameters({places[0].slot.fqn}, {len(places)} in all)"
         try:
-            agree_or_raise(keeper.collectives, error, label)
+            agree_or_raise(registry.collectives, error, label)
         except Exception:
             if raised is None:
                 raise
@@ -119,9 +120,9 @@ class GatheredParameters:
             return
         for place in places:
             view = place.buffer.view(place.index).detach()
-            keeper.collectives.broadcast(view.view(-1), self._rank, f"new values of {place.slot.fqn}")
+            registry.collectives.broadcast(view.view(-1), self._rank, f"new values of {place.slot.fqn}")
             store(place, self._masters.get(id(place)))
-            keeper.prints.refresh(place.buffer, place.index)
+            registry.prints.refresh(place.buffer, place.index)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -139,20 +140,21 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 @contextmanager
-def gathered(keeper: ParamRegistry, coordinator: ParamCoordinator, budget: int | None) -> Iterator[None]:
+def gathered(registry: ParamRegistry, coordinator: ParamCoordinator, budget: int | None) -> Iterator[None]:
     """See `Engine.gathered`."""
-    collectives = keeper.collectives
+    collectives = registry.collectives
     with agreed(collectives, "engine.gathered: budget"):
         if budget is not None and (type(budget) is not int or budget < 0):
             raise UsageError("engine.gathered(budget)", expected="a number of bytes, or None", got=budget)
         if coordinator.on_demand is not None:
             raise UsageError("engine.gathered()", expected="not to be nested")
+    # Another budget on one rank would be another list of units, and gathers in another order.
     budgets = collectives.gather_objects(budget, "engine.gathered: budget")
     if len(set(budgets)) > 1:
         raise UsageError("engine.gathered(budget)", expected="the same on all ranks", got=budgets)
-    sharded = [unit for unit in keeper.units if not unit.persistent]
+    sharded = [unit for unit in registry.units if not unit.persistent]
     pinned = _that_fit(sharded, budget)
-    keeper.hold(pinned)
+    registry.hold(pinned)
     coordinator.end_step()  # a unit left unsharded on some ranks only would be gathered by the others alone
     coordinator.on_demand = on_demand = OnDemandUnshard(sharded, collectives)
     try:
@@ -160,19 +162,19 @@ def gathered(keeper: ParamRegistry, coordinator: ParamCoordinator, budget: int |
     finally:
         on_demand.finish()
         coordinator.on_demand = None
-        keeper.release(pinned)
+        registry.release(pinned)
 
 
-def iter_named_full_params(keeper: ParamRegistry) -> Iterator[tuple[str, Tensor]]:
+def iter_named_full_params(registry: ParamRegistry) -> Iterator[tuple[str, Tensor]]:
     """See `Engine.iter_named_full_params`."""
-    for unit in keeper.units:
-        keeper.hold([unit])
+    for unit in registry.units:
+        registry.hold([unit])
         try:
             for buffer in unit.buffers:
                 for index, slot in enumerate(buffer.layout.slots):
                     yield slot.fqn, buffer.view(index).detach()
         finally:
-            keeper.release([unit])
+            registry.release([unit])
 
 
 def store(place: ParamHandle, before: Tensor | None = None) -> None:
@@ -184,7 +186,7 @@ def store(place: ParamHandle, before: Tensor | None = None) -> None:
     buffer = place.buffer
     own = place.slot.range & buffer.own
     with torch.no_grad():
-        if not buffer.persistent:
+        if not buffer.persistent:  # whose shard is the full buffer itself
             buffer.shard.write(own, buffer.full[own.at(0)])
             place.unit.drop_secondary()
         _require_settled(place)
@@ -218,7 +220,7 @@ def _require_settled(place: ParamHandle) -> None:
         training.updates.require_settled(f"new values of {place.slot.fqn}")
 
 
-def _by_keeper(places: Sequence[ParamHandle]) -> list[tuple[ParamRegistry, list[ParamHandle]]]:
+def _by_registry(places: Sequence[ParamHandle]) -> list[tuple[ParamRegistry, list[ParamHandle]]]:
     groups: dict[int, tuple[ParamRegistry, list[ParamHandle]]] = {}
     for place in places:
         groups.setdefault(place.order[0], (place.keeper, []))[1].append(place)
@@ -251,8 +253,8 @@ def _replaced(places: Sequence[ParamHandle]) -> UsageError | None:
     )
 
 
-def _written(keeper: ParamRegistry, places: Sequence[ParamHandle]) -> UsageError | None:
-    names = [place.slot.fqn for place in places if keeper.prints.changed(place.buffer, place.index)]
+def _written(registry: ParamRegistry, places: Sequence[ParamHandle]) -> UsageError | None:
+    names = [place.slot.fqn for place in places if registry.prints.changed(place.buffer, place.index)]
     if not names:
         return None
     differs = any(place.buffer.persistent for place in places)
