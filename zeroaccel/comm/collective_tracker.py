@@ -65,6 +65,7 @@ class CollectiveTracker:
         """Records a call that is about to be made. `tensor` is the full one, of the same size on every rank."""
         if self._watchdog is not None and self._watchdog.error is not None:
             raise self._watchdog.failure()
+        # The names are cached, since this runs at every collective.
         dtype = tensor.dtype
         name = _DTYPE_NAMES.get(dtype) or _DTYPE_NAMES.setdefault(dtype, str(dtype).removeprefix("torch."))
         return self.flight_recorder.issue(kind, op, label, tensor.numel(), name)
@@ -93,6 +94,8 @@ class CollectiveTracker:
         """Blocks until these messages of the call are complete; others may follow."""
         flight_recorder = self.flight_recorder
         flight_recorder.begin_wait(entry)
+        # Backends raise RuntimeError and its subclasses (dist.DistBackendError among them), whatever goes wrong. Their
+        # messages name a socket; the watchdog's report names the ranks.
         try:
             for work in pending:
                 work.wait()
@@ -172,6 +175,7 @@ class RankSumWork(MessageWork):
         self._scale = scale
 
     def _complete(self) -> None:
+        # Here rather than as the parts come in: the order of the sum must not depend on the order of the messages.
         if self._out.numel():
             sum_ranks(self._out, self._parts.view(-1, self._out.numel()), self._scale)
         self._buffer_pool.release(self._parts)
@@ -225,6 +229,7 @@ class DeviceWork(MessageWork):
         super().__init__(tracker, entry, pending)
         self._device = device
         flight_recorder = tracker.flight_recorder
+        # By a weak reference: the probe must not keep the tensors of a forgotten work alive.
         if flight_recorder.probe is None:
             itself = weakref.ref(self)
             flight_recorder.probe = entry, lambda: (work := itself()) is None or work.is_completed()
@@ -263,6 +268,7 @@ class AverageWork(DeviceWork):
         self._factor = factor  # W * scale
 
     def _complete(self) -> None:
+        # The backend averaged (see `NativeTransport.reduce_scatter`); the caller asked for `scale` times the sum.
         if self._average is not self._out:
             self._out.copy_(self._average.float().mul_(self._factor))
         elif self._factor != 1.0:

@@ -106,6 +106,7 @@ class Collectives:
         if self.world_size > 1:
             self._gathers = self._transports(group, group.gather_group)
             self._reductions = self._transports(group, group.reduce_group)
+            # On gloo even where gathers are on NCCL, behind which it would queue up on the device.
             self._control = transport_over(group.control_group, "cpu")
             self._shard_gathers = self._gathers
 
@@ -128,6 +129,7 @@ class Collectives:
             label: what it is for, the same on all ranks: "unshard layers.3".
             split_sizes: elements of each rank's shard, in the order of `out`; empty for equal ones.
         """
+        # A gather into its own place: where `shard` is a view of `out`, no rank copies its own part.
         check_split(out, shard, split_sizes, self.shard_rank, self.shard_world_size, f"{label}: a gather")
         assert out.dtype == shard.dtype, f"{label}: a gather of {shard.dtype} into {out.dtype}"
         if self.shard_world_size == 1:
