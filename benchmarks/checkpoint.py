@@ -212,8 +212,8 @@ def as_rank(options: argparse.Namespace) -> dict[str, Any]:
         read = engine.loaded
         return {
             "seconds": seconds,
-            "kept_nbytes": read.wanted_nbytes,
-            "read_share": read.read_nbytes / read.wanted_nbytes,
+            "kept_nbytes": read.requested_nbytes,
+            "read_share": read.read_nbytes / read.requested_nbytes,
         }
     forward_and_backward()
     engine.step()
@@ -242,7 +242,7 @@ def held_up(engine: Any, folder: Path, forward_and_backward: Callable[[], None])
 
     call = timed(engine, lambda: engine.save_checkpoint(folder, tag="beside"))
     forward_and_backward()
-    saving: BackgroundSave = engine._saving
+    saving: BackgroundSave = engine.checkpointer._saving
     begin = time.perf_counter()
     saving.wait_copied()
     wait = time.perf_counter() - begin

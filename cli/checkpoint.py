@@ -19,15 +19,13 @@ from zeroaccel.checkpoint.formats.deepspeed_checkpoint import (
     open_deepspeed_checkpoint,
     open_source,
 )
-from zeroaccel.checkpoint.manifest import ITEMSIZE, LATEST_NAME, MANIFEST_NAME, Manifest, read_latest, read_manifest
+from zeroaccel.checkpoint.manifest import LATEST_NAME, MANIFEST_NAME, Manifest, read_latest, read_manifest
 from zeroaccel.checkpoint.rank_file import RankFileReader
 from zeroaccel.checkpoint.reshard import reshard
 from zeroaccel.errors import CheckpointError, UsageError
+from zeroaccel.zero.access.safetensors_file import ITEMSIZE
 
-__all__ = [
-    "checkpoint",
-    "zero_to_fp32",
-]
+__all__ = ["checkpoint", "zero_to_fp32"]
 
 
 _FOLDER = click.Path(path_type=Path)

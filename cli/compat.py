@@ -19,12 +19,7 @@ from zeroaccel.errors import ConfigError
 
 from .main import main as run
 
-__all__ = [
-    "DEFAULT_HOSTFILE",
-    "compat",
-    "main",
-    "report",
-]
+__all__ = ["DEFAULT_HOSTFILE", "compat", "main", "report"]
 
 
 _COMMAND = """\

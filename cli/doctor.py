@@ -29,15 +29,10 @@ from zeroaccel.errors import ConfigError
 from .machine import Machine, folder_trouble, is_known_host, look, measure_disk
 from .verify import run_job
 
-__all__ = [
-    "Finding",
-    "doctor",
-    "env",
-    "findings",
-]
+__all__ = ["Finding", "doctor", "env", "findings"]
 
 
-HangReport = Literal["works", "falls back", "missing", "BROKEN"]
+Verdict = Literal["works", "falls back", "missing", "BROKEN"]
 
 _COPY_NBYTES = 1 << 28
 _JOB_SECONDS = 120.0
@@ -55,7 +50,7 @@ class Finding:
     """
 
     feature: str
-    verdict: HangReport
+    verdict: Verdict
     detail: str = ""
     fix: str = ""
 

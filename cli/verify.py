@@ -24,12 +24,7 @@ from zeroaccel.errors import UsageError
 
 from .machine import devices as look_for_devices
 
-__all__ = [
-    "launch_command",
-    "run_job",
-    "test",
-    "verify",
-]
+__all__ = ["launch_command", "run_job", "test", "verify"]
 
 
 def launch_command(arguments: Sequence[str]) -> list[str]:

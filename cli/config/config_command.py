@@ -22,12 +22,7 @@ from zeroaccel.errors import ConfigError
 from ..main import LazyCommand, LazyCommands
 from .questions import QUESTIONS, Question
 
-__all__ = [
-    "Said",
-    "Typed",
-    "config",
-    "question_flags",
-]
+__all__ = ["FlagAnswers", "TypedFlags", "config", "question_flags"]
 
 
 _METAVARS = {
@@ -41,7 +36,7 @@ _METAVARS = {
 
 
 @dataclass(frozen=True)
-class Said:
+class FlagAnswers:
     """What was said before anybody is asked.
 
     Attributes:
@@ -56,7 +51,7 @@ class Said:
 
 
 @dataclass(frozen=True)
-class Typed:
+class TypedFlags:
     """The flags of `question_flags` as they were typed.
 
     Attributes:
@@ -74,7 +69,7 @@ class Typed:
     no_input: bool
     dry_run: bool
 
-    def said(self) -> Said:
+    def said(self) -> FlagAnswers:
         """What they say.
 
         Raises:
@@ -93,7 +88,7 @@ def question_flags(command: Callable[..., None]) -> Callable[..., None]:
     def with_typed(*args: Any, answers: str | None, sets: tuple[str, ...], **params: Any) -> None:
         texts = {question.key: params.pop(question.key) for question in QUESTIONS}
         others = {name: params.pop(name) for name in ("config_file", "yes", "no_input", "dry_run")}
-        command(*args, typed=Typed(texts, answers, sets, **others), **params)
+        command(*args, typed=TypedFlags(texts, answers, sets, **others), **params)
 
     wrapped: Callable[..., None] = with_typed
     options = [
@@ -112,15 +107,17 @@ def question_flags(command: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-def _gathered(typed: Mapping[str, str | None], answers_file: str | None, sets: Sequence[str]) -> Said:
+def _gathered(typed: Mapping[str, str | None], answers_file: str | None, sets: Sequence[str]) -> FlagAnswers:
     """What was said by flags, before `--set`, before `--answers`."""
+    from zeroaccel.config.launch.launch_settings import file_path
+
     texts: dict[str, tuple[str, str]] = {}
     extras: dict[tuple[str, ...], Any] = {}
     for key, text, source in _in_file(answers_file):
         texts[key] = text, source
     for word in sets:
         path, text = _path_and_text(word)
-        question = next((one for one in QUESTIONS if path in (one.path, (one.key,))), None)
+        question = next((one for one in QUESTIONS if path in ((one.key,), one.is_setting and file_path(one.key))), None)
         if question is None:
             extras[path] = _extra(path, text, word)
         else:
@@ -128,11 +125,11 @@ def _gathered(typed: Mapping[str, str | None], answers_file: str | None, sets: S
     for question in QUESTIONS:
         if (said := typed.get(question.key)) is not None:
             texts[question.key] = said, question.flag
-    return Said(*_parsed(texts), extras)
+    return FlagAnswers(*_parsed(texts), extras)
 
 
 def _parsed(texts: Mapping[str, tuple[str, str]]) -> tuple[dict[str, Any], dict[str, str]]:
-    from .answers import Wrong, parse
+    from .answers import InvalidAnswer, parse
 
     answers: dict[str, Any] = {}
     for question in QUESTIONS:
@@ -140,7 +137,7 @@ def _parsed(texts: Mapping[str, tuple[str, str]]) -> tuple[dict[str, Any], dict[
             text, source = texts[question.key]
             try:
                 answers[question.key] = parse(question, text)
-            except Wrong as wrong:
+            except InvalidAnswer as wrong:
                 raise ConfigError(f"{source}: {wrong.words}", fix=wrong.fix) from None
     return answers, {key: source for key, (_, source) in texts.items()}
 
@@ -240,13 +237,7 @@ CONTEXT = {
 @click.option("--checkpointing", is_flag=True, help="It recomputes activations.")
 @click.pass_context
 def config(
-    ctx: click.Context,
-    /,
-    model: str | None,
-    sequence: int,
-    batch: int,
-    checkpointing: bool,
-    typed: Typed,
+    ctx: click.Context, /, model: str | None, sequence: int, batch: int, checkpointing: bool, typed: TypedFlags
 ) -> None:
     """Make a launch file by answering questions, or without a question by flags.
 
@@ -259,7 +250,7 @@ def config(
                 raise click.UsageError(f"{param.opts[-1]} goes behind {ctx.invoked_subcommand}.", ctx)
         return
     from ..machine import look, measure_disk
-    from .config_file import ConfigRequest, make, why_not_ask
+    from .config_file import ConfigRequest, make_config_file, why_not_ask
     from .memory_plan import Model
 
     said = typed.said()
@@ -267,7 +258,7 @@ def config(
     machine = look(os.environ)
     if not no_asking:
         machine = machine.with_disks(tuple(measure_disk(disk) for disk in machine.disks))
-    make(
+    make_config_file(
         ConfigRequest(
             path=Path(typed.config_file or "zeroaccel.yaml"),
             given=said.answers,

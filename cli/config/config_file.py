@@ -22,12 +22,13 @@ import yaml
 
 from zeroaccel.config.launch.launch_file import LaunchConfig, blanks, parse_launch_file
 from zeroaccel.config.launch.launch_json import check_json
-from zeroaccel.config.launch.launch_sources import Given
+from zeroaccel.config.launch.launch_settings import file_path
+from zeroaccel.config.launch.launch_sources import ExplicitSettings
 from zeroaccel.config.yaml_text import parse_yaml
 from zeroaccel.errors import ConfigError
 
-from .answers import BACK, Quit, Settled, Walk, as_text, settle
-from .memory_plan import PLANNED, Model, Plan, ask_plan, best_plan, outlook
+from .answers import BACK, Answers, Quit, Walk, as_text, complete
+from .memory_plan import PLANNED, Model, Plan, ask_plan, best_plan, memory_summary
 from .questions import AUTO, QUESTIONS, by_key
 
 if TYPE_CHECKING:
@@ -43,9 +44,9 @@ __all__ = [
     "checked",
     "command_line",
     "launch_line",
-    "make",
+    "log",
+    "make_config_file",
     "render",
-    "say",
     "show_file",
     "show_machine",
     "why_not_ask",
@@ -119,15 +120,15 @@ def render(answers: Mapping[str, Any], extras: Mapping[tuple[str, ...], Any] | N
     """
     tree: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "distributed_type": _type(answers)}
     for question in QUESTIONS:
-        if question.path and answers.get(question.key, AUTO) != AUTO:
-            _put(tree, question.path, answers[question.key])
+        if question.is_setting and answers.get(question.key, AUTO) != AUTO:
+            _put(tree, file_path(question.key), answers[question.key])
     for path, value in (extras or {}).items():
         _put(tree, path, value)
     text: str = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
     return text
 
 
-def checked(text: str, name: str) -> Given:
+def checked(text: str, name: str) -> ExplicitSettings:
     """The settings behind a text, checked against each other and against their JSON config, and notes on them.
 
     What each machine of several has to be told for itself, a flag of the launch may say: it is a note here.
@@ -138,22 +139,22 @@ def checked(text: str, name: str) -> Given:
     tree = parse_yaml(text, name).value
     empty = blanks(tree) if isinstance(tree, dict) else ()
     machines = {"num_machines": 2} if "num_machines" in empty else {}
-    over = Given({**dict.fromkeys(empty), **machines}, dict.fromkeys(empty, "to be filled in"))
-    given = parse_launch_file(text, name, over=over).under(Given(machines)).effective()
+    over = ExplicitSettings({**dict.fromkeys(empty), **machines}, dict.fromkeys(empty, "to be filled in"))
+    given = parse_launch_file(text, name, over=over).under(ExplicitSettings(machines)).effective()
     lacking = list(empty)
     if given.values.get("num_machines", 1) != 1 and not _starts_hosts(given):
         needed = [key for key in _OF_A_MACHINE if key != "machine_rank" or given.values.get("rdzv_backend") != "c10d"]
         lacking += [key for key in needed if key not in given.values and key not in lacking]
     filled = {key: value for key, value in _OF_A_MACHINE.items() if key in lacking}
-    given.under(Given(filled)).settings()
+    given.under(ExplicitSettings(filled)).settings()
     check_json(given)
     if not lacking:
         return given
     note = f"{name}: to be completed by {' and '.join(f'--{key}' for key in lacking)} of `zeroaccel launch`"
-    return Given(given.values, given.sources, (*given.notes, note))
+    return ExplicitSettings(given.values, given.sources, (*given.notes, note))
 
 
-def _starts_hosts(given: Given) -> bool:
+def _starts_hosts(given: ExplicitSettings) -> bool:
     return given.values.get("hostfile") is not None and given.values.get("multinode_launcher") != "standard"
 
 
@@ -166,15 +167,10 @@ def answers_of(file: LaunchConfig) -> tuple[dict[str, Any], dict[tuple[str, ...]
     if values.get("dynamo_backend") == "no":
         del values["dynamo_backend"]
     for question in QUESTIONS:
-        if question.path and question.key in values:
+        if question.is_setting and question.key in values:
             value = values.pop(question.key)
             answers[question.key] = ",".join(value) if isinstance(value, tuple) else value
-    sections = {"dynamo_": "dynamo_config", "offload_": "deepspeed_config", "zero": "deepspeed_config"}
-    extras: dict[tuple[str, ...], Any] = {}
-    for key, value in values.items():
-        section = next((section for start, section in sections.items() if key.startswith(start)), None)
-        extras[(section, key) if section else (key,)] = value
-    return answers, extras
+    return answers, {file_path(key): value for key, value in values.items()}
 
 
 def command_line(answers: Mapping[str, Any], extras: Mapping[tuple[str, ...], Any], path: Path) -> str:
@@ -252,7 +248,7 @@ def why_not_ask(environ: Mapping[str, str], *, yes: bool, no_input: bool) -> str
     return "the terminal is a dumb one" if environ.get("TERM") == "dumb" else ""
 
 
-def make(request: ConfigRequest, machine: Machine) -> None:
+def make_config_file(request: ConfigRequest, machine: Machine) -> None:
     """Makes the file.
 
     Raises:
@@ -261,46 +257,46 @@ def make(request: ConfigRequest, machine: Machine) -> None:
         click.Abort: the person does not want it after all.
     """
     if request.no_asking:
-        settled = _without_asking(request, machine)
+        completed = _without_asking(request, machine)
         if request.model is not None:
-            say(outlook(request.model, machine, settled.answers))
-        _finish(request, settled.answers, _text(request, settled))
+            log(memory_summary(request.model, machine, completed.answers))
+        _finish(request, completed.answers, _text(request, completed))
         return
     from .prompts import Prompts
 
     try:
-        settled = _by_asking(request, machine, Prompts())
+        completed = _by_asking(request, machine, Prompts())
     except (Quit, KeyboardInterrupt, EOFError):
-        say("nothing was written")
+        log("nothing was written")
         raise click.Abort from None
-    _finish(request, settled.answers, _text(request, settled))
+    _finish(request, completed.answers, _text(request, completed))
 
 
-def say(message: str = "") -> None:
+def log(message: str = "") -> None:
     """To the person, on stderr."""
     click.echo(message, err=True)
 
 
-def _without_asking(request: ConfigRequest, machine: Machine) -> Settled:
+def _without_asking(request: ConfigRequest, machine: Machine) -> Answers:
     former, needs = request.former, None
     if request.model is not None and not {*PLANNED, "deepspeed_config_file"} & set(request.given):
         plan = best_plan(request.model, machine, request.given)
         former, needs = {**(former or {}), **(plan.answers or {})}, plan.needs
-    settled = settle(request.given, machine, sources=request.sources, former=former, needs=needs)
-    if settled.missing:
-        flags = ", ".join(question.flag for question in settled.missing)
+    completed = complete(request.given, machine, sources=request.sources, former=former, needs=needs)
+    if completed.missing:
+        flags = ", ".join(question.flag for question in completed.missing)
         raise click.UsageError(f"{request.no_asking}, and there is no default for {flags}: give a value.")
     if request.yes or request.former is not None:
-        return settled
-    if open_keys := [key for key in settled.answers if key not in request.given]:
-        flags = ", ".join(f"{by_key(key).flag} ({as_text(settled.answers[key])})" for key in open_keys)
+        return completed
+    if open_keys := [key for key in completed.answers if key not in request.given]:
+        flags = ", ".join(f"{by_key(key).flag} ({as_text(completed.answers[key])})" for key in open_keys)
         raise click.UsageError(
             f"{request.no_asking}, so nobody is asked: give {flags}, or --yes for what is in brackets."
         )
-    return settled
+    return completed
 
 
-def _by_asking(request: ConfigRequest, machine: Machine, prompts: Prompts) -> Settled:
+def _by_asking(request: ConfigRequest, machine: Machine, prompts: Prompts) -> Answers:
     show_machine(machine)
     # An update is about a file that is there; what it trains was planned when it was made.
     has_plan = request.former is None or request.model is not None
@@ -308,25 +304,25 @@ def _by_asking(request: ConfigRequest, machine: Machine, prompts: Prompts) -> Se
         plan = ask_plan(prompts, request.model, machine, request.given) if has_plan else Plan()
         walk = Walk(machine, request.given, request.former or {}, plan.needs, plan.answers)
         while walk.run(prompts, back=has_plan):
-            settled = walk.settled()
-            if _is_wanted(request, settled, plan, machine, prompts):
-                return settled
+            completed = walk.result()
+            if _is_wanted(request, completed, plan, machine, prompts):
+                return completed
             walk.back()
 
 
-def _is_wanted(request: ConfigRequest, settled: Settled, plan: Plan, machine: Machine, prompts: Prompts) -> bool:
+def _is_wanted(request: ConfigRequest, completed: Answers, plan: Plan, machine: Machine, prompts: Prompts) -> bool:
     """Shows what would be written; false to go back to the last question."""
     from .prompts import Option
 
-    show_file(request.path, _text(request, settled))
-    if plan.model is not None and (words := outlook(plan.model, machine, settled.answers)):
-        say(words)
+    show_file(request.path, _text(request, completed))
+    if plan.model is not None and (words := memory_summary(plan.model, machine, completed.answers)):
+        log(words)
     words = "Print it?" if request.dry_run else f"Write {request.path}?"
     return prompts.choose(words, [Option("yes", True)], True, back=True) is not BACK
 
 
-def _text(request: ConfigRequest, settled: Settled) -> str:
-    text = render(settled.answers, request.extras)
+def _text(request: ConfigRequest, completed: Answers) -> str:
+    text = render(completed.answers, request.extras)
     checked(text, str(request.path))
     return text
 
@@ -334,12 +330,12 @@ def _text(request: ConfigRequest, settled: Settled) -> str:
 def _finish(request: ConfigRequest, answers: Mapping[str, Any], text: str) -> None:
     if request.dry_run:
         click.echo(text, nl=False)
-        say(f"dry run: {request.path} is not written")
+        log(f"dry run: {request.path} is not written")
         return
     kept = write_file(request.path, text)
-    say(f"written: {request.path}" + (f" (what was there is in {kept})" if kept else ""))
-    say(f"start:   {launch_line(request.path, Path.cwd())}")
-    say(f"again:   {command_line(answers, request.extras, request.path)}")
+    log(f"written: {request.path}" + (f" (what was there is in {kept})" if kept else ""))
+    log(f"start:   {launch_line(request.path, Path.cwd())}")
+    log(f"again:   {command_line(answers, request.extras, request.path)}")
 
 
 def show_machine(machine: Machine) -> None:

@@ -32,20 +32,14 @@ from zeroaccel.config.support import KEYS, Kind, refusals
 from zeroaccel.config.yaml_text import parse_yaml
 from zeroaccel.errors import ConfigError, ZeroAccelError
 
-from ..launch.foreign_flags import OtherFlags
+from ..launch.foreign_flags import ForeignFlags
 from ..launch.hostfile import read_hostfile
 from ..launch.launch_command import launch
-from ..launch.launch_flags import flag, given_by_flags
+from ..launch.launch_flags import flag, settings_from_flags
 from .config_command import CONTEXT
-from .config_file import checked, say, write_file
+from .config_file import checked, log, write_file
 
-__all__ = [
-    "convert",
-    "convert_json",
-    "convert_launch",
-    "validate",
-    "validate_file",
-]
+__all__ = ["convert", "convert_json", "convert_launch", "validate", "validate_file"]
 
 
 _NO_COUNTERPART = ("megatron_lm_config", "parallelism_config", "fp8_config", "mpirun_config")
@@ -67,12 +61,12 @@ def convert(file: str, output: str | None, drop_unknown: bool) -> None:
         result = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
         checked(result, f"the result of {file}")
     for note in notes:
-        say(note)
+        log(note)
     if output is None:
         click.echo(result, nl=False)
         return
     kept = write_file(Path(output), result)
-    say(f"written: {output}" + (f" (what was there is in {kept})" if kept else ""))
+    log(f"written: {output}" + (f" (what was there is in {kept})" if kept else ""))
 
 
 def convert_json(file: str, *, drop_unknown: bool = False) -> tuple[dict[str, Any], list[str]]:
@@ -85,33 +79,33 @@ def convert_json(file: str, *, drop_unknown: bool = False) -> tuple[dict[str, An
         ConfigError: the file cannot be read, or has a key that does not exist.
     """
     document = read_document(Path(file))
-    canonical = NormalizedConfig(Config, document.tree, "strict")
-    origin = Provenance(name=document.name, places=document.places, written=canonical.written)
+    normalized = NormalizedConfig(Config, document.tree, "strict")
+    origin = Provenance(name=document.name, places=document.places, written=normalized.written)
     tree = _copy(document.tree)
     notes = []
-    if canonical.unknown and not drop_unknown:
-        problems = [problem for problem in canonical.problems if problem.text == "unknown key"]
+    if normalized.unknown and not drop_unknown:
+        problems = [problem for problem in normalized.problems if problem.text == "unknown key"]
         lines = [str(report([problem], origin, [])) for problem in problems]
         heading = [f"{file}: {len(lines)} unknown keys"] if len(lines) > 1 else []
         raise ConfigError("\n  ".join([*heading, *lines]), fix="correct them, or leave them out by --drop_unknown")
-    for path in canonical.unknown:
+    for path in normalized.unknown:
         _remove(tree, path)
         notes.append(f"left out {origin.where_written(path)}: unknown key")
-    for note in canonical.notes:
+    for note in normalized.notes:
         if note.path[-1:] and str(note.path[-1]).startswith("_") and _remove(tree, note.path):
             notes.append(f"left out {note.line(origin)}")
     try:
-        refused = {_key_of(problem.path) for problem in refusals(Config(**canonical.tree), set(canonical.unresolved))}
+        refused = {_key_of(problem.path) for problem in refusals(Config(**normalized.tree), set(normalized.unresolved))}
     except ValidationError:
         load_config(file, unknown_keys="lenient")  # tells every wrong value
         raise
-    for key, standing in KEYS.items():
-        written = canonical.written.get(tuple(key.split(".")))
-        if written is None or not (key in refused or standing.kind is Kind.MOOT):
+    for key, status in KEYS.items():
+        written = normalized.written.get(tuple(key.split(".")))
+        if written is None or not (key in refused or status.kind is Kind.IGNORED):
             continue
         if _remove(tree, written):
-            fix = f"; {standing.fix}" if key in refused and standing.fix else ""
-            notes.append(f"left out {origin.where_written(written)}: {standing.reason}{fix}")
+            fix = f"; {status.fix}" if key in refused and status.fix else ""
+            notes.append(f"left out {origin.where_written(written)}: {status.reason}{fix}")
     return tree, notes
 
 
@@ -193,7 +187,7 @@ def validate(ctx: click.Context, files: tuple[str, ...], unknown_keys: UnknownKe
             kind, notes = validate_file(name, unknown_keys or "standard")
         except ZeroAccelError as error:
             wrong += 1
-            say(f"zeroaccel: {error}")
+            log(f"zeroaccel: {error}")
         else:
             click.echo(f"{name}: {kind}, right")
             for note in notes:
@@ -311,9 +305,9 @@ def _check_words(where: str, words: list[str]) -> None:
     is_whole = not any("$" in str(value) for name, value in typed.items() if not name.startswith("script"))
     typed = {name: None if "$" in str(value) else value for name, value in typed.items()}
     try:
-        others = OtherFlags.take_from(typed)
+        others = ForeignFlags.take_from(typed)
         written = {name: typed[name] for name in names}
         check = launch_settings if is_whole else typed_settings
-        check(others.above(given_by_flags(written)).effective().values, flag)
+        check(others.above(settings_from_flags(written)).effective().values, flag)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None

@@ -16,7 +16,14 @@ from zeroaccel.config.diagnostics import closest
 from zeroaccel.config.launch.launch_file import find_launch_file, read_launch_file
 from zeroaccel.config.launch.launch_json import check_json
 from zeroaccel.config.launch.launch_settings import DeepSpeedSection, DynamoSettings, LaunchFile, LaunchSettings
-from zeroaccel.config.launch.launch_sources import Given, check_variables, gather, kind_of, other_names, variables_of
+from zeroaccel.config.launch.launch_sources import (
+    ExplicitSettings,
+    check_variables,
+    gather,
+    kind_of,
+    other_names,
+    variables_of,
+)
 from zeroaccel.config.schema import Config
 from zeroaccel.config.section import ConfigSection, nested_section, spellings
 from zeroaccel.config.support import KEYS, Kind
@@ -25,11 +32,7 @@ from zeroaccel.errors import ConfigError
 from ..launch.launch_flags import GROUPS, flag
 from .config_command import CONTEXT
 
-__all__ = [
-    "explain",
-    "schema",
-    "show",
-]
+__all__ = ["explain", "schema", "show"]
 
 
 @click.command(context_settings=CONTEXT)
@@ -42,7 +45,7 @@ def show(environ: Mapping[str, str], config_file: str | None, resolve: bool, as_
     found = find_launch_file(config_file, environ, Path.cwd())
     if found is None and not resolve:
         raise ConfigError("there is no launch file", fix="make one: `zeroaccel config`")
-    file = Given() if found is None else read_launch_file(*found)
+    file = ExplicitSettings() if found is None else read_launch_file(*found)
     if found is not None:
         click.echo(f"{found[0]} ({found[1]})", err=True)
     if not resolve:
@@ -50,7 +53,7 @@ def show(environ: Mapping[str, str], config_file: str | None, resolve: bool, as_
         click.echo(json.dumps(dict(file.values), indent=2) if as_json else found[0].read_text().rstrip("\n"))
         return
     check_variables(environ)
-    given = gather(Given(), environ, file).effective()
+    given = gather(ExplicitSettings(), environ, file).effective()
     settings = given.settings()
     config = check_json(given)
     names = [name for group in GROUPS.values() for name in group]
@@ -119,20 +122,21 @@ def _about_json(key: str) -> Iterator[list[str]]:
     for path, names, field in _json_fields(Config, (), ()):
         if key not in {".".join(path), ".".join(names), path[-1], names[-1]}:
             continue
-        lines = [f"{'.'.join(path)}: {field.description}", "  in the JSON config"]
-        default = field.get_default(call_default_factory=True)
-        if not isinstance(default, ConfigSection):
+        lines = [f"{'.'.join(path)}: {field.description if field else 'its value is not read here.'}"]
+        lines.append("  in the JSON config")
+        default = field.get_default(call_default_factory=True) if field else None
+        if field and not isinstance(default, ConfigSection):
             lines.append(f"  default      {_shown(default)}")
-        if others := [mark.name for mark in spellings(field)]:
+        if field and (others := [mark.name for mark in spellings(field)]):
             lines.append(f"  also         {', '.join(others)}")
-        standing = _standing(path)
-        if standing is not None and standing.kind is not Kind.WORKS:
-            verb = "refused" if standing.kind is Kind.REFUSED else "accepted without effect"
-            lines.append(f"  {verb}: {standing.reason}" + (f"; {standing.fix}" if standing.fix else ""))
+        status = _status(path)
+        if status is not None and status.kind is not Kind.WORKS:
+            verb = "refused" if status.kind is Kind.REFUSED else "accepted without effect"
+            lines.append(f"  {verb}: {status.reason}" + (f"; {status.fix}" if status.fix else ""))
         yield lines
 
 
-def _standing(path: tuple[str, ...]) -> Any:
+def _status(path: tuple[str, ...]) -> Any:
     """The standing of a key: its own, or that of the section around it."""
     return next((KEYS[name] for end in range(len(path), 0, -1) if (name := ".".join(path[:end])) in KEYS), None)
 
@@ -140,13 +144,15 @@ def _standing(path: tuple[str, ...]) -> Any:
 def _json_fields(
     section: type[ConfigSection], path: tuple[str, ...], written: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], Any]]:
-    """Every key of the JSON config: its path, the same with the key's most usual other name, and its field."""
+    """Every key of the JSON config: its path, the same with the key's most usual other name, and its field, if any."""
     for name, field in section.model_fields.items():
         other = next((mark.name for mark in spellings(field)), name)
         yield (*path, name), (*written, other), field
         nested = nested_section(field)
         if nested is not None:
             yield from _json_fields(nested, (*path, name), (*written, name))
+    for name in section.unread.split():
+        yield (*path, name), (*written, name), None
 
 
 def _json_names() -> Iterator[str]:

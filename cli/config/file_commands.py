@@ -1,7 +1,7 @@
 """`zeroaccel config default`, `update` and `template`: launch files without questions.
 
-`default` and `update` are `make` of `config_file` with every answer given: by this machine, or by the file as it is.
-The templates are in `templates/`, with a table that says what each is for.
+`default` and `update` call `make_config_file` with every answer given: by this machine, or by the file as it is. The
+templates are in `templates/`, with a table that says what each is for.
 """
 
 from __future__ import annotations
@@ -17,25 +17,16 @@ from zeroaccel.config.launch.launch_file import find_launch_file, read_launch_fi
 from zeroaccel.errors import ConfigError
 
 from ..machine import look
-from .config_command import CONTEXT, Typed, question_flags
-from .config_file import ConfigRequest, answers_of, make, say, why_not_ask, write_file
+from .config_command import CONTEXT, TypedFlags, question_flags
+from .config_file import ConfigRequest, answers_of, log, make_config_file, why_not_ask, write_file
 
-__all__ = [
-    "default",
-    "template",
-    "template_names",
-    "update",
-]
+__all__ = ["default", "template", "template_names", "update"]
 
 
 @click.command(context_settings=CONTEXT)
 @question_flags
 @click.pass_obj
-def default(
-    environ: Mapping[str, str],
-    /,
-    typed: Typed,
-) -> None:
+def default(environ: Mapping[str, str], /, typed: TypedFlags) -> None:
     """Write a launch file with the defaults for this machine, without a question.
 
     What a flag says counts more than the default. A file that is there is only replaced with --yes.
@@ -49,17 +40,13 @@ def default(
     request = ConfigRequest(
         path, said.answers, said.sources, said.extras, yes=True, dry_run=typed.dry_run, no_asking="nobody is asked"
     )
-    make(request, look(environ))
+    make_config_file(request, look(environ))
 
 
 @click.command(context_settings=CONTEXT)
 @question_flags
 @click.pass_obj
-def update(
-    environ: Mapping[str, str],
-    /,
-    typed: Typed,
-) -> None:
+def update(environ: Mapping[str, str], /, typed: TypedFlags) -> None:
     """Change answers of a launch file: those of the flags, or, with none, by going through the questions again.
 
     Answers that no longer apply are left out; keys that no question is about stay. A copy of the file is kept.
@@ -80,7 +67,7 @@ def update(
         dry_run=typed.dry_run,
         no_asking=by_flags or why_not_ask(environ, yes=typed.yes, no_input=typed.no_input),
     )
-    make(request, look(environ))
+    make_config_file(request, look(environ))
 
 
 _PACKAGE = "zeroaccel.templates"
@@ -111,7 +98,7 @@ def template(name: str | None, output: str | None, yes: bool) -> None:
     if path.exists() and not yes:
         raise ConfigError(f"{path} exists", fix="--yes replaces it and keeps a copy")
     kept = write_file(path, text)
-    say(f"written: {path}" + (f" (what was there is in {kept})" if kept else ""))
+    log(f"written: {path}" + (f" (what was there is in {kept})" if kept else ""))
 
 
 def template_names() -> list[str]:

@@ -15,7 +15,7 @@ from zeroaccel.errors import ConfigError, UsageError
 
 from ..machine import Machine, gib
 from .answers import BACK
-from .questions import Situation, by_key
+from .questions import WizardState, by_key
 
 if TYPE_CHECKING:
     from zeroaccel.estimate import Capacity, PlanRow, Workload
@@ -23,14 +23,7 @@ if TYPE_CHECKING:
     from .prompts import Prompts
 
 
-__all__ = [
-    "PLANNED",
-    "Model",
-    "Plan",
-    "ask_plan",
-    "best_plan",
-    "outlook",
-]
+__all__ = ["PLANNED", "Model", "Plan", "ask_plan", "best_plan", "memory_summary"]
 
 
 PLANNED = ("zero_stage", "offload_optimizer_device", "offload_param_device")
@@ -61,7 +54,7 @@ class Plan:
     Attributes:
         model: None where the table was skipped.
         answers: what it means for the questions in PLANNED.
-        needs: as in `Situation`.
+        needs: as in `WizardState`.
     """
 
     model: Model | None = None
@@ -108,7 +101,7 @@ def ask_plan(prompts: Prompts, model: Model | None, machine: Machine, given: Map
             return plan
 
 
-def outlook(model: Model, machine: Machine, answers: Mapping[str, Any]) -> str:
+def memory_summary(model: Model, machine: Machine, answers: Mapping[str, Any]) -> str:
     """What the final answers take, in one line."""
     from zeroaccel.estimate import estimate, verdict
 
@@ -179,9 +172,9 @@ def _question(model: Model, machine: Machine, given: Mapping[str, Any]) -> tuple
     from zeroaccel.estimate import Capacity, Workload
 
     on_cpu = given.get("use_cpu", not machine.devices)
-    situation = Situation({"use_cpu": on_cpu, **given}, machine)
-    ranks = given.get("num_processes") or by_key("num_processes").default(situation)
-    precision = given.get("mixed_precision") or by_key("mixed_precision").default(situation)
+    state = WizardState({"use_cpu": on_cpu, **given}, machine)
+    ranks = given.get("num_processes") or by_key("num_processes").default(state)
+    precision = given.get("mixed_precision") or by_key("mixed_precision").default(state)
     steps = given.get("gradient_accumulation_steps", 1)
     try:
         workload = Workload(

@@ -43,22 +43,15 @@ from zeroaccel.errors import CollectiveError, ConfigError
 from . import runner
 from .failures import AFTER_FAILURE_SECONDS, RankEnd, Report, read_report
 from .launch_plan import LaunchPlan
-from .orphans import LAUNCH_ID, ProcessWatch, end_leftovers, wake_stopped
+from .orphans import LAUNCH_ID, ProcessWatch, end_orphans, wake_stopped
 
-__all__ = [
-    "STOP_SIGNALS",
-    "JobEnd",
-    "Stopping",
-    "card_of",
-    "meet_machines",
-    "run_plan",
-]
+__all__ = ["STOP_SIGNALS", "JobEnd", "StopSignals", "meet_machines", "node_info", "run_plan"]
 
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Stopping:
+class StopSignals:
     """The handlers of the stop signals while a job runs; the ones found before come back at the end.
 
     1. Until there are processes, a signal ends the launcher as it would without handlers; at once where
@@ -69,15 +62,15 @@ class Stopping:
     """
 
     def __init__(
-        self, kill: Callable[[], object], say: Callable[[str], None], *, may_wait_in_native_code: bool
+        self, kill: Callable[[], object], log: Callable[[str], None], *, may_wait_in_native_code: bool
     ) -> None:
         self._kill = kill
-        self._say = say
+        self._log = log
         self._may_wait = may_wait_in_native_code
         self._stopping = False
         self._before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
-    def __enter__(self) -> Stopping:
+    def __enter__(self) -> StopSignals:
         if self._may_wait:
             self._handle(signal.SIG_DFL)
         return self
@@ -104,7 +97,7 @@ class Stopping:
             self._kill()
             return
         self._stopping = True
-        self._say(f"{name.name}: stopping the processes; once more kills them")
+        self._log(f"{name.name}: stopping the processes; once more kills them")
         raise SignalException(f"the launcher received {name.name}", sigval=name)
 
 
@@ -113,7 +106,7 @@ _SAME_EVERYWHERE = ("num_processes", "num_machines", "max_restarts", "rdzv_backe
 
 
 def meet_machines(
-    plan: LaunchPlan, say: Callable[[str], None], arrival_seconds: float | None
+    plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: float | None
 ) -> PreflightRendezvous | None:
     """Meets the launchers of the other machines; None where there are none, or where they come and go.
 
@@ -129,13 +122,13 @@ def meet_machines(
         (plan.host, plan.port),
         settings.machine,
         settings.num_machines,
-        card_of(plan),
+        node_info(plan),
         arrival_seconds=arrival_seconds if arrival_seconds is not None else float(waits),
-        say=say,
+        say=log,
     )
 
 
-def card_of(plan: LaunchPlan) -> NodeInfo:
+def node_info(plan: LaunchPlan) -> NodeInfo:
     """What must be the same on all machines: versions, settings, the command and the config's contents."""
     settings = plan.settings
     facts = {
@@ -147,7 +140,7 @@ def card_of(plan: LaunchPlan) -> NodeInfo:
         "processes per machine": str(plan.num_local),
     }
     facts |= {f"--{name}": str(getattr(settings, name)) for name in _SAME_EVERYWHERE}
-    facts |= {name: value for name, value in sorted(plan.told.items()) if name.startswith("ACCELERATE_")}
+    facts |= {name: value for name, value in sorted(plan.child_env.items()) if name.startswith("ACCELERATE_")}
     if settings.deepspeed_config_file is not None:
         facts[f"the contents of {settings.deepspeed_config_file}"] = _digest(Path(settings.deepspeed_config_file))
     return NodeInfo(socket.gethostname(), plan.num_local, facts)
@@ -190,19 +183,19 @@ class RankFiles(DefaultLogsSpecs):
         settings: LaunchSettings,
         additions: Callable[[int], Mapping[str, str]],
         about_to_start: Callable[[], None],
-        say: Callable[[str], None],
+        log: Callable[[str], None],
     ) -> None:
         super().__init__(str(folder), redirects=_std(settings.redirects), tee=_std(settings.tee))
         self._additions = additions
         self._about_to_start = about_to_start
-        self._say = say
+        self._log = log
         self._reports: tuple[Path, ...] = ()
         self._ranks: tuple[int, ...] = ()
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         if self._reports:
             attempt, last = envs[0]["TORCHELASTIC_RESTART_COUNT"], envs[0]["TORCHELASTIC_MAX_RESTARTS"]
-            self._say(f"{self._why_again()}; starting again ({attempt} of at most {last})")
+            self._log(f"{self._why_again()}; starting again ({attempt} of at most {last})")
         destinations = super().reify(envs)
         for local_rank, environment in envs.items():
             environment.update(self._additions(local_rank))
@@ -245,7 +238,7 @@ class RankFiles(DefaultLogsSpecs):
         return f"local rank {rank} failed first: {report.headline}"
 
 
-def run_plan(plan: LaunchPlan, say: Callable[[str], None], arrival_seconds: float | None = None) -> JobEnd:
+def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: float | None = None) -> JobEnd:
     """Starts the processes, waits for all of them, and leaves none behind unless all succeeded.
 
     Args:
@@ -261,22 +254,22 @@ def run_plan(plan: LaunchPlan, say: Callable[[str], None], arrival_seconds: floa
     is_temporary = settings.log_dir is None
     folder = Path(tempfile.mkdtemp(prefix="zeroaccel_") if settings.log_dir is None else settings.log_dir)
     succeeded = False
-    stopping = Stopping(
-        lambda: end_leftovers(launch_id, grace_seconds=0.0), say, may_wait_in_native_code=settings.num_machines > 1
+    stop_signals = StopSignals(
+        lambda: end_orphans(launch_id, grace_seconds=0.0), log, may_wait_in_native_code=settings.num_machines > 1
     )
     files = RankFiles(
         folder,
         settings,
         lambda local_rank: {**plan.additions(local_rank), LAUNCH_ID: launch_id},
-        stopping.processes_exist,
-        say,
+        stop_signals.processes_exist,
+        log,
     )
     if settings.max_restarts:
         _renew_stores()
-    watch = ProcessWatch(timeout_seconds(settings.timeout), plan.port, settings.monitor_interval, say)
-    with stopping, _agent_log(settings), _processes_end_in_time(), watch:
+    watch = ProcessWatch(timeout_seconds(settings.timeout), plan.port, settings.monitor_interval, log)
+    with stop_signals, _agent_log(settings), _processes_end_in_time(), watch:
         try:
-            meeting = meet_machines(plan, say, arrival_seconds)  # its store lives until the ranks have theirs
+            meeting = meet_machines(plan, log, arrival_seconds)  # its store lives until the ranks have theirs
             # The agent fills in ${local_rank} and turns $$ into $; the arguments are meant as they are.
             command = [word.replace("$", "$$") for word in plan.command[1:]]
             launch_agent(_launch_config(plan, files), plan.command[0], command)
@@ -293,8 +286,8 @@ def run_plan(plan: LaunchPlan, say: Callable[[str], None], arrival_seconds: floa
             raise CollectiveError(_did_not_meet(plan, error)) from error
         finally:
             if not succeeded:
-                stopping.processes_ended()
-                end_leftovers(launch_id)
+                stop_signals.processes_ended()
+                end_orphans(launch_id)
             if is_temporary:
                 shutil.rmtree(folder, ignore_errors=True)
 

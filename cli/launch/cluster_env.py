@@ -10,32 +10,29 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from zeroaccel.config.launch.launch_sources import Given
+from zeroaccel.config.launch.launch_sources import ExplicitSettings
 from zeroaccel.errors import ConfigError
 
-__all__ = [
-    "expand_nodelist",
-    "surroundings",
-]
+__all__ = ["cluster_environment", "expand_nodelist"]
 
 
 _Settings = dict[str, int | str]
 _Found = tuple[_Settings, str] | None  # settings, and who says them
 
 
-def surroundings(environ: Mapping[str, str]) -> Given:
+def cluster_environment(environ: Mapping[str, str]) -> ExplicitSettings:
     """num_machines, machine_rank, main_process_ip and _port as the scheduler has them; nothing outside of one.
 
     Raises:
         ConfigError: the scheduler has started several launchers on one machine.
     """
     if "TORCHELASTIC_RUN_ID" in environ or "LOCAL_RANK" in environ:
-        return Given()  # inside a rank of a job that runs already
+        return ExplicitSettings()  # inside a rank of a job that runs already
     for read in (_slurm, _open_mpi, _torchrun_variables, _pods):
         settings, source = read(environ) or ({}, "")
         if settings.get("num_machines", 1) != 1:
-            return Given(settings, dict.fromkeys(settings, source))
-    return Given()
+            return ExplicitSettings(settings, dict.fromkeys(settings, source))
+    return ExplicitSettings()
 
 
 def _slurm(environ: Mapping[str, str]) -> _Found:

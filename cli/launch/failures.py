@@ -1,6 +1,6 @@
-"""What is said when a job fails: which process was first, why, and what became of the others; and the exit code.
+"""Explains how a job failed: the rank that failed first, its error, the state of the others, and the exit code.
 
-Pure: `agent` gathers how the processes of this machine ended, and `launch` prints what `tell` makes of it. The process
+Pure: `agent` collects a `RankEnd` per failed rank of this machine, `launch_command` prints `explain_failure`. The rank
 that failed first is seldom the one that printed last: the others lose their connection to it, and say so at length.
 """
 
@@ -12,18 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = [
-    "AFTER_FAILURE_SECONDS",
-    "RankEnd",
-    "Report",
-    "exit_code",
-    "first_failure",
-    "read_report",
-    "tell",
-]
+__all__ = ["AFTER_FAILURE_SECONDS", "RankEnd", "Report", "exit_code", "explain_failure", "first_failure", "read_report"]
 
 
-Kind = Literal["exception", "on_purpose", "exit", "interrupt"]
+ReportKind = Literal["exception", "on_purpose", "exit", "interrupt"]
 
 _NEVER_A_CONSEQUENCE = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 AFTER_FAILURE_SECONDS = 6
@@ -60,12 +52,12 @@ class Report:
         pid: of the process; 0 where it does not say.
     """
 
-    kind: Kind
+    kind: ReportKind
     headline: str
     traceback: str
     exit_code: int
     time: float
-    told: bool = False
+    printed: bool = False
     pid: int = 0
 
 
@@ -104,7 +96,7 @@ def read_report(data: Mapping[str, Any]) -> Report:
             traceback=ours["traceback"].rstrip(),
             exit_code=ours["exit_code"],
             time=ours["time"],
-            told=ours.get("told", False),
+            printed=ours.get("printed", False),
             pid=ours.get("pid", 0),
         )
     message = data["message"]
@@ -134,7 +126,7 @@ def exit_code(end: RankEnd) -> int:
     return end.exit_code if end.exit_code > 0 else 128 - end.exit_code
 
 
-def tell(
+def explain_failure(
     ends: Sequence[RankEnd], *, ranks: range, host: str, several_machines: bool = False, debug: bool = False
 ) -> str:
     """The last words of a failed job on one machine, without a final newline.
@@ -152,24 +144,24 @@ def tell(
     if report is not None and is_plain and not (debug and report.traceback):
         named = alike
         said = report.headline
-        if report.told:
+        if report.printed:
             said = f"{report.headline.partition(':')[0]} (exit code {exit_code(first)}); the message is above"
         lines = [f"on {_all_or_some(alike, ranks, several_machines)}: {said}"]
     else:
-        lines = [f"{_who(first, host)} failed first{_account(first)}"]
+        lines = [f"{_describe_rank(first, host)} failed first{_cause(first)}"]
     if others := [rank for rank in ranks if rank not in named]:
-        lines.append(_fates(ends, first, others))
+        lines.append(_other_ranks(ends, first, others))
     if several_machines and _is_consequence(first):
         lines.append("the cause is probably on another machine: see what its launcher says")
     return "\n".join(lines)
 
 
-def _who(end: RankEnd, host: str) -> str:
+def _describe_rank(end: RankEnd, host: str) -> str:
     how = f"exit code {end.exit_code}" if end.exit_code >= 0 else _signal_name(end.exit_code)
     return f"rank {end.rank} (host {host}, pid {end.pid}, {how})"
 
 
-def _account(end: RankEnd) -> str:
+def _cause(end: RankEnd) -> str:
     """What follows "failed first"."""
     if end.report is not None:
         return f":\n{end.report.traceback}" if end.report.traceback else f": {end.report.headline}"
@@ -182,17 +174,17 @@ def _account(end: RankEnd) -> str:
     return ": it left no traceback; what it printed is above"
 
 
-def _fates(ends: Sequence[RankEnd], first: RankEnd, others: Iterable[int]) -> str:
+def _other_ranks(ends: Sequence[RankEnd], first: RankEnd, others: Iterable[int]) -> str:
     """One line on the other processes of this machine; those that are not among the ends have succeeded."""
     start = min(end.noticed for end in ends)
-    by_rank = {end.rank: _fate(end, first, start) for end in ends}
+    by_rank = {end.rank: _rank_outcome(end, first, start) for end in ends}
     groups: dict[str, list[int]] = {}
     for rank in others:
         groups.setdefault(by_rank.get(rank, "had finished"), []).append(rank)
     return "; ".join(f"{_named(who)}: {fate}" for fate, who in groups.items())
 
 
-def _fate(end: RankEnd, first: RankEnd, start: float) -> str:
+def _rank_outcome(end: RankEnd, first: RankEnd, start: float) -> str:
     if _same_words(end, first):
         return "failed in the same way"
     if _stopped_by_launcher(end, start):

@@ -14,19 +14,13 @@ from typing import Any, TypeVar
 import click
 
 from zeroaccel.config.launch.launch_foreign import FSDP_KEYS
-from zeroaccel.config.launch.launch_sources import Given, from_text
+from zeroaccel.config.launch.launch_sources import ExplicitSettings, from_text
 from zeroaccel.errors import ConfigError
 
 from ..machine import devices, is_own_host
 from .hostfile import Host, read_hostfile, select_hosts
 
-__all__ = [
-    "DEEPSPEED_FLAGS",
-    "TORCHRUN_HINTS",
-    "OtherFlags",
-    "other_flags",
-    "resolve_devices",
-]
+__all__ = ["DEEPSPEED_FLAGS", "TORCHRUN_HINTS", "ForeignFlags", "foreign_flag_options", "resolve_devices"]
 
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -114,7 +108,7 @@ _OPTIONS: Mapping[str, dict[str, Any]] = {
 }
 
 
-def other_flags(command: _Command) -> _Command:
+def foreign_flag_options(command: _Command) -> _Command:
     """Gives the launch these flags. All are optional; absent means: not given."""
     about = "Whether the script is given --local_rank=N. [default: if its argparse, click or fire takes it]"
     command = click.option("--pass_local_rank/--no_local_rank", "pass_local_rank", default=None, help=about)(command)
@@ -132,11 +126,11 @@ def other_flags(command: _Command) -> _Command:
 
 
 @dataclass
-class OtherFlags:
+class ForeignFlags:
     """What was typed of these flags.
 
     Attributes:
-        values, sources: as for `Given`, of those that are other names of settings.
+        values, sources: as for `ExplicitSettings`, of those that are other names of settings.
         notes: one line for each that does nothing.
         fsdp: FSDP's settings.
         num_gpus: processes per machine.
@@ -155,7 +149,7 @@ class OtherFlags:
     no_ssh: bool = False
 
     @classmethod
-    def take_from(cls, typed: dict[str, Any]) -> OtherFlags:
+    def take_from(cls, typed: dict[str, Any]) -> ForeignFlags:
         """Takes these flags out of what click has of a command line.
 
         Raises:
@@ -185,28 +179,28 @@ class OtherFlags:
         for name, setting in _SAME.items():
             if name in given:
                 flag = f"--{name}"
-                self._say(setting, from_text(setting, given[name], {setting: flag}.__getitem__), flag)
+                self._log(setting, from_text(setting, given[name], {setting: flag}.__getitem__), flag)
         if "num_gpus" in given:
             count = from_text("num_processes", given["num_gpus"], lambda _: "--num_gpus")
             if count == 0 or count < -1:
                 raise ConfigError("--num_gpus", expected="a number above 0, or -1 for all", got=count)
             self.num_gpus = None if count == -1 else count
         if "bind_cores_to_rank" in given:
-            self._say("enable_cpu_affinity", True, "--bind_cores_to_rank")
+            self._log("enable_cpu_affinity", True, "--bind_cores_to_rank")
         if "enable_each_rank_log" in given:
-            self._say("log_dir", given["enable_each_rank_log"], "--enable_each_rank_log")
-            self._say("redirects", 3, "--enable_each_rank_log")
+            self._log("log_dir", given["enable_each_rank_log"], "--enable_each_rank_log")
+            self._log("redirects", 3, "--enable_each_rank_log")
         if "launcher" in given:
-            self._say("multinode_launcher", given["launcher"].lower(), "--launcher")
+            self._log("multinode_launcher", given["launcher"].lower(), "--launcher")
         if "launcher_args" in given:
             self.notes.append("--launcher_args: does nothing; arguments for ssh are in ZEROACCEL_SSH")
         if self.no_ssh:
-            self._say("multinode_launcher", "standard", "--no_ssh")
+            self._log("multinode_launcher", "standard", "--no_ssh")
 
-    def _say(self, name: str, value: Any, flag: str) -> None:
+    def _log(self, name: str, value: Any, flag: str) -> None:
         self.values[name], self.sources[name] = value, flag
 
-    def above(self, flags: Given) -> Given:
+    def above(self, flags: ExplicitSettings) -> ExplicitSettings:
         """These flags together with those that have our own names.
 
         Raises:
@@ -217,7 +211,7 @@ class OtherFlags:
                 here, there = f"{self.sources[name]} {value}", f"{flags.sources[name]} {flags.values[name]}"
                 fix = "keep one of the two, they are names of one setting"
                 raise ConfigError(f"{here}: something else is said by {there}", fix=fix)
-        return flags.under(Given(self.values, self.sources, tuple(self.notes)))
+        return flags.under(ExplicitSettings(self.values, self.sources, tuple(self.notes)))
 
 
 def _names() -> tuple[str, ...]:
@@ -225,7 +219,7 @@ def _names() -> tuple[str, ...]:
     return (*_OPTIONS, *more, *FSDP_KEYS, *_IDLE_VALUES, *_REFUSED_VALUES, *_IDLE_SWITCHES, *_SIZES)
 
 
-def resolve_devices(given: Given, flags: OtherFlags) -> Given:
+def resolve_devices(given: ExplicitSettings, flags: ForeignFlags) -> ExplicitSettings:
     """Brings processes per machine, filters without a hostfile and hostfiles without ssh into the other settings.
 
     Raises:
@@ -240,27 +234,27 @@ def resolve_devices(given: Given, flags: OtherFlags) -> Given:
     return _with_processes(given, num_processes, "--num_gpus")
 
 
-def _without_hostfile(given: Given, flags: OtherFlags) -> Given:
+def _without_hostfile(given: ExplicitSettings, flags: ForeignFlags) -> ExplicitSettings:
     """What reaches other machines means nothing where no file names them."""
     launcher = given.values.get("multinode_launcher")
     if launcher in (None, "ssh", "standard") and given.sources.get("multinode_launcher") != "--launcher":
         return given
     kept = {name: value for name, value in given.values.items() if name != "multinode_launcher"}
     note = f"{given.where('multinode_launcher')} {launcher}: does nothing, as there is no hostfile"
-    return Given(kept, given.sources, (*given.notes, note))
+    return ExplicitSettings(kept, given.sources, (*given.notes, note))
 
 
-def _with_processes(given: Given, num_processes: int, flag: str) -> Given:
+def _with_processes(given: ExplicitSettings, num_processes: int, flag: str) -> ExplicitSettings:
     said = given.values.get("num_processes", num_processes)
     if said != num_processes and given.sources["num_processes"].startswith("--"):
         raise ConfigError(
             f"{flag}: {num_processes} processes in all, and {given.sources['num_processes']} says {said}",
             fix="keep one of the two",
         )
-    return given.under(Given({"num_processes": num_processes}, {"num_processes": flag}))
+    return given.under(ExplicitSettings({"num_processes": num_processes}, {"num_processes": flag}))
 
 
-def _by_filter(given: Given) -> Given:
+def _by_filter(given: ExplicitSettings) -> ExplicitSettings:
     """A filter that names this machine: the devices it leaves, a process each."""
     name = next((one for one in ("inclusion_filter", "exclusion_filter") if given.values.get(one) is not None), None)
     if name is None:
@@ -286,7 +280,7 @@ def _by_filter(given: Given) -> Given:
         values["gpu_ids"], sources["gpu_ids"] = ",".join(map(str, numbers)), sources[name]
     elif numbers:
         notes.append(f"{where} {text}: {len(numbers)} on the CPU, as no accelerator is used here")
-    given = Given(values, sources, tuple(notes))
+    given = ExplicitSettings(values, sources, tuple(notes))
     return _with_processes(given, len(numbers), sources[name]) if numbers else given
 
 
@@ -297,7 +291,7 @@ def _numbers(slots: str, where: str, text: str) -> list[int]:
         raise ConfigError(where, expected="the form localhost:0,1", got=text) from None
 
 
-def _by_hostfile(given: Given, flags: OtherFlags) -> Given:
+def _by_hostfile(given: ExplicitSettings, flags: ForeignFlags) -> ExplicitSettings:
     """The first machines and slots of a hostfile, as an inclusion filter; for each machine by itself without ssh."""
     values, sources = dict(given.values), dict(given.sources)
     num_nodes = values.get("num_machines") if sources.get("num_machines") == "--num_nodes" else None
@@ -315,7 +309,7 @@ def _by_hostfile(given: Given, flags: OtherFlags) -> Given:
         sources["inclusion_filter"] = flag
         if num_nodes is not None:
             del values["num_machines"]
-    given = Given(values, sources, given.notes)
+    given = ExplicitSettings(values, sources, given.notes)
     return _by_hand(given) if flags.no_ssh else given
 
 
@@ -327,7 +321,7 @@ def _chosen(host: Host, num_gpus: int | None) -> str:
     return f"{host.name}:{','.join(map(str, host.slots[:num_gpus]))}"
 
 
-def _by_hand(given: Given) -> Given:
+def _by_hand(given: ExplicitSettings) -> ExplicitSettings:
     """--no_ssh: the hostfile only says how many machines and processes there are, and which machine is the first."""
     include, exclude = given.values.get("inclusion_filter"), given.values.get("exclusion_filter")
     hosts = select_hosts(read_hostfile(given.values["hostfile"]), include, exclude)
@@ -339,4 +333,4 @@ def _by_hand(given: Given) -> Given:
         "main_process_ip": hosts[0].address,
     }
     source = f"hostfile {given.values['hostfile']}"
-    return Given(said, dict.fromkeys(said, source)).under(Given(kept, given.sources, given.notes))
+    return ExplicitSettings(said, dict.fromkeys(said, source)).under(ExplicitSettings(kept, given.sources, given.notes))

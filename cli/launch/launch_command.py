@@ -21,22 +21,20 @@ from zeroaccel.config.launch.launch_file import find_launch_file, read_launch_fi
 from zeroaccel.config.launch.launch_foreign import translate_fsdp
 from zeroaccel.config.launch.launch_json import check_json
 from zeroaccel.config.launch.launch_settings import LaunchSettings, launch_settings, wrong_settings
-from zeroaccel.config.launch.launch_sources import Given, check_variables, gather, launched_environment
+from zeroaccel.config.launch.launch_sources import ExplicitSettings, check_variables, gather, launched_environment
 from zeroaccel.config.schema import Config
 from zeroaccel.errors import ConfigError
 from zeroaccel.offload.offload_folder import examine_folder
 
 from ..machine import gib, local_disks
-from .cluster_env import surroundings
-from .failures import exit_code, first_failure, tell
-from .foreign_flags import OtherFlags, other_flags, resolve_devices
-from .launch_flags import LaunchCommand, given_by_flags, setting_flags
+from .cluster_env import cluster_environment
+from .failures import exit_code, explain_failure, first_failure
+from .foreign_flags import ForeignFlags, foreign_flag_options, resolve_devices
+from .launch_flags import LaunchCommand, setting_flags, settings_from_flags
 from .launch_plan import LaunchPlan, Program, ProgramKind, local_rank_option, plan_launch
-from .ssh import describe_errands, is_only_this_machine, plan_errands, run_errands, ssh_words
+from .ssh import describe_node_jobs, is_only_this_machine, plan_node_jobs, run_node_jobs, ssh_words
 
-__all__ = [
-    "launch",
-]
+__all__ = ["launch"]
 
 
 @click.command(
@@ -50,7 +48,7 @@ __all__ = [
     short_help="Run a script as several processes.",
 )
 @setting_flags
-@other_flags
+@foreign_flag_options
 @click.option("--config_file", metavar="PATH", help="The launch file. [default: see below]")
 @click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as for python -m.")
 @click.option("--no_python", is_flag=True, help="SCRIPT is a program to run as it is.")
@@ -80,8 +78,8 @@ def launch(
     """
     if module and no_python:
         raise click.UsageError("--module and --no_python exclude each other.", click.get_current_context())
-    others = OtherFlags.take_from(typed)
-    flags = others.above(given_by_flags(typed))
+    others = ForeignFlags.take_from(typed)
+    flags = others.above(settings_from_flags(typed))
     check_variables(os.environ)
     found = find_launch_file(config_file, os.environ, Path.cwd())
     given = resolve_devices(_gathered(flags, others, found), others).effective()
@@ -94,36 +92,36 @@ def launch(
     program = Program(script, script_args, kind, _local_rank_option(script, script_args, kind, others.pass_local_rank))
     bf16_by = _bf16_by(given, config)
     for note in given.notes:
-        _say(f"note: {note}")
+        _log(f"note: {note}")
     if found is not None:
-        _say(f"settings from {found[0]} ({found[1]})")
-    told = {**launched_environment(settings, given.sources), **_facade(settings.engine, given.where("engine"))}
+        _log(f"settings from {found[0]} ({found[1]})")
+    child_env = {**launched_environment(settings, given.sources), **_facade(settings.engine, given.where("engine"))}
     if settings.starts_hosts:
-        return _launch_hosts(given, program, told, bf16_by, dry_run=dry_run)
-    return _launch_here(settings, program, told, bf16_by, dry_run=dry_run)
+        return _launch_hosts(given, program, child_env, bf16_by, dry_run=dry_run)
+    return _launch_here(settings, program, child_env, bf16_by, dry_run=dry_run)
 
 
-def _gathered(flags: Given, others: OtherFlags, found: tuple[Path, str] | None) -> Given:
+def _gathered(flags: ExplicitSettings, others: ForeignFlags, found: tuple[Path, str] | None) -> ExplicitSettings:
     """All settings, from flags, environment, what a scheduler says, and the file."""
     # A scheduler knows this machine better than a file that all machines may share.
-    above = gather(flags, os.environ, surroundings(os.environ))
+    above = gather(flags, os.environ, cluster_environment(os.environ))
     if found is not None:
         over = above
         if others.is_fsdp:
-            over = Given({"distributed_type": "FSDP"}).under(above)
-        file: Given = read_launch_file(*found, over=over, fsdp_flags=others.fsdp)
+            over = ExplicitSettings({"distributed_type": "FSDP"}).under(above)
+        file: ExplicitSettings = read_launch_file(*found, over=over, fsdp_flags=others.fsdp)
     elif others.is_fsdp or others.fsdp:
         file = _of_fsdp_flags(above, others)
     else:
-        file = Given()
-    return gather(flags, os.environ, file.under(surroundings(os.environ)))
+        file = ExplicitSettings()
+    return gather(flags, os.environ, file.under(cluster_environment(os.environ)))
 
 
-def _of_fsdp_flags(given: Given, others: OtherFlags) -> Given:
+def _of_fsdp_flags(given: ExplicitSettings, others: ForeignFlags) -> ExplicitSettings:
     """What FSDP's flags stand for where there is no file."""
     if not others.is_fsdp:
         names = ", ".join(f"--{name}" for name in others.fsdp)
-        return Given(notes=(f"{names}: nothing is done with it, as there is no --use_fsdp",))
+        return ExplicitSettings(notes=(f"{names}: nothing is done with it, as there is no --use_fsdp",))
     machines = given.values.get("num_machines", 1)
     made = translate_fsdp(others.fsdp, machines if isinstance(machines, int) else 1)
     if made.problems:
@@ -131,7 +129,7 @@ def _of_fsdp_flags(given: Given, others: OtherFlags) -> Given:
     sources = {name: f"--{key or 'use_fsdp'}" for name, key in made.said_by.items()}
     notes = ["--use_fsdp: FSDP -> DEEPSPEED, whose stages shard the same way"]
     notes += [f"--{key}: {text}" for key, text in made.notes]
-    return Given(
+    return ExplicitSettings(
         {**made.values, "distributed_type": "DEEPSPEED"}, {**sources, "distributed_type": "--use_fsdp"}, tuple(notes)
     )
 
@@ -153,18 +151,18 @@ def _local_rank_option(script: str, arguments: tuple[str, ...], kind: ProgramKin
 
 
 def _launch_here(
-    settings: LaunchSettings, program: Program, told: Mapping[str, str], bf16_by: str, *, dry_run: bool
+    settings: LaunchSettings, program: Program, child_env: Mapping[str, str], bf16_by: str, *, dry_run: bool
 ) -> int:
-    plan = plan_launch(settings, program, os.environ, told, bf16_by=bf16_by)
+    plan = plan_launch(settings, program, os.environ, child_env, bf16_by=bf16_by)
     for line in (*plan.warnings, *(() if dry_run else (plan.headline,))):
-        _say(line)
+        _log(line)
     if dry_run:
         click.echo(plan.describe())
         return 0
     return _run(plan)
 
 
-def _with_folders(given: Given, config: Config | None) -> Given:
+def _with_folders(given: ExplicitSettings, config: Config | None) -> ExplicitSettings:
     """A folder for every "nvme" that nobody named one for: on this machine's disk with the most room, and said so.
 
     Not with a hostfile: what disks the other machines have is not known here.
@@ -175,12 +173,12 @@ def _with_folders(given: Given, config: Config | None) -> Given:
     if disk is None:
         return given
     room = f"{disk.folder} ({disk.file_system}, {gib(disk.free_nbytes)} free)"
-    _say(f"no --{' and no --'.join(lacking)}: files go to {room}, the local disk with the most room")
+    _log(f"no --{' and no --'.join(lacking)}: files go to {room}, the local disk with the most room")
     source = "the local disk with the most room"
-    return Given(dict.fromkeys(lacking, disk.folder), dict.fromkeys(lacking, source)).under(given)
+    return ExplicitSettings(dict.fromkeys(lacking, disk.folder), dict.fromkeys(lacking, source)).under(given)
 
 
-def _bf16_by(given: Given, config: Config | None) -> str:
+def _bf16_by(given: ExplicitSettings, config: Config | None) -> str:
     """Who says that the training is in bf16: a setting, or the JSON config; empty where nobody does."""
     if given.values.get("mixed_precision") == "bf16":
         return f"{given.where('mixed_precision')} bf16"
@@ -189,7 +187,7 @@ def _bf16_by(given: Given, config: Config | None) -> str:
     return ""
 
 
-def _check_folders(given: Given, config: Config | None) -> None:
+def _check_folders(given: ExplicitSettings, config: Config | None) -> None:
     """Looks at the folders for "nvme", which every process would find wrong otherwise, once the model is there."""
     for what, (path, where) in _on_nvme(given, config).items():
         if path is None:
@@ -197,7 +195,7 @@ def _check_folders(given: Given, config: Config | None) -> None:
         examine_folder(path, where)
 
 
-def _on_nvme(given: Given, config: Config | None) -> dict[str, tuple[str | None, str]]:
+def _on_nvme(given: ExplicitSettings, config: Config | None) -> dict[str, tuple[str | None, str]]:
     """What is offloaded to files -> the folder that somebody named, or None, and the address of its name."""
     found: dict[str, tuple[str | None, str]] = {}
     for what in ("offload_optimizer", "offload_param"):
@@ -223,33 +221,35 @@ def _facade(engine: str | None, where: str) -> dict[str, str]:
     return inherited_environment(os.environ, shadow=real is not None)
 
 
-def _launch_hosts(given: Given, program: Program, told: Mapping[str, str], bf16_by: str, *, dry_run: bool) -> int:
+def _launch_hosts(
+    given: ExplicitSettings, program: Program, child_env: Mapping[str, str], bf16_by: str, *, dry_run: bool
+) -> int:
     ssh = ssh_words(os.environ.get("ZEROACCEL_SSH", ""))
-    errands = plan_errands(given, program, told, os.environ, ssh, bf16_by)
-    if is_only_this_machine(errands):
-        return _launch_here(launch_settings(errands[0].order["settings"]), program, told, bf16_by, dry_run=dry_run)
+    jobs = plan_node_jobs(given, program, child_env, os.environ, ssh, bf16_by)
+    if is_only_this_machine(jobs):
+        return _launch_here(launch_settings(jobs[0].order["settings"]), program, child_env, bf16_by, dry_run=dry_run)
     python_path = os.environ.get("PYTHONPATH")
     if dry_run:
-        click.echo(describe_errands(errands, ssh, python_path, os.environ))
+        click.echo(describe_node_jobs(jobs, ssh, python_path, os.environ))
         return 0
-    num_local = len(errands[0].ranks)
-    _say(f"{len(errands)} machines, {num_local} process{'es' if num_local > 1 else ''} each")
-    return run_errands(errands, ssh, python_path, _say, debug=given.settings().debug)
+    num_local = len(jobs[0].ranks)
+    _log(f"{len(jobs)} machines, {num_local} process{'es' if num_local > 1 else ''} each")
+    return run_node_jobs(jobs, ssh, python_path, _log, debug=given.settings().debug)
 
 
 def _run(plan: LaunchPlan) -> int:
     from .agent import run_plan
 
-    end = run_plan(plan, _say)
+    end = run_plan(plan, _log)
     if end.signal:
-        _say(f"stopped by {signal.Signals(end.signal).name}; all processes of this machine have ended")
+        _log(f"stopped by {signal.Signals(end.signal).name}; all processes of this machine have ended")
         return 128 + end.signal
     if not end.failures:
         return 0
     settings = plan.settings
     first_rank = min(failure.rank - failure.local_rank for failure in end.failures)
-    _say(
-        tell(
+    _log(
+        explain_failure(
             end.failures,
             ranks=range(first_rank, first_rank + plan.num_local),
             host=socket.gethostname(),
@@ -258,10 +258,10 @@ def _run(plan: LaunchPlan) -> int:
         )
     )
     if settings.log_dir is not None:
-        _say(f"output and reports are in {settings.log_dir}")
+        _log(f"output and reports are in {settings.log_dir}")
     return exit_code(first_failure(end.failures))
 
 
-def _say(message: str) -> None:
+def _log(message: str) -> None:
     """To the person, on stderr: stdout belongs to the script."""
     click.echo(f"zeroaccel: {message}", err=True)

@@ -1,7 +1,7 @@
-"""The flags of `zeroaccel launch`: one for each setting, in groups, with accelerate's names; and those of no use here.
+"""The flags of `zeroaccel launch`: one per setting, in the groups of help, with accelerate's names.
 
-Made from the settings' own types and docstrings, so that flag, variable and file cannot differ. Turns what was typed
-into `Given`; the command itself is in `launch`.
+Made from `setting_table` and the settings' own types and docstrings, so that flag, variable and file cannot differ.
+Turns parsed flags into `ExplicitSettings`; the command itself is in `launch_command`.
 """
 
 from __future__ import annotations
@@ -13,97 +13,24 @@ import click
 
 from zeroaccel.config.diagnostics import closest
 from zeroaccel.config.launch.launch_settings import LaunchSettings
-from zeroaccel.config.launch.launch_sources import Given, from_text, kind_of, other_names
+from zeroaccel.config.launch.launch_sources import ExplicitSettings, from_text, kind_of, other_names
+from zeroaccel.config.launch.setting_table import SETTINGS
 
 from .foreign_flags import DEEPSPEED_FLAGS, TORCHRUN_HINTS
 
-__all__ = [
-    "GROUPS",
-    "LaunchCommand",
-    "flag",
-    "given_by_flags",
-    "setting_flags",
-]
+__all__ = ["GROUPS", "LaunchCommand", "flag", "setting_flags", "settings_from_flags"]
 
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-_FLAGS = {"use_cpu": "--cpu"}  # setting -> flag, where it is not just --setting
-# As the `deepspeed` command and torchrun have them.
-_SHORT = {"hostfile": "-H", "inclusion_filter": "-i", "exclusion_filter": "-e", "tee": "-t", "redirects": "-r"}
 _ENGINES = {"use_deepspeed": "DEEPSPEED", "multi_gpu": "MULTI_GPU"}
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "Processes": (
-        "num_processes",
-        "use_cpu",
-        "gpu_ids",
-        "num_cpu_threads_per_process",
-        "enable_cpu_affinity",
-        "max_restarts",
-        "monitor_interval",
-    ),
-    "Machines": (
-        "num_machines",
-        "min_machines",
-        "machine_rank",
-        "main_process_ip",
-        "main_process_port",
-        "hostfile",
-        "inclusion_filter",
-        "exclusion_filter",
-        "multinode_launcher",
-        "rdzv_backend",
-        "rdzv_conf",
-        "same_network",
-    ),
-    "Precision and ZeRO, for what the script does not say": (
-        "engine",
-        "mixed_precision",
-        "distributed_type",
-        "deepspeed_config_file",
-        "zero_stage",
-        "offload_optimizer_device",
-        "offload_param_device",
-        "offload_optimizer_nvme_path",
-        "offload_param_nvme_path",
-        "gradient_accumulation_steps",
-        "gradient_clipping",
-        "zero3_init_flag",
-        "zero3_save_16bit_model",
-        "deepspeed_moe_layer_cls_names",
-    ),
-    "Compilation": (
-        "dynamo_backend",
-        "dynamo_mode",
-        "dynamo_use_fullgraph",
-        "dynamo_use_dynamic",
-        "dynamo_use_regional_compilation",
-    ),
-    "Output and errors": ("role", "log_dir", "tee", "redirects", "timeout", "debug"),
+    group: tuple(name for name, setting in SETTINGS.items() if setting.group == group)
+    for group in dict.fromkeys(setting.group for setting in SETTINGS.values())
 }
+"""Heading in help -> its settings."""
 
-_METAVARS = {
-    "num_processes": "N",
-    "main_process_ip": "HOST",
-    "main_process_port": "PORT",
-    "gpu_ids": "IDS",
-    "rdzv_conf": "KEY=VALUE,...",
-    "monitor_interval": "SECONDS",
-    "timeout": "SECONDS",
-    "log_dir": "FOLDER",
-    "tee": "STREAMS",
-    "redirects": "STREAMS",
-    "role": "NAME",
-    "zero_stage": "0|1|2|3",
-    "gradient_clipping": "NORM",
-    "dynamo_backend": "NAME",
-    "deepspeed_moe_layer_cls_names": "CLASS,...",
-    "inclusion_filter": "HOSTS",
-    "exclusion_filter": "HOSTS",
-}
 _KIND_METAVARS = {"switch": "true|false", "count": "N"}
-# Switches that accelerate takes with a value.
-_VALUED = ("zero3_init_flag", "zero3_save_16bit_model")
 
 _PARALLELISM = "tensor, context and sequence parallelism are not available"
 _FP8 = "8-bit training is not available; use --mixed_precision bf16"
@@ -152,19 +79,19 @@ class LaunchCommand(click.Command):
 
 def flag(setting: str) -> str:
     """What a setting is called on the command line."""
-    return _FLAGS.get(setting, f"--{setting}")
+    return SETTINGS[setting].flag or f"--{setting}"
 
 
 def setting_flags(command: _Command) -> _Command:
     """Gives a command the flag of every setting. Absent means: not given, whatever the default."""
-    for name in reversed([name for names in GROUPS.values() for name in names]):
+    for name in reversed(list(SETTINGS)):
         command = _option(name)(command)
     for engine in _ENGINES:
         command = click.option(f"--{engine}", engine, is_flag=True, hidden=True)(command)
     return command
 
 
-def given_by_flags(typed: Mapping[str, Any]) -> Given:
+def settings_from_flags(typed: Mapping[str, Any]) -> ExplicitSettings:
     """The settings that were typed.
 
     Args:
@@ -188,13 +115,13 @@ def given_by_flags(typed: Mapping[str, Any]) -> Given:
             if values.get("distributed_type", kind) != kind:
                 raise click.UsageError(f"--{engine}: {sources['distributed_type']} says something else")
             values["distributed_type"], sources["distributed_type"] = kind, f"--{engine}"
-    return Given(values, sources)
+    return ExplicitSettings(values, sources)
 
 
 def _option(name: str) -> Callable[[_Command], _Command]:
     about = LaunchSettings.model_fields[name].description
-    spelled = [flag(name), *(f"--{other}" for other in other_names(name)), *filter(None, [_SHORT.get(name)])]
-    if kind_of(name) == "switch" and name not in _VALUED:
+    spelled = [flag(name), *(f"--{other}" for other in other_names(name)), *filter(None, [SETTINGS[name].short])]
+    if kind_of(name) == "switch" and not SETTINGS[name].takes_value:
         bare = spelled[0].lstrip("-")
         return click.option(f"--{bare}/--no_{bare}", name, is_flag=True, default=None, help=about)
     return click.option(*spelled, name, default=None, metavar=_metavar(name), help=about)
@@ -204,8 +131,8 @@ def _metavar(name: str) -> str:
     choices = list(_choices(LaunchSettings.model_fields[name].annotation))
     if choices:
         return "|".join(choices)
-    if name in _METAVARS:
-        return _METAVARS[name]
+    if SETTINGS[name].metavar:
+        return SETTINGS[name].metavar
     return "PATH" if name.endswith(("_path", "_file", "file")) else _KIND_METAVARS.get(kind_of(name), "TEXT")
 
 

@@ -9,7 +9,6 @@ torch only to count accelerators.
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.machinery
 import importlib.util
 import os
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from zeroaccel.comm.environment import usable_cores
+from zeroaccel.config.diagnostics import near_names
 from zeroaccel.config.launch.launch_settings import LaunchSettings
 from zeroaccel.errors import ConfigError
 
@@ -35,13 +35,7 @@ from ..machine import (
     port_trouble,
 )
 
-__all__ = [
-    "LaunchPlan",
-    "Program",
-    "ProgramKind",
-    "local_rank_option",
-    "plan_launch",
-]
+__all__ = ["LaunchPlan", "Program", "ProgramKind", "local_rank_option", "plan_launch"]
 
 
 ProgramKind = Literal["script", "module", "executable"]
@@ -108,7 +102,7 @@ class LaunchPlan:
     warnings: tuple[str, ...] = ()
     cores: tuple[str, ...] = ()
     program: Program = Program("")
-    told: Mapping[str, str] = field(default_factory=dict)
+    child_env: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def world_size(self) -> int:
@@ -148,7 +142,7 @@ def plan_launch(
     settings: LaunchSettings,
     program: Program,
     environ: Mapping[str, str],
-    told: Mapping[str, str] | None = None,
+    child_env: Mapping[str, str] | None = None,
     *,
     here: bool = True,
     bf16_by: str = "",
@@ -181,7 +175,7 @@ def plan_launch(
         command=program.command(),
         num_local=num_local,
         device="cuda" if num_devices else "cpu",
-        environment={**_environment(settings, threads), **(told or {})},
+        environment={**_environment(settings, threads), **(child_env or {})},
         host=host,
         port=port,
         address=_own_address(host),
@@ -189,7 +183,7 @@ def plan_launch(
         warnings=(*about_host, *_warnings(num_local, num_devices)),
         cores=_cores(settings, program, num_local),
         program=program,
-        told=told or {},
+        child_env=child_env or {},
     )
 
 
@@ -223,7 +217,7 @@ def _check_script(path: Path) -> None:
     if not path.parent.is_dir():
         raise ConfigError(f"{path}: there is no folder {path.parent}")
     names = [entry.name for entry in path.parent.iterdir() if entry.is_file()]
-    near = [str(path.parent / name) for name in difflib.get_close_matches(path.name, names, n=3)]
+    near = [str(path.parent / name) for name in near_names(path.name, names, 3)]
     raise ConfigError(
         f"{path}: there is no such script in {path.parent.resolve()}",
         fix=f"did you mean {' or '.join(near)}?" if near else "",

@@ -18,29 +18,23 @@ from types import TracebackType
 
 import psutil
 
-__all__ = [
-    "LAUNCH_ID",
-    "ProcessWatch",
-    "break_connections",
-    "end_leftovers",
-    "wake_stopped",
-]
+__all__ = ["LAUNCH_ID", "ProcessWatch", "break_connections", "end_orphans", "wake_stopped"]
 
 
 LAUNCH_ID = "ZEROACCEL_LAUNCH_ID"
 """The variable; its value is different for each launch."""
 
 
-def end_leftovers(launch_id: str, grace_seconds: float = 3.0) -> int:
+def end_orphans(launch_id: str, grace_seconds: float = 3.0) -> int:
     """Ends the processes of a launch: SIGTERM, and SIGKILL for those that stay. Returns how many there were."""
-    leftovers = list(_marked(launch_id))
-    for process in leftovers:
+    orphans = list(_marked(launch_id))
+    for process in orphans:
         _signal(process, kill=False)
-    _, alive = psutil.wait_procs(leftovers, timeout=grace_seconds)
+    _, alive = psutil.wait_procs(orphans, timeout=grace_seconds)
     for process in alive:
         _signal(process, kill=True)
     psutil.wait_procs(alive, timeout=grace_seconds)
-    return len(leftovers)
+    return len(orphans)
 
 
 def wake_stopped(processes: Iterable[psutil.Process], number: int) -> None:
@@ -89,11 +83,11 @@ class ProcessWatch:
         say: tells the user what is done.
     """
 
-    def __init__(self, limit: float, port: int, monitor_interval: float, say: Callable[[str], None]) -> None:
+    def __init__(self, limit: float, port: int, monitor_interval: float, log: Callable[[str], None]) -> None:
         self._limit = limit
         self._port = port
         self._blind_seconds = _BLIND_SECONDS + 2 * monitor_interval
-        self._say = say
+        self._log = log
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="zeroaccel-process-watch", daemon=True)
         self._stopped: dict[psutil.Process, float] = {}  # the seconds for which each has been seen stopped
@@ -122,7 +116,7 @@ class ProcessWatch:
         self._ended = _counted(self._ended, [child for child in children if states[child] == psutil.STATUS_ZOMBIE])
         for child, seconds in self._stopped.items():
             if seconds > self._limit + _OTHERS_SECONDS:
-                self._say(
+                self._log(
                     f"the process {child.pid} has been stopped (SIGSTOP) for {seconds:.0f} s (the limit is "
                     f"{self._limit:g} s); it is woken and ended"
                 )
@@ -130,7 +124,7 @@ class ProcessWatch:
         if max(self._ended.values(), default=0.0) > self._blind_seconds:
             self._ended = {}
             if break_connections(self._port):
-                self._say(f"the rendezvous store at port {self._port} has not answered since a process ended")
+                self._log(f"the rendezvous store at port {self._port} has not answered since a process ended")
 
 
 def _counted(before: dict[psutil.Process, float], now: list[psutil.Process]) -> dict[psutil.Process, float]:

@@ -27,16 +27,13 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
-__all__ = [
-    "FAULT_FILE",
-    "main",
-]
+__all__ = ["FAULT_FILE", "main"]
 
 
 FAULT_FILE = "fault.txt"
 """Beside the error report: where a crash in native code leaves the Python stack."""
 
-_COMPANY_SECONDS = 1.0  # for processes that fail alike to say so, before the launcher ends them
+_SIBLING_GRACE_SECONDS = 1.0  # for processes that fail alike to say so, before the launcher ends them
 _PR_SET_PDEATHSIG = 1
 _LOCAL_RANK_AS = "--local_rank_as="
 
@@ -79,8 +76,8 @@ class Reporter:
             traceback.print_exc()
         if self._error is not None:
             if not self._reached:  # some hook has told it in its own way
-                self._write(report | {"told": True})
-            self._wait_for_company()
+                self._write(report | {"printed": True})
+            self._wait_for_siblings()
         return code
 
     def exited(self, exit_: SystemExit) -> int:
@@ -90,7 +87,7 @@ class Reporter:
         else:
             headline, code = f"{exit_.code} (sys.exit at {_place(exit_)})", 1
         if self._write(_report("exit", headline, "", code)):
-            self._wait_for_company()
+            self._wait_for_siblings()
         else:
             print(headline, file=sys.stderr)
         return code
@@ -111,8 +108,8 @@ class Reporter:
             return False
         return True
 
-    def _wait_for_company(self) -> None:
-        deadline = time.monotonic() + _COMPANY_SECONDS
+    def _wait_for_siblings(self) -> None:
+        deadline = time.monotonic() + _SIBLING_GRACE_SECONDS
         expected = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         siblings = self._path.parent.parent
         while time.monotonic() < deadline and len(list(siblings.glob(f"*/{self._path.name}"))) < expected:
@@ -131,9 +128,9 @@ def _report(kind: str, headline: str, trace: str, code: int) -> dict[str, Any]:
 
 
 def _report_of(error: BaseException) -> dict[str, Any]:
-    told = traceback.TracebackException.from_exception(error)
-    headline = "".join(told.format_exception_only()).strip()
-    trace = "".join(told.format())
+    rendered = traceback.TracebackException.from_exception(error)
+    headline = "".join(rendered.format_exception_only()).strip()
+    trace = "".join(rendered.format())
     if isinstance(error, KeyboardInterrupt):
         return _report("interrupt", headline, trace, 128 + signal.SIGINT)
     # Looked up, not imported: a script that does not use zeroaccel cannot have raised one of its errors.

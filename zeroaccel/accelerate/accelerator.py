@@ -479,7 +479,7 @@ def _precision(
     """What code and launcher say; a launcher's "no" that nobody wrote is nobody's word."""
     facts = []
     said = settings.mixed_precision
-    for name, who, binding in (
+    for name, who, explicit in (
         (given, f"Accelerator(mixed_precision={given!r})", True),
         (
             said,
@@ -492,7 +492,7 @@ def _precision(
         if str(name).lower() not in _PRECISIONS:
             fix = "there is no 8-bit training; use bf16" if str(name).lower() == "fp8" else ""
             raise ConfigError(f"{who}: mixed_precision", expected='"no", "fp16" or "bf16"', got=name, fix=fix)
-        facts.append(Facts(precision=Fact(_PRECISIONS[str(name).lower()], who, binding)))
+        facts.append(Facts(precision=Fact(_PRECISIONS[str(name).lower()], who, explicit)))
     return gather_facts(*facts).precision
 
 

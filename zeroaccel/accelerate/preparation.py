@@ -24,13 +24,13 @@ from zeroaccel.accelerate.nested import batch_size_of
 from zeroaccel.accelerate.prepared_optimizer import PreparedOptimizer
 from zeroaccel.accelerate.prepared_scheduler import PreparedScheduler
 from zeroaccel.accelerate.zero_plugin import ZeroPlugin, gather_facts
-from zeroaccel.checkpoint.checkpointer import CheckpointingEngine
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.config import Config, Fact, Facts, load_config
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.initialization import initialize
 from zeroaccel.optim.rank_facts import SAME_OPTIMIZER, difference, scheduler_facts
+from zeroaccel.zero.engine import Engine
 from zeroaccel.zero.from_config import facts_from_model
 
 __all__ = ["PrepareRules", "Prepared", "batch_size_fact", "check_same_objects", "prepare_job", "schedule_facts"]
@@ -67,7 +67,7 @@ class Prepared:
         config: resolved, with the source of every value.
     """
 
-    engine: CheckpointingEngine
+    engine: Engine
     plugin: ZeroPlugin
     config: Config
     optimizer: PreparedOptimizer | None = None
@@ -266,7 +266,7 @@ def _facts(
     if isinstance(job.optimizer, DummyOptim):
         held.append(job.optimizer.facts())
     elif job.optimizer is not None and isinstance(lr := job.optimizer.defaults.get("lr"), float):
-        held.append(Facts(lr=Fact(lr, f"{type(job.optimizer).__name__}(lr={lr})", binding=False)))
+        held.append(Facts(lr=Fact(lr, f"{type(job.optimizer).__name__}(lr={lr})", explicit=False)))
     for _, scheduler in job.schedulers:
         if isinstance(scheduler, DummyScheduler) and scheduler.lr_scheduler_callable is None:
             held.append(scheduler.facts(rules.per_update))
@@ -304,11 +304,11 @@ def batch_size_fact(loaders: Iterable[Any], *, smallest: bool = True, share: int
         if size:
             found.append((size // share or 1, how if share == 1 else f"{how} / {share} processes"))
     if not found:
-        return Fact(1, "no loader that tells a batch size was prepared with the model", binding=False)
+        return Fact(1, "no loader that tells a batch size was prepared with the model", explicit=False)
     sizes = {size for size, _ in found}
     size, how = min(found) if smallest else max(found)
     if len(sizes) > 1:
-        return Fact(size, f"the {'smallest' if smallest else 'largest'} of {sorted(sizes)}, {how}", binding=False)
+        return Fact(size, f"the {'smallest' if smallest else 'largest'} of {sorted(sizes)}, {how}", explicit=False)
     return Fact(size, how)
 
 

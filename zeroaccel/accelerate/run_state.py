@@ -22,7 +22,6 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from zeroaccel.checkpoint.atomic_write import remove_abandoned, write_durably
-from zeroaccel.checkpoint.checkpointer import CheckpointingEngine
 from zeroaccel.checkpoint.plain_codec import decode, encode, random_state, restore_random_state
 from zeroaccel.comm.agree import agreed, from_rank_0
 from zeroaccel.comm.collectives import Collectives
@@ -31,6 +30,8 @@ from zeroaccel.data import PreparedLoader
 from zeroaccel.errors import CheckpointError, UsageError
 from zeroaccel.logs import logger
 from zeroaccel.project import STATE_NAME
+from zeroaccel.zero.access.safetensors_file import parse_header
+from zeroaccel.zero.engine import Engine
 
 __all__ = ["RunParts", "load_run", "require_stateful", "save_run"]
 
@@ -52,7 +53,7 @@ class RunParts:
         iteration: number of this state.
     """
 
-    engines: Sequence[CheckpointingEngine] = ()
+    engines: Sequence[Engine] = ()
     schedulers: Sequence[Any] = ()
     loaders: Sequence[PreparedLoader] = ()
     objects: Sequence[Any] = ()
@@ -191,7 +192,7 @@ def _read(root: Path, manifest: Mapping[str, Any], rank: int) -> dict[str, Any]:
     if hashlib.sha256(content).hexdigest() != manifest["sha256"][own]:
         raise CheckpointError(f"{path}: damaged: not what was written", fix="load another state")
     try:
-        header = parse_plain_json(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        header = parse_header(content[8 : 8 + int.from_bytes(content[:8], "little")])
         tensors = load_tensors(content)
         state = parse_plain_json(header["__metadata__"][_KEY])
         return {kind: decode(value, tensors.__getitem__) for kind, value in state.items()}

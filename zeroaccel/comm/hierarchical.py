@@ -91,7 +91,7 @@ class HierarchicalCollectives(Collectives):
 
     Attributes:
         layout: as given.
-        quant_error_monitor: of those comparisons; None where there are none.
+        watch: of those comparisons; None where there are none.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class HierarchicalCollectives(Collectives):
         self.shard_rank, self.shard_world_size = shard_group.rank, shard_group.size
         self.secondary_rank, self.secondary_world_size = secondary_group.rank, secondary_group.size
         self.replica = replicate_group.rank
-        self.quant_error_monitor = QuantErrorMonitor(watch_interval, logs=self.rank == 0) if watch_interval else None
+        self.watch = QuantErrorMonitor(watch_interval, logs=self.rank == 0) if watch_interval else None
         self._executor = SerialExecutor()
         self._reduction: Reduction | None = None
         if self.world_size == 1:
@@ -176,7 +176,7 @@ class HierarchicalCollectives(Collectives):
     ) -> Work:
         """`work`, with an exact collective to compare it with where the monitor asks for one."""
         # The exact collective is issued on all ranks alike: `is_due` depends on the step and the order of calls only.
-        monitor, step = self.quant_error_monitor, self.flight_recorder.step
+        monitor, step = self.watch, self.flight_recorder.step
         if monitor is None or not monitor.is_due(kind, step):
             return work
         exact = torch.empty_like(out)
@@ -512,14 +512,14 @@ class QuantErrorMonitor:
         logs: whether this rank logs them.
 
     Attributes:
-        errors: every comparison, in order.
+        seen: every comparison, in order.
     """
 
     def __init__(self, interval: int, *, logs: bool) -> None:
         self._interval = interval
         self._logs = logs
         self._last_steps: dict[QuantKind, int] = {}
-        self.errors: list[QuantError] = []
+        self.seen: list[QuantError] = []
 
     def is_due(self, kind: QuantKind, step: int) -> bool:
         """Whether to compare this one: the first of its kind in a step whose number the interval divides."""
@@ -532,7 +532,7 @@ class QuantErrorMonitor:
         """Keeps the error of two results of one collective."""
         reference = exact.float()
         error = float(torch.linalg.vector_norm(quantized.float() - reference) / torch.linalg.vector_norm(reference))
-        self.errors.append(QuantError(step, kind, label, error))
+        self.seen.append(QuantError(step, kind, label, error))
         if self._logs:
             _monitor_logger.info('step %d: the quantised %s "%s" is off by %.3g %%', step, kind, label, 100 * error)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Literal, TypeVar
 
 from zeroaccel.config.diagnostics import KeyPath, Note, Problem, Provenance, dotted, report
-from zeroaccel.config.document import given_paths, read_document
+from zeroaccel.config.document import key_paths, read_document
 from zeroaccel.config.normalize import NormalizedConfig
 from zeroaccel.config.schema import Config
 from zeroaccel.config.section import ConfigSection, nested_section, spellings
@@ -23,9 +23,9 @@ __all__ = [
     "Fact",
     "Facts",
     "Filled",
-    "Known",
     "Resolved",
     "Rule",
+    "RuleInputs",
     "after",
     "as_written",
     "fill",
@@ -51,7 +51,7 @@ class Fact(Generic[T]):
 
     value: T
     source: str
-    binding: bool = True
+    explicit: bool = True
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Known:
+class RuleInputs:
     """What a rule may read: the facts, and the config's values as far as they are given or filled."""
 
     facts: Facts
@@ -115,7 +115,7 @@ class Known:
         return value if type(value) is int and value > 0 else None
 
 
-Filler = Callable[[Known], "Fact[Any] | None"]
+Filler = Callable[[RuleInputs], "Fact[Any] | None"]
 
 
 def shown(value: object) -> str:
@@ -123,7 +123,7 @@ def shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
 
 
-def _unknown(known: Known) -> Fact[Any] | None:
+def _unknown(inputs: RuleInputs) -> Fact[Any] | None:
     return None
 
 
@@ -146,7 +146,7 @@ class Rule:
     fill: Filler
     stated: Filler = _unknown
     otherwise: str = ""
-    needed: Callable[[Known], bool] = lambda known: False
+    needed: Callable[[RuleInputs], bool] = lambda inputs: False
     fix: str = ""
     completes: bool = True
     reverse: Callable[[Any], str] = shown
@@ -156,8 +156,8 @@ class Rule:
 
 
 def _hidden(formula: str, size: Callable[[int], int]) -> Filler:
-    def fill(known: Known) -> Fact[int] | None:
-        hidden = known.facts.hidden_size
+    def fill(inputs: RuleInputs) -> Fact[int] | None:
+        hidden = inputs.facts.hidden_size
         if hidden is None:
             return None
         value = size(hidden.value)
@@ -174,9 +174,9 @@ def _sized(key: str, formula: str, size: Callable[[int], int]) -> Rule:
 
 
 def _fact(name: str, meaning: Callable[[Any], Any] = lambda value: value) -> Filler:
-    def fill(known: Known) -> Fact[Any] | None:
-        fact: Fact[Any] | None = getattr(known.facts, name)
-        return None if fact is None else Fact(meaning(fact.value), fact.source, fact.binding)
+    def fill(inputs: RuleInputs) -> Fact[Any] | None:
+        fact: Fact[Any] | None = getattr(inputs.facts, name)
+        return None if fact is None else Fact(meaning(fact.value), fact.source, fact.explicit)
 
     return fill
 
@@ -185,7 +185,7 @@ def _stated(path: str, name: str, **how: Any) -> Rule:
     return Rule(path, _fact(name), _fact(name), **how)
 
 
-def _always(known: Known) -> bool:
+def _always(inputs: RuleInputs) -> bool:
     return True
 
 
@@ -207,13 +207,13 @@ def _enabled(dtype: str) -> Rule:
 _TRAIN, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
 
-def _ranks(known: Known) -> int | None:
-    return known.facts.world_size.value if known.facts.world_size is not None else None
+def _ranks(inputs: RuleInputs) -> int | None:
+    return inputs.facts.world_size.value if inputs.facts.world_size is not None else None
 
 
-def _quotient(known: Known, what: str, factor: int | None) -> Fact[int] | None:
+def _quotient(inputs: RuleInputs, what: str, factor: int | None) -> Fact[int] | None:
     """train / (factor * ranks) where it is whole; where it is not, the engine's check tells all four numbers."""
-    train, ranks = known.count(_TRAIN), _ranks(known)
+    train, ranks = inputs.count(_TRAIN), _ranks(inputs)
     if train is None or factor is None or ranks is None or train % (factor * ranks):
         return None
     return Fact(train // (factor * ranks), f"{_TRAIN} {train} / ({what} {factor} * ranks {ranks})")
@@ -221,38 +221,38 @@ def _quotient(known: Known, what: str, factor: int | None) -> Fact[int] | None:
 
 def _first(fact: Fact[int] | None, derived: Fact[int] | None) -> Fact[int] | None:
     """What somebody wrote comes before what follows from the config, and that before what was merely seen."""
-    return fact if fact is not None and (fact.binding or derived is None) else derived
+    return fact if fact is not None and (fact.explicit or derived is None) else derived
 
 
-def _micro(known: Known) -> Fact[int] | None:
-    steps = known.facts.accumulation
-    factor = known.count(_STEPS) or (steps.value if steps is not None else 1)
-    return _first(known.facts.micro_batch_size, _quotient(known, _STEPS, factor))
+def _micro(inputs: RuleInputs) -> Fact[int] | None:
+    steps = inputs.facts.accumulation
+    factor = inputs.count(_STEPS) or (steps.value if steps is not None else 1)
+    return _first(inputs.facts.micro_batch_size, _quotient(inputs, _STEPS, factor))
 
 
-def _steps(known: Known) -> Fact[int] | None:
-    if known.count(_TRAIN) is None:
-        return known.facts.accumulation or Fact(1, "default")
-    return _first(known.facts.accumulation, _quotient(known, _MICRO, known.count(_MICRO)))
+def _steps(inputs: RuleInputs) -> Fact[int] | None:
+    if inputs.count(_TRAIN) is None:
+        return inputs.facts.accumulation or Fact(1, "default")
+    return _first(inputs.facts.accumulation, _quotient(inputs, _MICRO, inputs.count(_MICRO)))
 
 
-def _train(known: Known) -> Fact[int] | None:
-    micro, steps, ranks = known.count(_MICRO), known.count(_STEPS) or 1, _ranks(known)
+def _train(inputs: RuleInputs) -> Fact[int] | None:
+    micro, steps, ranks = inputs.count(_MICRO), inputs.count(_STEPS) or 1, _ranks(inputs)
     if micro is None or ranks is None:
         return None
     return Fact(micro * steps * ranks, f"{_MICRO} {micro} * {_STEPS} {steps} * ranks {ranks}")
 
 
-def _trains(known: Known) -> bool:
-    return (known.facts.training or known.at("optimizer") is not None) and known.count(_TRAIN) is None
+def _trains(inputs: RuleInputs) -> bool:
+    return (inputs.facts.training or inputs.at("optimizer") is not None) and inputs.count(_TRAIN) is None
 
 
 # -- schedules
 
 
-def _peak(known: Known) -> Fact[float] | None:
-    lr = known.at("optimizer.params.lr")
-    return Fact(lr, f"optimizer.params.lr = {lr}") if lr is not None else known.facts.lr
+def _peak(inputs: RuleInputs) -> Fact[float] | None:
+    lr = inputs.at("optimizer.params.lr")
+    return Fact(lr, f"optimizer.params.lr = {lr}") if lr is not None else inputs.facts.lr
 
 
 RULES: tuple[Rule, ...] = (
@@ -353,20 +353,19 @@ def resolve(tree: Mapping[str, Any], facts: Facts, *, sources: Mapping[str, str]
             of them, one line each.
     """
     document = read_document(tree)
-    order = list(given_paths(document.tree))
-    canonical = NormalizedConfig(Config, document.tree)
+    order = list(key_paths(document.tree))
+    normalized = NormalizedConfig(Config, document.tree)
     places = {path: sources[dotted(path)] for path in order if dotted(path) in sources} if sources else {}
-    filled = fill(canonical.tree, canonical.unresolved, facts)
-    problems = [*canonical.problems, *filled.problems]
+    filled = fill(normalized.tree, normalized.unresolved, facts)
+    problems = [*normalized.problems, *filled.problems]
     if problems:
-        raise report(problems, Provenance(places=places, written=canonical.written), order)
-    written = canonical.written
+        raise report(problems, Provenance(places=places, written=normalized.written), order)
+    written = normalized.written
     told = {path: places[written[path]] for path in written if written[path] in places}
     for path, how in filled.sources.items():
         told[path] = after(told.get(path), how)
     return Resolved(
-        as_written(filled.tree, (), written),
-        {dotted(spelled(path, written)): source for path, source in told.items()},
+        as_written(filled.tree, (), written), {dotted(spelled(path, written)): source for path, source in told.items()}
     )
 
 
@@ -383,9 +382,9 @@ def fill(tree: dict[str, Any], unresolved: Collection[KeyPath], facts: Facts) ->
         unresolved: paths whose value is "auto".
         facts: what is known beside it.
     """
-    filled, known = Filled(tree), Known(facts, tree)
+    filled, inputs = Filled(tree), RuleInputs(facts, tree)
     for rule in RULES:
-        _apply(rule, known, filled, unresolved)
+        _apply_rule(rule, inputs, filled, unresolved)
     ruled = {rule.path for rule in RULES}
     for path in unresolved:
         if any(key[: len(path)] == path for key in filled.sources if key != path):
@@ -395,22 +394,22 @@ def fill(tree: dict[str, Any], unresolved: Collection[KeyPath], facts: Facts) ->
     return filled
 
 
-def _apply(rule: Rule, known: Known, filled: Filled, unresolved: Collection[KeyPath]) -> None:
+def _apply_rule(rule: Rule, inputs: RuleInputs, filled: Filled, unresolved: Collection[KeyPath]) -> None:
     path: KeyPath = tuple(rule.path.split("."))
-    stated, given = rule.stated(known), known.at(rule.path)
+    stated, given = rule.stated(inputs), inputs.at(rule.path)
     if given is not None:
-        if stated is not None and stated.binding and not _same(given, stated.value):
+        if stated is not None and stated.explicit and not _same(given, stated.value):
             filled.problems.append(_contradiction(rule, given, stated))
         return
     is_auto = path in unresolved or (path[0] not in _OPTIONAL and any(path[:end] in unresolved for end in (1, 2)))
     if is_auto:
-        fact = rule.fill(known)
+        fact = rule.fill(inputs)
     else:
-        has_section = path[0] not in _OPTIONAL or known.at(str(path[0])) is not None
-        fact = stated if stated is not None and stated.binding and rule.completes and has_section else None
+        has_section = path[0] not in _OPTIONAL or inputs.at(str(path[0])) is not None
+        fact = stated if stated is not None and stated.explicit and rule.completes and has_section else None
     if fact is not None:
         _put(filled, path, fact)
-    elif path in unresolved and rule.needed(known):
+    elif path in unresolved and rule.needed(inputs):
         filled.problems.append(Problem(path, text='"auto", and nothing says what it is', fix=rule.fix))
     elif path in unresolved:
         _leave(path, rule.otherwise, filled)

@@ -262,11 +262,7 @@ def _spread_needs_shards(config: Config) -> _Found:
 def _an_optimizer_has_a_type(config: Config) -> _Found:
     section = config.optimizer
     if section is not None and section.type is None and (section.kind is None or section.params):
-        yield Problem(
-            ("optimizer", "type"),
-            text='missing or "auto"',
-            fix="give it, or remove the section",
-        )
+        yield Problem(("optimizer", "type"), text='missing or "auto"', fix="give it, or remove the section")
 
 
 @_check("optimizer")

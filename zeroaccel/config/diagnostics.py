@@ -24,8 +24,9 @@ __all__ = [
     "Provenance",
     "closest",
     "dotted",
+    "duplicate_key_problems",
     "from_pydantic",
-    "given_twice",
+    "near_names",
     "report",
 ]
 
@@ -141,7 +142,7 @@ class Note:
 
     path: KeyPath
     text: str
-    is_loud: bool = False
+    warns: bool = False
     in_schema: bool = False
 
     def line(self, origin: Provenance) -> str:
@@ -170,7 +171,7 @@ def report(problems: Sequence[Problem], origin: Provenance, order: Iterable[KeyP
     return ConfigError("\n  ".join([f"{origin.name}: {len(lines)} settings are wrong", *lines[:_MOST_LINES], *more]))
 
 
-def given_twice(duplicates: Mapping[KeyPath, Sequence[int]]) -> list[Problem]:
+def duplicate_key_problems(duplicates: Mapping[KeyPath, Sequence[int]]) -> list[Problem]:
     """A problem for each key that a file has several times.
 
     Args:
@@ -187,13 +188,22 @@ def given_twice(duplicates: Mapping[KeyPath, Sequence[int]]) -> list[Problem]:
     ]
 
 
-def closest(word: str, known: Iterable[str]) -> str:
-    """The known word that was probably meant, or the empty string."""
+def closest(word: str, known: Iterable[str], cutoff: float = 0.7) -> str:
+    """The known word that was probably meant, in any case of its letters, or the empty string.
+
+    Example:
+        >>> closest("zero_stge", ["zero_stage", "num_processes"])
+        'zero_stage'
+    """
+    return next(iter(near_names(word, known, 1, cutoff)), "")
+
+
+def near_names(word: str, known: Iterable[str], count: int, cutoff: float = 0.6) -> list[str]:
+    """At most so many known words that resemble a word, the nearest first."""
     folded: dict[str, str] = {}
     for name in known:
         folded.setdefault(name.lower(), name)
-    matches = difflib.get_close_matches(word.lower(), folded, n=1, cutoff=0.7)
-    return folded[matches[0]] if matches else ""
+    return [folded[match] for match in difflib.get_close_matches(word.lower(), folded, n=count, cutoff=cutoff)]
 
 
 # pydantic's kinds of error that our value types leave to it -> what was expected, filled from the error's context

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import difflib
 import json
 import os
 import re
@@ -21,17 +20,10 @@ from typing import Any
 import json5
 
 from zeroaccel.config.bounds import read_at_most
-from zeroaccel.config.diagnostics import KeyPath, Problem, given_twice
+from zeroaccel.config.diagnostics import KeyPath, Problem, duplicate_key_problems, near_names
 from zeroaccel.errors import ConfigError
 
-__all__ = [
-    "Document",
-    "JsonText",
-    "excerpt",
-    "given_paths",
-    "parse_json",
-    "read_document",
-]
+__all__ = ["Document", "JsonText", "excerpt", "key_paths", "parse_json", "read_document"]
 
 
 _WIDEST_EXCERPT = 100
@@ -243,16 +235,16 @@ def read_document(source: Mapping[str, Any] | str | os.PathLike[str]) -> Documen
     return _from_file(source)
 
 
-def given_paths(tree: object, above: KeyPath = ()) -> Iterator[KeyPath]:
+def key_paths(tree: object, above: KeyPath = ()) -> Iterator[KeyPath]:
     """The path of every key of a tree, as written and in the order written."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             path = (*above, key)
             yield path
-            yield from given_paths(value, path)
+            yield from key_paths(value, path)
     elif isinstance(tree, (list, tuple)):
         for index, item in enumerate(tree):
-            yield from given_paths(item, (*above, index))
+            yield from key_paths(item, (*above, index))
 
 
 def _copy(value: Any, levels: int = _MOST_LEVELS) -> Any:
@@ -268,7 +260,7 @@ def _from_text(text: str, name: str) -> Document:
     parsed = parse_json(text, name)
     if not isinstance(parsed.value, dict):
         raise ConfigError(name, expected="an object at the top level", got=parsed.value)
-    return Document(name, parsed.value, parsed.places, tuple(given_twice(parsed.duplicates)))
+    return Document(name, parsed.value, parsed.places, tuple(duplicate_key_problems(parsed.duplicates)))
 
 
 def _from_file(path: str) -> Document:
@@ -290,7 +282,7 @@ def _missing(path: str) -> ConfigError:
     """The error about a path that leads nowhere, with the names that may have been meant."""
     folder, name = os.path.split(path)
     if os.path.isdir(folder or "."):
-        near = difflib.get_close_matches(name, sorted(os.listdir(folder or ".")), n=_NEAR_NAMES)
+        near = near_names(name, sorted(os.listdir(folder or ".")), _NEAR_NAMES)
         fix = f"did you mean {_quoted(folder, near)}?" if near else _json_files(folder) or f"give {_FORMS}"
     else:
         fix = f"there is no folder {folder!r}"

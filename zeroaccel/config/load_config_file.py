@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from zeroaccel.config.auto_values import Facts, Filled, after, as_written, fill, spelled
 from zeroaccel.config.checks import contradictions
 from zeroaccel.config.diagnostics import KeyPath, Problem, Provenance, dotted, from_pydantic, report
-from zeroaccel.config.document import given_paths, read_document
+from zeroaccel.config.document import key_paths, read_document
 from zeroaccel.config.normalize import NormalizedConfig, UnknownKeys
 from zeroaccel.config.schema import Config
 from zeroaccel.config.support import refusals, support_notes
@@ -57,36 +57,36 @@ def load_config(
     if isinstance(source, Config):
         return source
     document = read_document(source)
-    order = list(given_paths(document.tree))
+    order = list(key_paths(document.tree))
     places = {**document.places}
     if sources is not None:
         places.update({path: sources[dotted(path)] for path in order if dotted(path) in sources})
-    canonical = NormalizedConfig(Config, document.tree, unknown_keys)
-    filled = Filled(canonical.tree) if facts is None else fill(canonical.tree, canonical.unresolved, facts)
-    written = {path: path for path in filled.sources} | canonical.written
-    as_given = Provenance(name=document.name, places=dict(places), written=canonical.written)
+    normalized = NormalizedConfig(Config, document.tree, unknown_keys)
+    filled = Filled(normalized.tree) if facts is None else fill(normalized.tree, normalized.unresolved, facts)
+    written = {path: path for path in filled.sources} | normalized.written
+    as_given = Provenance(name=document.name, places=dict(places), written=normalized.written)
     places.update({written[path]: after(places.get(written[path]), how) for path, how in filled.sources.items()})
     origin = Provenance(
         name=document.name,
         raw=document.tree,
         places=places,
         written=written,
-        unresolved=tuple(dotted(path) for path in canonical.unresolved if path not in filled.sources),
-        resolved=as_written(filled.tree, (), canonical.written),
+        unresolved=tuple(dotted(path) for path in normalized.unresolved if path not in filled.sources),
+        resolved=as_written(filled.tree, (), normalized.written),
         resolved_sources={
-            dotted(spelled(path, canonical.written)): places.get(place, document.name)
+            dotted(spelled(path, normalized.written)): places.get(place, document.name)
             for path, place in written.items()
         },
     )
     config, invalid = _validated(filled.tree, origin)
-    unresolved = {path for path in canonical.unresolved if path not in filled.sources or path[-1] == "enabled"}
+    unresolved = {path for path in normalized.unresolved if path not in filled.sources or path[-1] == "enabled"}
     unresolved = {path for path in unresolved if not _has(filled.tree, path)}
     wrong_values = {problem.path for problem in invalid}
     among = list(contradictions(config, wrong_values))
     told = wrong_values | {problem.path for problem in among}
     problems = [
         *document.problems,
-        *canonical.problems,
+        *normalized.problems,
         *invalid,
         *(problem for problem in filled.problems if problem.path not in told),
         *refusals(config, unresolved),
@@ -94,10 +94,10 @@ def load_config(
     ]
     if problems:
         raise report(problems, origin, order)
-    notes = [*canonical.notes, *filled.notes, *support_notes(config, written, unresolved)]
+    notes = [*normalized.notes, *filled.notes, *support_notes(config, written, unresolved)]
     config._origin = replace(origin, notes=tuple(note.line(as_given) for note in notes))
     for note, line in zip(notes, config.notes, strict=True):
-        log_note(logging.WARNING if note.is_loud else logging.INFO, line)
+        log_note(logging.WARNING if note.warns else logging.INFO, line)
     return config
 
 

@@ -65,17 +65,20 @@ class NormalizedConfig:
                 if mark is not None and mark.deprecated:
                     self.notes.append(Note(here, f"an older name of {dotted((*path, name))}"))
                 self._place(section, name, value, tree, path, here)
+            elif key in section.unread.split():
+                self.written[(*path, key)] = here
+                tree[key] = value
             elif path or "." not in str(key):
-                self._meet_unknown(section, key, path, here)
+                self._note_unknown(section, key, path, here)
         return tree
 
-    def _is_second(self, target: KeyPath, written: KeyPath) -> bool:
+    def _is_duplicate(self, target: KeyPath, written: KeyPath) -> bool:
         """Whether the setting was already given under another name, which is a problem; else remembers its name."""
-        twin = self.written.setdefault(target, written)
-        if twin != written:
-            what = f"the same setting as {dotted(twin)}"
+        earlier = self.written.setdefault(target, written)
+        if earlier != written:
+            what = f"the same setting as {dotted(earlier)}"
             self.problems.append(Problem(written, text=what, fix="keep one", as_written=True))
-        return twin != written
+        return earlier != written
 
     def _place(
         self,
@@ -88,7 +91,7 @@ class NormalizedConfig:
     ) -> None:
         """Puts the value of one field into `tree`, under its own name."""
         target = (*path, name)
-        if self._is_second(target, written):
+        if self._is_duplicate(target, written):
             return
         field = section.model_fields[name]
         nested = nested_section(field)
@@ -132,7 +135,7 @@ class NormalizedConfig:
             self.unresolved.append(replacement)
         elif not isinstance(value, bool):
             self.problems.append(Problem(written, expected="true or false", got=value, as_written=True))
-        elif value and not self._is_second(replacement, written):
+        elif value and not self._is_duplicate(replacement, written):
             meaning = _as_text(retired.when_true)
             self.notes.append(Note(written, f"an older form of {dotted(replacement)} with {meaning}"))
             tree[retired.becomes] = self._stand_for(retired.when_true, replacement, written)
@@ -150,7 +153,7 @@ class NormalizedConfig:
                 continue
             path = self._resolve(key)
             if path is None:
-                self._meet_unknown(self._root, key, (), (key,))
+                self._note_unknown(self._root, key, (), (key,))
             elif path in self.written and path not in self.unresolved:
                 self.notes.append(
                     Note((key,), f"not used, since the section {dotted(path[:-1])} has a value of its own")
@@ -186,7 +189,7 @@ class NormalizedConfig:
             section = nested_section(section.model_fields[known[0]])
         return path
 
-    def _meet_unknown(self, section: type[ConfigSection], key: object, path: KeyPath, written: KeyPath) -> None:
+    def _note_unknown(self, section: type[ConfigSection], key: object, path: KeyPath, written: KeyPath) -> None:
         """Makes a problem or a note of a key that does not exist."""
         if not isinstance(key, str):
             self.problems.append(_no_string(written))
@@ -200,7 +203,7 @@ class NormalizedConfig:
         ignores = self._mode == "lenient" or (self._mode == "standard" and not (meant and section.is_read))
         if section.is_open and ignores and len(self.unknown) <= _MOST_UNKNOWN:
             hint = f"; {fix}" if meant else ""
-            self.notes.append(Note(written, f"unknown key, which changes nothing{hint}", is_loud=True))
+            self.notes.append(Note(written, f"unknown key, which changes nothing{hint}", warns=True))
         else:
             self.problems.append(Problem(written, text="unknown key", fix=fix, as_written=True))
 
@@ -212,7 +215,7 @@ class NormalizedConfig:
         if "." in key:
             near = closest(key, map(dotted, _every_spelling(self._root)))
         else:
-            near = closest(key, [*_names(section), *section.retired])
+            near = closest(key, [*_names(section), *section.retired, *section.unread.split()])
         if near:
             return f'"{near}"'
         inside = [f"{field}.{key}" for field, names in section.inner.items() if key in names]
@@ -244,12 +247,12 @@ def _every_spelling(section: type[ConfigSection], above: tuple[str, ...] = ()) -
         nested = nested_section(section.model_fields[field])
         if nested is not None:
             yield from _every_spelling(nested, (*above, name))
-    for name in section.retired:
+    for name in (*section.retired, *section.unread.split()):
         yield (*above, name)
 
 
 def _listed(section: type[ConfigSection]) -> str:
-    names = list(section.model_fields)
+    names = [*section.model_fields, *section.unread.split()]
     return ", ".join(names) if len(names) <= 12 else ", ".join(names[:12]) + ", ..."
 
 

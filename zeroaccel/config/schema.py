@@ -50,6 +50,7 @@ from zeroaccel.config.section import (
     NonNegativeNumber,
     PositiveCount,
     PositiveNumber,
+    UnreadSection,
     lowered,
 )
 
@@ -103,23 +104,10 @@ class ParallelWrite(ConfigSection):
     """Let the ranks of a pipeline stage share the writing."""
 
 
-class CheckpointWriter(ConfigSection):
+class CheckpointWriter(UnreadSection):
     """How bytes of a checkpoint reach the disk."""
 
-    type: Literal["MOCK", "PYTHON", "FAST"] = "FAST"
-    """Implementation."""
-    io_buffer_size: PositiveCount = 67_108_864
-    """Bytes of the buffer."""
-    io_buffer_double: Flag = True
-    """Two buffers."""
-    show_statistics: Flag = False
-    """Print how fast it wrote."""
-    data_parallel: Literal["REPLICA", "SOCKET", "MACHINE"] | None = None
-    """Which ranks share the writing."""
-    decoupled: Flag = False
-    """Write beside training."""
-    io_multiplier: PositiveCount = 1
-    """Writers per rank."""
+    unread = "type io_buffer_size io_buffer_double show_statistics data_parallel decoupled io_multiplier"
 
 
 TagValidation = Annotated[Literal["ignore", "warn", "fail"], BeforeValidator(lowered)]

@@ -26,7 +26,7 @@ _LONGEST_NUMBER = 100
 _LINE_BREAK = re.compile("\r\n|[\r\x85\u2028\u2029]")
 
 
-class _Loader(yaml.SafeLoader):
+class _BoundedLoader(yaml.SafeLoader):
     """The parser, within bounds: what it meets beyond them, or fails at by accident, is an error with a place."""
 
     def __init__(self, text: str) -> None:
@@ -68,7 +68,7 @@ def parse_yaml(text: str, name: str) -> JsonText:
     if len(text) > _MOST_CHARACTERS:
         raise ConfigError(name, expected=f"a launch file of at most {_MOST_CHARACTERS} characters", got=len(text))
     try:
-        loader = _Loader(text)
+        loader = _BoundedLoader(text)
         try:
             node = loader.get_single_node()
             if node is not None:
@@ -126,7 +126,7 @@ def _below(node: yaml.Node) -> list[yaml.Node]:
 
 
 def _note_keys(
-    loader: _Loader,
+    loader: _BoundedLoader,
     node: yaml.Node | None,
     path: KeyPath,
     name: str,

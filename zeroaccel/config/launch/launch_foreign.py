@@ -16,22 +16,10 @@ from zeroaccel.config.diagnostics import KeyPath, Problem, closest
 from zeroaccel.config.launch.launch_settings import DeepSpeedSection, HostSettings, LaunchFile
 from zeroaccel.config.section import spellings
 
-__all__ = [
-    "FSDP_KEYS",
-    "ForeignKeys",
-    "FsdpTranslation",
-    "settle_foreign_keys",
-    "translate_fsdp",
-]
+__all__ = ["FSDP_KEYS", "ForeignKeys", "FsdpTranslation", "settle_foreign_keys", "translate_fsdp"]
 
 
-_STAGES = {
-    "FULL_SHARD": 3,
-    "SHARD_GRAD_OP": 2,
-    "NO_SHARD": 0,
-    "HYBRID_SHARD": 3,
-    "HYBRID_SHARD_ZERO2": 2,
-}
+_STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
 _NUMBERED = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
 _STRATEGY, _RESHARD = "fsdp_sharding_strategy", "fsdp_reshard_after_forward"
 _BLOCKS = "the repeated blocks of a model are found by themselves"
@@ -52,13 +40,7 @@ _LEFT_OUT: Mapping[str, str] = {
     "fsdp_version": "there is one engine",
     "fsdp_ignored_modules": "every module is sharded",
 }
-_TRANSLATED = (
-    _STRATEGY,
-    _RESHARD,
-    "fsdp_offload_params",
-    "fsdp_cpu_ram_efficient_loading",
-    "fsdp_state_dict_type",
-)
+_TRANSLATED = (_STRATEGY, _RESHARD, "fsdp_offload_params", "fsdp_cpu_ram_efficient_loading", "fsdp_state_dict_type")
 
 FSDP_KEYS: tuple[str, ...] = (*_TRANSLATED, *_LEFT_OUT)
 """The settings of FSDP that are known, each also a flag of accelerate's launcher."""
@@ -197,10 +179,7 @@ _IDLE: Mapping[str, str] = {
 }
 _SAYS_NOTHING: tuple[object, ...] = (None, {}, [], "", False, "no", "main", "NO")
 # Section -> the kinds of training it is for.
-_FOR_KIND: Mapping[str, tuple[str, ...]] = {
-    _FSDP: ("FSDP",),
-    "megatron_lm_config": ("MEGATRON_LM",),
-}
+_FOR_KIND: Mapping[str, tuple[str, ...]] = {_FSDP: ("FSDP",), "megatron_lm_config": ("MEGATRON_LM",)}
 _JSON_KEYS = (
     "zero_optimization", "fp16", "bf16", "optimizer", "scheduler", "train_batch_size", "steps_per_print",
     "train_micro_batch_size_per_gpu", "wall_clock_breakdown", "activation_checkpointing",

@@ -1,9 +1,9 @@
 """The settings of a launch: types, defaults, help, and the keys of the launch file; contradictions between settings.
 
-Each setting is declared once, as a field of one of the sections below. Its type, its docstring and its `Setting` give
-the flag of `zeroaccel launch`, the environment variables, the key of the launch file and of the JSON config. The
-sections are those of the file, whose keys are accelerate's. `launch_settings` checks one flat `LaunchSettings`. Nothing
-here looks at the machine: cores, ports, host names and the script are checked in `zeroaccel.cli`.
+A setting is a field of one of the sections below: its type, default and help. Its other names (flag, variables, JSON
+path) are its row in `setting_table`. The sections are those of the file, whose keys are accelerate's; `launch_settings`
+makes and checks one flat `LaunchSettings` of them. Nothing here looks at the machine: cores, ports, host names and the
+script are checked in `zeroaccel.cli`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ from zeroaccel.config.section import (
     PositiveNumber,
     Text,
     lowered,
+    nested_section,
+    spellings,
     wrong,
 )
 from zeroaccel.errors import ConfigError, compose
 
 __all__ = [
+    "DEFAULT_STAGE",
     "DeepSpeedSection",
     "DistributedType",
     "DynamoSettings",
@@ -43,6 +46,7 @@ __all__ = [
     "Rendezvous",
     "Streams",
     "ZeroSettings",
+    "file_path",
     "idle_settings",
     "launch_settings",
     "typed_settings",
@@ -289,7 +293,7 @@ class LaunchFile(ProcessSettings):
 
 
 DEFAULT_STAGE = 2
-"""The stage of a launch that asks for ZeRO without saying which, as in accelerate."""
+"""The stage of a launch that asks for ZeRO without a stage, as in accelerate."""
 
 _WAITS = ("join_timeout", "last_call_timeout", "close_timeout", "read_timeout", "heartbeat_timeout")
 _RENDEZVOUS_KEYS: Mapping[Rendezvous, tuple[str, ...]] = {
@@ -336,6 +340,16 @@ class LaunchSettings(ProcessSettings, ZeroSettings, HostSettings, DynamoSettings
     def zero_settings(self) -> dict[str, Any]:
         """The settings of ZeRO that were given."""
         return {name: value for name in ZeroSettings.model_fields if (value := getattr(self, name)) is not None}
+
+
+def file_path(name: str) -> tuple[str, ...]:
+    """The keys of a setting in the launch file, as accelerate spells them."""
+    for section in ("deepspeed_config", "dynamo_config"):
+        nested = nested_section(LaunchFile.model_fields[section])
+        if nested is not None and name in nested.model_fields:
+            others = [mark.name for mark in spellings(nested.model_fields[name])]
+            return section, next((other for other in others if other.startswith("deepspeed_")), name)
+    return (name,)
 
 
 def launch_settings(values: Mapping[str, Any], address: Callable[[str], str] = str) -> LaunchSettings:

@@ -17,29 +17,25 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from zeroaccel.config.bounds import parse_plain_json
 from zeroaccel.config.diagnostics import Problem, closest
-from zeroaccel.config.launch.launch_settings import (
-    LaunchSettings,
-    idle_settings,
-    launch_settings,
-    wrong_settings,
-)
-from zeroaccel.config.section import spellings
+from zeroaccel.config.launch.launch_settings import LaunchSettings, idle_settings, launch_settings, wrong_settings
+from zeroaccel.config.launch.setting_table import SETTINGS
+from zeroaccel.config.section import as_integer, spellings
 from zeroaccel.errors import ConfigError, compose
 
 __all__ = [
     "PREFIX",
     "SOURCES_VARIABLE",
-    "Given",
+    "ExplicitSettings",
     "LaunchedSettings",
     "check_variables",
     "from_environment",
     "from_text",
     "gather",
-    "given_in_environment",
     "kind_of",
     "known_variables",
     "launched_environment",
     "other_names",
+    "settings_from_environment",
     "to_environment",
     "unknown_variable",
     "variable_of",
@@ -49,6 +45,7 @@ __all__ = [
 
 SOURCES_VARIABLE = "ZEROACCEL_LAUNCH_SOURCES"
 _FILE_FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"
+_USE_ZERO = "ACCELERATE_USE_DEEPSPEED"
 _NOT_IN_FILE = ("--", "environment ", "default")
 _PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
@@ -97,11 +94,11 @@ class LaunchedSettings:
     debug: bool | None = None
 
 
-def _whole(text: str) -> int:
-    value = float(text)
-    if value != int(value):
+def _integer(text: str) -> int:
+    value = as_integer(float(text))  # other launchers write 1.0 and 1e3
+    if value is None:
         raise ValueError
-    return int(value)
+    return value
 
 
 def _flag(text: str) -> bool:
@@ -125,37 +122,29 @@ class _Form:
     expected: str
 
 
-_COUNT = _Form(_whole, "a whole number")
+_COUNT = _Form(_integer, "a whole number")
 _NUMBER = _Form(float, "a number")
 _SWITCH = _Form(_flag, "true or false")
 _TEXT = _Form(str, "text")
 _LOWER = _Form(str.lower, "text")
 
-# field -> (variable, form). A field that is missing here fails the test of both directions.
-_VARIABLES: Mapping[str, tuple[str, _Form]] = {
-    "use_zero": ("ACCELERATE_USE_DEEPSPEED", _SWITCH),
-    "mixed_precision": ("ACCELERATE_MIXED_PRECISION", _Form(_precision, "one of " + ", ".join(_PRECISIONS))),
-    "zero_stage": ("ACCELERATE_DEEPSPEED_ZERO_STAGE", _COUNT),
-    "gradient_accumulation_steps": ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", _COUNT),
-    "gradient_clipping": ("ACCELERATE_GRADIENT_CLIPPING", _NUMBER),
-    "offload_optimizer_device": ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", _LOWER),
-    "offload_param_device": ("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", _LOWER),
-    "offload_optimizer_nvme_path": ("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH", _TEXT),
-    "offload_param_nvme_path": ("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH", _TEXT),
-    "zero3_init_flag": ("ACCELERATE_DEEPSPEED_ZERO3_INIT", _SWITCH),
-    "zero3_save_16bit_model": ("ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL", _SWITCH),
-    "deepspeed_config_file": ("ACCELERATE_DEEPSPEED_CONFIG_FILE", _TEXT),
-    "deepspeed_moe_layer_cls_names": ("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", _TEXT),
-    "use_cpu": ("ACCELERATE_USE_CPU", _SWITCH),
-    "dynamo_backend": ("ACCELERATE_DYNAMO_BACKEND", _LOWER),
-    "dynamo_mode": ("ACCELERATE_DYNAMO_MODE", _TEXT),
-    "dynamo_use_fullgraph": ("ACCELERATE_DYNAMO_USE_FULLGRAPH", _SWITCH),
-    "dynamo_use_dynamic": ("ACCELERATE_DYNAMO_USE_DYNAMIC", _SWITCH),
-    "dynamo_use_regional_compilation": ("ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION", _SWITCH),
-    "debug": ("ACCELERATE_DEBUG_MODE", _SWITCH),
+_FORMS_BY_TYPE = {"bool | None": _SWITCH, "int | None": _COUNT, "float | None": _NUMBER, "str | None": _TEXT}
+_FORMS_BY_NAME = {
+    "mixed_precision": _Form(_precision, "one of " + ", ".join(_PRECISIONS)),
+    "offload_optimizer_device": _LOWER,
+    "offload_param_device": _LOWER,
+    "dynamo_backend": _LOWER,
 }
-_UNSAID = {
-    # What other launchers write where nobody said anything. A path of "none" is no path.
+# Field of `LaunchedSettings` -> (variable, form).
+_RANK_VARIABLES: Mapping[str, tuple[str, _Form]] = {
+    one.name: (
+        SETTINGS[one.name].rank_variable if one.name in SETTINGS else _USE_ZERO,
+        _FORMS_BY_NAME.get(one.name, _FORMS_BY_TYPE[str(one.type)]),
+    )
+    for one in fields(LaunchedSettings)
+}
+# Field -> what other launchers write where nothing was set. A path of "none" is no path.
+_UNSET = {
     "gradient_accumulation_steps": ("auto",),
     "gradient_clipping": ("auto", "none"),
     "offload_optimizer_nvme_path": ("none",),
@@ -166,7 +155,7 @@ _UNSAID = {
 
 def variable_of(name: str) -> str:
     """The variable that carries a field of `LaunchedSettings`."""
-    return _VARIABLES[name][0]
+    return _RANK_VARIABLES[name][0]
 
 
 def to_environment(settings: LaunchedSettings, sources: Mapping[str, str]) -> dict[str, str]:
@@ -201,9 +190,9 @@ def from_environment(environ: Mapping[str, str]) -> tuple[LaunchedSettings, dict
     in_file = {name.strip() for name in environ.get(_FILE_FIELDS, "").split(",")}
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
-    for name, (variable, form) in _VARIABLES.items():
+    for name, (variable, form) in _RANK_VARIABLES.items():
         text = environ.get(variable, "")
-        if not text or text.lower() in _UNSAID.get(name, ()):
+        if not text or text.lower() in _UNSET.get(name, ()):
             continue
         unnamed = f"the launch config ({variable})" if name in in_file else f"environment {variable}"
         sources[name] = named.get(variable, unnamed)
@@ -241,14 +230,12 @@ SettingKind = Literal["switch", "count", "number", "streams", "pairs", "text"]
 PREFIX = "ZEROACCEL_"
 """Of the variables that are ours."""
 
-# Names of long standing for the same thing; what launchers hand on is added below.
-_OTHER_VARIABLES: Mapping[str, tuple[str, ...]] = {"timeout": ("ZEROACCEL_COLLECTIVE_TIMEOUT",)}
 # Variables that the processes read themselves, in a form of their own: where one is set, it stays as it is.
 _STAYS: Mapping[str, tuple[str, object]] = {
     "num_cpu_threads_per_process": ("OMP_NUM_THREADS", None),
     "gpu_ids": ("CUDA_VISIBLE_DEVICES", "all"),
 }
-_HANDED_ON = {one.name for one in fields(LaunchedSettings)} & set(LaunchSettings.model_fields)
+_RANK_SETTINGS = tuple(name for name, setting in SETTINGS.items() if setting.rank_variable)
 # What people write into --rdzv_conf beside its own settings -> why it does nothing, where it does nothing.
 _MEETING: Mapping[str, str] = {
     "rdzv_backend": "",
@@ -262,7 +249,7 @@ _YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
 @dataclass(frozen=True)
-class Given:
+class ExplicitSettings:
     """Settings that somebody gave.
 
     Attributes:
@@ -275,18 +262,20 @@ class Given:
     sources: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
-    def under(self, other: Given) -> Given:
+    def under(self, other: ExplicitSettings) -> ExplicitSettings:
         """These settings where the other has none."""
-        return Given({**self.values, **other.values}, {**self.sources, **other.sources}, (*self.notes, *other.notes))
+        return ExplicitSettings(
+            {**self.values, **other.values}, {**self.sources, **other.sources}, (*self.notes, *other.notes)
+        )
 
-    def effective(self) -> Given:
+    def effective(self) -> ExplicitSettings:
         """These settings without those that have no effect beside the others, each of which leaves a note.
 
         They are settings that accelerate and DeepSpeed take and do nothing with, as offload of parameters at stage 2.
         """
         idle = idle_settings(self.values)
         notes = [f"{self.where(name)} {self.values[name]}: does nothing, {reason}" for name, reason in idle.items()]
-        return Given(
+        return ExplicitSettings(
             {name: value for name, value in self.values.items() if name not in idle},
             {name: source for name, source in self.sources.items() if name not in idle},
             (*self.notes, *notes),
@@ -306,40 +295,40 @@ class Given:
         return launch_settings(self.values, self.where)
 
 
-def gather(flags: Given, environ: Mapping[str, str], file: Given) -> Given:
+def gather(flags: ExplicitSettings, environ: Mapping[str, str], file: ExplicitSettings) -> ExplicitSettings:
     """All settings that were given, each from the first of flags, environment and file that has it.
 
     Raises:
         ConfigError: a variable of the environment cannot be read.
     """
-    return _meeting(file.under(given_in_environment(environ)).under(flags))
+    return _meeting(file.under(settings_from_environment(environ)).under(flags))
 
 
-def given_in_environment(environ: Mapping[str, str]) -> Given:
+def settings_from_environment(environ: Mapping[str, str]) -> ExplicitSettings:
     """The settings that variables of the environment give; an empty variable gives nothing."""
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for name in LaunchSettings.model_fields:
         for variable in variables_of(name):
             text = environ.get(variable, "").strip()
-            if text and text.lower() not in _unsaid(name):
+            if text and text.lower() not in _unset_words(name):
                 sources[name] = f"environment {variable}"
                 values[name] = from_text(name, text, lambda name: f"{sources[name]}: {name}")
                 break
     for name, (variable, value) in _STAYS.items():
         if variable in environ and name not in values:
             values[name], sources[name] = value, f"environment {variable}"
-    if "distributed_type" not in values and (said := environ.get("ACCELERATE_USE_DEEPSPEED", "").lower()) in _YES:
+    if "distributed_type" not in values and (said := environ.get(_USE_ZERO, "").lower()) in _YES:
         values["distributed_type"] = "DEEPSPEED"
-        sources["distributed_type"] = f"environment ACCELERATE_USE_DEEPSPEED={said}"
-    return Given(values, sources)
+        sources["distributed_type"] = f"environment {_USE_ZERO}={said}"
+    return ExplicitSettings(values, sources)
 
 
 def launched_environment(settings: LaunchSettings, sources: Mapping[str, str]) -> dict[str, str]:
     """What the processes are told of these settings, as variables of their environment."""
     values: dict[str, Any] = {}
     said: dict[str, str] = {}
-    for name in _HANDED_ON:
+    for name in _RANK_SETTINGS:
         value = getattr(settings, name)
         if name in sources and value is not None:
             values[name] = ",".join(value) if isinstance(value, tuple) else value
@@ -400,7 +389,7 @@ def _pairs(text: str) -> dict[str, int | str]:
     return {key: value if key in _MEETING else int(value) for key, value in named.items()}
 
 
-def _meeting(given: Given) -> Given:
+def _meeting(given: ExplicitSettings) -> ExplicitSettings:
     """With what torchrun's --rdzv_conf says of the meeting itself as the settings that say it here."""
     pairs = given.values.get("rdzv_conf")
     if not isinstance(pairs, Mapping) or not set(pairs) & set(_MEETING):
@@ -427,7 +416,9 @@ def _meeting(given: Given) -> Given:
     notes += [f"{source}: {key}: does nothing, {why}" for key, why in _MEETING.items() if key in pairs and why]
     kept = {key: value for key, value in pairs.items() if key not in _MEETING}
     values = {**given.values, "rdzv_conf": kept}
-    return Given(said, dict.fromkeys(said, source)).under(Given(values, given.sources, (*given.notes, *notes)))
+    return ExplicitSettings(said, dict.fromkeys(said, source)).under(
+        ExplicitSettings(values, given.sources, (*given.notes, *notes))
+    )
 
 
 _FORMS: Mapping[SettingKind, tuple[Callable[[str], Any], str]] = {
@@ -452,11 +443,13 @@ def _plain_types(annotation: Any) -> list[type]:
 
 def variables_of(name: str) -> tuple[str, ...]:
     """The variables of the environment that give a setting, the first that is there first."""
-    handed_on = (variable_of(name),) if name in _HANDED_ON and name != "debug" else ()
-    return (f"{PREFIX}{name.upper()}", *_OTHER_VARIABLES.get(name, ()), *handed_on)
+    setting = SETTINGS[name]
+    # Not that of `debug`: in accelerate it asks for checks of collectives, and here for full tracebacks.
+    received = (setting.rank_variable,) if setting.rank_variable and name != "debug" else ()
+    return (f"{PREFIX}{name.upper()}", *setting.variables, *received)
 
 
-def _unsaid(name: str) -> tuple[str, ...]:
+def _unset_words(name: str) -> tuple[str, ...]:
     """What stands for nothing in the environment."""
     return ("auto", "none") if name.endswith(("_path", "_file", "_clipping", "_steps")) else ()
 
