@@ -45,7 +45,7 @@ def _issue(tracker: CollectiveTracker, label: str = "unshard a") -> CollectiveRe
     return tracker.issue("gather", "all_gather", label, torch.empty(4))
 
 
-def test_the_journal_follows_a_wait(tracker: CollectiveTracker) -> None:
+def test_the_flight_recorder_follows_a_wait(tracker: CollectiveTracker) -> None:
     entry, messages = _issue(tracker), [Message(tracker.flight_recorder) for _ in range(3)]
     work = MessageWork(tracker, entry, messages)
     assert not work.is_completed()

@@ -109,7 +109,7 @@ _stores: dict[str, Store] = {}  # by address, those of earlier default groups of
 
 
 def init_process_group(backend: str | None = None, timeout: float | timedelta | None = None) -> Topology:
-    """Joins the job described by torchrun's environment variables; without any, this process is the whole job.
+    """Joins the job described by torchrun's environment variables; without any, this process is the only rank.
 
     A default group that exists already is taken as it is. (all ranks)
 

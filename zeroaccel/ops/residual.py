@@ -6,7 +6,7 @@ pattern fails: low bits 0x8000 are half way, and an even upper half stays where 
 `ties`, one for each element, which adds 1 << 16 again. So every float32 comes back but a NaN, of which the sign and the
 upper bits do, in 17 bits per element besides the weight.
 
-`number_formats` rounds; this is used where masters are kept so (`state_swapper.py`).
+`number_formats` rounds; this is used where masters are kept so (`zero/storage/swapped_masters.py`).
 """
 
 from __future__ import annotations

@@ -126,6 +126,13 @@ class Muon(NativeOptimizer):
 
     Its state is `momentum_buffer`. An AdamW group computes what `torch.optim.AdamW(foreach=False)` does.
 
+    Example:
+        >>> matrix, bias = torch.nn.Parameter(torch.eye(2)), torch.nn.Parameter(torch.zeros(2))
+        >>> groups = [{"params": [matrix], "use_muon": True}, {"params": [bias], "use_muon": False}]
+        >>> optimizer = Muon(groups, lr=0.1)
+        >>> matrix.grad, bias.grad = torch.eye(2), torch.ones(2)
+        >>> optimizer.step()
+
     Args:
         params: param groups, each with "use_muon". What a group lacks is taken from the other arguments.
         lr: of both kinds of groups; absent, 0.02 of muon groups and 3e-4 of AdamW groups.

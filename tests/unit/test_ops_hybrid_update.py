@@ -1,4 +1,4 @@
-"""Updates shared with a device: the bits of one that is not, whatever the cut; and pinned memory of the exact size."""
+"""Hybrid updates: the bits of one without a device, wherever it is split; and pinned memory of the exact size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Launchers that meet: in time, too late, and wanting different things. Each is a thread of this process."""
+"""The rendezvous of launchers: in time, too late, and with different facts. Each launcher is a thread of this process."""
 
 from __future__ import annotations
 
