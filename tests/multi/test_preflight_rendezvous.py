@@ -1,4 +1,4 @@
-"""The rendezvous of launchers: in time, too late, and with different facts. Each launcher is a thread of this process."""
+"""The rendezvous of launchers: in time, too late, and with different facts. Each is a thread of this process."""
 
 from __future__ import annotations
 
