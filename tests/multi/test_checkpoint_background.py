@@ -1,4 +1,4 @@
-"""Saves that run beside training: what they hold, what waits for them, and who learns of their errors."""
+"""Background saves: what they contain, what waits for them, and where their errors are raised."""
 
 from __future__ import annotations
 

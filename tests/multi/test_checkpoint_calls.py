@@ -1,4 +1,4 @@
-"""The engine's checkpoint calls on two ranks: what each refuses, restores, and leaves on the disk."""
+"""The engine's checkpoint calls on two ranks: what each refuses and restores, and which files it leaves on the disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine's life: beside others, at rest, for inference, with recomputation, and after its end."""
+"""The life of an engine: several in one process, idle, for inference, with recomputation, and after `destroy`."""
 
 from __future__ import annotations
 

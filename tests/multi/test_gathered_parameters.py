@@ -1,4 +1,4 @@
-"""Whole parameters outside forward and backward: reading, writing, generating while ranks go different ways."""
+"""Full parameters outside forward and backward: reading, writing, generating while ranks diverge."""
 
 from __future__ import annotations
 

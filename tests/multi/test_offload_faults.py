@@ -1,4 +1,4 @@
-"""What can go wrong with offload: told on every rank, before training where it can be known, else at once."""
+"""Faults of offload: raised on every rank, before training where they can be known, else at once."""
 
 from __future__ import annotations
 

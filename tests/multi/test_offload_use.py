@@ -1,4 +1,4 @@
-"""Offload in use: inference from the host or from files, states parked for a while, the line in the log, the knobs."""
+"""Offload in use: inference from the host or from files, offloaded states, the line in the log, the knobs."""
 
 from __future__ import annotations
 

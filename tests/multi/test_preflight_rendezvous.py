@@ -1,4 +1,4 @@
-"""The rendezvous of launchers: in time, too late, and with different facts. Each is a thread of this process."""
+"""Launchers at the preflight rendezvous: in time, too late, and with different settings. Each is a thread."""
 
 from __future__ import annotations
 

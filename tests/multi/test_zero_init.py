@@ -1,4 +1,4 @@
-"""Models that are sharded while they are built: the same training as of a model that was built whole."""
+"""Models that are sharded while they are built: the same training as of a model that was built unsharded."""
 
 from __future__ import annotations
 

@@ -19,8 +19,7 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.hierarchical import HierarchicalCollectives, QuantError, arrange
 from zeroaccel.comm.quantized import INT4, INT8, Codec
 from zeroaccel.comm.topology import init_process_group
-from zeroaccel.config import comm_plan as comm_plan
-from zeroaccel.config import load_config
+from zeroaccel.config import comm_plan, load_config
 from zeroaccel.logs import logger
 from zeroaccel.zero.engine import Engine
 

@@ -1,4 +1,4 @@
-"""The codes of quantised collectives: error bounds, any length, and what is not a number."""
+"""Codes of quantized collectives: error bounds, any length, NaN and infinity."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The flight recorder: numbers, hashes that ranks can be compared by, and what a watchdog can read from it."""
+"""The flight recorder: sequence numbers, hashes that ranks compare, and what a watchdog reads from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tier in a file: what comes back, in which order, within which memory; and what is said when it does not."""
+"""The NVMe tier: which bytes come back, in which order, within which memory, and the errors of a failing disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Muon and LAMB: the numbers of their papers, and of the optimizers they stand in for."""
+"""Muon and LAMB: the numbers of their papers, and of the optimizers that they replace."""
 
 from __future__ import annotations
 

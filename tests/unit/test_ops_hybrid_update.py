@@ -1,4 +1,4 @@
-"""Hybrid updates: the bits of one without a device, wherever it is split; and pinned memory of the exact size."""
+"""Hybrid updates on host and device: bits equal to a plain update at any ratio; pinned memory of the exact size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other ranks' processes, as seen from one of them: plain processes stand for the ranks."""
+"""The processes of other ranks, observed from one of them: plain processes stand for the ranks."""
 
 from __future__ import annotations
 

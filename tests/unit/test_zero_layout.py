@@ -1,4 +1,4 @@
-"""Flat layouts: whatever the shapes and the number of ranks, each element has one place and one owner."""
+"""Flat layouts: for any shapes and number of ranks, each element has one position and one owner."""
 
 from __future__ import annotations
 

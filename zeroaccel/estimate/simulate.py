@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedFakeTensorException
 from torch.utils.checkpoint import checkpoint
 
-from zeroaccel.config import BatchSizes, Fact, load_config, tier_plan
-from zeroaccel.config import shard_plan as shard_plan
+from zeroaccel.config import BatchSizes, Fact, load_config, shard_plan, tier_plan
 from zeroaccel.errors import UsageError
 from zeroaccel.estimate.extrapolate import MemoryTrace, Moment, lengthen
 from zeroaccel.estimate.fake_ranks import FakeRanks

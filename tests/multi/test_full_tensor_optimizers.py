@@ -1,4 +1,4 @@
-"""Optimizers whose rules look at whole tensors: owners step them, and every stage, tier and number of ranks agrees.
+"""Optimizers whose rules need full tensors: owners step them, and every stage, tier and number of ranks agrees.
 
 The reference is the optimizer itself on the whole model, in a plain loop that is fed the same reduced gradients.
 """

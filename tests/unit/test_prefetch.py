@@ -1,4 +1,4 @@
-"""The schedule by itself: what is fetched ahead, what is kept, and what a changed order does."""
+"""The prefetch trace alone: what is unsharded ahead, what stays unsharded, and what a changed order does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives under way, over messages that are told when to complete."""
+"""Collectives in flight, over messages that a test completes."""
 
 from __future__ import annotations
 

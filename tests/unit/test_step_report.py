@@ -1,4 +1,4 @@
-"""Lines and events of a run: their text, when they come, on which rank, and that nothing happens when nothing is on."""
+"""Log lines and events of a run: their text, when and on which rank they appear, and no cost when they are off."""
 
 from __future__ import annotations
 

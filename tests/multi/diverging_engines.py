@@ -1,4 +1,4 @@
-"""A training job whose ranks part on purpose, a script for `test_engine_hangs.py`: ``parting_engines.py SCENARIO``."""
+"""A training job whose ranks diverge on purpose, a script for `test_engine_hangs.py`: ``... SCENARIO``."""
 
 from __future__ import annotations
 

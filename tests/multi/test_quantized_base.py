@@ -1,4 +1,4 @@
-"""A frozen base in integers under trained adapters: the bits of the whole model at every stage, or a named error."""
+"""A frozen integer base under trained adapters: the bits of the unsharded model at every stage, or a named error."""
 
 from __future__ import annotations
 

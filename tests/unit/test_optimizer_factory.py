@@ -1,4 +1,4 @@
-"""Optimizers by name, and the trial that tells whether one can step on shards."""
+"""Optimizers by name, and the probe that finds out whether one can step on shards."""
 
 from __future__ import annotations
 

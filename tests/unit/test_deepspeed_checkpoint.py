@@ -1,4 +1,4 @@
-"""DeepSpeed's checkpoints, made by DeepSpeed: read back value by value, converted, resumed, and damaged."""
+"""Checkpoints that DeepSpeed wrote: read back value by value, converted, resumed, and damaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank gets which samples: against a single process's order, and against accelerate's own dealing."""
+"""Which rank gets which samples: against a single process's order, and against accelerate's sharding."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which parameters travel together: blocks, large leaves, ties, mixtures and what a config names."""
+"""The wrap policy: which parameters form a unit by blocks, large leaves, ties, mixed dtypes and a config's names."""
 
 from __future__ import annotations
 

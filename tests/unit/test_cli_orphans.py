@@ -1,4 +1,4 @@
-"""What a job leaves running is found by its mark, in whatever session and under whatever parent it is."""
+"""Orphans of a job are found by its mark, in any session and under any parent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The codes of quantised collectives on a CUDA device: those of host memory, to the last place of their arithmetic."""
+"""Codes of quantized collectives on a CUDA device: those of host memory, to the last place of their arithmetic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Older spellings, dotted keys and "auto": what they become, and what is told about them."""
+"""Older spellings, dotted keys and "auto": their normal form, and the notes about them."""
 
 from __future__ import annotations
 

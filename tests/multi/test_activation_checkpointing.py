@@ -1,4 +1,4 @@
-"""Recomputation in the engine: at every stage the bits of a run without it, and shares of activations on two ranks."""
+"""Activation checkpointing in the engine: at every stage the bits of a run without it; partitioned on two ranks."""
 
 from __future__ import annotations
 

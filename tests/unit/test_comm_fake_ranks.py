@@ -1,4 +1,4 @@
-"""A job of 1024 ranks that are not there: the backend's own collectives, and books that do not grow with the job."""
+"""A job of 1024 ranks on torch's fake backend: native collectives, and records that do not grow with the job."""
 
 from __future__ import annotations
 

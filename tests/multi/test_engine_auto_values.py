@@ -1,4 +1,4 @@
-"""A config in which everything is "auto", on real ranks: the engine runs by the numbers that the model gives."""
+"""A config in which everything is "auto", on real ranks: the engine uses the values that the model implies."""
 
 from __future__ import annotations
 

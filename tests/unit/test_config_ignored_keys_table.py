@@ -1,4 +1,4 @@
-"""What DeepSpeed ignores: which of three answers each such key gets, and that the answer has the key's place."""
+"""Keys that DeepSpeed ignores: which of three answers each one gets, and that the answer has the key's position."""
 
 from __future__ import annotations
 

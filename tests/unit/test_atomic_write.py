@@ -1,4 +1,4 @@
-"""Temporary files: made anew by one writer, never through a link, and removed once their writer is gone."""
+"""Temporary files: created by one writer, never through a link, and removed once their writer has ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`zero3_init_flag` and its context manager: models are built in parts, and train to the bits of models built whole."""
+"""`zero3_init_flag` and its context manager: models sharded while built train to the bits of unsharded ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Kinds of optimizers where there are other ranks."""
+"""Kinds of optimizers on several ranks."""
 
 from __future__ import annotations
 

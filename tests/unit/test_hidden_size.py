@@ -1,4 +1,4 @@
-"""The hidden size of a model, wherever it is."""
+"""The hidden size of a model, from any of the places that have it."""
 
 from __future__ import annotations
 
