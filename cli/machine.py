@@ -156,9 +156,9 @@ def devices() -> tuple[Device, ...]:
 
     if not torch.cuda.is_available():
         return ()
-    found = (torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))
+    each = (torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))
     by_rocm = torch.version.hip is not None
-    return tuple(Device(one.name, int(one.total_memory), by_rocm or one.major >= _FIRST_WITH_BF16) for one in found)
+    return tuple(Device(one.name, int(one.total_memory), by_rocm or one.major >= _FIRST_WITH_BF16) for one in each)
 
 
 def memory_nbytes(cgroup: Path = Path("/sys/fs/cgroup/memory.max")) -> int:

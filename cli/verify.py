@@ -80,9 +80,9 @@ def test(num_processes: int | None, cpu: bool) -> int:
     results, trouble = run_job([*flags, "zeroaccel.cli.smoke"], os.environ, _SECONDS)
     failed = bool(trouble)
     for result in results:
-        name, told, is_wrong = _told(result, on_cpu=on_cpu or not devices)
+        name, outcome, is_wrong = _told(result, on_cpu=on_cpu or not devices)
         failed = failed or is_wrong
-        click.echo(f"{name:<40} {told}")
+        click.echo(f"{name:<40} {outcome}")
     if trouble:
         click.echo(f"zeroaccel: the job failed:\n{trouble}", err=True)
     return int(failed)
@@ -167,11 +167,11 @@ def _run(
     )
     try:
         code = process.wait()
-    except KeyboardInterrupt:  # the terminal has told the job too
+    except KeyboardInterrupt:  # the terminal sends it to the job as well
         process.wait()
         return {}, 128 + signal.SIGINT
-    found = {path.stem: _read(path) for path in sorted(folder.glob("*.jsonl"))} if folder.is_dir() else {}
-    return {name: records for name, records in found.items() if records}, code
+    records = {path.stem: _read(path) for path in sorted(folder.glob("*.jsonl"))} if folder.is_dir() else {}
+    return {name: steps for name, steps in records.items() if steps}, code
 
 
 def _read(path: Path) -> list[Record]:

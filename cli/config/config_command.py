@@ -123,8 +123,8 @@ def _gathered(typed: Mapping[str, str | None], answers_file: str | None, sets: S
         else:
             texts[question.key] = text, f"--set {'.'.join(path)}"
     for question in QUESTIONS:
-        if (said := typed.get(question.key)) is not None:
-            texts[question.key] = said, question.flag
+        if (typed_text := typed.get(question.key)) is not None:
+            texts[question.key] = typed_text, question.flag
     return FlagAnswers(*_parsed(texts), extras)
 
 
@@ -155,16 +155,16 @@ def _in_file(path: str | None) -> list[tuple[str, str, str]]:
     parsed = parse_yaml(text_of_file(path, "--answers"), path)
     if not isinstance(parsed.value, dict):
         raise ConfigError(path, expected="answers as in `zero_stage: 3`", got=parsed.value)
-    known = [question.key for question in QUESTIONS]
-    found = []
+    keys = [question.key for question in QUESTIONS]
+    answers = []
     for key, value in parsed.value.items():
         place = parsed.places[(key,)]
-        if key not in known:
-            meant = closest(str(key), known)
+        if key not in keys:
+            meant = closest(str(key), keys)
             raise ConfigError(f"{place}: {key}: no such question", fix=f"did you mean {meant}?" if meant else "")
         text = ",".join(map(str, value)) if isinstance(value, list) else as_text(value)
-        found.append((key, text, f"{place}: {key}"))
-    return found
+        answers.append((key, text, f"{place}: {key}"))
+    return answers
 
 
 def _path_and_text(word: str) -> tuple[tuple[str, ...], str]:
@@ -253,7 +253,7 @@ def config(
     from .config_file import ConfigRequest, make_config_file, why_not_ask
     from .memory_plan import Model
 
-    said = typed.said()
+    flags = typed.said()
     no_asking = why_not_ask(os.environ, yes=typed.yes, no_input=typed.no_input)
     machine = look(os.environ)
     if not no_asking:
@@ -261,9 +261,9 @@ def config(
     make_config_file(
         ConfigRequest(
             path=Path(typed.config_file or "zeroaccel.yaml"),
-            given=said.answers,
-            sources=said.sources,
-            extras=said.extras,
+            answers=flags.answers,
+            sources=flags.sources,
+            extras=flags.extras,
             model=None if model is None else Model(model, sequence, batch, checkpointing),
             yes=typed.yes,
             dry_run=typed.dry_run,

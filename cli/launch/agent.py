@@ -224,11 +224,11 @@ class RankFiles(DefaultLogsSpecs):
 
     def ends(self) -> tuple[RankEnd, ...]:
         """What the processes have said of their ends themselves, where the agent cannot say it."""
-        found = []
+        ends = []
         for local_rank, (rank, path) in enumerate(zip(self._ranks, self._reports, strict=True)):
             if (report := _report_at(path)) is not None:
-                found.append(RankEnd(rank, local_rank, report.pid, report.exit_code, report.time, report))
-        return tuple(found)
+                ends.append(RankEnd(rank, local_rank, report.pid, report.exit_code, report.time, report))
+        return tuple(ends)
 
     def _why_again(self) -> str:
         reports = {rank: report for rank, path in enumerate(self._reports) if (report := _report_at(path)) is not None}
@@ -332,7 +332,7 @@ def _launch_config(plan: LaunchPlan, files: RankFiles) -> LaunchConfig:
         conf["rank"] = settings.machine
     elif settings.machine_rank is not None or settings.num_machines == 1:
         conf["is_host"] = settings.is_main_machine  # otherwise torch compares addresses
-    known = {field.name for field in fields(LaunchConfig)}
+    parameters = {field.name for field in fields(LaunchConfig)}
     # Not in every release that is supported. Without them the agent waits for 30 s, and handles all signals itself.
     newer: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_SECONDS, "signals_to_handle": "SIGQUIT"}
     return LaunchConfig(
@@ -349,7 +349,7 @@ def _launch_config(plan: LaunchPlan, files: RankFiles) -> LaunchConfig:
         monitor_interval=settings.monitor_interval,
         log_line_prefix_template=f"[{settings.role} ${{rank}}] ",
         local_addr=plan.address,
-        **{name: value for name, value in newer.items() if name in known},
+        **{name: value for name, value in newer.items() if name in parameters},
     )
 
 

@@ -143,10 +143,10 @@ def explain_failure(
     is_plain = report is not None and (report.kind == "on_purpose" or (report.kind == "exit" and len(alike) > 1))
     if report is not None and is_plain and not (debug and report.traceback):
         named = alike
-        said = report.headline
+        message = report.headline
         if report.printed:
-            said = f"{report.headline.partition(':')[0]} (exit code {exit_code(first)}); the message is above"
-        lines = [f"on {_all_or_some(alike, ranks, several_machines)}: {said}"]
+            message = f"{report.headline.partition(':')[0]} (exit code {exit_code(first)}); the message is above"
+        lines = [f"on {_all_or_some(alike, ranks, several_machines)}: {message}"]
     else:
         lines = [f"{_describe_rank(first, host)} failed first{_cause(first)}"]
     if others := [rank for rank in ranks if rank not in named]:

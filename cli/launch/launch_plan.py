@@ -162,9 +162,9 @@ def plan_launch(
     _check_program(program, environ)
     host, port, about_host = _meeting_point(settings, here=here)
     _check_log_dir(settings)
-    found = () if settings.use_cpu else devices()
-    num_devices = _num_devices(settings, environ, len(found))
-    if bf16_by and (without := [device.name for device in found if not device.has_bf16]):
+    visible = () if settings.use_cpu else devices()
+    num_devices = _num_devices(settings, environ, len(visible))
+    if bf16_by and (without := [device.name for device in visible if not device.has_bf16]):
         raise ConfigError(f"{bf16_by}: {without[0]} has no bf16", fix="use fp16")
     num_processes = settings.num_processes
     num_local = (num_devices or 1) if num_processes is None else num_processes // settings.num_machines
@@ -227,8 +227,8 @@ def _check_script(path: Path) -> None:
 def _check_module(name: str) -> None:
     # The parts below the first would have to be imported to be found, which is for the processes to do.
     top = name.partition(".")[0]
-    found = importlib.machinery.PathFinder.find_spec(top, [os.getcwd()]) or (top and importlib.util.find_spec(top))
-    if not found:
+    spec = importlib.machinery.PathFinder.find_spec(top, [os.getcwd()]) or (top and importlib.util.find_spec(top))
+    if not spec:
         fix = "a script is given without --module" if name.endswith(".py") or "/" in name else ""
         raise ConfigError(f"--module {name}: there is no module {top!r} here or among the installed ones", fix=fix)
 
@@ -276,33 +276,33 @@ def _check_local_ranks(settings: LaunchSettings, num_local: int) -> None:
             raise ConfigError(name, expected=f"local ranks 0 to {num_local - 1}", got=beyond[0])
 
 
-def _num_devices(settings: LaunchSettings, environ: Mapping[str, str], found: int) -> int:
+def _num_devices(settings: LaunchSettings, environ: Mapping[str, str], num_visible: int) -> int:
     """How many accelerators the processes of this machine will see, of those that this one sees."""
     if settings.use_cpu or settings.gpu_ids == "all":
-        return found
-    wanted = settings.gpu_ids.split(",")
+        return num_visible
+    ids = settings.gpu_ids.split(",")
     # Where some are hidden, the numbers go beyond those that are visible; names of devices are for CUDA to find.
     hidden = "CUDA_VISIBLE_DEVICES" in environ
-    if not hidden and any(name.isdigit() and int(name) >= found for name in wanted):
-        there = f"devices 0 to {found - 1}" if found else "no device, as this machine has none"
+    if not hidden and any(name.isdigit() and int(name) >= num_visible for name in ids):
+        there = f"devices 0 to {num_visible - 1}" if num_visible else "no device, as this machine has none"
         raise ConfigError("--gpu_ids", expected=there, got=settings.gpu_ids, fix="or leave it out for all")
-    return len(wanted)
+    return len(ids)
 
 
-def _threads(num_local: int, wanted: int | None, environ: Mapping[str, str]) -> tuple[str | None, str]:
+def _threads(num_local: int, requested: int | None, environ: Mapping[str, str]) -> tuple[str | None, str]:
     """OMP_NUM_THREADS, or None where the user has set it; and what is said about it.
 
     Never 1 by default, as torchrun has it: on CPU that leaves all cores but one per process idle.
     """
-    if wanted is not None:
-        return str(wanted), f"{_count(wanted, 'thread')} each"
+    if requested is not None:
+        return str(requested), f"{_count(requested, 'thread')} each"
     cores = usable_cores()
     fair = max(1, cores // num_local)
-    given = environ.get("OMP_NUM_THREADS")
-    if given is None:
+    in_environment = environ.get("OMP_NUM_THREADS")
+    if in_environment is None:
         return str(fair), f"{_count(fair, 'thread')} each"
-    about = f"OMP_NUM_THREADS={given}"
-    if given != str(fair):
+    about = f"OMP_NUM_THREADS={in_environment}"
+    if in_environment != str(fair):
         about += f" from the environment ({_count(cores, 'core')} / {_count(num_local, 'process')} would be {fair})"
     return None, about
 

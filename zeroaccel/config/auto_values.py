@@ -367,11 +367,12 @@ def resolve(tree: Mapping[str, Any], facts: Facts, *, sources: Mapping[str, str]
     if problems:
         raise report(problems, Provenance(places=places, written=normalized.written), order)
     written = normalized.written
-    told = {path: places[written[path]] for path in written if written[path] in places}
+    sources_by_path = {path: places[written[path]] for path in written if written[path] in places}
     for path, how in filled.sources.items():
-        told[path] = after(told.get(path), how)
+        sources_by_path[path] = after(sources_by_path.get(path), how)
     return Resolved(
-        as_written(filled.tree, (), written), {dotted(spelled(path, written)): source for path, source in told.items()}
+        as_written(filled.tree, (), written),
+        {dotted(spelled(path, written)): source for path, source in sources_by_path.items()},
     )
 
 
@@ -402,10 +403,10 @@ def fill(tree: dict[str, Any], unresolved: Collection[KeyPath], facts: Facts) ->
 
 def _apply_rule(rule: Rule, inputs: RuleInputs, filled: Filled, unresolved: Collection[KeyPath]) -> None:
     path: KeyPath = tuple(rule.path.split("."))
-    stated, given = rule.stated(inputs), inputs.at(rule.path)
-    if given is not None:
-        if stated is not None and stated.explicit and not _same(given, stated.value):
-            filled.problems.append(_contradiction(rule, given, stated))
+    stated, value = rule.stated(inputs), inputs.at(rule.path)
+    if value is not None:
+        if stated is not None and stated.explicit and not _same(value, stated.value):
+            filled.problems.append(_contradiction(rule, value, stated))
         return
     is_auto = path in unresolved or (path[0] not in _OPTIONAL and any(path[:end] in unresolved for end in (1, 2)))
     if is_auto:
@@ -421,20 +422,20 @@ def _apply_rule(rule: Rule, inputs: RuleInputs, filled: Filled, unresolved: Coll
         _leave(path, rule.otherwise, filled)
 
 
-def _contradiction(rule: Rule, given: object, stated: Fact[Any]) -> Problem:
+def _contradiction(rule: Rule, value: object, stated: Fact[Any]) -> Problem:
     return Problem(
         tuple(rule.path.split(".")),
-        text=f"{shown(given)} here, but {shown(stated.value)} from {stated.source}",
-        fix=f'write {shown(stated.value)} or "auto" here, or {rule.reverse(given)} there',
+        text=f"{shown(value)} here, but {shown(stated.value)} from {stated.source}",
+        fix=f'write {shown(stated.value)} or "auto" here, or {rule.reverse(value)} there',
     )
 
 
-def _same(given: object, stated: object) -> bool:
-    if isinstance(given, (list, tuple)) and isinstance(stated, (list, tuple)):
-        return list(given) == list(stated)
-    if isinstance(given, str) and isinstance(stated, str):
-        return given.lower() == stated.lower()  # words may be written in any case
-    return given == stated
+def _same(value: object, stated: object) -> bool:
+    if isinstance(value, (list, tuple)) and isinstance(stated, (list, tuple)):
+        return list(value) == list(stated)
+    if isinstance(value, str) and isinstance(stated, str):
+        return value.lower() == stated.lower()  # words may be written in any case
+    return value == stated
 
 
 def _put(filled: Filled, path: KeyPath, fact: Fact[Any]) -> None:

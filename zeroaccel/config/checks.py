@@ -196,12 +196,12 @@ def _nvme_needs_folder(config: Config) -> _Found:
 def _in_files(config: Config) -> dict[str, OffloadParam | OffloadOptimizer]:
     """The offload sections, by name, whose tensors go into files."""
     zero, tiers = config.zero_optimization, tier_plan(config)
-    found: dict[str, OffloadParam | OffloadOptimizer] = {}
+    sections: dict[str, OffloadParam | OffloadOptimizer] = {}
     if zero.offload_param is not None and tiers.param == "nvme":
-        found["offload_param"] = zero.offload_param
+        sections["offload_param"] = zero.offload_param
     if zero.offload_optimizer is not None and tiers.optimizer == "nvme":
-        found["offload_optimizer"] = zero.offload_optimizer
-    return found
+        sections["offload_optimizer"] = zero.offload_optimizer
+    return sections
 
 
 @_check(

@@ -188,20 +188,20 @@ def duplicate_key_problems(duplicates: Mapping[KeyPath, Sequence[int]]) -> list[
     ]
 
 
-def closest(word: str, known: Iterable[str], cutoff: float = 0.7) -> str:
+def closest(word: str, names: Iterable[str], cutoff: float = 0.7) -> str:
     """The known word that was probably meant, in any case of its letters, or the empty string.
 
     Example:
         >>> closest("zero_stge", ["zero_stage", "num_processes"])
         'zero_stage'
     """
-    return next(iter(near_names(word, known, 1, cutoff)), "")
+    return next(iter(near_names(word, names, 1, cutoff)), "")
 
 
-def near_names(word: str, known: Iterable[str], count: int, cutoff: float = 0.6) -> list[str]:
+def near_names(word: str, names: Iterable[str], count: int, cutoff: float = 0.6) -> list[str]:
     """At most so many known words that resemble a word, the nearest first."""
     folded: dict[str, str] = {}
-    for name in known:
+    for name in names:
         folded.setdefault(name.lower(), name)
     return [folded[match] for match in difflib.get_close_matches(word.lower(), folded, n=count, cutoff=cutoff)]
 

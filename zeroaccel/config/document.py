@@ -81,7 +81,7 @@ def parse_json(text: str, name: str) -> JsonText:
         line = bisect_right(line_starts, offset)
         places[path] = f"{name}:{line}:{offset - line_starts[line - 1] + 1}"
         lines.setdefault((owner, path), []).append(line)
-    duplicates = {path: found for (_, path), found in lines.items() if len(found) > 1}
+    duplicates = {path: numbers for (_, path), numbers in lines.items() if len(numbers) > 1}
     return JsonText(value, places, duplicates)
 
 
@@ -291,8 +291,8 @@ def _missing(path: str) -> ConfigError:
 
 def _json_files(folder: str) -> str:
     """Which JSON files a folder has, or the empty string if none."""
-    found = sorted(entry for entry in os.listdir(folder or ".") if entry.endswith(".json"))
-    return f"JSON files there: {_quoted(folder, found[:_NEAR_NAMES])}" if found else ""
+    files = sorted(entry for entry in os.listdir(folder or ".") if entry.endswith(".json"))
+    return f"JSON files there: {_quoted(folder, files[:_NEAR_NAMES])}" if files else ""
 
 
 def _cut(path: str) -> str:

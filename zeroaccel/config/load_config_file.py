@@ -83,12 +83,12 @@ def load_config(
     unresolved = {path for path in unresolved if not _has(filled.tree, path)}
     wrong_values = {problem.path for problem in invalid}
     among = list(contradictions(config, wrong_values))
-    told = wrong_values | {problem.path for problem in among}
+    reported = wrong_values | {problem.path for problem in among}
     problems = [
         *document.problems,
         *normalized.problems,
         *invalid,
-        *(problem for problem in filled.problems if problem.path not in told),
+        *(problem for problem in filled.problems if problem.path not in reported),
         *refusals(config, unresolved),
         *among,
     ]

@@ -79,8 +79,8 @@ def tier_plan(config: Config) -> TierPlan:
 
 def overlaps_communication(config: Config) -> bool:
     """Whether reductions overlap with the backward pass; by default, where params are sharded."""
-    asked = config.zero_optimization.overlap_comm
-    return shard_plan(config).params if asked is None else asked
+    overlap = config.zero_optimization.overlap_comm
+    return shard_plan(config).params if overlap is None else overlap
 
 
 _TRAIN = "train_batch_size"
@@ -146,7 +146,7 @@ def _closed(config: Config, world_size: int, sizes: BatchSizes) -> BatchSizes:
 
 
 def _misfit(config: Config, world_size: int, what: str, fix: str) -> ConfigError:
-    given = ", ".join(
+    sizes = ", ".join(
         f"{name} {'not given' if value is None else value}"
         for name, value in (
             (_TRAIN, config.train_batch_size),
@@ -155,4 +155,4 @@ def _misfit(config: Config, world_size: int, what: str, fix: str) -> ConfigError
         )
     )
     where = config.where(_TRAIN) if config.train_batch_size is not None else "batch sizes"
-    return ConfigError(f"{where}: {what} ({given}, ranks {world_size})", fix=fix)
+    return ConfigError(f"{where}: {what} ({sizes}, ranks {world_size})", fix=fix)

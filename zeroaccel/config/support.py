@@ -397,19 +397,19 @@ def refusals(config: Config, unresolved: Collection[KeyPath] = ()) -> Iterator[P
 
 
 def support_notes(
-    config: Config, given: Mapping[KeyPath, KeyPath], unresolved: Collection[KeyPath] = ()
+    config: Config, written: Mapping[KeyPath, KeyPath], unresolved: Collection[KeyPath] = ()
 ) -> Iterator[Note]:
     """One note for each key that was given and does nothing, here or in this config.
 
     Args:
-        given: path in the schema's names -> path as written, of every key that was given.
+        written: path in the schema's names -> path as written, of every key that was given.
         unresolved: paths, in the schema's names, whose value is "auto".
     """
-    for path in given:
+    for path in written:
         status = KEYS.get(dotted(path))
         if status is None:
             continue
-        where = given.get((*path, status.switch), given[path])
+        where = written.get((*path, status.switch), written[path])
         is_on = _is_on(config, path, status.switch, unresolved)
         if status.kind is Kind.IGNORED and (is_on or not (status.warns or status.switch)):
             yield Note(where, status.reason, status.warns)
