@@ -94,6 +94,7 @@ def estimate(
 
     from .machine import devices, memory_nbytes
 
+    # Defaults are this machine's, where the ranks would run here; elsewhere nothing is known, and "fits" stays open.
     accelerators = () if cpu else devices()
     if accelerators and device_memory is None:
         device_memory = min(device.memory_nbytes for device in accelerators)

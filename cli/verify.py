@@ -143,9 +143,12 @@ def verify(steps: int, arguments: tuple[str, ...]) -> int:
                 fix="it must call engine.step(), or Accelerator's, before it ends",
             )
         _show(plain, chosen)
+        # As text too, since NaN is not equal to NaN.
         if plain == chosen or _values(plain) == _values(chosen):
             click.echo("the same to the last bit")
             return 0
+
+        # Before the engine is blamed: does the script repeat itself? Without seeds no two of its runs are equal.
         again, code = _run(Path(folder, "again"), steps, arguments, baseline=True)
         if code:
             return code

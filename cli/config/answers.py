@@ -158,6 +158,7 @@ def complete(
         key = question.key
         where = (sources or {}).get(key, question.flag)
         if not question.applies(state):
+            # An explicit answer must not be dropped in silence; one of a former file, or a default, is.
             if key in explicit:
                 raise ConfigError(f"{where}: it does not apply: {question.why_not(state)}", fix="leave it out")
             continue
@@ -169,7 +170,7 @@ def complete(
             state = with_answer(state, question, explicit[key])
         elif former is not None and key in former and _is_fine(question, former[key], state):
             state = with_answer(state, question, former[key])
-        elif question.gate:
+        elif question.gate:  # optional: "no" is its default
             continue
         elif with_defaults and (value := question.default(state)) is not None:
             state = with_answer(state, question, value)

@@ -69,8 +69,8 @@ class TypedFlags:
     no_input: bool
     dry_run: bool
 
-    def said(self) -> FlagAnswers:
-        """What they say.
+    def parse(self) -> FlagAnswers:
+        """The answers behind them.
 
         Raises:
             ConfigError: something cannot be read, or is no answer.
@@ -244,6 +244,7 @@ def config(
     What a flag answers is not asked. Every step can be left backwards; nothing is written before the end.
     """
     ctx.obj = os.environ
+    # A flag before the sub-command's name would belong to this command, and have no effect on the sub-command.
     if ctx.invoked_subcommand is not None:
         for param in ctx.command.params:
             if ctx.get_parameter_source(str(param.name)) is ParameterSource.COMMANDLINE:
@@ -253,10 +254,10 @@ def config(
     from .config_file import ConfigRequest, make_config_file, why_not_ask
     from .memory_plan import Model
 
-    flags = typed.said()
+    flags = typed.parse()
     no_asking = why_not_ask(os.environ, yes=typed.yes, no_input=typed.no_input)
     machine = look(os.environ)
-    if not no_asking:
+    if not no_asking:  # measuring takes seconds, and only a person reads the speeds
         machine = machine.with_disks(tuple(measure_disk(disk) for disk in machine.disks))
     make_config_file(
         ConfigRequest(

@@ -36,7 +36,7 @@ def default(environ: Mapping[str, str], /, typed: TypedFlags) -> None:
         raise ConfigError(
             f"{path} exists", fix="--yes replaces it and keeps a copy; `zeroaccel config update` changes it"
         )
-    flags = typed.said()
+    flags = typed.parse()
     request = ConfigRequest(
         path, flags.answers, flags.sources, flags.extras, yes=True, dry_run=typed.dry_run, no_asking="nobody is asked"
     )
@@ -55,7 +55,7 @@ def update(environ: Mapping[str, str], /, typed: TypedFlags) -> None:
     if source is None:
         raise ConfigError("there is no launch file", fix="name one by --config_file, or make one: `zeroaccel config`")
     former, extras = answers_of(read_launch_file(*source))
-    flags = typed.said()
+    flags = typed.parse()
     by_flags = "the answers are given" if flags.answers or flags.extras else ""
     request = ConfigRequest(
         source[0],

@@ -97,7 +97,12 @@ def _with_address(settings: _Settings, host: str | None, port: str | None) -> _S
 
 
 def expand_nodelist(text: str) -> list[str]:
-    """The names in SLURM's short form: "gpu[01-03,7],login" is gpu01, gpu02, gpu03, gpu7, login."""
+    """The names in SLURM's short form.
+
+    Example:
+        >>> expand_nodelist("gpu[01-03,7],login")
+        ['gpu01', 'gpu02', 'gpu03', 'gpu7', 'login']
+    """
     return [name for word in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text) for name in _expand(word.strip())]
 
 

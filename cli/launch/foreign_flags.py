@@ -266,6 +266,8 @@ def _by_filter(explicit: ExplicitSettings) -> ExplicitSettings:
             f"{where} {text}: a filter of the hostfile, and there is none",
             fix="set hostfile too, or name this machine, as in localhost:0,1",
         )
+
+    # As the `deepspeed` command has it: without a hostfile, --include localhost:0,2 chooses devices of this machine.
     numbers = _numbers(slots, where, text)
     num_devices = 0 if explicit.values.get("use_cpu") else len(devices())
     if name == "exclusion_filter":

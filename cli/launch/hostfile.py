@@ -102,6 +102,8 @@ def select_hosts(hosts: Iterable[Host], include: str | None, exclude: str | None
         selected = [host for host in remaining if host.slots]
         if not selected:
             raise ConfigError("--exclusion_filter: leaves no machine", fix="exclude fewer")
+
+    # Ranks are machine * ranks per machine + local rank, and torch's agent starts as many on each machine.
     counts = {len(host.slots): host.name for host in selected}
     if len(counts) > 1:
         (most, one), (least, other) = max(counts.items()), min(counts.items())

@@ -78,15 +78,18 @@ def launch(
     """
     if module and no_python:
         raise click.UsageError("--module and --no_python exclude each other.", click.get_current_context())
+    # Flags of other launchers first: what is left in `typed` are settings of ours.
     others = ForeignFlags.take_from(typed)
     flags = others.above(settings_from_flags(typed))
-    check_variables(os.environ)
+    check_variables(os.environ)  # a misspelt variable would be passed over in silence
+
+    # Merge the sources, then compare with the JSON config, so that a contradiction is found before any rank starts.
     source = find_launch_file(config_file, os.environ, Path.cwd())
     explicit = resolve_devices(_gathered(flags, others, source), others).effective()
     config = check_json(explicit)
     explicit = _with_folders(explicit, config)
     settings = explicit.settings()
-    if not settings.starts_hosts:
+    if not settings.starts_hosts:  # else the folders are on other machines, and each `node` checks its own
         _check_folders(explicit, config)
     kind: ProgramKind = "module" if module else "executable" if no_python else "script"
     program = Program(script, script_args, kind, _local_rank_option(script, script_args, kind, others.pass_local_rank))
@@ -95,6 +98,8 @@ def launch(
         _log(f"note: {note}")
     if source is not None:
         _log(f"settings from {source[0]} ({source[1]})")
+
+    # What ranks and `Accelerator` read, with the source of each setting; and which engine `import deepspeed` gives.
     child_env = {
         **launched_environment(settings, explicit.sources),
         **_facade(settings.engine, explicit.where("engine")),

@@ -151,7 +151,7 @@ def plan_launch(
 
     Args:
         environ: the launcher's environment.
-        told: variables that tell the processes what the launch says about training.
+        child_env: variables of the ranks with the settings of training.
         here: False for a machine like this one, whose ports and folders cannot be looked at.
         bf16_by: the source that asks for bf16, as the start of a message; empty where none does.
 
@@ -159,6 +159,7 @@ def plan_launch(
         ConfigError: the program is not there, the port is taken, the address is unknown, counts do not fit, or an
             accelerator has no bf16.
     """
+    # What can be wrong for every rank alike is one message here, rather than the same traceback from each of them.
     _check_program(program, environ)
     host, port, about_host = _meeting_point(settings, here=here)
     _check_log_dir(settings)
@@ -166,6 +167,8 @@ def plan_launch(
     num_devices = _num_devices(settings, environ, len(visible))
     if bf16_by and (without := [device.name for device in visible if not device.has_bf16]):
         raise ConfigError(f"{bf16_by}: {without[0]} has no bf16", fix="use fp16")
+
+    # One rank per accelerator; on CPU a single one, since more of them only share its cores.
     num_processes = settings.num_processes
     num_local = (num_devices or 1) if num_processes is None else num_processes // settings.num_machines
     _check_local_ranks(settings, num_local)

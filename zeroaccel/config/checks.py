@@ -145,12 +145,10 @@ def _clipping_needs_norm(config: Config) -> _Found:
     "fp16.enabled",
     "bf16",
 )
-def _early_updates_need_no_verdict(config: Config) -> _Found:
-    """What `step()` may still decide about gradients cannot be decided before the last of them is there."""
-    offload, path = (
-        config.zero_optimization.offload_optimizer,
-        ("zero_optimization", "offload_optimizer", "update_during"),
-    )
+def _early_updates_skip_no_step(config: Config) -> _Found:
+    """Updates during backward cannot wait for a decision that needs all gradients: clipping, or skipping the step."""
+    offload = config.zero_optimization.offload_optimizer
+    path: KeyPath = ("zero_optimization", "offload_optimizer", "update_during")
     if offload is None or offload.update_during == "step":
         return
     if tier_plan(config).optimizer == "device":
@@ -162,6 +160,7 @@ def _early_updates_need_no_verdict(config: Config) -> _Found:
         )
     if offload.update_during != "backward":
         return
+    # Each of these decides in step(), from all gradients, what an update during backward has already done with some.
     reasons = {
         f"gradient_clipping is {config.gradient_clipping}, which needs the norm of all gradients": (
             config.gradient_clipping > 0,

@@ -77,8 +77,16 @@ def comm_plan(config: Config, world_size: int, shard_size: int | None = None) ->
 
     Raises:
         ConfigError: a size does not divide what it is a part of.
+
+    Example:
+        >>> from zeroaccel.config import load_config
+        >>> config = load_config({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}})
+        >>> plan = comm_plan(config, world_size=16)
+        >>> plan.shard_size, plan.secondary_size
+        (16, 4)
     """
     zero = config.zero_optimization
+    # MiCS (Zhang et al., 2022, arXiv:2205.00119): a model is sharded in a group, and groups are replicas.
     if shard_size is None:
         shard_size = world_size if zero.mics_shard_size == -1 else zero.mics_shard_size
     if world_size % shard_size:
@@ -88,6 +96,10 @@ def comm_plan(config: Config, world_size: int, shard_size: int | None = None) ->
             got=shard_size,
         )
     shards_params = shard_plan(config).params
+
+    # hpZ (ZeRO++, arXiv:2306.10209, section 3.2): after forward's all-gather, a secondary partition within the node
+    # serves the all-gather of backward. A partition larger than the shard group is left out with a warning, so that a
+    # config for a larger job still runs.
     with_second = shards_params and zero.zero_hpz_partition_size != 1
     secondary_size = zero.zero_hpz_partition_size if with_second else shard_size
     if secondary_size > shard_size:

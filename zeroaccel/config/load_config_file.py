@@ -53,14 +53,25 @@ def load_config(
     Raises:
         ConfigError: the source cannot be read, or settings in it are wrong, contradict a fact or stay "auto": all of
             them, one line each, in the order in which they were written.
+
+    Example:
+        >>> config = load_config({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}})
+        >>> config.precision, config.zero_optimization.stage
+        ('bf16', 3)
+        >>> load_config({"zero_optimization": {"stage": 4}})
+        Traceback (most recent call last):
+        zeroaccel.errors.ConfigError: zero_optimization.stage: expected 0, 1, 2 or 3, got 4
     """
     if isinstance(source, Config):
         return source
+    # 1. Read, and remember where each key was written.
     document = read_document(source)
     order = list(key_paths(document.tree))
     places = {**document.places}
     if sources is not None:
         places.update({path: sources[dotted(path)] for path in order if dotted(path) in sources})
+
+    # 2. Translate to the schema's names, and fill "auto" before values are validated, as a fact may be what is wrong.
     normalized = NormalizedConfig(Config, document.tree, unknown_keys)
     filled = Filled(normalized.tree) if facts is None else fill(normalized.tree, normalized.unresolved, facts)
     written = {path: path for path in filled.sources} | normalized.written
@@ -78,6 +89,9 @@ def load_config(
             for path, place in written.items()
         },
     )
+
+    # 3. Validate values. The checks between keys then leave out the keys that are wrong, so that one mistake is one
+    # line; and a switch that is still "auto" neither enables nor refuses its section.
     config, invalid = _validated(filled.tree, origin)
     unresolved = {path for path in normalized.unresolved if path not in filled.sources or path[-1] == "enabled"}
     unresolved = {path for path in unresolved if not _has(filled.tree, path)}
@@ -94,6 +108,8 @@ def load_config(
     ]
     if problems:
         raise report(problems, origin, order)
+
+    # 4. Notes on what is accepted without effect; a place in them is the user's own, without what filled the value.
     notes = [*normalized.notes, *filled.notes, *support_notes(config, written, unresolved)]
     config._origin = replace(origin, notes=tuple(note.line(as_given) for note in notes))
     for note, line in zip(notes, config.notes, strict=True):

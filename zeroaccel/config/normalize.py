@@ -95,6 +95,8 @@ class NormalizedConfig:
             return
         field = section.model_fields[name]
         nested = nested_section(field)
+        # "auto" is left out of the tree, so that the schema's default stands in until facts fill it; but where "auto"
+        # is the default, it is a value of its own.
         if _is_auto(value) and field.default != AUTO:
             self.unresolved.append(target)
         elif nested is not None and isinstance(value, bool) and value in nested.from_flag:

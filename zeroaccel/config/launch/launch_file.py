@@ -144,11 +144,14 @@ def parse_launch_file(
     parsed = parse_yaml(text, name)
     if not isinstance(parsed.value, dict):
         raise ConfigError(name, expected="settings as in `num_processes: 2`", got=parsed.value)
+
+    # A file may be shared by machines and leave blanks that flags fill; its value for a decided setting is not checked.
     decided = {} if over is None else over.values
     tree_given = _without(decided, _without_nothing(parsed.value))
     foreign = settle_foreign_keys(tree_given, decided.get("distributed_type"), fsdp_flags)
     tree = {MOVED.get(key, key): value for key, value in foreign.tree.items()}
     moved: dict[KeyPath, str] = {(new,): parsed.places[(old,)] for old, new in MOVED.items() if (old,) in parsed.places}
+    # Keys that were moved or translated keep the place of the key that was written.
     moved |= {new: parsed.places[old] for new, old in foreign.moved.items() if old in parsed.places}
     order = list(key_paths(parsed.value))
     normalized = NormalizedConfig(LaunchFile, tree)

@@ -360,7 +360,12 @@ def launch_settings(values: Mapping[str, Any], address: Callable[[str], str] = s
         address: setting -> what it is called where it was given, "--num_processes" for one.
 
     Raises:
-        ConfigError: some are wrong; all of them are told, one line each.
+        ConfigError: some are wrong; all of them are listed, one line each.
+
+    Example:
+        >>> settings = launch_settings({"num_processes": 8, "zero_stage": 3})
+        >>> settings.uses_zero, settings.rendezvous
+        (True, 'c10d')
     """
     settings = typed_settings(values, address)
     if problems := list(_contradictions(settings)):

@@ -404,6 +404,8 @@ def _with_rendezvous(explicit: ExplicitSettings) -> ExplicitSettings:
         moved["main_process_ip"] = host
     if port:
         moved["main_process_port"] = int(port)
+
+    # A setting of its own counts more than a key inside rdzv_conf, and a note says so.
     notes = []
     for name, value in moved.items():
         before = explicit.values.get(name, value)
