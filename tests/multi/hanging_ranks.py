@@ -1,4 +1,4 @@
-"""A job whose ranks part on purpose, run as a script by `test_comm_hangs.py`: ``hanging_ranks.py SCENARIO``."""
+"""A job whose ranks diverge on purpose, a script for `test_comm_hangs.py`: ``hanging_ranks.py SCENARIO``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the launcher notices beside torch's elastic agent: child processes of this one stand for ranks."""
+"""What the launcher monitors in addition to torch's elastic agent: child processes of this one stand for ranks."""
 
 from __future__ import annotations
 

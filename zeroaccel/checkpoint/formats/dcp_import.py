@@ -57,7 +57,7 @@ _CLASSES = (
 _MODULE = "torch.distributed.checkpoint.metadata"
 
 
-class _Record(Attributed):
+class _DcpObject(Attributed):
     """Stands for an object of one of torch's classes: its attributes, or its state if that is not a dict."""
 
     def __init__(self, class_name: str) -> None:
@@ -119,7 +119,7 @@ class DcpFolder:
         except OSError as error:
             raise CheckpointError(f"{where}: cannot be read ({error.strerror})") from error
         metadata = load_pickle(content, str(where), _admitted())
-        if not isinstance(metadata, _Record):
+        if not isinstance(metadata, _DcpObject):
             raise CheckpointError(f"{where}", expected="torch.distributed.checkpoint's metadata", got=type(metadata))
         self._entries: Mapping[str, Any] = metadata.field("state_dict_metadata")
         self._opened: dict[_Item, int] = {}
@@ -129,7 +129,7 @@ class DcpFolder:
             self.paths = {key: tuple(paths.get(key) or key.split(".", 1)) for key in self._entries}
             self._read_locations(metadata, where)
 
-    def _read_locations(self, metadata: _Record, where: Path) -> None:
+    def _read_locations(self, metadata: _DcpObject, where: Path) -> None:
         """Fills `_items`: (key, offsets of the chunk) -> the stored object."""
         folder = self.folder
         for index, info in metadata.field("storage_data").items():
@@ -209,15 +209,15 @@ def _admitted() -> dict[str, Any]:
     """The names that `.metadata` may contain, besides those of `torch_pickle.py`."""
     paths = ("PosixPath", "WindowsPath", "PurePosixPath", "Path")
     return {
-        **{f"{_MODULE}.{name}": _record_of(name) for name in _CLASSES},
-        "torch.distributed.checkpoint.filesystem._StorageInfo": _record_of("_StorageInfo"),
+        **{f"{_MODULE}.{name}": _object_of(name) for name in _CLASSES},
+        "torch.distributed.checkpoint.filesystem._StorageInfo": _object_of("_StorageInfo"),
         "torch.serialization._get_layout": _path,
         **{f"{module}.{name}": _path for module in ("pathlib", "pathlib._local") for name in paths},
     }
 
 
-def _record_of(name: str) -> Callable[..., _Record]:
-    return lambda *_: _Record(name)
+def _object_of(name: str) -> Callable[..., _DcpObject]:
+    return lambda *_: _DcpObject(name)
 
 
 def _path(*parts: Any) -> str:

@@ -197,7 +197,7 @@ class _Restricted:
             self._machine.check_key(pair[0])
         return pairs
 
-    def _persistent(self, pid: Any) -> _Record:
+    def _persistent(self, pid: Any) -> _StorageRecord:
         if type(pid) is not tuple or len(pid) != 5:
             raise CheckpointError(f"{self._where}: its pickle refers to a storage", expected="torch's form", got=pid)
         kind, storage, key, _location, numel = pid
@@ -205,7 +205,7 @@ class _Restricted:
             raise CheckpointError(f"{self._where}: its pickle refers to a storage", expected="torch's form", got=pid)
         if type(numel) is not int or numel < 0:
             raise CheckpointError(f"{self._where}: storage {key}", expected="a number of elements", got=numel)
-        return _Record(storage.dtype, key, numel)
+        return _StorageRecord(storage.dtype, key, numel)
 
     def _encode(self, text: Any, encoding: Any) -> bytes:
         if encoding != "latin1" or type(text) is not str:
@@ -215,7 +215,7 @@ class _Restricted:
 
     def _tensor(self, record: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> StoredTensor:
         where = f"{self._where}: a tensor"
-        if not isinstance(record, _Record) or type(shape) is not tuple or type(strides) is not tuple:
+        if not isinstance(record, _StorageRecord) or type(shape) is not tuple or type(strides) is not tuple:
             raise CheckpointError(where, expected="a storage, an offset, a shape and strides", got=(record, offset))
         if len(shape) != len(strides) or len(shape) > _MOST_DIMS:
             raise CheckpointError(where, expected=f"at most {_MOST_DIMS} dims, each with a stride", got=len(shape))
@@ -315,7 +315,7 @@ class _Type:
 
 
 @dataclass(frozen=True, slots=True)
-class _Record:
+class _StorageRecord:
     dtype: str
     key: str
     numel: int
