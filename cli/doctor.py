@@ -45,7 +45,7 @@ class Finding:
 
     Attributes:
         verdict: BROKEN if it was asked for, or training needs it.
-        detail: what was seen, or what is used instead.
+        detail: what was measured, or what is used instead.
         fix: one line that mends it; empty where nothing is to be done.
     """
 

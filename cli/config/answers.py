@@ -144,7 +144,7 @@ def complete(
 
     Args:
         explicit: setting -> answer; each has to apply.
-        sources: setting -> where its answer was given, for messages; its flag where nothing is said.
+        sources: setting -> source of its answer, for messages; by default its flag.
         former: answers of an earlier file; those that no longer apply are dropped.
         needs: as in `WizardState`.
         questions: the table, or its first part.
@@ -201,7 +201,7 @@ BACK: Final = object()
 
 
 class Quit(Exception):
-    """The person wants to leave, and nothing is to be written."""
+    """The user quits: nothing is written."""
 
 
 class Asker(Protocol):

@@ -1,6 +1,6 @@
 """`zeroaccel config` itself: a flag for each question, and the sub-commands by name, imported when used.
 
-Gathers what flags, `--answers` and `--set` say into answers with their sources. Reads the environment for all
+Parses flags, `--answers` and `--set` into answers with their sources. Reads the environment for all
 sub-commands: whether there is a terminal to ask on, and where the user's files are. Imports neither torch nor pydantic
 before a command runs, so that help is immediate.
 """
@@ -41,7 +41,7 @@ class FlagAnswers:
 
     Attributes:
         answers: setting -> answer.
-        sources: setting -> who said it.
+        sources: setting -> its flag, or its place in a file.
         extras: path of a key of the file -> value, for keys that no question is about.
     """
 
@@ -108,7 +108,7 @@ def question_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _gathered(typed: Mapping[str, str | None], answers_file: str | None, sets: Sequence[str]) -> FlagAnswers:
-    """What was said by flags, before `--set`, before `--answers`."""
+    """All answers: a flag counts more than `--set`, and that more than `--answers`."""
     from zeroaccel.config.launch.launch_settings import file_path
 
     texts: dict[str, tuple[str, str]] = {}
@@ -257,7 +257,7 @@ def config(
     flags = typed.parse()
     no_asking = why_not_ask(os.environ, yes=typed.yes, no_input=typed.no_input)
     machine = look(os.environ)
-    if not no_asking:  # measuring takes seconds, and only a person reads the speeds
+    if not no_asking:  # measuring takes seconds, and the speeds are for the user to see
         machine = machine.with_disks(tuple(measure_disk(disk) for disk in machine.disks))
     make_config_file(
         ConfigRequest(

@@ -215,10 +215,10 @@ class ConfigRequest:
     Attributes:
         path: where the file goes.
         answers: setting -> answer, by flags and the like.
-        sources: setting -> who said it, for messages.
+        sources: setting -> its source, for messages.
         extras: path of a key of the file -> value, for keys that no question is about.
         former: answers of the file as it is, for an update.
-        model: what will be trained, where a flag says it.
+        model: what will be trained, where --model names it.
         no_asking: why no question is asked; empty if questions are.
     """
 
@@ -256,7 +256,7 @@ def make_config_file(request: ConfigRequest, machine: Machine) -> None:
     Raises:
         ConfigError: an answer is wrong, or the file cannot be written.
         click.UsageError: answers are missing, and no question can be asked.
-        click.Abort: the person does not want it after all.
+        click.Abort: the user quits.
     """
     if request.no_asking:
         completed = _without_asking(request, machine)
@@ -275,7 +275,7 @@ def make_config_file(request: ConfigRequest, machine: Machine) -> None:
 
 
 def log(message: str = "") -> None:
-    """To the person, on stderr."""
+    """To the terminal, on stderr: stdout is for data."""
     click.echo(message, err=True)
 
 

@@ -97,7 +97,7 @@ def convert_json(file: str, *, drop_unknown: bool = False) -> tuple[dict[str, An
     try:
         refused = {_key_of(problem.path) for problem in refusals(Config(**normalized.tree), set(normalized.unresolved))}
     except ValidationError:
-        load_config(file, unknown_keys="lenient")  # tells every wrong value
+        load_config(file, unknown_keys="lenient")  # raises with every wrong value
         raise
     for key, status in KEYS.items():
         written = normalized.written.get(tuple(key.split(".")))
@@ -133,7 +133,7 @@ def convert_launch(text: str, name: str) -> tuple[dict[str, Any], list[str]]:
     tree = {key: value for key, value in foreign.tree.items() if value not in ({}, [])}
     notes = [f"{dotted(path)}: {text}" for path, text in foreign.notes]
     for key in (*(key for key in LaunchFile.model_fields if key.startswith("tpu_")), "downcast_bf16"):
-        tree.pop(key, None)  # what is left of them says nothing
+        tree.pop(key, None)  # what is left of them has no effect
     tree.pop("main_training_function", None)
     for key in _NO_COUNTERPART:
         if tree.pop(key, None):

@@ -1,7 +1,7 @@
 """`zeroaccel config default`, `update` and `template`: launch files without questions.
 
 `default` and `update` call `make_config_file` with every answer given: by this machine, or by the file as it is. The
-templates are in `templates/`, with a table that says what each is for.
+templates are in `templates/`, with a table of what each is for.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def ask_plan(prompts: Prompts, model: Model | None, machine: Machine, answers: M
     """Asks what will be trained and which line of the table it shall be.
 
     Args:
-        model: what a flag says; None asks.
+        model: that of --model; None asks.
         answers: answers by flags; those in PLANNED, or a JSON config, leave nothing to plan.
     """
     if {*PLANNED, "deepspeed_config_file"} & set(answers) or answers.get("use_deepspeed") is False:
@@ -198,7 +198,7 @@ def _question(model: Model, machine: Machine, answers: Mapping[str, Any]) -> tup
     )
 
 
-@functools.lru_cache(maxsize=8)  # of a person who goes back and forth
+@functools.lru_cache(maxsize=8)  # of a user who goes back and forth
 def _rows(model: Model, workload: Workload, capacity: Capacity) -> list[PlanRow]:
     from zeroaccel.estimate import plan_table
 

@@ -33,10 +33,10 @@ class Option:
 
 
 class Prompts:
-    """Asks the person at the terminal.
+    """Asks the user at the terminal.
 
     Raises, from every method:
-        Quit: the person wants to leave.
+        Quit: the user quits.
         KeyboardInterrupt: Ctrl-C.
         EOFError: Ctrl-D.
     """

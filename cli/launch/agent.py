@@ -171,10 +171,9 @@ class JobEnd:
 
 
 class RankFiles(DefaultLogsSpecs):
-    """The files of each process: its output, its error report. Asked for whenever the processes are started.
+    """The files of each rank, its output and its error report; torch's agent asks for them at each start.
 
-    Also gives each process what `additions` adds to its environment, tells why the processes are started again, and
-    finds what each of them left behind.
+    Adds `additions` to the environment of each rank, logs why the ranks are started again, and reads their reports.
     """
 
     def __init__(
@@ -223,7 +222,7 @@ class RankFiles(DefaultLogsSpecs):
         )
 
     def ends(self) -> tuple[RankEnd, ...]:
-        """What the processes have said of their ends themselves, where the agent cannot say it."""
+        """The ends that the ranks have reported themselves, where the agent cannot."""
         ends = []
         for local_rank, (rank, path) in enumerate(zip(self._ranks, self._reports, strict=True)):
             if (report := _report_at(path)) is not None:
@@ -242,7 +241,7 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
     """Starts the processes, waits for all of them, and leaves none behind unless all succeeded.
 
     Args:
-        say: tells the user something while the job runs.
+        log: prints a line for the user while the job runs.
         arrival_seconds: how long the other machines may take to come; by default as long as torch's rendezvous waits.
 
     Raises:
@@ -283,7 +282,7 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
             return JobEnd(signal=int(error.sigval))
         except (RendezvousError, DistError) as error:
             if ends := files.ends():
-                return JobEnd(ends)  # the agent has lost the store, after its processes have told why they end
+                return JobEnd(ends)  # the agent has lost the store, but the ranks have reported why they end
             raise CollectiveError(_did_not_meet(plan, error)) from error
         finally:
             if not succeeded:

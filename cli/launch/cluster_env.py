@@ -1,4 +1,4 @@
-"""What a cluster's scheduler says of the machines of this job, read from the variables it sets. Pure.
+"""The machines of a job as the cluster's scheduler has them, read from the variables it sets. Pure.
 
 Known are SLURM (inside a step of srun), OpenMPI's mpirun and the operators of Kubernetes that set torchrun's PET_
 variables, or MASTER_ADDR with RANK and WORLD_SIZE per pod. Each starts the same command on every machine; the settings
@@ -17,7 +17,7 @@ __all__ = ["cluster_environment", "expand_nodelist"]
 
 
 _Settings = dict[str, int | str]
-_Found = tuple[_Settings, str] | None  # settings, and who says them
+_Found = tuple[_Settings, str] | None  # settings, and their source
 
 
 def cluster_environment(environ: Mapping[str, str]) -> ExplicitSettings:

@@ -34,13 +34,13 @@ _CONNECTION_WORDS = re.compile(
     r"|(recv|send)(Value|Bytes) failed|failed to connect|wait timeout after",
     re.IGNORECASE,
 )
-# Ours say which rank is to blame; that rank has a report of its own, unless all of them have this one.
+# Ours name the rank that failed; that rank has a report of its own, unless all of them have this one.
 _COLLECTIVE_ERRORS = re.compile(r"^Collective\w*Error\b")
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a process said of its own end.
+    """The report of a rank on its own end.
 
     Attributes:
         kind: an uncaught exception, one of `zeroaccel.errors`, a `sys.exit`, or Ctrl-C.
@@ -48,8 +48,8 @@ class Report:
         traceback: in full, without a final newline; empty for `sys.exit`.
         exit_code: what it was about to exit with.
         time: seconds since the epoch.
-        told: it is on the terminal already.
-        pid: of the process; 0 where it does not say.
+        printed: it is on the terminal already.
+        pid: of the process; 0 where that is not known.
     """
 
     kind: ReportKind
@@ -68,7 +68,7 @@ class RankEnd:
     Attributes:
         status: its exit code, negative for a signal.
         noticed: when the launcher noticed, in seconds since the epoch, as an integer.
-        report: what it said itself, if it could.
+        report: its own report, if it could write one.
         fault: the Python stack a crash in native code left.
     """
 

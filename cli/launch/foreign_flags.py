@@ -2,7 +2,7 @@
 
 Each is brought into our settings, or does nothing here as there, which is a note. What needs to know the machines or
 the devices, as `--include` and `--num_gpus`, is resolved by `resolve_devices` once the other settings are known. What a
-setting is called here is said in the hints for torchrun's flags.
+setting is called here is in the hints for torchrun's flags.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class ForeignFlags:
         notes: one line for each that does nothing.
         fsdp: FSDP's settings.
         num_gpus: processes per machine.
-        pass_local_rank: what was said of --local_rank; None leaves it to the script.
+        pass_local_rank: whether ranks get --local_rank; None leaves it to the script.
         is_fsdp: --use_fsdp was typed.
         no_ssh: the command is run on each machine.
     """
@@ -204,7 +204,7 @@ class ForeignFlags:
         """These flags together with those that have our own names.
 
         Raises:
-            ConfigError: two names of one setting say different things.
+            ConfigError: two names of one setting have different values.
         """
         for name, value in self.values.items():
             if flags.values.get(name, value) != value:

@@ -1,7 +1,7 @@
-"""`zeroaccel launch`: flags, environment and launch file, read and handed on.
+"""`zeroaccel launch`: from flags, environment and launch file to a `LaunchPlan`, and to its exit code.
 
 What was given becomes `LaunchSettings`, those a `LaunchPlan`; a dry run prints the plan, otherwise `agent` carries it
-out and `failures` says what went wrong. The only file of the command line that reads the launcher's environment.
+out and `failures` explains what went wrong. The only file of the command line that reads the launcher's environment.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def launch(
 
 
 def _gathered(flags: ExplicitSettings, others: ForeignFlags, source: tuple[Path, str] | None) -> ExplicitSettings:
-    """All settings, from flags, environment, what a scheduler says, and the file."""
+    """All settings, from flags, environment, scheduler and file."""
     # A scheduler knows this machine better than a file that all machines may share.
     above = gather(flags, os.environ, cluster_environment(os.environ))
     if source is not None:
@@ -145,7 +145,7 @@ def _of_fsdp_flags(explicit: ExplicitSettings, others: ForeignFlags) -> Explicit
 
 
 def _local_rank_option(script: str, arguments: tuple[str, ...], kind: ProgramKind, requested: bool | None) -> str:
-    """What the script is given its local rank by, if at all: what it declares, where nothing else was asked for."""
+    """The option by which the script gets its local rank, if at all: by default the one it declares."""
     if requested is False or any(word.partition("=")[0] in ("--local_rank", "--local-rank") for word in arguments):
         return ""
     if kind == "executable":
@@ -273,5 +273,5 @@ def _run(plan: LaunchPlan) -> int:
 
 
 def _log(message: str) -> None:
-    """To the person, on stderr: stdout belongs to the script."""
+    """To the terminal, on stderr: stdout belongs to the script."""
     click.echo(f"zeroaccel: {message}", err=True)

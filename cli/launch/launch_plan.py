@@ -83,11 +83,11 @@ class LaunchPlan:
         environment: variables that every process here gets on top of the launcher's own.
         host, port: where the processes of the job meet; port 0 is a free one, chosen at the start.
         address: of this machine, as the others reach it.
-        headline: one line that says what is started.
+        headline: one line on what is started.
         warnings: one line each, for what is allowed but seldom meant.
         cores: per process the cores it is bound to, as "0,1"; empty when none is.
-        program: what was asked for; `command` runs it.
-        told: the part of `environment` that tells the processes what the launch says about training.
+        program: the user's; `command` runs it.
+        child_env: the part of `environment` with the settings of training.
     """
 
     settings: LaunchSettings
@@ -237,7 +237,7 @@ def _check_module(name: str) -> None:
 
 
 def _meeting_point(settings: LaunchSettings, *, here: bool) -> tuple[str, int, tuple[str, ...]]:
-    """Host and port, checked where this machine is the one to listen there; and what is to be said about them."""
+    """Host and port, checked where this machine is the one to listen there; and warnings about them."""
     several = settings.num_machines > 1
     host = settings.main_process_ip or LOOPBACK
     notes: tuple[str, ...] = ()
@@ -293,7 +293,7 @@ def _num_devices(settings: LaunchSettings, environ: Mapping[str, str], num_visib
 
 
 def _threads(num_local: int, requested: int | None, environ: Mapping[str, str]) -> tuple[str | None, str]:
-    """OMP_NUM_THREADS, or None where the user has set it; and what is said about it.
+    """OMP_NUM_THREADS, or None where the user has set it; and its part of the headline.
 
     Never 1 by default, as torchrun has it: on CPU that leaves all cores but one per process idle.
     """
@@ -354,7 +354,7 @@ def _count(number: int, noun: str) -> str:
 
 _SPELLINGS = ("--local_rank", "--local-rank")
 _DECLARING = ("add_argument", "option")
-_MAX_FILES = 60  # of a script's own modules; a declaration lies near it
+_MAX_FILES = 60  # of a script's own modules; the option is declared in one of the first
 _MAX_NBYTES = 2_000_000
 
 

@@ -1,7 +1,7 @@
 """Resolution of "auto": facts and a config tree in, the same tree without "auto" out, and the source of each value.
 
-`Facts` are what the model, the loaders, the launcher and arguments in code say; the frontends collect them, and nothing
-is looked up here. `RULES` says per key what fills it, what contradicts it, and what happens when nothing is known; a
+`Facts` come from the model, the loaders, the launcher and arguments in code; the frontends collect them, and nothing
+is looked up here. `RULES` has per key what fills it, what contradicts it, and what happens when nothing is known; a
 later rule may read what an earlier one filled. `load_config` calls `fill` between translating keys and validating
 values; `resolve` does the same for a plain dict.
 """
@@ -44,7 +44,7 @@ class Fact(Generic[T]):
 
     Attributes:
         value: the value.
-        source: who says so, as it reads after "from": "model.config.hidden_size", "Accelerator(...)".
+        source: where it comes from, as it reads after "from": "model.config.hidden_size", "Accelerator(...)".
         explicit: written by the user, in code or for the launcher: a config that says otherwise contradicts it, and
             an absent key takes it. False: inferred, and fills "auto" only.
     """
@@ -139,7 +139,7 @@ class Rule:
 
     Attributes:
         path: dotted, in the schema's names.
-        fill: what an "auto" becomes, or None if nothing is known. The source says how the value came about.
+        fill: what an "auto" becomes, or None if nothing is known. Its source is the formula, or that of the fact.
         stated: the fact that means what the key means, in the key's terms; a binding one must agree with a value given.
         otherwise: what an "auto" that nothing fills falls back to, as a note; the key is left to its default.
         needed: whether that is an error instead.
@@ -348,8 +348,8 @@ def resolve(tree: Mapping[str, Any], facts: Facts, *, sources: Mapping[str, str]
 
     Args:
         tree: a config in the DeepSpeed JSON format; it is not changed.
-        facts: what model, loaders, launcher and code say.
-        sources: dotted path as written -> where its value came from, told in messages and handed on.
+        facts: of model, loaders, launcher and code.
+        sources: dotted path as written -> where its value came from, for messages and for the result.
 
     Returns:
         Its `tree` and `sources` are what `load_config` takes.
@@ -387,7 +387,7 @@ def fill(tree: dict[str, Any], unresolved: Collection[KeyPath], facts: Facts) ->
     Args:
         tree: in the schema's names, without "auto"; it is filled in place.
         unresolved: paths whose value is "auto".
-        facts: what model, loaders, launcher and code say.
+        facts: of model, loaders, launcher and code.
     """
     filled, inputs = Filled(tree), RuleInputs(facts, tree)
     for rule in RULES:

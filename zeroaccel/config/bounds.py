@@ -51,7 +51,7 @@ def read_at_most(path: str | os.PathLike[str], most_nbytes: int, *, regular: boo
 
 
 def parse_plain_json(text: str | bytes, *, parse_constant: Callable[[str], Any] | None = None) -> Any:
-    """What a JSON text says, nested at most MOST_LEVELS deep.
+    """The value of a JSON text, nested at most MOST_LEVELS deep.
 
     Args:
         parse_constant: as that of `json.loads`.

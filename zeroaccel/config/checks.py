@@ -1,7 +1,7 @@
 """Contradictions between keys that are each right by themselves.
 
 The last step of `load`. Each check names the keys it reads, and is left out when one of them is wrong already, so that
-one mistake is told once. Ranges of single keys are in the schema; what is not available is in `support`.
+one mistake is reported once. Ranges of single keys are in the schema; what is not available is in `support`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def contradictions(config: Config, invalid: Collection[KeyPath]) -> _Found:
 
 
 def _overlap(one: KeyPath, other: KeyPath) -> bool:
-    """Whether one path is the other or lies within it."""
+    """Whether one path is the other or a part of it."""
     shared = min(len(one), len(other))
     return one[:shared] == other[:shared]
 

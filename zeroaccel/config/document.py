@@ -47,7 +47,7 @@ class JsonText:
     """A parsed text.
 
     Attributes:
-        value: what it says; of a key given twice, the last value.
+        value: its value; of a key given twice, the last.
         places: path -> "name:line:column" of its key, in the order of the text; of a key given twice, the last.
         duplicates: path -> the lines of all its occurrences, for keys given more than once in one object.
     """
@@ -86,7 +86,7 @@ def parse_json(text: str, name: str) -> JsonText:
 
 
 def _parse_json5(text: str, name: str, plain: json.JSONDecodeError) -> Any:
-    """What the text says as JSON5; `plain` is the error of reading it as JSON."""
+    """The value of the text as JSON5; `plain` is the error of reading it as JSON."""
     if not text.strip():
         raise ConfigError(f"{name}: not valid JSON: it is empty")
     if len(text) > _MOST_JSON5_CHARACTERS:

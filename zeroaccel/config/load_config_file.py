@@ -1,4 +1,4 @@
-"""Loading a config: read, translate to the schema's names, validate, judge, and tell all that is wrong at once.
+"""Loading a config: read, translate to the schema's names, validate, check, and report all that is wrong at once.
 
 The only maker of `Config`. The steps are the neighbours `document`, `normalize`, `schema`, `support` and `checks`;
 this file is their order. `resolve` fills "auto" if facts are given; merging other sources is up to the caller.
@@ -36,16 +36,16 @@ def load_config(
     """Loads and checks a config in the DeepSpeed JSON format.
 
     Keys whose value is "auto" are filled from `facts`; without them, they read as their defaults and are listed in
-    `Config.unresolved`. `gradient_clipping` is 0, off, unless given. Keys that are accepted without effect are told in
+    `Config.unresolved`. `gradient_clipping` is 0, off, unless given. Keys that are accepted without effect are in
     `Config.notes` and logged once, with their place: as a warning where something that was asked for does not happen,
     else for information.
 
     Args:
         source: a dict, which is not changed; the path of a file; JSON text; or urlsafe base64 of JSON. Comments,
-            trailing commas and unquoted keys (JSON5) are read. A `Config` is handed back as it is.
-        sources: dotted path, as written -> where its value came from, for a dict merged from several places; told in
+            trailing commas and unquoted keys (JSON5) are read. A `Config` is returned as it is.
+        sources: dotted path, as written -> where its value came from, for a dict merged from several places; used in
             messages and in `Config.sources`.
-        facts: what every "auto" is filled from. A `Config` handed in was made with its own.
+        facts: what every "auto" is filled from. A `Config` has been made with its own.
         unknown_keys: what to do with keys that do not exist, where DeepSpeed ignores them. "strict": an error.
             "standard": an error if the key looks like a known one or is one of another section, else a warning.
             "lenient": a warning.

@@ -94,7 +94,7 @@ def _syntax_error(text: str, name: str, error: yaml.MarkedYAMLError) -> ConfigEr
     line, column = mark.line + 1, mark.column + 1
     text = _LINE_BREAK.sub("\n", text)
     if text.split("\n")[mark.line : mark.line + 1] in ([], [""]) and error.context_mark is not None:
-        # The end of the text is where it was noticed; where the open thing began says more.
+        # The error is noticed at the end of the text; the start of the unclosed bracket or quote is more useful.
         line, column = error.context_mark.line + 1, error.context_mark.column + 1
     return ConfigError(f"{name}:{line}:{column}: not valid YAML: {what}\n{excerpt(text, line, column)}")
 

@@ -1,8 +1,8 @@
-"""The launch file: where it is, what it says, and where in it each setting stands.
+"""The launch file: where it is, its settings, and the line and column of each.
 
 Reads accelerate's YAML as it is; keys that are not for this engine are refused by name when they are switched on, and
 unknown ones with the name that was probably meant. Gives `launch_sources` a flat set of settings. Looks only at the
-file it is given or finds; which environment and folders to look in is said by the caller.
+file it is given or finds; the caller passes the environment and the folder to look in.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ MOVED = {"dynamo_backend": "dynamo_config.dynamo_backend"}
 
 
 class LaunchConfig(ExplicitSettings):
-    """What a launch file says, as settings with their places.
+    """The settings of a launch file, with their places.
 
     Attributes:
         path: of the file, as it was given.
@@ -94,7 +94,7 @@ def find_launch_file(path_flag: str | None, environ: Mapping[str, str], folder: 
     """The launch file to read and why that one, or None if there is none.
 
     Args:
-        path_flag: what --config_file says.
+        path_flag: value of --config_file.
         environ: for ZEROACCEL_CONFIG, XDG_CONFIG_HOME and HOME.
         folder: the working directory; the file may also lie above it, up to the root of the project it is in.
     """
@@ -181,7 +181,7 @@ def _project_folders(folder: Path) -> Iterator[Path]:
 
 
 def text_of_file(path: Path | str, why: str = "") -> str:
-    """The text of a file that people write.
+    """The text of a file written by hand.
 
     Raises:
         ConfigError: there is no such file, or it cannot be read.
@@ -211,7 +211,7 @@ def _near(path: Path) -> str:
 
 
 def _without_nothing(tree: dict[Any, Any]) -> dict[Any, Any]:
-    """Without keys that have no value, which say nothing, as `fsdp_config: {}` and `main_process_ip:` do."""
+    """Without keys that have no value, as `fsdp_config: {}` and `main_process_ip:`, which set nothing."""
     return {
         key: _without_nothing(value) if isinstance(value, dict) else value
         for key, value in tree.items()

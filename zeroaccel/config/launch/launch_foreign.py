@@ -291,7 +291,7 @@ def _drop_idle(foreign: ForeignKeys, kind: str | None) -> None:
 
 
 def _drop_trivial_parallelism(foreign: ForeignKeys) -> None:
-    """Sizes of 1 divide nothing, and the data-parallel ones say how ranks are grouped that hold shards."""
+    """Sizes of 1 divide nothing, and the data-parallel ones only group the ranks that hold shards."""
     section = foreign.tree.get("parallelism_config")
     if not isinstance(section, dict):
         return
@@ -342,7 +342,7 @@ def _drop_zero(foreign: ForeignKeys, kind: str) -> None:
 
 
 def _settle_section(foreign: ForeignKeys) -> None:
-    """accelerate hands the values of its DeepSpeed section on as text, and never looks at keys it does not know."""
+    """accelerate passes the values of its DeepSpeed section on as text, and ignores keys it does not know."""
     section = foreign.tree.get(_SECTION)
     if not isinstance(section, dict):
         return
@@ -369,7 +369,7 @@ def _settle_section(foreign: ForeignKeys) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """A quoted number or switch as what it says; accelerate passes both forms on as the same text."""
+    """The value of a quoted number or switch; accelerate passes both forms on as the same text."""
     if not isinstance(value, str):
         return value
     if value.lower() in ("true", "false"):

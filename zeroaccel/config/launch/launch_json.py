@@ -48,7 +48,7 @@ def check_json(explicit: ExplicitSettings) -> Config | None:
 def _existing(path: Path, explicit: ExplicitSettings) -> Path:
     if path.exists() or path.is_absolute():
         return path
-    # As in accelerate, the path counts from the working directory; people often think of the launch file's folder.
+    # As in accelerate, the path counts from the working directory; users often mean the launch file's folder.
     file = explicit.sources["deepspeed_config_file"].rpartition(":")[0].rpartition(":")[0]
     next_to_file = Path(file).parent / path
     if file and next_to_file.is_file():

@@ -311,7 +311,7 @@ class LaunchSettings(ProcessSettings, ZeroSettings, HostSettings, DynamoSettings
         if self.num_machines == 1 and not self.main_process_port:
             return "c10d"  # at a port that the agent finds; on one machine the ranks are fixed either way
         if self.rdzv_backend is None and (self.max_restarts or self.min_machines):
-            return "c10d"  # the static way does not tell other machines of a restart
+            return "c10d"  # static rendezvous does not restart the ranks of other machines
         return self.rdzv_backend or "static"
 
     @property
@@ -416,7 +416,7 @@ def _unknown(name: str) -> Problem:
 
 
 def wrong_settings(problems: list[Problem], address: Callable[[str], str]) -> ConfigError:
-    """One error that tells all problems, each under the name and place its setting was given by."""
+    """One error with all problems, each under the name and place its setting was given by."""
     lines = []
     for problem in problems:
         where = address(str(problem.path[0])) + (f": {problem.text}" if problem.text else "")

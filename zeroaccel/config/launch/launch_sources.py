@@ -52,7 +52,7 @@ _PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
 @dataclass(frozen=True)
 class LaunchedSettings:
-    """What a launch says about training; None where it says nothing.
+    """The settings of training that a launch passes to its ranks; None where it sets nothing.
 
     Attributes:
         use_zero: train with ZeRO rather than plain data parallelism.
@@ -162,7 +162,7 @@ def to_environment(settings: LaunchedSettings, sources: Mapping[str, str]) -> di
     """The variables a process is started with.
 
     Args:
-        sources: field -> who said it: "--zero_stage", "environment ZEROACCEL_ZERO_STAGE", "zeroaccel.yaml:12:3",
+        sources: field -> its source: "--zero_stage", "environment ZEROACCEL_ZERO_STAGE", "zeroaccel.yaml:12:3",
             "default". Whatever is neither a flag, nor a variable, nor "default" counts as the launch config file.
     """
     values = {field.name: value for field in fields(settings) if (value := getattr(settings, field.name)) is not None}
@@ -177,7 +177,7 @@ def to_environment(settings: LaunchedSettings, sources: Mapping[str, str]) -> di
 
 
 def from_environment(environ: Mapping[str, str]) -> tuple[LaunchedSettings, dict[str, str]]:
-    """What the launcher said, and who said it to the launcher.
+    """The settings that the launcher passed, and the source of each.
 
     Returns:
         The settings, and field -> source of every field that is not None. Where the launcher does not name its
@@ -254,8 +254,8 @@ class ExplicitSettings:
 
     Attributes:
         values: setting -> value; those left to their defaults are absent.
-        sources: setting -> who said it: "--zero_stage", "environment ZEROACCEL_ZERO_STAGE", "zeroaccel.yaml:12:3".
-        notes: one line for each thing that was said and has no effect, or stands for something else here.
+        sources: setting -> its source: "--zero_stage", "environment ZEROACCEL_ZERO_STAGE", "zeroaccel.yaml:12:3".
+        notes: one line for each setting that has no effect, or stands for another one here.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -290,7 +290,7 @@ class ExplicitSettings:
         """The settings, checked.
 
         Raises:
-            ConfigError: some are wrong; all of them are told, each with who said it.
+            ConfigError: some are wrong; all of them are listed, each with its source.
         """
         return launch_settings(self.values, self.where)
 
@@ -325,7 +325,7 @@ def settings_from_environment(environ: Mapping[str, str]) -> ExplicitSettings:
 
 
 def launched_environment(settings: LaunchSettings, sources: Mapping[str, str]) -> dict[str, str]:
-    """What the processes are told of these settings, as variables of their environment."""
+    """The variables by which ranks receive these settings."""
     values: dict[str, Any] = {}
     value_sources: dict[str, str] = {}
     for name in _RANK_SETTINGS:
