@@ -122,11 +122,12 @@ def _about_json(key: str) -> Iterator[list[str]]:
     for path, names, field in _json_fields(Config, (), ()):
         if key not in {".".join(path), ".".join(names), path[-1], names[-1]}:
             continue
-        lines = [f"{'.'.join(path)}: {field.description}", "  in the JSON config"]
-        default = field.get_default(call_default_factory=True)
-        if not isinstance(default, ConfigSection):
+        lines = [f"{'.'.join(path)}: {field.description if field else 'its value is not read here.'}"]
+        lines.append("  in the JSON config")
+        default = field.get_default(call_default_factory=True) if field else None
+        if field and not isinstance(default, ConfigSection):
             lines.append(f"  default      {_shown(default)}")
-        if others := [mark.name for mark in spellings(field)]:
+        if field and (others := [mark.name for mark in spellings(field)]):
             lines.append(f"  also         {', '.join(others)}")
         status = _status(path)
         if status is not None and status.kind is not Kind.WORKS:
@@ -143,13 +144,15 @@ def _status(path: tuple[str, ...]) -> Any:
 def _json_fields(
     section: type[ConfigSection], path: tuple[str, ...], written: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], Any]]:
-    """Every key of the JSON config: its path, the same with the key's most usual other name, and its field."""
+    """Every key of the JSON config: its path, the same with the key's most usual other name, and its field, if any."""
     for name, field in section.model_fields.items():
         other = next((mark.name for mark in spellings(field)), name)
         yield (*path, name), (*written, other), field
         nested = nested_section(field)
         if nested is not None:
             yield from _json_fields(nested, (*path, name), (*written, name))
+    for name in section.unread.split():
+        yield (*path, name), (*written, name), None
 
 
 def _json_names() -> Iterator[str]:

@@ -6,13 +6,13 @@ each with the slots that are meant, if not all: `node1@node2:0,2`. Reaching the 
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from zeroaccel.config.bounds import read_at_most
+from zeroaccel.config.diagnostics import closest
 from zeroaccel.errors import ConfigError
 
 __all__ = ["Host", "read_hostfile", "select_hosts"]
@@ -126,8 +126,8 @@ def _parse(text: str, known: Mapping[str, Host], where: str) -> dict[str, tuple[
             word = f"{word}@{words.pop(0)}"
         name, _, numbers = word.partition(":")
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            fix = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
+            near = closest(name, known, cutoff=0.6)
+            fix = f"did you mean {near}?" if near else f"it has {', '.join(known)}"
             raise ConfigError(where, expected="machines of the hostfile", got=name, fix=fix)
         try:
             slots = tuple(sorted({int(number) for number in numbers.split(",")})) if numbers else ()

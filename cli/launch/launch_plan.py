@@ -9,7 +9,6 @@ torch only to count accelerators.
 from __future__ import annotations
 
 import ast
-import difflib
 import importlib.machinery
 import importlib.util
 import os
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 from zeroaccel.comm.environment import usable_cores
+from zeroaccel.config.diagnostics import near_names
 from zeroaccel.config.launch.launch_settings import LaunchSettings
 from zeroaccel.errors import ConfigError
 
@@ -153,7 +153,7 @@ def plan_launch(
         environ: the launcher's environment.
         told: variables that tell the processes what the launch says about training.
         here: False for a machine like this one, whose ports and folders cannot be looked at.
-        bf16_by: who says that the training is in bf16, as the start of a message; empty where nobody does.
+        bf16_by: the source that asks for bf16, as the start of a message; empty where none does.
 
     Raises:
         ConfigError: the program is not there, the port is taken, the address is unknown, counts do not fit, or an
@@ -217,7 +217,7 @@ def _check_script(path: Path) -> None:
     if not path.parent.is_dir():
         raise ConfigError(f"{path}: there is no folder {path.parent}")
     names = [entry.name for entry in path.parent.iterdir() if entry.is_file()]
-    near = [str(path.parent / name) for name in difflib.get_close_matches(path.name, names, n=3)]
+    near = [str(path.parent / name) for name in near_names(path.name, names, 3)]
     raise ConfigError(
         f"{path}: there is no such script in {path.parent.resolve()}",
         fix=f"did you mean {' or '.join(near)}?" if near else "",
@@ -409,7 +409,7 @@ def _takes_local_rank(function: ast.FunctionDef) -> bool:
 
 
 def _imported(tree: ast.Module, path: Path, folder: Path) -> Iterator[Path]:
-    """The files beside the script that a module imports."""
+    """The files in the script's folder that a module imports."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:

@@ -41,7 +41,7 @@ def _settings(tree: dict[str, Any]) -> tuple[str, int, int, list[bool]]:
     """The engine's settings as text, and what of it follows from the model's width."""
     engine, *_ = zeroaccel.initialize(Toy(), config=tree)
     settings = engine.settings
-    resident = [buffer.resident for unit in engine.units for buffer in unit.buffers]
+    resident = [buffer.persistent for unit in engine.units for buffer in unit.buffers]
     engine.destroy()
     return str(settings), settings.rules.bucket_numel, settings.limits.prefetch_bucket_size, resident
 

@@ -64,7 +64,7 @@ def _train(stage: int) -> dict[str, Any]:
         engine.step()
         losses.append(loss.item())
     sharded = sum(
-        buffer.dtype is torch.int8 and not buffer.resident for unit in engine.units for buffer in unit.buffers
+        buffer.dtype is torch.int8 and not buffer.persistent for unit in engine.units for buffer in unit.buffers
     )
     engine.destroy()
     assert all(torch.equal(block.weight, old) for block, old in zip(model, before, strict=True))

@@ -66,6 +66,7 @@ ENVIRONMENT_READERS = {
 MAX_LINES = 900
 # Which files may be longer, and why.
 LONG_FILES = {
+    "zeroaccel/zero/engine.py": "one class: the training step, and the documented calls of programs, which delegate",
     "zeroaccel/checkpoint/zero_to_fp32.py": "a whole program, copied beside checkpoints; it may import no other file",
 }
 NAMELESS = {"util", "utils", "helper", "helpers", "manager", "misc", "common"}

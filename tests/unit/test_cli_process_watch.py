@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests import time_limits
-from zeroaccel.cli.launch import orphans as orphans
+from zeroaccel.cli.launch import orphans
 from zeroaccel.cli.launch.orphans import ProcessWatch, break_connections
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")

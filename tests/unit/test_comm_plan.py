@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from zeroaccel.comm.mesh_layout import MeshLayout
-from zeroaccel.config import CommPlan, load_config
-from zeroaccel.config import comm_plan as comm_plan
+from zeroaccel.config import CommPlan, comm_plan, load_config
 from zeroaccel.config.comm_plan import StepTraffic, code_nbytes, step_traffic
 from zeroaccel.errors import ConfigError
 from zeroaccel.logs import logger

@@ -12,8 +12,8 @@ from zeroaccel.config import load_config, tier_plan
 from zeroaccel.config.support import KEYS, Kind
 from zeroaccel.errors import ConfigError
 from zeroaccel.logs import logger, without_notes
-from zeroaccel.zero.layout import FlatLayout
-from zeroaccel.zero.storage.state_swapper import cut_sub_groups
+from zeroaccel.zero.layout import FlatLayout, FlatRange
+from zeroaccel.zero.storage.swapped_masters import cut_sub_groups
 
 
 @pytest.fixture
@@ -169,15 +169,13 @@ def test_one_parameter_per_sub_group() -> None:
     layout = FlatLayout.build([("a", (100,)), ("b", (3, 5)), ("c", (70,))], world_size=2)
     starts = {slot.start for slot in layout.slots}
     for rank in range(2):
-        low, high = layout.bounds(rank)
+        shard = layout.shard(rank)
         found = cut_sub_groups("k", layout.group_runs([0, 0, 0], rank), [{}], 1 << 20, starts=starts)
-        assert [(group.start, group.end) for group in found] == [
-            (max(begin, low), min(end, high))
-            for begin, end in ((0, 128), (128, 160), (160, layout.numel))
-            if max(begin, low) < min(end, high)
-        ]
-    whole = cut_sub_groups("k", [(0, 256, 0)], [{}], 64, starts={0, 96})
-    assert [(group.start, group.end) for group in whole] == [(0, 64), (64, 96), (96, 160), (160, 224), (224, 256)]
+        padded = [layout.padded(index) & shard for index in range(3)]
+        assert [group.range for group in found] == [part for part in padded if part]
+    limited = cut_sub_groups("k", [(FlatRange(0, 256), 0)], [{}], 64, starts={0, 96})
+    ends = [(group.range.start, group.range.end) for group in limited]
+    assert ends == [(0, 64), (64, 96), (96, 160), (160, 224), (224, 256)]
 
 
 def test_the_command_line_leaves_notes_to_the_ranks(warned: list[str]) -> None:

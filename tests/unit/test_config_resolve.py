@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from zeroaccel.config import Fact, Facts, load_config
-from zeroaccel.config import auto_values as resolve
+from zeroaccel.config import Fact, Facts, load_config, resolve
 from zeroaccel.config.auto_values import RULES, _default
 from zeroaccel.config.schema import Config
 from zeroaccel.config.section import field_paths

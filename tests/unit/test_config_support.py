@@ -99,7 +99,7 @@ def test_other_keys_of_a_section_that_is_off_do_not_matter(name: str) -> None:
     assert section is not None
     counts = {key: 3 for key, field in section.model_fields.items() if type(field.default) is int and key != switch}
     off: object = {"device": "none", "autotp_size": 0}.get(switch, False)
-    load_config(_wrap(name, {switch: off, **counts}))
+    load_config(_wrap(name, {switch: off, **counts, **dict.fromkeys(section.unread.split(), 3)}))
 
 
 @pytest.mark.parametrize("name", IGNORED)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from zeroaccel.accelerate.accelerator_state import AcceleratorState
 from zeroaccel.accelerate.preparation import Prepared
 from zeroaccel.checkpoint.atomic_write import write_durably
-from zeroaccel.checkpoint.checkpointer import CheckpointingEngine
 from zeroaccel.checkpoint.weights import parse_nbytes
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
@@ -156,7 +155,7 @@ class ModelSaving:
                         _write_config(Path(save_directory), name, config, inner)
         return self.save_model(model, save_directory, max_shard_size, safe_serialization)
 
-    def _engine_behind(self, model: nn.Module) -> CheckpointingEngine | None:
+    def _engine_behind(self, model: nn.Module) -> Engine | None:
         for item in self.prepared:
             if model is item.engine or self.unwrap_model(model, keep_torch_compile=False) is self.unwrap_model(
                 item.engine, keep_torch_compile=False

@@ -24,13 +24,13 @@ from zeroaccel.accelerate.nested import batch_size_of
 from zeroaccel.accelerate.prepared_optimizer import PreparedOptimizer
 from zeroaccel.accelerate.prepared_scheduler import PreparedScheduler
 from zeroaccel.accelerate.zero_plugin import ZeroPlugin, gather_facts
-from zeroaccel.checkpoint.checkpointer import CheckpointingEngine
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.config import Config, Fact, Facts, load_config
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.initialization import initialize
 from zeroaccel.optim.rank_facts import SAME_OPTIMIZER, difference, scheduler_facts
+from zeroaccel.zero.engine import Engine
 from zeroaccel.zero.from_config import facts_from_model
 
 __all__ = ["PrepareRules", "Prepared", "batch_size_fact", "check_same_objects", "prepare_job", "schedule_facts"]
@@ -67,7 +67,7 @@ class Prepared:
         config: resolved, with the source of every value.
     """
 
-    engine: CheckpointingEngine
+    engine: Engine
     plugin: ZeroPlugin
     config: Config
     optimizer: PreparedOptimizer | None = None

@@ -22,7 +22,6 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from zeroaccel.checkpoint.atomic_write import remove_abandoned, write_durably
-from zeroaccel.checkpoint.checkpointer import CheckpointingEngine
 from zeroaccel.checkpoint.plain_codec import decode, encode, random_state, restore_random_state
 from zeroaccel.comm.agree import agreed, from_rank_0
 from zeroaccel.comm.collectives import Collectives
@@ -32,6 +31,7 @@ from zeroaccel.errors import CheckpointError, UsageError
 from zeroaccel.logs import logger
 from zeroaccel.project import STATE_NAME
 from zeroaccel.zero.access.safetensors_file import parse_header
+from zeroaccel.zero.engine import Engine
 
 __all__ = ["RunParts", "load_run", "require_stateful", "save_run"]
 
@@ -53,7 +53,7 @@ class RunParts:
         iteration: number of this state.
     """
 
-    engines: Sequence[CheckpointingEngine] = ()
+    engines: Sequence[Engine] = ()
     schedulers: Sequence[Any] = ()
     loaders: Sequence[PreparedLoader] = ()
     objects: Sequence[Any] = ()

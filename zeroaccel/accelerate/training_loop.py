@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from zeroaccel.accelerate.accelerator_state import AcceleratorState, GradientState
 from zeroaccel.accelerate.preparation import Prepared
-from zeroaccel.checkpoint.checkpointer import CheckpointingEngine
 from zeroaccel.errors import ConfigError, EngineStateError, UsageError
 from zeroaccel.logs import log_once
+from zeroaccel.zero.engine import Engine
 from zeroaccel.zero.grad_reducer import clip_factor
 
 __all__ = ["TrainingLoop"]
@@ -235,7 +235,7 @@ class TrainingLoop:
 
     # -- which engine
 
-    def _engine_of(self, model: nn.Module, call: str) -> CheckpointingEngine:
+    def _engine_of(self, model: nn.Module, call: str) -> Engine:
         for item in self.prepared:
             if model is item.engine or model is item.engine.module:
                 return item.engine
@@ -246,7 +246,7 @@ class TrainingLoop:
             fix="pass what prepare() returned",
         )
 
-    def _engines_holding(self, parameters: Iterable[Tensor] | Tensor, call: str) -> list[CheckpointingEngine]:
+    def _engines_holding(self, parameters: Iterable[Tensor] | Tensor, call: str) -> list[Engine]:
         held = {id(parameters)} if isinstance(parameters, Tensor) else {id(param) for param in parameters}
         found = []
         for item in self.prepared:
@@ -297,7 +297,7 @@ def _source(item: Prepared) -> str:
     return item.config.resolved_sources.get("gradient_accumulation_steps", item.plugin.title)
 
 
-def _reached(loss: Tensor, engines: list[CheckpointingEngine]) -> list[CheckpointingEngine]:
+def _reached(loss: Tensor, engines: list[Engine]) -> list[Engine]:
     """The engines that the loss's gradient flows into."""
     home = {
         id(param): index

@@ -82,10 +82,7 @@ def _member(name: str, read: Callable[[ParamHandle], Any]) -> Callable[[nn.Param
 
 def _own_part(place: ParamHandle) -> Tensor:
     """This rank's elements of the parameter, (n,); empty where it has none."""
-    rank = place.keeper.collectives.rank
-    low, _ = place.buffer.layout.bounds(rank)
-    start, end = place.reach(rank)
-    return place.buffer.shard[start - low : end - low]
+    return place.buffer.shard.read(place.reach(place.buffer.rank))
 
 
 def _identity(place: ParamHandle) -> int:
@@ -94,7 +91,7 @@ def _identity(place: ParamHandle) -> int:
 
 
 def _status(place: ParamHandle) -> ZeroParamStatus:
-    return ZeroParamStatus.AVAILABLE if place.buffer.resident else _STATUS[place.unit.state]
+    return ZeroParamStatus.AVAILABLE if place.buffer.persistent else _STATUS[place.unit.state]
 
 
 _MEMBERS: dict[str, Callable[[ParamHandle], Any]] = {

@@ -17,16 +17,16 @@ from typing import Any
 
 from torch import nn
 
-from zeroaccel.checkpoint.checkpointer import CheckpointingEngine
 from zeroaccel.errors import EngineStateError
+from zeroaccel.zero.engine import Engine
 
 __all__ = ["attach", "detach"]
 
-_ENGINES: weakref.WeakSet[CheckpointingEngine] = weakref.WeakSet()
+_ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
 _ORIGINALS: dict[tuple[type, str], Callable[..., Any]] = {}
 
 
-def attach(engine: CheckpointingEngine) -> None:
+def attach(engine: Engine) -> None:
     """Has the two calls look for this engine, until it is destroyed."""
     _ENGINES.add(engine)
     engine.at_destroy(functools.partial(_ENGINES.discard, engine))
@@ -95,7 +95,7 @@ def _from_the_model(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
         engine = trainer.model_wrapped
-        if isinstance(engine, CheckpointingEngine) and engine.optimizer is None:
+        if isinstance(engine, Engine) and engine.optimizer is None:
             engine.destroy()
             _forget_lengths(trainer)
             trainer.model_wrapped, trainer.deepspeed = trainer.model, None

@@ -26,6 +26,7 @@ __all__ = [
     "dotted",
     "duplicate_key_problems",
     "from_pydantic",
+    "near_names",
     "report",
 ]
 
@@ -44,7 +45,7 @@ class Provenance:
     """Where a config came from; two configs with equal values are equal whatever their origins.
 
     Attributes:
-        name: the source as a whole, for messages: a file's path, or "config" for a dict.
+        name: of the source, for messages: a file's path, or "config" for a dict.
         raw: a copy of the tree as given: spellings, "auto" and all.
         places: written path -> where it was written, as "ds_config.json:3:5"; empty for a dict without sources.
         written: path in the schema's names -> path as written, of every key that was given.
@@ -187,13 +188,22 @@ def duplicate_key_problems(duplicates: Mapping[KeyPath, Sequence[int]]) -> list[
     ]
 
 
-def closest(word: str, known: Iterable[str]) -> str:
-    """The known word that was probably meant, or the empty string."""
+def closest(word: str, known: Iterable[str], cutoff: float = 0.7) -> str:
+    """The known word that was probably meant, in any case of its letters, or the empty string.
+
+    Example:
+        >>> closest("zero_stge", ["zero_stage", "num_processes"])
+        'zero_stage'
+    """
+    return next(iter(near_names(word, known, 1, cutoff)), "")
+
+
+def near_names(word: str, known: Iterable[str], count: int, cutoff: float = 0.6) -> list[str]:
+    """At most so many known words that resemble a word, the nearest first."""
     folded: dict[str, str] = {}
     for name in known:
         folded.setdefault(name.lower(), name)
-    matches = difflib.get_close_matches(word.lower(), folded, n=1, cutoff=0.7)
-    return folded[matches[0]] if matches else ""
+    return [folded[match] for match in difflib.get_close_matches(word.lower(), folded, n=count, cutoff=cutoff)]
 
 
 # pydantic's kinds of error that our value types leave to it -> what was expected, filled from the error's context

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import difflib
 import json
 import os
 import re
@@ -21,7 +20,7 @@ from typing import Any
 import json5
 
 from zeroaccel.config.bounds import read_at_most
-from zeroaccel.config.diagnostics import KeyPath, Problem, duplicate_key_problems
+from zeroaccel.config.diagnostics import KeyPath, Problem, duplicate_key_problems, near_names
 from zeroaccel.errors import ConfigError
 
 __all__ = ["Document", "JsonText", "excerpt", "key_paths", "parse_json", "read_document"]
@@ -62,7 +61,7 @@ def parse_json(text: str, name: str) -> JsonText:
     """Parses JSON, or JSON5 where it is not plain JSON.
 
     Args:
-        text: the whole text.
+        text: the content of the file.
         name: what to call it in messages, usually the file's path.
 
     Raises:
@@ -283,7 +282,7 @@ def _missing(path: str) -> ConfigError:
     """The error about a path that leads nowhere, with the names that may have been meant."""
     folder, name = os.path.split(path)
     if os.path.isdir(folder or "."):
-        near = difflib.get_close_matches(name, sorted(os.listdir(folder or ".")), n=_NEAR_NAMES)
+        near = near_names(name, sorted(os.listdir(folder or ".")), _NEAR_NAMES)
         fix = f"did you mean {_quoted(folder, near)}?" if near else _json_files(folder) or f"give {_FORMS}"
     else:
         fix = f"there is no folder {folder!r}"

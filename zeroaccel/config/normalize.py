@@ -1,6 +1,6 @@
 """From a tree as people and libraries write it to one in the schema's own names.
 
-The second step of `load`: other spellings, keys of older releases, dotted keys and "auto" are dealt with here, and
+The second step of `load`: other spellings, keys of older releases, dotted keys and "auto" are translated here, and
 keys that do not exist are found. Values are not looked at; that is the schema's work. The tree given is not changed.
 """
 
@@ -65,6 +65,9 @@ class NormalizedConfig:
                 if mark is not None and mark.deprecated:
                     self.notes.append(Note(here, f"an older name of {dotted((*path, name))}"))
                 self._place(section, name, value, tree, path, here)
+            elif key in section.unread.split():
+                self.written[(*path, key)] = here
+                tree[key] = value
             elif path or "." not in str(key):
                 self._note_unknown(section, key, path, here)
         return tree
@@ -212,7 +215,7 @@ class NormalizedConfig:
         if "." in key:
             near = closest(key, map(dotted, _every_spelling(self._root)))
         else:
-            near = closest(key, [*_names(section), *section.retired])
+            near = closest(key, [*_names(section), *section.retired, *section.unread.split()])
         if near:
             return f'"{near}"'
         inside = [f"{field}.{key}" for field, names in section.inner.items() if key in names]
@@ -244,12 +247,12 @@ def _every_spelling(section: type[ConfigSection], above: tuple[str, ...] = ()) -
         nested = nested_section(section.model_fields[field])
         if nested is not None:
             yield from _every_spelling(nested, (*above, name))
-    for name in section.retired:
+    for name in (*section.retired, *section.unread.split()):
         yield (*above, name)
 
 
 def _listed(section: type[ConfigSection]) -> str:
-    names = list(section.model_fields)
+    names = [*section.model_fields, *section.unread.split()]
     return ", ".join(names) if len(names) <= 12 else ", ".join(names[:12]) + ", ..."
 
 

@@ -1,4 +1,4 @@
-"""The whole config: every key of the DeepSpeed JSON at the top level, and the model the engine reads.
+"""The config: every key of the DeepSpeed JSON at the top level, and the model the engine reads.
 
 Assembles the sections of the `schema_*` files; made by `load.load_config`, read by everything above. It declares what
 may be written. Which keys take effect is said in `support`, contradictions are found in `checks`, stages become
@@ -50,6 +50,7 @@ from zeroaccel.config.section import (
     NonNegativeNumber,
     PositiveCount,
     PositiveNumber,
+    UnreadSection,
     lowered,
 )
 
@@ -103,23 +104,10 @@ class ParallelWrite(ConfigSection):
     """Let the ranks of a pipeline stage share the writing."""
 
 
-class CheckpointWriter(ConfigSection):
+class CheckpointWriter(UnreadSection):
     """How bytes of a checkpoint reach the disk."""
 
-    type: Literal["MOCK", "PYTHON", "FAST"] = "FAST"
-    """Implementation."""
-    io_buffer_size: PositiveCount = 67_108_864
-    """Bytes of the buffer."""
-    io_buffer_double: Flag = True
-    """Two buffers."""
-    show_statistics: Flag = False
-    """Print how fast it wrote."""
-    data_parallel: Literal["REPLICA", "SOCKET", "MACHINE"] | None = None
-    """Which ranks share the writing."""
-    decoupled: Flag = False
-    """Write beside training."""
-    io_multiplier: PositiveCount = 1
-    """Writers per rank."""
+    unread = "type io_buffer_size io_buffer_double show_statistics data_parallel decoupled io_multiplier"
 
 
 TagValidation = Annotated[Literal["ignore", "warn", "fail"], BeforeValidator(lowered)]
@@ -143,9 +131,9 @@ class Checkpoint(ConfigSection):
     writer: CheckpointWriter | None = None
     """How bytes reach the disk."""
     async_save: Flag = False
-    """Write checkpoints beside training."""
+    """Write checkpoints in the background, while training goes on."""
     staging_nbytes: PositiveCount = 1_073_741_824
-    """Bytes of host memory per rank that checkpoints written beside training are copied through."""
+    """Bytes of host memory per rank that checkpoints written in the background are copied through."""
     keep_last: PositiveCount | None = None
     """Checkpoints that stay in a folder: saving removes the oldest."""
     save_random_state: Flag = False

@@ -1,4 +1,4 @@
-"""Sections of the config beside ZeRO: precision, metric writers, activation checkpointing.
+"""Sections of the config other than ZeRO: precision, metric writers, activation checkpointing, unread sections.
 
 One of the schema files that `schema` assembles. Dtypes are the words "fp32", "fp16" and "bf16", so that torch is not
 imported. Contradictions between sections are found in `checks`; which keys take effect is the table in `support`.
@@ -17,15 +17,13 @@ from zeroaccel.config.section import (
     Count,
     Dtype,
     Flag,
-    FreeSection,
-    Integer,
     MaybeDtype,
     Name,
     NonNegativeNumber,
-    Number,
     PositiveCount,
     Text,
     Texts,
+    UnreadSection,
     lowered,
     wrong,
 )
@@ -48,7 +46,6 @@ __all__ = [
     "Pipeline",
     "TensorBoard",
     "TensorParallel",
-    "ThroughputTimer",
     "Timers",
     "TorchAutocast",
     "Trackio",
@@ -188,89 +185,47 @@ class Wandb(ConfigSection):
     """Project the run belongs to."""
 
 
-class Comet(ConfigSection):
+class Comet(UnreadSection):
     """Metrics to Comet."""
 
+    unread = "samples_log_interval project workspace api_key experiment_name experiment_key online mode"
+
     enabled: Flag = False
     """Send them."""
-    samples_log_interval: PositiveCount = 100
-    """Samples between two reports."""
-    project: Text | None = None
-    """Project the experiment belongs to."""
-    workspace: Text | None = None
-    """Workspace of the project."""
-    api_key: Text | None = None
-    """Key of the account."""
-    experiment_name: Text | None = None
-    """Name shown for the experiment."""
-    experiment_key: Text | None = None
-    """Key of the experiment, 32 to 50 letters and digits."""
-    online: Flag | None = None
-    """False keeps the data on this machine."""
-    mode: Text | None = None
-    """"get", "create" or "get_or_create"."""
 
 
-class Trackio(ConfigSection):
+class Trackio(UnreadSection):
     """Metrics to Trackio."""
 
+    unread = "project"
+
     enabled: Flag = False
     """Send them."""
-    project: Name = "zeroaccel"
-    """Project the run belongs to."""
 
 
-class CommsLogger(ConfigSection):
+class CommsLogger(UnreadSection):
     """A log of the collectives: how many, how large, how long."""
+
+    unread = "verbose prof_all debug prof_ops"
 
     enabled: Flag = False
     """Keep the log."""
-    verbose: Flag = False
-    """Also log each call as it happens."""
-    prof_all: Flag = True
-    """All operations; false takes only those of prof_ops."""
-    debug: Flag = False
-    """Add the caller to each line."""
-    prof_ops: Texts = ()
-    """Names of the operations to log, as "all_gather"."""
 
 
-class ThroughputTimer(ConfigSection):
-    """Samples per second, measured over the step."""
-
-    enabled: Flag = True
-    """Measure it."""
-    synchronized: Flag = True
-    """Wait for the device before reading the clock."""
-
-
-class Timers(ConfigSection):
+class Timers(UnreadSection):
     """Clocks of the engine."""
 
-    throughput: ThroughputTimer = ThroughputTimer()
-    """Samples per second."""
+    unread = "throughput"
 
 
-class FlopsProfiler(ConfigSection):
+class FlopsProfiler(UnreadSection):
     """A profile of the operations of one step."""
 
     is_open = True
-    is_read = False
+    unread = "recompute_fwd_factor profile_step module_depth top_modules detailed output_file"
 
     enabled: Flag = False
     """Take the profile."""
-    recompute_fwd_factor: NonNegativeNumber = 0.0
-    """Forward passes that recomputation adds to one step."""
-    profile_step: PositiveCount = 1
-    """Step that is profiled."""
-    module_depth: Integer = -1
-    """Depth of the modules shown; -1 is the innermost."""
-    top_modules: PositiveCount = 1
-    """Modules shown per depth."""
-    detailed: Flag = True
-    """Show each module."""
-    output_file: Text | None = None
-    """File to write to; absent, standard output."""
 
 
 class ActivationCheckpointing(ConfigSection):
@@ -294,43 +249,23 @@ class ActivationCheckpointing(ConfigSection):
     """Log the time of checkpointed functions in forward and again in backward, and the bytes kept."""
 
 
-class Pipeline(ConfigSection):
+class Pipeline(UnreadSection):
     """Pipeline parallelism."""
 
     is_open = True
-    is_read = False
-
-    stages: Any = AUTO
-    """Number of stages."""
-    partition: Text = "best"
-    """How layers are dealt out to the stages."""
-    seed_layers: Flag = False
-    """Seed the random numbers of each layer."""
-    activation_checkpoint_interval: Count = 0
-    """Layers between two checkpoints; 0 is none."""
-    pipe_partitioned: Flag = True
-    """Shard activations that are sent."""
-    grad_partitioned: Flag = True
-    """Shard gradients that are sent."""
+    unread = "stages partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned"
 
 
-class HybridEngine(ConfigSection):
+class HybridEngine(UnreadSection):
     """One engine for training and generation."""
+
+    unread = (
+        "max_out_tokens inference_tp_size release_inference_cache pin_parameters tp_gather_partition_size "
+        "enable_cuda_graph"
+    )
 
     enabled: Flag = False
     """Use it."""
-    max_out_tokens: PositiveCount = 512
-    """Tokens generated, at most."""
-    inference_tp_size: PositiveCount = 1
-    """Ranks that share the model while generating."""
-    release_inference_cache: Flag = False
-    """Free the cache after generating."""
-    pin_parameters: Flag = True
-    """Keep the parameters of generation in place."""
-    tp_gather_partition_size: PositiveCount = 8
-    """Layers gathered at once while generating."""
-    enable_cuda_graph: Flag = False
-    """Capture generation as a graph."""
 
 
 class TensorParallelGroup(ConfigSection):
@@ -346,222 +281,77 @@ class TensorParallelGroup(ConfigSection):
     """Process group of tensor parallelism."""
 
 
-class TensorParallel(ConfigSection):
+class TensorParallel(UnreadSection):
     """Layers split among ranks."""
 
-    dtype: Dtype = "fp16"
-    """Dtype of the split model."""
+    unread = (
+        "dtype tp_overlap_comm vocab_parallel_lm_head vocab_parallel_ce_backend injection_policy_tuple "
+        "partition_config preset_model keep_module_on_host replace_with_kernel_inject kernel_inject"
+    )
+
     autotp_size: Count = 0
     """Ranks that share each layer; 0 is off."""
-    tp_overlap_comm: Flag = False
-    """Communicate beside computation."""
-    vocab_parallel_lm_head: Flag | None = None
-    """Split the output layer by vocabulary."""
-    vocab_parallel_ce_backend: Text = "torch"
-    """Implementation of the loss over a split vocabulary."""
     tensor_parallel: Annotated[TensorParallelGroup, AlsoSpelled("tp")] = TensorParallelGroup()
     """Older form of the size."""
-    injection_policy_tuple: Any = None
-    """Names of layers to split."""
-    partition_config: FreeSection = None
-    """Rules for splitting layers."""
-    preset_model: Text | None = None
-    """Name of a ready set of rules."""
-    keep_module_on_host: Flag = False
-    """Keep the whole model in host memory."""
-    replace_with_kernel_inject: Annotated[Flag, AlsoSpelled("kernel_inject")] = False
-    """Replace layers by special kernels."""
 
 
-class ExpertParallel(ConfigSection):
+class ExpertParallel(UnreadSection):
     """Experts of a mixture-of-experts model divided among ranks."""
+
+    unread = (
+        "autoep_size expert_tensor_parallel_size validate_folding_routing async_split_plan preset_model "
+        "moe_layer_pattern expert_pattern router_pattern use_grouped_mm disable_triton_grouped_mm route_norm "
+        "route_scale score_apply combine_impl row_weighting_impl gate_up_impl comm_backend comm_num_sm "
+        "comm_qp_margin comm_max_tokens_per_rank num_expert_groups num_limited_groups score_func top_k "
+        "load_balance_coeff routed_scaling_factor expert_w1 expert_w2 expert_w3 num_experts_attr top_k_attr "
+        "has_shared_experts shared_experts_pattern shared_experts_gate_pattern expert_activation"
+    )
 
     enabled: Flag = False
     """Use it."""
-    autoep_size: PositiveCount = 1
-    """Ranks that share the experts."""
-    expert_tensor_parallel_size: PositiveCount = 1
-    """Ranks that share one expert."""
-    validate_folding_routing: Flag = False
-    """Check the routing at run time."""
-    async_split_plan: Flag = False
-    """Exchange token counts asynchronously."""
-    preset_model: Text | None = None
-    """Name of a ready set of patterns."""
-    moe_layer_pattern: Text | None = None
-    """Pattern of the names of mixture layers."""
-    expert_pattern: Text | None = None
-    """Name of the experts within such a layer."""
-    router_pattern: Text | None = None
-    """Name of the router within it."""
-    use_grouped_mm: Flag = True
-    """Multiply all experts in one call."""
-    disable_triton_grouped_mm: Flag = False
-    """Not with Triton."""
-    route_norm: Flag | None = None
-    """Normalise the router's scores."""
-    route_scale: Number = 1.0
-    """Factor on the scores."""
-    score_apply: Text = AUTO
-    """Apply the scores before or after the experts."""
-    combine_impl: Text = AUTO
-    """How the experts' outputs are added."""
-    row_weighting_impl: Text = AUTO
-    """How rows are weighted."""
-    gate_up_impl: Text = "separate"
-    """How gate and up projections are run."""
-    comm_backend: Text = "comm"
-    """Library that exchanges tokens."""
-    comm_num_sm: PositiveCount = 12
-    """Multiprocessors given to the exchange."""
-    comm_qp_margin: Count = 4
-    """Spare queues of the exchange."""
-    comm_max_tokens_per_rank: Count = 0
-    """Tokens one rank may send."""
-    num_expert_groups: PositiveCount | None = None
-    """Groups the experts form."""
-    num_limited_groups: PositiveCount | None = None
-    """Groups a token may use."""
-    score_func: Text = AUTO
-    """Function of the router's scores."""
-    top_k: Any = AUTO
-    """Experts per token."""
-    load_balance_coeff: Number | None = None
-    """Weight of the balancing term."""
-    routed_scaling_factor: Any = AUTO
-    """Factor on the routed output."""
-    expert_w1: Text | None = None
-    """Name of the first weight of an expert."""
-    expert_w2: Text | None = None
-    """Name of the second."""
-    expert_w3: Text | None = None
-    """Name of the third."""
-    num_experts_attr: Text | None = None
-    """Attribute of the model's config that counts experts."""
-    top_k_attr: Text | None = None
-    """Attribute that counts experts per token."""
-    has_shared_experts: Flag | None = None
-    """Some experts see every token."""
-    shared_experts_pattern: Text | None = None
-    """Name of those."""
-    shared_experts_gate_pattern: Text | None = None
-    """Name of their gate."""
-    expert_activation: Text | None = None
-    """Activation function of the experts."""
 
 
-class Compile(ConfigSection):
+class Compile(UnreadSection):
     """Compiler passes that schedule communication within the model's graph."""
+
+    unread = (
+        "free_activation free_activation_threshold offload_activation offload_opt_states double_buffer "
+        "symmetric_memory debug_log offload_parameters sync_before_reduce sync_after_reduce sync_before_allgather "
+        "sync_after_allgather keep_int_input_tensors keep_all_input_tensors passes"
+    )
 
     deepcompile: Flag = False
     """Use them."""
-    free_activation: Flag = False
-    """Free large activations early."""
-    free_activation_threshold: Count = 10_485_760
-    """Bytes from which an activation is large."""
-    offload_activation: Flag = False
-    """Keep saved activations in host memory."""
-    offload_opt_states: Flag = False
-    """Keep optimizer states in host memory between steps."""
-    double_buffer: Flag = True
-    """Two communication buffers."""
-    symmetric_memory: Flag = False
-    """Buffers that peers can read."""
-    debug_log: Flag = False
-    """Write the graphs to files."""
-    offload_parameters: Flag = False
-    """Keep parameters in host memory."""
-    sync_before_reduce: Flag = False
-    """Wait for the device before a reduction."""
-    sync_after_reduce: Flag = False
-    """Wait for the device after a reduction."""
-    sync_before_allgather: Flag = False
-    """Wait for the device before an all-gather."""
-    sync_after_allgather: Flag = False
-    """Wait for the device after an all-gather."""
-    keep_int_input_tensors: Flag = True
-    """Profile with the real integer inputs."""
-    keep_all_input_tensors: Flag = False
-    """Profile with all real inputs."""
-    passes: Texts | None = None
-    """Names of the passes, in order."""
 
 
-class WeightQuantization(ConfigSection):
+class WeightQuantization(UnreadSection):
     """Weights quantised once after loading, for inference."""
+
+    unread = "num_bits q_type q_groups quantized_initialization post_init_quant"
 
     enabled: Flag = True
     """Quantise them."""
-    num_bits: PositiveCount = 8
-    """Bits per weight."""
-    q_type: Literal["symmetric", "asymmetric"] = "symmetric"
-    """With or without an offset."""
-    q_groups: PositiveCount = 1
-    """Groups with a scale of their own."""
-    quantized_initialization: FreeSection = None
-    """Options for quantising while loading."""
-    post_init_quant: FreeSection = None
-    """Options for quantising after loading."""
 
 
-class Autotuning(ConfigSection):
+class Autotuning(UnreadSection):
     """A search for fast settings by trial runs."""
+
+    unread = (
+        "fast results_dir exps_dir overwrite start_profile_step end_profile_step metric_path metric tuner_type "
+        "tuner_early_stopping tuner_num_trials arg_mappings max_train_batch_size min_train_batch_size "
+        "max_train_micro_batch_size_per_gpu min_train_micro_batch_size_per_gpu num_tuning_micro_batch_sizes "
+        "mp_size model_info model_info_path"
+    )
 
     enabled: Flag = False
     """Search."""
-    fast: Flag = True
-    """Try micro-batch sizes only."""
-    results_dir: Text = "autotuning_results"
-    """Folder for the results."""
-    exps_dir: Text = "autotuning_exps"
-    """Folder for the trial runs."""
-    overwrite: Flag = True
-    """Replace results of an earlier search."""
-    start_profile_step: Count = 3
-    """First step of a trial that is measured."""
-    end_profile_step: Count = 5
-    """Last step that is measured."""
-    metric_path: Text | None = None
-    """File a trial writes its result to."""
-    metric: Text = "throughput"
-    """What is optimised."""
-    tuner_type: Literal["gridsearch", "random", "model_based"] = "gridsearch"
-    """Order of the trials."""
-    tuner_early_stopping: Count = 5
-    """Trials without progress until the search ends."""
-    tuner_num_trials: Count = 50
-    """Trials, at most."""
-    arg_mappings: FreeSection = None
-    """Command-line arguments that stand for keys."""
-    max_train_batch_size: PositiveCount | None = None
-    """Largest batch size tried."""
-    min_train_batch_size: PositiveCount = 1
-    """Smallest batch size tried."""
-    max_train_micro_batch_size_per_gpu: PositiveCount = 1024
-    """Largest micro-batch size tried."""
-    min_train_micro_batch_size_per_gpu: PositiveCount = 1
-    """Smallest micro-batch size tried."""
-    num_tuning_micro_batch_sizes: PositiveCount = 3
-    """Micro-batch sizes tried."""
-    mp_size: PositiveCount = 1
-    """Ranks that share the model."""
-    model_info: FreeSection = None
-    """Sizes of the model, if known."""
-    model_info_path: Text | None = None
-    """File with those."""
 
 
-class DataEfficiency(ConfigSection):
+class DataEfficiency(UnreadSection):
     """Choice of samples and tokens by difficulty."""
 
     is_open = True
-    is_read = False
+    unread = "seed data_routing data_sampling"
 
     enabled: Flag = False
     """Use it."""
-    seed: Count = 1234
-    """Seed of the choice."""
-    data_routing: FreeSection = None
-    """Layers that skip tokens at random."""
-    data_sampling: FreeSection = None
-    """Order of the samples by difficulty."""

@@ -2,7 +2,7 @@
 
 The schema files declare sections with these pieces; `normalize` reads the older names, `problems` turns what the value
 types refuse into sentences. Nothing here knows a key of the config, and values are checked, never repaired: a number
-in quotes is an error. Only whole numbers written as floats (5e8), flags written as 0 and 1, and other names of one
+in quotes is an error. Only integers written as floats (5e8), flags written as 0 and 1, and other names of one
 dtype are made uniform.
 """
 
@@ -40,6 +40,8 @@ __all__ = [
     "Retired",
     "Text",
     "Texts",
+    "UnreadSection",
+    "as_integer",
     "field_paths",
     "lowered",
     "nested_section",
@@ -61,7 +63,7 @@ class AlsoSpelled:
 
 @dataclass(frozen=True)
 class Retired:
-    """A boolean key of older releases: the section beside it that replaced it, and what in there it stands for.
+    """A boolean key of older releases: the sibling section that replaced it, and what in there it stands for.
 
     False stands for the replacement being absent.
     """
@@ -78,6 +80,9 @@ def _for_editors(schema: dict[str, Any], section: type[ConfigSection]) -> None:
             properties[name] = _or_auto(properties[name])
         for other in spellings(field):
             properties[other.name] = properties[name] | ({"deprecated": True} if other.deprecated else {})
+    properties.update({name: {"title": name} for name in section.unread.split()})
+    if section.unread:
+        schema["additionalProperties"] = False
     for name, retired in section.retired.items():
         text = f"Older form of {retired.becomes}."
         properties[name] = {"type": "boolean", "deprecated": True, "description": text}
@@ -105,7 +110,7 @@ class ConfigSection(BaseModel):
     """Keys of older releases that are translated rather than renamed."""
 
     from_flag: ClassVar[Mapping[bool, Mapping[str, object]]] = {}
-    """What a bare true or false in place of the whole section stands for, where that is a known older form."""
+    """What a bare true or false in place of the section stands for, where that is a known older form."""
 
     is_open: ClassVar[bool] = False
     """Whether DeepSpeed ignores keys of this section that it does not know."""
@@ -113,8 +118,22 @@ class ConfigSection(BaseModel):
     is_read: ClassVar[bool] = True
     """Whether any key of this section takes effect here: where none does, a misspelt one does no harm."""
 
+    unread: ClassVar[str] = ""
+    """Keys of the format that nothing here reads, separated by spaces; see `UnreadSection`."""
+
     inner: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Field -> names of keys that belong into it, where its keys are free."""
+
+
+class UnreadSection(ConfigSection):
+    """A section that is refused or without effect (`support` says which), of which at most its switch is read.
+
+    Its other keys are in `unread`: a misspelt one is still found, and any value is kept as it is, unchecked.
+    """
+
+    model_config = ConfigDict(extra="allow")  # unknown keys never get here: `normalize` finds them
+
+    is_read = False
 
 
 def nested_section(field: FieldInfo) -> type[ConfigSection] | None:
@@ -148,11 +167,23 @@ def _unquoted(value: object) -> str:
     return "write it without quotes" if isinstance(value, str) else ""
 
 
+def as_integer(value: object) -> int | None:
+    """The integer that a number is, as 1e3 is one; None for other numbers, for true and false, and for text.
+
+    Example:
+        >>> as_integer(1e3), as_integer(1.5), as_integer(True), as_integer("3")
+        (1000, None, None, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    if isinstance(value, Integral):
+        return int(value)
+    return int(float(value)) if float(value).is_integer() else None
+
+
 def _integer(value: object) -> int:
-    if not isinstance(value, bool) and isinstance(value, Integral):
-        return int(value)
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
+    if (number := as_integer(value)) is not None:
+        return number
     raise wrong("a whole number", _unquoted(value))
 
 

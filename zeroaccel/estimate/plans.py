@@ -16,8 +16,7 @@ from zeroaccel.config.schema_zero import OffloadOptimizer, OffloadParam
 from zeroaccel.estimate.simulate import Simulated, simulate
 from zeroaccel.estimate.subject import Subject, subject
 from zeroaccel.estimate.workload import Capacity, Estimate, MemoryByKind, Offload, Workload
-from zeroaccel.zero.storage.residual_masters import split_nbytes
-from zeroaccel.zero.storage.state_swapper import SUB_GROUP_NUMEL
+from zeroaccel.zero.storage.swapped_masters import SUB_GROUP_NUMEL, residual_nbytes
 
 __all__ = ["HEADROOM", "PLANS", "PlanRow", "estimate", "plan_table", "verdict"]
 
@@ -137,7 +136,7 @@ def _placed(held: Simulated, workload: Workload, stage: int, optimizer: Offload,
     device, host, disk = held.peak, MemoryByKind(), MemoryByKind()
     masters = 4 * sum(held.trained)
     if workload.residual_masters and stage > 0:
-        masters = sum(map(split_nbytes, held.trained))
+        masters = sum(map(residual_nbytes, held.trained))
         device = replace(device, optimizer=device.optimizer - 4 * sum(held.trained) + masters)
     if optimizer != "none":
         # A master of its own also for fp32 weights: the device keeps those it computes with.

@@ -7,7 +7,6 @@ file it is given or finds; which environment and folders to look in is said by t
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -18,7 +17,15 @@ from typing import Any
 from pydantic import ValidationError
 
 from zeroaccel.config.bounds import read_at_most
-from zeroaccel.config.diagnostics import KeyPath, Problem, Provenance, duplicate_key_problems, from_pydantic, report
+from zeroaccel.config.diagnostics import (
+    KeyPath,
+    Problem,
+    Provenance,
+    closest,
+    duplicate_key_problems,
+    from_pydantic,
+    report,
+)
 from zeroaccel.config.document import key_paths
 from zeroaccel.config.launch.launch_foreign import settle_foreign_keys
 from zeroaccel.config.launch.launch_settings import LaunchFile, LaunchSettings
@@ -196,8 +203,8 @@ def text_of_file(path: Path | str, why: str = "") -> str:
 def _near(path: Path) -> str:
     if not path.parent.is_dir():
         return f"there is no folder {path.parent}"
-    near = difflib.get_close_matches(path.name, sorted(os.listdir(path.parent)), n=1)
-    return f"did you mean {path.parent / near[0]}?" if near else "`zeroaccel config` makes one"
+    near = closest(path.name, sorted(os.listdir(path.parent)), cutoff=0.6)
+    return f"did you mean {path.parent / near}?" if near else "`zeroaccel config` makes one"
 
 
 def _without_nothing(tree: dict[Any, Any]) -> dict[Any, Any]:
@@ -210,7 +217,7 @@ def _without_nothing(tree: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _without(values: Mapping[str, Any], tree: dict[Any, Any]) -> dict[Any, Any]:
-    """Without the keys of settings that somebody else decides, who may have had to: a file may leave blanks to fill."""
+    """Without the keys of settings that a flag or a variable decides; the file may have blanks to be filled there."""
     kept = {key: value for key, value in tree.items() if key not in values or key == "distributed_type"}
     for section in _SECTIONS:
         if isinstance(kept.get(section), dict):
