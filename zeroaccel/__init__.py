@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from zeroaccel.accelerate.accelerator import Accelerator as Accelerator
-    from zeroaccel.accelerate.accelerator import GradientAccumulationPlugin as GradientAccumulationPlugin
+    from zeroaccel.accelerate.accelerator_arguments import GradientAccumulationPlugin as GradientAccumulationPlugin
+    from zeroaccel.accelerate.accelerator_arguments import ProfileKwargs as ProfileKwargs
     from zeroaccel.accelerate.accelerator_state import DistributedType as DistributedType
     from zeroaccel.accelerate.accelerator_state import PartialState as PartialState
     from zeroaccel.accelerate.dummies import DummyOptim as DummyOptim
     from zeroaccel.accelerate.dummies import DummyScheduler as DummyScheduler
     from zeroaccel.accelerate.launchers import debug_launcher as debug_launcher
     from zeroaccel.accelerate.launchers import notebook_launcher as notebook_launcher
-    from zeroaccel.accelerate.profiler import ProfileKwargs as ProfileKwargs
+    from zeroaccel.accelerate.project import ProjectConfiguration as ProjectConfiguration
     from zeroaccel.accelerate.zero_plugin import DeepSpeedPlugin as DeepSpeedPlugin
     from zeroaccel.accelerate.zero_plugin import ZeroPlugin as ZeroPlugin
     from zeroaccel.data import DataLoaderConfiguration as DataLoaderConfiguration
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from zeroaccel.initialization import initialize as initialize
     from zeroaccel.ops.coupled import CoupledOptimizer as CoupledOptimizer
     from zeroaccel.ops.coupled import Reductions as Reductions
-    from zeroaccel.project import ProjectConfiguration as ProjectConfiguration
     from zeroaccel.seeds import set_seed as set_seed
     from zeroaccel.trackers import GeneralTracker as GeneralTracker
     from zeroaccel.zero.engine import Engine as Engine
@@ -62,10 +62,10 @@ _HOMES = {
     "DummyScheduler": "zeroaccel.accelerate.dummies",
     "Engine": "zeroaccel.zero.engine",
     "GeneralTracker": "zeroaccel.trackers",
-    "GradientAccumulationPlugin": "zeroaccel.accelerate.accelerator",
+    "GradientAccumulationPlugin": "zeroaccel.accelerate.accelerator_arguments",
     "PartialState": "zeroaccel.accelerate.accelerator_state",
-    "ProfileKwargs": "zeroaccel.accelerate.profiler",
-    "ProjectConfiguration": "zeroaccel.project",
+    "ProfileKwargs": "zeroaccel.accelerate.accelerator_arguments",
+    "ProjectConfiguration": "zeroaccel.accelerate.project",
     "Reductions": "zeroaccel.ops.coupled",
     "ZeroPlugin": "zeroaccel.accelerate.zero_plugin",
     "debug_launcher": "zeroaccel.accelerate.launchers",

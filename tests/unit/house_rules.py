@@ -59,7 +59,7 @@ ENVIRONMENT_READERS = {
     "zeroaccel/comm/environment.py": "what the launcher says of the job, and the limit for hangs",
     "zeroaccel/compat/__main__.py": "hands the facade on to the processes that a script starts",
     "zeroaccel/compat/startup/sitecustomize.py": "whether the facade was handed on to this process",
-    "zeroaccel/accelerate/launched.py": "what the launcher says of training",
+    "zeroaccel/accelerate/zero_plugin.py": "what the launcher says of training",
     "zeroaccel/accelerate/launchers.py": "inside the ranks it starts, to tell them their places",
     "zeroaccel/telemetry/verification.py": "the order of `zeroaccel verify`, which reaches a script no other way",
     "zeroaccel/logs.py": "RANK, known before there is a process group, and the log level",

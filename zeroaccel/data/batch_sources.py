@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from zeroaccel.accelerate.nested import map_tensors
 from zeroaccel.comm.agree import from_rank_0
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.data.batch_sharding import (
@@ -30,6 +29,7 @@ from zeroaccel.data.batch_sharding import (
     turns_of_rank,
 )
 from zeroaccel.data.order import Order, undisturbed
+from zeroaccel.nested import map_tensors
 
 __all__ = ["BatchSource", "DispatchedSource", "IndexedSource", "StreamSource", "TakenBatch"]
 

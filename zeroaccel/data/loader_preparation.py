@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from zeroaccel.accelerate.nested import to_device
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.data.batch_sharding import ShardingRules
@@ -24,6 +23,7 @@ from zeroaccel.data.batch_sources import (
 from zeroaccel.data.order import Order, Share
 from zeroaccel.data.prepared_loader import LoaderProgress, PreparedLoader
 from zeroaccel.errors import UsageError
+from zeroaccel.nested import to_device
 
 __all__ = ["DataLoaderConfiguration", "prepare_data_loader"]
 

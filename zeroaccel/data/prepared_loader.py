@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 from torch.utils.data import DataLoader
 
-from zeroaccel.accelerate.nested import batch_size_of
 from zeroaccel.data.batch_sources import BatchSource, TakenBatch
 from zeroaccel.errors import CheckpointError, UsageError
 from zeroaccel.logs import logger
+from zeroaccel.nested import batch_size_of
 
 __all__ = ["LoaderProgress", "PreparedLoader", "skip_first_batches"]
 
