@@ -20,7 +20,7 @@ from pathlib import Path
 import click
 import torch
 
-from zeroaccel.comm.quantized import INT4, INT8, decode, decode_add, encode
+from zeroaccel.comm.quantized import INT4, INT8, dequantize, dequantize_add, quantize
 
 BAR = 0.6
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -40,10 +40,10 @@ def _rates(numel: int, dtype: torch.dtype, rounds: int) -> dict[str, tuple[float
     for codec in (INT8, INT4):
         code = torch.empty(codec.nbytes(numel), dtype=torch.uint8)
         name = f"int{codec.bits}"
-        work[f"{name} encode"] = lambda codec=codec, code=code: encode(values, codec, code)  # type: ignore[misc]
-        work[f"{name} decode"] = lambda codec=codec, code=code: decode(code, codec, out)  # type: ignore[misc]
+        work[f"{name} encode"] = lambda codec=codec, code=code: quantize(values, codec, code)  # type: ignore[misc]
+        work[f"{name} decode"] = lambda codec=codec, code=code: dequantize(code, codec, out)  # type: ignore[misc]
         if dtype is torch.float32:  # sums are in fp32, whatever the values were
-            work[f"{name} decode and add"] = lambda codec=codec, code=code: decode_add(code, codec, total)  # type: ignore[misc]
+            work[f"{name} decode and add"] = lambda codec=codec, code=code: dequantize_add(code, codec, total)  # type: ignore[misc]
     for warm in work.values():
         warm()
     times = {name: [] for name in work}  # type: dict[str, list[float]]

@@ -104,7 +104,7 @@ class _MasterDdp(_Torch):
 
 def _muon(named: Mapping[str, Tensor]) -> torch.optim.Optimizer:
     """On every rank all of it, as a script for DDP does."""
-    from zeroaccel.ops.muon import Muon
+    from zeroaccel.ops.tensorwise import Muon
 
     matrices = [value for name, value in named.items() if _is_hidden_matrix(name, value)]
     rest = [value for name, value in named.items() if not _is_hidden_matrix(name, value)]

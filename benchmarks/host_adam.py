@@ -31,7 +31,7 @@ FETCHED_BYTES_PER_ELEMENT = {"adam": 30, "triad": 16}
 
 
 def own(numel: int, **options: Any) -> Step:
-    from zeroaccel.ops.adam import CPUAdam
+    from zeroaccel.ops.elementwise import CPUAdam
 
     master, grad, weight = _tensors(numel)
     optimizer = CPUAdam([master], **SETTINGS, **options)

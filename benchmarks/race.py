@@ -23,12 +23,13 @@ from typing import IO, Any
 from contenders import needs_deepspeed
 from models import Shape
 
-__all__ = ["Conditions", "ContenderFailed", "Result", "TooLittleMemory", "race"]
+__all__ = ["OLDER", "Conditions", "ContenderFailed", "Result", "TooLittleMemory", "race"]
 
 ROOT = Path(__file__).resolve().parent.parent
 PATIENCE_SECONDS = 600.0
 RESERVE_NBYTES = 1 << 30
 PHASES = ("forward", "backward", "update")
+OLDER = "@older"
 
 
 class ContenderFailed(Exception):
@@ -47,6 +48,7 @@ class Conditions:
         steps: timed in each round.
         warmup: untimed at the beginning, besides one before the timed ones of each round.
         deepspeed_python: interpreter that has DeepSpeed; None where there is none.
+        older: another checkout of this tree, where contenders whose names end in `OLDER` run; "" for none.
     """
 
     shape: Shape
@@ -56,6 +58,7 @@ class Conditions:
     steps: int = 5
     warmup: int = 5
     deepspeed_python: str | None = None
+    older: str = ""
 
 
 @dataclass
@@ -169,15 +172,16 @@ class _Team:
         self.name = name
         self._logs: list[IO[bytes]] = []
         self._ranks: list[subprocess.Popen[str]] = []
-        job = {"contender": name, "threads": conditions.threads, "shape": asdict(conditions.shape)}
+        tree = Path(conditions.older) if name.endswith(OLDER) else ROOT
+        job = {"contender": name.removesuffix(OLDER), "threads": conditions.threads, "shape": asdict(conditions.shape)}
         port = _free_port()
         for rank in range(conditions.world_size):
             log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
             self._logs.append(log)
             self._ranks.append(
                 subprocess.Popen(
-                    [python, str(Path(__file__).with_name("rank.py")), json.dumps(job)],
-                    env=_environment(rank, conditions, port, foreign=python != sys.executable),
+                    [python, str(tree / "benchmarks" / "rank.py"), json.dumps(job)],
+                    env=_environment(rank, conditions, port, tree, foreign=python != sys.executable),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=log,
@@ -227,7 +231,7 @@ class _Team:
             log.close()
 
 
-def _environment(rank: int, conditions: Conditions, port: int, *, foreign: bool) -> dict[str, str]:
+def _environment(rank: int, conditions: Conditions, port: int, tree: Path, *, foreign: bool) -> dict[str, str]:
     environment = {
         **os.environ,
         "RANK": str(rank),
@@ -242,7 +246,7 @@ def _environment(rank: int, conditions: Conditions, port: int, *, foreign: bool)
     if foreign:  # it has its own packages
         environment.pop("PYTHONPATH", None)
     else:
-        paths = [str(ROOT), environment.get("PYTHONPATH", "")]
+        paths = [str(tree), environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     return environment
 

@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, launch_agent
 
-from zeroaccel.comm.environment import limit_seconds
+from zeroaccel.comm.environment import timeout_seconds
 from zeroaccel.config.launch.launch_settings import LaunchSettings, Streams
 from zeroaccel.errors import CollectiveError
 
@@ -154,7 +154,7 @@ def run_plan(plan: LaunchPlan, say: Callable[[str], None], arrival_seconds: floa
     )
     if settings.max_restarts:
         _renew_stores()
-    watch = ProcessWatch(limit_seconds(settings.timeout), plan.port, settings.monitor_interval, say)
+    watch = ProcessWatch(timeout_seconds(settings.timeout), plan.port, settings.monitor_interval, say)
     with stopping, _agent_log(settings), _processes_end_in_time(), watch:
         try:
             meeting = meet_machines(plan, say, arrival_seconds)  # its store lives until the ranks have theirs

@@ -12,9 +12,8 @@ from pathlib import Path
 import click
 
 from zeroaccel.checkpoint.find import checkpoint_folders, find_checkpoint
-from zeroaccel.checkpoint.formats.deepspeed_format import is_deepspeed_checkpoint, open_deepspeed_checkpoint
-from zeroaccel.checkpoint.latest import LATEST_NAME, read_latest
-from zeroaccel.checkpoint.manifest import ITEMSIZE, MANIFEST_NAME, Manifest, read_manifest
+from zeroaccel.checkpoint.formats.deepspeed_checkpoint import is_deepspeed_checkpoint, open_deepspeed_checkpoint
+from zeroaccel.checkpoint.manifest import ITEMSIZE, LATEST_NAME, MANIFEST_NAME, Manifest, read_latest, read_manifest
 from zeroaccel.checkpoint.rank_file import RankFileReader
 from zeroaccel.checkpoint.reshard import reshard
 from zeroaccel.errors import CheckpointError, UsageError

@@ -97,7 +97,7 @@ def _accelerators(machine: Machine) -> Iterator[Finding]:
 def _kernels() -> Finding:
     import torch
 
-    from zeroaccel.ops.adam import Adam
+    from zeroaccel.ops.elementwise import Adam
 
     param = torch.nn.Parameter(torch.ones(1 << 20))
     optimizer = Adam([param], lr=0.1)

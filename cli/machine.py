@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from zeroaccel.comm.cores import usable_cores
+from zeroaccel.comm.environment import usable_cores
 from zeroaccel.errors import ConfigError
 from zeroaccel.offload.offload_folder import examine_folder
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from zeroaccel.comm.cores import usable_cores
+from zeroaccel.comm.environment import usable_cores
 from zeroaccel.config.launch.launch_settings import LaunchSettings
 from zeroaccel.errors import ConfigError
 

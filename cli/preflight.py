@@ -14,7 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 import zeroaccel
-from zeroaccel.comm.preflight_rendezvous import NodeInfo, PreflightRendezvous, meet
+from zeroaccel.comm.preflight_rendezvous import NodeInfo, PreflightRendezvous, rendezvous
 from zeroaccel.errors import ConfigError
 
 from .plan import LaunchPlan
@@ -38,7 +38,7 @@ def meet_machines(
     if settings.num_machines == 1 or settings.machine_rank is None or settings.min_machines is not None:
         return None
     waits = settings.rdzv_conf.get("timeout") or settings.rdzv_conf.get("join_timeout") or _TORCH_WAITS
-    return meet(
+    return rendezvous(
         (plan.host, plan.port),
         settings.machine,
         settings.num_machines,

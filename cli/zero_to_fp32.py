@@ -9,7 +9,7 @@ from __future__ import annotations
 import click
 
 from zeroaccel.checkpoint import zero_to_fp32 as program
-from zeroaccel.checkpoint.conversion_sources import open_source
+from zeroaccel.checkpoint.formats.deepspeed_checkpoint import open_source
 from zeroaccel.errors import CheckpointError
 
 __all__ = ["zero_to_fp32"]

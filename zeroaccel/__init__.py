@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from zeroaccel.ops.coupled import CoupledOptimizer as CoupledOptimizer
     from zeroaccel.ops.coupled import Reductions as Reductions
     from zeroaccel.seeds import set_seed as set_seed
-    from zeroaccel.trackers import GeneralTracker as GeneralTracker
+    from zeroaccel.telemetry.trackers import GeneralTracker as GeneralTracker
     from zeroaccel.zero.engine import Engine as Engine
 
 __all__ = [
@@ -61,7 +61,7 @@ _HOMES = {
     "DummyOptim": "zeroaccel.accelerate.dummies",
     "DummyScheduler": "zeroaccel.accelerate.dummies",
     "Engine": "zeroaccel.zero.engine",
-    "GeneralTracker": "zeroaccel.trackers",
+    "GeneralTracker": "zeroaccel.telemetry.trackers",
     "GradientAccumulationPlugin": "zeroaccel.accelerate.accelerator_arguments",
     "PartialState": "zeroaccel.accelerate.accelerator_state",
     "ProfileKwargs": "zeroaccel.accelerate.accelerator_arguments",

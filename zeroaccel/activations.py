@@ -23,7 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint as recompute
 
-from zeroaccel.comm.partitioned_tensors import PartitionedTensors
+from zeroaccel.comm.collectives import PartitionedTensors
 from zeroaccel.config.schema_extensions import ActivationCheckpointing
 from zeroaccel.errors import UsageError
 from zeroaccel.logs import log_once, logger

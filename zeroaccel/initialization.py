@@ -25,10 +25,9 @@ from zeroaccel.activations import Recomputation
 from zeroaccel.checkpoint.checkpointer import CheckpointingEngine, CheckpointSettings
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.comm.cores import core_set, fair_threads, usable_cores
-from zeroaccel.comm.device_mesh import data_cells, shard_size_of
-from zeroaccel.comm.environment import check_own_variables, threads_are_said
+from zeroaccel.comm.environment import check_own_variables, core_set, fair_threads, omp_threads_chosen, usable_cores
 from zeroaccel.comm.hierarchical import arrange
+from zeroaccel.comm.mesh_layout import data_cells, shard_size_of
 from zeroaccel.comm.topology import Topology, init_process_group
 from zeroaccel.config import (
     BatchSizes,
@@ -51,8 +50,8 @@ from zeroaccel.optim.lr_schedules import build_scheduler
 from zeroaccel.optim.optimizer_factory import build_optimizer
 from zeroaccel.optim.optimizer_kinds import OptimizerKind, OptimizerKinds, check_steppable, classify
 from zeroaccel.optim.rank_facts import training_facts
-from zeroaccel.telemetry.monitors import build_monitors
 from zeroaccel.telemetry.step_report import StepReport
+from zeroaccel.telemetry.trackers import build_monitors
 from zeroaccel.telemetry.verification import RecordingReport, Verification, verification
 from zeroaccel.zero.build import (
     build_units,
@@ -63,18 +62,18 @@ from zeroaccel.zero.build import (
     plan_units,
     warn_unoptimized,
 )
-from zeroaccel.zero.config_check import addressed
 from zeroaccel.zero.from_config import (
     DTYPES,
+    addressed,
     buffer_dtypes_of,
     engine_settings_of,
+    facts_from_model,
     loss_scale_of,
     placement_of,
     unit_specs_of,
 )
-from zeroaccel.zero.hidden_size import facts_from_model
 from zeroaccel.zero.hybrid_step import check_update_time, share_updates
-from zeroaccel.zero.module_buffers import broadcast_buffers, cast_buffers
+from zeroaccel.zero.precision import broadcast_buffers, cast_buffers
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
 from zeroaccel.zero.storage.placement import OffloadRules, TierSet
 
@@ -272,7 +271,7 @@ def _divide_cores(topology: Topology, collectives: Collectives) -> None:
     """Gives the kernels this rank's part of the machine's cores, unless somebody said how many threads to use. (all)"""
     own = core_set()
     everybody = collectives.gather_objects(own, "cores")
-    if threads_are_said() or collectives.world_size != topology.world_size:
+    if omp_threads_chosen() or collectives.world_size != topology.world_size:
         return
     neighbours = next(node for node in topology.nodes if topology.rank in node)
     use_threads(fair_threads(usable_cores(), own, [everybody[rank] for rank in neighbours]))

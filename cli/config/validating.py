@@ -105,7 +105,7 @@ def _structured(path: Path, text: str, unknown_keys: UnknownKeys) -> tuple[str, 
 
 def _json(path: Path, unknown_keys: UnknownKeys) -> tuple[str, ...]:
     """The notes of a JSON config, of which all is checked that a run would."""
-    from zeroaccel.zero.config_check import check_training  # imports torch, which other files do not need
+    from zeroaccel.zero.from_config import check_training  # imports torch, which other files do not need
 
     config = load_config(path, unknown_keys=unknown_keys)
     check_training(config)

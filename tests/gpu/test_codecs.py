@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from zeroaccel.comm.quantized import INT4, INT8, Codec, decode, decode_add, encode
+from zeroaccel.comm.quantized import INT4, INT8, Codec, dequantize, dequantize_add, quantize
 
 pytestmark = pytest.mark.gpu
 
@@ -22,10 +22,10 @@ def test_both_devices_say_the_same(codec: Codec, dtype: torch.dtype, numel: int)
     found = []
     for device in ("cpu", "cuda"):
         code = torch.zeros(codec.nbytes(numel), dtype=torch.uint8, device=device)
-        encode(values.to(device), codec, code)
+        quantize(values.to(device), codec, code)
         out, total = torch.empty(numel, dtype=dtype, device=device), torch.ones(numel, device=device)
-        decode(code, codec, out)
-        decode_add(code, codec, total)
+        dequantize(code, codec, out)
+        dequantize_add(code, codec, total)
         found.append((out.float().cpu(), total.cpu()))
     (host, host_total), (device_out, device_total) = found
     assert torch.equal(host.isnan(), device_out.isnan())

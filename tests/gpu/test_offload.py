@@ -11,9 +11,9 @@ import torch
 from tests.multi.training import Toy, config, differences, train
 from zeroaccel.activations import Activations
 from zeroaccel.config.schema_extensions import ActivationCheckpointing
-from zeroaccel.offload.pinned import pinned_bytes
-from zeroaccel.ops import Adam, split_update
-from zeroaccel.ops.split_update import SplitUpdate
+from zeroaccel.offload.host_buffers import pinned_bytes
+from zeroaccel.ops import Adam, hybrid_update
+from zeroaccel.ops.hybrid_update import HybridUpdate
 
 pytestmark = pytest.mark.gpu
 
@@ -32,7 +32,7 @@ def test_a_device_gives_the_bits_of_the_host(ratio: float | None, dtype: torch.d
     generator = torch.Generator().manual_seed(0)
     start, gradient = torch.randn(2, numel, generator=generator)
     results = []
-    for split in (None, SplitUpdate(CupyAdamLane(torch.device("cuda", 0)), ratio)):
+    for split in (None, HybridUpdate(CupyAdamLane(torch.device("cuda", 0)), ratio)):
         master, out = start.clone().pin_memory(), torch.zeros(numel, dtype=dtype).pin_memory()
         optimizer = Adam([master], weight_decay=0.1)
         optimizer.split = split
@@ -60,7 +60,7 @@ def test_a_pinned_slab_is_pinned_and_of_the_exact_size() -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_share_for_the_device_changes_nothing(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cupy")
-    monkeypatch.setattr(split_update, "_LEAST_NUMEL", 64)
+    monkeypatch.setattr(hybrid_update, "_LEAST_NUMEL", 64)
 
     def run(ratio: float | None) -> Any:
         section = {"device": "cpu", **({} if ratio is None else {"ratio": ratio})}

@@ -31,7 +31,7 @@ from tests.unit.checkpoint_by_hand import Entry, make_checkpoint, seal
 from zeroaccel.checkpoint import zero_to_fp32
 from zeroaccel.checkpoint.find import find_checkpoint
 from zeroaccel.checkpoint.formats.dcp_import import open_dcp
-from zeroaccel.checkpoint.formats.deepspeed_format import open_deepspeed_checkpoint
+from zeroaccel.checkpoint.formats.deepspeed_checkpoint import open_deepspeed_checkpoint
 from zeroaccel.checkpoint.formats.torch_file import TorchFile
 from zeroaccel.checkpoint.formats.torch_pickle import StoredTensor
 from zeroaccel.checkpoint.plain_codec import decode

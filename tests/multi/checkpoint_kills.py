@@ -26,8 +26,8 @@ from tests.multi.checkpoint_runs import make_engine, train
 from tests.multi.environment import free_port, rank_environment
 from tests.multi.training import batches
 from zeroaccel.logs import set_log_level
-from zeroaccel.ops.adam import Adam
-from zeroaccel.ops.reduce import sum_ranks
+from zeroaccel.ops.elementwise import Adam
+from zeroaccel.ops.reductions import sum_ranks
 
 STEPS = 40
 CALLS = ("write", "fsync", "replace", "unlink", "mkdir")

@@ -26,16 +26,16 @@ class Layers:
         self.rank, self.world_size = self.collectives.rank, self.collectives.world_size
 
     def unshard(self, name: str, part: int = PART) -> None:
-        self.collectives.journal.phase = "forward"
+        self.collectives.flight_recorder.phase = "forward"
         self.collectives.all_gather(torch.empty(part * self.world_size), torch.ones(part), f"unshard {name}").wait()
 
     def reduce(self, name: str) -> None:
-        self.collectives.journal.phase = "backward"
+        self.collectives.flight_recorder.phase = "backward"
         flat = torch.ones(PART * self.world_size)
         self.collectives.reduce_scatter(torch.empty(PART), flat, f"reduce {name}", 1 / self.world_size).wait()
 
     def step(self, number: int) -> None:
-        self.collectives.journal.step = number
+        self.collectives.flight_recorder.step = number
         self.unshard("layers.0")
         self.unshard("layers.1")
         self.reduce("layers.1")
@@ -124,8 +124,11 @@ def device(model: Layers) -> None:
     """As on an accelerator, where a gather that never completes does not block the host."""
     model.step(0)
     if model.rank == 0:
-        journal = model.collectives.journal
-        journal.probe = journal.issue("gather", "all_gather", "unshard layers.0", PART, "bfloat16"), lambda: False
+        flight_recorder = model.collectives.flight_recorder
+        flight_recorder.probe = (
+            flight_recorder.issue("gather", "all_gather", "unshard layers.0", PART, "bfloat16"),
+            lambda: False,
+        )
     time.sleep(600)
 
 

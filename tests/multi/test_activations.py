@@ -17,7 +17,7 @@ from zeroaccel import activations
 from zeroaccel.activations import Activations
 from zeroaccel.comm.topology import init_process_group
 from zeroaccel.config.schema_extensions import ActivationCheckpointing
-from zeroaccel.offload.activation_store import Kept
+from zeroaccel.offload.activation_store import SavedActivation
 
 Ranks = Callable[[int], Pool]
 
@@ -128,7 +128,7 @@ def _kept_is_the_share() -> bool:
     shared = Activations(ActivationCheckpointing(partition_activations=True), group=dist.group.WORLD)
     tensor = torch.arange(7.0, requires_grad=True)  # not a multiple of the group
     kept = shared.store.keep(tensor)
-    assert isinstance(kept, Kept)
+    assert isinstance(kept, SavedActivation)
     assert kept.data is not None
     return kept.data.numel() == 4 and torch.equal(shared.store.fetch(kept), tensor.detach())
 

@@ -24,7 +24,7 @@ from tests.multi.checkpoint_runs import STEPS, assembled, make_engine, resume, s
 from tests.multi.pool import Pool
 from tests.multi.training import Toy, batches, config
 from zeroaccel.checkpoint import folder_lock
-from zeroaccel.checkpoint.folder_lock import FolderLock, is_locked
+from zeroaccel.checkpoint.atomic_write import FolderLock, is_locked
 from zeroaccel.checkpoint.save_plan import SavePlan
 from zeroaccel.errors import CheckpointError, EngineStateError, UsageError
 

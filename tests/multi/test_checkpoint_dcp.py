@@ -248,7 +248,7 @@ def test_an_import_says_which_names_and_tags_it_cannot_take(tmp_path: Path) -> N
 
 def test_boxes_of_a_matrix(tmp_path: Path) -> None:
     """Parts cut along the second dim, as tensor parallelism leaves them, have many runs."""
-    from zeroaccel.checkpoint.formats.dcp_files import _pieces
+    from zeroaccel.checkpoint.formats.dcp_import import _pieces
 
     whole = torch.arange(4 * 6 * 2).view(4, 6, 2)
     found = torch.full((48,), -1)

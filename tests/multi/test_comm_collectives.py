@@ -17,7 +17,7 @@ from zeroaccel.comm.agree import agree_or_raise, disagreement_report
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.recording import CollectiveCall, RecordingCollectives
 from zeroaccel.comm.topology import current_topology, init_process_group
-from zeroaccel.comm.transport import close_connections, messenger
+from zeroaccel.comm.transport import close_connections, send_recv_backend
 from zeroaccel.errors import CheckpointError, ConfigError
 
 Ranks = Callable[[int], Pool]
@@ -130,7 +130,7 @@ def _interleave_differently() -> list[float]:
     ]
     for work in [call() for call in (calls if collectives.rank == 0 else reversed(calls))]:
         work.wait()
-    return [*full.tolist(), out.item(), float(collectives.journal.digest())]
+    return [*full.tolist(), out.item(), float(collectives.flight_recorder.digest())]
 
 
 def test_gathers_and_reductions_may_interleave_differently(ranks: Ranks) -> None:
@@ -234,8 +234,8 @@ def _go_through_different_labels() -> tuple[bool, str]:
     collectives.barrier("same")
     # As where messages match by order alone, and the data of one call has quietly met that of another.
     label = "unshard layers.3" if collectives.rank == 0 else "unshard layers.4"
-    collectives.journal.issue("gather", "all_gather", label, 8, "float32")
-    digest = collectives.journal.digest()
+    collectives.flight_recorder.issue("gather", "all_gather", label, 8, "float32")
+    digest = collectives.flight_recorder.digest()
     extremes = torch.tensor([float(digest), -float(digest)], dtype=torch.float64)
     collectives.all_reduce(extremes, "max", "overflow")
     return extremes[0].item() == -extremes[1].item(), disagreement_report(collectives)
@@ -255,10 +255,14 @@ def test_ranks_that_parted_without_hanging_are_told_where(ranks: Ranks) -> None:
 
 def _share_a_topology() -> tuple[bool, int, int]:
     one, other = Collectives(init_process_group()), Collectives(current_topology())
-    before = one.journal.issued()["control"]
+    before = one.flight_recorder.issued()["control"]
     one.barrier("first engine")
     other.barrier("second engine")
-    return one.journal is other.journal, other.journal.issued()["control"] - before, dist.get_world_size()
+    return (
+        one.flight_recorder is other.flight_recorder,
+        other.flight_recorder.issued()["control"] - before,
+        dist.get_world_size(),
+    )
 
 
 def test_engines_share_groups_and_history(ranks: Ranks) -> None:
@@ -284,8 +288,8 @@ def _closes_after_its_neighbour() -> str:
     said = ""
     if group.rank() == 2:
         with pytest.raises(RuntimeError):
-            messenger(group).recv([torch.empty(1)], 0, 7).wait()
-        waited = messenger(group).recv([torch.empty(1)], 1, 7)
+            send_recv_backend(group).recv([torch.empty(1)], 0, 7).wait()
+        waited = send_recv_backend(group).recv([torch.empty(1)], 1, 7)
         with ThreadPoolExecutor() as executor:
             waiting = executor.submit(waited.wait, timedelta(seconds=30))
             close_connections(group)

@@ -10,7 +10,7 @@ import pytest
 from tests import time_limits
 from tests.multi.environment import free_port
 from zeroaccel.comm import preflight_rendezvous
-from zeroaccel.comm.preflight_rendezvous import NodeInfo, meet
+from zeroaccel.comm.preflight_rendezvous import NodeInfo, rendezvous
 from zeroaccel.errors import CollectiveError, ConfigError
 
 FACTS = {"zeroaccel": "1", "mixed_precision": "bf16"}
@@ -24,7 +24,7 @@ def _meet(cards: Mapping[int, NodeInfo], count: int, seconds: float | None = Non
 
     def come(number: int, card: NodeInfo) -> None:
         try:
-            results[number] = meet(
+            results[number] = rendezvous(
                 ("127.0.0.1", port), number, count, card, arrival_seconds=patience, say=lambda message: None
             )
         except Exception as error:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from tests.multi.deepspeed_runs import MAKE, Resumed, resume_deepspeed
 from tests.multi.pool import Pool
-from zeroaccel.checkpoint.formats.deepspeed_format import open_deepspeed_checkpoint
+from zeroaccel.checkpoint.formats.deepspeed_checkpoint import open_deepspeed_checkpoint
 from zeroaccel.checkpoint.formats.deepspeed_resume import manifest_of
-from zeroaccel.checkpoint.formats.torch_store import TorchStore
+from zeroaccel.checkpoint.tensor_store import TorchStore
 
 DATA = Path(__file__).parent.parent / "data" / "deepspeed"
 GROUPS = (

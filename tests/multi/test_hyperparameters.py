@@ -331,9 +331,9 @@ def _calls(settings: dict[str, Any]) -> tuple[list[str], dict[str, int]]:
         for group in engine.optimizer.param_groups:
             group["lr"] *= 0.5  # as a schedule
     counted.reset()
-    before = counted.journal.issued()
+    before = counted.flight_recorder.issued()
     _step(engine, 2)
-    issued = {kind: number - before[kind] for kind, number in counted.journal.issued().items()}
+    issued = {kind: number - before[kind] for kind, number in counted.flight_recorder.issued().items()}
     small = [call.label for call in counted.calls if call.op not in ("all_gather", "reduce_scatter")]
     engine.destroy()
     return small, issued

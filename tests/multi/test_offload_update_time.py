@@ -18,7 +18,7 @@ from tests.multi.pool import Pool
 from tests.multi.training import ADAMW, SGD, Run, Toy, batches, config, differences, offloaded
 from zeroaccel.checkpoint.checkpointer import CheckpointingEngine
 from zeroaccel.errors import EngineStateError, ZeroAccelError
-from zeroaccel.ops.adam import Adam
+from zeroaccel.ops.elementwise import Adam
 
 Ranks = Callable[[int], Pool]
 

@@ -16,8 +16,7 @@ import zeroaccel
 from tests.multi.pool import Pool
 from tests.multi.training import SGD, Run, Toy, batches, config, differences, train
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.comm.hierarchical import HierarchicalCollectives, arrange
-from zeroaccel.comm.quant_error import QuantError
+from zeroaccel.comm.hierarchical import HierarchicalCollectives, QuantError, arrange
 from zeroaccel.comm.quantized import INT4, INT8, Codec
 from zeroaccel.comm.topology import init_process_group
 from zeroaccel.config import comm_plan, load_config

@@ -34,11 +34,11 @@ __all__ = [
 ]
 
 LAYERS = (
-    ("errors", "logs", "templates"),
+    ("errors", "logs", "nested", "templates"),
     ("config",),
     ("comm", "ops", "offload"),
-    ("optim",),
-    ("zero", "telemetry"),
+    ("optim", "telemetry"),
+    ("zero",),
     ("checkpoint",),
     ("(faces)",),  # every other module directly in zeroaccel/, and the package itself
     ("compat",),
@@ -65,10 +65,10 @@ ENVIRONMENT_READERS = {
     "zeroaccel/logs.py": "RANK, known before there is a process group, and the log level",
 }
 
-MAX_LINES = 600
+MAX_LINES = 900
 # Which files may be longer, and why.
 LONG_FILES = {
-    "zeroaccel/zero/engine.py": "one class, which strings the parts together and has what people call",
+    "zeroaccel/accelerate/accelerator.py": "what scripts call, each method with its documentation and often an example",
     "zeroaccel/checkpoint/zero_to_fp32.py": "a whole program, copied beside checkpoints; it may import no other file",
 }
 NAMELESS = {"util", "utils", "helper", "helpers", "manager", "misc", "common"}

@@ -22,7 +22,7 @@ from zeroaccel.activations import (
 from zeroaccel.config.schema_extensions import ActivationCheckpointing
 from zeroaccel.errors import UsageError
 from zeroaccel.offload import activation_store
-from zeroaccel.offload.activation_store import ActivationStore, Kept
+from zeroaccel.offload.activation_store import ActivationStore, SavedActivation
 
 
 @pytest.fixture(autouse=True)
@@ -179,7 +179,7 @@ def test_strides_come_back_and_gaps_are_left_alone() -> None:
         torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
     ):
         kept = store.keep(tensor)
-        assert isinstance(kept, Kept)
+        assert isinstance(kept, SavedActivation)
         back = store.fetch(kept)
         assert torch.equal(back, tensor)
         assert back.stride() == tensor.stride()

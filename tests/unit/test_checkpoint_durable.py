@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from zeroaccel.checkpoint import atomic_write
-from zeroaccel.checkpoint.atomic_write import NewFile, remove_abandoned, write_durably
-from zeroaccel.checkpoint.folder_lock import FolderLock, is_locked
+from zeroaccel.checkpoint.atomic_write import FolderLock, NewFile, is_locked, remove_abandoned, write_durably
 from zeroaccel.errors import CheckpointError
 
 

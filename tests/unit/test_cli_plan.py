@@ -14,7 +14,7 @@ from zeroaccel.cli import plan as plan_module
 from zeroaccel.cli.machine import Device
 from zeroaccel.cli.network import port_trouble
 from zeroaccel.cli.plan import LaunchPlan, Program, plan_launch
-from zeroaccel.comm.cores import usable_cores
+from zeroaccel.comm.environment import usable_cores
 from zeroaccel.config.launch.launch_settings import launch_settings
 from zeroaccel.errors import ConfigError
 

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from zeroaccel.comm.agree import agree_or_raise
-from zeroaccel.comm.buffer_pool import BufferPool
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.recording import CollectiveCall, RecordingCollectives
 from zeroaccel.comm.topology import Topology, current_topology, destroy, init_process_group
+from zeroaccel.comm.transport import BufferPool
 from zeroaccel.errors import ConfigError, EngineStateError
 
 
@@ -133,28 +133,28 @@ def test_a_recording_counts_calls_and_no_bytes(alone: Topology) -> None:
 
 
 def test_scratch_lends_the_same_memory_again() -> None:
-    scratch = BufferPool()
-    first = scratch.take(100, torch.float32)
+    pool = BufferPool()
+    first = pool.acquire(100, torch.float32)
     address = first.data_ptr()
-    scratch.give_back(first)
-    again = scratch.take(150, torch.bfloat16)
+    pool.release(first)
+    again = pool.acquire(150, torch.bfloat16)
     assert (again.data_ptr(), again.shape, again.dtype) == (address, (150,), torch.bfloat16)
 
 
 def test_scratch_never_lends_twice_at_a_time() -> None:
-    scratch = BufferPool()
-    first = scratch.take(100, torch.float32)
-    scratch.give_back(first)
-    loans = [scratch.take(50, torch.float32) for _ in range(3)]
+    pool = BufferPool()
+    first = pool.acquire(100, torch.float32)
+    pool.release(first)
+    loans = [pool.acquire(50, torch.float32) for _ in range(3)]
     assert len({loan.data_ptr() for loan in loans}) == 3
 
 
 def test_scratch_keeps_the_two_largest() -> None:
-    scratch = BufferPool()
-    loans = [scratch.take(numel, torch.uint8) for numel in (10, 30, 20)]
+    pool = BufferPool()
+    loans = [pool.acquire(numel, torch.uint8) for numel in (10, 30, 20)]
     kept = {loan.data_ptr() for loan in loans[1:]}
     for loan in loans:
-        scratch.give_back(loan)
+        pool.release(loan)
     # Both loans at once, so that none of them is memory of the block that was let go.
-    again = [scratch.take(15, torch.uint8), scratch.take(25, torch.uint8)]
+    again = [pool.acquire(15, torch.uint8), pool.acquire(25, torch.uint8)]
     assert {loan.data_ptr() for loan in again} == kept

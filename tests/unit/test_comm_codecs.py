@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zeroaccel.comm import quantized
-from zeroaccel.comm.quantized import INT4, INT8, Codec, decode, decode_add, encode
+from zeroaccel.comm.quantized import INT4, INT8, Codec, dequantize, dequantize_add, quantize
 
 CODECS = [INT8, INT4, Codec(8, 32), Codec(4, 2)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -19,13 +19,13 @@ ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11
 
 def _code(values: Tensor, codec: Codec) -> Tensor:
     code = torch.empty(codec.nbytes(values.numel()), dtype=torch.uint8)
-    encode(values, codec, code)
+    quantize(values, codec, code)
     return code
 
 
 def _back(values: Tensor, codec: Codec, dtype: torch.dtype = torch.float32) -> Tensor:
     out = torch.full((values.numel(),), 7.0, dtype=dtype)
-    decode(_code(values, codec), codec, out)
+    dequantize(_code(values, codec), codec, out)
     return out
 
 
@@ -97,7 +97,7 @@ def test_what_is_not_finite_shows_in_its_whole_block(codec: Codec, dtype: torch.
         assert decoded[lost].isnan().all()
         assert (decoded[~lost] == 1).all()
         total = torch.zeros(hurt.numel())
-        decode_add(_code(hurt, codec), codec, total)
+        dequantize_add(_code(hurt, codec), codec, total)
         assert total[lost].isnan().all()
         assert (total[~lost] - 1).abs().max() < 1e-6
 
@@ -106,7 +106,7 @@ def test_what_is_not_finite_shows_in_its_whole_block(codec: Codec, dtype: torch.
 def test_adding_is_decoding_and_adding(codec: Codec) -> None:
     values, total = torch.randn(2, 1237)
     expected = total + _back(values, codec)
-    decode_add(_code(values, codec), codec, total)
+    dequantize_add(_code(values, codec), codec, total)
     assert torch.equal(total, expected)
 
 
@@ -172,5 +172,5 @@ def _integers(packed: Tensor, codec: Codec, numel: int) -> Tensor:
     scales.fill_(1.0)
     held.copy_(packed[: held.numel()])
     out = torch.empty(numel)
-    decode(code, codec, out)
+    dequantize(code, codec, out)
     return out

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zeroaccel.comm.cores import core_set, fair_threads, usable_cores
-from zeroaccel.comm.environment import threads_are_said
+from zeroaccel.comm.environment import core_set, fair_threads, omp_threads_chosen, usable_cores
 
 ALL = frozenset(range(8))
 
@@ -56,4 +55,4 @@ def test_who_said_how_many_threads(
             monkeypatch.setenv(name, value)
     if launcher is not None:
         (tmp_path / "environ").write_bytes(launcher)
-    assert threads_are_said(tmp_path / "environ") == said
+    assert omp_threads_chosen(tmp_path / "environ") == said

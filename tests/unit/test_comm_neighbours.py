@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests import time_limits
-from zeroaccel.comm.hangs.hang_report import Sighting
+from zeroaccel.comm.hangs.hang_report import ProcessStatus
 from zeroaccel.comm.hangs.peer_processes import PeerProcesses, own_card
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -37,11 +37,11 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[list[subprocess.Popen[str]
         process.communicate()
 
 
-def _seen(neighbours: PeerProcesses, rank: int, state: str) -> Sighting:
+def _seen(neighbours: PeerProcesses, rank: int, state: str) -> ProcessStatus:
     limit = time_limits.Limit(10.0)
-    while (sighting := neighbours.sighting(rank)).state != state and not limit.is_over():
+    while (status := neighbours.status(rank)).state != state and not limit.is_over():
         time.sleep(0.01)
-    return sighting
+    return status
 
 
 def _neighbours(ranks: list[subprocess.Popen[str]], *, signals: bool = True) -> PeerProcesses:
@@ -54,15 +54,15 @@ def _neighbours(ranks: list[subprocess.Popen[str]], *, signals: bool = True) -> 
 def test_what_can_be_seen(ranks: list[subprocess.Popen[str]]) -> None:
     neighbours = _neighbours(ranks)
     who = f"pid {ranks[0].pid}"
-    assert neighbours.sighting(1) == Sighting("running", who)
-    assert neighbours.sighting(3) == Sighting("unseen", "node9")
+    assert neighbours.status(1) == ProcessStatus("running", who)
+    assert neighbours.status(3) == ProcessStatus("unseen", "node9")
     assert not neighbours.any_stopped()
     ranks[0].send_signal(signal.SIGSTOP)
-    assert _seen(neighbours, 1, "stopped") == Sighting("stopped", who)
+    assert _seen(neighbours, 1, "stopped") == ProcessStatus("stopped", who)
     assert neighbours.any_stopped()
     assert [neighbours.cannot_answer(rank) for rank in (1, 2, 3)] == [True, False, False]
     ranks[0].kill()
-    assert _seen(neighbours, 1, "gone") == Sighting("gone", who)
+    assert _seen(neighbours, 1, "gone") == ProcessStatus("gone", who)
 
 
 def test_stopped_ranks_are_woken_and_ended(ranks: list[subprocess.Popen[str]]) -> None:

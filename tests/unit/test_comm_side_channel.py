@@ -19,7 +19,7 @@ from zeroaccel.comm.hangs.side_channel import ChannelLost, ChannelSilent, SideCh
 @pytest.fixture
 def channels() -> list[SideChannel]:
     store = HashStore()
-    return [SideChannel(store, rank, 3, generation=1, launcher_keeps_store=False) for rank in range(3)]
+    return [SideChannel(store, rank, 3, generation=1, launcher_owns_store=False) for rank in range(3)]
 
 
 def test_the_first_alarm_stays(channels: list[SideChannel]) -> None:
@@ -32,60 +32,60 @@ def test_the_first_alarm_stays(channels: list[SideChannel]) -> None:
 
 
 def test_farewells_come_in_order_and_once(channels: list[SideChannel]) -> None:
-    channels[2].publish_farewell(RankState(2, left="finished and left"))
-    assert [position.rank for position in channels[0].farewells(known=0)] == [2]
-    channels[1].publish_farewell(RankState(1, left="finished and left"))
-    assert [position.rank for position in channels[0].farewells(known=1)] == [1]
+    channels[2].publish_exit(RankState(2, left="finished and left"))
+    assert [position.rank for position in channels[0].exits(known=0)] == [2]
+    channels[1].publish_exit(RankState(1, left="finished and left"))
+    assert [position.rank for position in channels[0].exits(known=1)] == [1]
     assert channels[0].events() == 2
 
 
 def test_histories_are_compared_with_the_first_that_stalls(channels: list[SideChannel]) -> None:
     entries = []
     for label in ("a", "a", "b"):
-        journal = FlightRecorder()
-        journal.issue("gather", "all_gather", label, 8, "float32")
-        entries.append(journal.issue("gather", "all_gather", "same", 8, "float32"))
-    assert channels[1].meet(entries[1]) == (1, True)
-    assert channels[0].meet(entries[0]) == (1, True)
-    assert channels[2].meet(entries[2]) == (1, False)
+        flight_recorder = FlightRecorder()
+        flight_recorder.issue("gather", "all_gather", label, 8, "float32")
+        entries.append(flight_recorder.issue("gather", "all_gather", "same", 8, "float32"))
+    assert channels[1].compare_history(entries[1]) == (1, True)
+    assert channels[0].compare_history(entries[0]) == (1, True)
+    assert channels[2].compare_history(entries[2]) == (1, False)
 
 
 def test_one_rank_judges(channels: list[SideChannel]) -> None:
-    assert [channel.claim_verdict() for channel in channels] == [True, False, False]
-    assert channels[2].verdict() is None
-    channels[0].publish_verdict(HangReport("why", timed_out=True))
-    assert channels[2].verdict() == HangReport("why", timed_out=True)
+    assert [channel.claim_report() for channel in channels] == [True, False, False]
+    assert channels[2].report() is None
+    channels[0].publish_report(HangReport("why", timed_out=True))
+    assert channels[2].report() == HangReport("why", timed_out=True)
 
 
 def test_positions_are_found_by_rank(channels: list[SideChannel]) -> None:
-    channels[1].publish_position(RankState(1, where="a.py:1 in f"))
-    assert channels[0].position_of(1) == RankState(1, where="a.py:1 in f", issued={})
-    assert channels[0].position_of(2) is None
+    channels[1].publish_state(RankState(1, where="a.py:1 in f"))
+    assert channels[0].state_of(1) == RankState(1, where="a.py:1 in f", issued={})
+    assert channels[0].state_of(2) is None
 
 
 def test_generations_do_not_hear_each_other() -> None:
     store = HashStore()
-    old = SideChannel(store, 0, 2, generation=1, launcher_keeps_store=False)
+    old = SideChannel(store, 0, 2, generation=1, launcher_owns_store=False)
     old.raise_alarm(Alarm(0, "old", timed_out=True))
-    new = SideChannel(store, 0, 2, generation=2, launcher_keeps_store=False)
+    new = SideChannel(store, 0, 2, generation=2, launcher_owns_store=False)
     assert new.alarm() is None
 
 
 def test_the_words_of_an_earlier_run_are_not_heard() -> None:
     store = HashStore()
-    SideChannel(store, 0, 2, generation=1, launcher_keeps_store=True).raise_alarm(Alarm(0, "old", timed_out=True))
-    assert SideChannel(store, 0, 2, generation=1, launcher_keeps_store=True).alarm() is None
+    SideChannel(store, 0, 2, generation=1, launcher_owns_store=True).raise_alarm(Alarm(0, "old", timed_out=True))
+    assert SideChannel(store, 0, 2, generation=1, launcher_owns_store=True).alarm() is None
 
 
-@pytest.mark.parametrize(("launcher", "keeper"), [(False, 0), (True, None)])
-def test_who_keeps_a_tcp_store(launcher: bool, keeper: int | None) -> None:
+@pytest.mark.parametrize(("launcher", "store_owner"), [(False, 0), (True, None)])
+def test_who_keeps_a_tcp_store(launcher: bool, store_owner: int | None) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    channel = SideChannel(store, 0, 2, generation=1, launcher_keeps_store=launcher)
-    assert channel.keeper == keeper
-    assert channel.keeps_store == (keeper == 0)
+    channel = SideChannel(store, 0, 2, generation=1, launcher_owns_store=launcher)
+    assert channel.store_owner == store_owner
+    assert channel.owns_store == (store_owner == 0)
 
 
 class _StoppedStore:
@@ -130,11 +130,11 @@ def test_a_store_that_does_not_answer_is_not_waited_for(stopped: tuple[SideChann
 def test_what_was_said_to_a_silent_store_arrives_whole_and_once(stopped: tuple[SideChannel, _StoppedStore]) -> None:
     channel, store = stopped
     with pytest.raises(ChannelSilent):
-        channel.publish_farewell(RankState(1, left="finished and left"))
+        channel.publish_exit(RankState(1, left="finished and left"))
     store.go_on.set()
     channel.await_answer(time_limits.seconds(10.0))
-    assert store.counts == {"farewells": 1, "events": 1}
-    assert list(store.texts) == ["left/1"]
+    assert store.counts == {"exits": 1, "events": 1}
+    assert list(store.texts) == ["exit/1"]
 
 
 class _BrokenStore:
@@ -154,7 +154,7 @@ def test_the_thread_of_a_channel_ends_with_it() -> None:
         return sum(thread.name == "zeroaccel-side-channel" for thread in threading.enumerate())
 
     before = threads()
-    channel = SideChannel(HashStore(), 0, 1, generation=9, launcher_keeps_store=False)
+    channel = SideChannel(HashStore(), 0, 1, generation=9, launcher_owns_store=False)
     assert threads() == before + 1
     del channel
     limit = time_limits.Limit(10.0)

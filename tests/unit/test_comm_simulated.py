@@ -60,6 +60,6 @@ def test_the_books_of_a_call_do_not_grow_with_the_job(simulated: Topology) -> No
     collectives = Collectives(simulated)
     out, shard = torch.zeros(W), torch.zeros(1)
     collectives.all_gather(out, shard, "unshard a").wait()
-    (entry,) = collectives.journal.recent()
+    (entry,) = collectives.flight_recorder.recent()
     assert (entry.seq, entry.numel) == (1, W)
-    assert len(collectives.journal.recent()) == 1
+    assert len(collectives.flight_recorder.recent()) == 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from zeroaccel.comm.hangs.flight_recorder import Call, Kind
-from zeroaccel.comm.hangs.hang_report import Alarm, RankState, Sighting, compose, first_difference, rank_list
+from zeroaccel.comm.hangs.hang_report import Alarm, ProcessStatus, RankState, compose, first_difference, rank_list
 
 ALARM = Alarm(rank=0, headline="rank 0 has waited 3.0 s", timed_out=True)
 
@@ -99,27 +99,31 @@ def test_ranks_in_collectives_of_different_kinds() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sighting", "text", "advice"),
+    ("status", "text", "advice"),
     [
-        (Sighting("stopped", "pid 7"), "its process (pid 7) is stopped", "Rank 1 was stopped by a signal"),
-        (Sighting("gone", "pid 7"), "its process (pid 7) is gone", "the end of the output of rank 1"),
-        (Sighting("running", "pid 7"), "its process (pid 7) runs, but is stuck", "the end of the output of rank 1"),
-        (Sighting("unseen", "node7"), "node7 cannot be reached, or its process is", "the network to node7 is cut"),
-        (Sighting("unseen"), "its process is gone, stopped, or stuck", "is killed without a word."),
+        (ProcessStatus("stopped", "pid 7"), "its process (pid 7) is stopped", "Rank 1 was stopped by a signal"),
+        (ProcessStatus("gone", "pid 7"), "its process (pid 7) is gone", "the end of the output of rank 1"),
+        (
+            ProcessStatus("running", "pid 7"),
+            "its process (pid 7) runs, but is stuck",
+            "the end of the output of rank 1",
+        ),
+        (ProcessStatus("unseen", "node7"), "node7 cannot be reached, or its process is", "the network to node7 is cut"),
+        (ProcessStatus("unseen"), "its process is gone, stopped, or stuck", "is killed without a word."),
     ],
 )
-def test_a_rank_that_does_not_answer_is_described_as_it_is_seen(sighting: Sighting, text: str, advice: str) -> None:
-    message = compose(ALARM, {0: RankState(0, waiting=_call(3, "a"))}, 2, {1: sighting})
+def test_a_rank_that_does_not_answer_is_described_as_it_is_seen(status: ProcessStatus, text: str, advice: str) -> None:
+    message = compose(ALARM, {0: RankState(0, waiting=_call(3, "a"))}, 2, {1: status})
     assert f"  rank 1: no answer; {text}" in message
     assert advice in message.splitlines()[-1]
 
 
 def test_a_store_that_does_not_answer_is_named() -> None:
     silence = "the rendezvous store at node0:29500 has not answered for 5 s"
-    sightings = {0: Sighting("unseen", "node0"), 2: Sighting("running", "pid 7")}
-    lines = compose(ALARM, {1: RankState(1, waiting=_call(3, "a"))}, 3, sightings, silence).splitlines()
+    statuses = {0: ProcessStatus("unseen", "node0"), 2: ProcessStatus("running", "pid 7")}
+    lines = compose(ALARM, {1: RankState(1, waiting=_call(3, "a"))}, 3, statuses, silence).splitlines()
     assert lines[1] == "  ranks 0, 2: not heard of"
     assert lines[-2] == "  The rendezvous store at node0:29500 has not answered for 5 s."
     assert "the network between the machines is cut" in lines[-1]
-    stopped = compose(ALARM, {1: RankState(1)}, 2, {0: Sighting("stopped", "pid 7")}, silence)
+    stopped = compose(ALARM, {1: RankState(1)}, 2, {0: ProcessStatus("stopped", "pid 7")}, silence)
     assert stopped.splitlines()[-1].startswith("  Rank 0 was stopped by a signal")

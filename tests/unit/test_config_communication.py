@@ -39,7 +39,7 @@ def test_a_partition_larger_than_the_job_is_the_job() -> None:
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
     logger.addHandler(handler)
     try:
-        assert _plan(3, zero_hpz_partition_size=77).second_size == 3
+        assert _plan(3, zero_hpz_partition_size=77).secondary_size == 3
     finally:
         logger.removeHandler(handler)
     assert lines == ["zero_optimization.zero_hpz_partition_size: no second copy is kept: 77 ranks are more than the 3"]

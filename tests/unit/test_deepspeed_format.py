@@ -17,17 +17,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeroaccel.checkpoint.conversion_sources import open_source
-from zeroaccel.checkpoint.formats.deepspeed_format import (
+from zeroaccel.checkpoint.formats.deepspeed_checkpoint import (
     DeepSpeedCheckpoint,
     is_deepspeed_checkpoint,
     open_deepspeed_checkpoint,
+    open_source,
 )
 from zeroaccel.checkpoint.formats.deepspeed_resume import manifest_of, open_to_resume
 from zeroaccel.checkpoint.formats.torch_file import TorchFile
 from zeroaccel.checkpoint.formats.torch_pickle import load_pickle
-from zeroaccel.checkpoint.formats.torch_store import TorchStore
 from zeroaccel.checkpoint.plain_codec import decode
+from zeroaccel.checkpoint.tensor_store import TorchStore
 from zeroaccel.checkpoint.zero_to_fp32 import ConversionError, Options, read_tensors, select
 from zeroaccel.cli.main import main
 from zeroaccel.errors import CheckpointError

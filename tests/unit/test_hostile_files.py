@@ -29,8 +29,7 @@ from tests.unit.checkpoint_by_hand import rewrite_manifest
 from zeroaccel.checkpoint import zero_to_fp32
 from zeroaccel.checkpoint.find import find_checkpoint
 from zeroaccel.checkpoint.formats.torch_pickle import load_pickle
-from zeroaccel.checkpoint.latest import read_latest
-from zeroaccel.checkpoint.manifest import check_new_tag, check_tag
+from zeroaccel.checkpoint.manifest import check_new_tag, check_tag, read_latest
 from zeroaccel.config.bounds import levels_of, parse_plain_json, read_at_most
 from zeroaccel.config.launch.launch_file import parse_launch_file
 from zeroaccel.config.load_config_file import load_config

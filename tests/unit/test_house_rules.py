@@ -122,7 +122,7 @@ BROKEN: list[tuple[Rule, dict[str, str], str]] = [
     (stages_are_compared_in_config_only, {"zeroaccel/zero/a.py": "if config.zero.stage >= 2: pass"}, "a.py:1"),
     (stages_are_compared_in_config_only, {"zeroaccel/comm/a.py": "x = zero_stage in (1, 2)"}, "a.py:1"),
     (stages_are_compared_in_config_only, {"zeroaccel/ops/a.py": "match stage:\n    case 3: pass"}, "a.py:1"),
-    (files_stay_short, {"tests/a.py": "x = 1\n" * 601}, "601 lines"),
+    (files_stay_short, {"tests/a.py": "x = 1\n" * 901}, "901 lines"),
     (names_say_something, {"zeroaccel/zero/grad_utils.py": ""}, "grad_utils"),
     (names_say_something, {"examples/common/a.py": ""}, "'common'"),
     (names_say_something, {"zeroaccel/zero/a.py": "class NVMeBufferManager: pass"}, "NVMeBufferManager"),

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from zeroaccel.zero.module_buffers import BufferDtypes, cast_buffers, dtype_before, note_cast
+from zeroaccel.zero.precision import BufferDtypes, cast_buffers, dtype_before, note_cast
 
 
 class Table(nn.Module):

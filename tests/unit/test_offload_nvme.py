@@ -19,7 +19,7 @@ from zeroaccel.offload import file_io
 from zeroaccel.offload.file_io import IoSettings
 from zeroaccel.offload.host_buffers import ALIGN_NBYTES, HostBuffers, aligned_bytes
 from zeroaccel.offload.nvme import NvmeTier
-from zeroaccel.offload.offload_folder import FolderFacts, examine_folder
+from zeroaccel.offload.offload_folder import OffloadFolder, examine_folder
 from zeroaccel.offload.tier import HostTier, Tier, TierElements, TierRange
 
 SIZES = {"small": 1000, "large": 300_000, "empty": 0, "page": 4096}
@@ -27,7 +27,7 @@ PAGES = IoSettings(block_nbytes=4096, threads=3)
 
 
 def _tier(folder: Path, settings: IoSettings = PAGES, budget: int = 1 << 20, **sizes: int) -> NvmeTier:
-    facts = FolderFacts(folder, "ext4", 1 << 40)
+    facts = OffloadFolder(folder, "ext4", 1 << 40)
     return NvmeTier(sizes or SIZES, facts, "nvme_path", HostBuffers(budget), settings)
 
 
@@ -63,7 +63,7 @@ def test_what_is_stored_comes_back(tmp_path: Path, threads: int, block: int, ove
             assert torch.equal(loan, _pattern(SIZES[key], value + index)), key
             tier.release(loan)
     assert torch.equal(tier.read("large", 12_345, 67_890), _pattern(300_000, 3)[12_345 : 12_345 + 67_890])
-    assert tier.buffers.lent_nbytes == 0
+    assert tier.buffers.in_use_nbytes == 0
     assert tier.traffic["read"].nbytes >= 2 * sum(SIZES.values())
     assert tier.traffic["write"].seconds > 0
     tier.settle()
@@ -277,7 +277,7 @@ def test_a_flipped_bit_is_found_on_request(tmp_path: Path) -> None:
             tier.read("large", 0, 50_000)  # the rest is sound
         else:
             tier.release(fetch.wait())
-        assert tier.buffers.lent_nbytes == 0
+        assert tier.buffers.in_use_nbytes == 0
         tier.close()
 
 
@@ -287,7 +287,7 @@ def test_a_short_read_is_an_error(tier: NvmeTier) -> None:
     os.ftruncate(tier.file._handle, 8192)
     with pytest.raises(OffloadError, match="a short read: expected 4096 bytes, got 0"):
         tier.fetch("large").wait()
-    assert tier.buffers.lent_nbytes == 0
+    assert tier.buffers.in_use_nbytes == 0
 
 
 def test_a_disk_that_is_full_in_the_middle(tier: NvmeTier, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from zeroaccel.ops import dispatch, l2_norm, norms
-from zeroaccel.ops.norms import max_abs, norm_exponent, norm_from, square_sums
+from zeroaccel.ops import dispatch, l2_norm, reductions
+from zeroaccel.ops.reductions import max_abs, norm_exponent, norm_from, square_sums
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -54,10 +54,10 @@ def test_a_sum_of_floats_would_not() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_torch_path_gives_equal_integers(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norms, "_TILE_NUMEL", 1000)
+    monkeypatch.setattr(reductions, "_TILE_NUMEL", 1000)
     values = gradient(10_007, dtype)
     exponent = norm_exponent(max_abs(values))
-    in_tiles = norms._square_sums_in_tiles(values, math.ldexp(1.0, 25 - exponent))
+    in_tiles = reductions._square_sums_in_tiles(values, math.ldexp(1.0, 25 - exponent))
     assert in_tiles == square_sums(values, exponent)
     assert min(in_tiles) > 0
 

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from tests import time_limits
 from zeroaccel.errors import ConfigError
-from zeroaccel.offload.pinned import pinned_bytes
-from zeroaccel.ops import Adam, Lion, split_update
-from zeroaccel.ops.split_update import SplitUpdate
+from zeroaccel.offload.host_buffers import pinned_bytes
+from zeroaccel.ops import Adam, Lion, hybrid_update
+from zeroaccel.ops.hybrid_update import HybridUpdate
 from zeroaccel.zero import hybrid_step
 from zeroaccel.zero.hybrid_step import share_updates
 
@@ -65,14 +65,14 @@ class Mirror:
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split_update, "_LEAST_NUMEL", 1000)
+    monkeypatch.setattr(hybrid_update, "_LEAST_NUMEL", 1000)
 
 
 def normal(seed: int) -> Tensor:
     return torch.randn(NUMEL, generator=torch.Generator().manual_seed(seed))
 
 
-def stepped(split: SplitUpdate | None, dtype: torch.dtype, *, rounded: bool = True) -> list[Tensor]:
+def stepped(split: HybridUpdate | None, dtype: torch.dtype, *, rounded: bool = True) -> list[Tensor]:
     """Master, moments and rounded copy after three steps."""
     master, out = normal(0), torch.zeros(NUMEL, dtype=dtype)
     optimizer = Adam([master], weight_decay=0.1)
@@ -90,7 +90,7 @@ def stepped(split: SplitUpdate | None, dtype: torch.dtype, *, rounded: bool = Tr
 def test_the_cut_shows_in_no_bit(ratio: float | None, dtype: torch.dtype) -> None:
     mirror = Mirror()
     for rounded in (True, False):
-        shared = stepped(SplitUpdate(mirror, ratio), dtype, rounded=rounded)
+        shared = stepped(HybridUpdate(mirror, ratio), dtype, rounded=rounded)
         alone = stepped(None, dtype, rounded=rounded)
         assert all(torch.equal(one, other) for one, other in zip(shared, alone, strict=True))
     assert (mirror.seen > 0) == (ratio != 1.0)
@@ -99,7 +99,7 @@ def test_the_cut_shows_in_no_bit(ratio: float | None, dtype: torch.dtype) -> Non
 def test_a_measured_share_goes_where_both_parts_take_equally_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock of its own, the device takes 4 seconds an element and the host 1: the host's share tends to 0.8."""
     now = 0.0
-    monkeypatch.setattr(split_update.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(hybrid_update.time, "perf_counter", lambda: now)
 
     class Slow:
         def start(self, written: Sequence[Tensor], grad: Tensor, scalars: Sequence[np.generic]) -> Any:
@@ -116,16 +116,16 @@ def test_a_measured_share_goes_where_both_parts_take_equally_long(monkeypatch: p
         nonlocal now
         now += part.numel()
 
-    split = SplitUpdate(Slow(), None)
+    split = HybridUpdate(Slow(), None)
     for _ in range(3):
         split.run([torch.zeros(NUMEL) for _ in range(3)], torch.zeros(NUMEL), [], on_host)
     assert split.host_share == pytest.approx(0.8, abs=0.01)
 
 
 def test_small_updates_stay_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(split_update, "_LEAST_NUMEL", NUMEL + 1)
+    monkeypatch.setattr(hybrid_update, "_LEAST_NUMEL", NUMEL + 1)
     mirror = Mirror()
-    stepped(SplitUpdate(mirror, 0.0), torch.float32)
+    stepped(HybridUpdate(mirror, 0.0), torch.float32)
     assert mirror.seen == 0
 
 
@@ -137,13 +137,13 @@ def test_an_error_on_the_host_waits_for_the_device() -> None:
 
     scalars = [np.float32(1), np.uint32(0), *[np.float32(0.5)] * 8]
     with pytest.raises(ValueError, match="here"):
-        SplitUpdate(mirror, 0.5).run([torch.zeros(NUMEL) for _ in range(3)], torch.zeros(NUMEL), scalars, fails)
+        HybridUpdate(mirror, 0.5).run([torch.zeros(NUMEL) for _ in range(3)], torch.zeros(NUMEL), scalars, fails)
     assert mirror.waited == 1
 
 
 def test_an_optimizer_that_shares_can_be_copied() -> None:
     optimizer = Adam([torch.zeros(1)])
-    optimizer.split = SplitUpdate(Mirror(), 0.5)
+    optimizer.split = HybridUpdate(Mirror(), 0.5)
     assert copy.deepcopy(optimizer.split) is optimizer.split
 
 
@@ -202,7 +202,7 @@ def test_a_pinned_slab_is_the_pools_memory_and_no_more() -> None:
 def test_nothing_imports_cupy_on_a_machine_without_cuda() -> None:
     program = (
         "import sys, torch, zeroaccel\n"
-        "import zeroaccel.offload.pinned, zeroaccel.offload.cupy_adam\n"
+        "import zeroaccel.offload.host_buffers, zeroaccel.offload.cupy_adam\n"
         "model = torch.nn.Linear(4, 4)\n"
         "offload = {'stage': 2, 'offload_optimizer': {'device': 'cpu', 'pin_memory': True}}\n"
         "settings = {'train_micro_batch_size_per_gpu': 1, 'zero_optimization': offload,\n"

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from zeroaccel.errors import UsageError
 from zeroaccel.ops import Lamb, Muon
-from zeroaccel.ops.muon import orthogonalized
+from zeroaccel.ops.tensorwise import orthogonalized
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -45,10 +45,10 @@ from tests.unit.written_optimizers import (
     Written,
 )
 from zeroaccel.errors import ConfigError
-from zeroaccel.ops.adam import Adam
-from zeroaccel.optim import optimizer_copy
-from zeroaccel.optim.optimizer_copy import OptimizerCopy, element_states, isolated, renew_state
+from zeroaccel.ops.elementwise import Adam
+from zeroaccel.optim import optimizer_probe
 from zeroaccel.optim.optimizer_kinds import OptimizerKind, classify, has_stepped
+from zeroaccel.optim.optimizer_probe import OptimizerCopy, element_states, isolated, renew_state
 
 ELEMENTWISE, PER_TENSOR, COUPLED = OptimizerKind.ELEMENTWISE, OptimizerKind.PER_TENSOR, OptimizerKind.COUPLED
 
@@ -382,14 +382,14 @@ class SeesValues(Written):
 
 def test_states_are_found_without_values_where_that_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
-    found = optimizer_copy._state_after_step
+    found = optimizer_probe._state_after_step
 
     def noted(*arguments: Any) -> Any:
         state = found(*arguments)
         seen.append(state["was_real"])
         return state
 
-    monkeypatch.setattr(optimizer_copy, "_state_after_step", noted)
+    monkeypatch.setattr(optimizer_probe, "_state_after_step", noted)
     assert element_states(SeesValues(_params(), reads=False), 0, (1 << 20, 1 << 20)) == {"sum": torch.float32}
     expected = {"sum": torch.float32, "large": torch.bool}
     assert element_states(SeesValues(_params(), reads=True), 0, (2, 3)) == expected

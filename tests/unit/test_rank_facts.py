@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.optim import lr_scheduler
 
-from zeroaccel.optim.hyperparameter_check import HyperparameterCheck
 from zeroaccel.optim.lr_schedules import WarmupLR
 from zeroaccel.optim.rank_facts import (
+    HyperparameterCheck,
     canonical,
     difference,
     optimizer_facts,

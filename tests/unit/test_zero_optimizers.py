@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zeroaccel.errors import ConfigError
-from zeroaccel.ops.muon import Muon
+from zeroaccel.ops.tensorwise import Muon
 from zeroaccel.optim.optimizer_factory import build_optimizer, known_optimizers
 from zeroaccel.optim.optimizer_kinds import classify
 

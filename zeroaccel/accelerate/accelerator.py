@@ -42,7 +42,7 @@ from zeroaccel.config import Facts
 from zeroaccel.data import DataLoaderConfiguration, PreparedLoader, prepare_data_loader, skip_first_batches
 from zeroaccel.errors import UsageError
 from zeroaccel.operations import collectives_of_process
-from zeroaccel.trackers import GeneralTracker, Trackers
+from zeroaccel.telemetry.trackers import GeneralTracker, Trackers
 
 __all__ = ["Accelerator"]
 

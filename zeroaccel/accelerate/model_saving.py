@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from zeroaccel.accelerate.accelerator_state import AcceleratorState
 from zeroaccel.checkpoint.atomic_write import write_durably
 from zeroaccel.checkpoint.checkpointer import CheckpointingEngine
-from zeroaccel.checkpoint.model_files import parse_nbytes
+from zeroaccel.checkpoint.weights import parse_nbytes
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import CheckpointError, UsageError

@@ -34,7 +34,7 @@ from zeroaccel.initialization import initialize
 from zeroaccel.nested import batch_size_of
 from zeroaccel.optim.rank_facts import SAME_OPTIMIZER, difference, scheduler_facts
 from zeroaccel.zero.engine import Engine
-from zeroaccel.zero.hidden_size import facts_from_model
+from zeroaccel.zero.from_config import facts_from_model
 
 __all__ = ["ObjectsByKind", "Preparation", "PrepareGroup", "PrepareRules", "batch_size_fact", "sort_objects"]
 

@@ -37,8 +37,7 @@ from zeroaccel.accelerate.project import (
 )
 from zeroaccel.checkpoint.atomic_write import remove_abandoned, write_durably
 from zeroaccel.checkpoint.checkpointer import CheckpointingEngine
-from zeroaccel.checkpoint.plain_codec import decode, encode
-from zeroaccel.checkpoint.random_state import random_state, restore_random_state
+from zeroaccel.checkpoint.plain_codec import decode, encode, random_state, restore_random_state
 from zeroaccel.comm.agree import agreed, from_rank_0
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.config.bounds import parse_plain_json, read_at_most

@@ -14,8 +14,7 @@ from pathlib import Path
 from threading import Event, Thread
 
 from zeroaccel.checkpoint.atomic_write import write_durably
-from zeroaccel.checkpoint.commit import Part
-from zeroaccel.checkpoint.save import Save
+from zeroaccel.checkpoint.save import Part, Save
 from zeroaccel.errors import CheckpointError
 from zeroaccel.logs import logger
 

@@ -15,24 +15,20 @@ import torch
 from torch import Tensor
 
 from zeroaccel.checkpoint.background_save import BackgroundSave
-from zeroaccel.checkpoint.commit import CommitRules
 from zeroaccel.checkpoint.compatibility import CheckpointMisfit, check_model, check_optimizer
 from zeroaccel.checkpoint.find import find_checkpoint, newest_first
-from zeroaccel.checkpoint.formats.dcp_files import find_dcp
-from zeroaccel.checkpoint.formats.dcp_import import open_dcp
-from zeroaccel.checkpoint.formats.deepspeed_files import is_deepspeed_checkpoint
+from zeroaccel.checkpoint.formats.dcp_import import find_dcp, open_dcp
+from zeroaccel.checkpoint.formats.deepspeed_checkpoint import is_deepspeed_checkpoint
 from zeroaccel.checkpoint.formats.deepspeed_resume import open_to_resume
 from zeroaccel.checkpoint.loader import LoadReport, load_optimizer, load_weights, refresh_copies
 from zeroaccel.checkpoint.manifest import Manifest
-from zeroaccel.checkpoint.model_files import save_model_files
-from zeroaccel.checkpoint.plain_codec import decode
-from zeroaccel.checkpoint.random_state import random_state, restore_random_state
+from zeroaccel.checkpoint.plain_codec import decode, random_state, restore_random_state
 from zeroaccel.checkpoint.rank_file import CHUNK_NBYTES
 from zeroaccel.checkpoint.rank_file_writer import Staging
-from zeroaccel.checkpoint.save import Progress, SaveRequest, prepare
+from zeroaccel.checkpoint.save import CommitRules, Progress, SaveRequest, prepare
 from zeroaccel.checkpoint.save_plan import EngineState, persistent_buffers, ties_of
 from zeroaccel.checkpoint.tensor_store import TensorStore
-from zeroaccel.checkpoint.weights import consolidated_state_dict, save_weights
+from zeroaccel.checkpoint.weights import consolidated_state_dict, save_model_files, save_weights
 from zeroaccel.comm.agree import agreed
 from zeroaccel.errors import CheckpointError, EngineStateError
 from zeroaccel.logs import logger

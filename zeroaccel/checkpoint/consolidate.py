@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from zeroaccel.checkpoint import zero_to_fp32
 from zeroaccel.checkpoint.atomic_write import remove_abandoned, write_durably
-from zeroaccel.checkpoint.conversion_sources import open_source
+from zeroaccel.checkpoint.formats.deepspeed_checkpoint import open_source
 from zeroaccel.config.bounds import read_at_most
 from zeroaccel.errors import CheckpointError, UsageError
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
-from zeroaccel.checkpoint.formats.dcp_files import METADATA_NAME
-from zeroaccel.checkpoint.formats.deepspeed_files import has_files
-from zeroaccel.checkpoint.latest import read_latest
-from zeroaccel.checkpoint.manifest import MANIFEST_NAME, Manifest, check_tag, read_manifest
+from zeroaccel.checkpoint.formats.deepspeed_checkpoint import has_files
+from zeroaccel.checkpoint.manifest import MANIFEST_NAME, Manifest, check_tag, read_latest, read_manifest
 from zeroaccel.checkpoint.rank_file import is_part_of_a_save
 from zeroaccel.errors import CheckpointError, listed
 from zeroaccel.logs import logger
 
-__all__ = ["checkpoint_folders", "find_checkpoint", "newest_first"]
+__all__ = ["DCP_METADATA_NAME", "checkpoint_folders", "find_checkpoint", "newest_first"]
+
+DCP_METADATA_NAME = ".metadata"
+"""The file that makes a folder a checkpoint of torch.distributed.checkpoint."""
 
 
 def find_checkpoint(root: Path, tag: object = None) -> tuple[Path, Manifest]:
@@ -49,7 +50,7 @@ def newest_first(root: Path) -> tuple[list[Path], list[str]]:
         except CheckpointError as error:
             skipped.append(str(error))
     for folder in _folders(root):
-        if not _is_ours(folder) and (has_files(folder) or (folder / METADATA_NAME).is_file()):
+        if not _is_ours(folder) and (has_files(folder) or (folder / DCP_METADATA_NAME).is_file()):
             with contextlib.suppress(OSError):  # another program removes it meanwhile
                 found.append((max(path.stat().st_mtime for path in folder.iterdir()), folder))
     return [folder for _, folder in sorted(found, reverse=True)], skipped

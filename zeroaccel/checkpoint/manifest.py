@@ -1,7 +1,7 @@
-"""`manifest.json`: which bytes of which file are which tensor, and everything that is not a tensor.
+"""`manifest.json`: which bytes of which file are which tensor, and everything that is not a tensor; and `latest`.
 
-Plain data and checks on it, for the engine and for tools alike: no torch, no ranks. docs/checkpoint_format.md is
-what this implements. Nothing in a manifest is believed before `read_manifest` has checked it.
+Plain data and checks on it, for the engine and for tools alike: no torch, no ranks. docs/checkpoint_format.md is what
+this implements. No value of a manifest is used before `read_manifest` has checked it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from zeroaccel.errors import CheckpointError
 __all__ = [
     "FORMAT",
     "ITEMSIZE",
+    "LATEST_NAME",
     "MANIFEST_NAME",
     "VERSION",
     "FileRecord",
@@ -34,6 +35,7 @@ __all__ = [
     "check_new_tag",
     "check_tag",
     "parse_manifest",
+    "read_latest",
     "read_manifest",
     "write_manifest",
 ]
@@ -404,3 +406,31 @@ def check_new_tag(tag: object, where: str = "checkpoint tag") -> str:
 def _is_tag(text: Any) -> bool:
     plain = isinstance(text, str) and re.fullmatch(r"[^./\\\0][^/\\\0]*", text) is not None and text.isprintable()
     return plain and text not in _RESERVED_TAGS and len(text.encode()) <= _LONGEST_TAG_NBYTES
+
+
+LATEST_NAME = "latest"
+_LATEST_MOST_NBYTES = 4096
+
+
+def read_latest(root: Path, name: str = LATEST_NAME, *, there: str = "", fix: str = "pass a tag") -> str:
+    """The tag that `latest` names.
+
+    Args:
+        name: of the file.
+        there: which checkpoints there are, for the message that it names none; fix: what to do then.
+
+    Raises:
+        CheckpointError: the file is missing, cannot be read, or what it says is no tag.
+    """
+    path = root / name
+    text, wrong = "", "it is empty"
+    try:
+        text = read_at_most(path, _LATEST_MOST_NBYTES, regular=True).decode("utf-8").strip()
+    except OSError as error:
+        wrong = str(error.strerror)
+    except UnicodeDecodeError:
+        wrong = "not UTF-8"
+    if text:
+        return check_tag(text, str(path))
+    what = f"{path}: cannot be read ({wrong})"
+    raise CheckpointError(what, got=there, fix=fix) if there else CheckpointError(what, fix=fix)

@@ -1,24 +1,26 @@
-"""Plain data as JSON and back: what people keep beside the weights, without pickle.
+"""Plain data as JSON and back, without pickle: client state, hyperparameters, the states of random generators.
 
-Tensors are handed to whoever writes the file and come back by key. Anything that would need code to be made again
-is refused, by the key it is under. The encoding is a part of docs/checkpoint_format.md.
+Tensors are passed to the writer of the file and come back by key. A value that would need code to be rebuilt is
+refused, by the key it is under. The encoding is a part of docs/checkpoint_format.md.
 """
 
 from __future__ import annotations
 
 import base64
 import math
+import random
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from zeroaccel.checkpoint.dtypes import dtype_name, dtype_of
 from zeroaccel.errors import CheckpointError, UsageError
 
-__all__ = ["decode", "encode"]
+__all__ = ["decode", "encode", "random_state", "restore_random_state"]
 
 _PAIRS: Mapping[str, Callable[[list[tuple[Any, Any]]], Any]] = {
     "dict": dict,
@@ -111,3 +113,34 @@ def decode(value: Any, fetch: Callable[[str], Tensor]) -> Any:
         what = f"plain data of kind {str(kind)[:100]!r} in the manifest"
         raise CheckpointError(f"{what}: damaged ({str(error)[:200]})") from error
     raise CheckpointError(f"plain data of kind {str(kind)[:100]!r} in the manifest", expected="a kind of this version")
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Plain data and tensors: the generators of Python, numpy, torch and, where the engine is on one, the GPU."""
+    version, words, gauss = random.getstate()
+    numpy_state: Any = np.random.get_state(legacy=True)
+    name, keys, position, has_gauss, cached = numpy_state
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "python": (version, torch.tensor(words, dtype=torch.int64), gauss),
+        "numpy": (str(name), torch.from_numpy(keys.astype(np.int64)), int(position), int(has_gauss), float(cached)),
+    }
+
+
+def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
+    """Puts every generator where it was.
+
+    Raises:
+        CheckpointError: `state` is not one.
+    """
+    try:
+        torch.set_rng_state(state["torch"])
+        if state["cuda"] is not None and device.type == "cuda":
+            torch.cuda.set_rng_state(state["cuda"], device)
+        version, words, gauss = state["python"]
+        random.setstate((version, tuple(words.tolist()), gauss))
+        name, keys, position, has_gauss, cached = state["numpy"]
+        np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"random state of the checkpoint: cannot be restored ({error})") from error

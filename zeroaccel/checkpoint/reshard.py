@@ -18,9 +18,9 @@ import numpy as np
 
 from zeroaccel.checkpoint.atomic_write import NewFile, write_all, write_durably
 from zeroaccel.checkpoint.find import find_checkpoint
-from zeroaccel.checkpoint.latest import LATEST_NAME
 from zeroaccel.checkpoint.manifest import (
     ITEMSIZE,
+    LATEST_NAME,
     MANIFEST_NAME,
     FileRecord,
     Manifest,

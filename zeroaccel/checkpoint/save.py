@@ -1,7 +1,10 @@
-"""Saving: agree on what is saved where, write every rank's file, and let rank 0 make it a checkpoint.
+"""Saving: the ranks agree on what goes where, each writes its file, and rank 0 commits the checkpoint.
 
-`prepare` is collective and ends with nothing written. A `Save` is then written at once (`write_now`, collective) or
-handed to `background_save.py`, which needs no collectives.
+1. `prepare` collects a `SavePlan`, agrees on tag and folder, and takes the folder's lock (all ranks).
+2. `Save.write_part` writes this rank's file (each rank; in this thread, or in one of `background_save.py`).
+3. `commit` writes the manifest, then `latest` and the conversion script, then removes what is out of date (rank 0).
+
+The manifest is what makes a folder a checkpoint: a crash before it leaves no checkpoint, one after it a complete one.
 """
 
 from __future__ import annotations
@@ -11,27 +14,239 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
+import psutil
 import torch
 
-from zeroaccel.checkpoint.commit import CommitRules, Part, commit, describe_part, merge_parts
-from zeroaccel.checkpoint.folder_lock import FolderLock
-from zeroaccel.checkpoint.liveness import RankProcess
-from zeroaccel.checkpoint.manifest import MANIFEST_NAME, check_new_tag
+from zeroaccel.checkpoint.atomic_write import FolderLock, remove_abandoned, write_durably
+from zeroaccel.checkpoint.consolidate import drop_script
+from zeroaccel.checkpoint.find import checkpoint_folders
+from zeroaccel.checkpoint.manifest import (
+    LATEST_NAME,
+    MANIFEST_NAME,
+    FileRecord,
+    Manifest,
+    Piece,
+    TensorRecord,
+    check_new_tag,
+    read_latest,
+    read_manifest,
+    write_manifest,
+)
 from zeroaccel.checkpoint.plain_codec import encode
-from zeroaccel.checkpoint.rank_file import rank_file_name
+from zeroaccel.checkpoint.rank_file import is_part_of_a_save, rank_file_name
 from zeroaccel.checkpoint.rank_file_writer import RankFileWriter, Staging
 from zeroaccel.checkpoint.save_plan import EngineState, SavePlan, describe_parameters, persistent_buffers, ties_of
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import CheckpointError, CollectiveError, UsageError
+from zeroaccel.logs import logger
 
-__all__ = ["Progress", "Save", "SaveRequest", "prepare"]
+__all__ = [
+    "CommitRules",
+    "Progress",
+    "RankProcess",
+    "Save",
+    "SaveRequest",
+    "commit",
+    "describe_part",
+    "merge_parts",
+    "prepare",
+]
+
+Part = Mapping[str, Any]
+"""What rank 0 needs to know of a rank's file: plain data, made by `describe_part`."""
+
+
+@dataclass(frozen=True)
+class CommitRules:
+    """What follows a manifest.
+
+    Attributes:
+        latest: whether `latest` names it.
+        keep_last: how many checkpoints stay in the folder; None for all.
+    """
+
+    latest: bool = True
+    keep_last: int | None = None
+
+
+def describe_part(writer: RankFileWriter, record: FileRecord, scalars: Mapping[str, Any], random_state: Any) -> Part:
+    """What a rank tells rank 0 about its file."""
+    tensors = {
+        entry.key: (entry.dtype, entry.shape, entry.start, entry.data.numel(), writer.layout.offsets[entry.key])
+        for entry in writer.entries
+    }
+    file = (record.name, record.nbytes, record.rank, record.table_sha256)
+    return {"file": file, "tensors": tensors, "scalars": scalars, "random_state": random_state}
+
+
+def merge_parts(parts: Sequence[Part], common: Mapping[str, Any]) -> Manifest:
+    """The manifest of the ranks' parts, by rank.
+
+    Args:
+        common: the fields that rank 0 knows; its `optimizer` gets the scalars.
+    """
+    pieces: dict[str, list[Piece]] = {}
+    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+    scalars: dict[str, Any] = {}
+    for index, part in enumerate(parts):
+        for key, (dtype, shape, start, length, offset) in part["tensors"].items():
+            kinds[key] = (dtype, tuple(shape))
+            held = pieces.setdefault(key, [])
+            if length:
+                held.append((index, start, length, offset))
+        for fqn, values in part["scalars"].items():
+            if scalars.setdefault(fqn, values) != values and "plain/" not in str(values):
+                raise CheckpointError(
+                    f"optimizer, state of {fqn}", expected=f"the same on all ranks, {scalars[fqn]}", got=values
+                )
+    fields = dict(common)
+    if fields["optimizer"] is not None:
+        fields["optimizer"] = {**fields["optimizer"], "scalars": scalars}
+    states = [part["random_state"] for part in parts]
+    return Manifest(
+        **fields,
+        files=tuple(FileRecord(*part["file"]) for part in parts),
+        tensors={
+            key: TensorRecord(dtype, shape, tuple(sorted(pieces[key], key=lambda piece: piece[1])))
+            for key, (dtype, shape) in kinds.items()
+        },
+        random_state=None if any(state is None for state in states) else states,
+    )
+
+
+def commit(root: Path, manifest: Manifest, rules: CommitRules) -> None:
+    """Finishes the checkpoint in `root/<tag>`. From the moment its manifest is there it is complete.
+
+    Raises:
+        CheckpointError: the disk is full or fails; what was there before stays valid.
+    """
+    folder = root / manifest.tag
+    try:
+        for record in manifest.files:
+            _check_visible(folder / record.name, record.nbytes)
+        write_manifest(folder, manifest)
+        if rules.latest:
+            write_durably(root / LATEST_NAME, manifest.tag.encode())
+            drop_script(root)
+            remove_abandoned(root / LATEST_NAME)
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder}: cannot be written ({error.strerror})",
+            fix="free some space or choose another folder; earlier checkpoints are as they were",
+        ) from error
+    _clear_leftovers(folder, manifest)
+    if rules.keep_last is not None:
+        _prune(root, manifest, rules.keep_last)
+
+
+def _check_visible(path: Path, nbytes: int) -> None:
+    size = path.stat().st_size if path.exists() else None
+    if size != nbytes:
+        raise CheckpointError(
+            f"{path}, written by another rank",
+            expected=f"{nbytes} bytes",
+            got=size,
+            fix="save into a folder that all ranks share",
+        )
+
+
+def _clear_leftovers(folder: Path, manifest: Manifest) -> None:
+    """Removes what earlier saves, complete or interrupted, left under the same tag."""
+    wanted = {record.name for record in manifest.files}
+    for path in folder.iterdir():
+        if is_part_of_a_save(path.name) and path.name not in wanted:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _prune(root: Path, newest: Manifest, keep: int) -> None:
+    """Removes the oldest checkpoints, and saves that were never finished; nothing that is not a checkpoint of ours."""
+    complete: list[tuple[float, Path]] = []
+    for folder in checkpoint_folders(root):
+        if folder.name == newest.tag:
+            continue
+        try:
+            complete.append((read_manifest(folder).saved_at, folder))
+        except CheckpointError:
+            if not (folder / MANIFEST_NAME).exists():
+                _remove(folder)
+    for _, folder in sorted(complete, reverse=True)[max(0, keep - 1) :]:
+        if _remove(folder):
+            logger.info("keep_last = %d: removed checkpoint %s", keep, folder)
+
+
+def _remove(folder: Path) -> bool:
+    """Removes a checkpoint, its manifest first; files that are not a checkpoint's stay, and the folder with them.
+
+    What another run is writing stays, and what it has written last: a run holds the folder's lock until `latest` names
+    it, so under the lock `latest` is either that of this folder already or never will be.
+    """
+    lock = FolderLock.if_free(folder)
+    if lock is None:
+        return False
+    try:
+        with contextlib.suppress(CheckpointError):
+            if read_latest(folder.parent) == folder.name:
+                return False
+        (folder / MANIFEST_NAME).unlink(missing_ok=True)
+        for path in folder.iterdir():
+            if is_part_of_a_save(path.name):
+                path.unlink()
+        if not any(folder.iterdir()):
+            folder.rmdir()
+    except OSError as error:
+        logger.warning("checkpoint %s could not be removed: %s", folder, error)
+        return False
+    finally:
+        lock.release()
+    return True
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """A process, as others can look for it; made in it, by `own`.
+
+    Attributes:
+        machine: equal for processes that see each other's numbers.
+        pid, began: together nobody else's.
+    """
+
+    machine: str
+    pid: int
+    began: float
+
+    @classmethod
+    def own(cls) -> RankProcess:
+        """Of this process."""
+        return cls(_machine(), os.getpid(), psutil.Process().create_time())
+
+    def is_gone(self) -> bool:
+        """True if it has ended for certain."""
+        if self.machine != _machine():
+            return False
+        try:
+            process = psutil.Process(self.pid)
+            return process.create_time() != self.began or process.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+        except psutil.Error:
+            return False
+
+
+def _machine() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"{os.getpid()}"  # nobody else's: processes do not find each other here
+
 
 _DISCARD_PATIENCE_SECONDS = 1.0
 """How long a failed save waits for the lock of its folder before the folder is left where it is."""

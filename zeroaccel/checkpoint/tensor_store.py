@@ -1,13 +1,14 @@
-"""The tensors of one checkpoint, read by key or by interval; only the blocks that hold what is asked for are read.
+"""The tensors of one checkpoint, read by key or by element range; only the blocks that hold those elements are read.
 
-Asking and reading are two steps: `fill` notes what goes where, `read` reads it all in the order of the files.
+Requests are queued by `fill` and carried out by `read` in the order of the files, so that each file is read forward
+once. `TensorStore` reads our rank files, `TorchStore` the files of torch that DeepSpeed and DCP checkpoints consist of.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol
@@ -18,11 +19,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from zeroaccel.checkpoint.dtypes import dtype_of
+from zeroaccel.checkpoint.formats.torch_file import TorchFile
 from zeroaccel.checkpoint.manifest import ITEMSIZE, Manifest
 from zeroaccel.checkpoint.rank_file import CHUNK_NBYTES, RankFileReader, ReadRequest
 from zeroaccel.errors import CheckpointError
 
-__all__ = ["TensorFile", "TensorStore"]
+__all__ = ["TensorFile", "TensorStore", "TorchStore", "optimizer_of_states"]
 
 
 class TensorFile(Protocol):
@@ -130,3 +132,48 @@ def _copier(into: Tensor, dtype: torch.dtype) -> Callable[[NDArray[np.uint8]], N
         into.copy_(torch.from_numpy(data).view(dtype))
 
     return deliver
+
+
+_TYPES: Sequence[tuple[frozenset[str], str]] = (
+    (frozenset({"exp_avg", "exp_avg_sq"}), "AdamW"),
+    (frozenset({"exp_avg"}), "Lion"),
+    (frozenset({"momentum_buffer"}), "SGD"),
+    (frozenset({"sum"}), "Adagrad"),
+    (frozenset({"square_avg"}), "RMSprop"),
+)
+
+
+class TorchStore(TensorStore):
+    """The tensors of torch's files, by the keys of a manifest.
+
+    Args:
+        files: whose numbers the manifest's pieces tell.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest, files: Sequence[TorchFile]) -> None:
+        super().__init__(folder, manifest)
+        self.torch_files = [_OpenFile(file) for file in files]
+
+    def _open(self, file: int) -> TensorFile:
+        return self._files.setdefault(file, self.torch_files[file])
+
+
+class _OpenFile:
+    """A file of torch's as a store, and a copy, read it."""
+
+    def __init__(self, file: TorchFile) -> None:
+        self.read_nbytes = 0
+        self._file = file
+
+    def read(self, requests: Iterable[ReadRequest]) -> None:
+        for request in sorted(requests, key=lambda request: request.offset):
+            request.deliver(self._file.read(request.offset, request.nbytes))
+            self.read_nbytes += request.nbytes
+
+    def close(self) -> None:
+        """Nothing stays open."""
+
+
+def optimizer_of_states(kinds: Collection[str]) -> str | None:
+    """The class of torch.optim whose states have these names; None if there is none."""
+    return next((name for needed, name in _TYPES if needed <= set(kinds)), None)

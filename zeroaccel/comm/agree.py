@@ -100,7 +100,7 @@ def disagreement_report(collectives: Collectives) -> str:
 
     To be called when their digests differ. The same text on every rank.
     """
-    everyone = collectives.gather_objects(collectives.journal.recent(per_kind=128), "compare histories")
+    everyone = collectives.gather_objects(collectives.flight_recorder.recent(per_kind=128), "compare histories")
     difference = first_difference(dict(enumerate(everyone)))
     if not difference:
         return "the ranks have gone through different collectives, longer ago than they remember"

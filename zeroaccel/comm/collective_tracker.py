@@ -13,22 +13,21 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from zeroaccel.comm.buffer_pool import BufferPool
 from zeroaccel.comm.hangs.flight_recorder import CollectiveRecord, FlightRecorder, Kind
 from zeroaccel.comm.hangs.watchdog import Watchdog
-from zeroaccel.comm.quantized import INT8, decode
-from zeroaccel.comm.transport import PendingTransfer
+from zeroaccel.comm.quantized import INT8, dequantize
+from zeroaccel.comm.transport import BufferPool, PendingTransfer
 from zeroaccel.errors import CollectiveError
-from zeroaccel.ops.reduce import sum_ranks
+from zeroaccel.ops.reductions import sum_ranks
 
 __all__ = [
     "DONE",
     "AverageWork",
-    "CodedDeviceWork",
-    "CodedWork",
     "CollectiveTracker",
     "DeviceWork",
     "MessageWork",
+    "QuantizedGatherDeviceWork",
+    "QuantizedGatherWork",
     "RankSumWork",
     "Work",
 ]
@@ -58,8 +57,8 @@ class CollectiveTracker:
         watchdog: None when there is nobody who could keep this rank waiting.
     """
 
-    def __init__(self, journal: FlightRecorder, watchdog: Watchdog | None) -> None:
-        self.journal = journal
+    def __init__(self, flight_recorder: FlightRecorder, watchdog: Watchdog | None) -> None:
+        self.flight_recorder = flight_recorder
         self._watchdog = watchdog
 
     def issue(self, kind: Kind, op: str, label: str, tensor: Tensor) -> CollectiveRecord:
@@ -68,7 +67,7 @@ class CollectiveTracker:
             raise self._watchdog.failure()
         dtype = tensor.dtype
         name = _DTYPE_NAMES.get(dtype) or _DTYPE_NAMES.setdefault(dtype, str(dtype).removeprefix("torch."))
-        return self.journal.issue(kind, op, label, tensor.numel(), name)
+        return self.flight_recorder.issue(kind, op, label, tensor.numel(), name)
 
     def start(self, entry: CollectiveRecord, move: Callable[..., _Pendings], *args: Any) -> _Pendings:
         """Makes the call: ``move(*args, tag)``."""
@@ -88,19 +87,19 @@ class CollectiveTracker:
 
     def finish(self, entry: CollectiveRecord) -> None:
         """The call is done."""
-        self.journal.finish(entry)
+        self.flight_recorder.finish(entry)
 
     def follow(self, entry: CollectiveRecord, pending: Iterable[PendingTransfer]) -> None:
         """Blocks until some messages of the call are through; others may follow."""
-        journal = self.journal
-        journal.begin_wait(entry)
+        flight_recorder = self.flight_recorder
+        flight_recorder.begin_wait(entry)
         try:
             for work in pending:
                 work.wait()
         except RuntimeError as error:
             raise self._explain(entry, error) from error
         finally:
-            journal.end_wait(entry)
+            flight_recorder.end_wait(entry)
 
     def _explain(self, entry: CollectiveRecord, error: RuntimeError) -> CollectiveError:
         if self._watchdog is None:
@@ -126,18 +125,16 @@ DONE = _Done()
 class MessageWork:
     """Messages between ranks. Holds the tensors they read and write until they are done."""
 
-    __slots__ = ("__weakref__", "_pending", "entry", "supervisor")
+    __slots__ = ("__weakref__", "_pending", "entry", "tracker")
 
-    def __init__(
-        self, supervisor: CollectiveTracker, entry: CollectiveRecord, pending: Sequence[PendingTransfer]
-    ) -> None:
-        self.supervisor = supervisor
+    def __init__(self, tracker: CollectiveTracker, entry: CollectiveRecord, pending: Sequence[PendingTransfer]) -> None:
+        self.tracker = tracker
         self.entry = entry
         self._pending: Sequence[PendingTransfer] | None = pending
 
     def wait(self) -> None:
         if self._pending is not None:
-            self.supervisor.wait(self.entry, self._pending)
+            self.tracker.wait(self.entry, self._pending)
             self._pending = None
             self._complete()
 
@@ -152,24 +149,24 @@ class RankSumWork(MessageWork):
     """The parts of a reduce-scatter on their way to this rank.
 
     Args:
-        parts: W times (S,), on loan from `scratch`; the parts in the order of the ranks.
+        parts: W times (S,), on loan from `pool`; the parts in the order of the ranks.
         out: (S,), gets the scaled sum.
     """
 
-    __slots__ = ("_out", "_parts", "_scale", "_scratch")
+    __slots__ = ("_buffer_pool", "_out", "_parts", "_scale")
 
     def __init__(
         self,
-        supervisor: CollectiveTracker,
+        tracker: CollectiveTracker,
         entry: CollectiveRecord,
         pending: Sequence[PendingTransfer],
-        scratch: BufferPool,
+        pool: BufferPool,
         parts: Tensor,
         out: Tensor,
         scale: float,
     ) -> None:
-        super().__init__(supervisor, entry, pending)
-        self._scratch = scratch
+        super().__init__(tracker, entry, pending)
+        self._buffer_pool = pool
         self._parts = parts
         self._out = out
         self._scale = scale
@@ -177,35 +174,35 @@ class RankSumWork(MessageWork):
     def _complete(self) -> None:
         if self._out.numel():
             sum_ranks(self._out, self._parts.view(-1, self._out.numel()), self._scale)
-        self._scratch.give_back(self._parts)
+        self._buffer_pool.release(self._parts)
         del self._parts
 
 
-class CodedWork(MessageWork):
+class QuantizedGatherWork(MessageWork):
     """An all-gather of codes.
 
     Args:
-        codes: (W, INT8.nbytes(S)) uint8, on loan from `scratch`; in the order of the ranks.
+        codes: (W, INT8.nbytes(S)) uint8, on loan from `pool`; in the order of the ranks.
         out: (W*S,), gets their values.
     """
 
-    __slots__ = ("_codes", "_out", "_scratch")
+    __slots__ = ("_buffer_pool", "_codes", "_out")
 
     def __init__(
         self,
-        supervisor: CollectiveTracker,
+        tracker: CollectiveTracker,
         entry: CollectiveRecord,
         pending: Sequence[PendingTransfer],
         codes: Tensor,
         out: Tensor,
-        scratch: BufferPool,
+        pool: BufferPool,
     ) -> None:
-        super().__init__(supervisor, entry, pending)
-        self._codes, self._out, self._scratch = codes, out, scratch
+        super().__init__(tracker, entry, pending)
+        self._codes, self._out, self._buffer_pool = codes, out, pool
 
     def _complete(self) -> None:
         _decode_all(self._codes, self._out)
-        self._scratch.give_back(self._codes)
+        self._buffer_pool.release(self._codes)
         del self._codes
 
 
@@ -220,25 +217,25 @@ class DeviceWork(MessageWork):
 
     def __init__(
         self,
-        supervisor: CollectiveTracker,
+        tracker: CollectiveTracker,
         entry: CollectiveRecord,
         pending: Sequence[PendingTransfer],
         device: torch.device,
     ) -> None:
-        super().__init__(supervisor, entry, pending)
+        super().__init__(tracker, entry, pending)
         self._device = device
-        journal = supervisor.journal
-        if journal.probe is None:
+        flight_recorder = tracker.flight_recorder
+        if flight_recorder.probe is None:
             itself = weakref.ref(self)
-            journal.probe = entry, lambda: (work := itself()) is None or work.is_completed()
+            flight_recorder.probe = entry, lambda: (work := itself()) is None or work.is_completed()
 
     def wait(self) -> None:
         super().wait()
-        journal = self.supervisor.journal
-        if self._device.type == "cuda" and (journal.probe is None or journal.probe[0] is self.entry):
+        flight_recorder = self.tracker.flight_recorder
+        if self._device.type == "cuda" and (flight_recorder.probe is None or flight_recorder.probe[0] is self.entry):
             event: torch.Event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._device))
-            journal.probe = self.entry, event.query
+            flight_recorder.probe = self.entry, event.query
 
 
 class AverageWork(DeviceWork):
@@ -253,14 +250,14 @@ class AverageWork(DeviceWork):
 
     def __init__(
         self,
-        supervisor: CollectiveTracker,
+        tracker: CollectiveTracker,
         entry: CollectiveRecord,
         pending: Sequence[PendingTransfer],
         average: Tensor,
         out: Tensor,
         factor: float,
     ) -> None:
-        super().__init__(supervisor, entry, pending, out.device)
+        super().__init__(tracker, entry, pending, out.device)
         self._average = average
         self._out = out
         self._factor = factor  # W * scale
@@ -272,20 +269,20 @@ class AverageWork(DeviceWork):
             self._out.mul_(self._factor)
 
 
-class CodedDeviceWork(DeviceWork):
-    """As `CodedWork`, on an accelerator."""
+class QuantizedGatherDeviceWork(DeviceWork):
+    """As `QuantizedGatherWork`, on an accelerator."""
 
     __slots__ = ("_codes", "_out")
 
     def __init__(
         self,
-        supervisor: CollectiveTracker,
+        tracker: CollectiveTracker,
         entry: CollectiveRecord,
         pending: Sequence[PendingTransfer],
         codes: Tensor,
         out: Tensor,
     ) -> None:
-        super().__init__(supervisor, entry, pending, out.device)
+        super().__init__(tracker, entry, pending, out.device)
         self._codes, self._out = codes, out
 
     def _complete(self) -> None:
@@ -295,4 +292,4 @@ class CodedDeviceWork(DeviceWork):
 def _decode_all(codes: Tensor, out: Tensor) -> None:
     """out: (W*S,) = the values of the (W, INT8.nbytes(S)) codes."""
     for code, part in zip(codes, out.view(codes.shape[0], -1), strict=True):
-        decode(code, INT8, part)
+        dequantize(code, INT8, part)

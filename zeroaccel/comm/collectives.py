@@ -19,25 +19,25 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroaccel.comm.buffer_pool import BufferPool
 from zeroaccel.comm.collective_tracker import (
     DONE,
     AverageWork,
-    CodedDeviceWork,
-    CodedWork,
     CollectiveTracker,
     DeviceWork,
     MessageWork,
+    QuantizedGatherDeviceWork,
+    QuantizedGatherWork,
     RankSumWork,
     Work,
 )
 from zeroaccel.comm.hangs.flight_recorder import CollectiveRecord, FlightRecorder
-from zeroaccel.comm.quantized import INT8, decode
+from zeroaccel.comm.quantized import INT8, dequantize
 from zeroaccel.comm.topology import RankGroup, Topology
-from zeroaccel.comm.transport import Exchanges, Meter, P2PTransport, exchange_over
-from zeroaccel.ops.reduce import sum_ranks
+from zeroaccel.comm.transport import BufferPool, Meter, P2PTransport, Transports, transport_over
+from zeroaccel.errors import UsageError
+from zeroaccel.ops.reductions import sum_ranks
 
-__all__ = ["Collectives", "Work", "check_split"]
+__all__ = ["Collectives", "PartitionedTensors", "Work", "check_split"]
 
 
 class Collectives:
@@ -55,13 +55,13 @@ class Collectives:
         rank, world_size: of this process, among the ranks that see different samples.
         shard_rank, shard_world_size: its place among the ranks that hold different shards, and their number.
         replica: number of the set of shards that this rank's belongs to; 0 where there is one.
-        second_rank, second_world_size: as the shard's, of the copy that backward gathers from; the shard's where there
-            is none.
+        secondary_rank, secondary_world_size: the same of the secondary partition, which backward gathers from (ZeRO++
+            hpZ); those of the shard where there is none.
         job: over all ranks of the job, where these are over some; else these themselves.
-        leads: whether this rank speaks for what is alike in each of several sets of such ranks.
+        is_first_data_group: whether this rank speaks for what is alike in each of several sets of such ranks.
         nodes: the ranks on each machine, by their numbers in the job.
-        codes_weights: whether `gather_weights` rounds.
-        journal: what has been issued; the engine sets its `phase` and `step`.
+        quantized_weights: whether `gather_weights` rounds.
+        flight_recorder: what has been issued; the engine sets its `phase` and `step`.
         meter: told of every message of gathers, reductions and broadcasts: (tag of the call, receiver's number in the
             job, bytes). None for nobody.
     """
@@ -71,45 +71,45 @@ class Collectives:
     shard_rank: int
     shard_world_size: int
     replica: int
-    second_rank: int
-    second_world_size: int
-    codes_weights: bool
+    secondary_rank: int
+    secondary_world_size: int
+    quantized_weights: bool
     nodes: Sequence[Sequence[int]]
     job: Collectives
-    leads: bool
-    journal: FlightRecorder
+    is_first_data_group: bool
+    flight_recorder: FlightRecorder
     topology: Topology
     meter: Meter | None
 
     def __init__(self, topology: Topology, group: RankGroup | None = None) -> None:
         group = group or topology.everyone
         self.topology = topology
-        self.rank = self.shard_rank = self.second_rank = group.place
-        self.world_size = self.shard_world_size = self.second_world_size = group.size
+        self.rank = self.shard_rank = self.secondary_rank = group.place
+        self.world_size = self.shard_world_size = self.secondary_world_size = group.size
         self.replica = 0
-        self.codes_weights = False
+        self.quantized_weights = False
         self.nodes = topology.nodes
         self.job = self
-        self.leads = True
+        self.is_first_data_group = True
         self.meter = None
-        self.journal = topology.journal
-        self._supervisor = CollectiveTracker(topology.journal, topology.watchdog)
-        self._scratch = BufferPool()
+        self.flight_recorder = topology.flight_recorder
+        self._tracker = CollectiveTracker(topology.flight_recorder, topology.watchdog)
+        self._buffer_pool = BufferPool()
         if self.world_size > 1:
-            self._gathers = self._exchanges(group, group.gather_group)
-            self._reductions = self._exchanges(group, group.reduce_group)
-            self._control = exchange_over(group.control_group, "cpu")
+            self._gathers = self._transports(group, group.gather_group)
+            self._reductions = self._transports(group, group.reduce_group)
+            self._control = transport_over(group.control_group, "cpu")
             self._shard_gathers = self._gathers
 
-    def _exchanges(self, group: RankGroup, over: dist.ProcessGroup) -> Exchanges:
+    def _transports(self, group: RankGroup, over: dist.ProcessGroup) -> Transports:
         """Those of one process group of `group`, by the type of device; what they send is metered."""
 
-        def counted() -> Meter | None:
+        def meter_source() -> Meter | None:
             meter = self.meter
             return None if meter is None else lambda tag, place, nbytes: meter(tag, group.ranks[place], nbytes)
 
         devices = {"cpu", self.topology.device.type}
-        return {device: exchange_over(over, device, counted) for device in devices}
+        return {device: transport_over(over, device, meter_source) for device in devices}
 
     def all_gather(self, out: Tensor, shard: Tensor, label: str, split_sizes: Sequence[int] = ()) -> Work:
         """out[r*S:(r+1)*S] = shard of rank r. Over the gather group; sends (W-1)*S elements.
@@ -129,16 +129,16 @@ class Collectives:
         return self._gather(self._shard_gathers, out, shard, split_sizes, "all_gather", label)
 
     def _gather(
-        self, exchanges: Exchanges, out: Tensor, shard: Tensor, split_sizes: Sequence[int], op: str, label: str
+        self, transports: Transports, out: Tensor, shard: Tensor, split_sizes: Sequence[int], op: str, label: str
     ) -> Work:
-        entry = self._supervisor.issue("gather", op, label, out)
+        entry = self._tracker.issue("gather", op, label, out)
         if out.numel() == 0:
             return self._nothing_to_move(entry)
-        exchange = exchanges[out.device.type]
-        pending = self._supervisor.start(entry, exchange.all_gather, out, shard, split_sizes)
-        if isinstance(exchange, P2PTransport):
-            return MessageWork(self._supervisor, entry, pending)
-        return DeviceWork(self._supervisor, entry, pending, out.device)
+        transport = transports[out.device.type]
+        pending = self._tracker.start(entry, transport.all_gather, out, shard, split_sizes)
+        if isinstance(transport, P2PTransport):
+            return MessageWork(self._tracker, entry, pending)
+        return DeviceWork(self._tracker, entry, pending, out.device)
 
     def reduce_scatter(
         self, out: Tensor, flat: Tensor, label: str, scale: float = 1.0, split_sizes: Sequence[int] = ()
@@ -159,27 +159,27 @@ class Collectives:
         if self.world_size == 1:
             _scale_into(out, flat, scale)
             return DONE
-        entry = self._supervisor.issue("reduce", "reduce_scatter", label, flat)
+        entry = self._tracker.issue("reduce", "reduce_scatter", label, flat)
         if flat.numel() == 0:
             return self._nothing_to_move(entry)
-        exchange = self._reductions[flat.device.type]
-        if isinstance(exchange, P2PTransport):
-            parts = self._scratch.take(self.world_size * out.numel(), flat.dtype)
-            pending = self._supervisor.start(entry, exchange.reduce_scatter, parts, flat, split_sizes)
-            return RankSumWork(self._supervisor, entry, pending, self._scratch, parts, out, scale)
+        transport = self._reductions[flat.device.type]
+        if isinstance(transport, P2PTransport):
+            parts = self._buffer_pool.acquire(self.world_size * out.numel(), flat.dtype)
+            pending = self._tracker.start(entry, transport.reduce_scatter, parts, flat, split_sizes)
+            return RankSumWork(self._tracker, entry, pending, self._buffer_pool, parts, out, scale)
         average = out if out.dtype == flat.dtype else torch.empty_like(out, dtype=flat.dtype)
-        pending = self._supervisor.start(entry, exchange.reduce_scatter, average, flat, split_sizes)
-        return AverageWork(self._supervisor, entry, pending, average, out, scale * self.world_size)
+        pending = self._tracker.start(entry, transport.reduce_scatter, average, flat, split_sizes)
+        return AverageWork(self._tracker, entry, pending, average, out, scale * self.world_size)
 
     def gather_weights(self, out: Tensor, shard: Tensor, label: str, split_sizes: Sequence[int] = ()) -> Work:
-        """As `all_gather`, of weights to compute with; may round them where `codes_weights` says so."""
+        """As `all_gather`, of weights to compute with; may round them where `quantized_weights` says so."""
         return self.all_gather(out, shard, label, split_sizes)
 
-    def gather_second(self, out: Tensor, second: Tensor, label: str) -> Work:
+    def gather_secondary(self, out: Tensor, second: Tensor, label: str) -> Work:
         """As `all_gather`, over the ranks that hold the second copy. `second`: (N / second_world_size,)."""
         return self.all_gather(out, second, label)
 
-    def gather_packed(self, out: Tensor, packed: Tensor, label: str) -> Work:
+    def gather_quantized(self, out: Tensor, packed: Tensor, label: str) -> Work:
         """As `all_gather`, of shards that are stored as int8 codes.
 
         Args:
@@ -187,18 +187,18 @@ class Collectives:
         """
         numel = out.numel() // self.shard_world_size
         if self.shard_world_size == 1 or numel == 0:
-            decode(packed, INT8, out)
+            dequantize(packed, INT8, out)
             return DONE
-        entry = self._supervisor.issue("gather", "all_gather int8", label, out)
-        exchange = self._shard_gathers[out.device.type]
+        entry = self._tracker.issue("gather", "all_gather int8", label, out)
+        transport = self._shard_gathers[out.device.type]
         ranks, nbytes = self.shard_world_size, self.shard_world_size * packed.numel()
-        if isinstance(exchange, P2PTransport):
-            codes = self._scratch.take(nbytes, torch.uint8)
-            pending = self._supervisor.start(entry, exchange.all_gather, codes, packed, ())
-            return CodedWork(self._supervisor, entry, pending, codes.view(ranks, -1), out, self._scratch)
+        if isinstance(transport, P2PTransport):
+            codes = self._buffer_pool.acquire(nbytes, torch.uint8)
+            pending = self._tracker.start(entry, transport.all_gather, codes, packed, ())
+            return QuantizedGatherWork(self._tracker, entry, pending, codes.view(ranks, -1), out, self._buffer_pool)
         codes = packed.new_empty(nbytes)
-        pending = self._supervisor.start(entry, exchange.all_gather, codes, packed, ())
-        return CodedDeviceWork(self._supervisor, entry, pending, codes.view(ranks, -1), out)
+        pending = self._tracker.start(entry, transport.all_gather, codes, packed, ())
+        return QuantizedGatherDeviceWork(self._tracker, entry, pending, codes.view(ranks, -1), out)
 
     def over(self, arranged: Collectives) -> Collectives:
         """What to use in place of these where others are needed: `hierarchical`, in the same wrappings."""
@@ -226,13 +226,13 @@ class Collectives:
         assert tensor.is_contiguous(), f"{label}: a broadcast of a tensor that is not contiguous"
         if self.world_size == 1:
             return
-        entry = self._supervisor.issue("gather", f"broadcast from {src}", label, tensor)
+        entry = self._tracker.issue("gather", f"broadcast from {src}", label, tensor)
         if tensor.numel() == 0:
             self._nothing_to_move(entry)
             return
-        exchange = self._gathers[tensor.device.type]
-        pending = self._supervisor.start(entry, exchange.broadcast, tensor.detach().view(-1), src)
-        self._supervisor.wait(entry, pending)
+        transport = self._gathers[tensor.device.type]
+        pending = self._tracker.start(entry, transport.broadcast, tensor.detach().view(-1), src)
+        self._tracker.wait(entry, pending)
 
     def gather_objects(self, obj: Any, label: str) -> list[Any]:
         """The `obj` of every rank, by rank, on every rank. Pickled; over the control group. Blocks."""
@@ -253,17 +253,17 @@ class Collectives:
 
     def _gather_rows(self, own: Tensor, op: str, label: str) -> Tensor:
         """The (n,) tensors of all ranks as (W, n). Blocks. Over the control group; sends (W-1)*n elements."""
-        entry = self._supervisor.issue("control", op, label, own)
+        entry = self._tracker.issue("control", op, label, own)
         rows = own.new_empty(self.world_size, own.numel())
         if own.numel() == 0:
             self._nothing_to_move(entry)
         else:
-            pending = self._supervisor.start(entry, self._control.all_gather, rows.view(-1), own, ())
-            self._supervisor.wait(entry, pending)
+            pending = self._tracker.start(entry, self._control.all_gather, rows.view(-1), own, ())
+            self._tracker.wait(entry, pending)
         return rows
 
     def _nothing_to_move(self, entry: CollectiveRecord) -> Work:
-        self.journal.finish(entry)
+        self.flight_recorder.finish(entry)
         return DONE
 
 
@@ -283,3 +283,48 @@ def _scale_into(out: Tensor, flat: Tensor, scale: float) -> None:
         sum_ranks(out, flat.view(1, -1), scale)
     else:
         out.copy_(flat.float() * scale)
+
+
+_FIRST_TAG, _TAGS = 1 << 28, 1 << 20  # apart from those of whoever else sends messages in the group
+
+
+class PartitionedTensors:
+    """Equal shares of tensors that are the same on every rank of a group.
+
+    Args:
+        group: a process group that this rank is in. Its ranks must call alike, in the same order.
+
+    Raises:
+        UsageError: this rank is not in the group, or there is none.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        if not dist.is_initialized() or not isinstance(group, dist.ProcessGroup):
+            raise UsageError("tensor_parallel_group", expected="a process group with this rank in it", got=group)
+        self._group = group
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self._calls = 0
+        if self.rank < 0:
+            raise UsageError("tensor_parallel_group", expected="a process group with this rank in it", got=group)
+
+    def shard_numel(self, numel: int) -> int:
+        """S, elements of a share; the last ranks' may be padding."""
+        return -(-numel // self.size)
+
+    def shard(self, flat: Tensor) -> Tensor:
+        """(S,) a copy of this rank's part of `flat`, (numel,), zeros behind its end."""
+        length = self.shard_numel(flat.numel())
+        out = flat.new_zeros(length)
+        own = flat[self.rank * length : (self.rank + 1) * length]
+        out[: own.numel()].copy_(own)
+        return out
+
+    def unshard(self, shard: Tensor, numel: int) -> Tensor:
+        """(numel,) the tensor whose shares the ranks have. (all ranks of the group)"""
+        out = torch.empty(self.size * shard.numel(), dtype=shard.dtype, device=shard.device)
+        self._calls += 1
+        transport = transport_over(self._group, shard.device.type)
+        for work in transport.all_gather(out, shard, (), _FIRST_TAG + self._calls % _TAGS):
+            work.wait()
+        return out[:numel]

@@ -1,12 +1,14 @@
-"""What the launcher and the user say through environment variables; the only place in `comm` that reads them.
+"""What the launcher and the user say through environment variables, and the CPU cores of this process. No torch.
 
-The names are those of torchrun, which every launcher of PyTorch jobs sets, and ZEROACCEL_COLLECTIVE_TIMEOUT.
+The only module of `comm` that reads the environment. The names are those of torchrun, which every launcher of PyTorch
+jobs sets, and ZEROACCEL_COLLECTIVE_TIMEOUT.
 """
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,13 +17,16 @@ from zeroaccel.errors import ConfigError
 
 __all__ = [
     "check_own_variables",
-    "launcher_keeps_store",
+    "core_set",
+    "fair_threads",
+    "launcher_owns_store",
     "launcher_wakes_stopped_ranks",
-    "limit_seconds",
-    "place_in_job",
-    "place_on_machine",
+    "local_rank_and_size",
+    "omp_threads_chosen",
+    "rank_and_world_size",
     "rendezvous_address",
-    "threads_are_said",
+    "timeout_seconds",
+    "usable_cores",
 ]
 
 _DEFAULT_LIMIT_SECONDS = 600.0
@@ -39,7 +44,7 @@ def check_own_variables() -> None:
     check_variables(os.environ)
 
 
-def place_in_job() -> tuple[int, int]:
+def rank_and_world_size() -> tuple[int, int]:
     """(rank, world size); (0, 1) where nothing is said of a job.
 
     Raises:
@@ -78,14 +83,14 @@ def rendezvous_address() -> str:
     return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 
 
-def place_on_machine() -> tuple[int, int] | None:
+def local_rank_and_size() -> tuple[int, int] | None:
     """(local rank, local world size), or None where the launcher does not say both."""
     if os.environ.get("LOCAL_RANK") and os.environ.get("LOCAL_WORLD_SIZE"):
         return _integer("LOCAL_RANK"), _integer("LOCAL_WORLD_SIZE")
     return None
 
 
-def launcher_keeps_store() -> bool:
+def launcher_owns_store() -> bool:
     """Whether the rendezvous store lives in the launcher, and not in rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
@@ -95,7 +100,7 @@ def launcher_wakes_stopped_ranks() -> bool:
     return "ZEROACCEL_LAUNCH_ID" in os.environ
 
 
-def threads_are_said(parent: Path | None = None) -> bool:
+def omp_threads_chosen(parent: Path | None = None) -> bool:
     """Whether somebody chose OMP_NUM_THREADS, rather than torchrun, which makes it 1 for ranks that have none.
 
     Torchrun's 1 is not in the environment that torchrun itself was started with; where that cannot be read, a 1 in a
@@ -116,7 +121,7 @@ def threads_are_said(parent: Path | None = None) -> bool:
     return any(entry.startswith(b"OMP_NUM_THREADS=") for entry in given)
 
 
-def limit_seconds(timeout: float | timedelta | None) -> float:
+def timeout_seconds(timeout: float | timedelta | None) -> float:
     """How long a collective may wait: as given, else as the environment says, else 600. Infinite for 0.
 
     Raises:
@@ -142,3 +147,34 @@ def _integer(name: str) -> int:
         return int(text)
     except ValueError:
         raise ConfigError(f"environment: {name}", expected="an integer", got=text, fix=_HOW_TO_START) from None
+
+
+def core_set() -> frozenset[int]:
+    """The numbers of the cores this process may run on, as far as the system tells; else of all."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def usable_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """How many cores this process may use, at least 1: its affinity, and below that the quota of its container."""
+    cores = len(core_set())
+    try:
+        quota, period = cgroup.read_text().split()
+    except (OSError, ValueError):
+        return cores
+    return cores if quota == "max" else max(1, min(cores, math.ceil(int(quota) / int(period))))
+
+
+def fair_threads(usable: int, own: frozenset[int], local: Iterable[frozenset[int]]) -> int:
+    """The threads of one process among those of its machine, so that together they are as many as cores.
+
+    Processes that are bound to cores of their own do not share them, and are not divided by again.
+
+    Args:
+        usable: `usable_cores` of this process.
+        own: its `core_set`.
+        local: those of all processes of the job on this machine, itself included.
+    """
+    sharing = sum(bool(own & other) for other in local)
+    return max(1, usable // max(1, sharing))

@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCP
 from zeroaccel.comm.hangs.hang_report import rank_list
 from zeroaccel.errors import CollectiveError, ConfigError
 
-__all__ = ["CHECK_SECONDS", "NodeInfo", "PreflightRendezvous", "meet"]
+__all__ = ["CHECK_SECONDS", "NodeInfo", "PreflightRendezvous", "rendezvous"]
 
 CHECK_SECONDS = 20.0
 """How long the check may take once all are there, and after which waiting for them is talked about."""
@@ -59,7 +59,7 @@ class PreflightRendezvous:
     store: Store
 
 
-def meet(
+def rendezvous(
     address: tuple[str, int],
     machine: int,
     num_machines: int,

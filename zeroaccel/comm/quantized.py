@@ -30,9 +30,9 @@ from zeroaccel.config.traffic_formulas import INT4_BLOCK_NUMEL, INT8_BLOCK_NUMEL
 from zeroaccel.ops import kernels
 from zeroaccel.ops.dispatch import borrowed_array, in_spans
 
-__all__ = ["CODABLE", "INT4", "INT8", "Codec", "decode", "decode_add", "encode"]
+__all__ = ["INT4", "INT8", "QUANTIZABLE", "Codec", "dequantize", "dequantize_add", "quantize"]
 
-CODABLE = (torch.float32, torch.bfloat16, torch.float16)
+QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that have a code."""
 
 _TILE_BLOCKS = 1 << 13  # blocks at a time off the CPU: bounds the float32 temporaries to 16 MiB each
@@ -75,7 +75,7 @@ INT4 = Codec(bits=4, block_numel=INT4_BLOCK_NUMEL)
 """For gradients: 3.1 % of the bytes are scales."""
 
 
-def encode(values: Tensor, codec: Codec, out: Tensor) -> None:
+def quantize(values: Tensor, codec: Codec, out: Tensor) -> None:
     """Writes the code of `values`.
 
     Args:
@@ -91,11 +91,11 @@ def encode(values: Tensor, codec: Codec, out: Tensor) -> None:
         _encode_tile(values, codec, scales, codes, first, min(first + _TILE_BLOCKS, scales.numel()))
 
 
-def decode(code: Tensor, codec: Codec, out: Tensor) -> None:
+def dequantize(code: Tensor, codec: Codec, out: Tensor) -> None:
     """out = the values of a code, rounded once to the dtype of `out`.
 
     Args:
-        code: (codec.nbytes(n),) uint8, as `encode` wrote it.
+        code: (codec.nbytes(n),) uint8, as `quantize` wrote it.
         out: (n,) contiguous float32, bfloat16 or float16 on the same device.
     """
     scales, codes = _parts(out, codec, code)
@@ -106,8 +106,8 @@ def decode(code: Tensor, codec: Codec, out: Tensor) -> None:
         part.copy_(values)
 
 
-def decode_add(code: Tensor, codec: Codec, total: Tensor) -> None:
-    """total += the values of a code. `total`: (n,) float32; else as `decode`."""
+def dequantize_add(code: Tensor, codec: Codec, total: Tensor) -> None:
+    """total += the values of a code. `total`: (n,) float32; else as `dequantize`."""
     assert total.dtype is torch.float32, f"sums are made in float32, got {total.dtype}"
     scales, codes = _parts(total, codec, code)
     if total.device.type == "cpu":
@@ -120,7 +120,7 @@ def decode_add(code: Tensor, codec: Codec, total: Tensor) -> None:
 def _parts(values: Tensor, codec: Codec, code: Tensor) -> tuple[Tensor, Tensor]:
     """(scales, integers): views of a code of `values`."""
     numel = values.numel()
-    assert values.dtype in CODABLE, f"no code for {values.dtype}"
+    assert values.dtype in QUANTIZABLE, f"no code for {values.dtype}"
     assert code.dtype is torch.uint8 and code.numel() == codec.nbytes(numel), (
         f"the code of {numel} values has {codec.nbytes(numel)} bytes, got {code.numel()} of {code.dtype}"
     )

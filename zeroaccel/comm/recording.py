@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zeroaccel.comm.collectives import Collectives, Work
-from zeroaccel.comm.quantized import CODABLE, INT8
+from zeroaccel.comm.quantized import INT8, QUANTIZABLE
 
 __all__ = ["BytesSent", "CollectiveCall", "RecordingCollectives"]
 
@@ -78,11 +78,11 @@ class RecordingCollectives(Collectives):
         self.topology = inner.topology
         self.rank, self.world_size, self.replica = inner.rank, inner.world_size, inner.replica
         self.shard_rank, self.shard_world_size = inner.shard_rank, inner.shard_world_size
-        self.second_rank, self.second_world_size = inner.second_rank, inner.second_world_size
-        self.codes_weights = inner.codes_weights
+        self.secondary_rank, self.secondary_world_size = inner.secondary_rank, inner.secondary_world_size
+        self.quantized_weights = inner.quantized_weights
         self.job = self if inner.job is inner else inner.job
-        self.leads = inner.leads
-        self.journal = inner.journal
+        self.is_first_data_group = inner.is_first_data_group
+        self.flight_recorder = inner.flight_recorder
         self.nodes = self._given_nodes or inner.nodes
         inner.meter = self._count
 
@@ -124,18 +124,18 @@ class RecordingCollectives(Collectives):
         return self.inner.all_gather(out, shard, label, split_sizes)
 
     def gather_weights(self, out: Tensor, shard: Tensor, label: str, split_sizes: Sequence[int] = ()) -> Work:
-        codes = self.codes_weights and shard.dtype in CODABLE
+        codes = self.quantized_weights and shard.dtype in QUANTIZABLE
         sent = INT8.nbytes(shard.numel()) if codes else shard.nbytes
         self._note("gather_weights", label, out, (self.shard_world_size - 1) * sent)
         return self.inner.gather_weights(out, shard, label, split_sizes)
 
-    def gather_second(self, out: Tensor, second: Tensor, label: str) -> Work:
+    def gather_secondary(self, out: Tensor, second: Tensor, label: str) -> Work:
         self._note("gather_second", label, out, out.nbytes - second.nbytes)
-        return self.inner.gather_second(out, second, label)
+        return self.inner.gather_secondary(out, second, label)
 
-    def gather_packed(self, out: Tensor, packed: Tensor, label: str) -> Work:
+    def gather_quantized(self, out: Tensor, packed: Tensor, label: str) -> Work:
         self._note("gather_packed", label, out, (self.shard_world_size - 1) * packed.nbytes)
-        return self.inner.gather_packed(out, packed, label)
+        return self.inner.gather_quantized(out, packed, label)
 
     def reduce_scatter(
         self, out: Tensor, flat: Tensor, label: str, scale: float = 1.0, split_sizes: Sequence[int] = ()
@@ -168,6 +168,6 @@ class RecordingCollectives(Collectives):
         self.calls.append(CollectiveCall(op, label, dtype, tensor.numel(), nbytes))
 
     def _count(self, tag: int, receiver: int, nbytes: int) -> None:
-        entry = self.journal.entry(tag)
+        entry = self.flight_recorder.entry(tag)
         op, label = ("forgotten", "") if entry is None else (entry.op, entry.label)
         self._sent[op, label.partition(" ")[0], receiver] += nbytes

@@ -18,18 +18,17 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from zeroaccel.comm.environment import (
-    launcher_keeps_store,
+    launcher_owns_store,
     launcher_wakes_stopped_ranks,
-    limit_seconds,
-    place_in_job,
-    place_on_machine,
+    local_rank_and_size,
+    rank_and_world_size,
     rendezvous_address,
+    timeout_seconds,
 )
-from zeroaccel.comm.hangs.exit_notice import announce_end_through
 from zeroaccel.comm.hangs.flight_recorder import FlightRecorder
 from zeroaccel.comm.hangs.peer_processes import PeerProcess, PeerProcesses, own_card
 from zeroaccel.comm.hangs.side_channel import SideChannel
-from zeroaccel.comm.hangs.watchdog import Watchdog
+from zeroaccel.comm.hangs.watchdog import Watchdog, announce_end_through
 from zeroaccel.comm.transport import close_connections
 from zeroaccel.errors import CollectiveError, ConfigError, EngineStateError
 
@@ -76,7 +75,7 @@ class Topology:
         backend: of the default group, as torch names it.
         gather_group, reduce_group: on `device`'s backend, and on gloo for tensors in host memory.
         control_group: on gloo.
-        journal: of the collectives of these groups.
+        flight_recorder: of the collectives of these groups.
         watchdog: of this rank; None when there is nobody to wait for.
     """
 
@@ -89,7 +88,7 @@ class Topology:
     gather_group: dist.ProcessGroup
     reduce_group: dist.ProcessGroup
     control_group: dist.ProcessGroup
-    journal: FlightRecorder
+    flight_recorder: FlightRecorder
     watchdog: Watchdog | None
     nodes: tuple[tuple[int, ...], ...]
     limit: float = math.inf
@@ -124,9 +123,9 @@ def init_process_group(backend: str | None = None, timeout: float | timedelta | 
         CollectiveError: the ranks did not find each other.
     """
     global _made_default_group
-    limit = limit_seconds(timeout)
+    limit = timeout_seconds(timeout)
     if not dist.is_initialized():
-        rank, world_size = place_in_job()
+        rank, world_size = rank_and_world_size()
         backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
         if world_size == 1:
             dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
@@ -156,9 +155,9 @@ def current_topology(timeout: float | timedelta | None = None) -> Topology:
     assert default is not None, "torch.distributed is initialised without a default group"
     if _current is None or _current[0] is not default:
         _dismiss()
-        _current = default, _build(default, limit_seconds(timeout))
+        _current = default, _build(default, timeout_seconds(timeout))
     elif timeout is not None and _current[1].watchdog is not None:
-        _current[1].watchdog.limit = limit_seconds(timeout)
+        _current[1].watchdog.limit = timeout_seconds(timeout)
     return _current[1]
 
 
@@ -193,17 +192,17 @@ def _build(default: dist.ProcessGroup, limit: float) -> Topology:
     rank, world_size = default.rank(), default.size()
     backend = str(dist.get_backend_config(default))
     accelerated = "nccl" in backend
-    journal = FlightRecorder()
+    flight_recorder = FlightRecorder()
     if world_size == 1:
         device = _device(0) if accelerated else torch.device("cpu")
-        return Topology(0, 1, 0, 1, device, backend, default, default, default, journal, None, ((0,),))
+        return Topology(0, 1, 0, 1, device, backend, default, default, default, flight_recorder, None, ((0,),))
     simulated = "fake" in backend  # torch's group without peers, for measurements
     patience = _patience(limit)
     control = dist.new_group(backend="fake" if simulated else "gloo", timeout=patience)
     cards = {rank: own_card()} if simulated else _exchange(own_card(), world_size, control)
     nodes = ((rank,),) if simulated else _nodes(rank, cards, control)
     node = next(node for node in nodes if rank in node)
-    told = None if simulated else place_on_machine()
+    told = None if simulated else local_rank_and_size()
     local_rank, local_world_size = told or (node.index(rank), len(node))
     device = _device(local_rank) if accelerated else torch.device("cpu")
     gather, reduce = (dist.new_group(backend=_data_backend(backend), timeout=patience) for _ in range(2))
@@ -211,9 +210,9 @@ def _build(default: dist.ProcessGroup, limit: float) -> Topology:
     watchdog = None
     if not simulated:
         store = dist.distributed_c10d._get_default_store()
-        channel = SideChannel(store, rank, world_size, _generation, launcher_keeps_store=launcher_keeps_store())
+        channel = SideChannel(store, rank, world_size, _generation, launcher_owns_store=launcher_owns_store())
         neighbours = PeerProcesses(rank, cards, signals=not launcher_wakes_stopped_ranks())
-        watchdog = Watchdog(journal, channel, neighbours, limit, _interrupter(groups, device))
+        watchdog = Watchdog(flight_recorder, channel, neighbours, limit, _interrupter(groups, device))
         announce_end_through(watchdog)
     return Topology(
         rank,
@@ -225,7 +224,7 @@ def _build(default: dist.ProcessGroup, limit: float) -> Topology:
         gather,
         reduce,
         control,
-        journal,
+        flight_recorder,
         watchdog,
         nodes,
         limit,
@@ -299,7 +298,7 @@ def _exchange(own: T, world_size: int, control: dist.ProcessGroup) -> dict[int, 
 
 def _nodes(rank: int, cards: Mapping[int, PeerProcess], control: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
     """The ranks on each machine: as the launchers say, which number them one after the other, else by host names."""
-    place = place_on_machine()
+    place = local_rank_and_size()
     firsts: dict[int, int | None] = _exchange(place and rank - place[0], len(cards), control)
     launched = all(first is not None for first in firsts.values())
     keys = [firsts[r] if launched else card.host for r, card in cards.items()]

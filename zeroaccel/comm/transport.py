@@ -26,18 +26,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 __all__ = [
-    "Counted",
-    "Exchanges",
-    "Messenger",
+    "BufferPool",
     "Meter",
+    "MeterSource",
     "NativeTransport",
     "P2PTransport",
     "PendingTransfer",
+    "SendRecvBackend",
     "Transport",
+    "Transports",
     "close_connections",
-    "exchange_over",
-    "messenger",
-    "nobody_counts",
+    "no_meter",
+    "send_recv_backend",
+    "transport_over",
 ]
 
 # The names since torch 2.13; the earlier ones are deprecated there, and the only ones before.
@@ -57,16 +58,16 @@ class PendingTransfer(Protocol):
 Meter = Callable[[int, int, int], None]
 """Told of every message that is sent: (tag, place of the receiver in the group, bytes)."""
 
-Counted = Callable[[], Meter | None]
+MeterSource = Callable[[], Meter | None]
 """Who is to be told now; asked once per collective where nobody is, however many ranks there are."""
 
 
-def nobody_counts() -> None:
+def no_meter() -> None:
     """No meter."""
     return None
 
 
-class Messenger(Protocol):
+class SendRecvBackend(Protocol):
     """The part of a backend that passes messages between two ranks of its group."""
 
     def send(self, tensors: list[Tensor], peer: int, tag: int, /) -> PendingTransfer: ...
@@ -74,9 +75,9 @@ class Messenger(Protocol):
     def recv(self, tensors: list[Tensor], peer: int, tag: int, /) -> PendingTransfer: ...
 
 
-def messenger(group: dist.ProcessGroup) -> Messenger:
+def send_recv_backend(group: dist.ProcessGroup) -> SendRecvBackend:
     """The group's backend for host memory. Not `dist.isend`, whose bookkeeping costs more than the message."""
-    return cast(Messenger, group._get_backend(torch.device("cpu")))
+    return cast(SendRecvBackend, group._get_backend(torch.device("cpu")))
 
 
 def close_connections(group: dist.ProcessGroup) -> None:
@@ -88,7 +89,7 @@ def close_connections(group: dist.ProcessGroup) -> None:
     for peer in range(group.size()):
         if peer != group.rank():
             with contextlib.suppress(RuntimeError):  # the purpose of it; or this connection is closed already
-                never_sent = messenger(group).recv([torch.empty(1)], peer, 0)
+                never_sent = send_recv_backend(group).recv([torch.empty(1)], peer, 0)
                 never_sent.wait(timedelta(milliseconds=1))
 
 
@@ -106,7 +107,7 @@ class Transport(Protocol):
     def broadcast(self, tensor: Tensor, src: int, tag: int) -> Iterable[PendingTransfer]:
         """tensor = that of rank `src`. Each work must have been waited for when the next is asked for."""
 
-    def swap(self, out: Tensor, parts: Tensor, tag: int) -> Sequence[PendingTransfer]:
+    def all_to_all(self, out: Tensor, parts: Tensor, tag: int) -> Sequence[PendingTransfer]:
         """out[r] = parts[own rank] of rank r, for the others; out[own rank] may stay as it is.  Both: (W, n)."""
 
 
@@ -116,9 +117,9 @@ class P2PTransport:
     A rank sends and receives (W-1)*S elements in 2*(W-1) messages.
     """
 
-    def __init__(self, group: dist.ProcessGroup, counted: Counted = nobody_counts) -> None:
+    def __init__(self, group: dist.ProcessGroup, meter_source: MeterSource = no_meter) -> None:
         self.rank, self.world_size = group.rank(), group.size()
-        self._gloo, self._counted = messenger(group), counted
+        self._gloo, self._meter_source = send_recv_backend(group), meter_source
         self._recv = self._gloo.recv
         # Each rank starts with another peer, so that no rank is everybody's first.
         ahead = [(self.rank + distance) % self.world_size for distance in range(1, self.world_size)]
@@ -150,7 +151,7 @@ class P2PTransport:
         works += [self._send([parts[peer]], peer, tag) for peer in targets]
         return works
 
-    def swap(self, out: Tensor, parts: Tensor, tag: int) -> Sequence[PendingTransfer]:
+    def all_to_all(self, out: Tensor, parts: Tensor, tag: int) -> Sequence[PendingTransfer]:
         """Whole rows, each one message; this rank's own stays where it is."""
         works = [self._recv([out[peer]], peer, tag) for peer in self._sources]
         works += [self._send([parts[peer]], peer, tag) for peer in self._targets]
@@ -165,7 +166,7 @@ class P2PTransport:
         return self._recv([tensor], peer, tag)
 
     def _send(self, tensors: list[Tensor], peer: int, tag: int) -> PendingTransfer:
-        meter = self._counted()
+        meter = self._meter_source()
         if meter is not None:
             meter(tag, peer, tensors[0].nbytes)
         return self._gloo.send(tensors, peer, tag)
@@ -191,8 +192,8 @@ class NativeTransport:
     The meter is told what direct messages would carry: the backend does not say which way it goes.
     """
 
-    def __init__(self, group: dist.ProcessGroup, counted: Counted = nobody_counts) -> None:
-        self._group, self._counted = group, counted
+    def __init__(self, group: dist.ProcessGroup, meter_source: MeterSource = no_meter) -> None:
+        self._group, self._meter_source = group, meter_source
         self.rank, self.world_size = group.rank(), group.size()
 
     def all_gather(self, out: Tensor, shard: Tensor, split_sizes: Sequence[int], tag: int) -> Sequence[PendingTransfer]:
@@ -235,7 +236,7 @@ class NativeTransport:
             self._tell(tag, [tensor.nbytes] * self.world_size)
         return (dist.broadcast(tensor, source, group=self._group, async_op=True),)
 
-    def swap(self, out: Tensor, parts: Tensor, tag: int) -> Sequence[PendingTransfer]:
+    def all_to_all(self, out: Tensor, parts: Tensor, tag: int) -> Sequence[PendingTransfer]:
         """The backend's all-to-all; this rank's own row is copied."""
         self._tell(tag, [parts[0].nbytes] * self.world_size)
         return (_all_to_all(out, parts, group=self._group, async_op=True),)
@@ -247,21 +248,47 @@ class NativeTransport:
 
     def _tell(self, tag: int, nbytes: Sequence[int]) -> None:
         """`nbytes`: to each rank."""
-        meter = self._counted()
+        meter = self._meter_source()
         if meter is not None:
             for peer in range(self.world_size):
                 if peer != self.rank and nbytes[peer]:
                     meter(tag, peer, nbytes[peer])
 
 
-Exchanges = Mapping[str, P2PTransport | NativeTransport]
+Transports = Mapping[str, P2PTransport | NativeTransport]
 """Of one set of ranks, by the type of device."""
 
 
-def exchange_over(
-    group: dist.ProcessGroup, device: str, counted: Counted = nobody_counts
+def transport_over(
+    group: dist.ProcessGroup, device: str, meter_source: MeterSource = no_meter
 ) -> P2PTransport | NativeTransport:
     """What suits the backend that `group` has for tensors on `device`."""
     if device == "cpu" and group._get_backend(torch.device(device)).name() == "gloo":
-        return P2PTransport(group, counted)
-    return NativeTransport(group, counted)
+        return P2PTransport(group, meter_source)
+    return NativeTransport(group, meter_source)
+
+
+_KEPT = 2  # as many as a schedule has reductions under way
+
+
+class BufferPool:
+    """Lends flat tensors in host memory to one thread. It keeps the `kept` largest that came back."""
+
+    def __init__(self, kept: int = _KEPT) -> None:
+        self._kept = kept
+        self._free: list[Tensor] = []  # uint8, smallest first
+
+    def acquire(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A (numel,) tensor with any content. Goes back with `release`, or to the allocator if it never does."""
+        nbytes = numel * dtype.itemsize
+        for index, block in enumerate(self._free):
+            if block.numel() >= nbytes:
+                return self._free.pop(index)[:nbytes].view(dtype)
+        return torch.empty(nbytes, dtype=torch.uint8).view(dtype)
+
+    def release(self, tensor: Tensor) -> None:
+        """Ends a loan. The caller must not touch the tensor again."""
+        block = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+        self._free.append(block)
+        self._free.sort(key=Tensor.numel)
+        del self._free[: -self._kept]

@@ -8,9 +8,7 @@ from typing import Any
 from torch.optim.optimizer import ParamsT
 
 from zeroaccel.errors import UsageError
-from zeroaccel.ops.adagrad import Adagrad
-from zeroaccel.ops.adam import Adam
-from zeroaccel.ops.lion import Lion
+from zeroaccel.ops.elementwise import Adagrad, Adam, Lion
 
 __all__ = ["DeepSpeedCPUAdagrad", "DeepSpeedCPUAdam", "DeepSpeedCPULion", "FusedAdam", "FusedLion"]
 

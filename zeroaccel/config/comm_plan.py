@@ -26,10 +26,10 @@ class CommPlan:
     Attributes:
         world_size: W.
         shard_size: ranks that hold one model among them; W / shard_size replicas.
-        second_size: ranks that hold a second copy of it while a step lasts; shard_size where there is none.
-        codes_weights: weights travel as int8.
-        packs_frozen: frozen weights are stored as int8.
-        codes_gradients: gradients travel as int4.
+        secondary_size: ranks that hold a second copy of it while a step lasts; shard_size where there is none.
+        quantized_weights: weights travel as int8.
+        quantized_frozen_weights: frozen weights are stored as int8.
+        quantized_gradients: gradients travel as int4.
         forced: even where that saves nothing across nodes.
         node_size: consecutive ranks to take for one machine; None asks the launcher.
         watch_interval: steps between two looks at the error of codes; 0 is never.
@@ -37,10 +37,10 @@ class CommPlan:
 
     world_size: int
     shard_size: int
-    second_size: int
-    codes_weights: bool = False
-    packs_frozen: bool = False
-    codes_gradients: bool = False
+    secondary_size: int
+    quantized_weights: bool = False
+    quantized_frozen_weights: bool = False
+    quantized_gradients: bool = False
     forced: bool = False
     node_size: int | None = None
     watch_interval: int = 0
@@ -48,8 +48,8 @@ class CommPlan:
     @property
     def plain(self) -> bool:
         """Whether shards are spread over all ranks and travel as they are, on the machines that the launcher knows."""
-        spread = self.second_size == self.shard_size == self.world_size and self.node_size is None
-        return spread and not (self.codes_weights or self.packs_frozen or self.codes_gradients)
+        spread = self.secondary_size == self.shard_size == self.world_size and self.node_size is None
+        return spread and not (self.quantized_weights or self.quantized_frozen_weights or self.quantized_gradients)
 
 
 def comm_plan(config: Config, world_size: int, shard_size: int | None = None) -> CommPlan:
@@ -73,17 +73,19 @@ def comm_plan(config: Config, world_size: int, shard_size: int | None = None) ->
         )
     shards_params = shard_plan(config).params
     with_second = shards_params and zero.zero_hpz_partition_size != 1
-    second_size = zero.zero_hpz_partition_size if with_second else shard_size
-    if second_size > shard_size:
+    secondary_size = zero.zero_hpz_partition_size if with_second else shard_size
+    if secondary_size > shard_size:
         key = f"{_ZERO}.zero_hpz_partition_size"
-        log_once(logging.WARNING, f"{key}: no second copy is kept: {second_size} ranks are more than the {shard_size}")
-        second_size = shard_size
-    if shard_size % second_size:
+        log_once(
+            logging.WARNING, f"{key}: no second copy is kept: {secondary_size} ranks are more than the {shard_size}"
+        )
+        secondary_size = shard_size
+    if shard_size % secondary_size:
         among = f"the {world_size} ranks" if shard_size == world_size else f"mics_shard_size {shard_size}"
         raise ConfigError(
             config.where(f"{_ZERO}.zero_hpz_partition_size"),
             expected=f"a divisor of {among}: {_divisors(shard_size)}",
-            got=second_size,
+            got=secondary_size,
         )
     node_size = zero.zeropp.node_size
     if node_size is not None and world_size % node_size:
@@ -95,10 +97,10 @@ def comm_plan(config: Config, world_size: int, shard_size: int | None = None) ->
     return CommPlan(
         world_size=world_size,
         shard_size=shard_size,
-        second_size=second_size,
-        codes_weights=shards_params and zero.zero_quantized_weights,
-        packs_frozen=shards_params and zero.zero_quantized_nontrainable_weights,
-        codes_gradients=shards_params and zero.zero_quantized_gradients,
+        secondary_size=secondary_size,
+        quantized_weights=shards_params and zero.zero_quantized_weights,
+        quantized_frozen_weights=shards_params and zero.zero_quantized_nontrainable_weights,
+        quantized_gradients=shards_params and zero.zero_quantized_gradients,
         forced=zero.zeropp.quantize_gradients_on_one_node,
         node_size=node_size,
         watch_interval=zero.zeropp.watch_interval,

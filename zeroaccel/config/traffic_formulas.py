@@ -75,11 +75,11 @@ def step_traffic(
     total = StepTraffic(0.0, 0.0)
     for numel in unit_numels:
         shard = numel // plan.shard_size
-        first = code_nbytes(shard, 8, INT8_BLOCK_NUMEL) if plan.codes_weights else shard * itemsize
+        first = code_nbytes(shard, 8, INT8_BLOCK_NUMEL) if plan.quantized_weights else shard * itemsize
         gather = again = _to_others(first, plan.shard_size, plan.world_size, ranks_per_node)
-        if plan.second_size < plan.shard_size:
-            second = numel // plan.second_size * itemsize
-            again = _to_others(second, plan.second_size, plan.world_size, ranks_per_node)
+        if plan.secondary_size < plan.shard_size:
+            second = numel // plan.secondary_size * itemsize
+            again = _to_others(second, plan.secondary_size, plan.world_size, ranks_per_node)
         reduction = _reduction(plan, shard, ranks_per_node, itemsize)
         total += gather + again.times(gathers - 1) + reduction.times(accumulation)
     return total
@@ -98,7 +98,7 @@ def _to_others(nbytes: int, group: int, world_size: int, ranks_per_node: int) ->
 
 def _reduction(plan: CommPlan, shard: int, ranks_per_node: int, itemsize: int) -> StepTraffic:
     nodes = plan.world_size // ranks_per_node
-    if plan.codes_gradients and (nodes > 1 or plan.forced):
+    if plan.quantized_gradients and (nodes > 1 or plan.forced):
         code = code_nbytes(shard, 4, INT4_BLOCK_NUMEL)
         return StepTraffic(code * (ranks_per_node - 1) * nodes, code * (nodes - 1))
     within = _to_others(shard * itemsize, plan.shard_size, plan.world_size, ranks_per_node)

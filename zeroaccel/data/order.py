@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
-from zeroaccel.checkpoint.random_state import random_state, restore_random_state
+from zeroaccel.checkpoint.plain_codec import random_state, restore_random_state
 
 __all__ = ["Epoch", "Order", "undisturbed"]
 

@@ -30,14 +30,14 @@ class FakeRanks(Collectives):
 
     def __init__(self, world_size: int, *, receives_in_host_memory: bool) -> None:
         # No super().__init__: there is no topology.
-        self.rank = self.shard_rank = self.second_rank = 0
-        self.world_size = self.shard_world_size = self.second_world_size = world_size
+        self.rank = self.shard_rank = self.secondary_rank = 0
+        self.world_size = self.shard_world_size = self.secondary_world_size = world_size
         self.replica = 0
-        self.codes_weights = False
-        self.job, self.leads = self, True
+        self.quantized_weights = False
+        self.job, self.is_first_data_group = self, True
         self.nodes = [list(range(world_size))]
         self.meter = None
-        self.journal = FlightRecorder()
+        self.flight_recorder = FlightRecorder()
         self._receives = receives_in_host_memory and world_size > 1
         self._free: list[Tensor] = []
 

@@ -32,10 +32,16 @@ from zeroaccel.estimate.workload import MemoryByKind, Workload
 from zeroaccel.optim.optimizer_kinds import classify
 from zeroaccel.zero.build import build_units, check_dtypes, plan_units
 from zeroaccel.zero.engine import Engine
-from zeroaccel.zero.from_config import DTYPES, buffer_dtypes_of, engine_settings_of, placement_of, unit_specs_of
-from zeroaccel.zero.grad_norm import GradStats
-from zeroaccel.zero.hidden_size import facts_from_model
-from zeroaccel.zero.module_buffers import cast_buffers
+from zeroaccel.zero.from_config import (
+    DTYPES,
+    buffer_dtypes_of,
+    engine_settings_of,
+    facts_from_model,
+    placement_of,
+    unit_specs_of,
+)
+from zeroaccel.zero.grad_reducer import GradStats
+from zeroaccel.zero.precision import cast_buffers
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
 from zeroaccel.zero.storage.placement import OffloadRules, TierSet
 from zeroaccel.zero.wrap_policy import group_parameters

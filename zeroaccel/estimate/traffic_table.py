@@ -41,9 +41,9 @@ def traffic_table(numel: int, workload: Workload) -> list[TrafficRow]:
     plans = {
         "stage 3": CommPlan(ranks, ranks, ranks),
         "hpZ": CommPlan(ranks, ranks, local if local > 1 else ranks),
-        "qwZ + hpZ": CommPlan(ranks, ranks, local if local > 1 else ranks, codes_weights=True),
+        "qwZ + hpZ": CommPlan(ranks, ranks, local if local > 1 else ranks, quantized_weights=True),
         "qwZ + hpZ + qgZ": CommPlan(
-            ranks, ranks, local if local > 1 else ranks, codes_weights=True, codes_gradients=True
+            ranks, ranks, local if local > 1 else ranks, quantized_weights=True, quantized_gradients=True
         ),
         "replicas of one machine": CommPlan(ranks, local, local),
     }

@@ -17,10 +17,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zeroaccel.comm.partitioned_tensors import PartitionedTensors
+from zeroaccel.comm.collectives import PartitionedTensors
 from zeroaccel.errors import UsageError
 
-__all__ = ["ActivationStore", "HostLink", "Kept", "link_to"]
+__all__ = ["ActivationStore", "HostLink", "SavedActivation", "link_to"]
 
 
 class Incoming(Protocol):
@@ -43,7 +43,7 @@ class HostLink(Protocol):
         """Starts a copy of host memory into a new tensor on the device."""
 
 
-class Kept:
+class SavedActivation:
     """One tensor in the store; given up with the last reference.
 
     Attributes:
@@ -108,14 +108,14 @@ class ActivationStore:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._slot_nbytes = 0
         self._count = 0
-        self._live: dict[int, weakref.ref[Kept]] = {}
+        self._live: dict[int, weakref.ref[SavedActivation]] = {}
 
     @property
     def count(self) -> int:
         """Tensors in the store."""
         return len(self._live)
 
-    def keep(self, tensor: Tensor) -> Kept | Tensor:
+    def keep(self, tensor: Tensor) -> SavedActivation | Tensor:
         """Takes a tensor; it may be changed afterwards, unless it is what was returned.
 
         Raises:
@@ -125,11 +125,11 @@ class ActivationStore:
         order = _order_in_memory(tensor)
         if order is None or (link is None and self._shares is None and self._slots is None):
             return tensor
-        kept = Kept(self, tensor, order, self._count)
+        kept = SavedActivation(self, tensor, order, self._count)
         self._count += 1
         flat = tensor.detach().permute(order).reshape(-1)
         if self._shares is not None:
-            flat = self._shares.share(flat)
+            flat = self._shares.shard(flat)
         nbytes = flat.numel() * flat.itemsize
         if self._slots is not None:
             kept.slot, place = self._take_slot(nbytes, link, tensor.device)
@@ -148,20 +148,20 @@ class ActivationStore:
         self.peak_nbytes = max(self.peak_nbytes, self.kept_nbytes)
         return kept
 
-    def fetch(self, kept: Kept | Tensor) -> Tensor:
+    def fetch(self, kept: SavedActivation | Tensor) -> Tensor:
         """The tensor that was taken. (with shares: all ranks of the group, in the same order)"""
         if isinstance(kept, Tensor):
             return kept
         flat = self._here(kept)
         if self._shares is not None:
-            flat = self._shares.whole(flat, kept.numel)
+            flat = self._shares.unshard(flat, kept.numel)
         elif kept.slot is not None and kept.data is flat:
             flat = flat.clone()  # the slot may be given to another while somebody still holds this
         self._begin_next(kept)
         back = [kept.order.index(dim) for dim in range(len(kept.order))]
         return flat.view(kept.shape).permute(back)
 
-    def forget(self, kept: Kept) -> None:
+    def forget(self, kept: SavedActivation) -> None:
         """Called by what is given up."""
         if self._live.pop(kept.number, None) is None or kept.data is None:
             return
@@ -169,7 +169,7 @@ class ActivationStore:
         if kept.slot is not None:
             self._free.append(kept.slot)
 
-    def _here(self, kept: Kept) -> Tensor:
+    def _here(self, kept: SavedActivation) -> Tensor:
         """Its data on its device."""
         assert kept.data is not None, "a tensor that was never taken"
         if kept.incoming is None:
@@ -177,12 +177,12 @@ class ActivationStore:
         incoming, kept.incoming = kept.incoming, None
         return kept.data if incoming is None else incoming.wait()
 
-    def _begin(self, kept: Kept) -> None:
+    def _begin(self, kept: SavedActivation) -> None:
         link = link_to(kept.device) if self._on_host else None
         if link is not None and kept.data is not None and kept.incoming is None:
             kept.incoming = link.bring(kept.data, kept.device)
 
-    def _begin_next(self, kept: Kept) -> None:
+    def _begin_next(self, kept: SavedActivation) -> None:
         """Starts to bring what backward will ask for next: all that the call before this one left."""
         earlier = [other for held in self._live.values() if (other := held()) is not None and other.call < kept.call]
         last = max((other.call for other in earlier), default=0)

@@ -72,7 +72,7 @@ def cupy_is_installed() -> bool:
 
 
 class CupyAdamLane:
-    """See `split_update.Lane`. For Adam with float32 moments.
+    """See `hybrid_update.DeviceLane`. For Adam with float32 moments.
 
     Args:
         device: a CUDA device.

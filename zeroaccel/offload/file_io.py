@@ -1,8 +1,8 @@
-"""One file of blocks: preallocated, read and written by a few threads, without the page cache where that works.
+"""The file of an NVMe tier: preallocated, in blocks that a few threads read and write with direct I/O.
 
-The file has no name: nobody else can open it, two runs in one folder do not meet, and its space comes back when the
-process ends, however it ends. Offsets, lengths and addresses are multiples of `ALIGN_NBYTES`. Knows nothing of what
-the bytes are.
+The file has no name: no other process can open it, two runs in one folder never share one, and its space comes back
+when the process ends, however it ends. Offsets, lengths and addresses are multiples of `ALIGN_NBYTES`. Knows nothing of
+what the bytes are.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 from zeroaccel.errors import ConfigError, OffloadError
 from zeroaccel.logs import log_once
 from zeroaccel.offload.host_buffers import ALIGN_NBYTES, aligned_bytes, aligned_nbytes
-from zeroaccel.offload.offload_folder import FolderFacts
+from zeroaccel.offload.offload_folder import OffloadFolder
 
 __all__ = ["BlockFile", "Direction", "IoSettings", "Traffic"]
 
@@ -112,7 +112,7 @@ class BlockFile:
         ConfigError: the folder does not take files, or has less free space than `nbytes`.
     """
 
-    def __init__(self, folder: FolderFacts, nbytes: int, where: str, settings: IoSettings) -> None:
+    def __init__(self, folder: OffloadFolder, nbytes: int, where: str, settings: IoSettings) -> None:
         self.folder = folder
         self.nbytes = aligned_nbytes(nbytes)
         self.settings = settings
@@ -301,7 +301,7 @@ class BlockFile:
         return f"offloaded data in {self.folder.path}, byte {offset}"
 
 
-def _open_nameless(folder: FolderFacts, where: str) -> int:
+def _open_nameless(folder: OffloadFolder, where: str) -> int:
     """A file without a name that only this user may open."""
     try:
         try:

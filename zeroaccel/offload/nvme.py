@@ -18,7 +18,7 @@ from torch import Tensor
 
 from zeroaccel.offload.file_io import BlockFile, Direction, IoSettings, Traffic
 from zeroaccel.offload.host_buffers import ALIGN_NBYTES, HostBuffers, aligned_nbytes
-from zeroaccel.offload.offload_folder import FolderFacts
+from zeroaccel.offload.offload_folder import OffloadFolder
 
 __all__ = ["NvmeTier"]
 
@@ -63,7 +63,7 @@ class NvmeTier:
     """
 
     def __init__(
-        self, sizes: Mapping[str, int], folder: FolderFacts, where: str, buffers: HostBuffers, settings: IoSettings
+        self, sizes: Mapping[str, int], folder: OffloadFolder, where: str, buffers: HostBuffers, settings: IoSettings
     ) -> None:
         self._table: dict[str, tuple[int, int]] = {}
         end = 0
@@ -96,13 +96,13 @@ class NvmeTier:
     def store(self, key: str, loan: Tensor, nbytes: int | None = None) -> None:
         """See `Tier.store`."""
         offset, size = self._table[key]
-        assert loan.numel() == size and self.buffers.is_lent(loan), f"{key}: stored what this tier did not lend"
+        assert loan.numel() == size and self.buffers.owns(loan), f"{key}: stored what this tier did not lend"
 
         def stored(error: Exception | None) -> None:
             with self._state:
                 self._failure = self._failure or error
                 self._writing.discard(key)
-                self.buffers.give_back(loan)
+                self.buffers.release(loan)
                 self._unpark()
                 self._state.notify_all()
 
@@ -114,7 +114,7 @@ class NvmeTier:
     def release(self, loan: Tensor) -> None:
         """See `Tier.release`."""
         with self._state:
-            self.buffers.give_back(loan)
+            self.buffers.release(loan)
             self._unpark()
 
     def read(self, key: str, start: int, nbytes: int) -> Tensor:
@@ -161,7 +161,7 @@ class NvmeTier:
         for fetch in list(self._parked):
             if fetch.key in self._writing:
                 continue
-            loan = self.buffers.take(self._table[fetch.key][1])
+            loan = self.buffers.acquire(self._table[fetch.key][1])
             if loan is None:
                 return
             self._start(fetch, loan)
@@ -175,12 +175,12 @@ class NvmeTier:
                 if fetch in self._parked:
                     self._start(fetch, loan)
                 else:  # granted while it waited for room
-                    self.buffers.give_back(loan)
+                    self.buffers.release(loan)
 
     def _room(self, nbytes: int) -> Tensor:
-        while (loan := self.buffers.take(nbytes)) is None:
+        while (loan := self.buffers.acquire(nbytes)) is None:
             if not self._writing:
-                return self.buffers.take_anyway(nbytes)
+                return self.buffers.acquire_over_budget(nbytes)
             self._state.wait()
         return loan
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from zeroaccel.errors import ConfigError
 from zeroaccel.logs import logger
 
-__all__ = ["FolderFacts", "examine_folder"]
+__all__ = ["OffloadFolder", "examine_folder"]
 
 _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
 _NETWORK = {
@@ -33,7 +33,7 @@ _NETWORK = {
 
 
 @dataclass(frozen=True)
-class FolderFacts:
+class OffloadFolder:
     """A folder that will do.
 
     Attributes:
@@ -47,7 +47,7 @@ class FolderFacts:
     free_nbytes: int
 
 
-def examine_folder(path: str | os.PathLike[str], where: str) -> FolderFacts:
+def examine_folder(path: str | os.PathLike[str], where: str) -> OffloadFolder:
     """What is known of the folder.
 
     Args:
@@ -75,7 +75,7 @@ def examine_folder(path: str | os.PathLike[str], where: str) -> FolderFacts:
         )
     if kind in _NETWORK:
         logger.warning("%s: %s is on a network file system (%s); expect its speed", where, folder, kind)
-    return FolderFacts(folder, kind, shutil.disk_usage(folder).free)
+    return OffloadFolder(folder, kind, shutil.disk_usage(folder).free)
 
 
 def _file_system(folder: Path) -> str:

@@ -20,8 +20,8 @@ from torch.optim.optimizer import ParamsT
 from zeroaccel.errors import UsageError
 from zeroaccel.ops import moments
 from zeroaccel.ops.dispatch import array_of, in_spans
+from zeroaccel.ops.hybrid_update import HybridUpdate
 from zeroaccel.ops.number_formats import Array
-from zeroaccel.ops.split_update import SplitUpdate
 from zeroaccel.ops.updates import BLOCK_NUMEL
 
 __all__ = ["Hyperparameters", "ShardOptimizer", "ShardStep", "require", "require_unit_interval"]
@@ -74,7 +74,7 @@ class ShardOptimizer(torch.optim.Optimizer):
     kernel: ClassVar[Callable[..., None]]
     block_kernel: ClassVar[Callable[..., None] | None] = None
     """The kernel for moments in 8-bit blocks."""
-    split: SplitUpdate | None = None
+    split: HybridUpdate | None = None
     """Who shares updates of host memory with a device; for Adam with float32 moments."""
     moments: ClassVar[Mapping[str, bool]] = {}
     """Name in the state -> whether it has signs, of each moment that may be kept in fewer bits."""

@@ -1,9 +1,9 @@
-"""What a run says about itself while it runs: step lines, time per phase, memory after each phase, and monitor events.
+"""The report of a training run: step lines, time per phase, memory after each phase, offload rates, monitor events.
 
 The engine marks its phases and steps on a `StepReport`; everything is off by default and then costs a comparison.
-Lines go to the logger `zeroaccel.report`, which shows them whatever the level of `zeroaccel`: they are asked for in the
+Lines go to the logger `zeroaccel.report`, which shows them whatever the level of `zeroaccel`: they are enabled in the
 config (`steps_per_print`, `wall_clock_breakdown`, `memory_breakdown`). Only rank 0 reports. Nothing here changes what
-is computed; with `wall_clock_breakdown` the device is waited for, so a timed run may be slower.
+is computed; `wall_clock_breakdown` synchronizes with the device around each phase, so a timed run may be slower.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ import torch
 from torch import Tensor
 
 from zeroaccel.logs import logger
-from zeroaccel.zero.precision import LossScale
+from zeroaccel.offload.file_io import Direction
+from zeroaccel.offload.tier import Tier
 
 __all__ = [
     "EventSink",
     "MemoryUse",
+    "OffloadReport",
     "PhaseClock",
+    "ReportedEngine",
     "StepFacts",
     "StepReport",
-    "Watched",
     "format_memory",
     "format_phases",
     "format_step",
@@ -185,22 +187,34 @@ def step_events(facts: StepFacts) -> list[tuple[str, float, int]]:
 
 
 class EventSink(Protocol):
-    """Takes events; false when nobody reads them."""
+    """The monitors; false when there are none."""
 
     def __len__(self) -> int:
-        """How many read them."""
+        """Number of monitors."""
 
     def write(self, events: Sequence[tuple[str, float, int]]) -> None:
-        """Takes events."""
+        """Queues events."""
 
     def flush(self) -> None:
-        """Makes them visible."""
+        """Makes the queued events visible."""
 
     def close(self) -> None:
-        """Ends."""
+        """Closes the monitors."""
 
 
-class Watched(Protocol):
+class ReportedScale(Protocol):
+    """A loss scale, as a report reads it."""
+
+    @property
+    def scales(self) -> bool:
+        """False where losses are not scaled, as in bf16 and fp32."""
+
+    @property
+    def value(self) -> float:
+        """The factor of the loss."""
+
+
+class ReportedEngine(Protocol):
     """What a report reads of an engine after a step."""
 
     global_steps: int
@@ -208,8 +222,8 @@ class Watched(Protocol):
     global_samples: int
 
     @property
-    def loss_scale(self) -> LossScale:
-        """The plain class where losses are not scaled."""
+    def loss_scale(self) -> ReportedScale:
+        """Of the next step."""
 
     def get_lr(self) -> Sequence[float]:
         """Learning rate of each param group."""
@@ -219,22 +233,22 @@ class Watched(Protocol):
 
 
 class StepReport:
-    """Told by the engine what it does; says what the config asks for.
+    """Collects the phases and steps of one engine and logs what the config enables.
 
     1. `begin(phase)` and `end(phase)` around forward, backward, reduce and step; `loss(loss)` after each backward.
     2. `step(engine)` after each optimizer step: events to the monitors, and every `steps_per_print` steps the lines.
     3. `close()` closes the monitors.
 
     Args:
-        device: whose time and memory are meant.
-        rank: ranks other than 0 do nothing.
+        device: timed and measured.
+        rank: ranks other than 0 report nothing.
         steps_per_print: steps between two step lines, or None. The breakdowns come in the same steps, or every 10.
         wall_clock_breakdown: time per phase.
         memory_breakdown: memory after each phase.
-        monitors: who gets events at every step, or None.
+        monitors: receive events at every step; or None.
 
     Attributes:
-        offload: gives the line about offload, of so many steps; with the breakdown of times. None where nothing is.
+        offload: number of steps -> the line about offload, logged with the breakdown of times. None without offload.
     """
 
     def __init__(
@@ -272,17 +286,17 @@ class StepReport:
             self._memory[phase] = memory_now(self._device)
 
     def loss(self, loss: Tensor) -> None:
-        """The loss of one micro-batch; read only at the end of the step, and only if a monitor wants it."""
+        """The loss of one micro-batch; copied to the host only at the end of the step, and only for a monitor."""
         if self._monitors is not None:
             self._losses.append(loss.detach())
 
-    def step(self, engine: Watched) -> None:
+    def step(self, engine: ReportedEngine) -> None:
         """An optimizer step is over."""
         self._steps += 1
         if self._monitors is not None:
             self._monitors.write(step_events(_facts(engine, self._mean_loss())))
         if engine.global_steps % self._every == 0:
-            self._say(engine)
+            self._log(engine)
             self._steps = 0
             if self._monitors is not None:
                 self._monitors.flush()
@@ -296,7 +310,7 @@ class StepReport:
             self._monitors.close()
             self._monitors = None
 
-    def _say(self, engine: Watched) -> None:
+    def _log(self, engine: ReportedEngine) -> None:
         if self._step_lines:
             _lines.info(format_step(_facts(engine), self._samples_per_second(engine.global_samples)))
         if self._clock is not None:
@@ -317,13 +331,78 @@ class StepReport:
         return sum(float(loss) for loss in losses) / len(losses) if losses else None
 
 
-def _facts(engine: Watched, loss: float | None = None) -> StepFacts:
+def _facts(engine: ReportedEngine, loss: float | None = None) -> StepFacts:
     return StepFacts(
         step=engine.global_steps,
         skipped=engine.skipped_steps,
         samples=engine.global_samples,
         lrs=engine.get_lr(),
         grad_norm=engine.get_global_grad_norm(),
-        loss_scale=None if type(engine.loss_scale) is LossScale else engine.loss_scale.value,
+        loss_scale=engine.loss_scale.value if engine.loss_scale.scales else None,
         loss=loss,
     )
+
+
+# -- offload
+
+_Times = tuple[float, float, float]  # of the update, in seconds: in all, waited for transfers, overlapped
+_Counts = dict[tuple[str, Direction], tuple[int, float]]
+
+
+class OffloadReport:
+    """Summarizes update and transfer times since the last call, from counters that run anyway.
+
+    Args:
+        tiers: name ("optimizer, nvme") -> the tier whose traffic is counted.
+        update_times: seconds of all updates so far: in all, of it waiting for a tier, and of it overlapped.
+        overlaps_io: reads and writes of optimizer states go on at the same time.
+    """
+
+    def __init__(
+        self, tiers: Mapping[str, Tier], update_times: Callable[[], _Times], *, overlaps_io: bool = False
+    ) -> None:
+        self._tiers = tiers
+        self._update_times = update_times
+        self._overlaps_io = overlaps_io
+        self._before = self._now()
+
+    def __call__(self, steps: int) -> str:
+        """``offload, s per step over 10 steps: update 0.52, transfers 0.61 (0.48 hidden) | optimizer on /nvme (ext4):
+        read 1.21 GB/s, write 0.97 GB/s``
+
+        An update of states in memory has no transfers. Hidden is what of the transfers the update did not wait for, and
+        with `update_during` what of the update the step did not wait for.
+        """
+        before, now = self._before, self._now()
+        self._before = now
+        update, waited, overlapped = (after - earlier for after, earlier in zip(now[0], before[0], strict=True))
+        moved: _Counts = {
+            place: (nbytes - before[1][place][0], seconds - before[1][place][1])
+            for place, (nbytes, seconds) in now[1].items()
+        }
+        hidden_part = f" ({max(0.0, overlapped) / steps:.3f} hidden)" if overlapped else ""
+        parts = [f"update {update / steps:.3f}{hidden_part}"]
+        of_states = [seconds for (name, _), (_, seconds) in moved.items() if name.startswith("optimizer")]
+        if of_states:
+            # Pipelined reads and writes share the wall clock, so their times must not be added.
+            transfers = max(of_states) if self._overlaps_io else sum(of_states)
+            hidden = max(0.0, transfers - waited)
+            parts.append(f"transfers {transfers / steps:.3f} ({hidden / steps:.3f} hidden)")
+        line = f"offload, s per step over {steps} step{'s' if steps != 1 else ''}: {', '.join(parts)}"
+        for name, tier in self._tiers.items():
+            rates = [
+                f"{way} {moved[name, way][0] / moved[name, way][1] / 1e9:.2f} GB/s"
+                for way in tier.traffic
+                if moved[name, way][1] > 0
+            ]
+            if rates:
+                line += f" | {name.partition(',')[0]} on {tier.name}: {', '.join(rates)}"
+        return line
+
+    def _now(self) -> tuple[_Times, _Counts]:
+        counts: _Counts = {
+            (name, way): (traffic.nbytes, traffic.seconds)
+            for name, tier in self._tiers.items()
+            for way, traffic in tier.traffic.items()
+        }
+        return self._update_times(), counts

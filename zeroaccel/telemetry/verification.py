@@ -1,7 +1,7 @@
-"""What `zeroaccel verify` asks of a script's engines: few steps, all numbers written down, perhaps without sharding.
+"""Runs of `zeroaccel verify`: a few steps of a script, all numbers recorded, for the baseline without sharding.
 
-The order comes in one variable, which only `verify` sets. `initialization` asks here for the config to use and for the
-report to give the engine; a script that is not verified never comes by.
+The request is one environment variable, which only `verify` sets. `initialization` takes from here the config to use
+and the report for the engine; for any other script both are as they would be without this module.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zeroaccel.config import Config, shard_plan
 from zeroaccel.errors import ConfigError
-from zeroaccel.telemetry.step_report import StepReport, Watched
+from zeroaccel.telemetry.step_report import ReportedEngine, StepReport
 
 __all__ = ["VARIABLE", "RecordingReport", "Verification", "verification"]
 
@@ -25,7 +25,7 @@ VARIABLE = "ZEROACCEL_VERIFY"
 """JSON: folder for the records, steps to take, whether this is the baseline."""
 
 _engines = itertools.count()
-# What a baseline has not; all the rest of the section stays as it is.
+# Switched off in a baseline; all other keys of the section stay.
 _PLAIN: dict[str, Any] = {
     "offload_optimizer": None,
     "offload_param": None,
@@ -38,17 +38,17 @@ _PLAIN: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Verification:
-    """One run of a script that is verified."""
+    """One run of a verified script."""
 
     folder: Path
     steps: int
     baseline: bool
 
     def config(self, settings: Config, accumulation: int) -> Config:
-        """The config of this run: as given, or the plainest that promises the same numbers.
+        """The config of this run: unchanged, or for a baseline the plainest that promises the same numbers.
 
-        That is stage 0; but with several micro-steps per step, where sharded gradients are summed in another order
-        (over ranks first), it is the first stage that sums them so.
+        That is stage 0; but with several micro-steps per step sharded gradients are summed over ranks first, then over
+        micro-steps, so that the baseline is the first stage with this order.
         """
         if not self.baseline:
             return settings
@@ -58,7 +58,7 @@ class Verification:
 
 
 def verification() -> Verification | None:
-    """The order in the environment, or None.
+    """The request in the environment, or None.
 
     Raises:
         ConfigError: it is not one that `zeroaccel verify` writes.
@@ -75,11 +75,11 @@ def verification() -> Verification | None:
 
 
 class RecordingReport(StepReport):
-    """Writes the losses and the gradients' norm of every step to a file, to the last bit, and ends the run in time.
+    """Writes the losses and the gradient norm of every step to a file, bit for bit, and exits after the last step.
 
     Args:
-        order: what is verified.
-        rank: whose file it is.
+        order: the request.
+        rank: writes to a file of its own.
         stage: of the run.
     """
 
@@ -95,8 +95,8 @@ class RecordingReport(StepReport):
         super().loss(loss)
         self._recorded.append(float(loss.detach()).hex())
 
-    def step(self, engine: Watched) -> None:
-        """Raises SystemExit after the last step that was asked for."""
+    def step(self, engine: ReportedEngine) -> None:
+        """Raises SystemExit after the last requested step."""
         super().step(engine)
         norm = engine.get_global_grad_norm()
         record = {"stage": self._stage, "losses": self._recorded, "norm": None if norm is None else float(norm).hex()}

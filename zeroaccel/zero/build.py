@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.comm.quantized import CODABLE
+from zeroaccel.comm.quantized import QUANTIZABLE
 from zeroaccel.config.shard_plan import ShardPlan
 from zeroaccel.errors import ConfigError, UsageError, listed
 from zeroaccel.logs import logger
 from zeroaccel.optim.rank_facts import SAME_OPTIMIZER, difference
 from zeroaccel.zero.access.param_registry import ParamHandle, place_of
-from zeroaccel.zero.dtensor import check_split, is_split, local
 from zeroaccel.zero.layout import FlatLayout, OwnerLoads
-from zeroaccel.zero.module_buffers import forget_cast
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit, Places
+from zeroaccel.zero.precision import forget_cast
 from zeroaccel.zero.storage.copy_stream import CopyStream
+from zeroaccel.zero.tensor_subclasses import check_split, is_split, local
 from zeroaccel.zero.wrap_policy import UnitSpec
 
 __all__ = [
@@ -57,7 +57,7 @@ class Placement:
         plan: what is sharded.
         groups: id(parameter) -> index of its param group; parameters not in it are not optimized.
         offloads_params: shards of parameters are not on the device, so that even one rank alone has shards.
-        packs_frozen: the shards of frozen parameters are stored as int8 codes.
+        quantized_frozen_weights: the shards of frozen parameters are stored as int8 codes.
         whole_groups: indices of the param groups whose optimizer needs whole tensors.
     """
 
@@ -67,7 +67,7 @@ class Placement:
     plan: ShardPlan
     groups: Mapping[int, int]
     offloads_params: bool = False
-    packs_frozen: bool = False
+    quantized_frozen_weights: bool = False
     whole_groups: frozenset[int] = frozenset()
 
     def param_dtype(self, fqn: str, param: nn.Parameter) -> torch.dtype:
@@ -375,7 +375,7 @@ def _build_unit(
             refuses_writes=True,
         )
         buffer.adopt(source, tiers.places(plan, collectives.shard_rank, replicated=not placement.plan.optimizer))
-        if placement.packs_frozen and not (plan.trainable or plan.resident) and plan.dtype in CODABLE:
+        if placement.quantized_frozen_weights and not (plan.trainable or plan.resident) and plan.dtype in QUANTIZABLE:
             buffer.pack()
         buffers.append(buffer)
     unit = ParamUnit(spec.name, spec.modules, buffers, collectives, tiers.copies)

@@ -15,11 +15,49 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zeroaccel.zero.on_demand import OnDemandUnshard
+import torch
+
+from zeroaccel.comm.collectives import Collectives
 from zeroaccel.zero.param_unit import ParamUnit, ShardState
 from zeroaccel.zero.prefetch import PrefetchTrace
 
-__all__ = ["ForwardUse", "ParamCoordinator"]
+__all__ = ["ForwardUse", "OnDemandUnshard", "ParamCoordinator"]
+
+_DONE = -1
+
+
+class OnDemandUnshard:
+    """One period in which units are gathered on request. `serve` ends it, on every rank."""
+
+    def __init__(self, units: Sequence[ParamUnit], collectives: Collectives) -> None:
+        self._units = tuple(units)
+        self._numbers = {id(unit): number for number, unit in enumerate(units)}
+        self._collectives = collectives
+
+    def fetch(self, unit: ParamUnit) -> None:
+        """Makes `unit` whole on this rank; takes part in what other ranks ask for meanwhile."""
+        if unit.state is not ShardState.UNSHARDED:
+            self._round(self._numbers[id(unit)])
+
+    def serve(self) -> None:
+        """This rank needs nothing more: takes part in the others' gathers until nobody does."""
+        while self._round(_DONE):
+            pass
+
+    def _round(self, wanted: int) -> bool:
+        """One exchange of wishes and the gathers that follow; False when all ranks are done."""
+        wishes = torch.full((self._collectives.world_size,), _DONE)
+        wishes[self._collectives.rank] = wanted
+        self._collectives.all_reduce(wishes, "max", "who needs which unit")
+        asked = sorted({int(number) for number in wishes.tolist()} - {_DONE})
+        for number in asked:
+            unit = self._units[number]
+            if number == wanted:
+                unit.unshard()
+                unit.wait()
+            else:
+                unit.take_part()
+        return bool(asked)
 
 
 class ForwardUse:

@@ -20,14 +20,12 @@ from torch.autograd import Variable
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.config.shard_plan import ShardPlan, UpdateTime
 from zeroaccel.errors import EngineStateError, UsageError
-from zeroaccel.optim.hyperparameter_check import HyperparameterCheck
-from zeroaccel.telemetry.offload_report import OffloadReport
-from zeroaccel.telemetry.step_report import StepReport
+from zeroaccel.optim.rank_facts import HyperparameterCheck
+from zeroaccel.telemetry.step_report import OffloadReport, StepReport
 from zeroaccel.zero.access.full_params import gathered, iter_named_full_params
 from zeroaccel.zero.access.param_registry import ParamRegistry, Training
 from zeroaccel.zero.coordinator import ParamCoordinator
-from zeroaccel.zero.grad_norm import GradStats, clip_factor
-from zeroaccel.zero.grad_reducer import GradReducer, ReduceRules
+from zeroaccel.zero.grad_reducer import GradReducer, GradStats, ReduceRules, clip_factor
 from zeroaccel.zero.gradient_access import GradientAccess
 from zeroaccel.zero.hooks import Hooks, StateDictHooks
 from zeroaccel.zero.param_check import ParamIntegrityCheck
@@ -124,7 +122,7 @@ class Engine(GradientAccess, StateOffload, nn.Module):
         self._shard = optimizer
         self._report = report or StepReport()
         if tiers is not None and tiers.is_used:
-            self._report.offload = OffloadReport(tiers, optimizer)
+            self._report.offload = _offload_report(tiers, optimizer)
         trained = [(unit.name, b) for unit in units for b in unit.buffers if b.trainable]
         self._tiers = tiers
         copies = tiers.copies if tiers is not None and tiers.steps_on_host else None
@@ -345,7 +343,7 @@ class Engine(GradientAccess, StateOffload, nn.Module):
 
     def _note(self, phase: str) -> None:
         """For the message of whoever has to wait for this rank."""
-        self.collectives.journal.phase, self.collectives.journal.step = phase, self.global_steps
+        self.collectives.flight_recorder.phase, self.collectives.flight_recorder.step = phase, self.global_steps
 
     def _check_usable(self) -> None:
         if self._destroyed:
@@ -600,3 +598,14 @@ class Engine(GradientAccess, StateOffload, nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Engine:
         self._faces.check_conversion(fn, self.module)
         return self  # nothing would change
+
+
+def _offload_report(tiers: TierSet, optimizer: ShardedOptimizer | None) -> OffloadReport:
+    def update_times() -> tuple[float, float, float]:
+        if optimizer is None:
+            return 0.0, 0.0, 0.0
+        return optimizer.update_seconds, optimizer.waited_seconds, optimizer.hidden_seconds
+
+    states = tiers.states
+    overlaps_io = states is not None and states.pipeline_read and states.pipeline_write
+    return OffloadReport(tiers.tiers, update_times, overlaps_io=overlaps_io)

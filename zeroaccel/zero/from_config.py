@@ -6,26 +6,35 @@ does so without values, so that the two cannot differ.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
-from zeroaccel.config import BatchSizes, Config, ShardPlan, TierPlan, overlaps_communication
+from zeroaccel.config import BatchSizes, Config, Fact, Facts, ShardPlan, TierPlan, overlaps_communication
+from zeroaccel.errors import ConfigError, UsageError
+from zeroaccel.optim.lr_schedules import build_scheduler
+from zeroaccel.optim.optimizer_factory import build_optimizer
 from zeroaccel.optim.optimizer_kinds import OptimizerKind
 from zeroaccel.zero.build import Placement
 from zeroaccel.zero.engine import EngineSettings
 from zeroaccel.zero.grad_reducer import ReduceRules
-from zeroaccel.zero.module_buffers import BufferDtypes
-from zeroaccel.zero.precision import DynamicLossScale, LossScale, StaticLossScale, kept_in_fp32
+from zeroaccel.zero.precision import BufferDtypes, DynamicLossScale, LossScale, StaticLossScale, kept_in_fp32
 from zeroaccel.zero.prefetch import PrefetchLimits
 from zeroaccel.zero.wrap_policy import LeafRules, UnitSpec, group_parameters
 
 __all__ = [
     "DTYPES",
+    "addressed",
     "buffer_dtypes_of",
+    "check_training",
     "dtype_of",
     "engine_settings_of",
+    "facts_from_model",
     "loss_scale_of",
     "placement_of",
     "unit_specs_of",
@@ -71,7 +80,7 @@ def placement_of(
     """
     fp32 = kept_in_fp32(model, settings.data_types.keep_in_fp32_modules)
     offloads_params = residences.param != "device"
-    packs_frozen = plan.params and settings.zero_optimization.zero_quantized_nontrainable_weights
+    quantized_frozen_weights = plan.params and settings.zero_optimization.zero_quantized_nontrainable_weights
     return Placement(
         DTYPES[settings.precision],
         frozenset(fp32),
@@ -79,7 +88,7 @@ def placement_of(
         plan,
         groups,
         offloads_params,
-        packs_frozen,
+        quantized_frozen_weights,
         frozenset(index for index, kind in enumerate(kinds) if kind is OptimizerKind.PER_TENSOR),
     )
 
@@ -141,3 +150,147 @@ def loss_scale_of(settings: Config) -> LossScale:
         consecutive_hysteresis=fp16.consecutive_hysteresis,
         minimum=fp16.min_loss_scale,
     )
+
+
+def facts_from_model(model: nn.Module) -> Facts:
+    """The hidden size of a model, and where it was found.
+
+    In this order: `config.hidden_size`, the largest of `config.hidden_sizes`, the same two of the text model's config
+    (`text_config`, `get_text_config()`), the most common last dimension of the model's 2-D weights. A model without
+    any of these has none.
+    """
+    for name, config in _configs(model):
+        size, sizes = _read(config, "hidden_size"), _read(config, "hidden_sizes")
+        if _is_size(size):
+            return Facts(hidden_size=Fact(size, f"{name}.hidden_size"))
+        if isinstance(sizes, (list, tuple)) and sizes and all(map(_is_size, sizes)):
+            return Facts(hidden_size=Fact(max(sizes), f"max({name}.hidden_sizes)"))
+    widths = Counter(param.shape[-1] for param in model.parameters() if param.dim() == 2 and param.shape[-1] > 0)
+    if not widths:
+        return Facts()
+    width, count = max(widths.items(), key=lambda item: (item[1], item[0]))
+    why = f"the last dimension of {count} of the model's {widths.total()} 2-D weights, as its config has no hidden size"
+    return Facts(hidden_size=Fact(width, why))
+
+
+def _configs(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The model's config and that of the text model within, with the expression that leads to each."""
+    config = getattr(model, "config", None)
+    if config is None:
+        return
+    yield "model.config", config
+    nested = _read(config, "text_config")
+    if nested is not None:
+        yield "model.config.text_config", nested
+    find = getattr(config, "get_text_config", None)
+    if callable(find):
+        try:
+            yield "model.config.get_text_config()", find()
+        except ValueError:  # there are several, and the config cannot say which is meant
+            return
+
+
+def _read(config: Any, name: str) -> Any:
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+# What stands for an argument that is "auto", that `auto_rules` fills, and that its class cannot do without.
+_STAND_INS: Mapping[str, Any] = {"total_num_steps": 1000, "warmup_num_steps": 10, "lr": 1e-3}
+
+
+@contextmanager
+def addressed(config: Config) -> Iterator[None]:
+    """Gives errors about a key of `config`, which begin with its path, the place at which it was written.
+
+    Raises:
+        ConfigError: raised inside, from "optimizer.params.lr: ..." made "ds_config.json:7:9: optimizer.params.lr: ...".
+    """
+    try:
+        yield
+    except ConfigError as error:
+        path, colon, rest = str(error).partition(":")
+        key, space, more = path.partition(" ")
+        where = config.where(key) if key.partition(".")[0] in ("optimizer", "scheduler") else key
+        if where == key:
+            raise
+        raise ConfigError(f"{where}{space}{more}{colon}{rest}") from error
+
+
+def check_training(config: Config) -> None:
+    """Checks the optimizer and the schedule that a config names; an "auto" among their arguments is taken for right.
+
+    Raises:
+        ConfigError: what `initialize` would say, of all that is wrong.
+    """
+    lines: list[str] = []
+    optimizer: Optimizer | None = None
+    try:
+        optimizer = _optimizer(config)
+    except ConfigError as error:
+        lines.append(str(error))
+    try:
+        _check_schedule(config, optimizer)
+    except ConfigError as error:
+        lines.append(str(error))
+    lines += _batch_sizes(config)
+    if len(lines) == 1:
+        raise ConfigError(lines[0])
+    if lines:
+        raise ConfigError("\n  ".join([f"{len(lines)} settings are wrong", *lines]))
+
+
+def _optimizer(config: Config) -> Optimizer | None:
+    section = config.optimizer
+    if section is None or section.type is None:
+        return None
+    params = _with_stand_ins(config, "optimizer", section.params)
+    if config.bf16.bf16_optimizer_states:
+        params.setdefault("moments_dtype", "bf16")
+    model = nn.Linear(4, 4, bias=False)
+    with addressed(config):
+        return build_optimizer(section.type, params, list(model.parameters()), model)
+
+
+def _check_schedule(config: Config, optimizer: Optimizer | None) -> None:
+    section = config.scheduler
+    if section is None:
+        return
+    params = _with_stand_ins(config, "scheduler", section.params)
+    groups = max((len(value) for value in params.values() if isinstance(value, (list, tuple))), default=1)
+    stand_in = torch.optim.AdamW([{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(max(groups, 1))])
+    one_group = groups == 1 and optimizer is not None
+    with addressed(config):
+        try:
+            build_scheduler(section.type, params, optimizer if one_group and optimizer is not None else stand_in)
+        except UsageError as error:
+            raise ConfigError(str(error)) from error
+
+
+def _with_stand_ins(config: Config, section: str, params: Mapping[str, Any]) -> dict[str, Any]:
+    start = f"{section}.params."
+    unknown = {path.removeprefix(start) for path in config.unresolved if path.startswith(start)}
+    return {**{name: _STAND_INS[name] for name in unknown if name in _STAND_INS}, **params}
+
+
+def _batch_sizes(config: Config) -> list[str]:
+    """What is wrong with the batch sizes on any number of ranks."""
+    train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
+    steps = config.gradient_accumulation_steps
+    per_rank = (micro or 1) * (steps or 1)
+    if train is None or train % per_rank == 0:
+        return []
+    factors = [
+        f"{name} {value}"
+        for name, value in (("train_micro_batch_size_per_gpu", micro), ("gradient_accumulation_steps", steps))
+        if value is not None
+    ]
+    fix = f"set it to a multiple of {per_rank}, which times the ranks is what a step takes"
+    return [
+        str(
+            ConfigError(f"{config.where('train_batch_size')}: {train} is no multiple of {' * '.join(factors)}", fix=fix)
+        )
+    ]

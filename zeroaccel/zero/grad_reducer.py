@@ -13,6 +13,7 @@ The reduced gradient has the communication dtype; it becomes the accumulation dt
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,11 +24,12 @@ from torch import Tensor, nn
 from zeroaccel.comm.collectives import Collectives, Work
 from zeroaccel.config.shard_plan import ShardPlan
 from zeroaccel.errors import EngineStateError, ShardStateError
-from zeroaccel.zero.dtensor import local_grad
+from zeroaccel.ops.reductions import max_abs, norm_exponent, norm_from, square_sums
 from zeroaccel.zero.param_unit import FlatBuffer
 from zeroaccel.zero.storage.copy_stream import CopyHandle, CopyStream
+from zeroaccel.zero.tensor_subclasses import local_grad
 
-__all__ = ["GradReducer", "GradientBuffer", "ReduceRules"]
+__all__ = ["GradReducer", "GradStats", "GradientBuffer", "ReduceRules", "clip_factor", "examine"]
 
 _LEAVING_LIMIT = 2  # reduced gradients that stay on the device while they are copied to the host
 
@@ -346,3 +348,63 @@ class GradReducer:
 
     def _accumulation(self, gradients: GradientBuffer) -> torch.dtype:
         return self._rules.accumulation_dtype or gradients.buffer.dtype
+
+
+@dataclass(frozen=True)
+class GradStats:
+    """What one step's gradients look like, equal on all ranks.
+
+    Attributes:
+        finite: no infinity and no NaN on any rank.
+        norm: the global L2 norm as held, i.e. still multiplied by the loss scale; NaN when not computed or not finite.
+        agreed: every rank went through the same collectives since the beginning.
+        alike: every rank's optimizer has the same settings.
+    """
+
+    finite: bool
+    norm: float
+    agreed: bool
+    alike: bool
+
+
+def examine(
+    shards: Sequence[Tensor],
+    counted: Sequence[Tensor],
+    collectives: Collectives,
+    *,
+    history: int,
+    settings: int,
+    norm: bool,
+) -> GradStats:
+    """Looks at the reduced gradients of this rank's shards; collective over all ranks.
+
+    Args:
+        shards: the mean gradients of this rank's own elements, any float dtype, any number.
+        counted: those of them that are in the norm; what several ranks hold is in that of one of them.
+        history: a number below 2^52 that sums up the collectives this rank has issued.
+        settings: likewise, the settings that its optimizer goes by.
+        norm: whether to compute the norm too.
+    """
+    largest = max((max_abs(shard) for shard in shards), default=0.0)
+    facts = torch.tensor([largest, history, -history, settings, -settings], dtype=torch.float64)
+    collectives.all_reduce(facts, "max", "gradient overflow check")
+    largest, latest, earliest, highest, lowest = facts.tolist()
+    agreed, alike = latest == -earliest, highest == -lowest
+    finite = math.isfinite(largest)
+    if not (finite and agreed and alike and norm):
+        return GradStats(finite, math.nan, agreed, alike)
+    if largest == 0.0:
+        return GradStats(True, 0.0, agreed, alike)
+    exponent = norm_exponent(largest)
+    sums = torch.zeros(2, dtype=torch.int64)
+    for shard in counted:
+        sums += torch.tensor(square_sums(shard, exponent), dtype=torch.int64)
+    collectives.all_reduce(sums, "sum", "gradient norm")
+    return GradStats(True, norm_from(int(sums[0]), int(sums[1]), exponent), agreed, alike)
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """What to multiply gradients of this norm with so that it is at most `max_norm`; 1 when `max_norm` is 0 (off)."""
+    if max_norm <= 0.0:
+        return 1.0
+    return min(1.0, max_norm / (norm + 1e-6))

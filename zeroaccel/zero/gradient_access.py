@@ -12,10 +12,9 @@ from typing import Protocol, cast
 from zeroaccel.comm.agree import disagreement_report
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import CollectiveError, EngineStateError
-from zeroaccel.optim.hyperparameter_check import HyperparameterCheck
+from zeroaccel.optim.rank_facts import HyperparameterCheck
 from zeroaccel.zero.coordinator import ParamCoordinator
-from zeroaccel.zero.grad_norm import GradStats, examine
-from zeroaccel.zero.grad_reducer import GradReducer
+from zeroaccel.zero.grad_reducer import GradReducer, GradStats, examine
 from zeroaccel.zero.precision import LossScale
 from zeroaccel.zero.weight_update import WeightUpdate
 
@@ -99,9 +98,11 @@ class GradientAccess:
         if parts._health is not None:
             return parts._health
         parts._complete_gradients()
-        ranks, history = parts.collectives, parts.collectives.journal.digest()
+        ranks, history = parts.collectives, parts.collectives.flight_recorder.digest()
         shards = [(held.shard, held.buffer) for held in parts._reducer.gradients if held.shard is not None]
-        counted = [shard for shard, buffer in shards if ranks.replica == 0 and (ranks.leads or buffer.is_split)]
+        counted = [
+            shard for shard, buffer in shards if ranks.replica == 0 and (ranks.is_first_data_group or buffer.is_split)
+        ]
         check = parts._hyperparameters
         # What an update in backward went by was compared before it, and is held against what it is now after it.
         began = parts._weights is not None and parts._weights.is_early

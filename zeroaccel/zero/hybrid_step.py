@@ -1,6 +1,6 @@
 """Whether updates in host memory are shared with the device, by `offload_optimizer.ratio`, and may run beside others.
 
-Decides and connects; `ops/split_update.py` cuts, `offload/cupy_adam.py` is the way over the device.
+Decides and connects; `ops/hybrid_update.py` cuts, `offload/cupy_adam.py` is the way over the device.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from zeroaccel.config.shard_plan import UpdateTime
 from zeroaccel.errors import ConfigError
 from zeroaccel.logs import logger
 from zeroaccel.offload.cupy_adam import CupyAdamLane, cupy_is_installed
-from zeroaccel.ops.adam import Adam
+from zeroaccel.ops.elementwise import Adam
+from zeroaccel.ops.hybrid_update import HybridUpdate
 from zeroaccel.ops.shard_step import ShardStep
-from zeroaccel.ops.split_update import SplitUpdate
 
 __all__ = ["check_update_time", "share_updates"]
 
@@ -43,7 +43,7 @@ def share_updates(optimizer: Optimizer, ratio: float | None, device: torch.devic
         missing = "CuPy: pip install zeroaccel[cuda]"
     if missing is None:
         assert isinstance(optimizer, Adam), "checked above"
-        optimizer.split = SplitUpdate(CupyAdamLane(device), ratio)
+        optimizer.split = HybridUpdate(CupyAdamLane(device), ratio)
     elif ratio is not None:
         raise ConfigError(f"{where}.ratio", expected="1.0", got=ratio, fix=f"a share for the device needs {missing}")
 

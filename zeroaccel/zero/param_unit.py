@@ -21,13 +21,12 @@ from torch import Tensor, nn
 
 from zeroaccel.comm.agree import agree_or_raise
 from zeroaccel.comm.collectives import Collectives, Work
-from zeroaccel.comm.quantized import INT8, decode, encode
+from zeroaccel.comm.quantized import INT8, dequantize, quantize
 from zeroaccel.errors import OffloadError, ShardStateError
-from zeroaccel.zero.dtensor import is_split, local, set_local
 from zeroaccel.zero.layout import FlatLayout
-from zeroaccel.zero.sharded_parameter import as_ordinary, as_sharded
 from zeroaccel.zero.storage.copy_stream import CopyStream
 from zeroaccel.zero.storage.nvme_shard import NvmeShard
+from zeroaccel.zero.tensor_subclasses import as_ordinary, as_sharded, is_split, local, set_local
 
 __all__ = ["FlatBuffer", "ParamUnit", "Places", "ShardState"]
 
@@ -174,7 +173,7 @@ class FlatBuffer:
         """Stores the shard of a frozen buffer as an int8 code from now on, and the whole buffer as what that says."""
         assert not (self.trainable or self.resident), "only what is sharded and never changes is stored as a code"
         self.packed = self.shard.new_empty(INT8.nbytes(self.shard.numel()), dtype=torch.uint8)
-        encode(self.shard, INT8, self.packed)
+        quantize(self.shard, INT8, self.packed)
         self.shard = self.shard[:0].clone()
 
     def values(self) -> Tensor:
@@ -182,7 +181,7 @@ class FlatBuffer:
         if self.packed is None:
             return self.shard
         values = torch.empty(self.layout.shard_numel(self.rank), dtype=self.dtype, device=self.full.device)
-        decode(self.packed, INT8, values)
+        dequantize(self.packed, INT8, values)
         return values
 
     def keep_second(self, place: int, count: int) -> None:
@@ -215,7 +214,7 @@ class FlatBuffer:
         elif self.packed is not None:
             whole = self.values()
             whole[offset : offset + values.numel()].copy_(values)
-            encode(whole, INT8, self.packed)
+            quantize(whole, INT8, self.packed)
         else:
             self.shard[offset : offset + values.numel()].copy_(values)
 
@@ -366,10 +365,10 @@ class ParamUnit:
 
     def _gather(self, buffer: FlatBuffer, shard: Tensor, label: str) -> Work:
         if buffer.second is not None and not self._exact:
-            return self._collectives.gather_second(buffer.full, buffer.second, label)
+            return self._collectives.gather_secondary(buffer.full, buffer.second, label)
         if buffer.packed is not None:
-            return self._collectives.gather_packed(buffer.full, buffer.packed, label)
-        if self._collectives.codes_weights and not self._exact:
+            return self._collectives.gather_quantized(buffer.full, buffer.packed, label)
+        if self._collectives.quantized_weights and not self._exact:
             return self._collectives.gather_weights(buffer.full, shard, label, buffer.layout.uneven_sizes)
         return self._collectives.all_gather(buffer.full, shard, label, buffer.layout.uneven_sizes)
 
@@ -433,10 +432,12 @@ class ParamUnit:
         self.wait()
         self._move(ShardState.SHARDED)
         if not self.resident:
-            leaves_second = not self._exact and self._collectives.second_world_size < self._collectives.shard_world_size
+            leaves_second = (
+                not self._exact and self._collectives.secondary_world_size < self._collectives.shard_world_size
+            )
             for buffer in self.buffers:
                 if leaves_second:
-                    buffer.keep_second(self._collectives.second_rank, self._collectives.second_world_size)
+                    buffer.keep_second(self._collectives.secondary_rank, self._collectives.secondary_world_size)
                 buffer.point(whole=False)
                 if leave:
                     buffer.leave()

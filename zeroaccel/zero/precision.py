@@ -1,4 +1,4 @@
-"""Which parameters stay fp32, the dtype of inputs, and the fp16 loss scale. Buffers are `module_buffers.py`'s.
+"""Which parameters stay fp32, the dtype of inputs, and the fp16 loss scale. Buffers are `precision.py`'s.
 
 The scale that unscales a step's gradients is the one their backward used; it changes only afterwards.
 """
@@ -6,26 +6,47 @@ The scale that unscales a step's gradients is the one their backward used; it ch
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
+from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import EngineStateError
 from zeroaccel.logs import logger
 
-__all__ = ["DynamicLossScale", "LossScale", "StaticLossScale", "cast_floats", "kept_in_fp32"]
+__all__ = [
+    "BufferDtypes",
+    "DynamicLossScale",
+    "LossScale",
+    "StaticLossScale",
+    "broadcast_buffers",
+    "cast_buffers",
+    "cast_floats",
+    "dtype_before",
+    "forget_cast",
+    "kept_in_fp32",
+    "note_cast",
+]
 
 
 class LossScale:
-    """What the loss is multiplied with before backward; this one is 1 and never changes."""
+    """The factor of the loss before backward; this class is for bf16 and fp32, where it is 1 and never changes.
+
+    Attributes:
+        value: the factor.
+        scales: whether losses are scaled at all.
+    """
 
     value: float = 1.0
+    scales: ClassVar[bool] = False
 
     def update(self, *, overflow: bool) -> None:
-        """Tells the scale how the step went."""
+        """Adjusts the scale after a step."""
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers to resume from."""
@@ -38,7 +59,9 @@ class LossScale:
 
 
 class StaticLossScale(LossScale):
-    """A fixed scale; a step that overflows is skipped and said."""
+    """A fixed scale; a step that overflows is skipped with a warning."""
+
+    scales: ClassVar[bool] = True
 
     def __init__(self, value: float) -> None:
         self.value = float(value)
@@ -66,6 +89,7 @@ class DynamicLossScale(LossScale):
     hysteresis: int = 2
     consecutive_hysteresis: bool = False
     minimum: float = 1.0
+    scales: ClassVar[bool] = True
     tolerance: int = -1
     steps: int = 0
     last_overflow: int = -1
@@ -140,11 +164,117 @@ def _contains(name: str, part: str) -> bool:
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Casts the floating-point tensors in nested tuples, lists and dictionaries; everything else is as given."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if type(value) in (tuple, list):
-        return type(value)(cast_floats(item, dtype) for item in value)
-    if type(value) is dict:
-        return {key: cast_floats(item, dtype) for key, item in value.items()}
-    return value
+    """Casts the floating-point tensors in nested tuples, lists and dicts; every other object is passed as it is."""
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return tree_map(cast, value, is_leaf=lambda node: type(node) not in (tuple, list, dict))
+
+
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # 8 bits are codes, with a scale somewhere
+_ROTARY = re.compile(r"Rotary|RoPE|ROPE|Rope(?![a-z])")
+_BUILT_AS = "_built_as"  # an attribute: a weak table would keep torch from swapping the tensor
+
+
+@dataclass(frozen=True)
+class BufferDtypes:
+    """Decides the dtype of every floating-point buffer; see [Note: buffers].
+
+    Attributes:
+        precision: what parameters become.
+        asked: what the config says all buffers become (`data_types.buffer_dtype`); None decides for each.
+        fp32_names: parameters and buffers that are fp32 whatever else is said.
+    """
+
+    precision: torch.dtype
+    asked: torch.dtype | None
+    fp32_names: frozenset[str]
+
+    def of(self, model: nn.Module) -> dict[str, torch.dtype]:
+        """fqn -> dtype of every floating-point buffer; to be asked before the engine casts the parameters."""
+        follows = self._following(model)
+        found: dict[str, torch.dtype] = {}
+        for prefix, module in model.named_modules():
+            for name, buffer in module._buffers.items():
+                if buffer is None or not buffer.is_floating_point():
+                    continue
+                fqn = f"{prefix}.{name}" if prefix else name
+                if fqn in self.fp32_names:
+                    found[fqn] = torch.float32
+                elif self.asked is not None:
+                    found[fqn] = self.asked
+                elif buffer.dtype not in _FLOATS or _holds_angles(module, name):
+                    found[fqn] = buffer.dtype
+                else:
+                    around = next((at for at in _outwards(prefix) if at in follows), None)
+                    found[fqn] = self.precision if around is not None and follows[around] else buffer.dtype
+        return found
+
+    def _following(self, model: nn.Module) -> dict[str, bool]:
+        """Prefix -> whether all floating parameters of a module are cast: its own, if it has any, else those below."""
+        own: dict[str, bool] = {}
+        for name, param in model.named_parameters(remove_duplicate=False):
+            if param.is_floating_point() and name not in self.fp32_names:
+                prefix = name.rpartition(".")[0]
+                own[prefix] = own.get(prefix, True) and dtype_before(param) is not self.precision
+        found = dict(own)
+        for prefix, is_cast in own.items():
+            for outer in _outwards(prefix):
+                if outer not in own:
+                    found[outer] = found.get(outer, True) and is_cast
+        return found
+
+
+def cast_buffers(model: nn.Module, device: torch.device, dtypes: Mapping[str, torch.dtype]) -> None:
+    """Moves buffers to the device, and gives those named in `dtypes` their dtype."""
+    moved: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # a buffer that modules share stays one
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None:
+                continue
+            target = dtypes.get(f"{prefix}.{name}" if prefix else name, buffer.dtype)
+            key = id(buffer), target
+            if key not in moved:
+                moved[key] = buffer.to(device=device, dtype=target)
+            module._buffers[name] = moved[key]
+
+
+def broadcast_buffers(model: nn.Module, collectives: Collectives) -> None:
+    """Makes the module buffers of all ranks those of rank 0. (all ranks)"""
+    for name, buffer in model.named_buffers():
+        if buffer.numel() and not buffer.is_meta:
+            flat = buffer.detach().contiguous()
+            collectives.broadcast(flat, 0, f"buffer {name}")
+            buffer.detach().copy_(flat)
+
+
+def note_cast(param: nn.Parameter, dtype: torch.dtype) -> None:
+    """The parameter, which the program made in `dtype`, is cast before there is an engine."""
+    vars(param).setdefault(_BUILT_AS, dtype)
+
+
+def forget_cast(param: nn.Parameter) -> None:
+    """An engine has taken the parameter over, and cast the buffers beside it."""
+    vars(param).pop(_BUILT_AS, None)
+
+
+def dtype_before(param: nn.Parameter) -> torch.dtype:
+    """The dtype that the program made a parameter in, whatever it was cast to while it was built or loaded."""
+    found: torch.dtype = vars(param).get(_BUILT_AS, param.dtype)
+    return found
+
+
+def _holds_angles(module: nn.Module, name: str) -> bool:
+    """Whether a buffer holds frequencies or angles, rather than the cosines and sines of these."""
+    if name.endswith("inv_freq"):
+        return True
+    return bool(_ROTARY.search(type(module).__name__)) and "cos" not in name and "sin" not in name
+
+
+def _outwards(prefix: str) -> Iterator[str]:
+    """The prefix of a module, then those of the modules around it, that of the model, "", last."""
+    while prefix:
+        yield prefix
+        prefix = prefix.rpartition(".")[0]
+    yield ""

@@ -26,8 +26,14 @@ from torch.optim import Optimizer
 from zeroaccel.errors import OffloadError
 from zeroaccel.offload.tier import Fetch, TierElements
 from zeroaccel.ops.shard_step import ShardOptimizer, ShardStep
-from zeroaccel.optim.optimizer_kinds import OptimizerKind, OptimizerKinds, renew_state
-from zeroaccel.optim.partial_steps import StepCounters, batches, restricted
+from zeroaccel.optim.optimizer_kinds import (
+    OptimizerKind,
+    OptimizerKinds,
+    StepCounters,
+    batches,
+    renew_state,
+    restricted,
+)
 from zeroaccel.zero.grad_reducer import GradientBuffer
 from zeroaccel.zero.param_unit import FlatBuffer
 from zeroaccel.zero.storage.copy_stream import CopyStream
@@ -249,7 +255,7 @@ class ShardedOptimizer:
             self.is_stepping = False
 
     def _call_again(self, call: Callable[[], object]) -> None:
-        """One of the calls of one step; see [Note: several calls per step] of `partial_steps.py`."""
+        """One of the calls of one step; see [Note: several calls per step] of `optimizer_kinds.py`."""
         if self._counters is None:
             self._counters = StepCounters(self.optimizer)
         else:

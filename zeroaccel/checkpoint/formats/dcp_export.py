@@ -27,8 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from zeroaccel.checkpoint.atomic_write import NewFile, remove_abandoned, write_durably
-from zeroaccel.checkpoint.find import find_checkpoint
-from zeroaccel.checkpoint.formats.dcp_files import METADATA_NAME
+from zeroaccel.checkpoint.find import DCP_METADATA_NAME, find_checkpoint
 from zeroaccel.checkpoint.manifest import Manifest
 from zeroaccel.checkpoint.plain_codec import decode
 from zeroaccel.checkpoint.tensor_store import TensorStore
@@ -56,7 +55,7 @@ def export_dcp(checkpoint_dir: str | os.PathLike[str], out: str | os.PathLike[st
     """
     folder, manifest = find_checkpoint(Path(checkpoint_dir), tag)
     target = Path(out)
-    if (target / METADATA_NAME).exists():
+    if (target / DCP_METADATA_NAME).exists():
         raise UsageError(f"{target}", expected="no checkpoint there", fix="choose another folder")
     try:
         target.mkdir(parents=True, exist_ok=True)
@@ -69,7 +68,7 @@ def export_dcp(checkpoint_dir: str | os.PathLike[str], out: str | os.PathLike[st
             file.flush()
             new.publish()
         remove_abandoned(target / _FILE_NAME)
-        write_durably(target / METADATA_NAME, pickle.dumps(metadata))
+        write_durably(target / DCP_METADATA_NAME, pickle.dumps(metadata))
     except OSError as error:
         raise CheckpointError(
             f"{target}: cannot be written ({error.strerror})", fix="free some space or choose another folder"

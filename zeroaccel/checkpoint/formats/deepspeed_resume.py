@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from zeroaccel.checkpoint.dtypes import dtype_of
-from zeroaccel.checkpoint.formats.deepspeed_format import DeepSpeedCheckpoint, open_deepspeed_checkpoint
+from zeroaccel.checkpoint.formats.deepspeed_checkpoint import DeepSpeedCheckpoint, open_deepspeed_checkpoint
 from zeroaccel.checkpoint.formats.torch_pickle import StandIn, StoredTensor
-from zeroaccel.checkpoint.formats.torch_store import TorchStore, optimizer_of_states
 from zeroaccel.checkpoint.manifest import FileRecord, Manifest, ParameterRecord, TensorRecord
 from zeroaccel.checkpoint.plain_codec import encode
+from zeroaccel.checkpoint.tensor_store import TorchStore, optimizer_of_states
 from zeroaccel.logs import logger
 
 __all__ = ["manifest_of", "open_to_resume"]

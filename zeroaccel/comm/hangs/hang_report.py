@@ -12,7 +12,7 @@ from typing import Literal
 
 from zeroaccel.comm.hangs.flight_recorder import KINDS, Call, Kind
 
-__all__ = ["Alarm", "HangReport", "RankState", "Sighting", "compose", "first_difference", "rank_list"]
+__all__ = ["Alarm", "HangReport", "ProcessStatus", "RankState", "compose", "first_difference", "rank_list"]
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class HangReport:
 
 
 @dataclass(frozen=True)
-class Sighting:
+class ProcessStatus:
     """What can be seen of a rank's process without asking it.
 
     Attributes:
@@ -90,30 +90,30 @@ class Sighting:
     who: str = ""
 
 
-_UNSEEN = Sighting("unseen")
+_UNSEEN = ProcessStatus("unseen")
 
 
 def compose(
     alarm: Alarm,
     positions: Mapping[int, RankState],
     world_size: int,
-    sightings: Mapping[int, Sighting] | None = None,
+    statuses: Mapping[int, ProcessStatus] | None = None,
     store_silence: str = "",
 ) -> str:
     """The whole message.
 
     Args:
         positions: of the ranks that answered or said farewell; the others are named as silent.
-        sightings: of the silent ranks.
+        statuses: of the silent ranks.
         store_silence: "the rendezvous store at ... has not answered for 4 s", if that is why ranks are not heard of.
     """
-    sightings = sightings or {}
+    statuses = statuses or {}
     lines = [f"{alarm.headline}."]
     described: dict[str, list[int]] = {}
     for rank in range(world_size):
         position = positions.get(rank)
         if position is None:
-            text = _describe_silent(sightings.get(rank, _UNSEEN), may_be_cut_off=bool(store_silence))
+            text = _describe_silent(statuses.get(rank, _UNSEEN), may_be_cut_off=bool(store_silence))
         else:
             text = _describe(position)
         described.setdefault(text, []).append(rank)
@@ -121,7 +121,7 @@ def compose(
     if difference := first_difference({rank: position.recent for rank, position in positions.items()}):
         lines.append(f"  First difference: {difference}.")
     silent = [rank for rank in range(world_size) if rank not in positions]
-    stopped = [rank for rank in silent if sightings.get(rank, _UNSEEN).state == "stopped"]
+    stopped = [rank for rank in silent if statuses.get(rank, _UNSEEN).state == "stopped"]
     if store_silence:
         lines.append(f"  {store_silence[0].upper()}{store_silence[1:]}.")
     if stopped:
@@ -129,7 +129,7 @@ def compose(
     elif store_silence:
         advice = "The process that keeps the store is stopped or gone, or the network between the machines is cut."
     else:
-        hosts = sorted({sightings[rank].who for rank in silent if rank in sightings and _is_elsewhere(sightings[rank])})
+        hosts = sorted({statuses[rank].who for rank in silent if rank in statuses and _is_elsewhere(statuses[rank])})
         advice = _advice(positions.values(), silent, difference, hosts)
     lines.append(f"  {advice}")
     return "\n".join(lines)
@@ -139,8 +139,8 @@ def _sentence(ranks: Sequence[int]) -> str:
     return f"R{rank_list(ranks)[1:]} {'were' if len(ranks) > 1 else 'was'}"
 
 
-def _is_elsewhere(sighting: Sighting) -> bool:
-    return sighting.state == "unseen" and bool(sighting.who)
+def _is_elsewhere(status: ProcessStatus) -> bool:
+    return status.state == "unseen" and bool(status.who)
 
 
 def first_difference(recent: Mapping[int, Sequence[Call]]) -> str:
@@ -178,16 +178,16 @@ def _variants(calls: Mapping[int, Call]) -> str:
     )
 
 
-def _describe_silent(sighting: Sighting, *, may_be_cut_off: bool) -> str:
+def _describe_silent(status: ProcessStatus, *, may_be_cut_off: bool) -> str:
     """What follows "rank 3: " of a rank that has not answered, in one line."""
-    if sighting.state in ("stopped", "gone"):
-        return f"no answer; its process ({sighting.who}) is {sighting.state}"
+    if status.state in ("stopped", "gone"):
+        return f"no answer; its process ({status.who}) is {status.state}"
     if may_be_cut_off:
         return "not heard of"
-    if sighting.state == "running":
-        return f"no answer; its process ({sighting.who}) runs, but is stuck inside native code"
-    if _is_elsewhere(sighting):
-        return f"no answer; {sighting.who} cannot be reached, or its process is gone, stopped, or stuck in native code"
+    if status.state == "running":
+        return f"no answer; its process ({status.who}) runs, but is stuck inside native code"
+    if _is_elsewhere(status):
+        return f"no answer; {status.who} cannot be reached, or its process is gone, stopped, or stuck in native code"
     return "no answer; its process is gone, stopped, or stuck inside native code"
 
 

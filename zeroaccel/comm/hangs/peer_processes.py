@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import psutil
 
-from zeroaccel.comm.hangs.hang_report import Sighting
+from zeroaccel.comm.hangs.hang_report import ProcessStatus
 
 __all__ = ["PeerProcess", "PeerProcesses", "own_card"]
 
@@ -65,31 +65,31 @@ class PeerProcesses:
                 with suppress(psutil.Error):
                     self._processes[other] = psutil.Process(card.pid)
 
-    def sighting(self, rank: int) -> Sighting:
+    def status(self, rank: int) -> ProcessStatus:
         """What can be seen of a rank from here."""
         process = self._processes.get(rank)
         if process is None:
-            return Sighting("unseen", self._hosts.get(rank, ""))
+            return ProcessStatus("unseen", self._hosts.get(rank, ""))
         who = f"pid {process.pid}"
         try:
             if not process.is_running():
-                return Sighting("gone", who)
+                return ProcessStatus("gone", who)
             status = process.status()
         except psutil.NoSuchProcess:
-            return Sighting("gone", who)
+            return ProcessStatus("gone", who)
         except psutil.Error:
-            return Sighting("unseen", "")
+            return ProcessStatus("unseen", "")
         if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
-            return Sighting("stopped", who)
-        return Sighting("gone" if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else "running", who)
+            return ProcessStatus("stopped", who)
+        return ProcessStatus("gone" if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else "running", who)
 
     def cannot_answer(self, rank: int) -> bool:
         """Whether this rank is known to give no answer."""
-        return self.sighting(rank).state in ("stopped", "gone")
+        return self.status(rank).state in ("stopped", "gone")
 
     def any_stopped(self) -> bool:
         """Whether `wake_and_end` has something to do."""
-        return self._signals and any(self.sighting(rank).state == "stopped" for rank in self._processes)
+        return self._signals and any(self.status(rank).state == "stopped" for rank in self._processes)
 
     def wake_and_end(self) -> bool:
         """Ends the ranks of this machine that are stopped, and returns whether there were any.
@@ -97,7 +97,7 @@ class PeerProcesses:
         SIGTERM and SIGCONT, without which a stopped process heeds no signal but SIGKILL. A rank that handles SIGTERM in
         its own way is awake then, and its own watchdog ends it.
         """
-        stopped = [rank for rank in self._processes if self._signals and self.sighting(rank).state == "stopped"]
+        stopped = [rank for rank in self._processes if self._signals and self.status(rank).state == "stopped"]
         for rank in stopped:
             for number in (signal.SIGTERM, signal.SIGCONT):
                 with suppress(psutil.Error):

@@ -60,10 +60,10 @@ class SideChannel:
     Args:
         store: the store of the default group.
         generation: which topology of this process it is for, the same on all ranks.
-        launcher_keeps_store: whether the store lives in the launcher rather than in rank 0.
+        launcher_owns_store: whether the store lives in the launcher rather than in rank 0.
 
     Attributes:
-        keeper: the rank whose end takes the store away, or None if no rank's does.
+        store_owner: the rank whose end takes the store away, or None if no rank's does.
         address: "host:port" of the store, or its class where it has no address.
 
     Methods that ask the store wait 4 s at most.
@@ -73,9 +73,7 @@ class SideChannel:
         ChannelLost: the connection is broken.
     """
 
-    def __init__(
-        self, store: Store, rank: int, world_size: int, generation: int, *, launcher_keeps_store: bool
-    ) -> None:
+    def __init__(self, store: Store, rank: int, world_size: int, generation: int, *, launcher_owns_store: bool) -> None:
         self.rank = rank
         self.world_size = world_size
         # The words of an earlier run of the same job may still be in a launcher's store.
@@ -86,7 +84,7 @@ class SideChannel:
         base: Store = store
         while isinstance(base, PrefixStore):
             base = base.underlying_store
-        self.keeper = 0 if isinstance(base, TCPStore) and not launcher_keeps_store else None
+        self.store_owner = 0 if isinstance(base, TCPStore) and not launcher_owns_store else None
         if isinstance(base, TCPStore):
             base = TCPStore(base.host, base.port, is_master=False, wait_for_workers=False)
             base.set_timeout(timedelta(seconds=_ANSWER_SECONDS))
@@ -102,14 +100,14 @@ class SideChannel:
         self._kept_alive = store  # in rank 0 it is the server too, and must outlive the default group
 
     @property
-    def keeps_store(self) -> bool:
-        return self.rank == self.keeper
+    def owns_store(self) -> bool:
+        return self.rank == self.store_owner
 
     def events(self) -> int:
         """A number that grows with every alarm and every farewell. One round trip to the store."""
         return self._ask(self._store.add, "events", 0)
 
-    def meet(self, entry: CollectiveRecord) -> tuple[int, bool]:
+    def compare_history(self, entry: CollectiveRecord) -> tuple[int, bool]:
         """Compares this rank's history up to `entry` with that of the first rank that stalled there.
 
         Returns:
@@ -123,7 +121,7 @@ class SideChannel:
         """(rank 0)"""
         self._ask(self._store.set, "stalled", position.to_json())
 
-    def stall_of_first(self) -> RankState | None:
+    def rank_0_stall(self) -> RankState | None:
         """Where rank 0 stalled last. It may have gone on since."""
         text = self._read("stalled")
         return RankState.from_json(text) if text else None
@@ -136,26 +134,26 @@ class SideChannel:
         text = self._read("alarm")
         return Alarm(**json.loads(text)) if text else None
 
-    def publish_position(self, position: RankState) -> None:
+    def publish_state(self, position: RankState) -> None:
         self._ask(self._store.set, f"position/{self.rank}", position.to_json())
 
-    def position_of(self, rank: int) -> RankState | None:
+    def state_of(self, rank: int) -> RankState | None:
         text = self._read(f"position/{rank}")
         return RankState.from_json(text) if text else None
 
-    def publish_farewell(self, position: RankState) -> None:
-        self._ask(self._write_farewell, position.to_json())
+    def publish_exit(self, position: RankState) -> None:
+        self._ask(self._write_exit, position.to_json())
 
-    def _write_farewell(self, text: str) -> None:
+    def _write_exit(self, text: str) -> None:
         # All of it or nothing: a number without its farewell would hide those that come after it.
-        index = self._store.add("farewells", 1)
-        self._store.set(f"left/{index}", text)
+        index = self._store.add("exits", 1)
+        self._store.set(f"exit/{index}", text)
         self._store.add("events", 1)
 
-    def farewells(self, known: int) -> list[RankState]:
+    def exits(self, known: int) -> list[RankState]:
         """The farewells after the first `known`, up to one that is still being written."""
-        count = self._ask(self._store.add, "farewells", 0)
-        texts = (self._read(f"left/{index}") for index in range(known + 1, count + 1))
+        count = self._ask(self._store.add, "exits", 0)
+        texts = (self._read(f"exit/{index}") for index in range(known + 1, count + 1))
         return [RankState.from_json(text) for text in takewhile(bool, texts) if text]
 
     def release_store(self) -> None:
@@ -166,14 +164,14 @@ class SideChannel:
         """How many ranks have said so."""
         return self._ask(self._store.add, "released", 0)
 
-    def claim_verdict(self) -> bool:
+    def claim_report(self) -> bool:
         """Whether this rank is the first to offer to write the verdict."""
         return self._ask(self._store.add, "judges", 1) == 1
 
-    def publish_verdict(self, verdict: HangReport) -> None:
-        self._ask(self._store.set, "verdict", json.dumps(asdict(verdict)))
+    def publish_report(self, report: HangReport) -> None:
+        self._ask(self._store.set, "verdict", json.dumps(asdict(report)))
 
-    def verdict(self) -> HangReport | None:
+    def report(self) -> HangReport | None:
         text = self._read("verdict")
         return HangReport(**json.loads(text)) if text else None
 

@@ -20,20 +20,25 @@ from __future__ import annotations
 import os
 import re
 import sys
+import sysconfig
 import threading
 import time
+import weakref
 from collections.abc import Callable, Collection
+from multiprocessing.util import Finalize
+from types import FrameType, TracebackType
 from typing import ClassVar
 
+import torch
+
 from zeroaccel.comm.hangs.flight_recorder import CollectiveRecord, FlightRecorder
-from zeroaccel.comm.hangs.hang_report import Alarm, HangReport, RankState, Sighting, compose, rank_list
+from zeroaccel.comm.hangs.hang_report import Alarm, HangReport, ProcessStatus, RankState, compose, rank_list
 from zeroaccel.comm.hangs.peer_processes import PeerProcesses
 from zeroaccel.comm.hangs.side_channel import ChannelLost, ChannelSilent, SideChannel
-from zeroaccel.comm.hangs.user_frame import main_thread_place
 from zeroaccel.errors import CollectiveError, CollectiveTimeoutError
 from zeroaccel.logs import logger
 
-__all__ = ["Watchdog"]
+__all__ = ["Watchdog", "announce_end_through", "main_thread_place"]
 
 _POLL_SECONDS = 1.0
 _HURRY_SECONDS = 0.1  # between looks while there is an alarm
@@ -51,7 +56,7 @@ class Watchdog:
     """One per topology; its thread starts at once and ends with `leave`.
 
     Args:
-        journal: of this rank's collectives.
+        flight_recorder: of this rank's collectives.
         channel: this rank's end of the side channel.
         neighbours: the other ranks' processes.
         limit: seconds a collective may wait; `math.inf` for no limit.
@@ -66,7 +71,7 @@ class Watchdog:
 
     def __init__(
         self,
-        journal: FlightRecorder,
+        flight_recorder: FlightRecorder,
         channel: SideChannel,
         neighbours: PeerProcesses,
         limit: float,
@@ -75,14 +80,14 @@ class Watchdog:
         self.limit = limit
         self.error: CollectiveError | None = None
         self.reported = False
-        self._journal = journal
+        self._flight_recorder = flight_recorder
         self._rank = channel.rank
         self._world_size = channel.world_size
         self._channel: SideChannel | None = channel  # None once the store is gone or no longer needed
         self._neighbours = neighbours
         self._interrupt = interrupt
         self._trouble: Alarm | None = None  # from a thread of this rank whose connection broke
-        self._farewell: RankState | None = None
+        self._exit_notice: RankState | None = None
         self._wake = threading.Event()  # there is trouble or a farewell
         self._settled = threading.Event()  # there is a verdict, in `error`
         self._has_raised = threading.Event()
@@ -111,7 +116,7 @@ class Watchdog:
         Blocks until the message is there, at most a few seconds.
         """
         headline = f"rank {self._rank} failed in {entry.call}: {_reason(cause)}"
-        if self._farewell is None:
+        if self._exit_notice is None:
             self._trouble = Alarm(self._rank, headline, timed_out=False)
             self._wake.set()
             self._settled.wait(_VERDICT_SECONDS)
@@ -127,8 +132,8 @@ class Watchdog:
         Args:
             how: what follows the rank's name: "finished and left", "left with ValueError: ...".
         """
-        if self._farewell is None:
-            self._farewell = self._position(left=how, failed=failed)
+        if self._exit_notice is None:
+            self._exit_notice = self._position(left=how, failed=failed)
             self._wake.set()
             self._may_leave.wait(_VERDICT_SECONDS + _STAY_SECONDS)
             if self.error is not None:
@@ -140,7 +145,7 @@ class Watchdog:
         try:
             done = False
             while not done and self.error is None:
-                self._wake.wait(_POLL_SECONDS if self._farewell is None else _HURRY_SECONDS)
+                self._wake.wait(_POLL_SECONDS if self._exit_notice is None else _HURRY_SECONDS)
                 self._wake.clear()
                 try:
                     done = self._look(self._channel)
@@ -165,15 +170,15 @@ class Watchdog:
             if alarm := self._overdue() or self._trouble:
                 self._settle(self._judge_alone(alarm, store_silence), reported=False)
             # A store that is only slow gets the farewell yet, in the time that `leave` gives it.
-            return self._farewell is not None and not store_silence
-        if self._farewell is not None and not self._released_at:
-            channel.publish_farewell(self._farewell)
+            return self._exit_notice is not None and not store_silence
+        if self._exit_notice is not None and not self._released_at:
+            channel.publish_exit(self._exit_notice)
             self._release(channel)
-        if self._farewell is not None and not channel.keeps_store:
+        if self._exit_notice is not None and not channel.owns_store:
             return True
         if alarm := self._hear(channel) or self._sound(channel):
             self._answer(channel, alarm)
-        elif self._farewell is not None:
+        elif self._exit_notice is not None:
             return self._may_take_the_store_away(channel)
         elif self._keeper_has_left(channel):
             self._release(channel)
@@ -197,14 +202,14 @@ class Watchdog:
         return None
 
     def _note_farewells(self, channel: SideChannel) -> None:
-        for position in channel.farewells(known=len(self._gone)):
+        for position in channel.exits(known=len(self._gone)):
             self._gone[position.rank] = position
 
     def _pending(self) -> CollectiveRecord | None:
         """The collective that has been pending longest, as far as this rank is held up by it."""
-        if entry := self._journal.longest_wait:
+        if entry := self._flight_recorder.longest_wait:
             return entry
-        if (probe := self._journal.probe) is None:
+        if (probe := self._flight_recorder.probe) is None:
             return None
         entry, has_completed = probe
         try:
@@ -213,7 +218,7 @@ class Watchdog:
             pending = False
         if pending:
             return entry
-        self._journal.probe = None
+        self._flight_recorder.probe = None
         return None
 
     def _overdue(self) -> Alarm | None:
@@ -244,9 +249,9 @@ class Watchdog:
         self._compared = entry
         if self._rank == 0:
             position = self._position()
-            if self._journal.longest_wait is entry:  # all the while, so the position is of one moment
+            if self._flight_recorder.longest_wait is entry:  # all the while, so the position is of one moment
                 channel.publish_stall(position)
-        other, same = channel.meet(entry)
+        other, same = channel.compare_history(entry)
         if same:
             return None
         ranks = rank_list((other, self._rank))
@@ -260,36 +265,36 @@ class Watchdog:
         it; only a broadcast can be over on the first rank and still to come on the last. To compare with rank 0 is
         enough: of two ranks that have parted, one has parted from rank 0.
         """
-        if self._rank == 0 or self._journal.longest_wait is not entry:
+        if self._rank == 0 or self._flight_recorder.longest_wait is not entry:
             return None
-        first = channel.stall_of_first()
+        first = channel.rank_0_stall()
         if first is None or first.waiting is None or first.waiting.op.startswith("broadcast"):
             return None
         own, theirs = entry.call, first.waiting
-        if first.has_issued(own) or self._journal.issued()[theirs.kind] >= theirs.seq:
+        if first.has_issued(own) or self._flight_recorder.issued()[theirs.kind] >= theirs.seq:
             return None
         headline = f"rank 0 waits for {theirs} while rank {self._rank} waits for {own}"
         return Alarm(self._rank, headline, timed_out=False)
 
     def _answer(self, channel: SideChannel, alarm: Alarm) -> None:
         """Steps 2 and 3: from the alarm to the verdict."""
-        channel.publish_position(self._farewell or self._position())
+        channel.publish_state(self._exit_notice or self._position())
         start = time.monotonic()
-        verdict: HangReport | None = None
+        report: HangReport | None = None
         may_claim = True
-        while verdict is None:
+        while report is None:
             waited = time.monotonic() - start
             if waited > _VERDICT_SECONDS:
                 return self._settle(self._judge_alone(alarm), reported=False)
             if may_claim and (self._is_first_to_answer() or waited > _SUCCESSION_SECONDS):
                 may_claim = False
-                if channel.claim_verdict():
-                    channel.publish_verdict(self._judge(channel, alarm))
-            verdict = channel.verdict()
-            if verdict is None:
+                if channel.claim_report():
+                    channel.publish_report(self._judge(channel, alarm))
+            report = channel.report()
+            if report is None:
                 time.sleep(_HURRY_SECONDS)
         self._release(channel)
-        self._settle(verdict, reported=True)
+        self._settle(report, reported=True)
 
     def _is_first_to_answer(self) -> bool:
         return all(self._neighbours.cannot_answer(rank) for rank in range(self._rank))
@@ -304,7 +309,7 @@ class Watchdog:
             self._note_farewells(channel)
             positions |= self._gone
             for rank in range(self._world_size):
-                if rank not in positions and (position := channel.position_of(rank)):
+                if rank not in positions and (position := channel.state_of(rank)):
                     positions[rank] = position
             missing = [rank for rank in missing if rank not in positions]
             time.sleep(_HURRY_SECONDS)
@@ -315,16 +320,16 @@ class Watchdog:
 
     def _judge_alone(self, alarm: Alarm, store_silence: str = "") -> HangReport:
         """What this rank can say without the others."""
-        positions = self._gone | {self._rank: self._farewell or self._position()}
+        positions = self._gone | {self._rank: self._exit_notice or self._position()}
         text = compose(alarm, positions, self._world_size, self._sightings(positions), store_silence)
         return HangReport(text, alarm.timed_out)
 
-    def _sightings(self, answered: Collection[int]) -> dict[int, Sighting]:
-        return {rank: self._neighbours.sighting(rank) for rank in range(self._world_size) if rank not in answered}
+    def _sightings(self, answered: Collection[int]) -> dict[int, ProcessStatus]:
+        return {rank: self._neighbours.status(rank) for rank in range(self._world_size) if rank not in answered}
 
-    def _settle(self, verdict: HangReport, *, reported: bool) -> None:
+    def _settle(self, report: HangReport, *, reported: bool) -> None:
         self.reported = reported
-        self.error = CollectiveTimeoutError(verdict.text) if verdict.timed_out else CollectiveError(verdict.text)
+        self.error = CollectiveTimeoutError(report.text) if report.timed_out else CollectiveError(report.text)
         self._settled.set()
         # In a thread of its own: aborting an accelerator's communicator may block, and the end must come all the same.
         self._interruption = threading.Thread(target=self._interrupt, name="zeroaccel-interrupt", daemon=True)
@@ -373,7 +378,7 @@ class Watchdog:
 
         For one more look the store is still needed: this rank may be about to wait for the one that has left.
         """
-        if channel.keeper not in self._gone:
+        if channel.store_owner not in self._gone:
             return False
         self._keeper_left_at = self._keeper_left_at or time.monotonic()
         return time.monotonic() - self._keeper_left_at > _POLL_SECONDS / 2
@@ -385,22 +390,22 @@ class Watchdog:
             # An interpreter that ends while a thread is inside the backend ends with an abort.
             self._interruption.join(_STAY_SECONDS)
         try:
-            while channel is not None and channel.keeps_store and not self._may_take_the_store_away(channel):
+            while channel is not None and channel.owns_store and not self._may_take_the_store_away(channel):
                 time.sleep(_HURRY_SECONDS)
         except ChannelLost:
             self._channel = None
 
     def _position(self, left: str = "", *, failed: bool = False) -> RankState:
-        waiting, finished = None if left else self._pending(), self._journal.last_finished
+        waiting, finished = None if left else self._pending(), self._flight_recorder.last_finished
         return RankState(
             rank=self._rank,
             waiting=waiting.call if waiting else None,
             waited_seconds=time.monotonic() - waiting.since if waiting else 0.0,
             finished=finished.call if finished else None,
-            issued=self._journal.issued(),
-            recent=self._journal.recent(),
-            phase=self._journal.phase,
-            step=self._journal.step,
+            issued=self._flight_recorder.issued(),
+            recent=self._flight_recorder.recent(),
+            phase=self._flight_recorder.phase,
+            step=self._flight_recorder.step,
             where="" if left else main_thread_place(),
             left=left,
             failed=failed,
@@ -411,3 +416,87 @@ def _reason(cause: Exception) -> str:
     """What a backend says, without its source line and its guesses: "Connection closed by peer [10.0.0.2]:5021"."""
     first_line = next(iter(str(cause).splitlines()), type(cause).__name__)
     return re.sub(r"^\[\S+\] ", "", first_line).partition(". ")[0]
+
+
+# Code that is not the user's: this package's, torch's, the interpreter's and every installed library's.
+_FOREIGN = tuple(
+    os.path.join(folder, "")
+    for folder in (
+        os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
+        os.path.dirname(torch.__file__),
+        *(sysconfig.get_path(kind) for kind in ("stdlib", "purelib", "platlib")),
+    )
+)
+
+
+def main_thread_place() -> str:
+    """The innermost line of the user's own code, and the function it has called, if that is a library's."""
+    innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+    if innermost is None:
+        return ""
+    frame: FrameType | None = innermost
+    while frame is not None and frame.f_code.co_filename.startswith((*_FOREIGN, "<frozen")):
+        frame = frame.f_back
+    if frame is None:
+        return _place(innermost)
+    return _place(frame) if frame is innermost else f"{_place(frame)}, inside {innermost.f_code.co_name}"
+
+
+def _place(frame: FrameType) -> str:
+    path = frame.f_code.co_filename
+    here = os.path.join(os.getcwd(), "")
+    return f"{path.removeprefix(here)}:{frame.f_lineno} in {frame.f_code.co_name}"
+
+
+_FIRST = 100  # among the finalizers: before those that wait for child processes
+
+
+class _ProcessEnd:
+    """What is to happen when this process ends, however it does."""
+
+    def __init__(self) -> None:
+        self.watchdogs: weakref.WeakSet[Watchdog] = weakref.WeakSet()
+        self._process = os.getpid()
+        self._report = sys.excepthook
+        sys.excepthook = self._on_exception
+        # Rather than `atexit`, which processes started by multiprocessing never run.
+        Finalize(None, self._on_exit, exitpriority=_FIRST)
+
+    def _on_exception(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
+        # After a verdict, a RuntimeError is that verdict, or what the backend makes of connections that are closed.
+        struck = [watchdog for watchdog in self.watchdogs if watchdog.error and isinstance(error, RuntimeError)]
+        if not any(watchdog.reported for watchdog in struck):
+            self._report(kind, error, traceback)
+        self._leave(error)
+        for watchdog in struck:
+            # The interpreter honours this, and would end with code 1 otherwise.
+            raise SystemExit(watchdog.exit_code)
+
+    def _on_exit(self) -> None:
+        # A child process of multiprocessing gets here with the exception that ends it still in flight.
+        error = sys.exc_info()[1]
+        if isinstance(error, SystemExit):
+            error = error.__context__ if error.code else None
+        self._leave(error)
+
+    def _leave(self, error: BaseException | None) -> None:
+        if os.getpid() != self._process:
+            return  # a fork of it, which is not a rank
+        if error is None:
+            how = "finished and left"
+        else:
+            first_line = next(iter(str(error).splitlines()), "")
+            how = f"left with {type(error).__name__}" + (f": {first_line}" if first_line else "")
+        for watchdog in tuple(self.watchdogs):
+            watchdog.leave(how, failed=error is not None)
+
+
+_process_end: _ProcessEnd | None = None
+
+
+def announce_end_through(watchdog: Watchdog) -> None:
+    """From now on the end of this process is announced through `watchdog`, as long as that exists."""
+    global _process_end
+    if _process_end is None:
+        _process_end = _ProcessEnd()
+    _process_end.watchdogs.add(watchdog)

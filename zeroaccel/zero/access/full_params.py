@@ -2,7 +2,7 @@
 
 `GatheredParameters` is for some parameters and may write; `gathered` is for a whole engine and only reads;
 `iter_named_full_params` streams. All are collective. Where a parameter lies and who else needs it is
-`param_registry.py`'s; gathers for ranks that go different ways are `on_demand.py`'s; optimizer states and gradients
+`param_registry.py`'s; gathers for ranks that go different ways are `coordinator.py`'s; optimizer states and gradients
 `safe_get_set.py`'s.
 
 [Note: writes] A write inside `GatheredParameters` counts if a rank was named to make it: that rank's values go to all
@@ -22,8 +22,7 @@ from torch import Tensor, nn
 from zeroaccel.comm.agree import agree_or_raise, agreed
 from zeroaccel.errors import UsageError
 from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry, place_of
-from zeroaccel.zero.coordinator import ParamCoordinator
-from zeroaccel.zero.on_demand import OnDemandUnshard
+from zeroaccel.zero.coordinator import OnDemandUnshard, ParamCoordinator
 from zeroaccel.zero.param_unit import ParamUnit
 
 __all__ = [

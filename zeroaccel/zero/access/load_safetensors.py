@@ -2,7 +2,7 @@
 
 For models on the meta device, of `zero.Init`, or of ordinary parameters. A parameter that is neither in the files nor
 initialised is an error; all that does not fit is told at once, before anything is read. Shards are laid out by
-`module_shards.py`; saving is the checkpoint's matter.
+`deferred_init.py`; saving is the checkpoint's matter.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from zeroaccel.comm.topology import init_process_group
 from zeroaccel.config.bounds import parse_plain_json, read_at_most
 from zeroaccel.errors import UsageError, listed
 from zeroaccel.logs import logger
-from zeroaccel.zero.access.deferred_init import destination
+from zeroaccel.zero.access.deferred_init import ModuleShards, destination
 from zeroaccel.zero.access.full_params import GatheredParameters
-from zeroaccel.zero.access.module_shards import ModuleShards
 from zeroaccel.zero.access.param_registry import ParamHandle, place_of
-from zeroaccel.zero.module_buffers import note_cast
+from zeroaccel.zero.precision import note_cast
 
 __all__ = ["SafetensorsFolder", "load_safetensors"]
 

@@ -20,13 +20,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import EngineStateError
-from zeroaccel.zero.dtensor import local
 from zeroaccel.zero.grad_reducer import GradReducer
 from zeroaccel.zero.layout import Slot
+from zeroaccel.zero.param_check import WriteDetector
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
 from zeroaccel.zero.precision import LossScale
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
-from zeroaccel.zero.write_check import WriteDetector
+from zeroaccel.zero.tensor_subclasses import local
 
 __all__ = ["ParamHandle", "ParamRegistry", "Training", "place_of"]
 

@@ -23,7 +23,7 @@ from zeroaccel.comm.agree import agreed
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.zero.access.param_registry import ParamHandle, Training, place_of
 from zeroaccel.zero.grad_reducer import GradientBuffer
-from zeroaccel.zero.write_check import fingerprint
+from zeroaccel.zero.param_check import fingerprint
 
 __all__ = [
     "safe_get_full_fp32_param",

@@ -23,7 +23,7 @@ from zeroaccel.logs import logger
 from zeroaccel.offload.file_io import IoSettings
 from zeroaccel.offload.host_buffers import HostBuffers, aligned_nbytes, return_freed_memory
 from zeroaccel.offload.nvme import NvmeTier
-from zeroaccel.offload.offload_folder import FolderFacts, examine_folder
+from zeroaccel.offload.offload_folder import OffloadFolder, examine_folder
 from zeroaccel.offload.tier import HostTier, Tier
 from zeroaccel.optim.optimizer_kinds import element_states
 from zeroaccel.zero.build import BufferPlan
@@ -98,7 +98,7 @@ class SpaceNeed:
 @dataclass(frozen=True)
 class _FilePlan:
     where: str
-    folder: FolderFacts
+    folder: OffloadFolder
     sizes: Mapping[str, int]
     buffers: HostBuffers
 

@@ -1,47 +1,177 @@
-"""DeepSpeed's own checkpoints, as they lie on the disk: stages 0 to 3, BF16_Optimizer, and universal ones.
+"""Checkpoints that DeepSpeed wrote, as they lie on the disk: stages 0 to 3, BF16_Optimizer, and universal ones.
 
-`open_deepspeed_checkpoint` reads the pickles (see `torch_pickle.py` for what they may name) and finds out where the
-elements of every tensor are; the elements themselves stay where they are until they are asked for. The keys, records
-and pieces are those of our own manifest, so whatever reads ours reads these. No torch, no DeepSpeed.
+`open_deepspeed_checkpoint` sorts the files by name, reads the pickles (`torch_pickle.py` says what they may name) and
+finds out where the elements of every tensor are; the elements are not read until they are requested. Keys, records and
+pieces are those of our own manifest, so whatever reads ours reads these. `open_source` opens either kind for
+`zero_to_fp32.py`, which is a standalone file and knows only our own. No torch, no DeepSpeed.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zeroaccel.checkpoint.formats.deepspeed_files import (
-    CheckpointFiles,
-    find_files,
-    is_deepspeed_checkpoint,
-    resolve_folder,
-)
-from zeroaccel.checkpoint.formats.deepspeed_layout import pieces
-from zeroaccel.checkpoint.formats.deepspeed_read import (
+from zeroaccel.checkpoint.formats.deepspeed_partitioned import (
+    DeepSpeedContents,
     FlatStates,
-    Found,
     ParamGroup,
     named_shapes,
+    pieces,
     read_chunked,
     read_frozen_chunks,
     read_module,
     read_partitioned,
 )
-from zeroaccel.checkpoint.formats.deepspeed_universal import read_universal
-from zeroaccel.checkpoint.formats.deepspeed_unsharded import name_positions, read_unsharded
+from zeroaccel.checkpoint.formats.deepspeed_unpartitioned import name_positions, read_universal, read_unsharded
 from zeroaccel.checkpoint.formats.torch_file import TorchFile
 from zeroaccel.checkpoint.formats.torch_pickle import StandIn, StoredTensor
-from zeroaccel.checkpoint.manifest import ITEMSIZE, TensorRecord
+from zeroaccel.checkpoint.manifest import ITEMSIZE, MANIFEST_NAME, TensorRecord, check_tag, read_latest
+from zeroaccel.checkpoint.zero_to_fp32 import ConversionError, Source, Weight, read_source
 from zeroaccel.errors import CheckpointError
 
-__all__ = ["DeepSpeedCheckpoint", "DeepSpeedWeight", "States", "is_deepspeed_checkpoint", "open_deepspeed_checkpoint"]
+__all__ = [
+    "CheckpointFiles",
+    "DeepSpeedCheckpoint",
+    "DeepSpeedWeight",
+    "States",
+    "deepspeed_source",
+    "find_files",
+    "has_files",
+    "is_deepspeed_checkpoint",
+    "open_deepspeed_checkpoint",
+    "open_source",
+    "resolve_folder",
+]
+
+_MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
+_OPTIM = re.compile(r"(?P<bf16>bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt")
+_MOST_NAMES = 50
+_OTHER_PARALLELISM = re.compile(r"(expp_rank_|layer_).*\.pt")
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """The files of one tag.
+
+    Attributes:
+        whole_model: the model file of stages 0 to 2, or None.
+        models: rank -> model file, stage 3.
+        optims: rank -> optimizer file.
+        universal: the folder with a folder for each parameter, or None.
+    """
+
+    folder: Path
+    whole_model: Path | None
+    models: dict[int, Path]
+    optims: dict[int, Path]
+    universal: Path | None
+
+    def require_ranks(self, world_size: int, *, models: bool) -> None:
+        """CheckpointError unless each of `world_size` ranks has its files, and there are no others."""
+        kinds = [("optim_states.pt", self.optims)] + ([("model_states.pt", self.models)] if models else [])
+        for kind, found in kinds:
+            example = next(iter(found.values())).name if found else f"zero_pp_rank_0_mp_rank_00_{kind}"
+            absent = islice((rank for rank in range(world_size) if rank not in found), _MOST_NAMES)
+            missing = [re.sub(r"pp_rank_\d+", f"pp_rank_{rank}", example) for rank in absent]
+            extra = [path.name for rank, path in sorted(found.items()) if rank >= world_size]
+            if missing:
+                raise CheckpointError(
+                    f"{self.folder}: incomplete, a file of each of {world_size} ranks is needed; "
+                    f"missing: {', '.join(missing)}{', ...' if len(missing) == _MOST_NAMES else ''}",
+                    fix="copy them from the machines that wrote them",
+                )
+            if extra:
+                raise CheckpointError(
+                    f"{self.folder}: saved by {world_size} ranks; of another save: {', '.join(extra)}",
+                    fix="move them elsewhere",
+                )
+
+
+def is_deepspeed_checkpoint(root: Path, tag: object = None) -> bool:
+    """Whether a folder, or the tag in it, looks as DeepSpeed writes it (and not as we do)."""
+    try:
+        folder, _ = resolve_folder(root, tag)
+    except CheckpointError:
+        return False
+    return not (folder / MANIFEST_NAME).exists() and has_files(folder)
+
+
+def has_files(folder: Path) -> bool:
+    """Whether a folder holds files with the names that DeepSpeed gives."""
+    return any(form.fullmatch(path.name) for path in folder.iterdir() for form in (_MODEL, _OPTIM, _OTHER_PARALLELISM))
+
+
+def resolve_folder(root: Path, tag: object = None) -> tuple[Path, str]:
+    """(folder, tag) of a tag, of what `latest` (or `latest_universal`) names, or of a folder that is a tag's itself.
+
+    Raises:
+        CheckpointError: there is none; it names those there are.
+    """
+    if tag is None and root.is_dir() and has_files(root):
+        return root, root.name
+    if tag is None:
+        for name in ("latest", "latest_universal"):
+            if (root / name).exists():
+                tag = read_latest(root, name)
+                break
+    there = sorted(path.name for path in root.iterdir() if path.is_dir() and has_files(path)) if root.is_dir() else []
+    listed = ", ".join(there) or "none"
+    if tag is None:
+        raise CheckpointError(
+            f"{root / 'latest'}: cannot be read", got=f"checkpoints in {root}: {listed}", fix="pass a tag"
+        )
+    folder = root / check_tag(tag)
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder}: no such checkpoint", got=f"in {root}: {listed}")
+    return folder, str(tag)
+
+
+def find_files(folder: Path) -> CheckpointFiles:
+    """Sorts the files of a tag's folder.
+
+    Raises:
+        CheckpointError: they are of a kind that cannot be read: tensor, pipeline or expert parallel, or of two saves.
+    """
+    whole: Path | None = None
+    models: dict[int, Path] = {}
+    optims: dict[int, Path] = {}
+    prefixes: dict[str, str] = {}
+    for path in sorted(folder.iterdir()):
+        if _OTHER_PARALLELISM.fullmatch(path.name):
+            raise CheckpointError(f"{path}: of pipeline or expert parallel training", expected="data parallel only")
+        match = _MODEL.fullmatch(path.name) or _OPTIM.fullmatch(path.name)
+        if match is None:
+            continue
+        if int(match["mp"]):
+            raise CheckpointError(f"{path}: of tensor parallel training", expected="data parallel only")
+        if match.re is _OPTIM:
+            prefixes[match["bf16"] or ""] = path.name
+            optims[int(match["rank"])] = path
+        elif match["rank"] is None:
+            whole = path
+        else:
+            models[int(match["rank"])] = path
+    if len(prefixes) > 1:
+        raise CheckpointError(
+            f"{folder}: files of two saves, {' and '.join(sorted(prefixes.values()))}", fix="remove the older ones"
+        )
+    if whole is None and not models:
+        raise CheckpointError(
+            f"{folder}: incomplete, mp_rank_00_model_states.pt or zero_pp_rank_0_mp_rank_00_model_states.pt is missing"
+        )
+    universal = folder / "zero"
+    return CheckpointFiles(folder, whole, models, optims, universal if universal.is_dir() else None)
+
 
 _MODEL_KEYS = frozenset(
     {
@@ -95,7 +225,7 @@ class DeepSpeedCheckpoint:
     tag: str
     stage: int
     world_size: int
-    found: Found
+    found: DeepSpeedContents
     model: Mapping[str, Any]
     loss_scaler: Mapping[str, Any] | None = None
     model_file: int = 0
@@ -277,7 +407,7 @@ def _open(folder: Path, name: str, files: CheckpointFiles) -> DeepSpeedCheckpoin
         return _open_universal(folder, name, files, files.universal)
     if not files.optims:
         return _open_unsharded(folder, name, files)
-    found = Found([])
+    found = DeepSpeedContents([])
     ranks: list[tuple[int, Mapping[str, Any]]] = []
     for _, path in sorted(files.optims.items()):
         content = _open_file(found, path)
@@ -312,7 +442,7 @@ def _open(folder: Path, name: str, files: CheckpointFiles) -> DeepSpeedCheckpoin
     return DeepSpeedCheckpoint(folder, name, stage, world_size, found, model, _scaler(first), model_file=file)
 
 
-def _open_file(found: Found, path: Path) -> dict[str, Any]:
+def _open_file(found: DeepSpeedContents, path: Path) -> dict[str, Any]:
     file = TorchFile(path)
     if not isinstance(file.content, dict):
         raise CheckpointError(f"{path}", expected="a dictionary", got=type(file.content).__name__)
@@ -324,7 +454,7 @@ def _open_unsharded(folder: Path, name: str, files: CheckpointFiles) -> DeepSpee
     if files.whole_model is None:
         files.require_ranks(max(files.models) + 1, models=True)
     assert files.whole_model is not None, "a checkpoint without model files"
-    found = Found([])
+    found = DeepSpeedContents([])
     model = _open_file(found, files.whole_model)
     if model.get("param_shapes"):
         files.require_ranks(int(model["dp_world_size"]), models=False)
@@ -341,7 +471,7 @@ def _open_unsharded(folder: Path, name: str, files: CheckpointFiles) -> DeepSpee
 
 
 def _open_universal(folder: Path, name: str, files: CheckpointFiles, universal: Path) -> DeepSpeedCheckpoint:
-    found = Found([])
+    found = DeepSpeedContents([])
     whole = files.whole_model is not None
     if files.whole_model is not None:
         models = [(0, _open_file(found, files.whole_model))]
@@ -372,3 +502,53 @@ def _scaler(body: Mapping[str, Any]) -> dict[str, Any] | None:
         "type": scaler.class_name.rpartition(".")[2],
         **{k: v for k, v in vars(scaler).items() if k not in ("arguments", "class_name")},
     }
+
+
+def open_source(checkpoint_dir: str | os.PathLike[str], tag: str | None = None) -> Source:
+    """The checkpoint of a tag, or the one `latest` names.
+
+    Raises:
+        ConversionError: there is none, or it is damaged, incomplete, or of a kind that cannot be read.
+    """
+    if is_deepspeed_checkpoint(Path(checkpoint_dir), tag):
+        return deepspeed_source(checkpoint_dir, tag)
+    return read_source(checkpoint_dir, tag)
+
+
+def deepspeed_source(checkpoint_dir: str | os.PathLike[str], tag: str | None = None) -> Source:
+    """A checkpoint of DeepSpeed's. ConversionError as `open_source`."""
+    try:
+        opened = open_deepspeed_checkpoint(Path(checkpoint_dir), tag)
+    except CheckpointError as error:
+        raise ConversionError(str(error)) from error
+    return Source(
+        tag=opened.tag,
+        stage=opened.stage,
+        world_size=opened.world_size,
+        fingerprint=opened.fingerprint,
+        weights=tuple(
+            Weight(
+                weight.fqn,
+                weight.dtype,
+                weight.shape,
+                opened.tensors[weight.key].pieces,
+                is_buffer=weight.is_buffer,
+                excludable=not weight.trainable and not weight.is_buffer,
+            )
+            for weight in opened.weights()
+        ),
+        ties={alias: name for alias, name in opened.ties.items() if opened.weight_key(name) is not None},
+        files=tuple(_File(file) for file in opened.files),
+        left_out=tuple(opened.left_out),
+    )
+
+
+@dataclass(frozen=True)
+class _File:
+    file: TorchFile
+
+    def read(self, start: int, nbytes: int) -> NDArray[np.uint8]:
+        try:
+            return self.file.read(start, nbytes)
+        except CheckpointError as error:
+            raise ConversionError(str(error)) from error

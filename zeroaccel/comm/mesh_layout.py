@@ -1,8 +1,20 @@
-"""Which ranks see different samples, and how they hold the model: what a `DeviceMesh` given to `initialize` says.
+"""Which ranks shard, replicate and share a machine: sub-meshes of the job as tuples of ranks. Pure: no process groups.
 
-A mesh of one axis names the data-parallel ranks of each rank: with `mesh["dp"]` of a mesh that has another axis, ZeRO
-works on this one and leaves the other to whoever splits the model on it. A mesh of two axes is (replicas, shards), as
-for torch's `fully_shard`. Only reads the mesh; the groups are made by `comm/topology.py`.
+`MeshLayout` lays a `CommPlan` of the config over the machines that `topology.py` knows; `data_groups` and
+`shard_size_of` read a `DeviceMesh` that the user passed to `initialize`. `hierarchical.py` makes the collectives.
+
+A DeviceMesh of one axis names the data-parallel ranks of each rank: with `mesh["dp"]` of a mesh that has another axis,
+ZeRO works on this one and leaves the other to the library that splits the model on it (tensor parallelism). A mesh of
+two axes is (replicate, shard), as for torch's `fully_shard`.
+
+```text
+data group       ranks that see different samples: batches, agreement, norms        all ranks, or one axis of a mesh
+shard group      consecutive ranks of a data group that hold one model among them   MiCS, HSDP: 2nd axis of the mesh
+replicate group  the ranks with one shard, one in each shard group                  HSDP: 1st axis of the mesh
+secondary group  consecutive ranks of a shard group with a secondary partition      ZeRO++ hpZ
+node group       the ranks of a data group on one machine                           first hop of ZeRO++ qgZ
+peer group       one rank of each node group                                        second hop of ZeRO++ qgZ
+```
 """
 
 from __future__ import annotations
@@ -13,10 +25,11 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.config import Config
 from zeroaccel.errors import ConfigError, UsageError
 
+__all__ = ["data_cells", "shard_size_of"]
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["data_cells", "shard_size_of"]
 
 Cells = tuple[tuple[int, ...], ...]
 

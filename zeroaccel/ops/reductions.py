@@ -1,16 +1,19 @@
-"""The L2 norm of a gradient to the last bit, however its elements are spread over tensors, ranks and devices.
+"""Reductions to the same bits in any layout: the L2 norm of a gradient, and sums in the order of the ranks.
 
-A sum of floats depends on its order, so the norm is a sum of integers, in three moves that the caller joins with two
-reductions:
+The norm must not depend on how elements are spread over tensors, ranks and devices. A sum of floats depends on its
+order, so the norm is a sum of integers, in three moves that the caller joins with two all-reduces:
 
-    largest = max(max_abs(t) for t in tensors)                  # ranks take the MAX
+    largest = max(max_abs(t) for t in tensors)                  # all-reduce MAX
     exponent = norm_exponent(largest)
-    high, low = square_sums(t, exponent), added over tensors    # ranks SUM the two int64
+    high, low = square_sums(t, exponent), added over tensors    # all-reduce SUM of the two int64
     norm = norm_from(high, low, exponent)
 
-Knows nothing of ranks. The sums are exact up to 2**38 elements over all ranks (2.7e11). Squares are rounded to
-multiples of 2**-50 of ``4**exponent``, at most 4 times the largest square, so the norm's relative error is at most N
-* 2**-50 for N elements, and about sqrt(N) * 2**-50 where they do not conspire. Both paths give equal integers.
+The sums are exact up to 2**38 elements over all ranks (2.7e11). Squares are rounded to multiples of 2**-50 of
+``4**exponent``, at most 4 times the largest square, so the norm's relative error is at most N * 2**-50 for N elements,
+and about sqrt(N) * 2**-50 where they do not conspire. The CPU and the torch path give equal integers.
+
+`sum_ranks` is the local half of a reduce-scatter over all-to-all, on the CPU only: elsewhere the backend reduces.
+Nothing here knows of ranks or process groups.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from torch import Tensor
 from zeroaccel.ops import kernels
 from zeroaccel.ops.dispatch import array_of, in_spans
 
-__all__ = ["l2_norm", "max_abs", "norm_exponent", "norm_from", "square_sums"]
+__all__ = ["l2_norm", "max_abs", "norm_exponent", "norm_from", "square_sums", "sum_ranks"]
 
 _BITS = kernels.NORM_BITS
 _TILE_NUMEL = 1 << 22  # bounds the float64 and int64 temporaries off the CPU: 32 MiB each
@@ -100,3 +103,21 @@ def l2_norm(tensors: Iterable[Tensor]) -> float:
     exponent = norm_exponent(largest)
     parts = [square_sums(tensor, exponent) for tensor in tensors]
     return norm_from(sum(high for high, _ in parts), sum(low for _, low in parts), exponent)
+
+
+def sum_ranks(out: Tensor, flat_chunks: Tensor, scale: float) -> None:
+    """``out = round(scale * (((c0 + c1) + c2) + ...))``, for the chunks c0, c1, ... of ranks 0, 1, ...
+
+    Sums and scales in float32; rounds to the dtype of `out` (nearest, ties to even; overflow to inf, NaN kept).
+
+    Args:
+        out: (S,), contiguous, on the CPU; float32, bfloat16 or float16, not necessarily as the chunks. May be one of
+            the chunks, but must not overlap them otherwise.
+        flat_chunks: (W, S), contiguous, on the CPU, in one of the three dtypes: row r came from rank r.
+        scale: a float32 factor, 1 / W for a mean.
+    """
+    ranks, numel = flat_chunks.shape
+    assert ranks >= 1, "there is no rank to sum over"
+    assert out.shape == (numel,), f"out must have the shape of a chunk, ({numel},), got {tuple(out.shape)}"
+    target, flat, factor = array_of(out), array_of(flat_chunks), np.float32(scale)
+    in_spans(numel, lambda start, stop: kernels.sum_rows(target, flat, numel, start, stop, factor))

@@ -1,8 +1,8 @@
-"""One update shared by the host's cores and a device, which updates host-resident state tile by tile.
+"""Hybrid CPU/GPU optimizer step: one update of host-resident state, split between the host's cores and a device.
 
-Where the cores are slower than the link, a part of every update goes over it: tiles of masters, moments and gradient
-are copied to the device, updated there, and copied back, beside the cores' own part. Both round alike, so the cut shows
-in no bit. `cupy_adam.py` in offload is the way over a CUDA device; knows nothing of tiers.
+Where the cores are slower than the link (DeepSpeed's TwinFlow), tiles of masters, moments and gradient are copied to
+the device, updated there and copied back while the cores update the rest. Both round alike, so where the update is
+split shows in no bit. `offload/cupy_adam.py` is the lane over a CUDA device; `zero/hybrid_step.py` connects the two.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-__all__ = ["Lane", "PendingUpdate", "SplitUpdate"]
+__all__ = ["DeviceLane", "HybridUpdate", "PendingUpdate"]
 
 _GRAIN_NUMEL = 64  # parts start on cache lines
 _LEAST_NUMEL = 1 << 16  # below this a device is not worth the trip
@@ -28,7 +28,7 @@ class PendingUpdate(Protocol):
         """Returns when it is done: the seconds it took."""
 
 
-class Lane(Protocol):
+class DeviceLane(Protocol):
     """A way to update host-resident state elsewhere, with the bits of the CPU kernel."""
 
     def start(self, written: Sequence[Tensor], grad: Tensor, scalars: Sequence[np.generic]) -> PendingUpdate:
@@ -41,7 +41,7 @@ class Lane(Protocol):
         """
 
 
-class SplitUpdate:
+class HybridUpdate:
     """Cuts updates in two.
 
     Args:
@@ -52,13 +52,13 @@ class SplitUpdate:
         host_share: what it is now.
     """
 
-    def __init__(self, lane: Lane, ratio: float | None) -> None:
+    def __init__(self, lane: DeviceLane, ratio: float | None) -> None:
         self._lane = lane
         self._fixed = ratio is not None
         self.host_share = 0.5 if ratio is None else ratio
         self._host_rate = self._lane_rate = 0.0
 
-    def __deepcopy__(self, memo: dict[int, object]) -> SplitUpdate:
+    def __deepcopy__(self, memo: dict[int, object]) -> HybridUpdate:
         return self  # streams and rates belong to the machine, not to an optimizer
 
     def run(

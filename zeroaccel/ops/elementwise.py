@@ -1,0 +1,298 @@
+"""The native elementwise optimizers: Adam and AdamW, Adagrad, Lion, SGD.
+
+Each class names its kernel of `updates`, its state, its coefficients, and the kernel's formula in torch operations for
+other devices than the CPU; how a step runs is in `shard_step.py`. Elementwise rules may be stepped on any piece of a
+parameter, so ZeRO steps them on shards.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from zeroaccel.errors import UsageError
+from zeroaccel.ops import updates
+from zeroaccel.ops.shard_step import Hyperparameters, ShardOptimizer, require, require_unit_interval
+
+__all__ = ["CPUSGD", "SGD", "Adagrad", "Adam", "CPUAdagrad", "CPUAdam", "CPULion", "Lion"]
+
+
+class Adagrad(ShardOptimizer):
+    """Adagrad (Duchi et al. 2011), with the arguments of torch.optim.Adagrad.
+
+    ``state[param] = {"step": int, "sum": Tensor}``, shaped like the parameter; float32, or as `moments_dtype` says.
+
+    Args:
+        params: float32 by the time they are stepped; parameters or groups, as for any torch optimizer.
+        lr: learning rate, at least 0.
+        lr_decay: at least 0; step t uses lr / (1 + (t - 1) * lr_decay).
+        weight_decay: at least 0; weight_decay * weights joins the gradient (L2).
+        initial_accumulator_value: what the sums of squares start from, at least 0.
+        eps: added to the denominator, at least 0.
+        moments_dtype: "fp32" (4 bytes per parameter) or "bf16" (2), rounded at random; see the notes in `updates`.
+
+    Raises:
+        UsageError: for a hyperparameter out of its range.
+    """
+
+    kernel = staticmethod(updates.adagrad)
+    moments: ClassVar[Mapping[str, bool]] = {"sum": False}
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-2,
+        lr_decay: float = 0.0,
+        weight_decay: float = 0.0,
+        initial_accumulator_value: float = 0.0,
+        eps: float = 1e-10,
+        moments_dtype: str = "fp32",
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "lr_decay": lr_decay,
+            "weight_decay": weight_decay,
+            "initial_accumulator_value": initial_accumulator_value,
+            "eps": eps,
+        }
+        for name, value in defaults.items():
+            require(value >= 0, f"Adagrad, {name}", "a number of at least 0", value)
+        super().__init__(params, defaults, moments_dtype)
+
+    def _advance(self, group: Hyperparameters, param: Tensor) -> tuple[list[Tensor | None], list[float | np.uint32]]:
+        self._make_moments(param, fill=group["initial_accumulator_value"])
+        state = self.state[param]
+        state["step"] = step = int(state.get("step", 0)) + 1
+        lr = float(group["lr"]) / (1 + (step - 1) * group["lr_decay"])
+        return self._moments_of(param), [self._key(step), float(group["weight_decay"]), float(group["eps"]), -lr]
+
+    def _update_tile(self, x: Tensor, buffers: Sequence[Tensor], d: Tensor, coefficients: Sequence[float]) -> None:
+        (s,) = buffers
+        l2, eps, negative_lr = coefficients
+        d += x * l2
+        s += d * d
+        x += d.mul_(negative_lr).div_(s.sqrt().add_(eps))
+
+
+CPUAdagrad = Adagrad
+"""DeepSpeed's scripts know the class by what it is there; here it serves every device."""
+
+
+class Adam(ShardOptimizer):
+    """Adam (Kingma & Ba 2015) with decoupled weight decay (Loshchilov & Hutter 2019) unless told otherwise.
+
+    ``state[param] = {"step": int, "exp_avg": Tensor, "exp_avg_sq": Tensor}``, shaped like the parameter; float32, or as
+    `moments_dtype` says, with ``"exp_avg_exponents"`` and ``"exp_avg_sq_exponents"`` beside 8-bit codes. A state_dict
+    of torch.optim.Adam or AdamW loads, and theirs take ours.
+
+    Args:
+        params: float32 by the time they are stepped; parameters or groups, as for any torch optimizer.
+        lr: learning rate, at least 0.
+        bias_correction: divide the moments by 1 - beta**step.
+        betas: decay rates of the two moments, in [0, 1).
+        eps: added to the denominator, at least 0.
+        weight_decay: at least 0.
+        amsgrad: must be False; the parameter is there because configurations name it.
+        adamw_mode: True is AdamW: the weights shrink by lr * weight_decay; False is L2: weight_decay * weights joins
+            the gradient.
+        moments_dtype: "fp32" (8 bytes per parameter), "bf16" (4) or "int8" (2.06), the last two rounded at random; see
+            the notes in `updates`.
+
+    Raises:
+        UsageError: for a hyperparameter out of its range, or `amsgrad`.
+    """
+
+    kernel = staticmethod(updates.adam)
+    block_kernel = staticmethod(updates.adam_blocks)
+    moments: ClassVar[Mapping[str, bool]] = {"exp_avg": True, "exp_avg_sq": False}
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        adamw_mode: bool = True,
+        moments_dtype: str = "fp32",
+    ) -> None:
+        require(lr >= 0, "Adam, lr", "a number of at least 0", lr)
+        require_unit_interval("Adam, betas", betas)
+        require(eps >= 0, "Adam, eps", "a number of at least 0", eps)
+        require(weight_decay >= 0, "Adam, weight_decay", "a number of at least 0", weight_decay)
+        if amsgrad:
+            raise UsageError("Adam, amsgrad", expected="False", got=amsgrad, fix="use torch's own Adam for AMSGrad")
+        defaults = {
+            "lr": lr,
+            "bias_correction": bias_correction,
+            "betas": tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "amsgrad": False,
+            "adamw_mode": adamw_mode,
+        }
+        super().__init__(params, defaults, moments_dtype)
+
+    def _advance(self, group: Hyperparameters, param: Tensor) -> tuple[list[Tensor | None], list[float | np.uint32]]:
+        self._make_moments(param)
+        state = self.state[param]
+        state["step"] = step = int(state.get("step", 0)) + 1
+        lr, weight_decay, (beta1, beta2) = float(group["lr"]), float(group["weight_decay"]), group["betas"]
+        corrected, decoupled = group["bias_correction"], group["adamw_mode"]
+        coefficients: list[float | np.uint32] = [
+            self._key(step),
+            1 - lr * weight_decay if decoupled else 1.0,
+            0.0 if decoupled else weight_decay,
+            1 - beta1,
+            beta2,
+            1 - beta2,
+            1 / math.sqrt(1 - beta2**step) if corrected else 1.0,
+            float(group["eps"]),
+            -lr / (1 - beta1**step) if corrected else -lr,
+        ]
+        return self._moments_of(param), coefficients
+
+    def _update_tile(self, x: Tensor, buffers: Sequence[Tensor], d: Tensor, coefficients: Sequence[float]) -> None:
+        m, v = buffers
+        decay, l2, weight1, beta2, weight2, inverse_root, eps, negative_step = coefficients
+        d += x * l2
+        m += (d - m).mul_(weight1)
+        v.mul_(beta2).add_((d * weight2).mul_(d))
+        x.mul_(decay).add_((m * negative_step).div_(v.sqrt().mul_(inverse_root).add_(eps)))
+
+
+CPUAdam = Adam
+"""DeepSpeed's scripts know the class by what it is there; here it serves every device."""
+
+
+class Lion(ShardOptimizer):
+    """Lion (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", Algorithm 2); weight decay is decoupled.
+
+    ``state[param] = {"step": int, "exp_avg": Tensor}``, shaped like the parameter; float32, or as `moments_dtype` says.
+
+    Args:
+        params: float32 by the time they are stepped; parameters or groups, as for any torch optimizer.
+        lr: learning rate, at least 0: the size of every element's step.
+        betas: weights of the momentum in the sign and in the momentum's own update, in [0, 1).
+        weight_decay: at least 0; the weights shrink by lr * weight_decay.
+        moments_dtype: "fp32" (4 bytes per parameter) or "bf16" (2), rounded at random; see the notes in `updates`.
+
+    Raises:
+        UsageError: for a hyperparameter out of its range.
+    """
+
+    kernel = staticmethod(updates.lion)
+    moments: ClassVar[Mapping[str, bool]] = {"exp_avg": True}
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        moments_dtype: str = "fp32",
+    ) -> None:
+        require(lr >= 0, "Lion, lr", "a number of at least 0", lr)
+        require_unit_interval("Lion, betas", betas)
+        require(weight_decay >= 0, "Lion, weight_decay", "a number of at least 0", weight_decay)
+        super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay}, moments_dtype)
+
+    def _advance(self, group: Hyperparameters, param: Tensor) -> tuple[list[Tensor | None], list[float | np.uint32]]:
+        self._make_moments(param)
+        state = self.state[param]
+        state["step"] = step = int(state.get("step", 0)) + 1  # the formula has no use for it; the rounding has
+        lr, (beta1, beta2) = float(group["lr"]), group["betas"]
+        decay = 1 - lr * float(group["weight_decay"])
+        return self._moments_of(param), [self._key(step), decay, beta1, 1 - beta1, beta2, 1 - beta2, -lr]
+
+    def _update_tile(self, x: Tensor, buffers: Sequence[Tensor], d: Tensor, coefficients: Sequence[float]) -> None:
+        (m,) = buffers
+        decay, beta1, weight1, beta2, weight2, negative_lr = coefficients
+        c = (m * beta1).add_(d * weight1)
+        direction = torch.where(
+            c.abs() > 0, c.sign(), c
+        )  # zero stays itself, and so does NaN, whose sign torch has as 0
+        x.mul_(decay).add_(direction.mul_(negative_lr))
+        m.mul_(beta2).add_(d.mul_(weight2))
+
+
+CPULion = Lion
+"""DeepSpeed's scripts know the class by what it is there; here it serves every device."""
+
+
+class SGD(ShardOptimizer):
+    """Stochastic gradient descent, with the arguments of torch.optim.SGD (momentum after Sutskever et al. 2013).
+
+    ``state[param] = {"momentum_buffer": Tensor}``, float32 and shaped like the parameter; empty without momentum.
+
+    Args:
+        params: float32 by the time they are stepped; parameters or groups, as for any torch optimizer.
+        lr: learning rate, at least 0.
+        momentum: at least 0.
+        dampening: the gradient joins the momentum times 1 - dampening, except at a parameter's first step.
+        weight_decay: at least 0; weight_decay * weights joins the gradient (L2).
+        nesterov: step along gradient + momentum * buffer; needs momentum and no dampening.
+
+    Raises:
+        UsageError: for a hyperparameter out of its range.
+    """
+
+    kernel = staticmethod(updates.sgd)
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+    ) -> None:
+        for name, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
+            require(value >= 0, f"SGD, {name}", "a number of at least 0", value)
+        require(
+            not nesterov or (momentum > 0 and dampening == 0),
+            "SGD, nesterov",
+            "momentum above 0 and dampening 0",
+            {"momentum": momentum, "dampening": dampening},
+        )
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+        }
+        super().__init__(params, defaults)
+
+    def _advance(self, group: Hyperparameters, param: Tensor) -> tuple[list[Tensor | None], list[float | np.uint32]]:
+        momentum, weight, buffer = float(group["momentum"]), 1.0, None
+        if momentum:
+            state = self.state[param]
+            buffer = state.get("momentum_buffer")
+            if buffer is None:  # torch's own SGD may have saved None
+                buffer = state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.contiguous_format)
+            else:
+                weight = 1 - group["dampening"]
+        direction = (1.0, momentum) if group["nesterov"] else (0.0, 1.0)
+        return [buffer], [float(group["weight_decay"]), momentum, weight, *direction, -float(group["lr"])]
+
+    def _update_tile(self, x: Tensor, buffers: Sequence[Tensor], d: Tensor, coefficients: Sequence[float]) -> None:
+        l2, momentum, weight, grad_weight, buffer_weight, negative_lr = coefficients
+        d += x * l2
+        for b in buffers:  # one or none
+            b.mul_(momentum).add_(d * weight)
+            d.mul_(grad_weight).add_(b * buffer_weight)
+        x += d.mul_(negative_lr)
+
+
+CPUSGD = SGD
+"""The same class, under the pattern of its siblings' names."""
