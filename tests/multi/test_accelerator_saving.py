@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from tests.multi.pool import Pool
 from tests.multi.training import Toy, batches
 from zeroaccel import Accelerator, ZeroPlugin
-from zeroaccel.checkpoint import model_files
+from zeroaccel.checkpoint import weights
 from zeroaccel.errors import CheckpointError, UsageError
 
 Ranks = Callable[[int], Pool]
@@ -112,17 +112,17 @@ def _peak(folder: Path) -> tuple[int, int]:
     """The most elements that were whole at a time while saving, and the elements of the largest unit."""
     accelerator, model = _trained(3)
     seen = []
-    original = model_files.StreamedWeights.add
+    original = weights.StreamedWeights.add
 
     def watch(self: Any, name: str, value: Tensor) -> None:
         seen.append(sum(b.full.untyped_storage().nbytes() // b.dtype.itemsize for u in model.units for b in u.buffers))
         original(self, name, value)
 
-    model_files.StreamedWeights.add = watch  # type: ignore[method-assign]
+    weights.StreamedWeights.add = watch  # type: ignore[method-assign]
     try:
         accelerator.save_model(model, folder)
     finally:
-        model_files.StreamedWeights.add = original  # type: ignore[method-assign]
+        weights.StreamedWeights.add = original  # type: ignore[method-assign]
     largest = max(unit.numel for unit in model.units)
     accelerator.free_memory()
     return max(seen, default=0), largest

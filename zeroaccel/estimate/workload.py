@@ -1,4 +1,4 @@
-"""What is asked of an estimate and what it answers: plain data, without torch.
+"""Inputs and results of an estimate: plain data, without torch.
 
 `simulate` fills the answers in, `plans` compares them with a `Capacity`, the command line prints them.
 """
@@ -76,9 +76,9 @@ class MemoryByKind:
     """Bytes at the moment of the peak, by what they are for.
 
     Attributes:
-        params: weights: shards, and whole units while they are whole.
-        optimizer: fp32 masters and the optimizer's states.
-        gradients: on their way, and kept.
+        params: weights: shards, and units while they are unsharded.
+        optimizer: fp32 masters and optimizer states.
+        gradients: in flight, and accumulated.
         activations: all the rest: what backward needs, temporaries, the model's buffers.
     """
 
