@@ -212,8 +212,8 @@ def as_rank(options: argparse.Namespace) -> dict[str, Any]:
         read = engine.loaded
         return {
             "seconds": seconds,
-            "kept_nbytes": read.wanted_nbytes,
-            "read_share": read.read_nbytes / read.wanted_nbytes,
+            "kept_nbytes": read.requested_nbytes,
+            "read_share": read.read_nbytes / read.requested_nbytes,
         }
     forward_and_backward()
     engine.step()

@@ -89,7 +89,7 @@ def as_rank(options: argparse.Namespace) -> dict[str, Any]:
     everyone = engine.collectives.gather_objects(found, "what it took")
     worst = {key: max(rank[key] for rank in everyone) for key in found}
     file = max((path.stat().st_size for path in options.folder.glob("*/rank*")), default=0)
-    share = {} if engine.loaded is None else {"read_share": engine.loaded.read_nbytes / engine.loaded.wanted_nbytes}
+    share = {} if engine.loaded is None else {"read_share": engine.loaded.read_nbytes / engine.loaded.requested_nbytes}
     return {**worst, **share, "largest_file_nbytes": file, "bits": bits}
 
 

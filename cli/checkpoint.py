@@ -1,7 +1,8 @@
-"""`zeroaccel checkpoint`: look into checkpoints, check every byte of them, write them again in other forms.
+"""`zeroaccel checkpoint` and `zero-to-fp32`: inspect, verify, reshard, convert and consolidate checkpoints.
 
-Shows what `zeroaccel.checkpoint` finds; reads no weights but to check or move them, and imports no torch but to
-translate from and to torch.distributed.checkpoint.
+Shows what `zeroaccel.checkpoint` finds; reads no weights but to check or move them, and imports torch only for
+torch.distributed.checkpoint and .bin files. The options of `zero-to-fp32` are declared by the standalone program; this
+command also reads DeepSpeed's checkpoints, which that program does not.
 """
 
 from __future__ import annotations
@@ -11,14 +12,21 @@ from pathlib import Path
 
 import click
 
+from zeroaccel.checkpoint import zero_to_fp32 as program
 from zeroaccel.checkpoint.find import checkpoint_folders, find_checkpoint
-from zeroaccel.checkpoint.formats.deepspeed_checkpoint import is_deepspeed_checkpoint, open_deepspeed_checkpoint
-from zeroaccel.checkpoint.manifest import ITEMSIZE, LATEST_NAME, MANIFEST_NAME, Manifest, read_latest, read_manifest
+from zeroaccel.checkpoint.formats.deepspeed_checkpoint import (
+    is_deepspeed_checkpoint,
+    open_deepspeed_checkpoint,
+    open_source,
+)
+from zeroaccel.checkpoint.manifest import LATEST_NAME, MANIFEST_NAME, Manifest, read_latest, read_manifest
 from zeroaccel.checkpoint.rank_file import RankFileReader
 from zeroaccel.checkpoint.reshard import reshard
 from zeroaccel.errors import CheckpointError, UsageError
+from zeroaccel.zero.access.safetensors_file import ITEMSIZE
 
-__all__ = ["checkpoint"]
+__all__ = ["checkpoint", "zero_to_fp32"]
+
 
 _FOLDER = click.Path(path_type=Path)
 _TAG = click.option("-t", "--tag", help="One checkpoint of the folder.")
@@ -179,3 +187,18 @@ def _described(folder: Path, manifest: Manifest) -> list[str]:
             for index, record in enumerate(manifest.files)
         ),
     ]
+
+
+@click.command(
+    "zero-to-fp32", context_settings={"ignore_unknown_options": True, "help_option_names": []}, add_help_option=False
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.pass_context
+def zero_to_fp32(ctx: click.Context, arguments: tuple[str, ...]) -> None:
+    """Make whole weights of a sharded checkpoint, on one machine without a GPU."""
+    try:
+        program.run(arguments, ctx.command_path, open_source)
+    except program.ArgumentsError as error:
+        raise click.UsageError(str(error), ctx) from error
+    except program.ConversionError as error:
+        raise CheckpointError(str(error)) from error

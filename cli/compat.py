@@ -1,13 +1,15 @@
-"""`zeroaccel compat`: commands and modules of DeepSpeed's names, written into a folder on request.
+"""`zeroaccel compat`: the commands `deepspeed`, `ds` and `ds_report`, written into a folder on request, and their code.
 
-`import deepspeed` in processes of a launch needs none of this. What calls the `deepspeed` command by name, as scripts
-and test-suites do, finds these where their folder is put on PATH and PYTHONPATH; no other folder is touched.
+`import deepspeed` in the ranks of a launch needs none of this. Scripts and test suites that call `deepspeed` by name
+find it where that folder is on PATH and PYTHONPATH; no other folder is touched. `deepspeed` is `zeroaccel launch` with
+zeroaccel as its engine, and with the hostfile that DeepSpeed looks for by itself.
 """
 
 from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -15,12 +17,15 @@ import click
 from zeroaccel.compat.finder import SHIM_MARK, real_location
 from zeroaccel.errors import ConfigError
 
-__all__ = ["compat"]
+from .main import main as run
+
+__all__ = ["DEFAULT_HOSTFILE", "compat", "main", "report"]
+
 
 _COMMAND = """\
 #!{python}
 # Written by `zeroaccel compat install`.
-from .deepspeed_command import {name}
+from zeroaccel.cli.compat import {name}
 
 {name}()
 """
@@ -39,7 +44,7 @@ if "deepspeed.launcher.runner" not in sys.orig_argv:  # then this package is run
 _RUNNER = '''\
 """Written by `zeroaccel compat install`: the `deepspeed` command as a module."""
 
-from .deepspeed_command import main
+from zeroaccel.cli.compat import main
 
 if __name__ == "__main__":
     main()
@@ -97,3 +102,24 @@ def _is_ours(path: Path) -> bool:
     except (OSError, UnicodeDecodeError):
         return False
     return text in ("", _MARK) or "zeroaccel compat install" in text
+
+
+DEFAULT_HOSTFILE = Path("/job/hostfile")
+"""Where DeepSpeed looks for the machines of a job when it is not told."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs `deepspeed ARGUMENTS`; does not return.
+
+    Args:
+        arguments: the words behind the command's name; by default this process's.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    hosts = ["--hostfile", str(DEFAULT_HOSTFILE)] if DEFAULT_HOSTFILE.is_file() else []
+    # In front: what was typed comes later and counts more.
+    run(["launch", "--engine", "zeroaccel", *hosts, *words], prog_name="zeroaccel")
+
+
+def report() -> None:
+    """Runs `ds_report`: versions, machine and settings. Does not return."""
+    run(["env"], prog_name="zeroaccel")

@@ -1,17 +1,234 @@
-"""`zeroaccel doctor`: what works here, what is replaced by something slower, what is missing, and how to mend it."""
+"""`zeroaccel doctor` and `zeroaccel env`: what works on this machine, how fast, and what would mend the rest.
+
+Every finding is tried rather than guessed from versions, and speeds are measured; nothing is left behind on the
+machine. `env` prints versions and the settings in force, for bug reports.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
+import platform
+import shutil
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Literal
 
 import click
 
-from .findings import Finding, findings
+import zeroaccel
+from zeroaccel.config.launch.launch_file import find_launch_file, read_launch_file
+from zeroaccel.config.launch.launch_sources import check_variables
+from zeroaccel.errors import ConfigError
 
-__all__ = ["doctor"]
+from .machine import Machine, folder_trouble, is_known_host, look, measure_disk
+from .verify import run_job
+
+__all__ = ["Finding", "doctor", "env", "findings"]
+
+
+Verdict = Literal["works", "falls back", "missing", "BROKEN"]
+
+_COPY_NBYTES = 1 << 28
+_JOB_SECONDS = 120.0
+_GIGA = 1e9
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One feature.
+
+    Attributes:
+        verdict: BROKEN is for what was asked for or cannot be done without.
+        detail: what was seen, or what is used instead.
+        fix: one line that mends it; empty where nothing is to be done.
+    """
+
+    feature: str
+    verdict: Verdict
+    detail: str = ""
+    fix: str = ""
+
+
+def findings(environ: Mapping[str, str], folder: Path, *, measure: bool) -> Iterator[Finding]:
+    """Looks at everything, one feature after the other.
+
+    Args:
+        folder: whose launch file is meant.
+        measure: also what takes seconds: copies, disks, two processes that talk.
+    """
+    machine = look(environ)
+    yield from _accelerators(machine)
+    yield _kernels()
+    yield from _libraries()
+    yield _names()
+    yield _variables(environ)
+    yield _launch_file(environ, folder)
+    if measure:
+        yield from _copies()
+        yield _collectives(environ, len(machine.devices))
+    yield from _disks(machine, measure=measure)
+
+
+def _accelerators(machine: Machine) -> Iterator[Finding]:
+    import torch
+
+    if not machine.devices:
+        built = "" if torch.version.cuda else ", and this torch is built without CUDA"
+        fix = "install a torch with CUDA if this machine has a GPU" if Path("/dev/nvidiactl").exists() else ""
+        yield Finding("accelerators", "falls back", f"none visible{built}; processes run on the CPU", fix)
+        yield Finding("bf16", "works", "on the CPU, in software where it has no instructions for it")
+        return
+    yield Finding("accelerators", "works", f"{len(machine.devices)} x {machine.devices[0].name}")
+    if all(device.has_bf16 for device in machine.devices):
+        yield Finding("bf16", "works")
+    else:
+        yield Finding("bf16", "falls back", "the devices have none of their own", "train with --mixed_precision fp16")
+    import torch.distributed as dist
+
+    if dist.is_nccl_available():
+        yield Finding("NCCL", "works", ".".join(map(str, torch.cuda.nccl.version())))
+    else:
+        yield Finding("NCCL", "BROKEN", "this torch has none", "install a torch with CUDA from pytorch.org")
+    if find_spec("cupy") is None:
+        detail = "torch's pinned memory, which rounds sizes up to powers of two"
+        yield Finding("exact pinned memory", "falls back", detail, "pip install 'zeroaccel[cuda]'")
+    else:
+        yield Finding("exact pinned memory", "works", "by cupy")
+
+
+def _kernels() -> Finding:
+    import torch
+
+    from zeroaccel.ops.elementwise import Adam
+
+    param = torch.nn.Parameter(torch.ones(1 << 20))
+    optimizer = Adam([param], lr=0.1)
+    try:
+        for _ in range(2):  # the first may have to read the compiled kernel
+            start = time.perf_counter()
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+            seconds = time.perf_counter() - start
+    except Exception as error:
+        fix = "pip install --force-reinstall numba"
+        return Finding("native optimizer", "BROKEN", f"{type(error).__name__}: {error}", fix)
+    return Finding("native optimizer", "works", f"AdamW updates {param.numel() / seconds / 1e6:,.0f} M weights/s here")
+
+
+def _libraries() -> Iterator[Finding]:
+    if shutil.which("c++") or shutil.which("g++") or shutil.which("clang++"):
+        yield Finding("torch.compile", "works", "there is a C++ compiler")
+    else:
+        detail = "no C++ compiler, so models run as they are; nothing else needs one"
+        yield Finding("torch.compile", "falls back", detail, "install g++")
+    for feature, package, extra in (
+        ("Hugging Face models", "transformers", "hf"),
+        ("accelerate's scripts", "accelerate", "hf"),
+        ("TensorBoard", "tensorboard", "track"),
+        ("charts as .png", "matplotlib", "plot"),
+    ):
+        if find_spec(package) is None:
+            yield Finding(feature, "missing", f"{package} is not installed", f"pip install 'zeroaccel[{extra}]'")
+        else:
+            yield Finding(feature, "works")
+    if shutil.which("ssh"):
+        yield Finding("hostfiles", "works", "by ssh")
+    else:
+        fix = "install an ssh client, or run the launch on each machine"
+        yield Finding("hostfiles", "missing", "there is no ssh", fix)
+
+
+def _names() -> Finding:
+    name = socket.gethostname()
+    if is_known_host(name):
+        return Finding("own host name", "works", name)
+    fix = f"add '127.0.0.1 {name}' to /etc/hosts, or set GLOO_SOCKET_IFNAME to the network interface"
+    return Finding("own host name", "falls back", f"{name} does not resolve, so gloo uses the loopback interface", fix)
+
+
+def _variables(environ: Mapping[str, str]) -> Finding:
+    try:
+        check_variables(environ)
+    except ConfigError as error:
+        return Finding("environment", "BROKEN", str(error).replace("\n", " "), "unset it, or correct its name")
+    return Finding("environment", "works", "every variable that begins with ZEROACCEL_ is a setting")
+
+
+def _launch_file(environ: Mapping[str, str], folder: Path) -> Finding:
+    found = find_launch_file(None, environ, folder)
+    if found is None:
+        return Finding("launch file", "missing", "none, so flags and defaults count", "zeroaccel config")
+    try:
+        read_launch_file(*found).effective().settings()
+    except ConfigError as error:
+        fix = f"zeroaccel config validate {found[0]}"
+        return Finding("launch file", "BROKEN", str(error).replace("\n", " "), fix)
+    return Finding("launch file", "works", f"{found[0]} ({found[1]})")
+
+
+def _copies() -> Iterator[Finding]:
+    import torch
+
+    source = torch.ones(_COPY_NBYTES, dtype=torch.uint8)
+    target = torch.empty_like(source)
+    yield Finding("copies in memory", "works", f"{_best(lambda: target.copy_(source)):.1f} GB/s")
+    if not torch.cuda.is_available():
+        return
+    pinned, device = source.pin_memory(), source.to("cuda")
+
+    def synchronous(copy: object) -> None:
+        torch.cuda.synchronize()
+
+    up = _best(lambda: synchronous(device.copy_(pinned, non_blocking=True)))
+    down = _best(lambda: synchronous(pinned.copy_(device, non_blocking=True)))
+    yield Finding("copies to the device", "works", f"{up:.1f} GB/s to it, {down:.1f} GB/s from it, pinned")
+
+
+def _best(copy: object, rounds: int = 4) -> float:
+    assert callable(copy), "a copy is something to call"
+    best = 0.0
+    for _ in range(rounds):
+        start = time.perf_counter()
+        copy()
+        best = max(best, _COPY_NBYTES / (time.perf_counter() - start))
+    return best / _GIGA
+
+
+def _collectives(environ: Mapping[str, str], devices: int) -> Finding:
+    flags = ["--num_processes", str(devices if devices > 1 else 2), *([] if devices > 1 else ["--cpu"])]
+    lines, trouble = run_job([*flags, "--module", "zeroaccel.cli.smoke", "speeds"], environ, _JOB_SECONDS)
+    feature = f"{devices if devices > 1 else 2} processes that talk"
+    if trouble or not lines:
+        detail = trouble.splitlines()[-1] if trouble else "they said nothing"
+        return Finding(feature, "BROKEN", detail, "zeroaccel test shows the whole message")
+    gather, reduce = lines[0]["all_gather"] / _GIGA, lines[0]["reduce_scatter"] / _GIGA
+    by = "NCCL" if devices > 1 else "gloo"
+    return Finding(
+        feature, "works", f"by {by}, all-gather {gather:.1f} GB/s, reduce-scatter {reduce:.1f} GB/s per rank"
+    )
+
+
+def _disks(machine: Machine, *, measure: bool) -> Iterator[Finding]:
+    for disk in machine.disks:
+        seen = measure_disk(disk) if measure else disk
+        detail = f"{disk.file_system}, {disk.free_nbytes / _GIGA:.0f} GB free"
+        if seen.write is not None and seen.read is not None:
+            detail += f", {seen.write / _GIGA:.1f} GB/s write, {seen.read / _GIGA:.1f} GB/s read"
+        yield Finding(f"offload to {disk.folder}", "works", detail)
+    if not machine.disks:
+        detail = "no writable local disk with room"
+        yield Finding("offload to disk", "missing", detail, "name a folder on a local disk as nvme_path")
+    for folder in ("/dev/shm", "/tmp"):
+        if Path(folder).is_dir() and (trouble := folder_trouble(folder)):
+            seen_there, _, fix = trouble.partition("; ")
+            yield Finding(f"offload to {folder}", "missing", seen_there, fix)
+
 
 _COLOURS = {"works": "green", "falls back": "yellow", "missing": "yellow", "BROKEN": "red"}
 
@@ -42,3 +259,45 @@ def _show(finding: Finding) -> None:
     click.echo(f"{finding.feature:<24} {verdict} {finding.detail}".rstrip())
     if finding.fix:
         click.echo(f"{'':<24} {'':<10} -> {finding.fix}")
+
+
+_PACKAGES = ("torch", "numba", "numpy", "pydantic", "safetensors", "transformers", "accelerate", "peft", "trl", "cupy")
+_SETTINGS = ("ZEROACCEL_", "ACCELERATE_", "NCCL_", "GLOO_", "OMP_", "CUDA_VISIBLE", "TORCH_")
+_SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
+
+
+@click.command(short_help="Versions, machine and settings, for reports of problems.")
+@click.option("--json", "as_json", is_flag=True, help="For programs.")
+def env(as_json: bool) -> None:
+    """Print the versions of what zeroaccel works with, what this machine has, and the settings that are in force."""
+    facts = {
+        "zeroaccel": zeroaccel.__version__,
+        "Python": platform.python_version(),
+        "system": platform.platform(),
+        **{name: version for name in _PACKAGES if (version := _version(name))},
+    }
+    for heading, content in look(os.environ).lines():
+        if heading != "torch":
+            facts[heading] = f"{facts[heading]}; {content}" if heading in facts else content
+    found = find_launch_file(None, os.environ, Path.cwd())
+    facts["launch file"] = "none" if found is None else f"{found[0]} ({found[1]})"
+    if found is not None and not found[0].is_file():
+        facts["launch file"] += ", which is no file"
+    facts |= {
+        name: "(set)" if any(word in name for word in _SECRET) else value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(_SETTINGS)
+    }
+    if as_json:
+        click.echo(json.dumps(facts, indent=2))
+        return
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        click.echo(f"{name:<{width}}  {value}")
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""

@@ -1,13 +1,15 @@
-"""What this machine has to train with: devices, memory, cores, disks, torch, the job it is in.
+"""This machine: accelerators, memory, cores, disks, ports, addresses.
 
-The one place that looks, for launches, estimates and the questionnaire alike; ports and names are in `network`. Looking
-imports torch where there is a driver; the classes do not. Nothing is changed on the machine, but for one file that is
-written and removed where a disk is measured.
+The one place that looks, for launches, estimates and the questionnaire alike. Looking imports torch where there is a
+driver; the classes do not. Nothing is changed on the machine, but for one file that is written and removed where a disk
+is measured.
 """
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
 import sys
 import tempfile
 import time
@@ -28,13 +30,20 @@ __all__ = [
     "Disk",
     "Machine",
     "devices",
+    "divide_cores",
     "folder_trouble",
     "gib",
+    "is_known_host",
+    "is_own_host",
     "local_disks",
     "look",
     "measure_disk",
     "memory_nbytes",
+    "neighbouring_cores",
+    "own_address_towards",
+    "port_trouble",
 ]
+
 
 _GIB = 2**30
 _NO_FILES = ("proc", "sysfs", "cgroup", "cgroup2", "devpts", "mqueue")
@@ -238,3 +247,77 @@ def gib(nbytes: int) -> str:
 
 def _speed(per_second: float) -> str:
     return f"{per_second / 1e9:.1f} GB/s"
+
+
+def divide_cores(cores: list[int], num_local: int) -> tuple[str, ...]:
+    """Divides cores evenly into one run per process, written as a list of numbers with commas.
+
+    Args:
+        cores: numbers of cores, neighbours beside each other.
+
+    Raises:
+        ConfigError: there are fewer cores than processes.
+    """
+    share = len(cores) // num_local
+    if not share:
+        expected = f"at most {len(cores)} processes, one for each core"
+        raise ConfigError("--enable_cpu_affinity", expected=expected, got=num_local, fix="leave it out")
+    return tuple(",".join(map(str, sorted(cores[rank * share : (rank + 1) * share]))) for rank in range(num_local))
+
+
+def neighbouring_cores(topology: Path = Path("/sys/devices/system/cpu")) -> list[int]:
+    """The cores this process may use, those of one package together, and hardware threads of one core side by side."""
+    if not hasattr(os, "sched_getaffinity"):
+        raise ConfigError("--enable_cpu_affinity: this system does not bind processes to cores", fix="leave it out")
+
+    def place(core: int) -> tuple[int, int, int]:
+        folder = topology / f"cpu{core}" / "topology"
+        try:
+            return int((folder / "physical_package_id").read_text()), int((folder / "core_id").read_text()), core
+        except (OSError, ValueError):  # a container that does not show them; numbers are neighbours then
+            return 0, core, core
+
+    return sorted(os.sched_getaffinity(0), key=place)
+
+
+def port_trouble(port: int) -> str:
+    """Why a server of this machine could not listen on `port`; empty when it could."""
+    families = [socket.AF_INET, socket.AF_INET6] if socket.has_dualstack_ipv6() else [socket.AF_INET]
+    for family in families:
+        # create_server sets SO_REUSEADDR as torch's store does: a port whose last job has just ended is free.
+        try:
+            socket.create_server(("", port), family=family).close()
+        except OSError as error:
+            if error.errno in (errno.EADDRINUSE, errno.EACCES):  # and not: no IPv6 here
+                return os.strerror(error.errno).lower()
+    return ""
+
+
+def is_known_host(host: str) -> bool:
+    """Whether `host` is an address or a name that resolves."""
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError:
+        return False
+    return True
+
+
+def is_own_host(host: str) -> bool:
+    """Whether `host` is an address of this machine."""
+    try:
+        socket.create_server((host, 0)).close()
+    except OSError:
+        return False
+    return True
+
+
+def own_address_towards(host: str) -> str:
+    """The address of this machine by which `host` can reach it.
+
+    Its own name would be simpler, but in many containers and clusters that means nothing, or means "localhost".
+    """
+    family, kind, protocol, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # sends nothing; the kernel only chooses a route
+        own: str = probe.getsockname()[0]
+        return own

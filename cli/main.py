@@ -7,9 +7,12 @@ imported here, may import torch. Every mistake is one message on stderr and the 
 
 from __future__ import annotations
 
+import difflib
+import importlib
 import platform
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
@@ -19,23 +22,72 @@ import zeroaccel
 from zeroaccel.errors import ZeroAccelError
 from zeroaccel.logs import without_notes
 
-from .lazy import LazyCommand, LazyCommands
+__all__ = ["CommandLine", "LazyCommand", "LazyCommands", "main"]
 
-__all__ = ["CommandLine", "main"]
+
+@dataclass(frozen=True)
+class LazyCommand:
+    """Where a command is, and what it is for.
+
+    Attributes:
+        module: full name of the module; in it the command is called as on the command line, with _ for -.
+    """
+
+    module: str
+    about: str
+
+
+class LazyCommands(click.Group):
+    """The group. A name that it does not have is answered with the one that was probably meant.
+
+    Args:
+        table: name -> the command.
+    """
+
+    def __init__(self, *args: Any, table: Mapping[str, LazyCommand], **attributes: Any) -> None:
+        super().__init__(*args, **attributes)
+        self._table = table
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted(self._table)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self._table:
+            return None
+        module = importlib.import_module(self._table[cmd_name].module)
+        command: click.Command = getattr(module, cmd_name.replace("-", "_"))
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if name not in self._table and not name.startswith("-"):
+            meant = difflib.get_close_matches(name, self._table, n=1)
+            ctx.fail(f"No such command '{name}'." + (f" Did you mean {meant[0]}?" if meant else ""))
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, self._table[name].about) for name in self.list_commands(ctx)])
+
 
 SUB_COMMANDS: Mapping[str, LazyCommand] = {
-    name: LazyCommand(f"{__package__}.{name.replace('-', '_')}", about)
-    for name, about in {
-        "checkpoint": "Look into checkpoints, check them, write them for other numbers of ranks or other programs.",
-        "compat": "Commands and modules of DeepSpeed's names, for scripts that call them.",
-        "config": "Make, check and explain launch files, by questions or by flags.",
-        "doctor": "What works on this machine, what does not, and how to mend it.",
-        "env": "Versions, machine and settings, for reports of problems.",
-        "estimate": "How much memory training a model takes, for every stage and offload.",
-        "launch": "Run a script as several processes, on this machine or on several.",
-        "test": "Train a small model at every stage on this machine.",
-        "verify": "Compare a script's first steps at stage 0 and as configured.",
-        "zero-to-fp32": "Make whole weights of a sharded checkpoint.",
+    name: LazyCommand(f"{__package__}.{module}", about)
+    for name, (module, about) in {
+        "checkpoint": (
+            "checkpoint",
+            "Look into checkpoints, check them, write them for other numbers of ranks or other programs.",
+        ),
+        "compat": ("compat", "Commands and modules of DeepSpeed's names, for scripts that call them."),
+        "config": ("config", "Make, check and explain launch files, by questions or by flags."),
+        "doctor": ("doctor", "What works on this machine, what does not, and how to mend it."),
+        "env": ("doctor", "Versions, machine and settings, for reports of problems."),
+        "estimate": ("estimate", "How much memory training a model takes, for every stage and offload."),
+        "launch": ("launch.launch_command", "Run a script as several processes, on this machine or on several."),
+        "test": ("verify", "Train a small model at every stage on this machine."),
+        "verify": ("verify", "Compare a script's first steps at stage 0 and as configured."),
+        "zero-to-fp32": ("checkpoint", "Make whole weights of a sharded checkpoint."),
     }.items()
 }
 

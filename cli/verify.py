@@ -1,7 +1,8 @@
-"""`zeroaccel verify`: a script's own first steps at stage 0 and as configured, and by how much they differ.
+"""`zeroaccel test` and `zeroaccel verify`: train in a job of their own and compare stages to the last bit.
 
-Runs the script by `launch`, twice, with an order in its environment that `zeroaccel.telemetry.verification` carries out
-inside; a third time where the two differ, to tell a sharding that changes numbers from a script that does so by itself.
+`run_job` runs a `zeroaccel launch` as a child process and reads the JSON lines it prints; `doctor` uses it as well.
+`test` trains the model of `smoke` at every stage; `verify` runs the user's script twice, at stage 0 and as configured,
+with `zeroaccel.telemetry.verification` recording losses and norms inside the ranks.
 """
 
 from __future__ import annotations
@@ -10,17 +11,97 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
 from zeroaccel.errors import UsageError
 
-from .jobs import launch_command
+from .machine import devices as look_for_devices
 
-__all__ = ["verify"]
+__all__ = ["launch_command", "run_job", "test", "verify"]
+
+
+def launch_command(arguments: Sequence[str]) -> list[str]:
+    """The words of a `zeroaccel launch` by this interpreter."""
+    return [sys.executable, "-m", "zeroaccel.cli", "launch", *arguments]
+
+
+def run_job(
+    arguments: Sequence[str], environment: Mapping[str, str], seconds: float
+) -> tuple[list[dict[str, Any]], str]:
+    """Runs a job that prints JSON lines.
+
+    Returns:
+        (the lines, why it failed): the second is empty after a success.
+    """
+    try:
+        done = subprocess.run(
+            launch_command(arguments),
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return [], f"it did not end within {seconds:g} s"
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return lines, "" if done.returncode == 0 else done.stderr.strip() or f"exit code {done.returncode}"
+
+
+_SECONDS = 300.0
+
+
+@click.command(
+    context_settings={"token_normalize_func": lambda name: name.replace("-", "_")},
+    short_help="Train a small model at every stage on this machine.",
+)
+@click.option("--num_processes", type=click.IntRange(1), metavar="N", help="[default: one per accelerator, or 2]")
+@click.option("--cpu", is_flag=True, help="On the CPU, although there are accelerators.")
+def test(num_processes: int | None, cpu: bool) -> int:
+    """Train a small model for three steps at every stage and offload, in two processes or more.
+
+    The losses of every stage must be those of stage 0 to the last bit; on accelerators those of the CPU's optimizer may
+    differ in rounding, which is said and is no failure. Exits with 1 if anything failed.
+    """
+    devices = 0 if cpu else len(look_for_devices())
+    on_cpu = devices < 2 and num_processes != 1
+    count = num_processes or max(2, devices)
+    where = f"{count} process{'es' if count > 1 else ''} on {'the CPU' if on_cpu or not devices else 'accelerators'}"
+    click.echo(f"zeroaccel: {where}", err=True)
+    flags = ["--num_processes", str(count), *(["--cpu"] if on_cpu or not devices else []), "--module"]
+    results, trouble = run_job([*flags, "zeroaccel.cli.smoke"], os.environ, _SECONDS)
+    failed = bool(trouble)
+    for result in results:
+        name, told, is_wrong = _told(result, on_cpu=on_cpu or not devices)
+        failed = failed or is_wrong
+        click.echo(f"{name:<40} {told}")
+    if trouble:
+        click.echo(f"zeroaccel: the job failed:\n{trouble}", err=True)
+    return int(failed)
+
+
+def _told(result: dict, *, on_cpu: bool) -> tuple[str, str, bool]:  # type: ignore[type-arg]
+    name = f"stage {result['stage']}"
+    name += f", optimizer on {result['optimizer']}" if result["optimizer"] != "none" else ""
+    name += f", parameters on {result['param']}" if result["param"] != "none" else ""
+    if "error" in result:
+        return name, f"FAILED: {result['error']}", True
+    seconds = f"{result['seconds']:.1f} s"
+    if result["same"]:
+        return name, f"works, the same losses as stage 0 ({seconds})", False
+    rounded = not on_cpu and result["optimizer"] != "none"
+    if rounded:
+        return name, f"works, rounded differently by the CPU's optimizer ({seconds})", False
+    return name, f"FAILED: other losses than stage 0 ({seconds})", True
+
 
 _VARIABLE = "ZEROACCEL_VERIFY"  # as `zeroaccel.telemetry.verification` has it, which imports torch
 

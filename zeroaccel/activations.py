@@ -1,6 +1,6 @@
-"""Recomputation: a function's activations are dropped in forward and computed again in backward, from its inputs.
+"""Activation checkpointing: activations are dropped in forward and recomputed in backward from a function's inputs.
 
-`checkpoint` is torch's own (without re-entrance), with a choice of where the inputs are kept meanwhile
+`checkpoint` is torch's own (non-reentrant), with a choice of where the inputs are kept meanwhile
 (`offload/activation_store.py`). The config's `activation_checkpointing` section makes the choice, for calls of
 `checkpoint` in a model and for the repeated blocks of any model. Numbers are those of a run without it, random ones
 included.
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint as recompute
 
 from zeroaccel.comm.collectives import PartitionedTensors
-from zeroaccel.config.schema_extensions import ActivationCheckpointing
+from zeroaccel.config.schema_sections import ActivationCheckpointing
 from zeroaccel.errors import UsageError
 from zeroaccel.logs import log_once, logger
 from zeroaccel.offload.activation_store import ActivationStore
@@ -37,13 +37,13 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 @dataclass
 class Profile:
-    """What recomputation took since the forward began.
+    """Cost of recomputation since the forward began.
 
     Attributes:
         calls: of checkpointed functions.
         forward_seconds: inside them in forward; on a CUDA device, with the device's work.
         recompute_seconds: the same in backward.
-        kept_nbytes: the most that was kept at a time in memory that was taken for it.
+        kept_nbytes: peak of the stored inputs, in memory allocated for them.
     """
 
     calls: int = 0
@@ -53,7 +53,7 @@ class Profile:
 
 
 class Activations:
-    """Recomputes functions, and keeps their inputs as a config says.
+    """Recomputes functions, and stores their inputs as a config says.
 
     Args:
         section: `activation_checkpointing` of a config.
@@ -95,7 +95,7 @@ class Activations:
         return self  # a copied model is recomputed by the same settings
 
     def __reduce__(self) -> Any:
-        return Activations, ()  # what is kept, and for which group, means nothing to another process
+        return Activations, ()  # stored inputs and process groups mean nothing to another process
 
     def checkpoint(self, function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
         """See the module's `checkpoint`."""
@@ -115,7 +115,8 @@ class Activations:
                 return function(*some_args, **some_kwargs)
 
         self.store.calls += 1
-        with saved_tensors_hooks(self._pack, self.store.fetch):  # inside, torch's own take over: these see the inputs
+        # torch's own hooks are installed inside `recompute`, so these see only what it saves itself: the inputs.
+        with saved_tensors_hooks(self._pack, self.store.fetch):
             result: _Result = recompute(run, *inputs, use_reentrant=False)
         return result
 
@@ -124,13 +125,13 @@ class Activations:
 
     @contextmanager
     def _around(self, tensors: tuple[Tensor, ...]) -> Iterator[None]:
-        """Waits for the device at both ends, and takes the time, where that is asked for."""
+        """Times the call, and synchronizes with the device at both ends where the config enables it."""
         section = self.section
         again = torch._C._current_graph_task_id() != -1
         device = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
         waits = device is not None and (section.profile or section.synchronize_checkpoint_boundary)
         if not again and self.profile.recompute_seconds:
-            self._say()
+            self._log()
         if waits:
             torch.cuda.synchronize(device)
         begun = time.perf_counter()
@@ -147,15 +148,15 @@ class Activations:
                 self.profile.forward_seconds += seconds
             self.profile.kept_nbytes = max(self.profile.kept_nbytes, self.store.kept_nbytes)
 
-    def _say(self) -> None:
-        found, self.profile = self.profile, Profile()
+    def _log(self) -> None:
+        profile, self.profile = self.profile, Profile()
         if self.section.profile:
             logger.warning(
                 "activations: %d checkpointed calls, %.1f ms in forward, %.1f ms again in backward, %.1f MiB kept",
-                found.calls,
-                found.forward_seconds * 1e3,
-                found.recompute_seconds * 1e3,
-                found.kept_nbytes / 2**20,
+                profile.calls,
+                profile.forward_seconds * 1e3,
+                profile.recompute_seconds * 1e3,
+                profile.kept_nbytes / 2**20,
             )
 
 
@@ -164,11 +165,19 @@ _group: dist.ProcessGroup | None = None
 
 
 def checkpoint(function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:
-    """Calls ``function(*args, **kwargs)``, drops what it saves for backward, and computes it again there.
+    """Calls ``function(*args, **kwargs)``, drops what it saves for backward, and recomputes it there.
 
-    Inputs that carry gradients are kept as the config of the last `initialize` (or `configure`) says; masks, positions
-    and the like stay where they are, as blocks share them. Nested calls, several outputs, keyword arguments and frozen
-    inputs are fine; random numbers are drawn anew as they were.
+    Inputs that carry gradients are stored as the config of the last `initialize` (or `configure`) says; masks,
+    positions and the like stay where they are, as blocks share them. Nested calls, several outputs, keyword arguments
+    and frozen inputs are supported; random numbers are drawn again as in forward.
+
+    Example:
+        >>> import torch
+        >>> block = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU())
+        >>> x = torch.ones(2, 4, requires_grad=True)
+        >>> checkpoint(block, x).sum().backward()
+        >>> x.grad.shape
+        torch.Size([2, 4])
     """
     return _current.checkpoint(function, *args, **kwargs)
 
@@ -176,29 +185,29 @@ def checkpoint(function: Callable[..., _Result], *args: Any, **kwargs: Any) -> _
 def configure(
     section: ActivationCheckpointing | None = None, *, tensor_parallel_group: dist.ProcessGroup | None = None
 ) -> None:
-    """Says how `checkpoint` keeps inputs from now on, in this process. `initialize` calls it for a config's section.
+    """Sets how `checkpoint` stores inputs from now on, in this process. `initialize` does it for a config's section.
 
     Args:
-        tensor_parallel_group: of this rank, for `partition_activations`; it stays known until `reset`.
+        tensor_parallel_group: of this rank, for `partition_activations`; it is remembered until `reset`.
 
     Raises:
         UsageError: a switch lacks what it needs.
     """
     global _current, _group
     group = tensor_parallel_group or _group
-    made = Activations(section, group=group)
-    _current, _group = made, group
+    activations = Activations(section, group=group)
+    _current, _group = activations, group
 
 
 def reset() -> None:
-    """Forgets what was configured: `checkpoint` keeps inputs as they are, and no group is known."""
+    """Undoes `configure`: `checkpoint` stores inputs where they are, and the group is forgotten."""
     global _current, _group
     _current, _group = Activations(), None
 
 
 def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(fqn, block) of the children of the outermost lists that have at least one more of their class beside them."""
-    found: list[tuple[str, nn.Module]] = []
+    """(fqn, block) of the children of the outermost lists that share their class with a sibling."""
+    blocks: list[tuple[str, nn.Module]] = []
 
     def walk(fqn: str, module: nn.Module) -> None:
         kinds = Counter(type(child) for child in module.children()) if isinstance(module, _LISTS) else Counter()
@@ -207,16 +216,16 @@ def repeated_blocks(model: nn.Module) -> list[tuple[str, nn.Module]]:
                 continue
             child_fqn = f"{fqn}.{name}" if fqn else name
             if kinds[type(child)] > 1 and not isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-                found.append((child_fqn, child))
+                blocks.append((child_fqn, child))
             else:
                 walk(child_fqn, child)
 
     walk("", model)
-    return found
+    return blocks
 
 
 class Recomputation:
-    """What a config's section does to a model and to `checkpoint`, from `apply` to `undo`.
+    """Applies a config's section to a model and to `checkpoint`, from `apply` to `undo`.
 
     Raises:
         UsageError: there is no repeated block to recompute, or a switch lacks what it needs.
@@ -244,25 +253,25 @@ class Recomputation:
         self._before = _current
 
     def apply(self) -> None:
-        """Has the blocks recomputed, and the model's own calls of `checkpoint` keep their inputs the same way."""
+        """Patches the blocks to be recomputed; the model's own calls of `checkpoint` store inputs the same way."""
         global _current
         self._before, _current = _current, self._activations
         for block in self._blocks:
             block.__dict__["forward"] = _Recomputed(block.forward, self._activations)
 
     def undo(self) -> None:
-        """Puts everything back."""
+        """Restores the blocks and the settings of `checkpoint`."""
         global _current
         if _current is self._activations:
             _current = self._before
         for block in self._blocks:
-            held = block.__dict__.get("forward")
-            if isinstance(held, _Recomputed):
-                held.take_off(block)
+            forward = block.__dict__.get("forward")
+            if isinstance(forward, _Recomputed):
+                forward.restore(block)
 
 
 class _Recomputed:
-    """Stands for a block's forward. A copy of the block gets one that calls the copy."""
+    """Replaces a block's forward. A copy of the block gets one that calls the copy."""
 
     def __init__(self, forward: Callable[..., Any], activations: Activations) -> None:
         self._forward = forward
@@ -271,10 +280,10 @@ class _Recomputed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._activations.checkpoint(self._forward, *args, **kwargs)
 
-    def take_off(self, block: nn.Module) -> None:
-        """Puts back what was there before."""
+    def restore(self, block: nn.Module) -> None:
+        """Restores the block's previous forward."""
         del block.__dict__["forward"]
-        if self._forward != block.forward:  # somebody had replaced it already
+        if self._forward != block.forward:  # an earlier patch, e.g. of another library
             block.__dict__["forward"] = self._forward
 
 

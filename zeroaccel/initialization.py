@@ -27,19 +27,11 @@ from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.environment import check_own_variables, core_set, fair_threads, omp_threads_chosen, usable_cores
 from zeroaccel.comm.hierarchical import arrange
-from zeroaccel.comm.mesh_layout import data_cells, shard_size_of
+from zeroaccel.comm.mesh_layout import data_groups, shard_size_of
 from zeroaccel.comm.topology import Topology, init_process_group
-from zeroaccel.config import (
-    BatchSizes,
-    Config,
-    Fact,
-    ShardPlan,
-    comm_plan,
-    load_config,
-    shard_plan,
-    solve_batch,
-    tier_plan,
-)
+from zeroaccel.config import BatchSizes, Config, Fact, ShardPlan, load_config, solve_batch, tier_plan
+from zeroaccel.config import comm_plan as comm_plan
+from zeroaccel.config import shard_plan as shard_plan
 from zeroaccel.config.normalize import UnknownKeys
 from zeroaccel.data import build_dataloader
 from zeroaccel.errors import ConfigError, UsageError
@@ -130,12 +122,23 @@ def initialize(
     Raises:
         ConfigError: the config is wrong or contradicts the arguments.
         UsageError: the model or the optimizer does not fit.
+
+    Example:
+        >>> import torch
+        >>> import zeroaccel
+        >>> config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3}}
+        >>> model = torch.nn.Linear(8, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> engine, optimizer, _, _ = zeroaccel.initialize(model, optimizer, config=config)
+        >>> loss = engine(torch.randn(4, 8)).square().mean()
+        >>> loss = engine.backward(loss)
+        >>> engine.step()
     """
     topology = init_process_group()
     collectives = collectives or Collectives(topology)
     _divide_cores(topology, collectives)
-    cells = None if mesh is None else data_cells(mesh, collectives)
-    world_size = collectives.world_size if cells is None else len(cells[0])
+    mesh_groups = None if mesh is None else data_groups(mesh, collectives)
+    world_size = collectives.world_size if mesh_groups is None else len(mesh_groups[0])
     with agreed(collectives, "initialize: config"):
         check_own_variables()
         if not isinstance(model, nn.Module):
@@ -169,7 +172,7 @@ def initialize(
     )
     lines = [*str(engine_settings).split(", "), str(spread), str(residences), f"optimizer_kind={optimizer_kind!r}"]
     check_same(model, placement, lines, trains_by, collectives)
-    collectives = arrange(collectives, spread, cells)
+    collectives = arrange(collectives, spread, mesh_groups)
 
     if built is not None and kinds is not None and OptimizerKind.COUPLED in kinds.groups and plan.optimizer:
         _bind_reductions(built, collectives)

@@ -6,6 +6,6 @@ file (`render`) are made; `command` puts them together, and beside it are the su
 
 from __future__ import annotations
 
-from .command import config
+from .config_command import config
 
 __all__ = ["config"]

@@ -1,24 +1,39 @@
-"""Answers: read from text, checked against the table, and completed by defaults in the order of the questions.
+"""Answers: parsed, checked against the table of questions, and completed by defaults; the walk that asks for them.
 
-The one way in for what flags, `--answers`, `--set`, `--yes` and the wizard say: each answer passes `parse` and `accept`
-here, so that a file made without a terminal is the file the wizard would have made.
+The one way in for flags, `--answers`, `--set`, `--yes` and the questionnaire: each answer passes `parse` and `accept`,
+so that a file made without a terminal is the file the questionnaire would have made. `Walk` asks one question after the
+other through an `Asker` (arrow keys, or a test), back at any step, and only those that apply.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from zeroaccel.config.launch.launch_json import json_facts
 from zeroaccel.errors import ConfigError, compose
 
-from .json_facts import json_facts
-from .questions import AUTO, QUESTIONS, Question, Situation
+from .questions import AUTO, QUESTIONS, Question, WizardState
 
 if TYPE_CHECKING:
     from ..machine import Machine
 
-__all__ = ["Settled", "Wrong", "accept", "as_text", "parse", "settle", "with_answer"]
+
+__all__ = [
+    "BACK",
+    "Answers",
+    "Asker",
+    "InvalidAnswer",
+    "Quit",
+    "Walk",
+    "accept",
+    "as_text",
+    "complete",
+    "parse",
+    "with_answer",
+]
+
 
 _YES, _NO = ("true", "yes", "y", "on", "1"), ("false", "no", "n", "off", "0")
 _FORMS = {
@@ -32,7 +47,7 @@ _FORMS = {
 }
 
 
-class Wrong(Exception):
+class InvalidAnswer(Exception):
     """An answer that cannot be taken.
 
     Args:
@@ -46,15 +61,15 @@ class Wrong(Exception):
 
 
 @dataclass(frozen=True)
-class Settled:
+class Answers:
     """All answers that apply, and the questions that still need one."""
 
-    situation: Situation
+    state: WizardState
     missing: tuple[Question, ...]
 
     @property
     def answers(self) -> Mapping[str, Any]:
-        return self.situation.answers
+        return self.state.answers
 
 
 def parse(question: Question, text: str) -> Any:
@@ -70,7 +85,7 @@ def parse(question: Question, text: str) -> Any:
     if question.kind == "choice":
         values = {str(choice.value).lower(): choice.value for choice in question.choices}
         if lowered not in values:
-            raise Wrong(f"expected {_listed(list(values))}, got {text!r}")
+            raise InvalidAnswer(f"expected {_listed(list(values))}, got {text!r}")
         return values[lowered]
     try:
         if question.kind == "yes_no" and lowered in (*_YES, *_NO):
@@ -84,38 +99,38 @@ def parse(question: Question, text: str) -> Any:
     except ValueError:
         pass
     expected = _FORMS[question.kind] + (f', or "{AUTO}"' if question.takes_auto else "")
-    raise Wrong(f"expected {expected}, got {text!r}")
+    raise InvalidAnswer(f"expected {expected}, got {text!r}")
 
 
-def accept(question: Question, value: Any, situation: Situation) -> None:
+def accept(question: Question, value: Any, state: WizardState) -> None:
     """Checks an answer of the right form.
 
     Raises:
         Wrong: it cannot be chosen here, is out of range, or names something that is not there.
     """
     if question.kind == "choice":
-        reason = next(choice for choice in question.choices if choice.value == value).impossible(situation)
+        reason = next(choice for choice in question.choices if choice.value == value).impossible(state)
         if reason:
-            raise Wrong(f"{value}: {reason}", "choose another")
+            raise InvalidAnswer(f"{value}: {reason}", "choose another")
     if question.kind in ("count", "number") and value != AUTO and not value >= question.least:
-        raise Wrong(f"expected a number of at least {question.least:g}, got {value:g}")
-    problem, fix = question.check(value, situation)
+        raise InvalidAnswer(f"expected a number of at least {question.least:g}, got {value:g}")
+    problem, fix = question.check(value, state)
     if problem:
-        raise Wrong(problem, fix)
+        raise InvalidAnswer(problem, fix)
 
 
-def with_answer(situation: Situation, question: Question, value: Any) -> Situation:
+def with_answer(state: WizardState, question: Question, value: Any) -> WizardState:
     """The situation after an answer; a JSON config is read when it is named.
 
     Raises:
         ConfigError: the JSON config is wrong.
     """
-    json = json_facts(value) if question.key == "deepspeed_config_file" else situation.json
-    answers = {**situation.answers, question.key: value}
-    return Situation(answers, situation.machine, json, situation.needs)
+    json = json_facts(value) if question.key == "deepspeed_config_file" else state.json
+    answers = {**state.answers, question.key: value}
+    return WizardState(answers, state.machine, json, state.needs)
 
 
-def settle(
+def complete(
     given: Mapping[str, Any],
     machine: Machine,
     *,
@@ -124,43 +139,43 @@ def settle(
     needs: Mapping[str, int] | None = None,
     with_defaults: bool = True,
     questions: Sequence[Question] = QUESTIONS,
-) -> Settled:
+) -> Answers:
     """Goes through the table in order, taking the answer that is given, else the former one, else the default.
 
     Args:
         given: setting -> answer; each has to apply.
         sources: setting -> where its answer was given, for messages; its flag where nothing is said.
         former: answers of an earlier file; those that no longer apply are dropped.
-        needs: as in `Situation`.
+        needs: as in `WizardState`.
         questions: the table, or its first part.
 
     Raises:
         ConfigError: an answer cannot be taken, or does not apply.
     """
-    situation = Situation({}, machine, None, needs or {})
+    state = WizardState({}, machine, None, needs or {})
     missing: list[Question] = []
     for question in questions:
         key = question.key
         where = (sources or {}).get(key, question.flag)
-        if not question.applies(situation):
+        if not question.applies(state):
             if key in given:
-                raise ConfigError(f"{where}: it does not apply: {question.why_not(situation)}", fix="leave it out")
+                raise ConfigError(f"{where}: it does not apply: {question.why_not(state)}", fix="leave it out")
             continue
         if key in given:
             try:
-                accept(question, given[key], situation)
-            except Wrong as wrong:
+                accept(question, given[key], state)
+            except InvalidAnswer as wrong:
                 raise ConfigError(f"{where}: {wrong.words}", fix=wrong.fix) from None
-            situation = with_answer(situation, question, given[key])
-        elif former is not None and key in former and _is_fine(question, former[key], situation):
-            situation = with_answer(situation, question, former[key])
+            state = with_answer(state, question, given[key])
+        elif former is not None and key in former and _is_fine(question, former[key], state):
+            state = with_answer(state, question, former[key])
         elif question.gate:
             continue
-        elif with_defaults and (value := question.default(situation)) is not None:
-            situation = with_answer(situation, question, value)
+        elif with_defaults and (value := question.default(state)) is not None:
+            state = with_answer(state, question, value)
         else:
             missing.append(question)
-    return Settled(situation, tuple(missing))
+    return Answers(state, tuple(missing))
 
 
 def as_text(value: Any) -> str:
@@ -168,13 +183,153 @@ def as_text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _is_fine(question: Question, value: Any, situation: Situation) -> bool:
+def _is_fine(question: Question, value: Any, state: WizardState) -> bool:
     try:
-        accept(question, value, situation)
-    except Wrong:
+        accept(question, value, state)
+    except InvalidAnswer:
         return False
     return True
 
 
 def _listed(words: Sequence[str]) -> str:
     return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
+
+
+BACK: Final = object()
+"""The reply that wants to see the question before."""
+
+
+class Quit(Exception):
+    """The person wants to leave, and nothing is to be written."""
+
+
+class Asker(Protocol):
+    """Shows one question and returns its answer, checked, or BACK where that is allowed.
+
+    Both raise Quit, or KeyboardInterrupt.
+    """
+
+    def value(self, question: Question, proposal: Any, state: WizardState, *, back: bool) -> Any: ...
+
+    def yes_no(self, words: str, proposal: bool, *, back: bool) -> Any: ...
+
+
+@dataclass(frozen=True)
+class _Step:
+    question: Question
+    is_gate: bool
+
+
+_STEPS = [_Step(question, gate) for question in QUESTIONS for gate in ((True, False) if question.gate else (False,))]
+
+
+class Walk:
+    """How far the questions have been answered.
+
+    Args:
+        given: answers by flags, which are not asked again.
+        proposals: answers to propose, as those of an earlier file.
+        needs: as in `WizardState`.
+        assumed: answers that are taken without asking wherever they apply, as those of a plan.
+    """
+
+    def __init__(
+        self,
+        machine: Machine,
+        given: Mapping[str, Any],
+        proposals: Mapping[str, Any],
+        needs: Mapping[str, int] | None = None,
+        assumed: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._machine, self._given, self._needs = machine, given, needs
+        self._assumed = {key: value for key, value in (assumed or {}).items() if key not in given}
+        self._proposals = dict(proposals)
+        self._answers: dict[str, Any] = {}  # of the steps behind us only: those that do not apply are never among them
+        self._open_gates: set[str] = set()
+        self._behind: list[int] = []
+        self._index = 0
+
+    def run(self, ask: Asker, *, back: bool = False) -> bool:
+        """Asks every question that applies and is not answered yet.
+
+        Args:
+            back: whether one may go back from the first question.
+
+        Returns:
+            False if one did.
+
+        Raises:
+            ConfigError: an answer that was given by a flag does not apply after all.
+        """
+        while self._index < len(_STEPS):
+            step = _STEPS[self._index]
+            state = self._situation(step)
+            if state is None:
+                self._index += 1
+                continue
+            reply = self._put(ask, step, state, back=back or bool(self._behind))
+            if reply is not BACK:
+                self._note(step, reply)
+            elif not self.back():
+                return False
+        return True
+
+    def back(self) -> bool:
+        """Goes to the step before; false if there is none."""
+        if not self._behind:
+            return False
+        self._index = self._behind.pop()
+        self._answers.pop(_STEPS[self._index].question.key, None)
+        return True
+
+    def result(self) -> Answers:
+        """All answers."""
+        return self._settle(len(QUESTIONS))
+
+    def _settle(self, number: int) -> Answers:
+        said = {**self._answers, **self._given}
+        return complete(
+            said,
+            self._machine,
+            former=self._assumed,
+            needs=self._needs,
+            with_defaults=False,
+            questions=QUESTIONS[:number],
+        )
+
+    def _situation(self, step: _Step) -> WizardState | None:
+        """What is known when a step comes up, or None if it is not to be asked."""
+        question = step.question
+        is_open = step.is_gate or not question.gate or question.key in self._open_gates
+        if question.key in self._given or not is_open:
+            return None
+        number = QUESTIONS.index(question)
+        if question.key in self._assumed and question.key in self._settle(number + 1).answers:
+            return None
+        state = self._settle(number).state
+        return state if question.applies(state) else None
+
+    def _put(self, ask: Asker, step: _Step, state: WizardState, *, back: bool) -> Any:
+        question = step.question
+        proposal = self._proposals.get(question.key)
+        if step.is_gate:
+            return ask.yes_no(question.gate, proposal is not None, back=back)
+        try:
+            if proposal is not None:
+                accept(question, proposal, state)
+        except InvalidAnswer:
+            proposal = None
+        proposal = question.default(state) if proposal is None else proposal
+        return ask.value(question, proposal, state, back=back)
+
+    def _note(self, step: _Step, reply: Any) -> None:
+        key = step.question.key
+        self._behind.append(self._index)
+        self._index += 1
+        if not step.is_gate:
+            self._answers[key] = self._proposals[key] = reply
+        elif reply:
+            self._open_gates.add(key)
+        else:
+            self._open_gates.discard(key)
+            self._proposals.pop(key, None)

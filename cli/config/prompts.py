@@ -14,9 +14,8 @@ from typing import Any
 import questionary
 from prompt_toolkit.output import Output, create_output
 
-from .answers import Wrong, accept, as_text, parse
-from .questions import Question, Situation
-from .walk import BACK, Quit
+from .answers import BACK, InvalidAnswer, Quit, accept, as_text, parse
+from .questions import Question, WizardState
 
 __all__ = ["Option", "Prompts"]
 
@@ -45,16 +44,16 @@ class Prompts:
     def __init__(self) -> None:
         self._output: Output = create_output(stdout=sys.stderr)
 
-    def value(self, question: Question, proposal: Any, situation: Situation, *, back: bool) -> Any:
+    def value(self, question: Question, proposal: Any, state: WizardState, *, back: bool) -> Any:
         if question.kind == "yes_no":
             return self.yes_no(question.words, bool(proposal), back=back)
         if question.kind == "choice":
             options = [
-                Option(_title(choice.value, choice.about), choice.value, choice.impossible(situation))
+                Option(_title(choice.value, choice.about), choice.value, choice.impossible(state))
                 for choice in question.choices
             ]
             return self.choose(question.words, options, proposal, back=back)
-        return self._typed(question, proposal, situation, back=back)
+        return self._typed(question, proposal, state, back=back)
 
     def yes_no(self, words: str, proposal: bool, *, back: bool) -> Any:
         return self.choose(words, [Option("yes", True), Option("no", False)], proposal, back=back)
@@ -83,11 +82,11 @@ class Prompts:
         """A line of text, for which `check` returns what is wrong with it, or nothing."""
         return self._line(questionary.text, words, proposal, check, back=back)
 
-    def _typed(self, question: Question, proposal: Any, situation: Situation, *, back: bool) -> Any:
+    def _typed(self, question: Question, proposal: Any, state: WizardState, *, back: bool) -> Any:
         def check(text: str) -> str:
             try:
-                accept(question, parse(question, text), situation)
-            except Wrong as wrong:
+                accept(question, parse(question, text), state)
+            except InvalidAnswer as wrong:
                 return str(wrong)
             return ""
 

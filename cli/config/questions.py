@@ -1,7 +1,7 @@
 """The questions of `zeroaccel config`, as one table: words, kind, condition, choices, default, place in the file.
 
 Wizard, flags, `--answers`, `--yes` and every check are made from it, so that none can ask or allow what another does
-not. A question is about one setting of a launch and has its name. Pure data and functions of a `Situation`: nothing
+not. A question is about one setting of a launch and has its name. Pure data and functions of a `WizardState`: nothing
 here asks, prints, or imports torch or pydantic.
 """
 
@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from ..machine import Machine
-    from .json_facts import JsonFacts
+    from zeroaccel.config.launch.launch_json import JsonFacts
 
-__all__ = ["AUTO", "QUESTIONS", "Choice", "Condition", "Question", "Situation", "by_key"]
+    from ..machine import Machine
+
+__all__ = ["AUTO", "QUESTIONS", "Choice", "Condition", "Question", "WizardState", "by_key"]
 
 AUTO = "auto"
 """Leaves a number to the script."""
@@ -24,7 +25,7 @@ Kind = Literal["choice", "yes_no", "count", "number", "text", "names", "file", "
 
 
 @dataclass(frozen=True)
-class Situation:
+class WizardState:
     """What is known when a question comes up: the answers so far, the machine, the JSON config if one is named.
 
     Attributes:
@@ -65,25 +66,24 @@ class Choice:
 
     value: Any
     about: str = ""
-    impossible: Callable[[Situation], str] = lambda _: ""
+    impossible: Callable[[WizardState], str] = lambda _: ""
 
 
 @dataclass(frozen=True)
 class Condition:
     """When a question applies, and what is to be said where it does not."""
 
-    holds: Callable[[Situation], bool]
+    holds: Callable[[WizardState], bool]
     otherwise: str
 
 
 @dataclass(frozen=True)
 class Question:
-    """One question, about the setting `key`.
+    """One question, about the setting `key`; its place in the launch file is that of the setting.
 
     Attributes:
         words: the question.
         default: the answer when nothing else is said; None where there is none. With a gate, what is proposed.
-        path: of the key in the launch file; empty where the answer becomes something else there.
         gate: a question that is asked first, to which "no", the default, leaves the setting out.
         check: what is wrong with an answer that has the right form, and what to do.
     """
@@ -91,39 +91,43 @@ class Question:
     key: str
     words: str
     kind: Kind
-    path: tuple[str, ...] = ()
     conditions: tuple[Condition, ...] = ()
     choices: tuple[Choice, ...] = ()
-    default: Callable[[Situation], Any] = lambda _: None
+    default: Callable[[WizardState], Any] = lambda _: None
     gate: str = ""
-    check: Callable[[Any, Situation], tuple[str, str]] = lambda _, __: ("", "")
+    check: Callable[[Any, WizardState], tuple[str, str]] = lambda _, __: ("", "")
     takes_auto: bool = False
     least: float = 0
+
+    @property
+    def is_setting(self) -> bool:
+        """Whether the answer is a setting of the launch file under this name; use_deepspeed is a distributed_type."""
+        return self.key != "use_deepspeed"
 
     @property
     def flag(self) -> str:
         """The flag that answers it."""
         return f"--{self.key}"
 
-    def applies(self, situation: Situation) -> bool:
+    def applies(self, state: WizardState) -> bool:
         """Whether the answer would mean anything."""
-        return all(condition.holds(situation) for condition in self.conditions)
+        return all(condition.holds(state) for condition in self.conditions)
 
-    def why_not(self, situation: Situation) -> str:
+    def why_not(self, state: WizardState) -> str:
         """Why the answer would mean nothing."""
-        return next(one.otherwise for one in self.conditions if not one.holds(situation))
+        return next(one.otherwise for one in self.conditions if not one.holds(state))
 
 
-def _folder_check(key: str) -> Callable[[Any, Situation], tuple[str, str]]:
-    def check(folder: Any, situation: Situation) -> tuple[str, str]:
+def _folder_check(key: str) -> Callable[[Any, WizardState], tuple[str, str]]:
+    def check(folder: Any, state: WizardState) -> tuple[str, str]:
         from ..machine import folder_trouble
 
-        return folder_trouble(str(folder), situation.needs.get(key, 0)), ""
+        return folder_trouble(str(folder), state.needs.get(key, 0)), ""
 
     return check
 
 
-def _file_check(path: Any, _: Situation) -> tuple[str, str]:
+def _file_check(path: Any, _: WizardState) -> tuple[str, str]:
     from pathlib import Path
 
     if Path(path).is_file():
@@ -131,12 +135,11 @@ def _file_check(path: Any, _: Situation) -> tuple[str, str]:
     return (f"{path} is a folder" if Path(path).is_dir() else f"there is no file {path}"), "name an existing file"
 
 
-def _json_check(path: Any, situation: Situation) -> tuple[str, str]:
+def _json_check(path: Any, state: WizardState) -> tuple[str, str]:
+    from zeroaccel.config.launch.launch_json import json_facts
     from zeroaccel.errors import ConfigError
 
-    from .json_facts import json_facts
-
-    problem, fix = _file_check(path, situation)
+    problem, fix = _file_check(path, state)
     if problem:
         return problem, fix
     try:
@@ -146,41 +149,41 @@ def _json_check(path: Any, situation: Situation) -> tuple[str, str]:
     return "", ""
 
 
-def _disk(situation: Situation) -> str | None:
-    roomy = sorted(situation.machine.disks, key=lambda disk: disk.free_nbytes)
+def _disk(state: WizardState) -> str | None:
+    roomy = sorted(state.machine.disks, key=lambda disk: disk.free_nbytes)
     return roomy[-1].folder if roomy else None
 
 
-def _no_disk(situation: Situation) -> str:
-    return "" if situation.machine.disks else "no local disk with room was found on this machine"
+def _no_disk(state: WizardState) -> str:
+    return "" if state.machine.disks else "no local disk with room was found on this machine"
 
 
-def _no_bf16(situation: Situation) -> str:
-    devices = () if situation["use_cpu"] else situation.machine.devices
+def _no_bf16(state: WizardState) -> str:
+    devices = () if state["use_cpu"] else state.machine.devices
     lacking = [device.name for device in devices if not device.has_bf16]
     return f"{lacking[0]} does not compute in bf16" if lacking else ""
 
 
-def _precision(situation: Situation) -> str:
-    if situation["use_cpu"] or not situation.machine.devices:
+def _precision(state: WizardState) -> str:
+    if state["use_cpu"] or not state.machine.devices:
         return "no"
-    return "fp16" if _no_bf16(situation) else "bf16"
+    return "fp16" if _no_bf16(state) else "bf16"
 
 
-def _processes(situation: Situation) -> int:
-    per_machine = 1 if situation["use_cpu"] else len(situation.machine.devices) or 1
-    return per_machine * (situation["num_machines"] or 1)
+def _processes(state: WizardState) -> int:
+    per_machine = 1 if state["use_cpu"] else len(state.machine.devices) or 1
+    return per_machine * (state["num_machines"] or 1)
 
 
-def _divisible(value: Any, situation: Situation) -> tuple[str, str]:
-    machines = situation["num_machines"] or 1
+def _divisible(value: Any, state: WizardState) -> tuple[str, str]:
+    machines = state["num_machines"] or 1
     if value % machines:
         return f"{value} processes on {machines} machines", f"a multiple of {machines}: it counts those of all machines"
     return "", ""
 
 
-def _rank_exists(value: Any, situation: Situation) -> tuple[str, str]:
-    last = situation["num_machines"] - 1
+def _rank_exists(value: Any, state: WizardState) -> tuple[str, str]:
+    last = state["num_machines"] - 1
     return ("", "") if value <= last else (f"the machines are 0 to {last}", "give the number of this one")
 
 
@@ -209,47 +212,28 @@ _TIERS = (
     Choice("cpu", "in the memory of the machine"),
     Choice("nvme", "in files on a local disk", _no_disk),
 )
-_DEEPSPEED = "deepspeed_config"
-_DYNAMO = "dynamo_config"
 
 QUESTIONS: tuple[Question, ...] = (
     Question(
         "use_cpu",
         "Run on the CPU only, even on a machine with accelerators?",
         "yes_no",
-        ("use_cpu",),
         default=lambda s: not s.machine.devices,
     ),
-    Question(
-        "num_machines",
-        "How many machines will you use?",
-        "count",
-        ("num_machines",),
-        default=lambda _: 1,
-        least=1,
-    ),
+    Question("num_machines", "How many machines will you use?", "count", default=lambda _: 1, least=1),
     Question(
         "multinode_launcher",
         "How is the job started on the other machines?",
         "choice",
-        (_DEEPSPEED, "deepspeed_multinode_launcher"),
         (_SEVERAL,),
         (Choice("standard", "run the command on each machine"), Choice("ssh", "from this one, by ssh and a hostfile")),
         default=lambda _: "standard",
     ),
-    Question(
-        "hostfile",
-        "Where is the hostfile?",
-        "file",
-        (_DEEPSPEED, "deepspeed_hostfile"),
-        (_SEVERAL, _BY_SSH),
-        check=_file_check,
-    ),
+    Question("hostfile", "Where is the hostfile?", "file", (_SEVERAL, _BY_SSH), check=_file_check),
     Question(
         "exclusion_filter",
         "Which machines and devices of the hostfile are left out, as in node1:3?",
         "text",
-        (_DEEPSPEED, "deepspeed_exclusion_filter"),
         (_SEVERAL, _BY_SSH),
         gate="Leave some machines or devices of the hostfile out?",
     ),
@@ -257,7 +241,6 @@ QUESTIONS: tuple[Question, ...] = (
         "inclusion_filter",
         "Which machines and devices of the hostfile are used, as in node1@node2:0,2?",
         "text",
-        (_DEEPSPEED, "deepspeed_inclusion_filter"),
         (
             _SEVERAL,
             _BY_SSH,
@@ -269,23 +252,15 @@ QUESTIONS: tuple[Question, ...] = (
         "machine_rank",
         "What is the number of this machine, from 0?",
         "count",
-        ("machine_rank",),
         (_SEVERAL, _EACH),
         default=lambda _: 0,
         check=_rank_exists,
     ),
-    Question(
-        "main_process_ip",
-        "What is the address of machine 0, as the others reach it?",
-        "text",
-        ("main_process_ip",),
-        (_SEVERAL,),
-    ),
+    Question("main_process_ip", "What is the address of machine 0, as the others reach it?", "text", (_SEVERAL,)),
     Question(
         "main_process_port",
         "On which port of machine 0 do the processes meet?",
         "count",
-        ("main_process_port",),
         (_SEVERAL,),
         default=lambda _: 29500,
         least=1,
@@ -300,7 +275,6 @@ QUESTIONS: tuple[Question, ...] = (
         "deepspeed_config_file",
         "Where is the JSON config?",
         "file",
-        (_DEEPSPEED, "deepspeed_config_file"),
         (_ZERO,),
         gate="Do you have a JSON config in DeepSpeed's format?",
         check=_json_check,
@@ -309,7 +283,6 @@ QUESTIONS: tuple[Question, ...] = (
         "zero_stage",
         "Which stage of ZeRO?",
         "choice",
-        (_DEEPSPEED, "zero_stage"),
         (_ZERO, _open("zero_stage")),
         (
             Choice(0, "nothing is sharded"),
@@ -323,7 +296,6 @@ QUESTIONS: tuple[Question, ...] = (
         "offload_optimizer_device",
         "Where do optimizer states live?",
         "choice",
-        (_DEEPSPEED, "offload_optimizer_device"),
         (_ZERO, _open("offload_optimizer_device"), _STATES),
         _TIERS,
         default=lambda _: "none",
@@ -332,7 +304,6 @@ QUESTIONS: tuple[Question, ...] = (
         "offload_param_device",
         "Where do parameters live between uses?",
         "choice",
-        (_DEEPSPEED, "offload_param_device"),
         (_ZERO, _open("offload_param_device"), _PARAMS),
         _TIERS,
         default=lambda _: "none",
@@ -341,7 +312,6 @@ QUESTIONS: tuple[Question, ...] = (
         "offload_param_nvme_path",
         "In which folder of a local disk do parameters live?",
         "folder",
-        (_DEEPSPEED, "offload_param_nvme_path"),
         (_ZERO, _nvme("param")),
         default=_disk,
         check=_folder_check("offload_param_nvme_path"),
@@ -350,7 +320,6 @@ QUESTIONS: tuple[Question, ...] = (
         "offload_optimizer_nvme_path",
         "In which folder of a local disk do optimizer states live?",
         "folder",
-        (_DEEPSPEED, "offload_optimizer_nvme_path"),
         (_ZERO, _nvme("optimizer")),
         default=_disk,
         check=_folder_check("offload_optimizer_nvme_path"),
@@ -359,7 +328,6 @@ QUESTIONS: tuple[Question, ...] = (
         "gradient_accumulation_steps",
         "How many gradient accumulation steps (auto: the script decides)?",
         "count",
-        (_DEEPSPEED, "gradient_accumulation_steps"),
         (_ZERO, _open("gradient_accumulation_steps")),
         default=lambda _: AUTO,
         takes_auto=True,
@@ -369,7 +337,6 @@ QUESTIONS: tuple[Question, ...] = (
         "gradient_clipping",
         "What is the largest norm of the gradients?",
         "number",
-        (_DEEPSPEED, "gradient_clipping"),
         (_ZERO, _open("gradient_clipping")),
         default=lambda _: 1.0,
         gate="Clip gradients?",
@@ -378,7 +345,6 @@ QUESTIONS: tuple[Question, ...] = (
         "zero3_save_16bit_model",
         "Gather the whole model when it is saved?",
         "yes_no",
-        (_DEEPSPEED, "zero3_save_16bit_model"),
         (_ZERO, _open("zero3_save_16bit_model"), _PARAMS),
         default=lambda _: False,
     ),
@@ -386,7 +352,6 @@ QUESTIONS: tuple[Question, ...] = (
         "zero3_init_flag",
         "Shard large models while they are being built (zero.Init)?",
         "yes_no",
-        (_DEEPSPEED, "zero3_init_flag"),
         (_ZERO, _PARAMS),
         default=lambda _: True,
     ),
@@ -394,7 +359,6 @@ QUESTIONS: tuple[Question, ...] = (
         "deepspeed_moe_layer_cls_names",
         "Which classes are mixture-of-experts layers, separated by commas?",
         "names",
-        (_DEEPSPEED, "deepspeed_moe_layer_cls_names"),
         (_ZERO, _open("deepspeed_moe_layer_cls_names"), _PARAMS),
         gate="Does the model have mixture-of-experts layers to be gathered as a whole?",
     ),
@@ -402,7 +366,6 @@ QUESTIONS: tuple[Question, ...] = (
         "num_processes",
         "How many processes, over all machines?",
         "count",
-        ("num_processes",),
         default=_processes,
         check=_divisible,
         least=1,
@@ -411,7 +374,6 @@ QUESTIONS: tuple[Question, ...] = (
         "mixed_precision",
         "Which precision?",
         "choice",
-        ("mixed_precision",),
         (_open("mixed_precision"),),
         (Choice("no", "fp32"), Choice("fp16"), Choice("bf16", "", _no_bf16)),
         default=_precision,
@@ -420,7 +382,6 @@ QUESTIONS: tuple[Question, ...] = (
         "dynamo_backend",
         "Which backend of torch.compile?",
         "choice",
-        (_DYNAMO, "dynamo_backend"),
         (),
         (
             Choice("inductor"),
@@ -437,32 +398,16 @@ QUESTIONS: tuple[Question, ...] = (
         "dynamo_mode",
         "What should the compiler aim for?",
         "choice",
-        (_DYNAMO, "dynamo_mode"),
         (_COMPILED,),
         (Choice("default"), Choice("reduce-overhead"), Choice("max-autotune")),
         default=lambda _: "default",
     ),
-    Question(
-        "dynamo_use_fullgraph",
-        "Make a graph break an error?",
-        "yes_no",
-        (_DYNAMO, "dynamo_use_fullgraph"),
-        (_COMPILED,),
-        default=lambda _: False,
-    ),
-    Question(
-        "dynamo_use_dynamic",
-        "Compile for changing shapes?",
-        "yes_no",
-        (_DYNAMO, "dynamo_use_dynamic"),
-        (_COMPILED,),
-        default=lambda _: False,
-    ),
+    Question("dynamo_use_fullgraph", "Make a graph break an error?", "yes_no", (_COMPILED,), default=lambda _: False),
+    Question("dynamo_use_dynamic", "Compile for changing shapes?", "yes_no", (_COMPILED,), default=lambda _: False),
     Question(
         "dynamo_use_regional_compilation",
         "Compile the repeated blocks rather than the model as a whole?",
         "yes_no",
-        (_DYNAMO, "dynamo_use_regional_compilation"),
         (_COMPILED,),
         default=lambda _: False,
     ),

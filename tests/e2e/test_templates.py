@@ -12,7 +12,7 @@ import pytest
 
 from tests.multi.environment import ROOT, free_port, outside_any_job
 from tests.multi.job import JobResult, run_command
-from zeroaccel.cli.config.validating import validate_file
+from zeroaccel.cli.config.convert import validate_file
 from zeroaccel.templates import ABOUT
 
 TEMPLATES = ROOT / "templates"

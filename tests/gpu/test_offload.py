@@ -10,7 +10,7 @@ import torch
 
 from tests.multi.training import Toy, config, differences, train
 from zeroaccel.activations import Activations
-from zeroaccel.config.schema_extensions import ActivationCheckpointing
+from zeroaccel.config.schema_sections import ActivationCheckpointing
 from zeroaccel.offload.host_buffers import pinned_bytes
 from zeroaccel.ops import Adam, hybrid_update
 from zeroaccel.ops.hybrid_update import HybridUpdate

@@ -37,7 +37,7 @@ from zeroaccel.checkpoint.formats.torch_pickle import StoredTensor
 from zeroaccel.checkpoint.plain_codec import decode
 from zeroaccel.checkpoint.rank_file import block_sums
 from zeroaccel.checkpoint.tensor_store import TensorStore
-from zeroaccel.cli.hostfile import read_hostfile
+from zeroaccel.cli.launch.hostfile import read_hostfile
 from zeroaccel.config.launch.launch_file import parse_launch_file
 from zeroaccel.config.load_config_file import load_config
 from zeroaccel.errors import ZeroAccelError

@@ -125,7 +125,7 @@ def resume(folder: Path, tag: str, stage: int, precision: str, **changes: Any) -
     path, client_state = engine.load_checkpoint(folder, tag=tag)
     assert path is not None
     assert engine.loaded is not None
-    share = engine.loaded.read_nbytes / max(1, engine.loaded.wanted_nbytes)
+    share = engine.loaded.read_nbytes / max(1, engine.loaded.requested_nbytes)
     found = snapshot(engine, client_state)
     found.read_share = share
     return found

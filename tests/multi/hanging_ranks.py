@@ -12,7 +12,8 @@ import torch
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.hierarchical import arrange
 from zeroaccel.comm.topology import init_process_group
-from zeroaccel.config import comm_plan, load_config
+from zeroaccel.config import comm_plan as comm_plan
+from zeroaccel.config import load_config
 from zeroaccel.errors import CollectiveError
 
 PART = 1000

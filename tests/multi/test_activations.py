@@ -16,7 +16,7 @@ from tests.multi.training import SGD, Block, Run, Toy, config, differences, trai
 from zeroaccel import activations
 from zeroaccel.activations import Activations
 from zeroaccel.comm.topology import init_process_group
-from zeroaccel.config.schema_extensions import ActivationCheckpointing
+from zeroaccel.config.schema_sections import ActivationCheckpointing
 from zeroaccel.offload.activation_store import SavedActivation
 
 Ranks = Callable[[int], Pool]

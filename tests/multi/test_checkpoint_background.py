@@ -87,7 +87,7 @@ def many_saves(root: Path) -> int:
         train(engine, [batch])
         engine.save_checkpoint(root)
     engine.destroy()
-    return engine._staging._made * CHUNK_NBYTES
+    return engine._staging._num_allocated * CHUNK_NBYTES
 
 
 def test_staging_memory_is_bounded_and_only_the_last_saves_are_kept(ranks: Ranks, tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def large_save(root: Path, staging_nbytes: int) -> float:
     engine.load_checkpoint(root)
     assert all(torch.equal(a[1], b[1]) for a, b in zip(found.values(), pieces(engine).values(), strict=True))
     assert engine.loaded is not None
-    return engine.loaded.read_nbytes / engine.loaded.wanted_nbytes
+    return engine.loaded.read_nbytes / engine.loaded.requested_nbytes
 
 
 SCRIPT = """
@@ -131,7 +131,7 @@ sys.path.insert(0, {root!r})
 from pathlib import Path
 from tests.multi.checkpoint_runs import make_engine, train
 from tests.multi.training import batches
-from zeroaccel.checkpoint import write
+from zeroaccel.checkpoint import rank_file_writer as write
 copy = write.RankFileWriter._copy
 def slow(self):
     time.sleep(1.0)
@@ -160,7 +160,7 @@ import os, sys, time
 sys.path.insert(0, {root!r})
 from tests.multi.checkpoint_runs import make_engine, train
 from tests.multi.training import batches
-from zeroaccel.checkpoint import write
+from zeroaccel.checkpoint import rank_file_writer as write
 def dying(self):
     time.sleep(0.5)
     os.kill(os.getpid(), 9)

@@ -23,7 +23,7 @@ import zeroaccel
 from tests.multi.checkpoint_runs import STEPS, assembled, make_engine, resume, save, snapshot, train
 from tests.multi.pool import Pool
 from tests.multi.training import Toy, batches, config
-from zeroaccel.checkpoint import folder_lock
+from zeroaccel.checkpoint import atomic_write
 from zeroaccel.checkpoint.atomic_write import FolderLock, is_locked
 from zeroaccel.checkpoint.save_plan import SavePlan
 from zeroaccel.errors import CheckpointError, EngineStateError, UsageError
@@ -421,9 +421,9 @@ def saves_of_two_runs(root: Path) -> dict[str, Any]:
             (root / tag).mkdir(parents=True)
             (root / tag / "rank00000-of-00002-0123abcd.safetensors.tmp").touch()
     other = FolderLock(root / "other") if rank == 0 else None
-    patience, folder_lock._PATIENCE_SECONDS = folder_lock._PATIENCE_SECONDS, 0.2
+    patience, atomic_write._LOCK_TIMEOUT_SECONDS = atomic_write._LOCK_TIMEOUT_SECONDS, 0.2
     found["refused"] = message(CheckpointError, lambda: engine.save_checkpoint(root, tag="other"))
-    folder_lock._PATIENCE_SECONDS = patience
+    atomic_write._LOCK_TIMEOUT_SECONDS = patience
     engine.save_checkpoint(root, tag="own")
     found["kept"] = sorted(path.name for path in root.iterdir() if path.is_dir())
     engine.collectives.barrier("looked")

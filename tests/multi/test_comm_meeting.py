@@ -16,21 +16,21 @@ from zeroaccel.errors import CollectiveError, ConfigError
 FACTS = {"zeroaccel": "1", "mixed_precision": "bf16"}
 
 
-def _meet(cards: Mapping[int, NodeInfo], count: int, seconds: float | None = None) -> dict[int, object]:
+def _meet(nodes: Mapping[int, NodeInfo], count: int, seconds: float | None = None) -> dict[int, object]:
     """What each of the machines that came got out of it, a Meeting or an error."""
     port = free_port()
     patience = time_limits.seconds(20.0) if seconds is None else seconds
     results: dict[int, object] = {}
 
-    def come(number: int, card: NodeInfo) -> None:
+    def come(number: int, node: NodeInfo) -> None:
         try:
             results[number] = rendezvous(
-                ("127.0.0.1", port), number, count, card, arrival_seconds=patience, say=lambda message: None
+                ("127.0.0.1", port), number, count, node, arrival_seconds=patience, say=lambda message: None
             )
         except Exception as error:
             results[number] = error
 
-    threads = [threading.Thread(target=come, args=pair) for pair in cards.items()]
+    threads = [threading.Thread(target=come, args=pair) for pair in nodes.items()]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -39,16 +39,16 @@ def _meet(cards: Mapping[int, NodeInfo], count: int, seconds: float | None = Non
 
 
 def test_all_learn_of_all() -> None:
-    cards = {number: NodeInfo(f"node{number}", 2 + number, FACTS) for number in range(3)}
-    results = _meet(cards, 3)
+    nodes = {number: NodeInfo(f"node{number}", 2 + number, FACTS) for number in range(3)}
+    results = _meet(nodes, 3)
     for result in results.values():
         assert isinstance(result, preflight_rendezvous.PreflightRendezvous), result
-        assert result.cards == list(cards.values())
+        assert result.nodes == list(nodes.values())
 
 
 def test_a_difference_is_named_on_every_machine() -> None:
-    cards = {0: NodeInfo("a", 1, FACTS), 1: NodeInfo("b", 1, FACTS | {"mixed_precision": "fp16"})}
-    for result in _meet(cards, 2).values():
+    nodes = {0: NodeInfo("a", 1, FACTS), 1: NodeInfo("b", 1, FACTS | {"mixed_precision": "fp16"})}
+    for result in _meet(nodes, 2).values():
         assert isinstance(result, ConfigError)
         assert str(result) == (
             "the machines differ in mixed_precision: expected bf16 as on machine 0 (a), got 'fp16 on machine 1 (b)'; "

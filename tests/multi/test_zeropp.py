@@ -19,7 +19,8 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.hierarchical import HierarchicalCollectives, QuantError, arrange
 from zeroaccel.comm.quantized import INT4, INT8, Codec
 from zeroaccel.comm.topology import init_process_group
-from zeroaccel.config import comm_plan, load_config
+from zeroaccel.config import comm_plan as comm_plan
+from zeroaccel.config import load_config
 from zeroaccel.logs import logger
 from zeroaccel.zero.engine import Engine
 
@@ -230,9 +231,9 @@ def _watched(changes: dict[str, Any]) -> tuple[Run, list[QuantError], list[str]]
 
     def keep(engine: Engine) -> None:
         assert isinstance(engine.collectives, HierarchicalCollectives)
-        assert engine.collectives.watch is not None
+        assert engine.collectives.quant_error_monitor is not None
         nonlocal seen
-        seen = engine.collectives.watch.seen
+        seen = engine.collectives.quant_error_monitor.errors
 
     try:
         run = train(config(3, "bf16", **changes), steps=8, before=keep)

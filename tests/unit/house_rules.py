@@ -47,15 +47,13 @@ LAYERS = (
 
 # Who may read the environment, and for what. Everything else gets what it needs as an argument.
 ENVIRONMENT_READERS = {
-    "cli/agent.py": "tells torch's elastic agent, which reads it, that attempts do not share a store",
-    "cli/config/command.py": "whether there is somebody to ask, and where files of the user lie",
-    "cli/doctor.py": "looks at the machine for its user, and passes the environment to a job of its own",
-    "cli/env.py": "shows the settings in force",
-    "cli/test.py": "passes it to a job of its own",
+    "cli/launch/agent.py": "tells torch's elastic agent, which reads it, that attempts do not share a store",
+    "cli/config/config_command.py": "whether there is somebody to ask, and where files of the user lie",
+    "cli/doctor.py": "shows the machine and the settings in force, and passes the environment to a job of its own",
     "cli/verify.py": "passes it to jobs of its own, with an order",
-    "cli/launch.py": "the launcher's own switches, and what its plan passes on to the ranks",
-    "cli/node.py": "what the launching machine hands on, for the ranks it starts",
-    "cli/runner.py": "inside a rank: how many started beside it, and where to leave its error",
+    "cli/launch/launch_command.py": "the launcher's own switches, and what its plan passes on to the ranks",
+    "cli/launch/node.py": "what the launching machine hands on, for the ranks it starts",
+    "cli/launch/runner.py": "inside a rank: how many started beside it, and where to leave its error",
     "zeroaccel/comm/environment.py": "what the launcher says of the job, and the limit for hangs",
     "zeroaccel/compat/__main__.py": "hands the facade on to the processes that a script starts",
     "zeroaccel/compat/startup/sitecustomize.py": "whether the facade was handed on to this process",

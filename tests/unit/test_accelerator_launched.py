@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from zeroaccel import Accelerator, DeepSpeedPlugin, DistributedType, ZeroPlugin
-from zeroaccel.config.launch.launch_env import LaunchedSettings, to_environment
+from zeroaccel.config.launch.launch_sources import LaunchedSettings, to_environment
 from zeroaccel.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("own_job")

@@ -13,21 +13,22 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
-from zeroaccel.checkpoint.dtypes import dtype_name
 from zeroaccel.checkpoint.manifest import FileRecord
 from zeroaccel.checkpoint.rank_file import (
     BLOCK_NBYTES,
+    CHECKSUMS_KEY,
     CHUNK_NBYTES,
     RankFileReader,
     ReadRequest,
     block_sums,
     is_part_of_a_save,
-    lay_out_file,
+    lay_out_rank_file,
     rank_file_name,
 )
 from zeroaccel.checkpoint.rank_file_writer import RankFileWriter, Staging
 from zeroaccel.checkpoint.save_plan import SaveItem
 from zeroaccel.errors import CheckpointError
+from zeroaccel.zero.access.safetensors_file import dtype_name
 
 
 def write_file(folder: Path, tensors: dict[str, torch.Tensor]) -> tuple[FileRecord, RankFileWriter]:
@@ -85,7 +86,7 @@ def test_every_tensor_is_aligned_and_comes_back(tmp_path: Path) -> None:
 
 def test_only_the_blocks_asked_for_are_read(tmp_path: Path) -> None:
     record, writer = write_file(tmp_path, some_tensors())
-    table = record.nbytes - writer.layout.table_offset
+    table = record.nbytes - writer.layout.offsets[CHECKSUMS_KEY]
     with RankFileReader(tmp_path, record) as file:
         file.read([ReadRequest(5 * BLOCK_NBYTES + 8, 16, lambda data: None)])
         assert file.read_nbytes == table + BLOCK_NBYTES
@@ -94,7 +95,7 @@ def test_only_the_blocks_asked_for_are_read(tmp_path: Path) -> None:
 def test_any_flipped_bit_is_found(tmp_path: Path) -> None:
     record, writer = write_file(tmp_path, some_tensors())
     path = tmp_path / record.name
-    size, table = record.nbytes, writer.layout.table_offset
+    size, table = record.nbytes, writer.layout.offsets[CHECKSUMS_KEY]
     chance = random.Random(1)
     places = [0, 7, 8, table - 1, table, size - 1, *(chance.randrange(size) for _ in range(40))]
     for place in places:
@@ -156,9 +157,11 @@ def test_the_header_lists_a_table_of_the_right_size() -> None:
     chance = random.Random(3)
     for limit in (1, 40, 20_000, 1 << 20):
         for count in range(12):
-            layout = lay_out_file([(f"master/{i}", "F32", chance.randrange(limit)) for i in range(count)])
-            blocks = (layout.nbytes - layout.table_offset) // 8
-            assert blocks == -(-layout.table_offset // BLOCK_NBYTES) == -(-layout.nbytes // (BLOCK_NBYTES + 8))
+            layout = lay_out_rank_file([(f"master/{i}", "F32", chance.randrange(limit)) for i in range(count)])
+            blocks = (layout.nbytes - layout.offsets[CHECKSUMS_KEY]) // 8
+            assert (
+                blocks == -(-layout.offsets[CHECKSUMS_KEY] // BLOCK_NBYTES) == -(-layout.nbytes // (BLOCK_NBYTES + 8))
+            )
 
 
 def test_names_of_files_are_told_from_others() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from zeroaccel.cli.failures import RankEnd, Report, exit_code, first_failure, read_report, tell
+from zeroaccel.cli.launch.failures import RankEnd, Report, exit_code, explain_failure, first_failure, read_report
 
 CLOSED = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:4711"
 
@@ -17,12 +17,12 @@ def _end(
 ) -> RankEnd:
     code = more.pop("code", status if status > 0 else 1)
     trace = f"Traceback (most recent call last):\n  File of rank {rank}\n{headline}" if kind != "exit" else ""
-    report = Report(kind, headline, trace, code, time, more.pop("told", False)) if headline else None
+    report = Report(kind, headline, trace, code, time, more.pop("printed", False)) if headline else None
     return RankEnd(rank, rank, 1000 + rank, status, more.pop("noticed", 100.0), report, **more)
 
 
 def _tell(*ends: RankEnd, ranks: int = 2, **options: Any) -> str:
-    return tell(ends, ranks=range(ranks), host="box", **options)
+    return explain_failure(ends, ranks=range(ranks), host="box", **options)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_debug_shows_the_traceback_of_an_error_raised_on_purpose() -> None:
 
 
 def test_what_is_on_the_terminal_already_is_not_repeated() -> None:
-    ends = [_end(rank, 75, "CollectiveError: a long\nstory", "on_purpose", told=True) for rank in range(2)]
+    ends = [_end(rank, 75, "CollectiveError: a long\nstory", "on_purpose", printed=True) for rank in range(2)]
     assert _tell(*ends) == "on all 2 ranks: CollectiveError (exit code 75); the message is above"
 
 

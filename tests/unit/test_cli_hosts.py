@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from zeroaccel.cli.hostfile import Host, read_hostfile, select_hosts
-from zeroaccel.cli.surroundings import expand_nodelist, surroundings
+from zeroaccel.cli.launch.cluster_env import cluster_environment, expand_nodelist
+from zeroaccel.cli.launch.hostfile import Host, read_hostfile, select_hosts
 from zeroaccel.errors import ConfigError
 
 HOSTS = [Host("node1", (0, 1, 2, 3)), Host("node2", (0, 1, 2, 3)), Host("me@node3", (0, 1, 2, 3))]
@@ -138,7 +138,7 @@ SLURM = {
     ],
 )
 def test_schedulers(environ: dict[str, str], settings: dict[str, object]) -> None:
-    found = surroundings(environ)
+    found = cluster_environment(environ)
     assert found.values == settings
     assert found.sources.keys() == settings.keys()
 
@@ -155,4 +155,4 @@ def test_schedulers(environ: dict[str, str], settings: dict[str, object]) -> Non
 )
 def test_several_launchers_on_a_machine_are_refused(environ: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        surroundings(environ)
+        cluster_environment(environ)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import psutil
 
 from tests.multi.environment import outside_any_job
-from zeroaccel.cli.leftovers import LAUNCH_ID, end_leftovers
+from zeroaccel.cli.launch.orphans import LAUNCH_ID, end_orphans
 
 # Starts a marked child in a session of its own, which ignores SIGTERM. The parent bears no mark and stays until told:
 # some machines end every process whose parent is gone.
@@ -33,13 +33,13 @@ def _leftover(launch_id: str) -> Iterator[psutil.Process]:
     with subprocess.Popen(command, env=outside_any_job(), stdin=-1, stdout=-1, text=True) as parent:
         assert parent.stdout is not None
         yield psutil.Process(int(parent.stdout.readline()))
-        end_leftovers(launch_id, grace_seconds=0.1)
+        end_orphans(launch_id, grace_seconds=0.1)
 
 
 def test_leftovers_of_one_launch_are_ended_and_no_others() -> None:
     mine, another = uuid.uuid4().hex, uuid.uuid4().hex
     with _leftover(mine) as leftover, _leftover(another) as stranger:
-        assert end_leftovers(mine, grace_seconds=0.1) == 1
+        assert end_orphans(mine, grace_seconds=0.1) == 1
         assert not leftover.is_running() or leftover.status() == psutil.STATUS_ZOMBIE
         assert stranger.status() != psutil.STATUS_ZOMBIE
-        assert end_leftovers(mine, grace_seconds=0.1) == 0
+        assert end_orphans(mine, grace_seconds=0.1) == 0

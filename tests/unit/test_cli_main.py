@@ -32,8 +32,8 @@ def _run(*arguments: str) -> int:
 @pytest.mark.parametrize(
     ("arguments", "untouched"),
     [
-        (["--help"], ("torch", "pydantic", "zeroaccel.cli.launch")),
-        (["--version"], ("torch", "pydantic", "zeroaccel.cli.launch")),
+        (["--help"], ("torch", "pydantic", "zeroaccel.cli.launch.launch_command")),
+        (["--version"], ("torch", "pydantic", "zeroaccel.cli.launch.launch_command")),
         (["config", "--help"], ("torch", "pydantic", "rich", "questionary")),
         (["launch", "--help"], ("torch",)),
     ],

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from zeroaccel.cli import plan as plan_module
-from zeroaccel.cli.machine import Device
-from zeroaccel.cli.network import port_trouble
-from zeroaccel.cli.plan import LaunchPlan, Program, plan_launch
+from zeroaccel.cli.launch import launch_plan as plan_module
+from zeroaccel.cli.launch.launch_plan import LaunchPlan, Program, plan_launch
+from zeroaccel.cli.machine import Device, port_trouble
 from zeroaccel.comm.environment import usable_cores
 from zeroaccel.config.launch.launch_settings import launch_settings
 from zeroaccel.errors import ConfigError

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 import pytest
 
 from tests import time_limits
-from zeroaccel.cli import process_watch
-from zeroaccel.cli.process_watch import ProcessWatch, break_connections
+from zeroaccel.cli.launch import orphans as orphans
+from zeroaccel.cli.launch.orphans import ProcessWatch, break_connections
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
@@ -31,9 +31,9 @@ def _connection() -> Iterator[tuple[int, socket.socket]]:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_watch, "_LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(process_watch, "_OTHERS_SECONDS", 0.2)
-    monkeypatch.setattr(process_watch, "_BLIND_SECONDS", 0.2)
+    monkeypatch.setattr(orphans, "_LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(orphans, "_OTHERS_SECONDS", 0.2)
+    monkeypatch.setattr(orphans, "_BLIND_SECONDS", 0.2)
 
 
 def test_a_thread_that_waits_for_an_answer_goes_on() -> None:

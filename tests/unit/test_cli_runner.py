@@ -14,7 +14,7 @@ import pytest
 
 from tests import time_limits
 from tests.multi.environment import outside_any_job
-from zeroaccel.cli import runner
+from zeroaccel.cli.launch import runner
 
 FACTS = """
 import json, pickle, sys, threading
@@ -95,7 +95,7 @@ def test_an_exception_is_reported_and_not_printed(job: Job) -> None:
     done = job.run("def f():\n    raise ValueError('boom')\nf()\n")
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "")
     report = job.report
-    assert (report["kind"], report["headline"], report.get("told")) == ("exception", "ValueError: boom", None)
+    assert (report["kind"], report["headline"], report.get("printed")) == ("exception", "ValueError: boom", None)
     trace = report["traceback"].splitlines()
     assert trace[0] == "Traceback (most recent call last):"
     assert trace[1] == f'  File "{job.folder / "script.py"}", line 3, in <module>'
@@ -154,10 +154,10 @@ def test_hooks_of_libraries_run_and_what_they_print_is_known(job: Job) -> None:
     chained = "import sys\nfound = sys.excepthook\ndef hook(*args):\n    print('chained')\n    found(*args)\n"
     done = job.run(f"{chained}sys.excepthook = hook\nraise ValueError('boom')\n")
     assert (done.stdout, done.stderr) == ("chained\n", "")
-    assert "told" not in job.report
+    assert "printed" not in job.report
     done = job.run("import sys\nsys.excepthook = lambda *args: print('mine')\nraise ValueError('boom')\n")
     assert done.stdout == "mine\n"
-    assert job.report["told"] is True
+    assert job.report["printed"] is True
 
 
 def test_a_hook_may_choose_the_exit_code(job: Job) -> None:

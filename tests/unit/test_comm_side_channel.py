@@ -31,11 +31,11 @@ def test_the_first_alarm_stays(channels: list[SideChannel]) -> None:
     assert channels[2].events() > before
 
 
-def test_farewells_come_in_order_and_once(channels: list[SideChannel]) -> None:
-    channels[2].publish_exit(RankState(2, left="finished and left"))
-    assert [position.rank for position in channels[0].exits(known=0)] == [2]
-    channels[1].publish_exit(RankState(1, left="finished and left"))
-    assert [position.rank for position in channels[0].exits(known=1)] == [1]
+def test_exit_notices_come_in_order_and_once(channels: list[SideChannel]) -> None:
+    channels[2].publish_exit(RankState(2, exit_reason="finished and left"))
+    assert [state.rank for state in channels[0].exits(skip=0)] == [2]
+    channels[1].publish_exit(RankState(1, exit_reason="finished and left"))
+    assert [state.rank for state in channels[0].exits(skip=1)] == [1]
     assert channels[0].events() == 2
 
 
@@ -50,20 +50,20 @@ def test_histories_are_compared_with_the_first_that_stalls(channels: list[SideCh
     assert channels[2].compare_history(entries[2]) == (1, False)
 
 
-def test_one_rank_judges(channels: list[SideChannel]) -> None:
+def test_one_rank_writes_the_report(channels: list[SideChannel]) -> None:
     assert [channel.claim_report() for channel in channels] == [True, False, False]
     assert channels[2].report() is None
     channels[0].publish_report(HangReport("why", timed_out=True))
     assert channels[2].report() == HangReport("why", timed_out=True)
 
 
-def test_positions_are_found_by_rank(channels: list[SideChannel]) -> None:
+def test_states_are_found_by_rank(channels: list[SideChannel]) -> None:
     channels[1].publish_state(RankState(1, where="a.py:1 in f"))
     assert channels[0].state_of(1) == RankState(1, where="a.py:1 in f", issued={})
     assert channels[0].state_of(2) is None
 
 
-def test_generations_do_not_hear_each_other() -> None:
+def test_generations_do_not_read_each_other() -> None:
     store = HashStore()
     old = SideChannel(store, 0, 2, generation=1, launcher_owns_store=False)
     old.raise_alarm(Alarm(0, "old", timed_out=True))
@@ -71,14 +71,14 @@ def test_generations_do_not_hear_each_other() -> None:
     assert new.alarm() is None
 
 
-def test_the_words_of_an_earlier_run_are_not_heard() -> None:
+def test_the_alarm_of_an_earlier_run_is_not_read() -> None:
     store = HashStore()
     SideChannel(store, 0, 2, generation=1, launcher_owns_store=True).raise_alarm(Alarm(0, "old", timed_out=True))
     assert SideChannel(store, 0, 2, generation=1, launcher_owns_store=True).alarm() is None
 
 
 @pytest.mark.parametrize(("launcher", "store_owner"), [(False, 0), (True, None)])
-def test_who_keeps_a_tcp_store(launcher: bool, store_owner: int | None) -> None:
+def test_the_rank_that_hosts_a_tcp_store(launcher: bool, store_owner: int | None) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -127,10 +127,10 @@ def test_a_store_that_does_not_answer_is_not_waited_for(stopped: tuple[SideChann
     assert channel.events() == 0
 
 
-def test_what_was_said_to_a_silent_store_arrives_whole_and_once(stopped: tuple[SideChannel, _StoppedStore]) -> None:
+def test_a_notice_to_a_silent_store_arrives_complete_and_once(stopped: tuple[SideChannel, _StoppedStore]) -> None:
     channel, store = stopped
     with pytest.raises(ChannelSilent):
-        channel.publish_exit(RankState(1, left="finished and left"))
+        channel.publish_exit(RankState(1, exit_reason="finished and left"))
     store.go_on.set()
     channel.await_answer(time_limits.seconds(10.0))
     assert store.counts == {"exits": 1, "events": 1}

@@ -77,11 +77,11 @@ def test_ranks_at_one_place_share_a_line() -> None:
 
 def test_a_rank_that_left_is_told_from_one_that_failed() -> None:
     waiting = RankState(0, waiting=_call(3, "a"))
-    left = RankState(1, finished=_call(2, "z"), step=9, left="finished and left")
+    left = RankState(1, finished=_call(2, "z"), step=9, exit_reason="finished and left")
     text = compose(ALARM, {0: waiting, 1: left}, 2)
     assert '  rank 1: finished and left, in step 9, after gather #2 all_gather "z" (8 x float32, forward)' in text
     assert "same number of steps; rank 1 had fewer" in text
-    failed = RankState(1, left="left with ValueError: no labels", failed=True)
+    failed = RankState(1, exit_reason="left with ValueError: no labels", failed=True)
     text = compose(ALARM, {0: waiting, 1: failed}, 2)
     assert "rank 1: left with ValueError: no labels, before any collective" in text
     assert "The cause is the exception on rank 1." in text

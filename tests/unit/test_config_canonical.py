@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from zeroaccel.config import load_config
+from zeroaccel.config.diagnostics import Provenance
 from zeroaccel.config.normalize import NormalizedConfig
-from zeroaccel.config.provenance import Provenance
 from zeroaccel.config.schema import Config
 from zeroaccel.errors import ConfigError
 

@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from tests.multi.environment import ROOT
-from zeroaccel.cli.config import command as command_module
-from zeroaccel.cli.config.command import SUB_COMMANDS
+from zeroaccel.cli.config import config_command as command_module
+from zeroaccel.cli.config.config_command import SUB_COMMANDS
 from zeroaccel.cli.main import main
 from zeroaccel.config.schema import Config
 from zeroaccel.templates import ABOUT
@@ -291,6 +291,8 @@ def test_explain_covers_launch_and_json(capsys: pytest.CaptureFixture[str]) -> N
     assert "also         stage3_prefetch_bucket_size" in capsys.readouterr().out
     assert _run("explain", "elasticity") == 0
     assert "refused: the batch size does not follow the number of ranks" in capsys.readouterr().out
+    assert _run("explain", "expert_parallel.top_k") == 0
+    assert "refused: expert parallelism is not available yet" in capsys.readouterr().out
 
 
 def test_the_schemas_are_json_schema(capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from zeroaccel.comm.hierarchical import MeshLayout
-from zeroaccel.config import CommPlan, comm_plan, load_config
-from zeroaccel.config.traffic_formulas import StepTraffic, code_nbytes, step_traffic
+from zeroaccel.comm.mesh_layout import MeshLayout
+from zeroaccel.config import CommPlan, load_config
+from zeroaccel.config import comm_plan as comm_plan
+from zeroaccel.config.comm_plan import StepTraffic, code_nbytes, step_traffic
 from zeroaccel.errors import ConfigError
 from zeroaccel.logs import logger
 
@@ -100,35 +101,35 @@ def test_replicas_need_stage_3(stage: int) -> None:
 ALL = (tuple(range(8)),)
 
 
-def test_cells_of_an_arrangement() -> None:
+def test_groups_of_a_layout() -> None:
     plan = _plan(8, mics_shard_size=4, zero_hpz_partition_size=2)
-    made = MeshLayout.of(plan, ALL, ((0, 1), (2, 3), (4, 5), (6, 7)))
-    assert made.shards == ((0, 1, 2, 3), (4, 5, 6, 7))
-    assert made.replicas == ((0, 4), (1, 5), (2, 6), (3, 7))
-    assert made.second == ((0, 1), (2, 3), (4, 5), (6, 7))
-    assert made.hops is None
+    layout = MeshLayout.of(plan, ALL, ((0, 1), (2, 3), (4, 5), (6, 7)))
+    assert layout.shard_groups == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert layout.replicate_groups == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert layout.secondary_groups == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert layout.hops is None
 
 
 def test_hops_follow_the_nodes() -> None:
     plan = _plan(8, zero_quantized_gradients=True)
-    made = MeshLayout.of(plan, ALL, ((0, 2, 4, 6), (1, 3, 5, 7)))  # ranks need not be numbered node by node
-    assert made.hops == (((0, 2, 4, 6), (1, 3, 5, 7)), ((0, 1), (2, 3), (4, 5), (6, 7)))
+    layout = MeshLayout.of(plan, ALL, ((0, 2, 4, 6), (1, 3, 5, 7)))  # ranks need not be numbered node by node
+    assert layout.hops == (((0, 2, 4, 6), (1, 3, 5, 7)), ((0, 1), (2, 3), (4, 5), (6, 7)))
 
 
 def test_a_grid_has_hops_of_its_own_in_each_column() -> None:
     plan = _plan(4, zero_quantized_gradients=True)
-    made = MeshLayout.of(plan, ((0, 2, 4, 6), (1, 3, 5, 7)), ((0, 1, 2, 3), (4, 5, 6, 7)))
-    assert made.hops == (((0, 2), (4, 6), (1, 3), (5, 7)), ((0, 4), (2, 6), (1, 5), (3, 7)))
+    layout = MeshLayout.of(plan, ((0, 2, 4, 6), (1, 3, 5, 7)), ((0, 1, 2, 3), (4, 5, 6, 7)))
+    assert layout.hops == (((0, 2), (4, 6), (1, 3), (5, 7)), ((0, 4), (2, 6), (1, 5), (3, 7)))
 
 
 def test_where_four_bits_are_pointless_or_impossible() -> None:
     plan, forced = _plan(8, zero_quantized_gradients=True), {"quantize_gradients_on_one_node": True}
     alone = MeshLayout.of(plan, ALL, ALL)
     assert alone.hops is None
-    assert "one node" in alone.refused
+    assert "one node" in alone.exact_reason
     uneven = MeshLayout.of(plan, ALL, ((0, 1, 2), (3, 4, 5, 6, 7)))
     assert uneven.hops is None
-    assert "different numbers of ranks (3, 5)" in uneven.refused
+    assert "different numbers of ranks (3, 5)" in uneven.exact_reason
     plan = _plan(8, zero_quantized_gradients=True, zeropp=forced)
     assert MeshLayout.of(plan, ALL, ALL).hops == (ALL, tuple((rank,) for rank in range(8)))
     assert MeshLayout.of(plan, ALL, ((0, 1, 2), (3, 4, 5, 6, 7))).hops == (tuple((rank,) for rank in range(8)), ALL)

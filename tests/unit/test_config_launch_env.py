@@ -6,12 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from zeroaccel.config.launch.launch_env import (
-    SOURCES_VARIABLE,
-    LaunchedSettings,
-    from_environment,
-    to_environment,
-)
+from zeroaccel.config.launch.launch_sources import SOURCES_VARIABLE, LaunchedSettings, from_environment, to_environment
 from zeroaccel.errors import ConfigError
 
 FULL = LaunchedSettings(

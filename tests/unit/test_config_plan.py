@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from zeroaccel.config import Config, ShardPlan, TierPlan, load_config, overlaps_communication, shard_plan, tier_plan
+from zeroaccel.config import Config, ShardPlan, TierPlan, load_config, overlaps_communication, tier_plan
+from zeroaccel.config import shard_plan as shard_plan
 from zeroaccel.config.schema_zero import OffloadOptimizer, OffloadParam, ZeroOptimization
 
 

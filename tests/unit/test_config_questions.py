@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from zeroaccel.cli.config.answers import Wrong, accept, as_text, parse, settle
-from zeroaccel.cli.config.plan import Model, best_plan
-from zeroaccel.cli.config.questions import AUTO, QUESTIONS, Question, Situation, by_key
-from zeroaccel.cli.config.render import answers_of, checked, command_line, render
-from zeroaccel.cli.config.walk import BACK, Walk
+from zeroaccel.cli.config.answers import BACK, InvalidAnswer, Walk, accept, as_text, complete, parse
+from zeroaccel.cli.config.config_file import answers_of, checked, command_line, render
+from zeroaccel.cli.config.memory_plan import Model, best_plan
+from zeroaccel.cli.config.questions import AUTO, QUESTIONS, Question, WizardState, by_key
 from zeroaccel.cli.machine import Device, Disk, Machine
 from zeroaccel.config.launch.launch_settings import LaunchSettings
 from zeroaccel.errors import ConfigError
@@ -36,7 +35,7 @@ class Scripted:
         self.answers, self.backs = dict(answers or {}), dict(backs or {})
         self.asked: list[str] = []
 
-    def value(self, question: Question, proposal: Any, situation: Situation, *, back: bool) -> Any:
+    def value(self, question: Question, proposal: Any, situation: WizardState, *, back: bool) -> Any:
         self.asked.append(question.key)
         if self.backs.get(question.key, 0):
             assert back
@@ -57,7 +56,7 @@ class Scripted:
 def _walk(machine: Machine, asker: Scripted, given: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
     walk = Walk(machine, given or {}, {})
     assert walk.run(asker)
-    return walk.settled().answers
+    return walk.result().answers
 
 
 def test_every_question_is_about_a_setting_and_reads_only_earlier_ones() -> None:
@@ -71,7 +70,9 @@ def test_every_question_is_about_a_setting_and_reads_only_earlier_ones() -> None
     for question in QUESTIONS:
         assert question.key in LaunchSettings.model_fields or question.key == "use_deepspeed"
         for answers in ({}, {"use_deepspeed": True, "num_machines": 2, "zero_stage": 3}):
-            situation = Situation(Watched({key: value for key, value in answers.items() if key in earlier}), Machine())
+            situation = WizardState(
+                Watched({key: value for key, value in answers.items() if key in earlier}), Machine()
+            )
             if question.applies(situation):
                 question.default(situation)
             else:
@@ -112,7 +113,7 @@ def test_a_json_config_leaves_only_its_autos_to_be_asked(tmp_path: Path) -> None
     checked(render(answers), "zeroaccel.yaml")  # and a launch does not find anything said twice
 
 
-def _random_answer(question: Question, situation: Situation, chance: random.Random, folder: Path) -> Any:
+def _random_answer(question: Question, situation: WizardState, chance: random.Random, folder: Path) -> Any:
     if question.kind == "choice":
         return chance.choice([one.value for one in question.choices if not one.impossible(situation)])
     if question.kind == "yes_no":
@@ -143,7 +144,7 @@ def test_wizard_flags_and_the_file_itself_make_the_same_bytes(seed: int, tmp_pat
     machine = _machine(tmp_path, *chance.choice([(), (NEW_DEVICE,), (OLD_DEVICE, OLD_DEVICE)]))
 
     class Guessing(Scripted):
-        def value(self, question: Question, proposal: Any, situation: Situation, *, back: bool) -> Any:
+        def value(self, question: Question, proposal: Any, situation: WizardState, *, back: bool) -> Any:
             if back and chance.random() < 0.1:
                 return BACK
             answer = _random_answer(question, situation, chance, tmp_path)
@@ -158,14 +159,14 @@ def test_wizard_flags_and_the_file_itself_make_the_same_bytes(seed: int, tmp_pat
     file = checked(text, "zeroaccel.yaml")
     # by flags
     again = {key: parse(by_key(key), as_text(value)) for key, value in answers.items()}
-    assert render(settle(again, machine).answers) == text
+    assert render(complete(again, machine).answers) == text
     # by the command that is printed
     words = command_line(answers, {}, Path("zeroaccel.yaml"))
     assert all(by_key(key).flag in words for key in answers)
     # and from the file, as an update without changes
     former, extras = answers_of(file)
     assert extras == {}
-    assert render(settle({}, machine, former=former).answers) == text
+    assert render(complete({}, machine, former=former).answers) == text
 
 
 def test_back_changes_an_answer_and_drops_what_hung_on_it(tmp_path: Path) -> None:
@@ -173,7 +174,7 @@ def test_back_changes_an_answer_and_drops_what_hung_on_it(tmp_path: Path) -> Non
     # Back from the folder, through the devices, to the stage.
     asker = Scripted(script, {"offload_param_nvme_path": 1, "offload_param_device": 1, "offload_optimizer_device": 1})
 
-    def value(question: Question, proposal: Any, situation: Situation, *, back: bool) -> Any:
+    def value(question: Question, proposal: Any, situation: WizardState, *, back: bool) -> Any:
         if question.key in ("offload_param_device", "offload_optimizer_device") and asker.asked.count(question.key) < 1:
             asker.asked.append(question.key)
             answers: Any = asker.answers[question.key]
@@ -215,14 +216,14 @@ def test_what_a_plan_answers_is_not_asked_while_it_applies(tmp_path: Path) -> No
     needs = {"offload_optimizer_nvme_path": 2**60}
     asker = Scripted()
     walk = Walk(_machine(tmp_path), {}, {}, needs, plan)
-    with pytest.raises(Wrong, match="GiB are needed"):  # the folder is held to what the plan needs
+    with pytest.raises(InvalidAnswer, match="GiB are needed"):  # the folder is held to what the plan needs
         walk.run(asker)
     assert "zero_stage" not in asker.asked
     assert asker.asked[-1] == "offload_optimizer_nvme_path"
     asker = Scripted({"use_deepspeed": False})
     walk = Walk(_machine(tmp_path), {}, {}, needs, plan)
     assert walk.run(asker)
-    assert not set(plan) & set(walk.settled().answers)
+    assert not set(plan) & set(walk.result().answers)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +239,7 @@ def test_what_a_plan_answers_is_not_asked_while_it_applies(tmp_path: Path) -> No
 def test_defaults_are_those_of_the_machine(
     devices: tuple[Device, ...], given: dict[str, Any], precision: str, processes: int, tmp_path: Path
 ) -> None:
-    answers = settle(given, _machine(tmp_path, *devices)).answers
+    answers = complete(given, _machine(tmp_path, *devices)).answers
     assert (answers["mixed_precision"], answers["num_processes"]) == (precision, processes)
 
 
@@ -270,24 +271,24 @@ def test_defaults_are_those_of_the_machine(
 )
 def test_an_answer_that_cannot_be_taken(given: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=re.escape(words)):
-        settle(given, _machine(tmp_path, OLD_DEVICE))
+        complete(given, _machine(tmp_path, OLD_DEVICE))
 
 
 def test_nvme_cannot_be_chosen_without_a_disk() -> None:
     with pytest.raises(ConfigError, match="nvme: no local disk with room was found"):
-        settle({"offload_optimizer_device": "nvme"}, Machine())
+        complete({"offload_optimizer_device": "nvme"}, Machine())
 
 
 def test_a_folder_that_is_too_small_for_the_plan(tmp_path: Path) -> None:
     given = {"offload_optimizer_device": "nvme", "offload_optimizer_nvme_path": str(tmp_path)}
     needs = {"offload_optimizer_nvme_path": 2**60}
     with pytest.raises(ConfigError, match=r"GiB free, and 1073741824 GiB are needed; name a larger one"):
-        settle(given, _machine(tmp_path), needs=needs)
-    settle(given, _machine(tmp_path), needs={"offload_optimizer_nvme_path": 1})
+        complete(given, _machine(tmp_path), needs=needs)
+    complete(given, _machine(tmp_path), needs={"offload_optimizer_nvme_path": 1})
 
 
 def test_what_has_no_default_is_missing(tmp_path: Path) -> None:
-    settled = settle({"num_machines": 2, "multinode_launcher": "ssh"}, _machine(tmp_path))
+    settled = complete({"num_machines": 2, "multinode_launcher": "ssh"}, _machine(tmp_path))
     assert [question.key for question in settled.missing] == ["hostfile", "main_process_ip"]
 
 
@@ -318,14 +319,14 @@ def test_text_becomes_a_value(key: str, text: str, value: Any) -> None:
     ],
 )
 def test_text_without_a_meaning(key: str, text: str, words: str) -> None:
-    with pytest.raises(Wrong, match=re.escape(words)):
+    with pytest.raises(InvalidAnswer, match=re.escape(words)):
         parse(by_key(key), text)
 
 
 def test_an_update_keeps_what_no_question_is_about(tmp_path: Path) -> None:
     text = "num_processes: 2\nmax_restarts: 3\ndynamo_config: {dynamo_backend: 'no'}\nmixed_precision: bf16\n"
     former, extras = answers_of(checked(text, "zeroaccel.yaml"))
-    again = yaml.safe_load(render(settle({"zero_stage": 1}, _machine(tmp_path), former=former).answers, extras))
+    again = yaml.safe_load(render(complete({"zero_stage": 1}, _machine(tmp_path), former=former).answers, extras))
     assert (again["num_processes"], again["max_restarts"], again["mixed_precision"]) == (2, 3, "bf16")
     assert again["deepspeed_config"]["zero_stage"] == 1
     assert "dynamo_config" not in again

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from zeroaccel.config import Fact, Facts, load_config, resolve
-from zeroaccel.config.auto_rules import RULES
-from zeroaccel.config.resolve import _default
+from zeroaccel.config.auto_values import RULES, _default
 from zeroaccel.config.schema import Config
 from zeroaccel.config.section import field_paths
 from zeroaccel.errors import ConfigError
@@ -31,7 +30,7 @@ def _said(value: Any) -> Fact[Any]:
 
 
 def _seen(value: Any) -> Fact[Any]:
-    return Fact(value, "the loader", binding=False)
+    return Fact(value, "the loader", explicit=False)
 
 
 def _nested(path: str, value: object) -> dict[str, Any]:
@@ -151,7 +150,7 @@ def test_the_peak_of_a_schedule_is_the_optimizers_rate() -> None:
         ((24, "auto", "auto"), Facts(), (24, 12, 1)),
         ((24, "auto", 3), Facts(micro_batch_size=_seen(1)), (24, 4, 3)),  # what follows is before what was seen
         ((24, "auto", "auto"), Facts(accumulation=_said(3)), (24, 4, 3)),
-        ((24, 4, "auto"), Facts(accumulation=Fact(1, "a default", binding=False)), (24, 4, 3)),
+        ((24, 4, "auto"), Facts(accumulation=Fact(1, "a default", explicit=False)), (24, 4, 3)),
         ((24, "auto", "auto"), Facts(micro_batch_size=_said(3)), (24, 3, 4)),
     ],
 )
@@ -352,7 +351,7 @@ def test_facts_neither_make_an_optimizer_nor_give_a_schedule_arguments() -> None
 
 def test_a_whole_section_may_be_auto() -> None:
     tree = {"bf16": "auto", "zero_optimization": {"offload_optimizer": "auto"}, "scheduler": "auto", "fp16": "auto"}
-    facts = Facts(precision=Fact("bf16", "code", binding=False), total_num_steps=_said(5))
+    facts = Facts(precision=Fact("bf16", "code", explicit=False), total_num_steps=_said(5))
     resolved = resolve(tree, facts)
     assert resolved.tree == {
         "zero_optimization": {},

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 import zeroaccel
 from tests.multi.environment import ROOT
 from zeroaccel.cli.main import main
-from zeroaccel.config.variables import check_variables, known_variables
+from zeroaccel.config.launch.launch_sources import check_variables, known_variables
 from zeroaccel.errors import ConfigError
 
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from zeroaccel.cli import deepspeed_command, launch_others
-from zeroaccel.cli import errands as errands_module
-from zeroaccel.cli import launch as launch_module
-from zeroaccel.cli import plan as plan_module
+from zeroaccel.cli import compat as deepspeed_command
+from zeroaccel.cli.launch import foreign_flags as foreign_flags
+from zeroaccel.cli.launch import launch_command as launch_module
+from zeroaccel.cli.launch import launch_plan as plan_module
+from zeroaccel.cli.launch import ssh as ssh_module
 from zeroaccel.cli.machine import Device
 from zeroaccel.cli.main import main
 
@@ -36,13 +37,13 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(launch_module.os, "environ", {"HOME": str(tmp_path / "home"), "PATH": "/usr/bin:/bin"})
     monkeypatch.setattr(launch_module, "_run", lambda *_: pytest.fail("the launch began"))
-    for module in (plan_module, launch_others):
+    for module in (plan_module, foreign_flags):
         monkeypatch.setattr(module, "devices", lambda: DEVICES)
     monkeypatch.setattr(plan_module, "usable_cores", lambda: 16)
     monkeypatch.setattr(plan_module, "neighbouring_cores", lambda: list(range(16)))
     monkeypatch.setattr(plan_module, "port_trouble", lambda _: "")
     monkeypatch.setattr(plan_module, "_own_address", lambda _: "127.0.0.1")
-    for module in (plan_module, errands_module):
+    for module in (plan_module, ssh_module):
         monkeypatch.setattr(module, "is_known_host", lambda _: True)
     (tmp_path / "train.py").write_text("import argparse\nparser = argparse.ArgumentParser()\n")
     (tmp_path / "hosts").write_text(HOSTS)

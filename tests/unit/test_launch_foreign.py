@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from zeroaccel.cli.launch_others import OtherFlags
+from zeroaccel.cli.launch.foreign_flags import ForeignFlags
 from zeroaccel.config.launch.launch_file import parse_launch_file
-from zeroaccel.config.launch.launch_fsdp import translate_fsdp
-from zeroaccel.config.launch.launch_sources import Given, gather
+from zeroaccel.config.launch.launch_foreign import translate_fsdp
+from zeroaccel.config.launch.launch_sources import ExplicitSettings, gather
 from zeroaccel.errors import ConfigError
 
 
@@ -89,7 +89,7 @@ def test_flags_of_fsdp_count_more_than_the_file() -> None:
     text = "distributed_type: FSDP\nfsdp_config: {fsdp_sharding_strategy: FULL_SHARD, fsdp_offload_params: true}\n"
     flags = {"fsdp_sharding_strategy": "SHARD_GRAD_OP"}
     assert parse_launch_file(text, "f.yaml", fsdp_flags=flags).values["zero_stage"] == 2
-    over = Given({"distributed_type": "FSDP"})
+    over = ExplicitSettings({"distributed_type": "FSDP"})
     assert parse_launch_file("num_processes: 2\n", "f.yaml", over=over, fsdp_flags=flags).values["zero_stage"] == 2
     (note,) = _notes("num_processes: 2\n", fsdp_flags=flags)
     assert note == "f.yaml: --fsdp_sharding_strategy: nothing is done with it, as there is no --use_fsdp"
@@ -192,7 +192,7 @@ def test_blanks_of_a_file_are_filled_by_flags() -> None:
     text = "num_machines: 2\nmachine_rank: 'MACHINE_RANK'\nmain_process_ip: HOST\n"
     with pytest.raises(ConfigError, match="machine_rank: expected a whole number, got 'MACHINE_RANK'"):
         parse_launch_file(text, "f.yaml")
-    given = parse_launch_file(text, "f.yaml", over=Given({"machine_rank": 1}))
+    given = parse_launch_file(text, "f.yaml", over=ExplicitSettings({"machine_rank": 1}))
     assert given.values == {"num_machines": 2, "main_process_ip": "HOST"}
 
 
@@ -213,7 +213,7 @@ def test_blanks_of_a_file_are_filled_by_flags() -> None:
     ],
 )
 def test_offload_of_what_is_not_sharded_does_nothing(values: dict[str, Any], idle: list[str]) -> None:
-    given = Given(values, dict.fromkeys(values, "f.yaml:3:5")).effective()
+    given = ExplicitSettings(values, dict.fromkeys(values, "f.yaml:3:5")).effective()
     assert given.values == {name: value for name, value in values.items() if name not in idle}
     assert [note.split()[1] for note in given.notes] == idle
     assert all(note.startswith("f.yaml:3:5: ") and "does nothing" in note for note in given.notes)
@@ -221,7 +221,7 @@ def test_offload_of_what_is_not_sharded_does_nothing(values: dict[str, Any], idl
 
 def test_rdzv_conf_may_say_where_the_machines_meet() -> None:
     conf = {"rdzv_backend": "c10d", "rdzv_endpoint": "node1:29400", "join_timeout": 60}
-    given = gather(Given({"rdzv_conf": conf}, {"rdzv_conf": "--rdzv_conf"}), {}, Given())
+    given = gather(ExplicitSettings({"rdzv_conf": conf}, {"rdzv_conf": "--rdzv_conf"}), {}, ExplicitSettings())
     assert given.values == {
         "rdzv_backend": "c10d",
         "main_process_ip": "node1",
@@ -229,8 +229,8 @@ def test_rdzv_conf_may_say_where_the_machines_meet() -> None:
         "rdzv_conf": {"join_timeout": 60},
     }
     assert given.where("main_process_port") == "--rdzv_conf"
-    file = Given({"main_process_ip": "node2"}, {"main_process_ip": "f.yaml:1:1"})
-    given = gather(Given({"rdzv_conf": {**conf, "is_host": "1"}}, {"rdzv_conf": "--rdzv_conf"}), {}, file)
+    file = ExplicitSettings({"main_process_ip": "node2"}, {"main_process_ip": "f.yaml:1:1"})
+    given = gather(ExplicitSettings({"rdzv_conf": {**conf, "is_host": "1"}}, {"rdzv_conf": "--rdzv_conf"}), {}, file)
     assert given.values["main_process_ip"] == "node2"
     assert (
         given.notes[1] == "--rdzv_conf: main_process_ip node1: does nothing, as f.yaml:1:1: main_process_ip says node2"
@@ -246,10 +246,10 @@ def test_flags_that_change_nothing_are_noted_and_others_taken() -> None:
         "parallelism_config_tp_size": "1",
     }
     typed |= {"pass_local_rank": None, "master_port": "5", "log_level": "info", "fsdp_version": "2", "num_gpus": "-1"}
-    flags = OtherFlags.take_from(typed)
+    flags = ForeignFlags.take_from(typed)
     assert typed == {}
-    assert flags.above(Given()).values == {"main_process_port": 5}
-    assert flags.above(Given()).sources == {"main_process_port": "--master_port"}
+    assert flags.above(ExplicitSettings()).values == {"main_process_port": 5}
+    assert flags.above(ExplicitSettings()).sources == {"main_process_port": "--master_port"}
     assert (flags.fsdp, flags.is_fsdp, flags.num_gpus) == ({"fsdp_version": "2"}, True, None)
     assert [note.partition(":")[0] for note in flags.notes] == [
         "--quiet",

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from zeroaccel.cli import launch as launch_module
-from zeroaccel.cli import plan as plan_module
+from zeroaccel.cli.launch import launch_command as launch_module
+from zeroaccel.cli.launch import launch_plan as plan_module
 from zeroaccel.cli.machine import Device, Disk
 from zeroaccel.cli.main import main
-from zeroaccel.offload import file_io as folder_module
+from zeroaccel.offload import offload_folder as folder_module
 
 NVME = ["--zero_stage", "3", "--offload_optimizer_device", "nvme", "--offload_optimizer_nvme_path"]
 

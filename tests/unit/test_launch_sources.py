@@ -11,17 +11,17 @@ import click
 import pytest
 import yaml
 
-from zeroaccel.cli.launch_flags import GROUPS, flag, given_by_flags, setting_flags
-from zeroaccel.config.launch.launch_env import LaunchedSettings, from_environment
+from zeroaccel.cli.launch.launch_flags import GROUPS, flag, setting_flags, settings_from_flags
 from zeroaccel.config.launch.launch_file import read_launch_file
 from zeroaccel.config.launch.launch_json import check_json
-from zeroaccel.config.launch.launch_schema import DeepSpeedSection, DynamoSettings
-from zeroaccel.config.launch.launch_settings import LaunchSettings
+from zeroaccel.config.launch.launch_settings import DeepSpeedSection, DynamoSettings, LaunchSettings
 from zeroaccel.config.launch.launch_sources import (
-    Given,
+    ExplicitSettings,
+    LaunchedSettings,
+    from_environment,
     gather,
-    given_in_environment,
     launched_environment,
+    settings_from_environment,
 )
 from zeroaccel.errors import ConfigError
 
@@ -70,14 +70,14 @@ SECTIONS = {
 }
 
 
-def _typed(name: str, text: str) -> Given:
+def _typed(name: str, text: str) -> ExplicitSettings:
     """What a command line with this one flag gives."""
-    said: list[Given] = []
+    said: list[ExplicitSettings] = []
 
     @click.command()
     @setting_flags
     def command(**typed: Any) -> None:
-        said.append(given_by_flags(typed))
+        said.append(settings_from_flags(typed))
 
     values = [flag(name), text] if name in TRIPLES or name.startswith("zero3") else [flag(name)]
     if text == "false" and len(values) == 1:
@@ -95,19 +95,20 @@ def test_flag_before_environment_before_file_before_default(name: str, tmp_path:
     environ = {f"ZEROACCEL_{name.upper()}": by_variable}
     file, flags = read_launch_file(path), _typed(name, by_flag)
 
-    def won(flags: Given, environ: dict[str, str], file: Given) -> tuple[object, str]:
+    def won(flags: ExplicitSettings, environ: dict[str, str], file: ExplicitSettings) -> tuple[object, str]:
         given = gather(flags, environ, file)
         settings = LaunchSettings(**given.values)
         return getattr(settings, name), given.sources.get(name, "default")
 
     first, second, third = (
-        won(*one) for one in [(flags, environ, file), (Given(), environ, file), (Given(), {}, file)]
+        won(*one)
+        for one in [(flags, environ, file), (ExplicitSettings(), environ, file), (ExplicitSettings(), {}, file)]
     )
     assert (first[1], second[1]) == (flag(name), f"environment ZEROACCEL_{name.upper()}")
     assert third[1].startswith(f"{path}:")
     assert first[0] != second[0]
     assert second[0] != third[0]
-    assert won(Given(), {}, Given()) == (getattr(LaunchSettings(), name), "default")
+    assert won(ExplicitSettings(), {}, ExplicitSettings()) == (getattr(LaunchSettings(), name), "default")
 
 
 def test_every_setting_has_a_flag_in_one_group() -> None:
@@ -132,7 +133,9 @@ def test_what_is_handed_on_arrives_with_its_source() -> None:
         "dynamo_use_fullgraph": True,
         "debug": False,
     }
-    given = Given(values, {name: f"zeroaccel.yaml:{line}:1" for line, name in enumerate(values)} | {"use_cpu": "--cpu"})
+    given = ExplicitSettings(
+        values, {name: f"zeroaccel.yaml:{line}:1" for line, name in enumerate(values)} | {"use_cpu": "--cpu"}
+    )
     settings, sources = from_environment(launched_environment(given.settings(), given.sources))
     assert settings == LaunchedSettings(**{**values, "deepspeed_moe_layer_cls_names": "A,B", "use_zero": True})
     assert sources == {**given.sources, "use_zero": "default"}
@@ -152,7 +155,7 @@ def test_variables_that_launchers_hand_on_are_read_too() -> None:
         "ZEROACCEL_MIXED_PRECISION": "bf16",
         "ZEROACCEL_COLLECTIVE_TIMEOUT": "30",
     }
-    given = given_in_environment(environ)
+    given = settings_from_environment(environ)
     assert given.values == {
         "distributed_type": "DEEPSPEED",
         "zero_stage": 3,
@@ -168,11 +171,11 @@ def test_variables_that_launchers_hand_on_are_read_too() -> None:
 
 
 def test_variables_that_the_processes_read_themselves_count_more_than_the_file() -> None:
-    file = Given(
+    file = ExplicitSettings(
         {"num_cpu_threads_per_process": 4, "gpu_ids": "0"},
         dict.fromkeys(("num_cpu_threads_per_process", "gpu_ids"), "f"),
     )
-    given = gather(Given(), {"OMP_NUM_THREADS": "8,2", "CUDA_VISIBLE_DEVICES": "-1"}, file)
+    given = gather(ExplicitSettings(), {"OMP_NUM_THREADS": "8,2", "CUDA_VISIBLE_DEVICES": "-1"}, file)
     assert given.values == {"num_cpu_threads_per_process": None, "gpu_ids": "all"}
 
 
@@ -180,7 +183,7 @@ def test_a_variable_that_cannot_be_read() -> None:
     with pytest.raises(
         ConfigError, match=r"environment ZEROACCEL_ZERO_STAGE: zero_stage: expected a whole number, got"
     ):
-        given_in_environment({"ZEROACCEL_ZERO_STAGE": "three"})
+        settings_from_environment({"ZEROACCEL_ZERO_STAGE": "three"})
 
 
 AUTO = {"enabled": "auto"}
@@ -208,14 +211,14 @@ LAUNCH: dict[str, Any] = {
 
 
 @pytest.fixture
-def launched(tmp_path: Path) -> Callable[[dict[str, Any], dict[str, str] | str], Given]:
+def launched(tmp_path: Path) -> Callable[[dict[str, Any], dict[str, str] | str], ExplicitSettings]:
     """A launch that names a JSON config and gives LAUNCH, each by the same source or by one of its own."""
 
-    def launched(json_config: dict[str, Any], source: dict[str, str] | str) -> Given:
+    def launched(json_config: dict[str, Any], source: dict[str, str] | str) -> ExplicitSettings:
         path = tmp_path / "ds.json"
         path.write_text(json.dumps(json_config))
         values = {**LAUNCH, "deepspeed_config_file": str(path)}
-        return Given(
+        return ExplicitSettings(
             values, {name: source if isinstance(source, str) else source.get(name, "f:1:1") for name in values}
         )
 
@@ -223,7 +226,7 @@ def launched(tmp_path: Path) -> Callable[[dict[str, Any], dict[str, str] | str],
 
 
 def test_a_file_that_repeats_what_the_json_decides_is_refused_by_the_keys_it_repeats(
-    launched: Callable[..., Given], tmp_path: Path
+    launched: Callable[..., ExplicitSettings], tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match="3 settings are said twice") as caught:
         check_json(launched(DECIDED, "z.yaml:1:1"))
@@ -235,7 +238,7 @@ def test_a_file_that_repeats_what_the_json_decides_is_refused_by_the_keys_it_rep
 
 
 def test_flags_and_variables_may_repeat_the_json_but_not_contradict_it(
-    launched: Callable[..., Given], tmp_path: Path
+    launched: Callable[..., ExplicitSettings], tmp_path: Path
 ) -> None:
     for source, words in [("--x", "--x 4"), ("environment X", "environment X: gradient_accumulation_steps 4")]:
         with pytest.raises(ConfigError) as caught:
@@ -245,13 +248,13 @@ def test_flags_and_variables_may_repeat_the_json_but_not_contradict_it(
         check_json(launched({**DECIDED, "gradient_accumulation_steps": 4}, source))
 
 
-def test_what_is_auto_or_absent_is_left_to_the_launch(launched: Callable[..., Given]) -> None:
+def test_what_is_auto_or_absent_is_left_to_the_launch(launched: Callable[..., ExplicitSettings]) -> None:
     for source in ("z.yaml:1:1", "--x"):
         assert check_json(launched(ALL_AUTO, source)) is not None
         assert check_json(launched({"train_micro_batch_size_per_gpu": 1}, source)) is not None
 
 
-def test_the_other_precision_is_something_else(launched: Callable[..., Given]) -> None:
+def test_the_other_precision_is_something_else(launched: Callable[..., ExplicitSettings]) -> None:
     with pytest.raises(ConfigError, match=r"--x bf16: something else is said by .*fp16.enabled true"):
         check_json(launched({"train_micro_batch_size_per_gpu": 1, "fp16": {"enabled": True}}, "--x"))
 
@@ -260,7 +263,7 @@ def test_a_json_beside_the_launch_file_is_pointed_at(tmp_path: Path, monkeypatch
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "ds.json").write_text("{}")
     monkeypatch.chdir(tmp_path)
-    given = Given({"deepspeed_config_file": "ds.json"}, {"deepspeed_config_file": "configs/launch.yaml:3:1"})
+    given = ExplicitSettings({"deepspeed_config_file": "ds.json"}, {"deepspeed_config_file": "configs/launch.yaml:3:1"})
     with pytest.raises(ConfigError, match=r"ds\.json does not exist in .*; write configs/ds\.json"):
         check_json(given)
 
@@ -268,7 +271,7 @@ def test_a_json_beside_the_launch_file_is_pointed_at(tmp_path: Path, monkeypatch
 def test_a_range_of_machines_is_two_settings() -> None:
     assert _typed("num_machines", "1:4").values == {"num_machines": 4, "min_machines": 1}
     with pytest.raises(ConfigError, match="--min_machines: expected at most num_machines"):
-        Given({"num_machines": 2, "min_machines": 3, "main_process_ip": "a"}).settings()
+        ExplicitSettings({"num_machines": 2, "min_machines": 3, "main_process_ip": "a"}).settings()
     values = {"num_machines": 2, "machine_rank": 0, "main_process_ip": "a", "max_restarts": 1, "rdzv_backend": "static"}
     with pytest.raises(ConfigError, match="the static rendezvous does not tell other machines of a restart"):
-        Given(values).settings()
+        ExplicitSettings(values).settings()

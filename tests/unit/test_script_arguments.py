@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.multi.environment import outside_any_job
-from zeroaccel.cli import runner
-from zeroaccel.cli.script_arguments import local_rank_option
+from zeroaccel.cli.launch import runner
+from zeroaccel.cli.launch.launch_plan import local_rank_option
 
 ARGPARSE = "import argparse\np = argparse.ArgumentParser()\np.add_argument({}, type=int, default=-1)\n"
 

@@ -18,7 +18,7 @@ from torch import nn
 from zeroaccel.accelerate.zero_plugin import ZeroPlugin, gather_facts
 from zeroaccel.activations import repeated_blocks
 from zeroaccel.config import Fact, Facts
-from zeroaccel.config.launch.launch_env import LaunchedSettings
+from zeroaccel.config.launch.launch_sources import LaunchedSettings
 from zeroaccel.errors import ConfigError, UsageError
 
 __all__ = [

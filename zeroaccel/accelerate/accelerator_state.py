@@ -23,7 +23,7 @@ from zeroaccel.accelerate.zero_plugin import ZeroPlugin, gather_facts
 from zeroaccel.checkpoint.checkpointer import CheckpointingEngine
 from zeroaccel.comm.topology import destroy, init_process_group
 from zeroaccel.config import Config, Facts
-from zeroaccel.config.auto_rules import shown
+from zeroaccel.config.auto_values import shown
 from zeroaccel.errors import UsageError
 from zeroaccel.operations import collectives_of_process
 

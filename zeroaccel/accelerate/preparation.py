@@ -446,7 +446,7 @@ def _facts(
     if isinstance(group.optimizer, DummyOptim):
         several.append(group.optimizer.facts())
     elif group.optimizer is not None and isinstance(lr := group.optimizer.defaults.get("lr"), float):
-        several.append(Facts(lr=Fact(lr, f"{type(group.optimizer).__name__}(lr={lr})", binding=False)))
+        several.append(Facts(lr=Fact(lr, f"{type(group.optimizer).__name__}(lr={lr})", explicit=False)))
     for _, scheduler in group.schedulers:
         if isinstance(scheduler, DummyScheduler) and scheduler.lr_scheduler_callable is None:
             several.append(scheduler.facts(rules.steps_per_update))
@@ -483,12 +483,12 @@ def batch_size_fact(loaders: Iterable[Any], *, smallest: bool = True, share: int
             per_rank = size // share or 1
             sizes_and_sources.append((per_rank, source if share == 1 else f"{source} / {share} processes"))
     if not sizes_and_sources:
-        return Fact(1, "no loader that tells a batch size was prepared with the model", binding=False)
+        return Fact(1, "no loader that tells a batch size was prepared with the model", explicit=False)
     sizes = {size for size, _ in sizes_and_sources}
     size, source = min(sizes_and_sources) if smallest else max(sizes_and_sources)
     if len(sizes) > 1:
         which = "smallest" if smallest else "largest"
-        return Fact(size, f"the {which} of {sorted(sizes)}, {source}", binding=False)
+        return Fact(size, f"the {which} of {sorted(sizes)}, {source}", explicit=False)
     return Fact(size, source)
 
 

@@ -44,6 +44,7 @@ from zeroaccel.config.bounds import parse_plain_json, read_at_most
 from zeroaccel.data import PreparedLoader
 from zeroaccel.errors import CheckpointError, UsageError
 from zeroaccel.logs import logger
+from zeroaccel.zero.access.safetensors_file import parse_header
 
 __all__ = ["LoadHook", "PathLike", "RunParts", "RunSaving", "SaveHook", "load_run", "save_run"]
 
@@ -314,7 +315,7 @@ def _read(root: Path, manifest: Mapping[str, Any], rank: int) -> dict[str, Any]:
     if hashlib.sha256(content).hexdigest() != manifest["sha256"][own]:
         raise CheckpointError(f"{path}: damaged: not what was written", fix="load another state")
     try:
-        header = parse_plain_json(content[8 : 8 + int.from_bytes(content[:8], "little")])
+        header = parse_header(content[8 : 8 + int.from_bytes(content[:8], "little")])
         tensors = load_tensors(content)
         state = parse_plain_json(header["__metadata__"][_KEY])
         return {kind: decode(value, tensors.__getitem__) for kind, value in state.items()}

@@ -18,45 +18,41 @@ from importlib.util import find_spec
 from typing import Any
 
 from zeroaccel.config import Fact, Facts, load_config
-from zeroaccel.config.auto_rules import shown
-from zeroaccel.config.document import given_paths, read_document
-from zeroaccel.config.launch.launch_env import LaunchedSettings, from_environment
-from zeroaccel.config.provenance import dotted
-from zeroaccel.config.resolve import after
+from zeroaccel.config.auto_values import after, shown
+from zeroaccel.config.diagnostics import dotted
+from zeroaccel.config.document import key_paths, read_document
+from zeroaccel.config.launch.launch_settings import DEFAULT_STAGE
+from zeroaccel.config.launch.launch_sources import LaunchedSettings, from_environment
+from zeroaccel.config.launch.setting_table import SETTINGS
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.logs import log_once, logger
 from zeroaccel.zero.access.deferred_init import Init
 
 __all__ = ["DeepSpeedPlugin", "ZeroPlugin", "gather_facts", "launched"]
 
-_DEFAULT_STAGE = 2
 _DEVICES = ("none", "cpu", "nvme")
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 
-# argument -> name of the fact, and what "auto" becomes where no source gives a value
+# What an "auto" becomes where neither argument, config nor launcher sets it.
+_DEFAULTS = {
+    "zero_stage": DEFAULT_STAGE,
+    "offload_optimizer_device": "none",
+    "offload_param_device": "none",
+    "zero3_save_16bit_model": False,
+}
+_OF_LAUNCHES = {name: one for name, one in SETTINGS.items() if one.fact and one.json_path}
+# argument -> the fact it is, and its default
 _FACTS: Mapping[str, tuple[str, Any]] = {
-    "zero_stage": ("stage", _DEFAULT_STAGE),
-    "gradient_accumulation_steps": ("accumulation", None),
-    "gradient_clipping": ("clipping", None),
-    "offload_optimizer_device": ("offload_optimizer_device", "none"),
-    "offload_param_device": ("offload_param_device", "none"),
-    "offload_optimizer_nvme_path": ("offload_optimizer_path", None),
-    "offload_param_nvme_path": ("offload_param_path", None),
-    "zero3_save_16bit_model": ("save_16bit_weights", False),
+    **{name: (setting.fact, _DEFAULTS.get(name)) for name, setting in _OF_LAUNCHES.items()},
     "train_micro_batch_size_per_gpu": ("micro_batch_size", None),
 }
 # fact -> its name in messages
 _KEYS = {fact: name for name, (fact, _) in _FACTS.items()} | {"precision": "mixed_precision"}
 _PRECISION_PLACES = {"fp16": "fp16.enabled", "bf16": "bf16.enabled"}
+# argument -> its place in a config; the key for saving as accelerate and its users spell it
 _PLACES = {
-    "zero_stage": "zero_optimization.stage",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "gradient_clipping": "gradient_clipping",
-    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
-    "offload_param_device": "zero_optimization.offload_param.device",
-    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
-    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
-    "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+    name: setting.json_path.replace("gather_16bit_weights", "stage3_gather_16bit_weights")
+    for name, setting in _OF_LAUNCHES.items()
 }
 
 
@@ -133,7 +129,7 @@ class ZeroPlugin:
         self._places: dict[str, str] = {}
         self.deepspeed_config: dict[str, Any] = {}
         self._read(hf_ds_config, settings, sources)
-        self._original = {dotted(path): _at(self.deepspeed_config, path) for path in given_paths(self.deepspeed_config)}
+        self._original = {dotted(path): _at(self.deepspeed_config, path) for path in key_paths(self.deepspeed_config)}
         self._leaf_classes(transformer_moe_cls_names, settings, sources)
         # Validated now, so that a mistake raises where the plugin is made; resolved only by `prepare`.
         load_config(self.deepspeed_config, sources=self.sources())
@@ -245,7 +241,7 @@ class ZeroPlugin:
     def sources(self) -> dict[str, str]:
         """Dotted path as written -> source, of every explicit key of `deepspeed_config`."""
         sources: dict[str, str] = {}
-        for path in given_paths(self.deepspeed_config):
+        for path in key_paths(self.deepspeed_config):
             name = dotted(path)
             value = _at(self.deepspeed_config, path)
             if self._is_own and value == "auto":
@@ -272,7 +268,7 @@ class ZeroPlugin:
         fact_at = {place: getattr(facts, _FACTS[name][0]) for name, place in _PLACES.items()}
         if (precision := facts.precision) is not None:
             fact_at |= {
-                place: Fact(precision.value == name, precision.source, precision.binding)
+                place: Fact(precision.value == name, precision.source, precision.explicit)
                 for name, place in _PRECISION_PLACES.items()
             }
         for place, fact in fact_at.items():
@@ -372,7 +368,7 @@ class ZeroPlugin:
         if fact is None:
             return default
         written = _at(self.deepspeed_config, tuple(_PLACES[name].split("."))) is not None
-        return fact.value if fact.binding or written else default
+        return fact.value if fact.explicit or written else default
 
 
 DeepSpeedPlugin = ZeroPlugin
@@ -403,9 +399,9 @@ def gather_facts(*several: Facts) -> Facts:
             first = merged[name]
             if isinstance(fact, bool):
                 merged[name] = first or fact
-            elif fact is not None and (first is None or (fact.binding and not first.binding)):
+            elif fact is not None and (first is None or (fact.explicit and not first.explicit)):
                 merged[name] = fact
-            elif fact is not None and first.binding and fact.binding and first.value != fact.value:
+            elif fact is not None and first.explicit and fact.explicit and first.value != fact.value:
                 raise ConfigError(
                     f"{_KEYS.get(name, name)}: {shown(first.value)} from {first.source}, but {shown(fact.value)} "
                     f"from {fact.source}",

@@ -36,16 +36,16 @@ TEMPORARY_SUFFIX = ".tmp"
 _TEMPORARY = re.compile(r"(?P<name>.+?)(\.[0-9a-f]{8})?\.tmp", re.DOTALL)
 _ATTEMPTS = 8
 _ABANDONED_SECONDS = 10.0
-"""Age from which an unlocked temporary file counts as abandoned: a writer locks it right after it has made it."""
+"""Age from which an unlocked temporary file counts as abandoned: a writer locks it right after creating it."""
 
 
 class NewFile:
-    """A file under a temporary name beside its final one. A context manager: what was not published is removed.
+    """A file under a temporary name in the folder of its final one. A context manager; unpublished files are removed.
 
     Args:
         path: its final name.
-        unique: whether `path` may have several writers at a time, so that each takes a temporary name of its own; else
-            the temporary name is `path` with TEMPORARY_SUFFIX, and one that is there already is an error.
+        unique: whether `path` may have several writers at a time, each with a temporary name of its own; else the
+            temporary name is `path` with TEMPORARY_SUFFIX, and it is an error if that file exists.
         mode: permissions of the new file, before the umask.
 
     Attributes:
@@ -75,15 +75,17 @@ class NewFile:
         self.close()
 
     def publish(self) -> None:
-        """Flushes the file to the disk and gives it its final name, in one step that a crash cannot divide."""
+        """Flushes the file to the disk and renames it to its final name, atomically."""
         with self._named_errors():
+            # The content before the name, else a crash could leave the final name on an empty file; and the folder
+            # after it, else the name itself might not survive (fsync(2), NOTES).
             os.fsync(self.handle)
             os.replace(self._name, self.path.name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
             self._published = True
             os.fsync(self._folder)
 
     def close(self) -> None:
-        """Closes the file, and removes it where it was not published; a second call does nothing."""
+        """Closes the file, and removes it if it was not published; a second call does nothing."""
         if self.handle < 0:
             return
         if not self._published:
@@ -104,7 +106,7 @@ class NewFile:
             except FileExistsError:
                 if not unique or attempt == _ATTEMPTS - 1:
                     raise
-        with contextlib.suppress(OSError):  # a file system without locks: then nothing is ever taken for abandoned
+        with contextlib.suppress(OSError):  # a file system without locks, where `remove_abandoned` removes nothing
             fcntl.flock(self.handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     @contextlib.contextmanager
@@ -117,10 +119,17 @@ class NewFile:
 
 
 def write_durably(path: Path, content: bytes, *, mode: int = 0o666) -> None:
-    """Replaces `path` by a file with `content`, in one step that a crash cannot divide. Several may do so at a time.
+    """Replaces `path` atomically by a file with `content`. Several processes may do so at a time.
 
     Raises:
-        OSError: the disk is full or fails; what was there is as it was, and nothing else is left.
+        OSError: the disk is full or fails; the previous file is unchanged, and nothing else is left.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "latest"
+        >>> write_durably(path, b"global_step10")
+        >>> path.read_text(), [file.name for file in path.parent.iterdir()]
+        ('global_step10', ['latest'])
     """
     with NewFile(path, mode=mode) as file:
         write_all(file.handle, memoryview(content))
@@ -128,9 +137,9 @@ def write_durably(path: Path, content: bytes, *, mode: int = 0o666) -> None:
 
 
 def remove_abandoned(path: Path) -> None:
-    """Removes temporary files of `path` whose writers were killed; one that is being written now stays.
+    """Removes temporary files of `path` whose writers were killed; a living writer holds a lock on its own.
 
-    A living writer holds a lock on its file. To be called after `path` was published, whose time is the present one.
+    To be called after `path` was published: its modification time is the present by the clock of the file system.
     """
     with contextlib.suppress(OSError):
         folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -146,12 +155,13 @@ def remove_abandoned(path: Path) -> None:
 
 
 def _remove_if_abandoned(name: str, folder: int, now: float) -> None:
-    found = os.stat(name, dir_fd=folder, follow_symlinks=False)
-    if not stat.S_ISREG(found.st_mode) or found.st_mtime > now - _ABANDONED_SECONDS:
+    status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+    if not stat.S_ISREG(status.st_mode) or status.st_mtime > now - _ABANDONED_SECONDS:
         return
     handle = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Only if the name is still that of the locked file: its writer may have published it and another begun.
         if os.path.samestat(os.fstat(handle), os.stat(name, dir_fd=folder, follow_symlinks=False)):
             os.unlink(name, dir_fd=folder)
     finally:
@@ -159,36 +169,40 @@ def _remove_if_abandoned(name: str, folder: int, now: float) -> None:
 
 
 def begin_flush(handle: int, offset: int, nbytes: int) -> None:
-    """Lets the disk begin with bytes that were written, so that less is left for the flush at the end.
+    """Starts writeback of bytes that were written, so that less is left for the fsync at the end.
 
-    On Linux, advice that pages are not needed starts to write those that are not on the disk yet. Elsewhere nothing.
+    On Linux, POSIX_FADV_DONTNEED starts to write dirty pages to the disk. Does nothing elsewhere.
     """
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(handle, offset, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def write_all(handle: int, data: memoryview) -> None:
-    """Writes all bytes, however many the system takes at a time."""
+    """Writes all bytes; `os.write` may write fewer at a time."""
     while data.nbytes:
         data = data[os.write(handle, data) :]
 
 
-_PATIENCE_SECONDS = 10.0
-"""How long a save waits for another's end: that of a run which is being stopped while its successor begins."""
+_LOCK_TIMEOUT_SECONDS = 10.0
+"""How long a save waits for the lock: a run that is being stopped may still hold it while its successor begins."""
 _POLL_SECONDS = 0.05
 
 
 class FolderLock:
-    """Holds `folder` until `release`. The folder is made if it is not there, also if another run removes it meanwhile.
+    """An exclusive lock on `folder` until `release`: one save at a time, also of several runs.
+
+    The lock is flock(2) on the folder itself: it ends with its process, so a killed run leaves none behind. A file
+    system without such locks (some network ones) grants it to every process. The folder is created if it does not
+    exist, also if another run removes it meanwhile.
 
     Raises:
-        CheckpointError: another save holds it, or it is a symbolic link. OSError: it cannot be made.
+        CheckpointError: another save holds it, or it is a symbolic link. OSError: it cannot be created.
     """
 
     def __init__(self, folder: Path) -> None:
         self._handle: int | None = None
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while not self._held(folder):
+        deadline = time.monotonic() + _LOCK_TIMEOUT_SECONDS
+        while not self._acquire(folder):
             if time.monotonic() > deadline:
                 raise CheckpointError(
                     f"{folder}: another save is writing into it",
@@ -198,13 +212,13 @@ class FolderLock:
             time.sleep(_POLL_SECONDS)
 
     @classmethod
-    def if_free(cls, folder: Path, patience_seconds: float = 0.0) -> FolderLock | None:
-        """The lock of a folder that is there; None if it is not there, or a save holds it that long."""
+    def if_free(cls, folder: Path, timeout_seconds: float = 0.0) -> FolderLock | None:
+        """The lock of an existing folder; None if there is no such folder, or a save holds it that long."""
         lock = cls.__new__(cls)
         lock._handle = None
-        deadline = time.monotonic() + patience_seconds
+        deadline = time.monotonic() + timeout_seconds
         with contextlib.suppress(OSError, CheckpointError):
-            while not lock._held(folder):
+            while not lock._acquire(folder):
                 if time.monotonic() >= deadline or not folder.is_dir():
                     return None
                 time.sleep(_POLL_SECONDS)
@@ -212,15 +226,15 @@ class FolderLock:
         return None
 
     def release(self) -> None:
-        """Lets others in; a second call does nothing."""
+        """Unlocks the folder; a second call does nothing."""
         handle, self._handle = self._handle, None
         if handle is not None:
             with contextlib.suppress(OSError):
-                fcntl.flock(handle, fcntl.LOCK_UN)  # for a child too, which has the handle as well
+                fcntl.flock(handle, fcntl.LOCK_UN)  # closing is not enough where a child inherited the handle
             os.close(handle)
 
-    def _held(self, folder: Path) -> bool:
-        """Whether the lock is ours now, and of the folder that is under this name now."""
+    def _acquire(self, folder: Path) -> bool:
+        """Tries once; True if the lock is this object's, and of the folder that has this name now."""
         if folder.is_symlink():
             raise CheckpointError(
                 f"{folder}: a symbolic link",
@@ -232,9 +246,9 @@ class FolderLock:
         except FileNotFoundError:
             return False
         try:
-            if _take(self._handle) and os.path.samestat(os.fstat(self._handle), os.lstat(folder)):
+            if _try_flock(self._handle) and os.path.samestat(os.fstat(self._handle), os.lstat(folder)):
                 return True
-        except FileNotFoundError:  # it was removed between the two
+        except FileNotFoundError:  # another run removed it between the open and the lock
             pass
         self.release()
         return False
@@ -248,11 +262,11 @@ def is_locked(folder: Path) -> bool:
     return lock is None
 
 
-def _take(handle: int) -> bool:
+def _try_flock(handle: int) -> bool:
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:
-        return True  # no such locks here
+        return True  # the file system has no such locks
     return True

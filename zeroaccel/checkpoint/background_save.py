@@ -1,8 +1,9 @@
-"""A save that runs beside training: one thread copies, one writes, and no thread of it uses a collective.
+"""A save that runs concurrently with training: one thread copies, one writes, and neither uses a collective.
 
-Ranks meet on the disk: each leaves a small part file when its tensors are down, or one with its error when they
-cannot be; rank 0 waits for them and commits. What became of it is asked for by `status`, in the main thread. The
-threads are no daemons: the interpreter's exit waits for them.
+A collective of a background thread would interleave with those of training in an order that differs between ranks. So
+ranks communicate by the disk: each writes a small part file when its tensors are on it, or one with its error if they
+cannot be; rank 0 polls for them and commits. `checkpointer.py` looks at `finished` and `error` in the main thread. The
+threads are not daemons: the interpreter's exit waits for them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import time
 from pathlib import Path
 from threading import Event, Thread
 
-from zeroaccel.checkpoint.atomic_write import write_durably
+from zeroaccel.checkpoint.atomic_write import TEMPORARY_SUFFIX, write_durably
 from zeroaccel.checkpoint.save import Part, Save
 from zeroaccel.errors import CheckpointError
 from zeroaccel.logs import logger
@@ -21,15 +22,15 @@ from zeroaccel.logs import logger
 __all__ = ["BackgroundSave"]
 
 _POLL_SECONDS = 0.02
-_PATIENCE_SECONDS = 120.0
-"""How long no rank may write anything before rank 0 gives a save up."""
+_STALL_SECONDS = 120.0
+"""How long another rank's file may stop growing before rank 0 fails the save."""
 
 
 class BackgroundSave:
-    """Runs `save` from now on.
+    """Starts `save` in two threads at once.
 
     Attributes:
-        error: why it failed, once it has.
+        error: why it failed; None while it runs, or if it succeeded.
     """
 
     def __init__(self, save: Save) -> None:
@@ -44,19 +45,19 @@ class BackgroundSave:
 
     @property
     def finished(self) -> bool:
-        """This rank has nothing left to do; on rank 0, the checkpoint is complete or has failed."""
+        """Whether this rank's threads have ended; on rank 0, the checkpoint is then complete or has failed."""
         return not self._writer.is_alive()
 
     def wait_copied(self) -> None:
-        """Returns once the weights may change."""
+        """Returns once all tensors are copied, so that the optimizer may change the weights."""
         self._save.writer.copied.wait()
 
     def wait(self) -> None:
-        """Returns once this rank has finished, whether it failed or not."""
+        """Returns once this rank has finished, also after a failure."""
         self._writer.join()
 
     def abandon(self) -> None:
-        """A rank has failed: what this one wrote goes, and it waits for nobody. `discard_folder` follows."""
+        """Stops waiting for other ranks and removes this rank's files, as one has failed; then `discard_folder`."""
         self._abandoned.set()
         self.wait()
         with contextlib.suppress(OSError):
@@ -82,18 +83,18 @@ class BackgroundSave:
         try:
             part = save.write_part()
             if save.rank:
-                self._tell(part)
+                self._send(part)
         except Exception as error:
             save.discard()
             if save.rank:
-                with contextlib.suppress(CheckpointError):  # the disk may be full; then rank 0 runs out of patience
-                    self._tell({"error": str(error)})
+                with contextlib.suppress(CheckpointError):  # the disk may be full; then rank 0 sees a stalled file
+                    self._send({"error": str(error)})
             raise
         if save.rank == 0:
             save.commit([part, *(self._wait_for(rank) for rank in range(1, save.world_size))])
 
-    def _tell(self, part: Part) -> None:
-        """Leaves a note for rank 0."""
+    def _send(self, part: Part) -> None:
+        """Writes the part file that rank 0 polls for."""
         path = self._part_path(self._save.rank)
         try:
             write_durably(path, json.dumps(part).encode())
@@ -111,20 +112,23 @@ class BackgroundSave:
         return own.with_name(own.name.replace(f"rank{self._save.rank:05d}", f"rank{rank:05d}", 1))
 
     def _wait_for(self, rank: int) -> Part:
+        """The part of a rank, as soon as its part file exists; CheckpointError if it will never come."""
         path = self._part_path(rank)
-        written, since = -1, time.monotonic()
+        last_nbytes, since = -1, time.monotonic()
         while not path.exists():
+            # A rank that has ended is certain at once (of the same machine only); one elsewhere, or one whose disk
+            # hangs, shows by its file, which grows as long as the rank writes.
             if self._save.processes[rank].is_gone() and not path.exists():
                 raise CheckpointError(
                     f"checkpoint {self.tag}: rank {rank} has ended before its part was written",
                     fix="look at the log of that rank; earlier checkpoints are as they were",
                 )
-            now_written = self._written(rank)
-            if now_written != written:
-                written, since = now_written, time.monotonic()
-            if time.monotonic() - since > _PATIENCE_SECONDS:
+            nbytes = self._nbytes_written(rank)
+            if nbytes != last_nbytes:
+                last_nbytes, since = nbytes, time.monotonic()
+            if time.monotonic() - since > _STALL_SECONDS:
                 raise CheckpointError(
-                    f"checkpoint {self.tag}: rank {rank} has written nothing for {_PATIENCE_SECONDS:.0f} s",
+                    f"checkpoint {self.tag}: rank {rank} has written nothing for {_STALL_SECONDS:.0f} s",
                     fix="look at the log of that rank; earlier checkpoints are as they were",
                 )
             if self._abandoned.wait(_POLL_SECONDS):
@@ -134,9 +138,9 @@ class BackgroundSave:
             raise CheckpointError(f"checkpoint {self.tag}: rank {rank}: {part['error']}")
         return part
 
-    def _written(self, rank: int) -> int:
+    def _nbytes_written(self, rank: int) -> int:
         path = self._file_path(rank)
-        for candidate in (path, path.with_name(path.name + ".tmp")):
+        for candidate in (path, path.with_name(path.name + TEMPORARY_SUFFIX)):
             with contextlib.suppress(OSError):
                 return candidate.stat().st_size
         return 0

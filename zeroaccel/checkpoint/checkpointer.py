@@ -317,7 +317,7 @@ class CheckpointingEngine(Engine):
                 load_optimizer(shard, store, where)
             self._load_progress(store, wanted)
             client_state = decode(manifest.client_state, store.fetch)
-            self.loaded = LoadReport(store.wanted_nbytes, store.read_nbytes)
+            self.loaded = LoadReport(store.requested_nbytes, store.read_nbytes)
         refresh_copies(self.units)
         if self._tiers is not None:
             with agreed(self.collectives, f"{where}: store"):

@@ -1,11 +1,11 @@
-"""Whether a checkpoint fits a model and its optimizer, before anything is touched.
+"""Whether a checkpoint fits a model and its optimizer, checked before anything changes.
 
 All mismatches come in one error, by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from zeroaccel.checkpoint.manifest import Manifest
@@ -14,27 +14,35 @@ from zeroaccel.errors import CheckpointError, listed
 from zeroaccel.logs import logger
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
 
-__all__ = ["CheckpointMisfit", "check_model", "check_optimizer", "hyperparameters"]
+__all__ = ["CheckpointMisfit", "check_model", "check_optimizer", "hyperparameters", "optimizer_of_states"]
+
+_OPTIMIZER_OF_STATES: Sequence[tuple[frozenset[str], str]] = (
+    (frozenset({"exp_avg", "exp_avg_sq"}), "AdamW"),
+    (frozenset({"exp_avg"}), "Lion"),
+    (frozenset({"momentum_buffer"}), "SGD"),
+    (frozenset({"sum"}), "Adagrad"),
+    (frozenset({"square_avg"}), "RMSprop"),
+)
 
 
 class CheckpointMisfit(CheckpointError):
     """A sound checkpoint, of another model or optimizer: no older one would do either."""
 
 
-def check_model(holdings: EngineState, manifest: Manifest, where: str, *, strict: bool) -> None:
+def check_model(engine_state: EngineState, manifest: Manifest, where: str, *, strict: bool) -> None:
     """Raises CheckpointMisfit unless the names and shapes of parameters and buffers agree.
 
     Args:
         where: the checkpoint, for the message.
         strict: False lets names be missing on either side; shapes must agree all the same.
     """
-    model = {slot.fqn: slot.shape for buffer in holdings.buffers() for slot in buffer.layout.slots}
-    found = {fqn: manifest.canonical(fqn) for fqn in model}
-    used = {name for name in found.values() if name is not None}
-    buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(holdings.model)}
+    model = {slot.fqn: slot.shape for buffer in engine_state.buffers() for slot in buffer.layout.slots}
+    saved_names = {fqn: manifest.canonical(fqn) for fqn in model}
+    used = {name for name in saved_names.values() if name is not None}
+    buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(engine_state.model)}
     shapes = [
         f"{fqn}: {tuple(manifest.parameters[name].shape)} in the checkpoint, {model[fqn]} in the model"
-        for fqn, name in found.items()
+        for fqn, name in saved_names.items()
         if name is not None and tuple(manifest.parameters[name].shape) != model[fqn]
     ]
     saved_buffers = {name: manifest.tensors[f"buffer/{name}"].shape for name in manifest.buffers}
@@ -43,7 +51,7 @@ def check_model(holdings: EngineState, manifest: Manifest, where: str, *, strict
         for name, shape in buffers.items()
         if name in saved_buffers and tuple(saved_buffers[name]) != shape
     ]
-    missing = [fqn for fqn, name in found.items() if name is None] + sorted(set(buffers) - set(saved_buffers))
+    missing = [fqn for fqn, name in saved_names.items() if name is None] + sorted(set(buffers) - set(saved_buffers))
     extra = [fqn for fqn in manifest.order if fqn not in used] + sorted(set(saved_buffers) - set(buffers))
     problems = [
         *(["other shapes: " + listed(shapes, "; ")] if shapes else []),
@@ -76,6 +84,7 @@ def check_optimizer(optimizer: ShardedOptimizer, manifest: Manifest, where: str)
         )
     hyperparameters(optimizer, manifest, where)
     scalars = saved["scalars"]
+    # A checkpoint without any state is that of a run before its first step; one with some has to have all.
     with_state = {fqn for fqn in manifest.order if fqn in scalars or manifest.state_names(fqn)}
     without = [
         fqn
@@ -89,6 +98,14 @@ def check_optimizer(optimizer: ShardedOptimizer, manifest: Manifest, where: str)
             f"{where}: no optimizer state of {listed(without)}",
             fix="train the same parameters, or pass load_optimizer_states=False",
         )
+
+
+def optimizer_of_states(names: Collection[str]) -> str | None:
+    """The class of torch.optim whose states have these names; None if there is none.
+
+    For checkpoints of DeepSpeed and DCP, which do not say which class the optimizer had.
+    """
+    return next((kind for required, kind in _OPTIMIZER_OF_STATES if required <= set(names)), None)
 
 
 def _family(name: str) -> str:
@@ -106,17 +123,17 @@ def hyperparameters(optimizer: ShardedOptimizer, manifest: Manifest, where: str)
     """
     assert manifest.optimizer is not None, "hyperparameters of a checkpoint without an optimizer"
     saved = manifest.optimizer["param_groups"]
-    home = {fqn: index for index, group in enumerate(saved) for fqn in group["params"]}
+    group_of = {fqn: index for index, group in enumerate(saved) for fqn in group["params"]}
     chosen: list[Mapping[str, Any]] = []
     for index in range(len(optimizer.optimizer.param_groups)):
         names = [manifest.canonical(fqn) for fqn, owner in optimizer.group_of.items() if owner == index]
-        homes = sorted({home[name] for name in names if name in home})
-        settings = [{key: value for key, value in saved[i].items() if key != "params"} for i in homes]
+        saved_groups = sorted({group_of[name] for name in names if name in group_of})
+        settings = [{key: value for key, value in saved[i].items() if key != "params"} for i in saved_groups]
         if any(other != settings[0] for other in settings[1:]):
             raise CheckpointMisfit(
                 f"{where}: param group {index} of the optimizer",
                 expected="parameters of one param group, or of groups with equal hyperparameters",
-                got=f"those of groups {homes}, which differ in {_differing(settings)}",
+                got=f"those of groups {saved_groups}, which differ in {_differing(settings)}",
                 fix="group the parameters as when it was saved, or pass load_optimizer_states=False",
             )
         chosen.append(settings[0] if settings else {})

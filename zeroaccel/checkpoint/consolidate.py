@@ -1,8 +1,8 @@
-"""Whole weights of a checkpoint, as calls: a state dict, a model filled with them, or files.
+"""Unsharded weights of a checkpoint, as calls: a state dict, a model filled with them, or files.
 
-Reads with `zero_to_fp32`, the same file that is dropped beside `latest`; here is what that file may not know: torch's
-modules, this package's errors and, by `sources`, DeepSpeed's checkpoints. No engine, configuration, GPU or process
-group is needed.
+Reads with `zero_to_fp32`, the same file that `drop_script` puts into folders of checkpoints; this module adds what that
+file may not import: torch's modules, this package's errors and, by `open_source`, DeepSpeed's checkpoints. No engine,
+configuration, GPU or process group is needed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 SCRIPT_NAME = "zero_to_fp32.py"
-_PART_NBYTES = 1 << 30  # of weights in memory beside the model's own while it is filled
+_PART_NBYTES = 1 << 30  # weights in memory at a time, besides the model, while it is filled
 
 
 @contextlib.contextmanager
@@ -46,15 +46,15 @@ def named_errors() -> Iterator[None]:
 
 
 def drop_script(folder: Path) -> None:
-    """Puts `zero_to_fp32.py` into a folder of checkpoints, executable; does nothing if it is there as it should be."""
+    """Writes `zero_to_fp32.py` into a folder of checkpoints, executable; does nothing if it is up to date there."""
     content = Path(zero_to_fp32.__file__).read_bytes()
     path = folder / SCRIPT_NAME
-    if not _has(path, content):
+    if not _is_file_with(path, content):
         write_durably(path, content, mode=0o755)
         remove_abandoned(path)
 
 
-def _has(path: Path, content: bytes) -> bool:
+def _is_file_with(path: Path, content: bytes) -> bool:
     try:
         return not path.is_symlink() and read_at_most(path, len(content), regular=True) == content
     except OSError:
@@ -75,6 +75,12 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
     Raises:
         CheckpointError: there is no such checkpoint, or it is damaged or incomplete.
+
+    Example::
+
+        engine.save_checkpoint("checkpoints")  # on any number of ranks, at any stage
+        state = get_fp32_state_dict_from_zero_checkpoint("checkpoints")  # later, in one plain process
+        model.load_state_dict(state)
     """
     options = zero_to_fp32.Options(exclude_frozen=exclude_frozen_parameters)
     with named_errors():
@@ -88,8 +94,8 @@ def load_state_dict_from_zero_checkpoint(
     """Copies a checkpoint's weights into a plain model, rounded to the model's dtypes, part by part.
 
     Args:
-        model: not one that an engine holds; its device stays what it is.
-        strict: every name must be on both sides; parameters that were left out of the checkpoint aside.
+        model: a plain one, not an engine's; its device stays what it is.
+        strict: every name must be in both, but for parameters that were saved without their values.
 
     Returns:
         `model`.
@@ -108,19 +114,20 @@ def load_state_dict_from_zero_checkpoint(
 
 
 def _check_fit(model: nn.Module, source: zero_to_fp32.Source, *, strict: bool) -> None:
-    held = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
-    there = {weight.name: weight.shape for weight in source.weights}
-    there |= {alias: there[name] for alias, name in source.ties.items()}
+    """CheckpointError unless shapes, and if `strict` names, agree."""
+    own = {name: value for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
+    saved = {weight.name: weight.shape for weight in source.weights}
+    saved |= {alias: saved[name] for alias, name in source.ties.items()}
     differences = [
-        f"{name} is {list(there[name])} in the checkpoint and {list(held[name].shape)} in the model"
-        for name in sorted(there.keys() & held.keys())
-        if there[name] != tuple(held[name].shape)
+        f"{name} is {list(saved[name])} in the checkpoint and {list(own[name].shape)} in the model"
+        for name in sorted(saved.keys() & own.keys())
+        if saved[name] != tuple(own[name].shape)
     ]
     if strict:
-        filled = {id(held[name]) for name in there.keys() & held.keys()}  # one name of a tied parameter is enough
-        missing = held.keys() - there.keys() - set(source.left_out)
-        differences += [f"{name} is not in the checkpoint" for name in sorted(missing) if id(held[name]) not in filled]
-        differences += [f"{name} is not in the model" for name in sorted(there.keys() - held.keys())]
+        filled = {id(own[name]) for name in saved.keys() & own.keys()}  # one name of a tied parameter is enough
+        missing = own.keys() - saved.keys() - set(source.left_out)
+        differences += [f"{name} is not in the checkpoint" for name in sorted(missing) if id(own[name]) not in filled]
+        differences += [f"{name} is not in the model" for name in sorted(saved.keys() - own.keys())]
     if differences:
         fix = "" if not strict else "; load it into the same model, or pass strict=False to take what fits by name"
         raise CheckpointError(f"checkpoint {source.tag} does not fit the model: {'; '.join(differences)}{fix}")
@@ -135,7 +142,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     exclude_frozen_parameters: bool = False,
     **options: Any,
 ) -> list[Path]:
-    """Writes a checkpoint's whole weights to files, streaming: what `zeroaccel zero-to-fp32` does.
+    """Writes a checkpoint's unsharded weights to files, streaming, as `zeroaccel zero-to-fp32` does.
 
     Args:
         output_dir: a folder, or one file by its name: *.safetensors, *.bin, *.pt.
@@ -151,7 +158,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     form = None if safe_serialization is None else "safetensors" if safe_serialization else "bin"
     with named_errors():
         limit = zero_to_fp32.parse_nbytes(str(max_shard_size))
-        given = zero_to_fp32.Options(
+        conversion = zero_to_fp32.Options(
             form=form, max_shard_nbytes=limit, exclude_frozen=exclude_frozen_parameters, **options
         )
-        return zero_to_fp32.convert(open_source(checkpoint_dir, tag), Path(output_dir), given)
+        return zero_to_fp32.convert(open_source(checkpoint_dir, tag), Path(output_dir), conversion)

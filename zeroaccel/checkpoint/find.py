@@ -34,26 +34,26 @@ def find_checkpoint(root: Path, tag: object = None) -> tuple[Path, Manifest]:
 
 
 def newest_first(root: Path) -> tuple[list[Path], list[str]]:
-    """The checkpoints with a sound manifest, the newest first; and why others were left out, one line each.
+    """The checkpoints with a valid manifest, the newest first; and why others were skipped, one line each.
 
-    A save that was interrupted before its manifest was written is no checkpoint, and not worth a line. Those of
-    DeepSpeed and of torch.distributed.checkpoint are listed by the time of their newest file, unseen.
+    A save that was interrupted before its manifest was written is no checkpoint, and not listed as skipped. Those of
+    DeepSpeed and of torch.distributed.checkpoint are sorted by the time of their newest file and not checked.
     """
-    found: list[tuple[float, Path]] = []
+    dated: list[tuple[float, Path]] = []
     skipped: list[str] = []
     for folder in checkpoint_folders(root):
         if not (folder / MANIFEST_NAME).exists():
             logger.info("checkpoint %s: never finished", folder)
             continue
         try:
-            found.append((read_manifest(folder).saved_at, folder))
+            dated.append((read_manifest(folder).saved_at, folder))
         except CheckpointError as error:
             skipped.append(str(error))
     for folder in _folders(root):
         if not _is_ours(folder) and (has_files(folder) or (folder / DCP_METADATA_NAME).is_file()):
             with contextlib.suppress(OSError):  # another program removes it meanwhile
-                found.append((max(path.stat().st_mtime for path in folder.iterdir()), folder))
-    return [folder for _, folder in sorted(found, reverse=True)], skipped
+                dated.append((max(path.stat().st_mtime for path in folder.iterdir()), folder))
+    return [folder for _, folder in sorted(dated, reverse=True)], skipped
 
 
 def checkpoint_folders(root: Path) -> list[Path]:

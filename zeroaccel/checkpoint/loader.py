@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from zeroaccel.checkpoint.compatibility import hyperparameters
-from zeroaccel.checkpoint.dtypes import dtype_of
 from zeroaccel.checkpoint.plain_codec import decode
 from zeroaccel.checkpoint.save_plan import EngineState, persistent_buffers, reached_slots
 from zeroaccel.checkpoint.tensor_store import TensorStore
 from zeroaccel.errors import CheckpointError, listed
 from zeroaccel.logs import logger
+from zeroaccel.zero.access.safetensors_file import dtype_of
 from zeroaccel.zero.layout import Slot
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit, ShardState
 from zeroaccel.zero.sharded_optimizer import Piece, ShardedOptimizer
@@ -39,7 +39,7 @@ class LoadReport:
         read_nbytes: from the disk.
     """
 
-    wanted_nbytes: int
+    requested_nbytes: int
     read_nbytes: int
 
 

@@ -19,10 +19,10 @@ from typing import Any
 from zeroaccel.checkpoint.atomic_write import write_durably
 from zeroaccel.config.bounds import MOST_LEVELS, levels_of, read_at_most
 from zeroaccel.errors import CheckpointError
+from zeroaccel.zero.access.safetensors_file import ITEMSIZE
 
 __all__ = [
     "FORMAT",
-    "ITEMSIZE",
     "LATEST_NAME",
     "MANIFEST_NAME",
     "VERSION",
@@ -43,11 +43,6 @@ __all__ = [
 FORMAT = "zeroaccel"
 VERSION = 1
 MANIFEST_NAME = "manifest.json"
-ITEMSIZE: Mapping[str, int] = {
-    **{"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2},
-    **{"I32": 4, "U32": 4, "F32": 4, "C64": 8, "F64": 8, "I64": 8, "U64": 8},
-}
-"""Bytes per element of safetensors' dtypes."""
 
 _MOST_NBYTES = 1 << 30
 _MOST_DIMS = 64
@@ -55,7 +50,7 @@ _LARGEST = (1 << 63) - 1
 _LONGEST_TAG_NBYTES = 255
 _RESERVED_TAGS = ("latest", "auto")
 _RESERVED_NEW_TAGS = ("latest_universal", "run_state.json", "zero_to_fp32.py")
-"""Names of files that lie beside the folders of checkpoints."""
+"""Names of files in the folder that the folders of checkpoints are in."""
 
 Piece = tuple[int, int, int, int]
 """(file, start, length, offset): elements [start, start + length) are at byte `offset` of file number `file`."""
@@ -131,7 +126,7 @@ class Manifest:
         return sum(file.nbytes for file in self.files)
 
     def canonical(self, fqn: str) -> str | None:
-        """The name under which a parameter is in `parameters`, following ties; None if it is not here."""
+        """The name under which a parameter is in `parameters`, following ties; None if it is not in the checkpoint."""
         name = fqn if fqn in self.parameters else self.ties.get(fqn)
         return name if name in self.parameters else None
 
@@ -144,15 +139,15 @@ class Manifest:
         return self._states.get(fqn, ())
 
     def pieces_by_file(self) -> list[dict[str, tuple[str, int, int]]]:
-        """For each file: key -> (dtype, elements, first byte) of the piece in it, as its own header should say it too.
+        """For each file: key -> (dtype, elements, first byte) of the piece in it, which its own header has to match.
 
-        A key that has several pieces in one file is there with the last.
+        Of a key with several pieces in one file it has the last.
         """
-        found: list[dict[str, tuple[str, int, int]]] = [{} for _ in self.files]
+        by_file: list[dict[str, tuple[str, int, int]]] = [{} for _ in self.files]
         for key, tensor in self.tensors.items():
             for file, _, length, offset in tensor.pieces:
-                found[file][key] = (tensor.dtype, length, offset)
-        return found
+                by_file[file][key] = (tensor.dtype, length, offset)
+        return by_file
 
     @property
     def _states(self) -> Mapping[str, tuple[str, ...]]:
@@ -168,7 +163,7 @@ class Manifest:
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Makes the folder a checkpoint: from now on it counts, and nothing before did."""
+    """Writes the manifest atomically, which is what makes the folder a checkpoint."""
     body = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
     text = json.dumps({"checksum": _checksum(body), "manifest": body}, allow_nan=False)
     write_durably(folder / MANIFEST_NAME, text.encode())
@@ -217,8 +212,8 @@ def parse_manifest(text: str, where: str) -> Manifest:
         raise CheckpointError(f"{where}: damaged: it is not JSON ({error})", fix=_OTHER) from error
     body: dict[str, Any] = document.get("manifest", {}) if isinstance(document, dict) else {}
     if not isinstance(body, dict) or body.get("format") != FORMAT:
-        found = body.get("format") if isinstance(body, dict) else body
-        _refuse(where, f"format {str(found)[:100]!r}, expected {FORMAT!r}")
+        format_name = body.get("format") if isinstance(body, dict) else body
+        _refuse(where, f"format {str(format_name)[:100]!r}, expected {FORMAT!r}")
     version = body.get("version")
     if type(version) is not int or version > VERSION:
         raise CheckpointError(
@@ -248,8 +243,9 @@ def _checksum(body: Mapping[str, Any]) -> str:
 
 
 def _from_body(body: dict[str, Any]) -> Manifest:
-    known = {item.name for item in fields(Manifest)}
-    values = {key: value for key, value in body.items() if key in known}
+    # Unknown fields are ignored: a revision that readers must not ignore has a higher version.
+    names = {item.name for item in fields(Manifest)}
+    values = {key: value for key, value in body.items() if key in names}
     values["files"] = tuple(FileRecord(**record) for record in body["files"])
     values["tensors"] = {
         key: TensorRecord(record["dtype"], tuple(record["shape"]), tuple(_piece(item) for item in record["pieces"]))
@@ -265,18 +261,18 @@ def _from_body(body: dict[str, Any]) -> Manifest:
 
 
 def _piece(item: Iterable[Any]) -> Piece:
-    file, start, length, offset = (_whole(number) for number in item)
+    file, start, length, offset = (_natural(number) for number in item)
     return file, start, length, offset
 
 
-def _whole(number: Any) -> int:
+def _natural(number: Any) -> int:
     if type(number) is not int or not 0 <= number <= _LARGEST:
         raise ValueError(f"{str(number)[:40]} is not a whole number of 0 to {_LARGEST}")
     return number
 
 
 def _check(manifest: Manifest) -> None:
-    """What must hold between the parts; ValueError otherwise."""
+    """The invariants between the fields; ValueError where one is broken."""
     if not _is_tag(manifest.tag):
         raise ValueError(f"tag {repr(manifest.tag)[:300]} is not a plain name")
     _check_kinds(manifest)
@@ -287,14 +283,14 @@ def _check(manifest: Manifest) -> None:
     for name in manifest.buffers:
         manifest.tensors[f"buffer/{name}"]
     for name in ("global_steps", "micro_steps", "global_samples", "skipped_steps"):
-        _whole(manifest.counters[name])
+        _natural(manifest.counters[name])
 
 
 def _check_files(manifest: Manifest) -> None:
     for record in manifest.files:
         check_file_name(record.name)
-        _whole(record.nbytes)
-    if sorted(_whole(record.rank) for record in manifest.files) != list(range(len(manifest.files))):
+        _natural(record.nbytes)
+    if sorted(_natural(record.rank) for record in manifest.files) != list(range(len(manifest.files))):
         raise ValueError("its files are not one of each rank")
     if manifest.world_size != len(manifest.files):
         raise ValueError(f"{len(manifest.files)} files, expected one of each of {manifest.world_size} ranks")
@@ -317,7 +313,7 @@ def _check_pieces(key: str, tensor: TensorRecord, files: Sequence[FileRecord]) -
     """The pieces follow each other, lie in their files, and cover the tensor; ValueError otherwise."""
     if tensor.dtype not in ITEMSIZE:
         raise ValueError(f"tensor {key}: dtype {tensor.dtype!r} is not known")
-    if len(tensor.shape) > _MOST_DIMS or math.prod(max(1, _whole(size)) for size in tensor.shape) > _LARGEST:
+    if len(tensor.shape) > _MOST_DIMS or math.prod(max(1, _natural(size)) for size in tensor.shape) > _LARGEST:
         raise ValueError(f"tensor {key}: a shape of {len(tensor.shape)} dims that no tensor has")
     itemsize = ITEMSIZE[tensor.dtype]
     end = 0
@@ -332,8 +328,8 @@ def _check_pieces(key: str, tensor: TensorRecord, files: Sequence[FileRecord]) -
 
 
 def _check_kinds(manifest: Manifest) -> None:
-    """What is plain data of a known form is of that form; ValueError otherwise."""
-    _whole(manifest.world_size)
+    """Fields with a fixed type have that type; ValueError otherwise."""
+    _natural(manifest.world_size)
     kinds: list[tuple[str, object, type]] = [("id", manifest.id, str)]
     kinds += [(f"order: {name!r}", name, str) for name in manifest.order]
     kinds += [(f"buffers: {name!r}", name, str) for name in manifest.buffers]
@@ -361,7 +357,7 @@ def _check_kinds(manifest: Manifest) -> None:
 
 
 def check_file_name(name: str) -> None:
-    """ValueError unless `name` is one plain path component of the kind the format knows: nothing reaches outside."""
+    """ValueError unless `name` is a file name of the format: one path component, so that it stays in the folder."""
     if len(name) > _LONGEST_TAG_NBYTES or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.safetensors", name):
         raise ValueError(f"file name {name!r} is not a plain name")
 
@@ -370,7 +366,7 @@ def check_tag(tag: object, where: str = "checkpoint tag") -> str:
     """The tag as text: one path component.
 
     Args:
-        where: what said so, for the message.
+        where: the source of the tag, for the message.
 
     Raises:
         CheckpointError: it is empty, starts with a dot, is "latest" or "auto", is longer than the name of a file can
@@ -388,10 +384,10 @@ def check_tag(tag: object, where: str = "checkpoint tag") -> str:
 
 
 def check_new_tag(tag: object, where: str = "checkpoint tag") -> str:
-    """As `check_tag`, for a tag to be saved under: it has to come back from the file `latest` as it is.
+    """As `check_tag`, for a tag of a new save, which the file `latest` has to give back unchanged.
 
     Raises:
-        CheckpointError: also if it has blanks at its ends, or is the name of a file beside checkpoints.
+        CheckpointError: also if it has blanks at its ends, or is the name of a file among the checkpoints.
     """
     text = check_tag(tag, where)
     if text != text.strip():
@@ -417,10 +413,10 @@ def read_latest(root: Path, name: str = LATEST_NAME, *, there: str = "", fix: st
 
     Args:
         name: of the file.
-        there: which checkpoints there are, for the message that it names none; fix: what to do then.
+        there: the existing checkpoints, for the message if it names none; fix: what to do then.
 
     Raises:
-        CheckpointError: the file is missing, cannot be read, or what it says is no tag.
+        CheckpointError: the file is missing, cannot be read, or its content is no tag.
     """
     path = root / name
     text, wrong = "", "it is empty"

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zeroaccel.checkpoint.dtypes import dtype_name, dtype_of
 from zeroaccel.errors import CheckpointError, UsageError
+from zeroaccel.zero.access.safetensors_file import dtype_name, dtype_of
 
 __all__ = ["decode", "encode", "random_state", "restore_random_state"]
 
@@ -35,10 +35,21 @@ def encode(value: Any, where: str, keep: Callable[[Tensor], str]) -> Any:
 
     Args:
         where: the address of `value`, e.g. "client_state"; keys are added to it.
-        keep: takes a tensor to be saved beside and returns its key.
+        keep: stores a tensor in the file and returns its key.
 
     Raises:
         UsageError: something in it is neither plain data nor a tensor; it names the key.
+
+    Example:
+        >>> tensors = {}
+        >>> def keep(tensor):
+        ...     tensors["t0"] = tensor
+        ...     return "t0"
+        >>> state = encode({"epoch": 3, "seen": {7}, "ema": torch.ones(2)}, "client_state", keep)
+        >>> state
+        {'epoch': 3, 'seen': {'$': 'set', 'items': [7]}, 'ema': {'$': 'tensor', 'key': 't0'}}
+        >>> decode(state, tensors.__getitem__)
+        {'epoch': 3, 'seen': {7}, 'ema': tensor([1., 1.])}
     """
     kind = type(value)
     if value is None or kind in (bool, int, str):
@@ -95,6 +106,7 @@ def decode(value: Any, fetch: Callable[[str], Tensor]) -> Any:
         return {key: decode(item, fetch) for key, item in value.items()}
     kind = value["$"]
     try:
+        # Values from a file: whatever they make the constructors raise comes out as one named error.
         if kind == "float":
             return float(value["value"])
         if kind == "bytes":
@@ -116,7 +128,7 @@ def decode(value: Any, fetch: Callable[[str], Tensor]) -> Any:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """Plain data and tensors: the generators of Python, numpy, torch and, where the engine is on one, the GPU."""
+    """Plain data and tensors: the states of the generators of Python, numpy, torch and, if `device` is one, the GPU."""
     version, words, gauss = random.getstate()
     numpy_state: Any = np.random.get_state(legacy=True)
     name, keys, position, has_gauss, cached = numpy_state
@@ -129,10 +141,10 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any], device: torch.device) -> None:
-    """Puts every generator where it was.
+    """Restores every generator from what `random_state` returned.
 
     Raises:
-        CheckpointError: `state` is not one.
+        CheckpointError: `state` is something else.
     """
     try:
         torch.set_rng_state(state["torch"])

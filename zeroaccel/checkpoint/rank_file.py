@@ -1,43 +1,46 @@
 """One rank's file: a safetensors file whose last tensor is a table of checksums of everything before it.
 
-Lays files out and checks what is read back; `rank_file_writer.py` fills them. numpy only: docs/checkpoint_format.md is
+Lays files out and checks what is read back; `rank_file_writer.py` writes them. numpy only: docs/checkpoint_format.md is
 the contract, and a reader needs no torch.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from zeroaccel.checkpoint.manifest import ITEMSIZE, FileRecord
+from zeroaccel.checkpoint.manifest import FileRecord
 from zeroaccel.errors import CheckpointError
+from zeroaccel.zero.access.safetensors_file import ITEMSIZE, FileLayout, lay_out_tensors, parse_header, pread_into
 
 __all__ = [
     "BLOCK_NBYTES",
+    "CHECKSUMS_KEY",
     "CHUNK_NBYTES",
-    "FileLayout",
+    "CheckedFile",
     "RankFileReader",
     "ReadRequest",
     "block_sums",
     "is_part_of_a_save",
-    "lay_out_file",
+    "lay_out_rank_file",
     "rank_file_name",
 ]
 
 BLOCK_NBYTES = 1 << 16
-"""Bytes that one checksum stands for."""
+"""Bytes that one checksum covers."""
 CHUNK_NBYTES = 64 * BLOCK_NBYTES
 """Bytes written and read at a time."""
+CHECKSUMS_KEY = "__checksums__"
+"""The table's name among the tensors of a file."""
 
 _MOST_HEADER_NBYTES = 256 << 20
 
@@ -58,51 +61,26 @@ def is_part_of_a_save(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-@dataclass(frozen=True)
-class FileLayout:
-    """Where everything lies in a file, known before a byte is written.
-
-    Attributes:
-        header: the bytes before the data.
-        offsets: key -> first byte, in the order of the file.
-        table_offset: where the checksums begin; nbytes: the size of the file.
-    """
-
-    header: bytes
-    offsets: dict[str, int]
-    table_offset: int
-    nbytes: int
-
-
-def lay_out_file(sizes: Sequence[tuple[str, str, int]]) -> FileLayout:
-    """The layout of a file of one-dimensional tensors.
+def lay_out_rank_file(sizes: Sequence[tuple[str, str, int]]) -> FileLayout:
+    """The layout of a file of one-dimensional tensors and their table of checksums.
 
     Args:
         sizes: (key, dtype, numel), in descending order of the dtypes' item sizes.
     """
-    entries: dict[str, Any] = {}
-    cursor = 0
-    for key, dtype, numel in sizes:
-        end = cursor + numel * ITEMSIZE[dtype]
-        entries[key] = {"dtype": dtype, "shape": [numel], "data_offsets": [cursor, end]}
-        cursor = end
-    blocks = 0
-    while True:  # the table is listed in the header, whose size decides how many blocks there are
-        table = {"dtype": "U64", "shape": [blocks], "data_offsets": [cursor, cursor + 8 * blocks]}
-        text = json.dumps({"__metadata__": {"format": "pt"}, **entries, "__checksums__": table}).encode()
-        text += b" " * (-(len(text) + 8) % 8)
-        start = 8 + len(text)
-        needed = -(-(start + cursor) // BLOCK_NBYTES)
-        if needed == blocks:  # `needed` only grows with `blocks`, so this comes
-            break
-        blocks = needed
-    header = len(text).to_bytes(8, "little") + text
-    offsets = {key: start + entry["data_offsets"][0] for key, entry in entries.items()}
-    return FileLayout(header, offsets, start + cursor, start + cursor + 8 * blocks)
+    tensors = [(key, dtype, (numel,)) for key, dtype, numel in sizes]
+    num_blocks = 0
+    while True:
+        layout = lay_out_tensors([*tensors, (CHECKSUMS_KEY, "U64", (num_blocks,))], {"format": "pt"})
+        needed = -(-layout.offsets[CHECKSUMS_KEY] // BLOCK_NBYTES)
+        # The header contains the table's size, and its own length decides how many blocks there are. `needed` only
+        # grows with `num_blocks`, and by at most a digit's width, so this ends: in practice at the second round.
+        if needed == num_blocks:
+            return layout
+        num_blocks = needed
 
 
 @lru_cache(maxsize=1)
-def _weights() -> NDArray[np.uint64]:
+def _block_weights() -> NDArray[np.uint64]:
     """(8192,) odd numbers: splitmix64 of 1, 2, ..."""
     with np.errstate(over="ignore"):
         z = np.arange(1, BLOCK_NBYTES // 8 + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
@@ -112,27 +90,31 @@ def _weights() -> NDArray[np.uint64]:
 
 
 def block_sums(data: Bytes) -> NDArray[np.uint64]:
-    """The checksum of each block of `data`, (n,) uint8; the last block counts as padded with zeros."""
-    whole = data.size // BLOCK_NBYTES * BLOCK_NBYTES
-    sums = _sums_of_blocks(data[:whole])
-    if whole == data.size:
+    """The checksum of each block of `data`, (n,) uint8; the last block counts as padded with zeros.
+
+    A weighted sum modulo 2**64 of the block's 64-bit words. The weights are odd, so invertible modulo 2**64: a change
+    of any single word changes the sum; that they differ makes swapped words visible.
+    """
+    full_nbytes = data.size // BLOCK_NBYTES * BLOCK_NBYTES
+    sums = _sums_of_full_blocks(data[:full_nbytes])
+    if full_nbytes == data.size:
         return sums
     last = np.zeros(BLOCK_NBYTES, np.uint8)
-    last[: data.size - whole] = data[whole:]
-    return np.concatenate([sums, _sums_of_blocks(last)])
+    last[: data.size - full_nbytes] = data[full_nbytes:]
+    return np.concatenate([sums, _sums_of_full_blocks(last)])
 
 
-def _sums_of_blocks(data: Bytes) -> NDArray[np.uint64]:
+def _sums_of_full_blocks(data: Bytes) -> NDArray[np.uint64]:
     words = data.view("<u8").reshape(-1, BLOCK_NBYTES // 8)
-    result: NDArray[np.uint64] = np.einsum("ij,j->i", words, _weights())
+    result: NDArray[np.uint64] = np.einsum("ij,j->i", words, _block_weights())
     return result
 
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """Bytes [offset, offset + nbytes) of a file, at most CHUNK_NBYTES, and who gets them.
+    """Bytes [offset, offset + nbytes) of a file, at most CHUNK_NBYTES, and the callback that receives them.
 
-    `deliver` is called with an aligned (nbytes,) uint8 array that is only lent.
+    `deliver` is called with an aligned (nbytes,) uint8 array, which is valid during the call only.
     """
 
     offset: int
@@ -140,18 +122,30 @@ class ReadRequest:
     deliver: Callable[[Bytes], None]
 
 
+class CheckedFile(Protocol):
+    """A file of a checkpoint of any format; every byte `read` delivers has been compared with a checksum."""
+
+    read_nbytes: int
+
+    def read(self, requests: Iterable[ReadRequest]) -> None:
+        """Delivers each request; CheckpointError if something is damaged."""
+
+    def close(self) -> None:
+        """Closes the file."""
+
+
 class RankFileReader:
-    """A rank's file open for reading; every byte it hands out has been checked.
+    """A rank's file open for reading; every byte it delivers has been checked.
 
     Args:
         folder: of the checkpoint.
-        record: what the manifest says of the file.
+        record: the manifest's record of the file.
 
     Attributes:
         read_nbytes: read from the disk so far.
 
     Raises:
-        CheckpointError: the file is missing or its table is damaged; from `read`, what is read is damaged.
+        CheckpointError: the file is missing or its table is damaged; from `read`, the blocks read are damaged.
     """
 
     def __init__(self, folder: Path, record: FileRecord) -> None:
@@ -163,9 +157,9 @@ class RankFileReader:
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read ({error.strerror})") from error
         try:
-            blocks = -(-record.nbytes // (BLOCK_NBYTES + 8))  # as 8 bytes of the table follow from each block
-            self._end = record.nbytes - 8 * blocks
-            table = self._pread(self._end, 8 * blocks)
+            num_blocks = -(-record.nbytes // (BLOCK_NBYTES + 8))  # as 8 bytes of the table follow from each block
+            self._end = record.nbytes - 8 * num_blocks
+            table = self._pread(self._end, 8 * num_blocks)
             if hashlib.sha256(table.tobytes()).hexdigest() != record.table_sha256:
                 raise CheckpointError(f"{self.path}: damaged: its table of checksums is not the one that was written")
             self._table = table.view("<u8")
@@ -184,7 +178,7 @@ class RankFileReader:
         os.close(self._handle)
 
     def read(self, requests: Iterable[ReadRequest]) -> None:
-        """Reads, checks and delivers in the order of the file; neighbours come from the disk together, once."""
+        """Reads, checks and delivers in the order of the file; requests in adjacent blocks are one disk read."""
         for span in _spans(sorted(requests, key=lambda request: request.offset)):
             start = span[0].offset // BLOCK_NBYTES * BLOCK_NBYTES
             end = min(-(-max(r.offset + r.nbytes for r in span) // BLOCK_NBYTES) * BLOCK_NBYTES, self._end)
@@ -193,7 +187,7 @@ class RankFileReader:
                 request.deliver(data[request.offset - start : request.offset - start + request.nbytes])
 
     def check_pieces(self, pieces: Mapping[str, tuple[str, int, int]]) -> None:
-        """Compares what a manifest says of the file with the file's own header.
+        """Compares the manifest's pieces of the file with the file's own header.
 
         Args:
             pieces: key -> (dtype, elements, first byte).
@@ -206,32 +200,30 @@ class RankFileReader:
         start, entries = self._header
         for key, (dtype, length, offset) in pieces.items():
             first = offset - start
-            wanted = {"dtype": dtype, "shape": [length], "data_offsets": [first, first + length * ITEMSIZE[dtype]]}
-            if entries.get(key) != wanted:
+            expected = {"dtype": dtype, "shape": [length], "data_offsets": [first, first + length * ITEMSIZE[dtype]]}
+            if entries.get(key) != expected:
                 raise CheckpointError(
                     f"{self.path}: tensor {key}",
-                    expected=f"{wanted}, as the manifest has it",
+                    expected=f"{expected}, as the manifest has it",
                     got=entries.get(key),
                     fix="the two are not of one save; load another checkpoint",
                 )
 
     def _read_header(self) -> tuple[int, dict[str, Any]]:
         """(first byte of the data, name -> entry)."""
+        # Complete blocks, since only those can be checked: the first has the header's length, the rest follow from it.
         first = self._checked(0, min(BLOCK_NBYTES, self._end))
         start = 8 + int.from_bytes(first[:8].tobytes(), "little")
         if not 8 < start <= min(self._end, _MOST_HEADER_NBYTES):
             raise CheckpointError(f"{self.path}: damaged: a header of {start - 8} bytes")
         rest = self._checked(BLOCK_NBYTES, min(-(-start // BLOCK_NBYTES) * BLOCK_NBYTES, self._end))
         try:
-            entries = json.loads((first.tobytes() + rest.tobytes())[8:start])
-        except (ValueError, RecursionError) as error:
+            return start, parse_header((first.tobytes() + rest.tobytes())[8:start])
+        except ValueError as error:
             raise CheckpointError(f"{self.path}: damaged: its header is not JSON ({error})") from error
-        if not isinstance(entries, dict):
-            raise CheckpointError(f"{self.path}: damaged: its header", expected="an object", got=entries)
-        return start, entries
 
     def verify(self) -> None:
-        """Reads and checks the whole file."""
+        """Reads and checks the entire file."""
         for start in range(0, self._end, CHUNK_NBYTES):
             self._checked(start, min(start + CHUNK_NBYTES, self._end))
 
@@ -240,9 +232,9 @@ class RankFileReader:
             return np.empty(0, np.uint8)
         data = self._pread(start, end - start)
         expected = self._table[start // BLOCK_NBYTES : -(-end // BLOCK_NBYTES)]
-        wrong = np.flatnonzero(block_sums(data) != expected)
-        if wrong.size:
-            first = start + int(wrong[0]) * BLOCK_NBYTES
+        damaged = np.flatnonzero(block_sums(data) != expected)
+        if damaged.size:
+            first = start + int(damaged[0]) * BLOCK_NBYTES
             raise CheckpointError(
                 f"{self.path}: damaged between bytes {first} and {min(first + BLOCK_NBYTES, self._end)}: "
                 "they are not the ones that were written",
@@ -252,22 +244,18 @@ class RankFileReader:
 
     def _pread(self, offset: int, nbytes: int) -> Bytes:
         data = np.empty(nbytes, np.uint8)
-        view = data.data
-        done = 0
-        while done < nbytes:
-            try:
-                count = os.preadv(self._handle, [view[done:]], offset + done)
-            except OSError as error:
-                raise CheckpointError(f"{self.path}: cannot be read ({error.strerror})") from error
-            if count == 0:
-                raise CheckpointError(f"{self.path}: ends at byte {offset + done}", expected=f"{offset + nbytes}")
-            done += count
+        try:
+            count = pread_into(self._handle, data.data, offset)
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: cannot be read ({error.strerror})") from error
+        if count < nbytes:
+            raise CheckpointError(f"{self.path}: ends at byte {offset + count}", expected=f"{offset + nbytes}")
         self.read_nbytes += nbytes
         return data
 
 
 def _spans(requests: Sequence[ReadRequest]) -> Iterator[list[ReadRequest]]:
-    """Runs of requests with no block between them, of at most twice a chunk."""
+    """Runs of requests with no unrequested block between them, each of at most twice a chunk."""
     span: list[ReadRequest] = []
     end = 0
     for request in requests:

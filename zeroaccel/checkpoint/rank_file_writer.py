@@ -1,8 +1,8 @@
 """Writes one rank's file from live tensors: copied chunk by chunk into staging memory, summed, written, published.
 
-Copying and writing run in two threads with a bounded number of chunks between them, so that the disk is the only thing
-waited for. Who calls decides which of the two is the caller's thread (`save.py`, `background_save.py`). Once `copied`
-is set the tensors may change.
+Copying and writing run in two threads with a bounded number of chunks between them, so that only the disk is waited
+for. `save.py` and `background_save.py` decide which thread runs which of the two. Once `copied` is set the tensors may
+change: a background save blocks the next optimizer step only until then.
 """
 
 from __future__ import annotations
@@ -19,68 +19,70 @@ import torch
 from torch import Tensor
 
 from zeroaccel.checkpoint.atomic_write import NewFile, begin_flush, write_all
-from zeroaccel.checkpoint.manifest import ITEMSIZE, FileRecord
-from zeroaccel.checkpoint.rank_file import CHUNK_NBYTES, FileLayout, block_sums, lay_out_file
+from zeroaccel.checkpoint.manifest import FileRecord
+from zeroaccel.checkpoint.rank_file import CHUNK_NBYTES, block_sums, lay_out_rank_file
 from zeroaccel.checkpoint.save_plan import SaveItem
 from zeroaccel.errors import CheckpointError
+from zeroaccel.zero.access.safetensors_file import ITEMSIZE, FileLayout
 
 __all__ = ["RankFileWriter", "Staging"]
 
 
 class Staging:
-    """A bounded pool of chunks of host memory; `take` waits for one to come back.
+    """A bounded pool of chunks of host memory; `acquire` waits for one to be released.
 
     Args:
-        nbytes: of the pool; at least two chunks are made. They are made as they are needed, and kept.
+        nbytes: of the pool, at least two chunks. They are allocated as they are needed, and reused.
     """
 
     def __init__(self, nbytes: int) -> None:
         self._limit = max(2, nbytes // CHUNK_NBYTES)
-        self._made = 0
+        self._num_allocated = 0
         self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
 
-    def take(self) -> Tensor:
-        """(CHUNK_NBYTES,) uint8 of anything. For one taker at a time."""
-        if self._made < self._limit and self._free.empty():
-            self._made += 1
+    def acquire(self) -> Tensor:
+        """(CHUNK_NBYTES,) uint8, uninitialised. For one thread at a time."""
+        if self._num_allocated < self._limit and self._free.empty():
+            self._num_allocated += 1
             return torch.empty(CHUNK_NBYTES, dtype=torch.uint8)
         return self._free.get()
 
-    def put(self, chunk: Tensor) -> None:
-        """Gives one back."""
+    def release(self, chunk: Tensor) -> None:
+        """Returns a chunk to the pool."""
         self._free.put(chunk)
 
 
 @dataclass(frozen=True)
-class _Filled:
+class _FilledChunk:
     chunk: Tensor
     nbytes: int
 
 
 class RankFileWriter:
-    """One rank's file on its way to the disk.
+    """One rank's file, while it is written.
 
     Args:
         path: its final name.
-        entries: what goes into it, in the order of the file; all of them still to be copied.
+        entries: what goes into it, in any order; none of them copied yet.
 
     Attributes:
-        layout: where each entry will lie.
-        copied: set when the tensors are needed no longer, or never will be because of an error.
+        entries: in the order of the file, largest item size first, which aligns each one.
+        layout: the offset of each entry.
+        copied: set when the tensors are needed no longer, also after an error.
     """
 
     def __init__(self, path: Path, entries: Sequence[SaveItem], staging: Staging) -> None:
         self.path = path
         self.entries = sorted(entries, key=lambda entry: -ITEMSIZE[entry.dtype])
-        self.layout: FileLayout = lay_out_file([(e.key, e.dtype, e.data.numel()) for e in self.entries])
+        self.layout: FileLayout = lay_out_rank_file([(e.key, e.dtype, e.data.numel()) for e in self.entries])
         self.copied = threading.Event()
         self._staging = staging
-        self._filled: queue.SimpleQueue[_Filled | None] = queue.SimpleQueue()
+        self._filled: queue.SimpleQueue[_FilledChunk | None] = queue.SimpleQueue()
         self._failure: Exception | None = None
         self._exhausted = False
 
     def copy(self) -> None:
-        """Copies everything into staging memory; runs beside `write`, which returns the chunks."""
+        """Copies everything into staging memory; runs concurrently with `write`, which releases the chunks."""
         try:
             with torch.no_grad():
                 self._copy()
@@ -91,7 +93,7 @@ class RankFileWriter:
             self._filled.put(None)
 
     def write(self, rank: int) -> FileRecord:
-        """Writes what `copy` provides; the file is there, whole and on the disk, when this returns.
+        """Writes the chunks that `copy` fills; the complete file is on the disk when this returns.
 
         Raises:
             CheckpointError: the disk is full or fails. Nothing is left of the file, and `copy` ends all the same.
@@ -112,7 +114,7 @@ class RankFileWriter:
         return FileRecord(self.path.name, self.layout.nbytes, rank, hashlib.sha256(table).hexdigest())
 
     def _copy(self) -> None:
-        chunk, used = self._staging.take(), 0
+        chunk, used = self._staging.acquire(), 0
         for source in self._sources():
             while source.numel():
                 part = source[: CHUNK_NBYTES - used]
@@ -120,9 +122,9 @@ class RankFileWriter:
                 used += part.numel()
                 source = source[part.numel() :]
                 if used == CHUNK_NBYTES:
-                    self._filled.put(_Filled(chunk, used))
-                    chunk, used = self._staging.take(), 0
-        self._filled.put(_Filled(chunk, used))
+                    self._filled.put(_FilledChunk(chunk, used))
+                    chunk, used = self._staging.acquire(), 0
+        self._filled.put(_FilledChunk(chunk, used))
 
     def _sources(self) -> Iterator[Tensor]:
         yield torch.frombuffer(bytearray(self.layout.header), dtype=torch.uint8)
@@ -133,28 +135,28 @@ class RankFileWriter:
                 yield from entry.data.chunks(CHUNK_NBYTES)
 
     def _write(self, handle: int) -> bytes:
-        sums, written = [], 0
+        sums, num_written = [], 0
         while (filled := self._next()) is not None:
             try:
                 data = filled.chunk.numpy()[: filled.nbytes]
                 sums.append(block_sums(data))
                 write_all(handle, data.data)
-                begin_flush(handle, written, data.size)
-                written += data.size
+                begin_flush(handle, num_written, data.size)
+                num_written += data.size
             finally:
-                self._staging.put(filled.chunk)
+                self._staging.release(filled.chunk)
         if self._failure is not None:
             raise self._failure
         table: bytes = np.concatenate(sums).astype("<u8").tobytes()
         write_all(handle, memoryview(table))
         return table
 
-    def _next(self) -> _Filled | None:
+    def _next(self) -> _FilledChunk | None:
         filled = self._filled.get()
         self._exhausted = filled is None
         return filled
 
     def _drain(self) -> None:
-        """Lets `copy` come to its end after a failure."""
+        """Releases chunks until `copy` has ended: it would wait for a free one for ever after a failed write."""
         while not self._exhausted and (filled := self._next()) is not None:
-            self._staging.put(filled.chunk)
+            self._staging.release(filled.chunk)

@@ -1,7 +1,7 @@
-"""Writes a checkpoint again as files of another number of ranks; the values, bit by bit, stay.
+"""Rewrites a checkpoint as the files of another world size, values unchanged bit by bit.
 
-Loading needs none of this, since any number of ranks reads any checkpoint; it makes fewer files, or smaller ones.
-Streams: in memory are a few chunks. No torch, no ranks.
+Loading does not need this, since any number of ranks reads any checkpoint; it makes fewer files, or smaller ones.
+Streams: a few chunks are in memory. No torch, no ranks.
 """
 
 from __future__ import annotations
@@ -9,17 +9,16 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from zeroaccel.checkpoint.atomic_write import NewFile, write_all, write_durably
 from zeroaccel.checkpoint.find import find_checkpoint
 from zeroaccel.checkpoint.manifest import (
-    ITEMSIZE,
     LATEST_NAME,
     MANIFEST_NAME,
     FileRecord,
@@ -32,28 +31,22 @@ from zeroaccel.checkpoint.manifest import (
 from zeroaccel.checkpoint.rank_file import (
     CHUNK_NBYTES,
     Bytes,
-    FileLayout,
+    CheckedFile,
     RankFileReader,
     ReadRequest,
     block_sums,
-    lay_out_file,
+    lay_out_rank_file,
     rank_file_name,
 )
 from zeroaccel.errors import CheckpointError, UsageError
+from zeroaccel.zero.access.safetensors_file import ITEMSIZE, FileLayout
 
-__all__ = ["reshard", "write_again"]
-
-
-class ReshardedFile(Protocol):
-    """A file to copy from; `read` checks what it hands out."""
-
-    def read(self, requests: Iterable[ReadRequest]) -> None:
-        """Delivers each request."""
+__all__ = ["reshard", "rewrite"]
 
 
 @dataclass(frozen=True)
-class _Part:
-    """Elements [start, start + length) of a tensor."""
+class _WriteItem:
+    """Elements [start, start + length) of a tensor, for one rank's file."""
 
     key: str
     tensor: TensorRecord
@@ -80,14 +73,14 @@ def reshard(source: Path, out: Path, world_size: int, tag: str | None = None) ->
         for record, pieces in zip(manifest.files, manifest.pieces_by_file(), strict=True):
             files.append(RankFileReader(folder, record))
             files[-1].check_pieces(pieces)
-        return write_again(manifest, files, out, world_size)
+        return rewrite(manifest, files, out, world_size)
     finally:
         for file in files:
             file.close()
 
 
-def write_again(manifest: Manifest, files: Sequence[ReshardedFile], out: Path, world_size: int) -> Path:
-    """Writes what `manifest` says is in `files` into `out/<tag>` for `world_size` ranks; returns that folder.
+def rewrite(manifest: Manifest, files: Sequence[CheckedFile], out: Path, world_size: int) -> Path:
+    """Copies the tensors of `manifest` from `files` into `out/<tag>` for `world_size` ranks; returns that folder.
 
     Raises:
         CheckpointError: a file is damaged, or the disk is full. UsageError: the checkpoint is already in `out`.
@@ -100,13 +93,13 @@ def write_again(manifest: Manifest, files: Sequence[ReshardedFile], out: Path, w
     save_id = secrets.token_hex(4)
     try:
         target.mkdir(parents=True, exist_ok=True)
-        parts = list(_divide(manifest, world_size))
-        layouts = [lay_out_file([(part.key, part.tensor.dtype, part.length) for part in of_rank]) for of_rank in parts]
+        plans = list(_plan_ranks(manifest, world_size))
+        layouts = [lay_out_rank_file([(item.key, item.tensor.dtype, item.length) for item in plan]) for plan in plans]
         records = []
-        for rank, (of_rank, layout) in enumerate(zip(parts, layouts, strict=True)):
+        for rank, (plan, layout) in enumerate(zip(plans, layouts, strict=True)):
             path = target / rank_file_name(rank, world_size, save_id)
-            records.append(_write_file(path, rank, layout, _contents(layout, of_rank, files)))
-        write_manifest(target, _moved(manifest, save_id, world_size, records, parts, layouts))
+            records.append(_write_file(path, rank, layout, _contents(layout, plan, files)))
+        write_manifest(target, _resharded(manifest, save_id, world_size, records, plans, layouts))
         write_durably(out / LATEST_NAME, manifest.tag.encode())
     except OSError as error:
         raise CheckpointError(
@@ -115,21 +108,24 @@ def write_again(manifest: Manifest, files: Sequence[ReshardedFile], out: Path, w
     return target
 
 
-def _divide(manifest: Manifest, world_size: int) -> Iterator[list[_Part]]:
-    """What each rank gets: an equal interval of every tensor, and rank 0 what is not of the model's weights."""
-    wanted = set(_referenced([manifest.client_state, manifest.lr_scheduler, manifest.loss_scale]))
-    wanted |= set(_referenced([manifest.optimizer, manifest.random_state, manifest.config]))
-    tensors = {key: tensor for key, tensor in manifest.tensors.items() if key in wanted or not key.startswith("plain/")}
+def _plan_ranks(manifest: Manifest, world_size: int) -> Iterator[list[_WriteItem]]:
+    """The items of each rank: an equal range of every weight and state; rank 0 also has buffers and plain tensors."""
+    referenced = set(_referenced([manifest.client_state, manifest.lr_scheduler, manifest.loss_scale]))
+    referenced |= set(_referenced([manifest.optimizer, manifest.random_state, manifest.config]))
+    # Where the world size changes the random states are dropped, and their tensors are referenced no longer.
+    tensors = {
+        key: tensor for key, tensor in manifest.tensors.items() if key in referenced or not key.startswith("plain/")
+    }
     for rank in range(world_size):
-        parts = []
+        items = []
         for key, tensor in tensors.items():
-            shared = key.startswith(("master/", "value/", "state/"))
-            share = -(-tensor.numel // world_size) if shared else tensor.numel
-            start = min(rank * share, tensor.numel)
-            length = min(share, tensor.numel - start)
+            sharded = key.startswith(("master/", "value/", "state/"))
+            shard_numel = -(-tensor.numel // world_size) if sharded else tensor.numel
+            start = min(rank * shard_numel, tensor.numel)
+            length = min(shard_numel, tensor.numel - start)
             if length or rank == 0:
-                parts.append(_Part(key, tensor, start, length))
-        yield sorted(parts, key=lambda part: -ITEMSIZE[part.tensor.dtype])
+                items.append(_WriteItem(key, tensor, start, length))
+        yield sorted(items, key=lambda item: -ITEMSIZE[item.tensor.dtype])
 
 
 def _referenced(encoded: Any) -> Iterator[str]:
@@ -144,30 +140,31 @@ def _referenced(encoded: Any) -> Iterator[str]:
             yield from _referenced(list(encoded.values()))
 
 
-def _contents(layout: FileLayout, parts: list[_Part], files: Sequence[ReshardedFile]) -> Iterator[Bytes]:
+def _contents(layout: FileLayout, plan: list[_WriteItem], files: Sequence[CheckedFile]) -> Iterator[Bytes]:
     """The bytes of a file up to its table, a chunk or less at a time."""
     yield np.frombuffer(layout.header, np.uint8)
-    for part in parts:
-        itemsize = ITEMSIZE[part.tensor.dtype]
+    for item in plan:
+        itemsize = ITEMSIZE[item.tensor.dtype]
         most = CHUNK_NBYTES // itemsize
-        for file, start, length, offset in part.tensor.pieces:
-            first, end = max(start, part.start), min(start + length, part.start + part.length)
+        for file, start, length, offset in item.tensor.pieces:
+            first, end = max(start, item.start), min(start + length, item.start + item.length)
             for low in range(first, end, most):
-                taken: list[Bytes] = []
+                chunks: list[Bytes] = []
                 nbytes = (min(low + most, end) - low) * itemsize
-                files[file].read([ReadRequest(offset + (low - start) * itemsize, nbytes, taken.append)])
-                yield from taken
+                files[file].read([ReadRequest(offset + (low - start) * itemsize, nbytes, chunks.append)])
+                yield from chunks
 
 
 def _write_file(path: Path, rank: int, layout: FileLayout, contents: Iterator[Bytes]) -> FileRecord:
     with NewFile(path) as file:
         sums = []
         chunk, used = np.empty(CHUNK_NBYTES, np.uint8), 0
+        # Regrouped into chunks of 64 blocks, since a checksum covers one block of the file.
         for data in contents:
             while data.size:
-                part = data[: CHUNK_NBYTES - used]
-                chunk[used : used + part.size] = part
-                used, data = used + part.size, data[part.size :]
+                head = data[: CHUNK_NBYTES - used]
+                chunk[used : used + head.size] = head
+                used, data = used + head.size, data[head.size :]
                 if used == CHUNK_NBYTES:
                     sums.append(block_sums(chunk))
                     write_all(file.handle, chunk.data)
@@ -180,25 +177,26 @@ def _write_file(path: Path, rank: int, layout: FileLayout, contents: Iterator[By
     return FileRecord(path.name, layout.nbytes, rank, hashlib.sha256(table).hexdigest())
 
 
-def _moved(
+def _resharded(
     manifest: Manifest,
     save_id: str,
     world_size: int,
     records: list[FileRecord],
-    parts: list[list[_Part]],
+    plans: list[list[_WriteItem]],
     layouts: list[FileLayout],
 ) -> Manifest:
+    """The manifest of the new files."""
     pieces: dict[str, list[Piece]] = {}
-    for rank, (of_rank, layout) in enumerate(zip(parts, layouts, strict=True)):
-        for part in of_rank:
-            held = pieces.setdefault(part.key, [])
-            if part.length:
-                held.append((rank, part.start, part.length, layout.offsets[part.key]))
+    for rank, (plan, layout) in enumerate(zip(plans, layouts, strict=True)):
+        for item in plan:
+            own = pieces.setdefault(item.key, [])
+            if item.length:
+                own.append((rank, item.start, item.length, layout.offsets[item.key]))
     return replace(
         manifest,
         id=save_id,
         saved_at=time.time(),
         world_size=world_size,
         files=tuple(records),
-        tensors={key: replace(manifest.tensors[key], pieces=tuple(held)) for key, held in pieces.items()},
+        tensors={key: replace(manifest.tensors[key], pieces=tuple(own)) for key, own in pieces.items()},
     )

@@ -59,16 +59,19 @@ __all__ = [
     "prepare",
 ]
 
+_DISCARD_TIMEOUT_SECONDS = 1.0
+"""How long a failed save waits for the lock of its empty folder; after that the folder stays."""
+
 Part = Mapping[str, Any]
-"""What rank 0 needs to know of a rank's file: plain data, made by `describe_part`."""
+"""What rank 0 needs to commit a rank's file: plain data, made by `describe_part`."""
 
 
 @dataclass(frozen=True)
 class CommitRules:
-    """What follows a manifest.
+    """What follows the manifest of a save.
 
     Attributes:
-        latest: whether `latest` names it.
+        latest: whether the file `latest` is set to its tag.
         keep_last: how many checkpoints stay in the folder; None for all.
     """
 
@@ -76,190 +79,14 @@ class CommitRules:
     keep_last: int | None = None
 
 
-def describe_part(writer: RankFileWriter, record: FileRecord, scalars: Mapping[str, Any], random_state: Any) -> Part:
-    """What a rank tells rank 0 about its file."""
-    tensors = {
-        entry.key: (entry.dtype, entry.shape, entry.start, entry.data.numel(), writer.layout.offsets[entry.key])
-        for entry in writer.entries
-    }
-    file = (record.name, record.nbytes, record.rank, record.table_sha256)
-    return {"file": file, "tensors": tensors, "scalars": scalars, "random_state": random_state}
-
-
-def merge_parts(parts: Sequence[Part], common: Mapping[str, Any]) -> Manifest:
-    """The manifest of the ranks' parts, by rank.
-
-    Args:
-        common: the fields that rank 0 knows; its `optimizer` gets the scalars.
-    """
-    pieces: dict[str, list[Piece]] = {}
-    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
-    scalars: dict[str, Any] = {}
-    for index, part in enumerate(parts):
-        for key, (dtype, shape, start, length, offset) in part["tensors"].items():
-            kinds[key] = (dtype, tuple(shape))
-            held = pieces.setdefault(key, [])
-            if length:
-                held.append((index, start, length, offset))
-        for fqn, values in part["scalars"].items():
-            if scalars.setdefault(fqn, values) != values and "plain/" not in str(values):
-                raise CheckpointError(
-                    f"optimizer, state of {fqn}", expected=f"the same on all ranks, {scalars[fqn]}", got=values
-                )
-    fields = dict(common)
-    if fields["optimizer"] is not None:
-        fields["optimizer"] = {**fields["optimizer"], "scalars": scalars}
-    states = [part["random_state"] for part in parts]
-    return Manifest(
-        **fields,
-        files=tuple(FileRecord(*part["file"]) for part in parts),
-        tensors={
-            key: TensorRecord(dtype, shape, tuple(sorted(pieces[key], key=lambda piece: piece[1])))
-            for key, (dtype, shape) in kinds.items()
-        },
-        random_state=None if any(state is None for state in states) else states,
-    )
-
-
-def commit(root: Path, manifest: Manifest, rules: CommitRules) -> None:
-    """Finishes the checkpoint in `root/<tag>`. From the moment its manifest is there it is complete.
-
-    Raises:
-        CheckpointError: the disk is full or fails; what was there before stays valid.
-    """
-    folder = root / manifest.tag
-    try:
-        for record in manifest.files:
-            _check_visible(folder / record.name, record.nbytes)
-        write_manifest(folder, manifest)
-        if rules.latest:
-            write_durably(root / LATEST_NAME, manifest.tag.encode())
-            drop_script(root)
-            remove_abandoned(root / LATEST_NAME)
-    except OSError as error:
-        raise CheckpointError(
-            f"{folder}: cannot be written ({error.strerror})",
-            fix="free some space or choose another folder; earlier checkpoints are as they were",
-        ) from error
-    _clear_leftovers(folder, manifest)
-    if rules.keep_last is not None:
-        _prune(root, manifest, rules.keep_last)
-
-
-def _check_visible(path: Path, nbytes: int) -> None:
-    size = path.stat().st_size if path.exists() else None
-    if size != nbytes:
-        raise CheckpointError(
-            f"{path}, written by another rank",
-            expected=f"{nbytes} bytes",
-            got=size,
-            fix="save into a folder that all ranks share",
-        )
-
-
-def _clear_leftovers(folder: Path, manifest: Manifest) -> None:
-    """Removes what earlier saves, complete or interrupted, left under the same tag."""
-    wanted = {record.name for record in manifest.files}
-    for path in folder.iterdir():
-        if is_part_of_a_save(path.name) and path.name not in wanted:
-            with contextlib.suppress(OSError):
-                path.unlink()
-
-
-def _prune(root: Path, newest: Manifest, keep: int) -> None:
-    """Removes the oldest checkpoints, and saves that were never finished; nothing that is not a checkpoint of ours."""
-    complete: list[tuple[float, Path]] = []
-    for folder in checkpoint_folders(root):
-        if folder.name == newest.tag:
-            continue
-        try:
-            complete.append((read_manifest(folder).saved_at, folder))
-        except CheckpointError:
-            if not (folder / MANIFEST_NAME).exists():
-                _remove(folder)
-    for _, folder in sorted(complete, reverse=True)[max(0, keep - 1) :]:
-        if _remove(folder):
-            logger.info("keep_last = %d: removed checkpoint %s", keep, folder)
-
-
-def _remove(folder: Path) -> bool:
-    """Removes a checkpoint, its manifest first; files that are not a checkpoint's stay, and the folder with them.
-
-    What another run is writing stays, and what it has written last: a run holds the folder's lock until `latest` names
-    it, so under the lock `latest` is either that of this folder already or never will be.
-    """
-    lock = FolderLock.if_free(folder)
-    if lock is None:
-        return False
-    try:
-        with contextlib.suppress(CheckpointError):
-            if read_latest(folder.parent) == folder.name:
-                return False
-        (folder / MANIFEST_NAME).unlink(missing_ok=True)
-        for path in folder.iterdir():
-            if is_part_of_a_save(path.name):
-                path.unlink()
-        if not any(folder.iterdir()):
-            folder.rmdir()
-    except OSError as error:
-        logger.warning("checkpoint %s could not be removed: %s", folder, error)
-        return False
-    finally:
-        lock.release()
-    return True
-
-
-@dataclass(frozen=True)
-class RankProcess:
-    """A process, as others can look for it; made in it, by `own`.
-
-    Attributes:
-        machine: equal for processes that see each other's numbers.
-        pid, began: together nobody else's.
-    """
-
-    machine: str
-    pid: int
-    began: float
-
-    @classmethod
-    def own(cls) -> RankProcess:
-        """Of this process."""
-        return cls(_machine(), os.getpid(), psutil.Process().create_time())
-
-    def is_gone(self) -> bool:
-        """True if it has ended for certain."""
-        if self.machine != _machine():
-            return False
-        try:
-            process = psutil.Process(self.pid)
-            return process.create_time() != self.began or process.status() == psutil.STATUS_ZOMBIE
-        except psutil.NoSuchProcess:
-            return True
-        except psutil.Error:
-            return False
-
-
-def _machine() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return f"{os.getpid()}"  # nobody else's: processes do not find each other here
-
-
-_DISCARD_PATIENCE_SECONDS = 1.0
-"""How long a failed save waits for the lock of its folder before the folder is left where it is."""
-
-
 @dataclass(frozen=True)
 class SaveRequest:
-    """What a caller asks for.
+    """The arguments of `save_checkpoint`.
 
     Attributes:
         root: the folder of checkpoints, the same on all ranks.
         tag: the name of this one.
-        client_state: the caller's own plain data and tensors; rank 0's counts.
+        client_state: the caller's own plain data and tensors; rank 0's is saved.
         exclude_frozen: leave out the values of parameters that need no gradient.
         rules: what follows the manifest.
     """
@@ -273,7 +100,7 @@ class SaveRequest:
 
 @dataclass(frozen=True)
 class Progress:
-    """Where training is: plain data of the engine, besides parameters and optimizer.
+    """The state of training besides parameters and optimizer: plain data of the engine.
 
     Attributes:
         random_state: of this rank, or None.
@@ -288,13 +115,186 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Save:
-    """One rank's share of a save that all ranks have agreed on; nothing is written yet.
+class RankProcess:
+    """The process of a rank, by which other ranks can see whether it still runs; created in it, by `own`.
+
+    Only processes of the same machine and container see each other; of others `is_gone` is always False.
 
     Attributes:
-        common: on rank 0 what the manifest says besides the parts; elsewhere empty.
+        machine: equal for processes of one PID namespace of one boot.
+        pid, create_time: identify a process together, since a PID is reused.
+    """
+
+    machine: str
+    pid: int
+    create_time: float
+
+    @classmethod
+    def own(cls) -> RankProcess:
+        """Of this process."""
+        return cls(_machine(), os.getpid(), psutil.Process().create_time())
+
+    def is_gone(self) -> bool:
+        """True only if the process has certainly ended."""
+        if self.machine != _machine():
+            return False
+        try:
+            process = psutil.Process(self.pid)
+            return process.create_time() != self.create_time or process.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+        except psutil.Error:
+            return False
+
+
+def _machine() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"{os.getpid()}"  # unique: without /proc no process counts as visible to another
+
+
+def prepare(
+    request: SaveRequest, engine_state: EngineState, progress: Progress, collectives: Collectives, staging: Staging
+) -> Save:
+    """Collects the ranks' save plans and agrees on tag and folder. (all ranks)
+
+    Counters, buffers and client state are copied now; of parameters, masters and states the plan has live views.
+
+    Raises:
+        UsageError: the ranks name different checkpoints, or `client_state` cannot be saved.
+        CheckpointError: the tag is not one, there is not enough space, the folder cannot be created, or another save is
+            writing into it.
+    """
+    # A mistake (client state that is not plain data, a bad tag) can be on one rank only: each rank collects inside
+    # `agreed`, so all of them raise before any file exists.
+    plan = SavePlan(engine_state.rank)
+    common: dict[str, Any] = {}
+    random_state, tag, root = None, "", Path(os.path.abspath(request.root))
+    save_id = secrets.token_hex(4)
+    with agreed(collectives, "save_checkpoint: what to save"):
+        tag = check_new_tag(request.tag)
+        plan = SavePlan.collect(engine_state, exclude_frozen=request.exclude_frozen)
+        if progress.random_state is not None:
+            random_state = encode(progress.random_state, "random state", plan.keep)
+        client_state = _encode_client_state(request.client_state, plan if engine_state.rank == 0 else None)
+        if engine_state.rank == 0:
+            common = _common(request, engine_state, progress, plan) | {"tag": tag, "client_state": client_state}
+    tags = collectives.gather_objects((tag, save_id, RankProcess.own()), "save_checkpoint: tag")
+    if len({name for name, *_ in tags}) > 1:
+        raise UsageError(
+            "save_checkpoint(tag)",
+            expected="the same tag on all ranks",
+            got=", ".join(f"{name!r} on rank {rank}" for rank, (name, *_) in enumerate(tags)),
+        )
+    # Rank 0's id names the files of this save on all ranks: new names in every save, so that a save under a tag that
+    # exists never overwrites a file of the complete checkpoint before its manifest is replaced.
+    save_id = tags[0][1]
+    path = root / tag / rank_file_name(engine_state.rank, engine_state.world_size, save_id)
+    with agreed(collectives, f"checkpoint {tag}: lay out"):
+        writer = RankFileWriter(path, plan.entries, staging)
+    sizes = collectives.gather_objects(writer.layout.nbytes, f"checkpoint {tag}: sizes")
+    lock: FolderLock | None = None
+    try:
+        with agreed(collectives, f"checkpoint {tag}: folder"):
+            lock = _open_folder(root / tag, sum(sizes), locked=engine_state.rank == 0)
+    except Exception:
+        if lock is not None:
+            lock.release()
+        raise
+    if common:
+        common |= {"id": save_id, "saved_at": time.time()}
+    return Save(
+        root,
+        tag,
+        save_id,
+        engine_state.rank,
+        engine_state.world_size,
+        writer,
+        plan.scalars,
+        random_state,
+        common,
+        request.rules,
+        tuple(process for *_, process in tags),
+        lock,
+    )
+
+
+def _encode_client_state(state: Mapping[str, Any], plan: SavePlan | None) -> Any:
+    """Checked on every rank; its tensors are added to the plan of rank 0 only."""
+    if type(state) is not dict:
+        raise UsageError("save_checkpoint(client_state)", expected="a dict", got=type(state).__name__)
+    return encode(state, "client_state", plan.keep if plan is not None else lambda tensor: "")
+
+
+def _common(request: SaveRequest, engine_state: EngineState, progress: Progress, plan: SavePlan) -> dict[str, Any]:
+    buffers = list(persistent_buffers(engine_state.model))
+    for name, buffer in buffers:
+        plan.add_whole(f"buffer/{name}", buffer.clone())  # the next forward may change it
+    parameters = describe_parameters(engine_state, exclude_frozen=request.exclude_frozen)
+    return {
+        "world_size": engine_state.world_size,
+        "sharded": dict(progress.sharded),
+        "parameters": parameters,
+        "order": tuple(parameters),
+        "ties": ties_of(engine_state.model),
+        "buffers": tuple(name for name, _ in buffers),
+        "optimizer": _optimizer(engine_state, plan),
+        "counters": dict(progress.counters),
+        "loss_scale": encode(dict(progress.loss_scale), "loss scale", plan.keep),
+        "lr_scheduler": encode(progress.lr_scheduler, "lr_scheduler.state_dict()", plan.keep),
+        "config": encode(dict(progress.config), "config", plan.keep),
+        "writer": {"torch": torch.__version__},
+    }
+
+
+def _optimizer(engine_state: EngineState, plan: SavePlan) -> dict[str, Any] | None:
+    sharded = engine_state.optimizer
+    if sharded is None:
+        return None
+    groups = []
+    for index, group in enumerate(sharded.optimizer.param_groups):
+        hyperparameters = {name: value for name, value in group.items() if name != "params"}
+        encoded = encode(hyperparameters, f"optimizer.param_groups[{index}]", plan.keep)
+        if "$" in encoded:
+            raise UsageError(f"optimizer.param_groups[{index}]", expected="names of hyperparameters as keys")
+        groups.append({**encoded, "params": [fqn for fqn, owner in sharded.group_of.items() if owner == index]})
+    return {"type": type(sharded.optimizer).__name__, "param_groups": groups}
+
+
+def _open_folder(folder: Path, nbytes: int, *, locked: bool) -> FolderLock | None:
+    """Creates the folder; where it is to be `locked`, also checks that `nbytes` fit, and returns the lock."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not locked:
+            return None
+        free = shutil.disk_usage(folder).free
+        if nbytes > free:
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+            raise CheckpointError(
+                f"{folder}: not enough space",
+                expected=f"{nbytes} bytes",
+                got=f"{free} bytes free",
+                fix="free some space or choose another folder; nothing was written",
+            )
+        return FolderLock(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot be made ({error.strerror})", fix="choose another folder") from error
+
+
+@dataclass(frozen=True)
+class Save:
+    """One rank's part of a save that all ranks have agreed on; nothing is written yet.
+
+    Life: 1. `write_part` (each rank), 2. `commit` (rank 0), 3. `release`; or `discard`, `release` and `discard_folder`
+    after a failure. `write_now` does all of it.
+
+    Attributes:
+        common: on rank 0 the fields of the manifest besides the parts; elsewhere empty.
         processes: of all ranks.
-        lock: on rank 0, that of the folder; `release` gives it back.
+        lock: on rank 0, that of the folder, until `release`.
     """
 
     root: Path
@@ -312,37 +312,37 @@ class Save:
 
     @property
     def folder(self) -> Path:
-        """Where the files go."""
+        """The checkpoint's folder."""
         return self.root / self.tag
 
     def write_part(self) -> Part:
-        """Writes this rank's file; `writer.copy` must be running beside it."""
+        """Writes this rank's file; `writer.copy` must be running in another thread."""
         record = self.writer.write(self.rank)
         return describe_part(self.writer, record, self.scalars, self.random_state)
 
     def commit(self, parts: list[Part]) -> None:
-        """Makes it a checkpoint. (rank 0)"""
+        """Commits the parts of all ranks. (rank 0)"""
         commit(self.root, merge_parts(parts, self.common), self.rules)
 
     def discard(self) -> None:
         """Removes this rank's file of a save that will not be committed."""
         with contextlib.suppress(OSError):
             if self.save_id in (self.folder / MANIFEST_NAME).read_text(encoding="utf-8"):
-                return  # it was, though what came after failed
+                return  # it was committed, and a later step of the commit failed
         with contextlib.suppress(OSError):
             self.writer.path.unlink(missing_ok=True)
 
     def release(self) -> None:
-        """Lets other saves into the folder: this one is committed, or will not be."""
+        """Unlocks the folder for other saves: this one is committed, or will not be."""
         if self.lock is not None:
             self.lock.release()
 
     def discard_folder(self) -> None:
-        """Removes the folder if nothing is left in it; for when no rank will write into it any more.
+        """Removes the folder if it is empty; to be called when no rank will write into it any more.
 
-        Not from under another run that has begun to save into it: under the folder's lock.
+        Under the folder's lock, so that it is not removed while another run has begun to save into it.
         """
-        lock = FolderLock.if_free(self.folder, _DISCARD_PATIENCE_SECONDS)
+        lock = FolderLock.if_free(self.folder, _DISCARD_TIMEOUT_SECONDS)
         if lock is not None:
             with contextlib.suppress(OSError):
                 self.folder.rmdir()
@@ -368,145 +368,148 @@ class Save:
                 if self.rank == 0:
                     self.commit(parts)
         except CollectiveError:
-            raise  # a rank is gone, and rank 0 may have committed all the same
+            raise  # a rank is gone: rank 0 may have committed, so nothing may be removed
         except Exception:
             self.discard()
             self.release()
-            self.discard_folder()  # by the last of the ranks
+            self.discard_folder()  # succeeds on the last rank to discard its file
             raise
         finally:
             self.release()
 
 
-def prepare(
-    request: SaveRequest, holdings: EngineState, progress: Progress, collectives: Collectives, staging: Staging
-) -> Save:
-    """Collects what to save and agrees on where. (all ranks)
+def describe_part(writer: RankFileWriter, record: FileRecord, scalars: Mapping[str, Any], random_state: Any) -> Part:
+    """A rank's message to rank 0 about its file."""
+    tensors = {
+        entry.key: (entry.dtype, entry.shape, entry.start, entry.data.numel(), writer.layout.offsets[entry.key])
+        for entry in writer.entries
+    }
+    file = (record.name, record.nbytes, record.rank, record.table_sha256)
+    return {"file": file, "tensors": tensors, "scalars": scalars, "random_state": random_state}
 
-    Small things (counters, buffers, client state) are copied now; parameters, masters and states are only looked at.
 
-    Raises:
-        UsageError: the ranks name different checkpoints, or `client_state` cannot be saved.
-        CheckpointError: the tag is not one, there is not enough space, the folder cannot be made, or another save is
-            writing into it.
+def merge_parts(parts: Sequence[Part], common: Mapping[str, Any]) -> Manifest:
+    """The manifest of the ranks' parts, by rank.
+
+    Args:
+        common: the fields that rank 0 has already; the scalars are added to its `optimizer`.
     """
-    contents = SavePlan(holdings.rank)
-    common: dict[str, Any] = {}
-    random_state, tag, root = None, "", Path(os.path.abspath(request.root))
-    save_id = secrets.token_hex(4)
-    with agreed(collectives, "save_checkpoint: what to save"):
-        tag = check_new_tag(request.tag)
-        contents = SavePlan.collect(holdings, exclude_frozen=request.exclude_frozen)
-        if progress.random_state is not None:
-            random_state = encode(progress.random_state, "random state", contents.keep)
-        client_state = _encode_client_state(request.client_state, contents if holdings.rank == 0 else None)
-        if holdings.rank == 0:
-            common = _common(request, holdings, progress, contents) | {"tag": tag, "client_state": client_state}
-    tags = collectives.gather_objects((tag, save_id, RankProcess.own()), "save_checkpoint: tag")
-    if len({name for name, *_ in tags}) > 1:
-        raise UsageError(
-            "save_checkpoint(tag)",
-            expected="the same tag on all ranks",
-            got=", ".join(f"{name!r} on rank {rank}" for rank, (name, *_) in enumerate(tags)),
-        )
-    save_id = tags[0][1]
-    path = root / tag / rank_file_name(holdings.rank, holdings.world_size, save_id)
-    with agreed(collectives, f"checkpoint {tag}: lay out"):
-        writer = RankFileWriter(path, contents.entries, staging)
-    sizes = collectives.gather_objects(writer.layout.nbytes, f"checkpoint {tag}: sizes")
-    lock: FolderLock | None = None
-    try:
-        with agreed(collectives, f"checkpoint {tag}: folder"):
-            _make_folder(root / tag, sum(sizes) if holdings.rank == 0 else 0)
-            if holdings.rank == 0:
-                lock = _locked(root / tag)
-    except Exception:
-        if lock is not None:
-            lock.release()
-        raise
-    if common:
-        common |= {"id": save_id, "saved_at": time.time()}
-    return Save(
-        root,
-        tag,
-        save_id,
-        holdings.rank,
-        holdings.world_size,
-        writer,
-        contents.scalars,
-        random_state,
-        common,
-        request.rules,
-        tuple(process for *_, process in tags),
-        lock,
+    pieces: dict[str, list[Piece]] = {}
+    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+    scalars: dict[str, Any] = {}
+    # Each rank describes its own shards only, so the covering list of pieces exists nowhere before this loop.
+    for index, part in enumerate(parts):
+        for key, (dtype, shape, start, length, offset) in part["tensors"].items():
+            kinds[key] = (dtype, tuple(shape))
+            own = pieces.setdefault(key, [])
+            if length:
+                own.append((index, start, length, offset))
+        for fqn, values in part["scalars"].items():
+            # A parameter whose shards are on several ranks has its scalars (step counts) on each of them. Keys of plain
+            # tensors contain the rank, so they differ by name though their values agree.
+            if scalars.setdefault(fqn, values) != values and "plain/" not in str(values):
+                raise CheckpointError(
+                    f"optimizer, state of {fqn}", expected=f"the same on all ranks, {scalars[fqn]}", got=values
+                )
+    fields = dict(common)
+    if fields["optimizer"] is not None:
+        fields["optimizer"] = {**fields["optimizer"], "scalars": scalars}
+    states = [part["random_state"] for part in parts]
+    return Manifest(
+        **fields,
+        files=tuple(FileRecord(*part["file"]) for part in parts),
+        tensors={
+            key: TensorRecord(dtype, shape, tuple(sorted(pieces[key], key=lambda piece: piece[1])))
+            for key, (dtype, shape) in kinds.items()
+        },
+        random_state=None if any(state is None for state in states) else states,
     )
 
 
-def _encode_client_state(state: Mapping[str, Any], contents: SavePlan | None) -> Any:
-    """Checked on every rank, kept on rank 0."""
-    if type(state) is not dict:
-        raise UsageError("save_checkpoint(client_state)", expected="a dict", got=type(state).__name__)
-    return encode(state, "client_state", contents.keep if contents is not None else lambda tensor: "")
+def commit(root: Path, manifest: Manifest, rules: CommitRules) -> None:
+    """Completes the checkpoint in `root/<tag>`: writing its manifest is the commit.
 
-
-def _common(request: SaveRequest, holdings: EngineState, progress: Progress, contents: SavePlan) -> dict[str, Any]:
-    buffers = list(persistent_buffers(holdings.model))
-    for name, buffer in buffers:
-        contents.add_whole(f"buffer/{name}", buffer.clone())  # the next forward may change it
-    parameters = describe_parameters(holdings, exclude_frozen=request.exclude_frozen)
-    return {
-        "world_size": holdings.world_size,
-        "sharded": dict(progress.sharded),
-        "parameters": parameters,
-        "order": tuple(parameters),
-        "ties": ties_of(holdings.model),
-        "buffers": tuple(name for name, _ in buffers),
-        "optimizer": _optimizer(holdings, contents),
-        "counters": dict(progress.counters),
-        "loss_scale": encode(dict(progress.loss_scale), "loss scale", contents.keep),
-        "lr_scheduler": encode(progress.lr_scheduler, "lr_scheduler.state_dict()", contents.keep),
-        "config": encode(dict(progress.config), "config", contents.keep),
-        "writer": {"torch": torch.__version__},
-    }
-
-
-def _optimizer(holdings: EngineState, contents: SavePlan) -> dict[str, Any] | None:
-    shard = holdings.optimizer
-    if shard is None:
-        return None
-    groups = []
-    for index, group in enumerate(shard.optimizer.param_groups):
-        hyperparameters = {name: value for name, value in group.items() if name != "params"}
-        encoded = encode(hyperparameters, f"optimizer.param_groups[{index}]", contents.keep)
-        if "$" in encoded:
-            raise UsageError(f"optimizer.param_groups[{index}]", expected="names of hyperparameters as keys")
-        groups.append({**encoded, "params": [fqn for fqn, owner in shard.group_of.items() if owner == index]})
-    return {"type": type(shard.optimizer).__name__, "param_groups": groups}
-
-
-def _locked(folder: Path) -> FolderLock:
+    Raises:
+        CheckpointError: the disk is full or fails; earlier checkpoints stay valid.
+    """
+    folder = root / manifest.tag
     try:
-        return FolderLock(folder)
+        # In this order, so that after a crash at any point `latest` names a complete checkpoint, the old or the new.
+        for record in manifest.files:
+            _check_visible(folder / record.name, record.nbytes)
+        write_manifest(folder, manifest)
+        if rules.latest:
+            write_durably(root / LATEST_NAME, manifest.tag.encode())
+            drop_script(root)
+            remove_abandoned(root / LATEST_NAME)
     except OSError as error:
-        raise _not_made(folder, error) from error
-
-
-def _not_made(folder: Path, error: OSError) -> CheckpointError:
-    return CheckpointError(f"{folder}: cannot be made ({error.strerror})", fix="choose another folder")
-
-
-def _make_folder(folder: Path, nbytes: int) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(folder).free
-    except OSError as error:
-        raise _not_made(folder, error) from error
-    if nbytes > free:
-        with contextlib.suppress(OSError):
-            folder.rmdir()
         raise CheckpointError(
-            f"{folder}: not enough space",
+            f"{folder}: cannot be written ({error.strerror})",
+            fix="free some space or choose another folder; earlier checkpoints are as they were",
+        ) from error
+    _remove_stale_files(folder, manifest)
+    if rules.keep_last is not None:
+        _prune(root, manifest, rules.keep_last)
+
+
+def _check_visible(path: Path, nbytes: int) -> None:
+    size = path.stat().st_size if path.exists() else None
+    if size != nbytes:
+        raise CheckpointError(
+            f"{path}, written by another rank",
             expected=f"{nbytes} bytes",
-            got=f"{free} bytes free",
-            fix="free some space or choose another folder; nothing was written",
+            got=size,
+            fix="save into a folder that all ranks share",
         )
+
+
+def _remove_stale_files(folder: Path, manifest: Manifest) -> None:
+    """Removes the files of earlier saves, complete or interrupted, under the same tag."""
+    current = {record.name for record in manifest.files}
+    for path in folder.iterdir():
+        if is_part_of_a_save(path.name) and path.name not in current:
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def _prune(root: Path, newest: Manifest, keep: int) -> None:
+    """Removes the oldest checkpoints, and saves that were never finished; nothing that is not of this format."""
+    complete: list[tuple[float, Path]] = []
+    for folder in checkpoint_folders(root):
+        if folder.name == newest.tag:
+            continue
+        try:
+            complete.append((read_manifest(folder).saved_at, folder))
+        except CheckpointError:
+            if not (folder / MANIFEST_NAME).exists():
+                _remove(folder)
+    for _, folder in sorted(complete, reverse=True)[max(0, keep - 1) :]:
+        if _remove(folder):
+            logger.info("keep_last = %d: removed checkpoint %s", keep, folder)
+
+
+def _remove(folder: Path) -> bool:
+    """Removes a checkpoint, its manifest first; files that are not a checkpoint's stay, and the folder with them.
+
+    A folder that another run is writing stays, and the one that `latest` names: a run holds the folder's lock until
+    `latest` names it, so under the lock `latest` either names this folder already or never will.
+    """
+    lock = FolderLock.if_free(folder)
+    if lock is None:
+        return False
+    try:
+        with contextlib.suppress(CheckpointError):
+            if read_latest(folder.parent) == folder.name:
+                return False
+        (folder / MANIFEST_NAME).unlink(missing_ok=True)
+        for path in folder.iterdir():
+            if is_part_of_a_save(path.name):
+                path.unlink()
+        if not any(folder.iterdir()):
+            folder.rmdir()
+    except OSError as error:
+        logger.warning("checkpoint %s could not be removed: %s", folder, error)
+        return False
+    finally:
+        lock.release()
+    return True

@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zeroaccel.checkpoint.dtypes import dtype_name
 from zeroaccel.checkpoint.manifest import ParameterRecord
 from zeroaccel.checkpoint.plain_codec import encode
 from zeroaccel.errors import CheckpointError
 from zeroaccel.offload.tier import TierElements
+from zeroaccel.zero.access.safetensors_file import dtype_name
 from zeroaccel.zero.layout import Slot
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
 from zeroaccel.zero.sharded_optimizer import Piece, ShardedOptimizer

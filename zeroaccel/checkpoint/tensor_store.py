@@ -8,49 +8,36 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from zeroaccel.checkpoint.dtypes import dtype_of
 from zeroaccel.checkpoint.formats.torch_file import TorchFile
-from zeroaccel.checkpoint.manifest import ITEMSIZE, Manifest
-from zeroaccel.checkpoint.rank_file import CHUNK_NBYTES, RankFileReader, ReadRequest
+from zeroaccel.checkpoint.manifest import Manifest
+from zeroaccel.checkpoint.rank_file import CHUNK_NBYTES, CheckedFile, RankFileReader, ReadRequest
 from zeroaccel.errors import CheckpointError
+from zeroaccel.zero.access.safetensors_file import ITEMSIZE, dtype_of
 
-__all__ = ["TensorFile", "TensorStore", "TorchStore", "optimizer_of_states"]
-
-
-class TensorFile(Protocol):
-    """A file of a checkpoint, as a store needs it; `read` checks what it hands out."""
-
-    read_nbytes: int
-
-    def read(self, requests: Iterable[ReadRequest]) -> None:
-        """Delivers each request; CheckpointError if something is damaged."""
-
-    def close(self) -> None:
-        """Closes the file."""
+__all__ = ["TensorStore", "TorchStore"]
 
 
 class TensorStore:
     """Reads from a checkpoint's folder. A context manager, which closes the files.
 
     Attributes:
-        wanted_nbytes: asked for so far.
+        requested_nbytes: bytes of all requests so far.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self.manifest = manifest
-        self.wanted_nbytes = 0
+        self.requested_nbytes = 0
         self._folder = folder
-        self._files: dict[int, TensorFile] = {}
+        self._files: dict[int, CheckedFile] = {}
         self._pending: dict[int, list[ReadRequest]] = {}
         self._used: dict[int, dict[str, tuple[str, int, int]]] = {}
 
@@ -63,11 +50,11 @@ class TensorStore:
 
     @property
     def read_nbytes(self) -> int:
-        """Read from the disk so far: what was wanted, the rest of its blocks, the headers and the tables."""
+        """Read from the disk so far: the requests, the rest of their blocks, the headers and the tables."""
         return sum(file.read_nbytes for file in self._files.values())
 
     def fill(self, key: str, start: int, into: Tensor) -> None:
-        """Notes that elements [start, start + into.numel()) of a tensor go into `into`, (n,), converted to its dtype.
+        """Queues elements [start, start + into.numel()) of a tensor for `into`, (n,), converted to its dtype.
 
         Raises:
             CheckpointError: there is no such tensor, or it has fewer elements.
@@ -77,8 +64,9 @@ class TensorStore:
             raise CheckpointError(f"tensor {key} of the checkpoint", expected=f"elements up to {start + into.numel()}")
         itemsize, dtype = ITEMSIZE[record.dtype], dtype_of(record.dtype)
         limit = CHUNK_NBYTES // itemsize
-        self.wanted_nbytes += into.numel() * itemsize
+        self.requested_nbytes += into.numel() * itemsize
         cursor, end = start, start + into.numel()
+        # The pieces cover the tensor in order, so the first one is found by bisection and the others follow it.
         index = bisect_right(record.pieces, cursor, key=lambda piece: piece[1]) - 1
         while cursor < end:
             file, piece_start, length, offset = record.pieces[index]
@@ -95,33 +83,32 @@ class TensorStore:
                 index += 1
 
     def read(self) -> None:
-        """Reads everything that was noted.
+        """Carries out all queued requests.
 
         Raises:
-            CheckpointError: something is damaged; what was noted may be filled in part.
+            CheckpointError: something is damaged; targets of the queued requests may be filled in part.
         """
         pending, self._pending = self._pending, {}
         used, self._used = self._used, {}
         for file, requests in sorted(pending.items()):
             opened = self._open(file)
-            if isinstance(opened, RankFileReader):  # others have been looked through to make their manifest
+            if isinstance(opened, RankFileReader):  # a manifest of foreign files was made from the files themselves
                 opened.check_pieces(used[file])
             opened.read(requests)
 
     def fetch(self, key: str) -> Tensor:
-        """A whole tensor, in host memory."""
+        """A full tensor, in host memory."""
         record = self.manifest.tensors.get(key)
         if record is None:
             raise CheckpointError(f"tensor {key}: not in the checkpoint")
         flat = torch.empty(math.prod(record.shape), dtype=dtype_of(record.dtype))
-        held, self._pending = (self._pending, self._used), {}
-        self._used = {}
+        queued, self._pending, self._used = (self._pending, self._used), {}, {}
         self.fill(key, 0, flat)
         self.read()
-        self._pending, self._used = held
+        self._pending, self._used = queued
         return flat.view(record.shape)
 
-    def _open(self, file: int) -> TensorFile:
+    def _open(self, file: int) -> CheckedFile:
         if file not in self._files:
             self._files[file] = RankFileReader(self._folder, self.manifest.files[file])
         return self._files[file]
@@ -134,32 +121,23 @@ def _copier(into: Tensor, dtype: torch.dtype) -> Callable[[NDArray[np.uint8]], N
     return deliver
 
 
-_TYPES: Sequence[tuple[frozenset[str], str]] = (
-    (frozenset({"exp_avg", "exp_avg_sq"}), "AdamW"),
-    (frozenset({"exp_avg"}), "Lion"),
-    (frozenset({"momentum_buffer"}), "SGD"),
-    (frozenset({"sum"}), "Adagrad"),
-    (frozenset({"square_avg"}), "RMSprop"),
-)
-
-
 class TorchStore(TensorStore):
-    """The tensors of torch's files, by the keys of a manifest.
+    """The tensors of torch's files, by the keys of a manifest that `deepspeed_resume.py` or `dcp_import.py` made.
 
     Args:
-        files: whose numbers the manifest's pieces tell.
+        files: by the numbers in the manifest's pieces.
     """
 
     def __init__(self, folder: Path, manifest: Manifest, files: Sequence[TorchFile]) -> None:
         super().__init__(folder, manifest)
-        self.torch_files = [_OpenFile(file) for file in files]
+        self.torch_files = [_TorchFileReader(file) for file in files]
 
-    def _open(self, file: int) -> TensorFile:
+    def _open(self, file: int) -> CheckedFile:
         return self._files.setdefault(file, self.torch_files[file])
 
 
-class _OpenFile:
-    """A file of torch's as a store, and a copy, read it."""
+class _TorchFileReader:
+    """A `TorchFile` as a `CheckedFile`; torch's own CRC-32 of the record is compared first."""
 
     def __init__(self, file: TorchFile) -> None:
         self.read_nbytes = 0
@@ -172,8 +150,3 @@ class _OpenFile:
 
     def close(self) -> None:
         """Nothing stays open."""
-
-
-def optimizer_of_states(kinds: Collection[str]) -> str | None:
-    """The class of torch.optim whose states have these names; None if there is none."""
-    return next((name for needed, name in _TYPES if needed <= set(kinds)), None)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,18 +23,17 @@ from torch import Tensor
 from zeroaccel.checkpoint import zero_to_fp32
 from zeroaccel.checkpoint.atomic_write import NewFile, remove_abandoned, write_all, write_durably
 from zeroaccel.checkpoint.consolidate import named_errors
-from zeroaccel.checkpoint.dtypes import dtype_name
 from zeroaccel.checkpoint.rank_file import CHUNK_NBYTES
 from zeroaccel.checkpoint.save_plan import EngineState, persistent_buffers, ties_of
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import CheckpointError
-from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit, ShardState
+from zeroaccel.zero.access.safetensors_file import dtype_name, lay_out_tensors
+from zeroaccel.zero.param_unit import FlatBuffer, ShardState
 
 __all__ = [
     "PickledWeights",
     "StreamedWeights",
-    "announced",
     "consolidated_state_dict",
     "parse_nbytes",
     "placeholder_state_dict",
@@ -42,12 +41,17 @@ __all__ = [
     "save_model_files",
     "save_weights",
     "stream_into",
+    "tensor_specs",
 ]
 
+TensorSpec = tuple[str, torch.dtype, tuple[int, ...]]
+"""(name, dtype, shape) of a tensor of the model."""
+
 _PICKLES = (".bin", ".pt", ".pth")
+_STEMS = {".safetensors": "model", ".bin": "pytorch_model"}
 
 
-def save_weights(path: Path, holdings: EngineState, collectives: Collectives, *, exclude_frozen: bool) -> None:
+def save_weights(path: Path, engine_state: EngineState, collectives: Collectives, *, exclude_frozen: bool) -> None:
     """Writes all parameters and persistent buffers to `path`, on rank 0. (all ranks)
 
     Args:
@@ -58,72 +62,74 @@ def save_weights(path: Path, holdings: EngineState, collectives: Collectives, *,
         CheckpointError: another suffix, or the disk is full or fails; on every rank.
     """
 
-    def open_sink() -> PickledWeights | StreamedWeights:
+    def open_writer() -> PickledWeights | StreamedWeights:
         if path.suffix in _PICKLES:
-            return PickledWeights(path, holdings.model)
+            return PickledWeights(path, engine_state.model)
         if path.suffix != ".safetensors":
             raise CheckpointError(f"{path}", expected="a name ending in .safetensors, .bin, .pt or .pth")
-        tensors = list(announced(holdings, exclude_frozen=exclude_frozen))
-        return StreamedWeights(path, tensors, ties_of(holdings.model))
+        tensors = list(tensor_specs(engine_state, exclude_frozen=exclude_frozen))
+        return StreamedWeights(path, tensors, ties_of(engine_state.model))
 
-    stream_into(path.parent, open_sink, holdings, collectives, exclude_frozen=exclude_frozen)
+    stream_into(path.parent, open_writer, engine_state, collectives, exclude_frozen=exclude_frozen)
 
 
-class Sink(Protocol):
-    """Where weights go, one after the other."""
+class WeightsWriter(Protocol):
+    """Writes full weights, which come one tensor at a time, to the disk."""
 
     def add(self, name: str, value: Tensor) -> None:
-        """Takes the next tensor."""
+        """Appends the next tensor."""
 
     def finish(self) -> None:
-        """Brings what is left to the disk."""
+        """Writes the rest, flushes it and gives every file its final name."""
 
     def close(self) -> None:
-        """Leaves nothing half-written behind; called after `finish`, and after anything that failed."""
+        """Removes unfinished files; called after `finish`, and after any failure."""
 
 
 def stream_into(
     folder: Path,
-    open_sink: Callable[[], Sink],
-    holdings: EngineState,
+    open_writer: Callable[[], WeightsWriter],
+    engine_state: EngineState,
     collectives: Collectives,
     *,
     exclude_frozen: bool,
 ) -> None:
-    """Makes `folder` and hands all weights to a sink, on rank 0. (all ranks)
+    """Creates `folder` and passes all full weights to a writer, on rank 0. (all ranks)
 
     Args:
-        open_sink: called on rank 0, once the folder is there.
+        open_writer: called on rank 0, after the folder was created.
 
     Raises:
-        CheckpointError: the disk is full or fails, or whatever the sink raises; on every rank.
+        CheckpointError: the disk is full or fails, or what the writer raises; on every rank.
     """
-    sink: Sink | None = None
+    writer: WeightsWriter | None = None
     with agreed(collectives, f"save {folder.name}: folder"), _named_errors(folder):
-        if holdings.rank == 0:
+        if engine_state.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            sink = open_sink()
+            writer = open_writer()
     error: Exception | None = None
-    for name, value in _streamed(holdings, exclude_frozen=exclude_frozen):
+    for name, value in _streamed(engine_state, exclude_frozen=exclude_frozen):
         try:
-            if sink is not None and error is None:
-                sink.add(name, value)
-        except Exception as raised:  # the others are on their way to the next gather, so this rank goes along
+            if writer is not None and error is None:
+                writer.add(name, value)
+        except Exception as raised:
+            # The other ranks wait for rank 0 in the next all-gather, so it takes part in the remaining ones and raises
+            # at the end, where all ranks agree.
             error = raised
     with agreed(collectives, f"save {folder.name}: write"), _named_errors(folder):
         try:
             if error is not None:
                 raise error
-            if sink is not None:
-                sink.finish()
+            if writer is not None:
+                writer.finish()
         finally:
-            if sink is not None:
-                sink.close()
+            if writer is not None:
+                writer.close()
 
 
 @contextmanager
 def _named_errors(folder: Path) -> Iterator[None]:
-    """What the disk refuses, by the file it was about."""
+    """OSErrors as CheckpointError with the file's name."""
     try:
         yield
     except OSError as error:
@@ -133,144 +139,128 @@ def _named_errors(folder: Path) -> Iterator[None]:
         ) from error
 
 
-def consolidated_state_dict(holdings: EngineState, *, exclude_frozen: bool) -> dict[str, Tensor] | None:
+def consolidated_state_dict(engine_state: EngineState, *, exclude_frozen: bool) -> dict[str, Tensor] | None:
     """All parameters and persistent buffers in host memory, in the order of the model's own state dict. (all ranks)
 
     Returns:
         On rank 0 copies in the dtypes of the engine, tied parameters one tensor under each of their names; None on
-        the others, which take part in gathering one unit at a time.
+        the others, which take part in all-gathering one unit at a time.
     """
-    found: dict[str, Tensor] = {}
-    for name, value in _streamed(holdings, exclude_frozen=exclude_frozen):
-        if holdings.rank == 0:
-            found[name] = value.to("cpu", copy=True)
-    return _under_all_names(found, holdings.model) if holdings.rank == 0 else None
+    tensors: dict[str, Tensor] = {}
+    for name, value in _streamed(engine_state, exclude_frozen=exclude_frozen):
+        if engine_state.rank == 0:
+            tensors[name] = value.to("cpu", copy=True)
+    return _with_ties(tensors, engine_state.model) if engine_state.rank == 0 else None
 
 
-def placeholder_state_dict(holdings: EngineState, *, exclude_frozen: bool) -> dict[str, Tensor]:
-    """Names, shapes and dtypes of what `consolidated_state_dict` gives on rank 0, on the meta device: no values."""
-    found: dict[str, Tensor] = {}
-    for unit in holdings.units:
-        for buffer in unit.buffers:
-            for index, slot in enumerate(buffer.layout.slots):
-                if not (exclude_frozen and not buffer.params[index].requires_grad):
-                    found[slot.fqn] = torch.empty(slot.shape, dtype=buffer.dtype, device="meta")
-    for name, value in persistent_buffers(holdings.model):
-        found[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
-    return _under_all_names(found, holdings.model)
+def placeholder_state_dict(engine_state: EngineState, *, exclude_frozen: bool) -> dict[str, Tensor]:
+    """What `consolidated_state_dict` returns on rank 0, on the meta device: names, shapes and dtypes, no values."""
+    tensors = {
+        name: torch.empty(shape, dtype=dtype, device="meta")
+        for name, dtype, shape in tensor_specs(engine_state, exclude_frozen=exclude_frozen)
+    }
+    return _with_ties(tensors, engine_state.model)
 
 
-def _under_all_names(found: dict[str, Tensor], model: torch.nn.Module) -> dict[str, Tensor]:
+def _with_ties(tensors: dict[str, Tensor], model: torch.nn.Module) -> dict[str, Tensor]:
     """The same tensors under every name that a state dict of the model has for them, in its order."""
-    ties = {alias: name for alias, name in ties_of(model).items() if name in found}
-    named = {**found, **{alias: found[name] for alias, name in ties.items()}}
+    ties = {alias: name for alias, name in ties_of(model).items() if name in tensors}
+    named = {**tensors, **{alias: tensors[name] for alias, name in ties.items()}}
     return {name: named[name] for name in _state_dict_names(model) if name in named}
 
 
-def _streamed(holdings: EngineState, *, exclude_frozen: bool) -> Iterator[tuple[str, Tensor]]:
-    """(name, value) in descending order of item size, each unit whole only while its own are handed out. (all ranks)"""
+def _streamed(engine_state: EngineState, *, exclude_frozen: bool) -> Iterator[tuple[str, Tensor]]:
+    """(name, full value), by descending item size; a unit is unsharded while its own are yielded. (all ranks)"""
+    # Largest items first, so that in a safetensors file without gaps every tensor is aligned to its item size.
     for itemsize in (8, 4, 2, 1):
-        for unit in holdings.units:
+        for unit in engine_state.units:
             buffers = [buffer for buffer in unit.buffers if buffer.dtype.itemsize == itemsize]
             if buffers:
-                with_unit = _whole(unit)
+                was_sharded = unit.state is ShardState.SHARDED
+                unit.unshard()
+                unit.wait()
                 for buffer in buffers:
                     for index, slot in enumerate(buffer.layout.slots):
                         if not (exclude_frozen and not buffer.params[index].requires_grad):
                             yield slot.fqn, buffer.view(index).detach()
-                if with_unit:
+                if was_sharded:
                     unit.reshard()
-        for name, value in persistent_buffers(holdings.model):
+        for name, value in persistent_buffers(engine_state.model):
             if value.dtype.itemsize == itemsize:
                 yield name, value.detach()
 
 
-def _whole(unit: ParamUnit) -> bool:
-    """Makes a unit whole; returns whether it was not."""
-    sharded = unit.state is ShardState.SHARDED
-    unit.unshard()
-    unit.wait()
-    return sharded
-
-
-def announced(holdings: EngineState, *, exclude_frozen: bool) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
-    """What `_streamed` will hand out, in its order, without gathering: name, dtype, shape."""
-    buffers: list[FlatBuffer] = list(holdings.buffers())
+def tensor_specs(engine_state: EngineState, *, exclude_frozen: bool) -> Iterator[TensorSpec]:
+    """Name, dtype and shape of what `_streamed` yields, in its order; nothing is gathered."""
+    buffers: list[FlatBuffer] = list(engine_state.buffers())
     for itemsize in (8, 4, 2, 1):
         for buffer in buffers:
             if buffer.dtype.itemsize == itemsize:
                 for slot, param in zip(buffer.layout.slots, buffer.params, strict=True):
                     if not (exclude_frozen and not param.requires_grad):
                         yield slot.fqn, buffer.dtype, slot.shape
-        for name, value in persistent_buffers(holdings.model):
+        for name, value in persistent_buffers(engine_state.model):
             if value.dtype.itemsize == itemsize:
                 yield name, value.dtype, tuple(value.shape)
 
 
 class StreamedWeights:
-    """A safetensors file that is written as tensors come, in the order they were announced.
+    """A safetensors file that is written as tensors come, in the order of its header, which is written first.
 
     Args:
-        tensors: (name, dtype, shape) of each.
-        ties: alias -> name of the same tensor; kept as metadata.
+        tensors: what will come.
+        ties: alias -> name of the same tensor; saved as metadata.
     """
 
-    def __init__(
-        self, path: Path, tensors: Sequence[tuple[str, torch.dtype, tuple[int, ...]]], ties: Mapping[str, str]
-    ) -> None:
-        header: dict[str, Any] = {"__metadata__": {"format": "pt", **ties}}
-        cursor = 0
-        for name, dtype, shape in tensors:
-            end = cursor + torch.Size(shape).numel() * dtype.itemsize
-            header[name] = {"dtype": dtype_name(dtype), "shape": list(shape), "data_offsets": [cursor, end]}
-            cursor = end
+    def __init__(self, path: Path, tensors: Sequence[TensorSpec], ties: Mapping[str, str]) -> None:
+        metadata = {"format": "pt", **ties}
+        layout = lay_out_tensors([(name, dtype_name(dtype), shape) for name, dtype, shape in tensors], metadata)
         self._chunk = torch.empty(CHUNK_NBYTES, dtype=torch.uint8)
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
         self._file = NewFile(path)
         try:
-            write_all(self._file.handle, memoryview(len(text).to_bytes(8, "little") + text))
+            write_all(self._file.handle, memoryview(layout.header))
         except BaseException:
             self.close()
             raise
 
     def add(self, name: str, value: Tensor) -> None:
-        """Takes the next tensor."""
-        # By way of a chunk of our own: a storage that numpy has seen can never be freed by resizing again.
+        """Appends the next tensor."""
+        # Copied through a chunk of our own: a storage that numpy has seen can never be freed by resizing again, and
+        # `value` may be a view of a unit's flat buffer, which is freed so when the unit is resharded.
         data = value.contiguous().view(-1).view(torch.uint8)
         for part in data.split(CHUNK_NBYTES) if data.numel() else ():
             self._chunk[: part.numel()].copy_(part)
             write_all(self._file.handle, self._chunk[: part.numel()].numpy().data)
 
     def finish(self) -> None:
-        """Brings the file to disk under its name."""
+        """Flushes the file and gives it its final name."""
         self._file.publish()
         remove_abandoned(self._file.path)
 
     def close(self) -> None:
-        """Leaves nothing half-written behind."""
+        """Removes the file unless it is finished."""
         self._file.close()
 
 
 class PickledWeights:
-    """Collects copies in host memory and writes them at the end, by `torch.save`."""
+    """Collects copies in host memory and writes them at the end, with `torch.save`."""
 
     def __init__(self, path: Path, model: torch.nn.Module) -> None:
         self._path = path
         self._model = model
-        self._found: dict[str, Tensor] = {}
+        self._tensors: dict[str, Tensor] = {}
 
     def add(self, name: str, value: Tensor) -> None:
-        """Takes a tensor."""
-        self._found[name] = value.to("cpu", copy=True)
+        """Copies a tensor."""
+        self._tensors[name] = value.to("cpu", copy=True)
 
     def finish(self) -> None:
-        """Brings the file to disk under its name."""
+        """Writes the file, flushes it and gives it its final name."""
         with NewFile(self._path) as new, os.fdopen(new.handle, "wb", closefd=False) as file:
             try:
-                torch.save(_under_all_names(self._found, self._model), file)
+                torch.save(_with_ties(self._tensors, self._model), file)
             except RuntimeError as error:
-                if isinstance(error.__context__, OSError):  # which torch hides behind one of its own
+                if isinstance(error.__context__, OSError):  # torch raises an error of its own over a full disk's
                     raise error.__context__ from None
                 raise
             file.flush()
@@ -293,11 +283,6 @@ def _state_dict_names(model: torch.nn.Module) -> list[str]:
     return names
 
 
-_STEMS = {".safetensors": "model", ".bin": "pytorch_model"}
-
-Announced = tuple[str, torch.dtype, tuple[int, ...]]
-
-
 @dataclass(frozen=True)
 class ModelFile:
     """One file to write.
@@ -307,7 +292,7 @@ class ModelFile:
     """
 
     name: str
-    tensors: Sequence[Announced]
+    tensors: Sequence[TensorSpec]
 
     @property
     def nbytes(self) -> int:
@@ -321,9 +306,9 @@ def parse_nbytes(size: int | str) -> int:
         return zero_to_fp32.parse_nbytes(str(size))
 
 
-def plan_files(tensors: Sequence[Announced], max_nbytes: int, suffix: str) -> list[ModelFile]:
+def plan_files(tensors: Sequence[TensorSpec], max_nbytes: int, suffix: str) -> list[ModelFile]:
     """Runs of tensors of at most `max_nbytes` together, in their order; a larger tensor goes alone."""
-    runs: list[list[Announced]] = [[]]
+    runs: list[list[TensorSpec]] = [[]]
     total = 0
     for item in tensors:
         if runs[-1] and total + _nbytes(item) > max_nbytes:
@@ -339,7 +324,7 @@ def plan_files(tensors: Sequence[Announced], max_nbytes: int, suffix: str) -> li
 
 def save_model_files(
     folder: Path,
-    holdings: EngineState,
+    engine_state: EngineState,
     collectives: Collectives,
     *,
     max_nbytes: int,
@@ -359,11 +344,11 @@ def save_model_files(
         CheckpointError: the folder cannot be written; on every rank.
     """
     suffix = ".bin" if pickled else ".safetensors"
-    files = plan_files(list(announced(holdings, exclude_frozen=exclude_frozen)), max_nbytes, suffix)
+    files = plan_files(list(tensor_specs(engine_state, exclude_frozen=exclude_frozen)), max_nbytes, suffix)
     stream_into(
         folder,
-        lambda: _Writer(folder, files, holdings, pickled=pickled),
-        holdings,
+        lambda: _ShardedWeights(folder, files, engine_state, pickled=pickled),
+        engine_state,
         collectives,
         exclude_frozen=exclude_frozen,
     )
@@ -371,39 +356,41 @@ def save_model_files(
     return names if len(files) == 1 else [*names, _index_name(suffix)]
 
 
-class _Writer:
+class _ShardedWeights:
     """Opens the files one after the other, as their tensors come."""
 
-    def __init__(self, folder: Path, files: Sequence[ModelFile], holdings: EngineState, *, pickled: bool) -> None:
-        self._folder, self._files, self._holdings, self._pickled = folder, files, holdings, pickled
-        self._ties = ties_of(holdings.model)
+    def __init__(self, folder: Path, files: Sequence[ModelFile], engine_state: EngineState, *, pickled: bool) -> None:
+        self._folder, self._files, self._holdings, self._pickled = folder, files, engine_state, pickled
+        self._ties = ties_of(engine_state.model)
         self._open: PickledWeights | StreamedWeights | None = None
-        self._written = 0
-        self._left = 0
+        self._num_written = 0
+        self._num_missing = 0  # tensors that the open file still waits for
 
     def add(self, name: str, value: Tensor) -> None:
         if self._open is None:
-            file = self._files[self._written]
-            self._left = len(file.tensors)
-            held = {item[0] for item in file.tensors}
-            ties = {alias: first for alias, first in self._ties.items() if first in held}
+            file = self._files[self._num_written]
+            self._num_missing = len(file.tensors)
+            names = {item[0] for item in file.tensors}
+            ties = {alias: first for alias, first in self._ties.items() if first in names}
             path = self._folder / file.name
             if self._pickled:
                 self._open = PickledWeights(path, self._holdings.model)
             else:
                 self._open = StreamedWeights(path, file.tensors, ties)
         self._open.add(name, value)
-        self._left -= 1
-        if self._left == 0:
+        self._num_missing -= 1
+        if self._num_missing == 0:
             self._open.finish()
             self._open.close()
             self._open = None
-            self._written += 1
+            self._num_written += 1
 
     def finish(self) -> None:
-        assert self._written == len(self._files) or not self._files[0].tensors, "a file was not filled"
+        assert self._num_written == len(self._files) or not self._files[0].tensors, "a file was not filled"
         suffix = Path(self._files[0].name).suffix
         index = self._folder / _index_name(suffix)
+        # The index is written after the files it names, and files of an earlier save are removed last, when no index
+        # names them any more.
         if len(self._files) > 1:
             names = {name: file.name for file in self._files for name, _, _ in file.tensors}
             aliases = {alias: names[first] for alias, first in self._ties.items() if self._pickled and first in names}
@@ -413,10 +400,10 @@ class _Writer:
             remove_abandoned(index)
         else:
             index.unlink(missing_ok=True)
-        kept = {file.name for file in self._files}
+        current = {file.name for file in self._files}
         stale = re.compile(rf"{_STEMS[suffix]}(-\d{{5}}-of-\d{{5}})?{re.escape(suffix)}")
         for path in self._folder.iterdir():
-            if stale.fullmatch(path.name) and path.name not in kept:
+            if stale.fullmatch(path.name) and path.name not in current:
                 path.unlink()
 
     def close(self) -> None:
@@ -428,5 +415,5 @@ def _index_name(suffix: str) -> str:
     return f"{_STEMS[suffix]}{suffix}.index.json"
 
 
-def _nbytes(item: Announced) -> int:
+def _nbytes(item: TensorSpec) -> int:
     return torch.Size(item[2]).numel() * item[1].itemsize

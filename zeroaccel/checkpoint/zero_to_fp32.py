@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Makes one model file, or a folder of them, of a sharded checkpoint: no configuration, GPU or process group.
+"""Converts a sharded checkpoint to one model file, or a folder of them: no configuration, GPU or process group.
 
-This file stands alone: Python, numpy and safetensors, and torch only to write .bin. It lies beside `latest` in every
-folder of checkpoints, so it may import nothing of the package that wrote them; what it reads is the format of
-docs/checkpoint_format.md, and every byte is checked. It streams: what is in memory is a few chunks, or one output file
-for .bin. `read_source` reads our format; anything else that can be put as a `Source` is converted the same way.
+This file stands alone: Python, numpy and safetensors, and torch only to write .bin. A copy of it is in every folder of
+checkpoints, so it may import nothing of the package that wrote them; it reads the format of docs/checkpoint_format.md
+and checks every byte. It streams: in memory are a few chunks, or one output file for .bin. `read_source` reads our
+format; any other that can be described by a `Source` is converted the same way.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,7 +58,7 @@ FORMAT_VERSION = 1
 MOST_MANIFEST_NBYTES = 1 << 30
 MOST_HEADER_NBYTES = 256 << 20
 LARGEST = (1 << 63) - 1
-BLOCK_NBYTES = 1 << 16  # what one checksum stands for
+BLOCK_NBYTES = 1 << 16  # bytes that one checksum covers
 CHUNK_NBYTES = 64 * BLOCK_NBYTES  # read, converted and written at a time, by each reader
 ITEMSIZE = {
     **{"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2},
@@ -78,7 +78,7 @@ ABANDONED_SECONDS = 10.0  # an unlocked temporary file that is older has no writ
 
 
 class ConversionError(RuntimeError):
-    """The checkpoint is damaged, incomplete or not one, or the output cannot be written. Nothing wrong was written."""
+    """The checkpoint is damaged, incomplete or not one, or the output cannot be written. No wrong value was written."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message if len(message) <= 9000 else f"{message[:8500]} ... {message[-500:]}")
@@ -88,7 +88,7 @@ class ArgumentsError(ConversionError):
     """The command line makes no sense."""
 
 
-# ---- what is read ----
+# ---- reading a checkpoint ----
 
 
 class ByteFile(Protocol):
@@ -99,7 +99,7 @@ class ByteFile(Protocol):
 
 @dataclass(frozen=True)
 class Weight:
-    """A tensor of the model and where its bytes are; `excludable` is a parameter that no optimizer updates."""
+    """A tensor of the model and the location of its bytes; `excludable`: a parameter that no optimizer updates."""
 
     name: str
     dtype: str
@@ -118,10 +118,10 @@ class Source:
     """A checkpoint to convert.
 
     Attributes:
-        stage: 0 to 3, for people.
-        fingerprint: changes whenever any byte of the checkpoint does.
+        stage: 0 to 3, to be printed.
+        fingerprint: a digest that depends on every byte of the checkpoint.
         ties: alias -> name in `weights`.
-        left_out: parameters whose values the checkpoint does not have.
+        left_out: parameters whose values are not in the checkpoint.
     """
 
     tag: str
@@ -144,7 +144,7 @@ def _block_weights() -> NDArray[np.uint64]:
 
 
 def _pread(handle: int, path: Path, start: int, nbytes: int, capacity: int = 0) -> Bytes:
-    """(max(nbytes, capacity),) bytes; what is behind `nbytes` is zero."""
+    """(max(nbytes, capacity),) bytes, zeros from `nbytes` on."""
     data = np.empty(max(nbytes, capacity), np.uint8)
     data[nbytes:] = 0
     view, done = data.data[:nbytes], 0
@@ -157,7 +157,7 @@ def _pread(handle: int, path: Path, start: int, nbytes: int, capacity: int = 0) 
 
 
 class RankFile:
-    """A rank's file: whatever it hands out has been compared with its table of checksums."""
+    """A rank's file: every byte that `read` returns has been compared with its table of checksums."""
 
     def __init__(self, path: Path, nbytes: int, table_sha256: str) -> None:
         self.path = path
@@ -179,7 +179,7 @@ class RankFile:
             os.close(self._handle)
 
     def check_pieces(self, pieces: Mapping[str, tuple[str, int, int]]) -> None:
-        """Compares (dtype, elements, first byte) of each piece, as the manifest has it, with the file's own header."""
+        """Compares the manifest's pieces, (dtype, elements, first byte), with the file's own header."""
         if not pieces:
             return
         start = 8 + int.from_bytes(self.read(0, min(8, self._end)).tobytes(), "little")
@@ -188,12 +188,13 @@ class RankFile:
         entries = json.loads(self.read(8, start - 8).tobytes())
         for key, (dtype, length, offset) in pieces.items():
             first = offset - start
-            wanted = {"dtype": dtype, "shape": [length], "data_offsets": [first, first + length * ITEMSIZE[dtype]]}
-            if entries.get(key) != wanted:
-                found = str(entries.get(key))[:200]
-                raise ConversionError(f"{self.path}: tensor {key}: the manifest says {wanted}, its own header {found}")
+            expected = {"dtype": dtype, "shape": [length], "data_offsets": [first, first + length * ITEMSIZE[dtype]]}
+            if entries.get(key) != expected:
+                own = str(entries.get(key))[:200]
+                raise ConversionError(f"{self.path}: tensor {key}: the manifest says {expected}, its own header {own}")
 
     def read(self, start: int, nbytes: int) -> Bytes:
+        """Bytes [start, start + nbytes). Reads the complete blocks around them, since only those have a checksum."""
         first, last = start // BLOCK_NBYTES, -(-(start + nbytes) // BLOCK_NBYTES)
         origin, end = first * BLOCK_NBYTES, min(last * BLOCK_NBYTES, self._end)
         if start + nbytes > self._end:
@@ -238,7 +239,7 @@ def read_source(checkpoint_dir: str | os.PathLike[str], tag: str | None = None) 
 
 
 def _read_regular(path: Path, most_nbytes: int) -> bytes:
-    """The content of a file that is one, and no larger; OSError otherwise."""
+    """The content of a regular file of at most `most_nbytes`; OSError for anything else."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with os.fdopen(handle, "rb") as file:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
@@ -342,7 +343,7 @@ def _weight(
     return Weight(name, tensor["dtype"], shape, pieces, **kind)
 
 
-# ---- what is written ----
+# ---- the output ----
 
 
 @dataclass(frozen=True)
@@ -351,7 +352,7 @@ class Options:
 
     Attributes:
         dtype: fp32, bf16 or fp16, of every floating-point tensor of 16 bits or more.
-        form: safetensors or bin; None for what the output's name says.
+        form: safetensors or bin; None to take it from the output's name.
         max_shard_nbytes: of a file in an output folder.
         only: patterns; a tensor is written if its name matches one (`*.lora_*`). None matches all.
     """
@@ -366,7 +367,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Target:
-    """A tensor of the output, under its name there, and the further names it has."""
+    """A tensor of the output: its name, and the further names of a tied parameter."""
 
     name: str
     weight: Weight
@@ -390,14 +391,14 @@ class Shard:
         return sum(target.nbytes for target in self.targets)
 
 
-Tallies = dict[str, list[int]]  # name -> [the exclusive or of its elements' bits, its NaNs]; of parts they add up
+Tallies = dict[str, list[int]]  # name -> [exclusive or of its elements' bits, number of NaNs]; `_add` sums parts up
 
 
 def select(source: Source, options: Options) -> list[Target]:
-    """What of the source is to be written, ties as further names of one tensor.
+    """The tensors that the options select, ties as further names of one tensor.
 
     Raises:
-        ConversionError: nothing is.
+        ConversionError: none is selected.
     """
     aliases: dict[str, list[str]] = {}
     for alias, name in source.ties.items():
@@ -461,20 +462,33 @@ class Tensors:
         return state
 
 
-def _open_new(path: Path) -> tuple[int, Path]:
-    """A new file beside `path`, open and locked, under a name that no other program has; never through a link."""
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new file that replaces `path` when the block ends, flushed to the disk; removed if the block raises.
+
+    In the same folder, locked, under a unique name; never through a link.
+    """
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     while True:
         temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}{TEMPORARY_SUFFIX}")
         with contextlib.suppress(FileExistsError):
             handle = os.open(temporary, flags, 0o666)
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return handle, temporary
+            break
+    with contextlib.suppress(OSError):  # a file system without locks
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(handle)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _remove_abandoned(folder: Path, names: Iterable[str]) -> None:
-    """Removes what killed conversions left of these files; what is being written now is locked, and stays."""
+    """Removes temporary files of killed conversions; those that are being written now are locked, and stay."""
     of_these = re.compile(rf"({'|'.join(map(re.escape, names))})(\.[0-9a-f]{{8}})?{re.escape(TEMPORARY_SUFFIX)}")
     for path in folder.iterdir():
         if of_these.fullmatch(path.name) and path.lstat().st_mtime < time.time() - ABANDONED_SECONDS:
@@ -487,75 +501,53 @@ def _remove_abandoned(folder: Path, names: Iterable[str]) -> None:
                     os.close(handle)
 
 
-class _BinFile(Tensors):
-    """A file of torch.save, complete or not there."""
-
-    def __init__(self, path: Path, targets: Sequence[Target]) -> None:
-        super().__init__(targets)
-        self.path = path
-        self._temporary: Path | None = None
-
-    def finish(self) -> None:
-        handle, self._temporary = _open_new(self.path)
-        with os.fdopen(handle, "wb") as file:
-            try:
-                _torch().save(self.state_dict(), file)
-            except RuntimeError as error:
-                if isinstance(error.__context__, OSError):  # which torch hides behind one of its own
-                    raise error.__context__ from None
-                raise
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(self._temporary, self.path)
-
-    def abandon(self) -> None:
-        if self._temporary is not None:
-            self._temporary.unlink(missing_ok=True)
+Put = Callable[[Target, int, Bytes], None]  # (target, first element, bytes from it on); called by several threads
 
 
-class _SafetensorsFile:
-    """A safetensors file written in any order, complete or not there."""
-
-    def __init__(self, path: Path, targets: Sequence[Target]) -> None:
-        self.path = path
-        metadata = {"format": "pt", **{alias: target.name for target in targets for alias in target.aliases}}
-        header: dict[str, Any] = {"__metadata__": metadata}
-        offsets, cursor = {}, 0
-        for target in sorted(targets, key=lambda target: -ITEMSIZE[target.dtype]):  # keeps each one aligned
-            offsets[target.name] = cursor
-            span = [cursor, cursor + target.nbytes]
-            header[target.name] = {"dtype": target.dtype, "shape": target.weight.shape, "data_offsets": span}
-            cursor += target.nbytes
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        self._offsets = {name: 8 + len(text) + offset for name, offset in offsets.items()}
-        self._handle, self._temporary = _open_new(path)
+@contextlib.contextmanager
+def _bin_output(path: Path, targets: Sequence[Target]) -> Iterator[Put]:
+    """Collects tensors in memory and writes them with torch.save."""
+    tensors = Tensors(targets)
+    yield tensors.put
+    with _replacing(path) as file:
         try:
-            self._pwrite(memoryview(len(text).to_bytes(8, "little") + text), 0)
-            os.truncate(self._handle, 8 + len(text) + cursor)
-        except BaseException:
-            self.abandon()
+            _torch().save(tensors.state_dict(), file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):  # torch raises an error of its own over a full disk's
+                raise error.__context__ from None
             raise
 
-    def put(self, target: Target, start: int, data: Bytes) -> None:
-        self._pwrite(data.data, self._offsets[target.name] + start * ITEMSIZE[target.dtype])
 
-    def _pwrite(self, data: memoryview, offset: int) -> None:
-        begin, nbytes = offset, data.nbytes
-        while data:
-            count = os.pwrite(self._handle, data, offset)
-            data, offset = data[count:], offset + count
-        if hasattr(os, "posix_fadvise"):  # the disk may begin: less is left for the flush at the end
-            os.posix_fadvise(self._handle, begin, nbytes, os.POSIX_FADV_DONTNEED)
+@contextlib.contextmanager
+def _safetensors_output(path: Path, targets: Sequence[Target]) -> Iterator[Put]:
+    """Writes a safetensors file in any order."""
+    metadata = {"format": "pt", **{alias: target.name for target in targets for alias in target.aliases}}
+    header: dict[str, Any] = {"__metadata__": metadata}
+    starts, cursor = {}, 0
+    for target in sorted(targets, key=lambda target: -ITEMSIZE[target.dtype]):  # keeps each one aligned
+        starts[target.name] = cursor
+        span = [cursor, cursor + target.nbytes]
+        header[target.name] = {"dtype": target.dtype, "shape": target.weight.shape, "data_offsets": span}
+        cursor += target.nbytes
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    begin = 8 + len(text)
+    with _replacing(path) as file:
+        handle = file.fileno()
+        _pwrite(handle, memoryview(len(text).to_bytes(8, "little") + text), 0)
+        os.truncate(handle, begin + cursor)
+        yield lambda target, start, data: _pwrite(
+            handle, data.data, begin + starts[target.name] + start * ITEMSIZE[target.dtype]
+        )
 
-    def finish(self) -> None:
-        os.fsync(self._handle)
-        os.replace(self._temporary, self.path)
-        os.close(self._handle)
 
-    def abandon(self) -> None:
-        os.close(self._handle)
-        self._temporary.unlink(missing_ok=True)
+def _pwrite(handle: int, data: memoryview, offset: int) -> None:
+    start, nbytes = offset, data.nbytes
+    while data:
+        count = os.pwrite(handle, data, offset)
+        data, offset = data[count:], offset + count
+    if hasattr(os, "posix_fadvise"):  # starts writeback, so that less is left for the fsync at the end
+        os.posix_fadvise(handle, start, nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def _torch() -> Any:
@@ -566,7 +558,7 @@ def _torch() -> Any:
     return torch
 
 
-# ---- from one to the other ----
+# ---- conversion ----
 
 
 @dataclass(frozen=True)
@@ -584,7 +576,7 @@ class _Request:
 
 
 def _spans(targets: Iterable[Target]) -> Iterator[tuple[int, list[_Request]]]:
-    """(file, requests): what is read together because it lies together, of about a chunk."""
+    """(file, requests): runs of requests that are close together in a file, of about a chunk each."""
     by_file: dict[int, list[_Request]] = {}
     for target in targets:
         most = CHUNK_NBYTES // ITEMSIZE[target.weight.dtype]
@@ -643,7 +635,7 @@ def _rounded_to_bf16(values: NDArray[Any]) -> NDArray[Any]:
 
 
 def _finite_and_nans(data: Bytes, dtype: str) -> tuple[int, int]:
-    """How many of the floating-point elements are finite, and how many are NaN."""
+    """(number of finite, number of NaN) floating-point elements."""
     if dtype == "BF16":
         magnitudes = data.view("<u2") & 0x7FFF
         return int(np.count_nonzero(magnitudes < 0x7F80)), int(np.count_nonzero(magnitudes > 0x7F80))
@@ -652,6 +644,7 @@ def _finite_and_nans(data: Bytes, dtype: str) -> tuple[int, int]:
 
 
 def _tally(data: Bytes, dtype: str) -> list[int]:
+    """The two numbers of `Tallies`. They do not depend on how a tensor is cut, so chunks are added in any order."""
     bits = int(np.bitwise_xor.reduce(data.view(f"<u{ITEMSIZE[dtype]}")))
     if dtype not in FLOATS:
         return [bits, 0]
@@ -664,9 +657,9 @@ def _tally(data: Bytes, dtype: str) -> list[int]:
 
 
 def _add(tallies: Tallies, name: str, tally: Sequence[int]) -> None:
-    held = tallies.setdefault(name, [0, 0])
-    held[0] ^= tally[0]
-    held[1] += tally[1]
+    total = tallies.setdefault(name, [0, 0])
+    total[0] ^= tally[0]
+    total[1] += tally[1]
 
 
 def _in_parallel(tasks: Iterable[Callable[[], tuple[Tallies, int]]], workers: int, progress: _Progress) -> Tallies:
@@ -674,8 +667,8 @@ def _in_parallel(tasks: Iterable[Callable[[], tuple[Tallies, int]]], workers: in
     with concurrent.futures.ThreadPoolExecutor(workers) as pool:
         try:
             for future in concurrent.futures.as_completed([pool.submit(task) for task in tasks]):
-                found, nbytes = future.result()
-                for name, tally in found.items():
+                part, nbytes = future.result()
+                for name, tally in part.items():
                     _add(tallies, name, tally)
                 progress.advance(nbytes)
         except BaseException:
@@ -684,7 +677,7 @@ def _in_parallel(tasks: Iterable[Callable[[], tuple[Tallies, int]]], workers: in
     return tallies
 
 
-def _fill(source: Source, targets: Sequence[Target], sink: Any, workers: int, progress: _Progress) -> Tallies:
+def _fill(source: Source, targets: Sequence[Target], put: Put, workers: int, progress: _Progress) -> Tallies:
     """Reads, checks, converts and puts every element of the targets."""
 
     def work(file: int, span: list[_Request]) -> tuple[Tallies, int]:
@@ -694,7 +687,7 @@ def _fill(source: Source, targets: Sequence[Target], sink: Any, workers: int, pr
         nbytes = 0
         for request in span:
             converted = _convert(data[request.offset - origin : request.end - origin], request.target)
-            sink.put(request.target, request.start, converted)
+            put(request.target, request.start, converted)
             _add(tallies, request.target.name, _tally(converted, request.target.dtype))
             nbytes += converted.size
         return tallies, nbytes
@@ -709,13 +702,13 @@ def read_tensors(source: Source, targets: Sequence[Target], workers: int = Optio
         ConversionError: they are damaged, or do not fit the dtype.
     """
     tensors = Tensors(targets)
-    _fill(source, targets, tensors, workers, _Progress(0, show=False))
+    _fill(source, targets, tensors.put, workers, _Progress(0, show=False))
     return tensors
 
 
 @dataclass
 class _Journal:
-    """Which files of an output folder are finished, so that a second run need not write them again."""
+    """The finished files of an output folder, so that a second run does not write them again."""
 
     path: Path | None
     plan: str
@@ -732,7 +725,7 @@ class _Journal:
                 if all(len(tally) == 2 and all(type(number) is int for number in tally) for tally in tallies):
                     journal.finished = finished
             except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                journal.finished = {}  # it was itself interrupted: everything is written again
+                journal.finished = {}  # writing the journal was interrupted: all files are written again
         return journal
 
     def add(self, name: str, tallies: Tallies) -> None:
@@ -746,14 +739,8 @@ class _Journal:
 
 
 def _write_json(path: Path, document: Any) -> None:
-    handle, temporary = _open_new(path)
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(json.dumps(document, indent=2) + "\n")
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    with _replacing(path) as file:
+        file.write(f"{json.dumps(document, indent=2)}\n".encode())
 
 
 class _Progress:
@@ -788,7 +775,7 @@ def _size(nbytes: float) -> str:
     return f"{nbytes:.2f} GB"
 
 
-# ---- the whole conversion ----
+# ---- the steps of a conversion ----
 
 
 def convert(
@@ -796,8 +783,8 @@ def convert(
 ) -> list[Path]:
     """Writes the source's weights to `output`, a file or a folder by its name, and reads them back.
 
-    Files of a folder that an interrupted run of the same conversion has finished are not written again. Each file is
-    there whole or not at all; `index.json` comes last.
+    Files of a folder that an interrupted run of the same conversion has finished are not written again. Each file
+    appears complete or not at all; `index.json` is written last.
 
     Raises:
         ConversionError: see the class; ArgumentsError: the options contradict each other.
@@ -865,14 +852,9 @@ def _write(
             print(f"{shard.name} is there from an interrupted run")
             progress.advance(shard.nbytes)
             continue
-        sink = (_BinFile if form == "bin" else _SafetensorsFile)(path, shard.targets)
-        try:
-            tallies = _fill(source, shard.targets, sink, options.workers, progress)
-            sink.finish()
-        except BaseException:
-            sink.abandon()
-            raise
-        del sink  # a .bin's tensors
+        with (_bin_output if form == "bin" else _safetensors_output)(path, shard.targets) as put:
+            tallies = _fill(source, shard.targets, put, options.workers, progress)
+        del put  # frees a .bin's tensors
         journal.add(shard.name, tallies)
     seconds = progress.seconds
     for shard in shards:
@@ -885,7 +867,7 @@ def _write(
 
 
 def _refuse_other_weights(folder: Path, planned: set[str]) -> None:
-    """A loader that finds two sets of weights takes either."""
+    """Refuses a folder with weights of other names: a loader that finds two sets of weights may take either."""
     pattern = re.compile(r"(pytorch_)?model(-\d{5}-of-\d{5})?\.(bin|safetensors)(\.index\.json)?")
     if others := sorted(
         path.name for path in folder.iterdir() if pattern.fullmatch(path.name) and path.name not in planned
@@ -899,7 +881,7 @@ def _signature(source: Source, shards: Sequence[Shard]) -> str:
 
 
 def _index(shards: Sequence[Shard], form: str) -> dict[str, Any]:
-    """What transformers looks for: a .bin has the further names of ties too, safetensors cannot."""
+    """The index that transformers reads: for .bin with the further names of ties, which safetensors cannot have."""
     names = {
         name: shard.name
         for shard in shards
@@ -910,7 +892,7 @@ def _index(shards: Sequence[Shard], form: str) -> dict[str, Any]:
 
 
 def _verify(path: Path, shard: Shard, form: str, expected: Tallies, workers: int) -> None:
-    """Reads a written file back: names, dtypes and shapes, and of every tensor what `_tally` says of its elements."""
+    """Reads a written file back and compares names, dtypes and shapes, and the tally of every tensor's elements."""
     with (_bin_file if form == "bin" else _safetensors_file)(path, shard) as read:
 
         def work(target: Target, first: int) -> tuple[Tallies, int]:
@@ -922,8 +904,8 @@ def _verify(path: Path, shard: Shard, form: str, expected: Tallies, workers: int
             for target in shard.targets
             for first in range(0, target.nbytes, CHUNK_NBYTES)
         )
-        found = _in_parallel(tasks, workers, _Progress(0, show=False))
-    if wrong := sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name)):
+        tallies = _in_parallel(tasks, workers, _Progress(0, show=False))
+    if wrong := sorted(name for name in {*tallies, *expected} if tallies.get(name) != expected.get(name)):
         raise ConversionError(f"{path}: not what was written in {', '.join(wrong)}; remove it and run again")
 
 
@@ -965,13 +947,13 @@ def _bin_file(path: Path, shard: Shard) -> Iterator[Reader]:
     yield read
 
 
-def _compare(path: Path, targets: Iterable[Target], found: Mapping[str, Any], *, aliases: bool = False) -> None:
+def _compare(path: Path, targets: Iterable[Target], written: Mapping[str, Any], *, aliases: bool = False) -> None:
     expected = {
         name: (target.dtype, target.weight.shape)
         for target in targets
         for name in (target.name, *(target.aliases if aliases else ()))
     }
-    if wrong := sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name)):
+    if wrong := sorted(name for name in {*written, *expected} if written.get(name) != expected.get(name)):
         raise ConversionError(f"{path}: other names, dtypes or shapes than written: {', '.join(wrong)}")
 
 
@@ -1010,7 +992,9 @@ def _positive(text: str) -> int:
 
 
 def _make_parser(program: str) -> argparse.ArgumentParser:
-    parser = _Parser(program, description="Makes whole weights of a sharded checkpoint, on one machine without a GPU.")
+    parser = _Parser(
+        program, description="Converts a sharded checkpoint to full weights, on one machine without a GPU."
+    )
     add = parser.add_argument
     add("checkpoint_dir", type=Path, metavar="CHECKPOINT_DIR", help="the folder with `latest`, or a checkpoint in it")
     add("output", type=Path, metavar="OUTPUT", help="a folder, or a file by its name: *.safetensors, *.bin, *.pt")
@@ -1029,26 +1013,26 @@ def _make_parser(program: str) -> argparse.ArgumentParser:
 def run(
     arguments: Sequence[str], program: str, open_source: Callable[[Path, str | None], Source] = read_source
 ) -> list[Path]:
-    """Does what a command line says; returns the files it wrote.
+    """Runs a command line; returns the files it wrote.
 
     Raises:
         ConversionError, ArgumentsError: as `convert`.
     """
-    given = _make_parser(program).parse_args(arguments)
-    if given.safe_serialization and given.format == "bin":
+    parsed = _make_parser(program).parse_args(arguments)
+    if parsed.safe_serialization and parsed.format == "bin":
         raise ArgumentsError("--safe_serialization and --format bin exclude each other")
-    source = open_source(given.checkpoint_dir, given.tag)
+    source = open_source(parsed.checkpoint_dir, parsed.tag)
     print(f"Processing zero checkpoint at {source.tag}")
     print(f"Detected checkpoint of type zero stage {source.stage}, world_size: {source.world_size}", flush=True)
     options = Options(
-        dtype=given.dtype,
-        form="safetensors" if given.safe_serialization else given.format,
-        max_shard_nbytes=given.max_shard_size,
-        exclude_frozen=given.exclude_frozen_parameters,
-        only=tuple(given.only),
-        workers=given.workers,
+        dtype=parsed.dtype,
+        form="safetensors" if parsed.safe_serialization else parsed.format,
+        max_shard_nbytes=parsed.max_shard_size,
+        exclude_frozen=parsed.exclude_frozen_parameters,
+        only=tuple(parsed.only),
+        workers=parsed.workers,
     )
-    return convert(source, given.output, options, dry_run=given.dry_run, show_progress=True)
+    return convert(source, parsed.output, options, dry_run=parsed.dry_run, show_progress=True)
 
 
 def main() -> int:

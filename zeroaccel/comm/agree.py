@@ -1,6 +1,7 @@
-"""Questions on which the ranks must come to one answer before any of them goes on.
+"""Agreement: an exception on one rank is raised on all, and a value of rank 0 is broadcast with its exception.
 
-An exception that only one rank raises leaves the others in a collective; here they learn of it and raise too.
+An exception that only one rank raises leaves the others blocked in their next collective. Where that can happen, all
+ranks exchange the outcome first and raise alike.
 """
 
 from __future__ import annotations
@@ -22,9 +23,16 @@ T = TypeVar("T")
 
 @contextmanager
 def agreed(collectives: Collectives, label: str) -> Iterator[None]:
-    """If the block raises on any rank, every rank raises what the first of them did. (all ranks)
+    """If the block raises on any rank, every rank raises what the lowest of them did. (all ranks)
 
     The block itself must contain no collective.
+
+    Example:
+        >>> from zeroaccel.comm.topology import destroy, init_process_group
+        >>> ranks = Collectives(init_process_group())
+        >>> with agreed(ranks, "read the number of rows"):
+        ...     rows = int("7")
+        >>> destroy()
     """
     error: Exception | None = None
     try:
@@ -48,10 +56,11 @@ def agree_or_raise(collectives: Collectives, error: Exception | None, label: str
         if error is not None:
             raise error
         return
-    everyone: list[tuple[bytes, str] | None] = collectives.gather_objects(_portable(error), label)
-    failed = {rank: failure for rank, failure in enumerate(everyone) if failure is not None}
+    failures: list[tuple[bytes, str] | None] = collectives.gather_objects(_portable(error), label)
+    failed = {rank: failure for rank, failure in enumerate(failures) if failure is not None}
     if not failed:
         return
+    # Ranks that failed alike share a line of the message.
     ranks_by_message: dict[str, list[int]] = {}
     for rank, (_, message) in failed.items():
         ranks_by_message.setdefault(message, []).append(rank)
@@ -71,16 +80,17 @@ def from_rank_0(collectives: Collectives, make: Callable[[], T], label: str) -> 
     """
     if collectives.world_size == 1:
         return make()
-    made: T | None = None
+    value: T | None = None
     error: Exception | None = None
     payload = torch.empty(0, dtype=torch.uint8)
     if collectives.rank == 0:
         try:
-            made = make()
-            payload = _bytes((None, made))
+            value = make()
+            payload = _bytes((None, value))
         except Exception as raised:
             error = raised
             payload = _bytes((_portable(error), None))
+    # The size first, since only rank 0 knows it. An exception is broadcast like a value, so that no rank waits for one.
     size = torch.tensor([payload.numel()])
     collectives.broadcast(size, 0, f"{label}: size")
     if collectives.rank != 0:
@@ -89,19 +99,19 @@ def from_rank_0(collectives: Collectives, make: Callable[[], T], label: str) -> 
     if error is not None:
         raise error
     if collectives.rank != 0:
-        failure, made = pickle.loads(payload.numpy().tobytes())
+        failure, value = pickle.loads(payload.numpy().tobytes())
         if failure is not None:
             raise _instance(pickle.loads(failure[0]), f"{failure[1]} [rank 0]")
-    return made  # type: ignore[return-value]
+    return value  # type: ignore[return-value]
 
 
 def disagreement_report(collectives: Collectives) -> str:
-    """Where the ranks' histories part: the first collective that is not the same on all of them. (all ranks)
+    """Where the ranks desynced: the first collective that is not the same on all of them. (all ranks)
 
-    To be called when their digests differ. The same text on every rank.
+    To be called when the digests of their flight recorders differ. The same text on every rank.
     """
-    everyone = collectives.gather_objects(collectives.flight_recorder.recent(per_kind=128), "compare histories")
-    difference = first_difference(dict(enumerate(everyone)))
+    histories = collectives.gather_objects(collectives.flight_recorder.recent(per_kind=128), "compare histories")
+    difference = first_difference(dict(enumerate(histories)))
     if not difference:
         return "the ranks have gone through different collectives, longer ago than they remember"
     return f"the ranks have gone through different collectives: {difference}"

@@ -1,7 +1,7 @@
-"""Collectives under way: supervised from the call to the end of `wait`, and what each has left to do then.
+"""Collectives in flight: tracked from the call to the end of `wait`, and what each has left to do then.
 
-`collectives.py` starts them; the `CollectiveTracker` enters them in the journal and turns a backend's failure into the
-watchdog's account of it.
+`collectives.py` issues them; the `CollectiveTracker` records them in the flight recorder, and raises the watchdog's
+hang report where the backend fails.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ _DTYPE_NAMES: dict[torch.dtype, str] = {}
 
 
 class Work(Protocol):
-    """A collective under way."""
+    """A collective in flight, like `torch.distributed.Work`."""
 
     def wait(self) -> None:
         """Blocks until the result is in place; on CUDA, makes the current stream wait for it. Idempotent.
 
         Raises:
-            CollectiveError: the ranks have parted, or one is gone; the message says where each of them is.
+            CollectiveError: the ranks have desynced, or one is gone; the message says where each of them is.
         """
 
     def is_completed(self) -> bool:
-        """Whether `wait` would not block. On gloo, which does not tell, False until `wait` has returned."""
+        """Whether `wait` would not block. On gloo, which cannot be asked, False until `wait` has returned."""
 
 
 class CollectiveTracker:
-    """Keeps the books on every collective of one topology.
+    """Records every collective of one topology, and explains its failures.
 
     Args:
-        watchdog: None when there is nobody who could keep this rank waiting.
+        watchdog: None with one rank, which waits for no other.
     """
 
     def __init__(self, flight_recorder: FlightRecorder, watchdog: Watchdog | None) -> None:
@@ -62,35 +62,35 @@ class CollectiveTracker:
         self._watchdog = watchdog
 
     def issue(self, kind: Kind, op: str, label: str, tensor: Tensor) -> CollectiveRecord:
-        """Enters a call that is about to be made. `tensor` is the whole one, as large on every rank."""
+        """Records a call that is about to be made. `tensor` is the full one, of the same size on every rank."""
         if self._watchdog is not None and self._watchdog.error is not None:
             raise self._watchdog.failure()
         dtype = tensor.dtype
         name = _DTYPE_NAMES.get(dtype) or _DTYPE_NAMES.setdefault(dtype, str(dtype).removeprefix("torch."))
         return self.flight_recorder.issue(kind, op, label, tensor.numel(), name)
 
-    def start(self, entry: CollectiveRecord, move: Callable[..., _Pendings], *args: Any) -> _Pendings:
-        """Makes the call: ``move(*args, tag)``."""
+    def start(self, entry: CollectiveRecord, operation: Callable[..., _Pendings], *args: Any) -> _Pendings:
+        """Starts its messages: ``operation(*args, tag)``."""
         try:
-            return move(*args, entry.tag)
+            return operation(*args, entry.tag)
         except RuntimeError as error:
             raise self._explain(entry, error) from error
 
-    def move(self, entry: CollectiveRecord, move: Callable[..., _Pendings], *args: Any) -> None:
-        """One of several moves of a call: makes it and blocks until it is through."""
-        self.follow(entry, self.start(entry, move, *args))
+    def transfer(self, entry: CollectiveRecord, operation: Callable[..., _Pendings], *args: Any) -> None:
+        """One of several transfers of a call: starts it and blocks until it is complete."""
+        self.follow(entry, self.start(entry, operation, *args))
 
     def wait(self, entry: CollectiveRecord, pending: Iterable[PendingTransfer]) -> None:
-        """Blocks until the messages of the call are through, one after another."""
+        """Blocks until the call is complete."""
         self.follow(entry, pending)
         self.finish(entry)
 
     def finish(self, entry: CollectiveRecord) -> None:
-        """The call is done."""
+        """Records that the call is complete."""
         self.flight_recorder.finish(entry)
 
     def follow(self, entry: CollectiveRecord, pending: Iterable[PendingTransfer]) -> None:
-        """Blocks until some messages of the call are through; others may follow."""
+        """Blocks until these messages of the call are complete; others may follow."""
         flight_recorder = self.flight_recorder
         flight_recorder.begin_wait(entry)
         try:
@@ -123,7 +123,7 @@ DONE = _Done()
 
 
 class MessageWork:
-    """Messages between ranks. Holds the tensors they read and write until they are done."""
+    """Messages between ranks. Keeps the tensors they read and write alive until they are complete."""
 
     __slots__ = ("__weakref__", "_pending", "entry", "tracker")
 
@@ -142,14 +142,14 @@ class MessageWork:
         return self._pending is None or all(work.is_completed() for work in self._pending)
 
     def _complete(self) -> None:
-        """What this rank has left to do, once."""
+        """What this rank has left to do with what arrived, once."""
 
 
 class RankSumWork(MessageWork):
-    """The parts of a reduce-scatter on their way to this rank.
+    """A reduce-scatter whose sum this rank makes itself, in the order of the ranks.
 
     Args:
-        parts: W times (S,), on loan from `pool`; the parts in the order of the ranks.
+        parts: W times (S,), acquired from `pool`; the parts in the order of the ranks.
         out: (S,), gets the scaled sum.
     """
 
@@ -179,10 +179,10 @@ class RankSumWork(MessageWork):
 
 
 class QuantizedGatherWork(MessageWork):
-    """An all-gather of codes.
+    """An all-gather of int8 codes.
 
     Args:
-        codes: (W, INT8.nbytes(S)) uint8, on loan from `pool`; in the order of the ranks.
+        codes: (W, INT8.nbytes(S)) uint8, acquired from `pool`; in the order of the ranks.
         out: (W*S,), gets their values.
     """
 
@@ -201,7 +201,7 @@ class QuantizedGatherWork(MessageWork):
         self._codes, self._out, self._buffer_pool = codes, out, pool
 
     def _complete(self) -> None:
-        _decode_all(self._codes, self._out)
+        _dequantize_all(self._codes, self._out)
         self._buffer_pool.release(self._codes)
         del self._codes
 
@@ -209,8 +209,8 @@ class QuantizedGatherWork(MessageWork):
 class DeviceWork(MessageWork):
     """A collective of the backend itself, on an accelerator: `wait` does not block the host.
 
-    It is followed by the journal's probe, one at a time: the work itself, and after `wait` an event behind it on the
-    stream that waits, which unlike the work holds no memory.
+    The watchdog follows one at a time by the flight recorder's probe: the work itself, and after `wait` an event behind
+    it on the stream that waits, which unlike the work holds no memory.
     """
 
     __slots__ = ("_device",)
@@ -270,7 +270,7 @@ class AverageWork(DeviceWork):
 
 
 class QuantizedGatherDeviceWork(DeviceWork):
-    """As `QuantizedGatherWork`, on an accelerator."""
+    """As `QuantizedGatherWork`, on an accelerator, whose allocator needs no pool."""
 
     __slots__ = ("_codes", "_out")
 
@@ -286,10 +286,10 @@ class QuantizedGatherDeviceWork(DeviceWork):
         self._codes, self._out = codes, out
 
     def _complete(self) -> None:
-        _decode_all(self._codes, self._out)
+        _dequantize_all(self._codes, self._out)
 
 
-def _decode_all(codes: Tensor, out: Tensor) -> None:
+def _dequantize_all(codes: Tensor, out: Tensor) -> None:
     """out: (W*S,) = the values of the (W, INT8.nbytes(S)) codes."""
     for code, part in zip(codes, out.view(codes.shape[0], -1), strict=True):
         dequantize(code, INT8, part)

@@ -1,12 +1,11 @@
-"""The collectives of the engine: what is gathered or summed, over which group, in which order.
+"""The collectives of the engine: all-gather, reduce-scatter, and small ones for control.
 
-Movement is left to `transport.py`, waiting and failing to `collective_tracker.py`, ranks and groups come from
-`topology.py`. Nothing here knows what the tensors mean; the caller's label says it, to whoever has to read about a
-hang.
+Transport is left to `transport.py`, waiting and failing to `collective_tracker.py`, ranks and groups come from
+`topology.py`. Nothing here knows what the tensors mean; the caller's label says it in the messages about hangs.
 
 Letters: W = world size, S = elements per rank; where ranks have parts of several sizes, `split_sizes` has that of each,
-W*S is their sum and S this rank's. In host memory every sum runs in the order of the ranks, in fp32, and
-is rounded once: it depends neither on timing nor on where in a tensor an element lies.
+W*S is their sum and S this rank's. In host memory every sum runs in the order of the ranks, in fp32, and is rounded
+once: it depends neither on timing nor on where in a tensor an element lies.
 """
 
 from __future__ import annotations
@@ -43,27 +42,36 @@ __all__ = ["Collectives", "PartitionedTensors", "Work", "check_split"]
 class Collectives:
     """The collectives of one topology. All ranks call the same ones, in the same order, with the same labels.
 
-    Gathers and reductions may interleave differently on different ranks, since they use separate groups.
+    Gathers and reductions may interleave differently on different ranks, since they use separate groups. Here all ranks
+    are one shard group; `hierarchical.py` has the collectives of smaller ones.
 
-    Shards are gathered and reduced over all ranks here; `hierarchical.py` has collectives for which ranks differ.
+    Example:
+        >>> from zeroaccel.comm.topology import destroy, init_process_group
+        >>> ranks = Collectives(init_process_group())
+        >>> shard = torch.arange(4.0)
+        >>> full = torch.empty(ranks.world_size * 4)
+        >>> ranks.all_gather(full, shard, "unshard weights").wait()
+        >>> full
+        tensor([0., 1., 2., 3.])
+        >>> destroy()
 
     Args:
         topology: shared with every other engine of the process.
-        group: the ranks that see different samples; by default all.
+        group: the data group, of ranks that see different samples; by default all ranks.
 
     Attributes:
-        rank, world_size: of this process, among the ranks that see different samples.
-        shard_rank, shard_world_size: its place among the ranks that hold different shards, and their number.
-        replica: number of the set of shards that this rank's belongs to; 0 where there is one.
-        secondary_rank, secondary_world_size: the same of the secondary partition, which backward gathers from (ZeRO++
-            hpZ); those of the shard where there is none.
+        rank, world_size: in the data group.
+        shard_rank, shard_world_size: in the shard group.
+        replica: rank in the replicate group, 0 where there is one shard group.
+        secondary_rank, secondary_world_size: in the secondary group, over which backward gathers (ZeRO++ hpZ); those of
+            the shard group where there is none.
         job: over all ranks of the job, where these are over some; else these themselves.
-        is_first_data_group: whether this rank speaks for what is alike in each of several sets of such ranks.
-        nodes: the ranks on each machine, by their numbers in the job.
+        is_first_data_group: True on one data group of the job; values that all data groups hold are counted only there.
+        nodes: the global ranks on each machine.
         quantized_weights: whether `gather_weights` rounds.
-        flight_recorder: what has been issued; the engine sets its `phase` and `step`.
-        meter: told of every message of gathers, reductions and broadcasts: (tag of the call, receiver's number in the
-            job, bytes). None for nobody.
+        flight_recorder: of what has been issued; the engine sets its `phase` and `step`.
+        meter: called for every message of gathers, reductions and broadcasts: (tag of the call, global rank of the
+            receiver, bytes). None for no metering.
     """
 
     rank: int
@@ -82,9 +90,9 @@ class Collectives:
     meter: Meter | None
 
     def __init__(self, topology: Topology, group: RankGroup | None = None) -> None:
-        group = group or topology.everyone
+        group = group or topology.all_ranks
         self.topology = topology
-        self.rank = self.shard_rank = self.secondary_rank = group.place
+        self.rank = self.shard_rank = self.secondary_rank = group.rank
         self.world_size = self.shard_world_size = self.secondary_world_size = group.size
         self.replica = 0
         self.quantized_weights = False
@@ -102,11 +110,11 @@ class Collectives:
             self._shard_gathers = self._gathers
 
     def _transports(self, group: RankGroup, over: dist.ProcessGroup) -> Transports:
-        """Those of one process group of `group`, by the type of device; what they send is metered."""
+        """The transports over one process group of `group`, by the type of device; what they send is metered."""
 
         def meter_source() -> Meter | None:
             meter = self.meter
-            return None if meter is None else lambda tag, place, nbytes: meter(tag, group.ranks[place], nbytes)
+            return None if meter is None else lambda tag, rank, nbytes: meter(tag, group.ranks[rank], nbytes)
 
         devices = {"cpu", self.topology.device.type}
         return {device: transport_over(over, device, meter_source) for device in devices}
@@ -116,7 +124,7 @@ class Collectives:
 
         Args:
             out: (W*S,), contiguous.
-            shard: (S,), of the dtype of `out`; may be this rank's part of `out`. Must stay as it is until `wait`.
+            shard: (S,), of the dtype of `out`; may be this rank's part of `out`. Must not change until `wait`.
             label: what it is for, the same on all ranks: "unshard layers.3".
             split_sizes: elements of each rank's shard, in the order of `out`; empty for equal ones.
         """
@@ -133,7 +141,7 @@ class Collectives:
     ) -> Work:
         entry = self._tracker.issue("gather", op, label, out)
         if out.numel() == 0:
-            return self._nothing_to_move(entry)
+            return self._finish_empty(entry)
         transport = transports[out.device.type]
         pending = self._tracker.start(entry, transport.all_gather, out, shard, split_sizes)
         if isinstance(transport, P2PTransport):
@@ -150,7 +158,7 @@ class Collectives:
 
         Args:
             out: (S,), of any floating dtype.
-            flat: (W*S,), contiguous. Must stay as it is until `wait`; with `split_sizes` it is not what it was then.
+            flat: (W*S,), contiguous. Must not change until `wait`; with `split_sizes` it may be overwritten.
             label: what it is for, the same on all ranks: "reduce layers.3".
             scale: the factor, usually 1/W.
             split_sizes: elements of each rank's part, in the order of `flat`; empty for equal ones.
@@ -161,55 +169,57 @@ class Collectives:
             return DONE
         entry = self._tracker.issue("reduce", "reduce_scatter", label, flat)
         if flat.numel() == 0:
-            return self._nothing_to_move(entry)
+            return self._finish_empty(entry)
         transport = self._reductions[flat.device.type]
+        # In host memory: every rank's part comes in as it is, and is summed during `wait`, in the order of the ranks.
         if isinstance(transport, P2PTransport):
             parts = self._buffer_pool.acquire(self.world_size * out.numel(), flat.dtype)
             pending = self._tracker.start(entry, transport.reduce_scatter, parts, flat, split_sizes)
             return RankSumWork(self._tracker, entry, pending, self._buffer_pool, parts, out, scale)
+        # The backend reduces in the dtype of its input; an `out` of another (fp32 of bf16) is written after `wait`.
         average = out if out.dtype == flat.dtype else torch.empty_like(out, dtype=flat.dtype)
         pending = self._tracker.start(entry, transport.reduce_scatter, average, flat, split_sizes)
         return AverageWork(self._tracker, entry, pending, average, out, scale * self.world_size)
 
     def gather_weights(self, out: Tensor, shard: Tensor, label: str, split_sizes: Sequence[int] = ()) -> Work:
-        """As `all_gather`, of weights to compute with; may round them where `quantized_weights` says so."""
+        """As `all_gather`, of weights to compute with; rounds them where `quantized_weights` is True."""
         return self.all_gather(out, shard, label, split_sizes)
 
-    def gather_secondary(self, out: Tensor, second: Tensor, label: str) -> Work:
+    def gather_secondary(self, out: Tensor, secondary: Tensor, label: str) -> Work:
         """As `all_gather`, over the ranks that hold the second copy. `second`: (N / second_world_size,)."""
-        return self.all_gather(out, second, label)
+        return self.all_gather(out, secondary, label)
 
-    def gather_quantized(self, out: Tensor, packed: Tensor, label: str) -> Work:
-        """As `all_gather`, of shards that are stored as int8 codes.
+    def gather_quantized(self, out: Tensor, code: Tensor, label: str) -> Work:
+        """As `all_gather`, of shards that are quantized to int8.
 
         Args:
-            packed: (INT8.nbytes(S),) uint8, this rank's code; as it is until `wait`.
+            code: (INT8.nbytes(S),) uint8, this rank's; must not change until `wait`.
         """
         numel = out.numel() // self.shard_world_size
         if self.shard_world_size == 1 or numel == 0:
-            dequantize(packed, INT8, out)
+            dequantize(code, INT8, out)
             return DONE
         entry = self._tracker.issue("gather", "all_gather int8", label, out)
         transport = self._shard_gathers[out.device.type]
-        ranks, nbytes = self.shard_world_size, self.shard_world_size * packed.numel()
+        ranks, nbytes = self.shard_world_size, self.shard_world_size * code.numel()
         if isinstance(transport, P2PTransport):
             codes = self._buffer_pool.acquire(nbytes, torch.uint8)
-            pending = self._tracker.start(entry, transport.all_gather, codes, packed, ())
+            pending = self._tracker.start(entry, transport.all_gather, codes, code, ())
             return QuantizedGatherWork(self._tracker, entry, pending, codes.view(ranks, -1), out, self._buffer_pool)
-        codes = packed.new_empty(nbytes)
-        pending = self._tracker.start(entry, transport.all_gather, codes, packed, ())
+        codes = code.new_empty(nbytes)
+        pending = self._tracker.start(entry, transport.all_gather, codes, code, ())
         return QuantizedGatherDeviceWork(self._tracker, entry, pending, codes.view(ranks, -1), out)
 
-    def over(self, arranged: Collectives) -> Collectives:
-        """What to use in place of these where others are needed: `hierarchical`, in the same wrappings."""
-        return arranged
+    def over(self, hierarchical: Collectives) -> Collectives:
+        """What replaces these where a plan needs `hierarchical` ones: those, in the same wrapper as these."""
+        return hierarchical
 
     def reduction_nbytes(self, numel: int, shard_numel: int, dtype: torch.dtype) -> int:
         """Bytes that this rank sends in a `reduce_scatter` of `numel` elements, its own part being `shard_numel`."""
         return (numel - shard_numel) * dtype.itemsize
 
     def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"], label: str) -> None:
-        """Replaces `tensor` by its sum or maximum over the ranks, the same bits on all of them. Blocks.
+        """tensor = its sum or maximum over the ranks, the same bits on all of them. Blocks.
 
         Over the control group, for small tensors: a tensor on an accelerator goes through host memory. The sum runs
         in the order of the ranks; a NaN anywhere makes the maximum NaN.
@@ -222,13 +232,13 @@ class Collectives:
         tensor.detach().copy_(result.view(tensor.shape))
 
     def broadcast(self, tensor: Tensor, src: int, label: str) -> None:
-        """Replaces `tensor` by that of rank `src`. Blocks. Over the gather group; contiguous tensors only."""
+        """tensor = that of rank `src`. Blocks. Over the gather group; contiguous tensors only."""
         assert tensor.is_contiguous(), f"{label}: a broadcast of a tensor that is not contiguous"
         if self.world_size == 1:
             return
         entry = self._tracker.issue("gather", f"broadcast from {src}", label, tensor)
         if tensor.numel() == 0:
-            self._nothing_to_move(entry)
+            self._finish_empty(entry)
             return
         transport = self._gathers[tensor.device.type]
         pending = self._tracker.start(entry, transport.broadcast, tensor.detach().view(-1), src)
@@ -238,6 +248,7 @@ class Collectives:
         """The `obj` of every rank, by rank, on every rank. Pickled; over the control group. Blocks."""
         if self.world_size == 1:
             return [obj]
+        # Two all-gathers: the sizes first, then the pickles, padded to the largest of them.
         payload = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
         own_size = torch.tensor([payload.numel()])
         sizes: list[int] = self._gather_rows(own_size, "gather_objects", f"{label}, sizes").view(-1).tolist()
@@ -256,25 +267,25 @@ class Collectives:
         entry = self._tracker.issue("control", op, label, own)
         rows = own.new_empty(self.world_size, own.numel())
         if own.numel() == 0:
-            self._nothing_to_move(entry)
+            self._finish_empty(entry)
         else:
             pending = self._tracker.start(entry, self._control.all_gather, rows.view(-1), own, ())
             self._tracker.wait(entry, pending)
         return rows
 
-    def _nothing_to_move(self, entry: CollectiveRecord) -> Work:
+    def _finish_empty(self, entry: CollectiveRecord) -> Work:
         self.flight_recorder.finish(entry)
         return DONE
 
 
-def check_split(whole: Tensor, part: Tensor, split_sizes: Sequence[int], rank: int, world_size: int, what: str) -> None:
-    """Whether the parts that ranks hold are those of the whole; a mistake of ours, so an assertion."""
+def check_split(full: Tensor, part: Tensor, split_sizes: Sequence[int], rank: int, world_size: int, what: str) -> None:
+    """Asserts that the parts of the ranks make up the full tensor; a mistake of ours, so an assertion."""
     if split_sizes:
         fits = len(split_sizes) == world_size and split_sizes[rank] == part.numel()
-        fits = fits and sum(split_sizes) == whole.numel()
+        fits = fits and sum(split_sizes) == full.numel()
     else:
-        fits = whole.numel() == world_size * part.numel()
-    assert fits, f"{what} of {whole.numel()} elements, {part.numel()} on rank {rank} of {world_size}: {split_sizes}"
+        fits = full.numel() == world_size * part.numel()
+    assert fits, f"{what} of {full.numel()} elements, {part.numel()} on rank {rank} of {world_size}: {split_sizes}"
 
 
 def _scale_into(out: Tensor, flat: Tensor, scale: float) -> None:
@@ -285,11 +296,13 @@ def _scale_into(out: Tensor, flat: Tensor, scale: float) -> None:
         out.copy_(flat.float() * scale)
 
 
-_FIRST_TAG, _TAGS = 1 << 28, 1 << 20  # apart from those of whoever else sends messages in the group
+# --- over a group that another library made
+
+_FIRST_TAG, _NUM_TAGS = 1 << 28, 1 << 20  # apart from the tags of other code that sends messages in the group
 
 
 class PartitionedTensors:
-    """Equal shares of tensors that are the same on every rank of a group.
+    """Shards of tensors that are the same on every rank of a group, such as activations under tensor parallelism.
 
     Args:
         group: a process group that this rank is in. Its ranks must call alike, in the same order.
@@ -309,11 +322,11 @@ class PartitionedTensors:
             raise UsageError("tensor_parallel_group", expected="a process group with this rank in it", got=group)
 
     def shard_numel(self, numel: int) -> int:
-        """S, elements of a share; the last ranks' may be padding."""
+        """S, elements of a shard; the last ranks' may be padding."""
         return -(-numel // self.size)
 
     def shard(self, flat: Tensor) -> Tensor:
-        """(S,) a copy of this rank's part of `flat`, (numel,), zeros behind its end."""
+        """(S,) a copy of this rank's part of `flat`, (numel,), padded with zeros."""
         length = self.shard_numel(flat.numel())
         out = flat.new_zeros(length)
         own = flat[self.rank * length : (self.rank + 1) * length]
@@ -321,10 +334,10 @@ class PartitionedTensors:
         return out
 
     def unshard(self, shard: Tensor, numel: int) -> Tensor:
-        """(numel,) the tensor whose shares the ranks have. (all ranks of the group)"""
+        """(numel,) the tensor of which the ranks have the shards. (all ranks of the group)"""
         out = torch.empty(self.size * shard.numel(), dtype=shard.dtype, device=shard.device)
         self._calls += 1
         transport = transport_over(self._group, shard.device.type)
-        for work in transport.all_gather(out, shard, (), _FIRST_TAG + self._calls % _TAGS):
+        for work in transport.all_gather(out, shard, (), _FIRST_TAG + self._calls % _NUM_TAGS):
             work.wait()
         return out[:numel]

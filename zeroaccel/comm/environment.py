@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 
-from zeroaccel.config.variables import check_variables
+from zeroaccel.config.launch.launch_sources import check_variables
 from zeroaccel.errors import ConfigError
 
 __all__ = [
@@ -36,30 +36,30 @@ _HOW_TO_START = "start the script with `zeroaccel launch --num_processes N scrip
 
 
 def check_own_variables() -> None:
-    """Looks for variables whose names begin as ours do and that nobody reads.
+    """Looks for variables whose names begin as this package's do and that no code reads.
 
     Raises:
-        ConfigError: there are some; each is named with the one that was probably meant.
+        ConfigError: there are some; each is named with the closest one that exists.
     """
     check_variables(os.environ)
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """(rank, world size); (0, 1) where nothing is said of a job.
+    """(rank, world size) by RANK and WORLD_SIZE; (0, 1) where neither is set.
 
     Raises:
-        ConfigError: something is said, but not all that is needed to find the other ranks.
+        ConfigError: some variables are set, but not all that are needed to find the other ranks.
     """
     environ = os.environ
     if not environ.get("WORLD_SIZE") and not environ.get("RANK"):
         _refuse_mpi()
         return 0, 1
     if environ.get("WORLD_SIZE") == "1" and environ.get("RANK", "0") == "0":
-        return 0, 1  # there is nobody to find
+        return 0, 1  # there is no other rank to find
     if missing := [name for name in _NEEDED if not environ.get(name)]:
-        given = " and ".join(f"{name}={environ[name]}" for name in _NEEDED if environ.get(name))
+        present = " and ".join(f"{name}={environ[name]}" for name in _NEEDED if environ.get(name))
         raise ConfigError(
-            f"environment: {given} set, but not {', '.join(missing)}",
+            f"environment: {present} set, but not {', '.join(missing)}",
             fix=f"{_HOW_TO_START}; to run as one process, unset RANK and WORLD_SIZE",
         )
     rank, world_size = _integer("RANK"), _integer("WORLD_SIZE")
@@ -70,7 +70,7 @@ def rank_and_world_size() -> tuple[int, int]:
 
 
 def _refuse_mpi() -> None:
-    """Each of the ranks of mpirun would take itself for the whole job."""
+    """Raises under mpirun without torchrun's variables, where each rank would take itself for the only one."""
     for name in _MPI_SIZES:
         if os.environ.get(name, "1") != "1":
             raise ConfigError(
@@ -84,24 +84,24 @@ def rendezvous_address() -> str:
 
 
 def local_rank_and_size() -> tuple[int, int] | None:
-    """(local rank, local world size), or None where the launcher does not say both."""
+    """(local rank, local world size), or None where the launcher has not set both."""
     if os.environ.get("LOCAL_RANK") and os.environ.get("LOCAL_WORLD_SIZE"):
         return _integer("LOCAL_RANK"), _integer("LOCAL_WORLD_SIZE")
     return None
 
 
 def launcher_owns_store() -> bool:
-    """Whether the rendezvous store lives in the launcher, and not in rank 0."""
+    """Whether the launcher hosts the rendezvous store, rather than rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def launcher_wakes_stopped_ranks() -> bool:
-    """Whether the launcher is ours, which ends its ranks also where they are stopped (SIGSTOP)."""
+    """Whether the launcher is `zeroaccel launch`, which ends its ranks even where they are stopped (SIGSTOP)."""
     return "ZEROACCEL_LAUNCH_ID" in os.environ
 
 
 def omp_threads_chosen(parent: Path | None = None) -> bool:
-    """Whether somebody chose OMP_NUM_THREADS, rather than torchrun, which makes it 1 for ranks that have none.
+    """Whether OMP_NUM_THREADS is the user's choice, rather than torchrun's, which sets it to 1 where it is unset.
 
     Torchrun's 1 is not in the environment that torchrun itself was started with; where that cannot be read, a 1 in a
     rank of torchrun is taken for its own.
@@ -115,14 +115,14 @@ def omp_threads_chosen(parent: Path | None = None) -> bool:
     if value != "1" or "TORCHELASTIC_RUN_ID" not in os.environ:
         return True
     try:
-        given = (parent or Path(f"/proc/{os.getppid()}/environ")).read_bytes().split(b"\0")
+        variables = (parent or Path(f"/proc/{os.getppid()}/environ")).read_bytes().split(b"\0")
     except OSError:
         return False
-    return any(entry.startswith(b"OMP_NUM_THREADS=") for entry in given)
+    return any(entry.startswith(b"OMP_NUM_THREADS=") for entry in variables)
 
 
 def timeout_seconds(timeout: float | timedelta | None) -> float:
-    """How long a collective may wait: as given, else as the environment says, else 600. Infinite for 0.
+    """How long a collective may wait: `timeout`, else ZEROACCEL_COLLECTIVE_TIMEOUT, else 600. Infinite for 0.
 
     Raises:
         ConfigError: not a number of seconds.
@@ -150,7 +150,7 @@ def _integer(name: str) -> int:
 
 
 def core_set() -> frozenset[int]:
-    """The numbers of the cores this process may run on, as far as the system tells; else of all."""
+    """The numbers of the cores this process may run on; all of them where the system does not tell."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
@@ -167,9 +167,9 @@ def usable_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 
 
 def fair_threads(usable: int, own: frozenset[int], local: Iterable[frozenset[int]]) -> int:
-    """The threads of one process among those of its machine, so that together they are as many as cores.
+    """Threads for one process, so that those of all processes of the job on a machine are as many as its cores.
 
-    Processes that are bound to cores of their own do not share them, and are not divided by again.
+    Processes that are bound to cores of their own do not share them, and so are not divided by again.
 
     Args:
         usable: `usable_cores` of this process.

@@ -1,15 +1,27 @@
-"""Collectives for which ranks are not all alike: replicas, nodes, second copies, and codes on the way.
+"""Collectives over a `MeshLayout`: HSDP replicas (MiCS), secondary partitions and quantized transfers (ZeRO++).
 
-The engine is the same over these as over `Collectives`: it gathers, reduces and asks for its place among the shards.
-Which ranks belong together is a `CommPlan` of the config, laid over the machines that `topology.py` knows; the
-reductions are in `reductions.py`. `arrange` makes the collectives of a plan, and the plain ones where it asks for
-nothing.
+The engine is the same over these as over `Collectives`: it gathers, reduces and asks for its shard rank. `arrange`
+makes the collectives of a `CommPlan`, and returns the plain ones where it asks for nothing.
 
-```text
-data     all ranks that see different samples: samples, agreement, norms
-shards   consecutive ranks that hold one model among them         replicas   those with the same place in their shards
-second   consecutive ranks of these, with a second copy           inside, across   one node, and its peers elsewhere
-```
+Gathers of weights run over the shard group or, in backward, over the smaller secondary group. Reductions have two hops:
+over the ranks that share a fast link first, then across. Both kinds of reduction bring each rank its shard of the sum
+over all ranks, block until they are done, and run on a `SerialExecutor`, one after another; their messages belong to
+one call of the flight recorder.
+
+Letters: S elements per shard, that of this rank where shards differ in size (`split_sizes` then has that of each); L
+ranks in a node group, R node groups; a rank is (n, l): node n, place l on it.
+
+[Note: order across replicas] The sum over all ranks in fp32, rank after rank and rounded once, is what sharding over
+all ranks computes, and sums of sums are not. So in host memory a running sum is passed from one shard group to the
+next, each adds its parts in the order of its ranks, and the result of the last is passed round: the same bits as
+without replicas, in 2 (R - 1) messages of S elements in a row. An accelerator's backend averages within the shard group
+and then across, in orders of its own.
+
+[Note: two hops in 4 bits] (ZeRO++, Wang et al. 2023, arXiv:2306.10209, section 3.3) Each rank quantizes what the l-th
+of its node is to sum, R shards, as one run of bytes, so the l-th receives L runs; it adds them up in fp32, quantizes
+the sums anew, and sends one shard to each of its R peers. So across nodes travel S half-bytes per peer, an L-th of what
+a direct all-to-all would send. A rank's own parts are never quantized. Per hop the error is that of one code
+(`quantized.py`).
 """
 
 from __future__ import annotations
@@ -27,9 +39,10 @@ from torch import Tensor
 from zeroaccel.comm.collective_tracker import DONE, CollectiveTracker, Work
 from zeroaccel.comm.collectives import Collectives, check_split
 from zeroaccel.comm.hangs.flight_recorder import CollectiveRecord
+from zeroaccel.comm.mesh_layout import Groups, MeshLayout, consecutive
 from zeroaccel.comm.quantized import INT4, INT8, QUANTIZABLE, dequantize_add, quantize
-from zeroaccel.comm.topology import RankGroup, Topology, connect
-from zeroaccel.comm.transport import BufferPool, NativeTransport, P2PTransport, Transports
+from zeroaccel.comm.topology import RankGroup, Topology, subgroup
+from zeroaccel.comm.transport import BufferPool, NativeTransport, P2PTransport, Transport, Transports
 from zeroaccel.config.comm_plan import CommPlan
 from zeroaccel.logs import log_once, logger
 
@@ -38,164 +51,106 @@ __all__ = [
     "HierarchicalCollectives",
     "Int4Reduction",
     "MeasuredWork",
-    "MeshLayout",
     "QuantError",
     "QuantErrorMonitor",
     "Reduction",
     "ReplicatedReduction",
     "SerialExecutor",
     "arrange",
-    "nodes_of",
 ]
 
-Cell = tuple[int, ...]
-Cells = tuple[Cell, ...]
 
+def arrange(collectives: Collectives, plan: CommPlan, data: Groups | None = None) -> Collectives:
+    """The collectives of a plan; `collectives` themselves where it asks for nothing. (all ranks)
 
-@dataclass(frozen=True)
-class MeshLayout:
-    """Which ranks belong together, in cells of their numbers in the job; a rank is in one cell of each kind.
-
-    Attributes:
-        data, shards, replicas, second: see the module.
-        hops: (inside, across) of reductions in 4 bits; None for exact ones.
-        refused: why they are exact although they were asked not to be.
+    Args:
+        data: the data groups of the job; by default one of all ranks.
     """
-
-    data: Cells
-    shards: Cells
-    replicas: Cells
-    second: Cells
-    hops: tuple[Cells, Cells] | None
-    refused: str = ""
-
-    @classmethod
-    def of(cls, plan: CommPlan, data: Cells, nodes: Cells) -> MeshLayout:
-        """Lays a plan over the ranks.
-
-        Args:
-            data: cells of one size, which the plan's sizes divide.
-            nodes: the ranks on each machine.
-        """
-        shards = _runs(data, plan.shard_size)
-        replicas = tuple(cell[place :: plan.shard_size] for cell in data for place in range(plan.shard_size))
-        hops, refused = None, ""
-        if plan.quantized_gradients:
-            refused = next(filter(None, (_refusal(cell, nodes, forced=plan.forced) for cell in data)), "")
-            hops = None if refused else _hops(data, nodes)
-        return cls(data, shards, replicas, _runs(shards, plan.secondary_size), hops, refused)
-
-
-def nodes_of(topology: Topology, plan: CommPlan) -> Cells:
-    """The ranks on each machine, or on what the plan says to take for one."""
-    if plan.node_size is None:
-        return topology.nodes
-    return _runs((topology.everyone.ranks,), plan.node_size)
-
-
-def _runs(cells: Cells, size: int) -> Cells:
-    return tuple(cell[start : start + size] for cell in cells for start in range(0, len(cell), size))
-
-
-def _within(cell: Cell, nodes: Cells) -> list[Cell]:
-    """The ranks of a cell on each machine that has any."""
-    found = [tuple(rank for rank in cell if rank in node) for node in map(set, nodes)]
-    return [ranks for ranks in found if ranks]
-
-
-def _refusal(cell: Cell, nodes: Cells, *, forced: bool) -> str:
-    """Why two hops over these machines are pointless or impossible; "" if they are neither."""
-    sizes = [len(ranks) for ranks in _within(cell, nodes)]
-    if forced:
-        return ""
-    if len(sizes) == 1:
-        return "all ranks are on one node, where 4 bits save nothing across nodes"
-    if len(set(sizes)) > 1:
-        return f"the nodes have different numbers of ranks ({', '.join(map(str, sizes))}), so they have no peers"
-    return ""
-
-
-def _hops(data: Cells, nodes: Cells) -> tuple[Cells, Cells]:
-    inside: list[Cell] = []
-    across: list[Cell] = []
-    for cell in data:
-        found = _within(cell, nodes)
-        if len({len(ranks) for ranks in found}) > 1:
-            found = [(rank,) for rank in cell]  # forced, and without peers: one hop from everybody to everybody
-        inside += found
-        across += zip(*found, strict=True)
-    return tuple(inside), tuple(across)
+    topology = collectives.topology
+    if plan.plain and data is None:
+        return collectives
+    all_ranks = (topology.all_ranks.ranks,)
+    nodes = topology.nodes if plan.node_size is None else consecutive(all_ranks, plan.node_size)
+    layout = MeshLayout.of(plan, data or all_ranks, nodes)
+    if layout.exact_reason and topology.rank == 0:
+        key = "zero_optimization.zero_quantized_gradients"
+        log_once(logging.WARNING, f"{key}: gradients travel as they are: {layout.exact_reason}")
+    hierarchical = HierarchicalCollectives(
+        topology, layout, quantized_weights=plan.quantized_weights, watch_interval=plan.watch_interval
+    )
+    hierarchical.nodes = nodes
+    return collectives.over(hierarchical)
 
 
 class HierarchicalCollectives(Collectives):
-    """The collectives of one arrangement. (all ranks make it, with the same arguments)
+    """The collectives of one layout. (all ranks make it, with the same arguments)
 
     Args:
         quantized_weights: gather weights to compute with as int8.
         watch_interval: steps between two comparisons with exact collectives; 0 is never.
 
     Attributes:
-        arrangement: as given.
-        watch: of those comparisons; None where there are none.
+        layout: as given.
+        quant_error_monitor: of those comparisons; None where there are none.
     """
 
     def __init__(
-        self, topology: Topology, arrangement: MeshLayout, *, quantized_weights: bool = False, watch_interval: int = 0
+        self, topology: Topology, layout: MeshLayout, *, quantized_weights: bool = False, watch_interval: int = 0
     ) -> None:
-        super().__init__(topology, connect(topology, arrangement.data))
-        self.arrangement = arrangement
-        if len(arrangement.data) > 1:
+        super().__init__(topology, subgroup(topology, layout.data_groups))
+        self.layout = layout
+        if len(layout.data_groups) > 1:
             self.job = Collectives(topology)
-            self.is_first_data_group = topology.rank in arrangement.data[0]
+            self.is_first_data_group = topology.rank in layout.data_groups[0]
         self.quantized_weights = quantized_weights
-        shards, replicas = connect(topology, arrangement.shards), connect(topology, arrangement.replicas)
-        second = connect(topology, arrangement.second)
-        self.shard_rank, self.shard_world_size, self.replica = shards.place, shards.size, replicas.place
-        self.secondary_rank, self.secondary_world_size = second.place, second.size
-        self.watch = QuantErrorMonitor(watch_interval, logs=self.rank == 0) if watch_interval else None
+        # Making process groups is collective: every rank makes all of them, in this order, needed here or not.
+        shard_group = subgroup(topology, layout.shard_groups)
+        replicate_group = subgroup(topology, layout.replicate_groups)
+        secondary_group = subgroup(topology, layout.secondary_groups)
+        self.shard_rank, self.shard_world_size = shard_group.rank, shard_group.size
+        self.secondary_rank, self.secondary_world_size = secondary_group.rank, secondary_group.size
+        self.replica = replicate_group.rank
+        self.quant_error_monitor = QuantErrorMonitor(watch_interval, logs=self.rank == 0) if watch_interval else None
         self._executor = SerialExecutor()
         self._reduction: Reduction | None = None
         if self.world_size == 1:
             return
-        self._shard_gathers = self._transports(shards, shards.gather_group)
-        self._second_gathers = self._transports(second, second.gather_group)
-        if arrangement.hops is not None:
-            inside, across = (connect(topology, cells) for cells in arrangement.hops)
+        self._shard_gathers = self._transports(shard_group, shard_group.gather_group)
+        self._secondary_gathers = self._transports(secondary_group, secondary_group.gather_group)
+        if layout.hops is not None:
+            node_group, peer_group = (subgroup(topology, groups) for groups in layout.hops)
             self._reduction = Int4Reduction(
                 self._tracker,
-                self._transports(inside, inside.reduce_group),
-                self._transports(across, across.reduce_group),
-                _shard_numbers(arrangement, shards, inside),
+                self._transports(node_group, node_group.reduce_group),
+                self._transports(peer_group, peer_group.reduce_group),
+                _shards_of_peers(layout, shard_group, node_group),
             )
-        elif replicas.size > 1:
+        elif replicate_group.size > 1:
             self._reduction = ReplicatedReduction(
                 self._tracker,
-                self._transports(shards, shards.reduce_group),
-                self._transports(replicas, replicas.reduce_group),
+                self._transports(shard_group, shard_group.reduce_group),
+                self._transports(replicate_group, replicate_group.reduce_group),
             )
 
     def gather_weights(self, out: Tensor, shard: Tensor, label: str, split_sizes: Sequence[int] = ()) -> Work:
         if not (self.quantized_weights and shard.dtype in QUANTIZABLE):
             return self.all_gather(out, shard, label, split_sizes)
         assert not split_sizes, f"{label}: codes of parts that may differ in size"
-        packed = shard.new_empty(INT8.nbytes(shard.numel()), dtype=torch.uint8)
-        quantize(shard, INT8, packed)
-        coded = self.gather_quantized(out, packed, label)
-        step = self.flight_recorder.step
-        if self.watch is None or not self.watch.due("gather", step):
-            return coded
-        watch, exact = self.watch, torch.empty_like(out)
-        beside = self.all_gather(exact, shard, f"{label}, exact")
-        return MeasuredWork(coded, beside, lambda: watch.compare("gather", step, label, out, exact))
+        code = shard.new_empty(INT8.nbytes(shard.numel()), dtype=torch.uint8)
+        quantize(shard, INT8, code)
+        work = self.gather_quantized(out, code, label)
+        return self._measured(
+            "gather", label, work, out, lambda exact: self.all_gather(exact, shard, f"{label}, exact")
+        )
 
-    def gather_secondary(self, out: Tensor, second: Tensor, label: str) -> Work:
-        assert out.numel() == self.secondary_world_size * second.numel(), (
-            f"{label}: a gather of {self.secondary_world_size} x {second.numel()} into {out.numel()}"
+    def gather_secondary(self, out: Tensor, secondary: Tensor, label: str) -> Work:
+        assert out.numel() == self.secondary_world_size * secondary.numel(), (
+            f"{label}: a gather of {self.secondary_world_size} x {secondary.numel()} into {out.numel()}"
         )
         if self.secondary_world_size == 1:
-            out.copy_(second)
+            out.copy_(secondary)
             return DONE
-        return self._gather(self._second_gathers, out, second, (), "all_gather second", label)
+        return self._gather(self._secondary_gathers, out, secondary, (), "all_gather secondary", label)
 
     def reduce_scatter(
         self, out: Tensor, flat: Tensor, label: str, scale: float = 1.0, split_sizes: Sequence[int] = ()
@@ -204,16 +159,25 @@ class HierarchicalCollectives(Collectives):
         if reduction is None or flat.numel() == 0:
             return super().reduce_scatter(out, flat, label, scale, split_sizes)
         check_split(flat, out, split_sizes, self.shard_rank, self.shard_world_size, f"{label}: a reduction")
-        op = "reduce_scatter int4" if isinstance(reduction, Int4Reduction) else "reduce_scatter across replicas"
+        # Numbered here, in the order of the calls, which is the same on all ranks; the executor runs it later.
+        is_int4 = isinstance(reduction, Int4Reduction)
+        op = "reduce_scatter int4" if is_int4 else "reduce_scatter across replicas"
         entry = self._tracker.issue("reduce", op, label, flat)
-        work = self._executor.send(lambda: reduction(entry, out, flat, scale, split_sizes), flat.device)
-        step = self.flight_recorder.step
-        codes = isinstance(reduction, Int4Reduction)
-        if not codes or self.watch is None or not self.watch.due("reduction", step):
+        work = self._executor.submit(lambda: reduction(entry, out, flat, scale, split_sizes), flat.device)
+        if not is_int4:
             return work
-        watch, exact = self.watch, torch.empty_like(out)
-        beside = super().reduce_scatter(exact, flat, f"{label}, exact", scale)
-        return MeasuredWork(work, beside, lambda: watch.compare("reduction", step, label, out, exact))
+        plain = super().reduce_scatter
+        return self._measured("reduction", label, work, out, lambda exact: plain(exact, flat, f"{label}, exact", scale))
+
+    def _measured(
+        self, kind: QuantKind, label: str, work: Work, out: Tensor, run_exact: Callable[[Tensor], Work]
+    ) -> Work:
+        """`work`, with an exact collective to compare it with where the monitor asks for one."""
+        monitor, step = self.quant_error_monitor, self.flight_recorder.step
+        if monitor is None or not monitor.is_due(kind, step):
+            return work
+        exact = torch.empty_like(out)
+        return MeasuredWork(work, run_exact(exact), lambda: monitor.compare(kind, step, label, out, exact))
 
     def reduction_nbytes(self, numel: int, shard_numel: int, dtype: torch.dtype) -> int:
         if self._reduction is None:
@@ -221,32 +185,14 @@ class HierarchicalCollectives(Collectives):
         return self._reduction.nbytes(numel, shard_numel, dtype)
 
 
-def _shard_numbers(arrangement: MeshLayout, shards: RankGroup, inside: RankGroup) -> list[list[int]]:
-    """shard_of[l][n] of `Int4Reduction`: for each rank of this one's cell, the shards of its peers across."""
-    assert arrangement.hops is not None, "asked for the hops of an exact reduction"
-    peers = {rank: cell for cell in arrangement.hops[1] for rank in cell}
-    return [[shards.ranks.index(peer) for peer in peers[rank]] for rank in inside.ranks]
+def _shards_of_peers(layout: MeshLayout, shard_group: RankGroup, node_group: RankGroup) -> list[list[int]]:
+    """shard_of[l][n] of `Int4Reduction`: for each rank of this node, the shard ranks of its peers on all nodes."""
+    assert layout.hops is not None, "an exact reduction has no hops"
+    peers = {rank: group for group in layout.hops[1] for rank in group}
+    return [[shard_group.ranks.index(peer) for peer in peers[rank]] for rank in node_group.ranks]
 
 
-def arrange(collectives: Collectives, plan: CommPlan, data: Cells | None = None) -> Collectives:
-    """The collectives of a plan; `collectives` themselves where it asks for nothing.
-
-    Args:
-        data: the ranks that see different samples, for each rank of the job; by default all of them.
-    """
-    topology = collectives.topology
-    if plan.plain and data is None:
-        return collectives
-    cells = data or (topology.everyone.ranks,)
-    arrangement = MeshLayout.of(plan, cells, nodes_of(topology, plan))
-    if arrangement.refused and topology.rank == 0:
-        key = "zero_optimization.zero_quantized_gradients"
-        log_once(logging.WARNING, f"{key}: gradients travel as they are: {arrangement.refused}")
-    made = HierarchicalCollectives(
-        topology, arrangement, quantized_weights=plan.quantized_weights, watch_interval=plan.watch_interval
-    )
-    made.nodes = nodes_of(topology, plan)
-    return collectives.over(made)
+# --- reductions
 
 
 class Reduction(Protocol):
@@ -258,76 +204,85 @@ class Reduction(Protocol):
         """out: (S,) = round(scale * this rank's shard of the sum over all ranks of `flat`). Blocks."""
 
     def nbytes(self, numel: int, shard_numel: int, dtype: torch.dtype) -> int:
-        """What this rank sends, of `numel` elements of which it keeps `shard_numel`."""
+        """Bytes that this rank sends, of `numel` elements of which it keeps `shard_numel`."""
 
 
 class ReplicatedReduction:
-    """Reduce-scatter inside a shard group, sum across its replicas. See [Note: order across replicas].
+    """Reduce-scatter over the shard group, sum over the replicate group. See [Note: order across replicas].
 
     Args:
-        inside: over the L ranks that hold different shards.
-        across: over the R ranks that hold the same one, in the order of the replicas.
+        shard_transports: over the L ranks that hold different shards.
+        replicate_transports: over the R ranks that hold the same one, in the order of the replicas.
     """
 
-    def __init__(self, tracker: CollectiveTracker, inside: Transports, across: Transports) -> None:
+    def __init__(
+        self, tracker: CollectiveTracker, shard_transports: Transports, replicate_transports: Transports
+    ) -> None:
         self._tracker = tracker
-        self._inside, self._across = inside, across
+        self._shard_transports, self._replicate_transports = shard_transports, replicate_transports
         self._buffer_pool = BufferPool()
 
     def __call__(
         self, entry: CollectiveRecord, out: Tensor, flat: Tensor, scale: float, split_sizes: Sequence[int]
     ) -> None:
-        inside, across = self._inside[flat.device.type], self._across[flat.device.type]
-        if isinstance(inside, P2PTransport) and isinstance(across, P2PTransport):
-            self._in_order(entry, inside, across, out, flat, scale, split_sizes)
+        device = flat.device.type
+        shards, replicas = self._shard_transports[device], self._replicate_transports[device]
+        if isinstance(shards, P2PTransport) and isinstance(replicas, P2PTransport):
+            self._reduce_in_order(entry, shards, replicas, out, flat, scale, split_sizes)
         else:
-            assert isinstance(inside, NativeTransport), "one kind of device has one kind of exchange"
-            assert isinstance(across, NativeTransport), "one kind of device has one kind of exchange"
+            assert isinstance(shards, NativeTransport), "one type of device has one kind of transport"
+            assert isinstance(replicas, NativeTransport), "one type of device has one kind of transport"
+            # HSDP as in FSDP2: reduce-scatter within the shard group, then all-reduce of the shard over the replicas.
             average = torch.empty_like(out, dtype=flat.dtype)
-            self._tracker.move(entry, inside.reduce_scatter, average, flat, split_sizes)
+            self._tracker.transfer(entry, shards.reduce_scatter, average, flat, split_sizes)
             if average.numel():
-                self._tracker.move(entry, across.average, average)
-            out.copy_(average.float().mul_(scale * inside.world_size * across.world_size))
+                self._tracker.transfer(entry, replicas.average, average)
+            out.copy_(average.float().mul_(scale * shards.world_size * replicas.world_size))
         self._tracker.finish(entry)
 
-    def _in_order(
+    def _reduce_in_order(
         self,
         entry: CollectiveRecord,
-        inside: P2PTransport,
-        across: P2PTransport,
+        shards: P2PTransport,
+        replicas: P2PTransport,
         out: Tensor,
         flat: Tensor,
         scale: float,
         split_sizes: Sequence[int],
     ) -> None:
-        parts = self._buffer_pool.acquire(inside.world_size * out.numel(), flat.dtype)
-        self._tracker.move(entry, inside.reduce_scatter, parts, flat, split_sizes)
+        # Hop 1: this rank's part of every rank of its shard group, as it is, not summed.
+        parts = self._buffer_pool.acquire(shards.world_size * out.numel(), flat.dtype)
+        self._tracker.transfer(entry, shards.reduce_scatter, parts, flat, split_sizes)
         if not out.numel():  # the replicas of this rank have no part of it either
             self._buffer_pool.release(parts)
             return
+
+        # Hop 2: replica 0 begins the running sum; each next one adds its parts to what it receives, rank after rank.
         total = self._buffer_pool.acquire(out.numel(), torch.float32)
-        own, last = across.rank, across.world_size - 1
+        own, last = replicas.rank, replicas.world_size - 1
         before, after = (own - 1) % (last + 1), (own + 1) % (last + 1)
         rows = list(parts.view(-1, out.numel()))
         if own:
-            self._tracker.follow(entry, [across.receive(total, before, entry.tag)])
+            self._tracker.follow(entry, [replicas.receive(total, before, entry.tag)])
         else:
             total.copy_(rows.pop(0))
         for row in rows:
             total.add_(row)
+
+        # The last replica has the sum. It is rounded once, there, and passed round from 0 on.
         if own == last:
             out.copy_(total.mul_(scale))
         else:
-            self._tracker.follow(entry, [across.send(total, after, entry.tag)])
-            self._tracker.follow(entry, [across.receive(out, before, entry.tag)])
+            self._tracker.follow(entry, [replicas.send(total, after, entry.tag)])
+            self._tracker.follow(entry, [replicas.receive(out, before, entry.tag)])
         if after != last:
-            self._tracker.follow(entry, [across.send(out, after, entry.tag)])
+            self._tracker.follow(entry, [replicas.send(out, after, entry.tag)])
         self._buffer_pool.release(parts)
         self._buffer_pool.release(total)
 
     def nbytes(self, numel: int, shard_numel: int, dtype: torch.dtype) -> int:
-        across = self._across["cpu"]
-        own, last = across.rank, across.world_size - 1
+        replicas = self._replicate_transports["cpu"]
+        own, last = replicas.rank, replicas.world_size - 1
         running = 4 * shard_numel if own != last else 0
         result = dtype.itemsize * shard_numel if (own + 1) % (last + 1) != last else 0
         return (numel - shard_numel) * dtype.itemsize + running + result
@@ -337,85 +292,99 @@ class Int4Reduction:
     """The two hops in 4 bits. See [Note: two hops in 4 bits].
 
     Args:
-        inside: over the L ranks of this rank's cell.
-        across: over the R ranks with this rank's place in their cells.
+        node_transports: over the L ranks of this rank's node group.
+        peer_transports: over the R ranks with this rank's place on their nodes.
         shard_of: shard_of[l][n] is the number of the shard of rank (n, l).
     """
 
     def __init__(
-        self, tracker: CollectiveTracker, inside: Transports, across: Transports, shard_of: Sequence[Sequence[int]]
+        self,
+        tracker: CollectiveTracker,
+        node_transports: Transports,
+        peer_transports: Transports,
+        shard_of: Sequence[Sequence[int]],
     ) -> None:
         self._tracker = tracker
-        self._inside, self._across = inside, across
+        self._node_transports, self._peer_transports = node_transports, peer_transports
         self._shard_of = shard_of
-        self._buffer_pool = BufferPool(kept=4)
+        self._buffer_pool = BufferPool(capacity=4)
 
     def __call__(
         self, entry: CollectiveRecord, out: Tensor, flat: Tensor, scale: float, split_sizes: Sequence[int]
     ) -> None:
         assert not split_sizes, "a reduction in two hops is one of equal shards"
-        inside, across = self._inside[flat.device.type], self._across[flat.device.type]
+        device = flat.device.type
+        node, peers = self._node_transports[device], self._peer_transports[device]
+        # Hop 1, on the node: the l-th rank receives the R shards that the l-th ranks of all nodes hold.
         shards = flat.view(-1, out.numel())
-        sums = self._take(across.world_size * out.numel(), torch.float32, flat).view(across.world_size, -1)
+        sums = self._acquire(peers.world_size * out.numel(), torch.float32, flat).view(peers.world_size, -1)
         rows = [[shards[shard] for shard in column] for column in self._shard_of]
-        self._hop(entry, inside, rows, list(sums))
-        total = self._take(out.numel(), torch.float32, flat)
-        self._hop(entry, across, [[row] for row in sums], [total])
+        self._hop(entry, node, rows, list(sums))
+        # Hop 2, across nodes: each peer receives its shard of the node's sums, of every node.
+        total = self._acquire(out.numel(), torch.float32, flat)
+        self._hop(entry, peers, [[row] for row in sums], [total])
         out.copy_(total.mul_(scale))
-        self._give_back(sums, total)
+        self._release(sums, total)
         self._tracker.finish(entry)
 
     def nbytes(self, numel: int, shard_numel: int, dtype: torch.dtype) -> int:
-        code, inside, across = INT4.nbytes(shard_numel), self._inside["cpu"], self._across["cpu"]
-        return code * ((inside.world_size - 1) * across.world_size + across.world_size - 1)
+        code, node, peers = INT4.nbytes(shard_numel), self._node_transports["cpu"], self._peer_transports["cpu"]
+        return code * ((node.world_size - 1) * peers.world_size + peers.world_size - 1)
 
     def _hop(
         self,
         entry: CollectiveRecord,
-        transport: P2PTransport | NativeTransport,
+        transport: Transport,
         rows: Sequence[Sequence[Tensor]],
         totals: Sequence[Tensor],
     ) -> None:
-        """totals[i] = the sum over peers p of their rows[own place][i], those of others by way of a code."""
+        """totals[i] = the sum over ranks r of their rows[own rank][i], those of other ranks quantized."""
         own, runs, numel = transport.rank, len(totals), totals[0].numel()
         width = INT4.nbytes(numel)
         shape = (transport.world_size, runs, width)
-        codes, theirs = (
-            self._take(transport.world_size * runs * width, torch.uint8, totals[0]).view(shape) for _ in "ab"
+        codes, received = (
+            self._acquire(transport.world_size * runs * width, torch.uint8, totals[0]).view(shape) for _ in range(2)
         )
-        for peer, values in enumerate(rows):
-            if peer != own:
-                for code, row in zip(codes[peer], values, strict=True):
+        for rank, values in enumerate(rows):
+            if rank != own:
+                for code, row in zip(codes[rank], values, strict=True):
                     quantize(row, INT4, code)
         if transport.world_size > 1:
-            self._tracker.move(
-                entry, transport.all_to_all, theirs.view(transport.world_size, -1), codes.view(transport.world_size, -1)
+            self._tracker.transfer(
+                entry,
+                transport.all_to_all,
+                received.view(transport.world_size, -1),
+                codes.view(transport.world_size, -1),
             )
+        # In the order of the ranks, so that the sum does not depend on which message came first.
         for index, total in enumerate(totals):
             total.zero_()
-            for peer in range(transport.world_size):
-                if peer == own:
+            for rank in range(transport.world_size):
+                if rank == own:
                     total.add_(rows[own][index])
                 else:
-                    dequantize_add(theirs[peer, index], INT4, total)
-        self._give_back(codes, theirs)
+                    dequantize_add(received[rank, index], INT4, total)
+        self._release(codes, received)
 
-    def _take(self, numel: int, dtype: torch.dtype, like: Tensor) -> Tensor:
+    def _acquire(self, numel: int, dtype: torch.dtype, like: Tensor) -> Tensor:
         if like.device.type == "cpu":
             return self._buffer_pool.acquire(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=like.device)
 
-    def _give_back(self, *tensors: Tensor) -> None:
+    def _release(self, *tensors: Tensor) -> None:
         for tensor in tensors:
             if tensor.device.type == "cpu":
                 self._buffer_pool.release(tensor)
 
 
-class ExecutorJob:
-    """A job that is under way; a `Work`."""
+# --- a background executor for reductions of several hops
 
-    def __init__(self, job: Callable[[], None]) -> None:
-        self._job: Callable[[], None] | None = job
+
+class ExecutorJob:
+    """A job of a `SerialExecutor`; a `Work`."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function: Callable[[], None] | None = function
         self._error: BaseException | None = None
         self._done = threading.Event()
         self._event: torch.cuda.Event | None = None
@@ -433,18 +402,18 @@ class ExecutorJob:
         return self._done.is_set() and (self._event is None or self._event.query())
 
     def run(self) -> None:
-        """Does the job. For the courier."""
-        assert self._job is not None, "a job is done once"
-        job, self._job = self._job, None  # it holds tensors
+        """Runs the job. Called by the executor, once."""
+        assert self._function is not None, "a job runs once"
+        function, self._function = self._function, None  # it holds tensors
         try:
-            job()
+            function()
         except BaseException as error:
             self._error = error
         finally:
             self._done.set()
 
     def run_on(self, stream: torch.cuda.Stream) -> None:
-        """Queues the job on a stream, behind what the current one has been given. For the courier."""
+        """Queues the job's kernels on a stream, behind those of the current one. Called by the executor, once."""
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self.run()
@@ -453,108 +422,128 @@ class ExecutorJob:
 
 
 class SerialExecutor:
-    """Does jobs in order. Its thread lives as long as there are any."""
+    """Runs jobs in the order of submission, concurrently with the thread that computes.
+
+    A reduction of two hops has arithmetic between them. In host memory it runs in a thread of its own, on an
+    accelerator on a stream of its own. The order is the same on all ranks, so a rank never has to wait for one
+    reduction before it can take part in the next, and the second hop overlaps with computation too. The thread lives as
+    long as there are jobs.
+
+    Example:
+        >>> executor = SerialExecutor()
+        >>> order = []
+        >>> first = executor.submit(lambda: order.append("first"), torch.device("cpu"))
+        >>> second = executor.submit(lambda: order.append("second"), torch.device("cpu"))
+        >>> second.wait()
+        >>> order
+        ['first', 'second']
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: deque[ExecutorJob] = deque()
-        self._running = False
+        self._queue: deque[ExecutorJob] = deque()
+        self._is_running = False
         self._stream: torch.cuda.Stream | None = None
 
-    def send(self, job: Callable[[], None], device: torch.device) -> ExecutorJob:
-        """Takes a job that works on tensors of `device`, which must stay as they are until it is done."""
-        delivery = ExecutorJob(job)
+    def submit(self, function: Callable[[], None], device: torch.device) -> ExecutorJob:
+        """Queues a function that works on tensors of `device`, which must not change until the job is done."""
+        job = ExecutorJob(function)
         if device.type == "cuda":
             self._stream = self._stream or torch.cuda.Stream(device)
-            delivery.run_on(self._stream)
-            return delivery
+            job.run_on(self._stream)
+            return job
         with self._lock:
-            self._waiting.append(delivery)
-            if not self._running:
-                self._running = True
-                threading.Thread(target=self._work, name="zeroaccel-courier", daemon=True).start()
-        return delivery
+            self._queue.append(job)
+            if not self._is_running:
+                self._is_running = True
+                threading.Thread(target=self._work, name="zeroaccel-executor", daemon=True).start()
+        return job
 
     def _work(self) -> None:
         while True:
             with self._lock:
-                if not self._waiting:
-                    self._running = False
+                if not self._queue:
+                    self._is_running = False
                     return
-                delivery = self._waiting.popleft()
-            delivery.run()
+                job = self._queue.popleft()
+            job.run()
 
 
-Kind = Literal["gather", "reduction"]
+# --- the error of quantized collectives, measured while training (`zeropp.watch_interval`)
 
-_lines = logger.getChild("watch")
-_lines.setLevel(logging.INFO)  # somebody asked for them
+QuantKind = Literal["gather", "reduction"]
+
+_monitor_logger = logger.getChild("watch")
+_monitor_logger.setLevel(logging.INFO)  # the config asks for these lines
 
 
 @dataclass(frozen=True)
 class QuantError:
-    """What one comparison showed on this rank.
+    """The result of one comparison on this rank.
 
     Attributes:
         step: of the engine.
-        kind: of weights, or of gradients.
+        kind: a gather of weights, or a reduction of gradients.
         label: of the collective: "unshard layers.0".
         relative_error: norm of the difference over the norm of the exact result; NaN where that is not finite.
     """
 
     step: int
-    kind: Kind
+    kind: QuantKind
     label: str
     relative_error: float
 
 
 class QuantErrorMonitor:
-    """When to look, and what was seen.
+    """Decides when a quantized collective also runs exactly, and keeps and logs how far off it was.
+
+    It costs the exact traffic of one unit in each of those steps, and changes nothing: the engine goes on with the
+    quantized result.
 
     Args:
-        interval: steps between two looks.
-        logs: whether this rank tells what it finds.
+        interval: steps between two comparisons.
+        logs: whether this rank logs them.
 
     Attributes:
-        seen: every comparison, in order.
+        errors: every comparison, in order.
     """
 
     def __init__(self, interval: int, *, logs: bool) -> None:
         self._interval = interval
         self._logs = logs
-        self._looked: dict[Kind, int] = {}
-        self.seen: list[QuantError] = []
+        self._last_steps: dict[QuantKind, int] = {}
+        self.errors: list[QuantError] = []
 
-    def due(self, kind: Kind, step: int) -> bool:
-        """Whether to look at this one: the first of its kind in a step whose number the interval divides."""
-        if step < 0 or step % self._interval or self._looked.get(kind) == step:
+    def is_due(self, kind: QuantKind, step: int) -> bool:
+        """Whether to compare this one: the first of its kind in a step whose number the interval divides."""
+        if step < 0 or step % self._interval or self._last_steps.get(kind) == step:
             return False
-        self._looked[kind] = step
+        self._last_steps[kind] = step
         return True
 
-    def compare(self, kind: Kind, step: int, label: str, coded: Tensor, exact: Tensor) -> None:
-        """Takes note of two results of one collective."""
+    def compare(self, kind: QuantKind, step: int, label: str, quantized: Tensor, exact: Tensor) -> None:
+        """Keeps the error of two results of one collective."""
         reference = exact.float()
-        error = float(torch.linalg.vector_norm(coded.float() - reference) / torch.linalg.vector_norm(reference))
-        self.seen.append(QuantError(step, kind, label, error))
+        error = float(torch.linalg.vector_norm(quantized.float() - reference) / torch.linalg.vector_norm(reference))
+        self.errors.append(QuantError(step, kind, label, error))
         if self._logs:
-            _lines.info('step %d: the quantised %s "%s" is off by %.3g %%', step, kind, label, 100 * error)
+            _monitor_logger.info('step %d: the quantised %s "%s" is off by %.3g %%', step, kind, label, 100 * error)
 
 
 class MeasuredWork:
-    """A coded collective and the exact one beside it.
+    """A quantized collective and the exact one to compare it with.
 
     Args:
         compare: called once, when both are done.
     """
 
-    def __init__(self, coded: Work, exact: Work, compare: Callable[[], None]) -> None:
-        self._coded, self._exact = coded, exact
+    def __init__(self, quantized: Work, exact: Work, compare: Callable[[], None]) -> None:
+        self._quantized, self._exact = quantized, exact
         self._compare: Callable[[], None] | None = compare
 
     def wait(self) -> None:
         """See `Work`."""
-        self._coded.wait()
+        self._quantized.wait()
         self._exact.wait()
         if self._compare is not None:
             compare, self._compare = self._compare, None
@@ -562,4 +551,4 @@ class MeasuredWork:
 
     def is_completed(self) -> bool:
         """See `Work`."""
-        return self._coded.is_completed() and self._exact.is_completed()
+        return self._quantized.is_completed() and self._exact.is_completed()

@@ -1,8 +1,8 @@
-"""The launchers of several machines meet before any of them starts a rank: who is there, and do they want the same.
+"""Rendezvous of the launchers of several machines, before any of them starts a rank: are all there, do they agree?
 
-Each brings a card of facts; the first difference between two cards ends the launch with both machines named. Then one
-small all-reduce goes between all of them, over the network that the ranks will use. Called by the launcher, not by
-ranks: these have `topology` and `watchdog`.
+Each publishes a `NodeInfo`; the first difference between two of them ends the launch with both machines named. Then one
+small all-reduce runs between all of them, over the network that the ranks will use. Called by the launcher, not by
+ranks: these have `topology` and the watchdog.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from zeroaccel.errors import CollectiveError, ConfigError
 __all__ = ["CHECK_SECONDS", "NodeInfo", "PreflightRendezvous", "rendezvous"]
 
 CHECK_SECONDS = 20.0
-"""How long the check may take once all are there, and after which waiting for them is talked about."""
+"""How long the check may take once all are there, and after how long the user is told which machines are missing."""
 
-_PREFIX = "zeroaccel/meeting"
-_LOOK_SECONDS = 0.1
+_PREFIX = "zeroaccel/preflight"
+_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class NodeInfo:
-    """What one machine brings.
+    """What one machine publishes.
 
     Attributes:
-        host: its name, for people.
+        host: its name, for messages.
         ranks: how many it will start.
         facts: what must be the same on all machines: name -> value.
     """
@@ -48,14 +48,14 @@ class NodeInfo:
 
 @dataclass(frozen=True)
 class PreflightRendezvous:
-    """A meeting that went well.
+    """A rendezvous that succeeded.
 
     Attributes:
-        cards: of all machines, in their order.
+        nodes: of all machines, in their order.
         store: over which they met. The launcher keeps it until the ranks have theirs, at the same port.
     """
 
-    cards: Sequence[NodeInfo]
+    nodes: Sequence[NodeInfo]
     store: Store
 
 
@@ -63,36 +63,36 @@ def rendezvous(
     address: tuple[str, int],
     machine: int,
     num_machines: int,
-    card: NodeInfo,
+    node: NodeInfo,
     *,
     arrival_seconds: float,
     say: Callable[[str], None],
 ) -> PreflightRendezvous:
-    """Waits for the other machines, compares cards and tries the network. (all machines)
+    """Waits for the other machines, compares their `NodeInfo` and tries the network. (all machines)
 
     Args:
         address: host and port on machine 0, which listens there.
         machine: the number of this one.
-        arrival_seconds: how long the others may take to come.
-        say: tells the user who is waited for.
+        arrival_seconds: how long the others may take to arrive.
+        say: prints which machines are missing.
 
     Raises:
-        CollectiveError: a machine did not come, or cannot be reached; it names the ranks that are missing.
-        ConfigError: two machines want different things.
+        CollectiveError: a machine did not arrive, or cannot be reached; it names the ranks that are missing.
+        ConfigError: two machines differ in a fact.
     """
     store = _store(address, machine, arrival_seconds, say)
-    books = PrefixStore(_PREFIX, store)
-    books.set(f"card/{machine}", json.dumps([card.host, card.ranks, dict(card.facts)]))
-    _await(books, "card", num_machines, card.ranks, arrival_seconds, say)
-    cards = [NodeInfo(*json.loads(books.get(f"card/{number}"))) for number in range(num_machines)]
-    _compare(cards)
-    _try_network(books, machine, cards)
-    return PreflightRendezvous(cards, store)
+    keys = PrefixStore(_PREFIX, store)
+    keys.set(f"node/{machine}", json.dumps([node.host, node.ranks, dict(node.facts)]))
+    _await(keys, "node", num_machines, node.ranks, arrival_seconds, say)
+    nodes = [NodeInfo(*json.loads(keys.get(f"node/{number}"))) for number in range(num_machines)]
+    _compare(nodes)
+    _try_network(keys, machine, nodes)
+    return PreflightRendezvous(nodes, store)
 
 
 def _store(address: tuple[str, int], machine: int, seconds: float, say: Callable[[str], None]) -> Store:
     host, port = address
-    # A client that finds nobody listening tries again until its time is over, in silence; so in two parts.
+    # A client whose server does not listen yet retries silently until its time-out; in two parts, `say` comes between.
     waits = [min(CHECK_SECONDS, seconds), seconds - CHECK_SECONDS]
     for wait in waits if machine else [seconds]:
         try:
@@ -116,19 +116,19 @@ def _store(address: tuple[str, int], machine: int, seconds: float, say: Callable
 
 
 def _await(
-    books: Store, what: str, count: int, ranks_each: int, seconds: float, say: Callable[[str], None] | None
+    keys: Store, what: str, count: int, ranks_each: int, seconds: float, say: Callable[[str], None] | None
 ) -> None:
     """Waits until every machine has set its `what`."""
-    start, told = time.monotonic(), False
+    start, has_said = time.monotonic(), False
     missing = list(range(count))
-    while missing := [number for number in missing if not books.check([f"{what}/{number}"])]:
+    while missing := [number for number in missing if not keys.check([f"{what}/{number}"])]:
         waited = time.monotonic() - start
         if waited > seconds:
             raise CollectiveError(_missing(missing, ranks_each, seconds))
-        if waited > CHECK_SECONDS and not told and say is not None:
+        if waited > CHECK_SECONDS and not has_said and say is not None:
             say(f"still waiting for machine{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))} of {count}")
-            told = True
-        time.sleep(_LOOK_SECONDS)
+            has_said = True
+        time.sleep(_POLL_SECONDS)
 
 
 def _missing(machines: Sequence[int], ranks_each: int, seconds: float) -> str:
@@ -137,38 +137,38 @@ def _missing(machines: Sequence[int], ranks_each: int, seconds: float) -> str:
     return f"{names} did not come within {seconds:g} s, so {rank_list(ranks)} would be missing"
 
 
-def _compare(cards: Sequence[NodeInfo]) -> None:
-    first = cards[0]
-    for number, card in enumerate(cards):
-        for name in {**first.facts, **card.facts}:
-            expected, got = first.facts.get(name, "nothing"), card.facts.get(name, "nothing")
+def _compare(nodes: Sequence[NodeInfo]) -> None:
+    first = nodes[0]
+    for number, node in enumerate(nodes):
+        for name in {**first.facts, **node.facts}:
+            expected, got = first.facts.get(name, "nothing"), node.facts.get(name, "nothing")
             if expected != got:
                 raise ConfigError(
                     f"the machines differ in {name}",
                     expected=f"{expected} as on machine 0 ({first.host})",
-                    got=f"{got} on machine {number} ({card.host})",
+                    got=f"{got} on machine {number} ({node.host})",
                     fix="make them the same on every machine",
                 )
 
 
-def _try_network(books: Store, machine: int, cards: Sequence[NodeInfo]) -> None:
+def _try_network(keys: Store, machine: int, nodes: Sequence[NodeInfo]) -> None:
     limit = timedelta(seconds=CHECK_SECONDS)
     try:
-        group: Any = ProcessGroupGloo(PrefixStore("network", books), machine, len(cards), limit)
-        total = torch.tensor([float(cards[machine].ranks)])
+        group: Any = ProcessGroupGloo(PrefixStore("network", keys), machine, len(nodes), limit)
+        total = torch.tensor([float(nodes[machine].ranks)])
         group.allreduce([total]).wait(limit)
     except RuntimeError as error:
-        raise CollectiveError(_cut_off(books, machine, cards, error)) from error
-    books.set(f"reached/{machine}", "")
-    assert total.item() == sum(card.ranks for card in cards), f"the machines' ranks add up to {total.item()}"
-    _await(books, "reached", len(cards), cards[machine].ranks, CHECK_SECONDS, None)
+        raise CollectiveError(_cut_off(keys, machine, nodes, error)) from error
+    keys.set(f"reached/{machine}", "")
+    assert total.item() == sum(node.ranks for node in nodes), f"the machines' ranks add up to {total.item()}"
+    _await(keys, "reached", len(nodes), nodes[machine].ranks, CHECK_SECONDS, None)
 
 
-def _cut_off(books: Store, machine: int, cards: Sequence[NodeInfo], error: RuntimeError) -> str:
-    starts = [0, *accumulate(card.ranks for card in cards)]
-    silent = [n for n in range(len(cards)) if n != machine and not books.check([f"reached/{n}"])]
+def _cut_off(keys: Store, machine: int, nodes: Sequence[NodeInfo], error: RuntimeError) -> str:
+    starts = [0, *accumulate(node.ranks for node in nodes)]
+    silent = [n for n in range(len(nodes)) if n != machine and not keys.check([f"reached/{n}"])]
     who = "; ".join(
-        f"machine {n} ({cards[n].host}), {rank_list(list(range(starts[n], starts[n + 1])))}" for n in silent
+        f"machine {n} ({nodes[n].host}), {rank_list(list(range(starts[n], starts[n + 1])))}" for n in silent
     )
     reason = str(error).strip().splitlines()[0]
     return (

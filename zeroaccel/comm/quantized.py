@@ -1,6 +1,6 @@
-"""Blockwise symmetric 8- and 4-bit codes of flat tensors: what quantised collectives send instead of the values.
+"""Blockwise symmetric 8- and 4-bit quantization of flat tensors, for quantized collectives and frozen weights.
 
-Pure functions; `quantized.py` sends what they make. Each block of `Codec.block_numel` values has a float32 scale, and a
+Pure functions. A quantized tensor is called a code. Each block of `Codec.block_numel` values has a float32 scale, and a
 value is an integer in [-levels, levels] times it. A code is one run of bytes, so that scales travel with the integers:
 
 ```text
@@ -11,7 +11,7 @@ code: (nbytes,) uint8   [ scales, float32, one per block | integers, 1 byte or a
 before it is rounded to the dtype of the output: half a step, and the roundings of the float32 arithmetic. So int8 is
 off by at most 0.4 % of its block's largest magnitude, int4 by 7.2 %. Rounding is to nearest, ties to even. Nothing
 passes through a 16-bit float on the way, so a bfloat16 of 1e38 stays what it was. A block with an infinity or a NaN
-decodes to NaN as a whole: it shows as an overflow, never as a finite wrong number.
+decodes to NaN throughout: it shows as an overflow, never as a finite wrong number.
 
 The two paths, compiled loops in host memory and torch elsewhere, differ by at most the last place of the float32
 arithmetic, as a test on the CPU shows; on CUDA the second is written, not run.
@@ -26,21 +26,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from zeroaccel.config.traffic_formulas import INT4_BLOCK_NUMEL, INT8_BLOCK_NUMEL, code_nbytes
+from zeroaccel.config.comm_plan import INT4_BLOCK_NUMEL, INT8_BLOCK_NUMEL, code_nbytes
 from zeroaccel.ops import kernels
 from zeroaccel.ops.dispatch import borrowed_array, in_spans
 
 __all__ = ["INT4", "INT8", "QUANTIZABLE", "Codec", "dequantize", "dequantize_add", "quantize"]
 
 QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)
-"""The dtypes that have a code."""
+"""The dtypes that can be quantized."""
 
 _TILE_BLOCKS = 1 << 13  # blocks at a time off the CPU: bounds the float32 temporaries to 16 MiB each
 
 
 @dataclass(frozen=True)
 class Codec:
-    """How values become integers.
+    """A quantization format.
 
     Attributes:
         bits: 8 or 4 per value.
@@ -76,19 +76,28 @@ INT4 = Codec(bits=4, block_numel=INT4_BLOCK_NUMEL)
 
 
 def quantize(values: Tensor, codec: Codec, out: Tensor) -> None:
-    """Writes the code of `values`.
+    """Writes the code of `values` into `out`.
+
+    Example:
+        >>> values = torch.linspace(-1, 1, 1000)
+        >>> code = torch.empty(INT8.nbytes(1000), dtype=torch.uint8)
+        >>> quantize(values, INT8, code)
+        >>> decoded = torch.empty(1000)
+        >>> dequantize(code, INT8, decoded)
+        >>> bool((decoded - values).abs().max() <= INT8.error_bound(1.0))
+        True
 
     Args:
         values: (n,) contiguous float32, bfloat16 or float16, any n.
         out: (codec.nbytes(n),) contiguous uint8 on the same device, starting at a multiple of 4 bytes.
     """
-    scales, codes = _parts(values, codec, out)
+    scales, codes = _views(values, codec, out)
     out[4 * scales.numel() + codes.numel() :].zero_()
     if values.device.type == "cpu":
         _run(kernels.encode8 if codec.bits == 8 else kernels.encode4, values, scales, codes, codec)
         return
     for first in range(0, scales.numel(), _TILE_BLOCKS):
-        _encode_tile(values, codec, scales, codes, first, min(first + _TILE_BLOCKS, scales.numel()))
+        _quantize_tile(values, codec, scales, codes, first, min(first + _TILE_BLOCKS, scales.numel()))
 
 
 def dequantize(code: Tensor, codec: Codec, out: Tensor) -> None:
@@ -98,26 +107,26 @@ def dequantize(code: Tensor, codec: Codec, out: Tensor) -> None:
         code: (codec.nbytes(n),) uint8, as `quantize` wrote it.
         out: (n,) contiguous float32, bfloat16 or float16 on the same device.
     """
-    scales, codes = _parts(out, codec, code)
+    scales, codes = _views(out, codec, code)
     if out.device.type == "cpu":
         _run(kernels.decode8 if codec.bits == 8 else kernels.decode4, out, scales, codes, codec)
         return
-    for part, values in _decoded_tiles(out, scales, codes, codec):
+    for part, values in _dequantized_tiles(out, scales, codes, codec):
         part.copy_(values)
 
 
 def dequantize_add(code: Tensor, codec: Codec, total: Tensor) -> None:
     """total += the values of a code. `total`: (n,) float32; else as `dequantize`."""
     assert total.dtype is torch.float32, f"sums are made in float32, got {total.dtype}"
-    scales, codes = _parts(total, codec, code)
+    scales, codes = _views(total, codec, code)
     if total.device.type == "cpu":
         _run(kernels.add8 if codec.bits == 8 else kernels.add4, total, scales, codes, codec)
         return
-    for part, values in _decoded_tiles(total, scales, codes, codec):
+    for part, values in _dequantized_tiles(total, scales, codes, codec):
         part.add_(values)
 
 
-def _parts(values: Tensor, codec: Codec, code: Tensor) -> tuple[Tensor, Tensor]:
+def _views(values: Tensor, codec: Codec, code: Tensor) -> tuple[Tensor, Tensor]:
     """(scales, integers): views of a code of `values`."""
     numel = values.numel()
     assert values.dtype in QUANTIZABLE, f"no code for {values.dtype}"
@@ -129,7 +138,7 @@ def _parts(values: Tensor, codec: Codec, code: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _run(kernel: Callable[..., None], values: Tensor, scales: Tensor, codes: Tensor, codec: Codec) -> None:
-    """One of the compiled loops, on several threads: each gets whole blocks."""
+    """One of the compiled loops, on several threads: a block is never divided between two."""
     flat, sizes, integers = borrowed_array(values), borrowed_array(scales), borrowed_array(codes)
     block = codec.block_numel
 
@@ -139,14 +148,15 @@ def _run(kernel: Callable[..., None], values: Tensor, scales: Tensor, codes: Ten
     in_spans(values.numel(), work)
 
 
-# -- off the CPU, in torch
+# --- off the CPU, in torch
 
 
-def _encode_tile(values: Tensor, codec: Codec, scales: Tensor, codes: Tensor, first: int, last: int) -> None:
+def _quantize_tile(values: Tensor, codec: Codec, scales: Tensor, codes: Tensor, first: int, last: int) -> None:
     block = codec.block_numel
     part = values[first * block : last * block].float()
-    whole = part.numel() // block * block
-    for rows, low in ((part[:whole].view(-1, block), 0), (part[whole:].view(1, -1), whole)):
+    # The last block may be a partial one: it is a row of its own, so that all others are one 2-D operation.
+    cut = part.numel() // block * block
+    for rows, low in ((part[:cut].view(-1, block), 0), (part[cut:].view(1, -1), cut)):
         if rows.numel() == 0:
             continue
         absmax = rows.abs().amax(dim=1)
@@ -169,25 +179,25 @@ def _pack(integers: Tensor) -> Tensor:
     return packed
 
 
-def _decoded_tiles(out: Tensor, scales: Tensor, codes: Tensor, codec: Codec) -> Iterator[tuple[Tensor, Tensor]]:
+def _dequantized_tiles(out: Tensor, scales: Tensor, codes: Tensor, codec: Codec) -> Iterator[tuple[Tensor, Tensor]]:
     """(a part of `out`, its float32 values), over all of it."""
     for first in range(0, scales.numel(), _TILE_BLOCKS):
         last = min(first + _TILE_BLOCKS, scales.numel())
         part = out[first * codec.block_numel : last * codec.block_numel]
-        yield part, _decode_tile(part.numel(), codec, scales[first:last], codes, first)
+        yield part, _dequantize_tile(part.numel(), codec, scales[first:last], codes, first)
 
 
-def _decode_tile(numel: int, codec: Codec, scales: Tensor, codes: Tensor, first: int) -> Tensor:
+def _dequantize_tile(numel: int, codec: Codec, scales: Tensor, codes: Tensor, first: int) -> Tensor:
     """(numel,) float32 values of the blocks from `first` on."""
     block = codec.block_numel
     start = first * block * codec.bits // 8
     packed = codes[start : start + -(-numel * codec.bits // 8)]
-    whole = numel // block
-    cut = whole * block * codec.bits // 8
+    num_full = numel // block
+    cut = num_full * block * codec.bits // 8
     pieces = []
     for rows, sizes, length in (
-        (packed[:cut].view(whole, block * codec.bits // 8), scales[:whole], block),
-        (packed[cut:].view(1, packed.numel() - cut), scales[whole:], numel - whole * block),
+        (packed[:cut].view(num_full, block * codec.bits // 8), scales[:num_full], block),
+        (packed[cut:].view(1, packed.numel() - cut), scales[num_full:], numel - num_full * block),
     ):
         if rows.numel():
             integers = rows.view(torch.int8) if codec.bits == 8 else _unpack(rows, length)

@@ -1,7 +1,7 @@
-"""The seam for tests and measurements: collectives that pass every call on and remember it.
+"""Collectives that record every call and pass it on: for tests and measurements.
 
-Public, so that a program can assert its own traffic. `calls` are what was asked for, `traffic` is what was sent for
-it: message by message in host memory, and on an accelerator what direct messages would carry.
+Public, so that a program can assert its own traffic. `calls` are the calls of the engine, `traffic` is what was sent
+for them: message by message in host memory, and on an accelerator what point-to-point messages would carry.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class CollectiveCall:
     Attributes:
         op: the method's name.
         dtype: as torch prints it without its prefix, "bfloat16"; "object" for pickled ones.
-        numel: elements of the whole tensor: W*S for a gather and a reduction.
+        numel: elements of the full tensor: W*S for a gather and a reduction.
         nbytes: what this rank sends: its shard to W-1 ranks in a plain gather, all but its shard in a reduction.
     """
 
@@ -44,7 +44,7 @@ class BytesSent:
     """Bytes that one rank sent over one class of links.
 
     Attributes:
-        op: of the collective, as the journal has it: "all_gather int8".
+        op: of the collective, as the flight recorder has it: "all_gather int8".
         purpose: the first word of its label: "unshard", "reduce".
         link: "inside" a node, or "across" nodes.
     """
@@ -56,19 +56,26 @@ class BytesSent:
 
 
 class RecordingCollectives(Collectives):
-    """Wraps `inner` and keeps its calls, and how many bytes went to which ranks.
+    """Wraps `inner` and records its calls, and how many bytes went to which ranks.
 
     Args:
-        nodes: the ranks on each machine, by their numbers in the job; by default as the topology, or a config's
-            `node_size`, says.
+        nodes: the global ranks on each machine; by default those of the topology, or of a config's `node_size`.
 
     Attributes:
         calls: since the beginning or the last `reset`, in order.
+
+    Example:
+        >>> from zeroaccel.comm.topology import destroy, init_process_group
+        >>> recording = RecordingCollectives(Collectives(init_process_group()))
+        >>> recording.all_gather(torch.empty(8), torch.ones(8), "unshard weights").wait()
+        >>> recording.calls
+        [CollectiveCall(op='all_gather', label='unshard weights', dtype='float32', numel=8, nbytes=0)]
+        >>> destroy()
     """
 
     def __init__(self, inner: Collectives, nodes: Sequence[Sequence[int]] | None = None) -> None:
         # No super().__init__: this one communicates through `inner` alone.
-        self._given_nodes = nodes
+        self._fixed_nodes = nodes
         self.calls: list[CollectiveCall] = []
         self._sent: Counter[tuple[str, str, int]] = Counter()  # by op, purpose, receiver
         self._wrap(inner)
@@ -83,17 +90,17 @@ class RecordingCollectives(Collectives):
         self.job = self if inner.job is inner else inner.job
         self.is_first_data_group = inner.is_first_data_group
         self.flight_recorder = inner.flight_recorder
-        self.nodes = self._given_nodes or inner.nodes
+        self.nodes = self._fixed_nodes or inner.nodes
         inner.meter = self._count
 
-    def over(self, arranged: Collectives) -> Collectives:
-        """Another of these, around `hierarchical`, that writes into the same books."""
-        copied = copy.copy(self)
-        copied._wrap(self.inner.over(arranged))
-        return copied
+    def over(self, hierarchical: Collectives) -> Collectives:
+        """A copy of this wrapper around `hierarchical`, with the same records."""
+        wrapper = copy.copy(self)
+        wrapper._wrap(self.inner.over(hierarchical))
+        return wrapper
 
     def count(self, op: str | None = None, label: str = "") -> int:
-        """How many calls there were, of one operation, with labels that begin so."""
+        """How many calls there were, of one operation, with labels that begin with `label`."""
         return sum(1 for call in self.calls if op in (None, call.op) and call.label.startswith(label))
 
     def nbytes_by_op(self) -> dict[str, int]:
@@ -105,10 +112,10 @@ class RecordingCollectives(Collectives):
 
     def traffic(self) -> list[BytesSent]:
         """What this rank has sent in gathers, reductions and broadcasts, counted message by message; sorted."""
-        home = next(set(node) for node in self.nodes if self.topology.rank in node)
+        own_node = next(set(node) for node in self.nodes if self.topology.rank in node)
         totals: Counter[tuple[str, str, Literal["inside", "across"]]] = Counter()
         for (op, purpose, receiver), nbytes in self._sent.items():
-            totals[op, purpose, "inside" if receiver in home else "across"] += nbytes
+            totals[op, purpose, "inside" if receiver in own_node else "across"] += nbytes
         return [BytesSent(*key, nbytes) for key, nbytes in sorted(totals.items())]
 
     def across_nbytes(self) -> int:
@@ -124,18 +131,18 @@ class RecordingCollectives(Collectives):
         return self.inner.all_gather(out, shard, label, split_sizes)
 
     def gather_weights(self, out: Tensor, shard: Tensor, label: str, split_sizes: Sequence[int] = ()) -> Work:
-        codes = self.quantized_weights and shard.dtype in QUANTIZABLE
-        sent = INT8.nbytes(shard.numel()) if codes else shard.nbytes
+        is_quantized = self.quantized_weights and shard.dtype in QUANTIZABLE
+        sent = INT8.nbytes(shard.numel()) if is_quantized else shard.nbytes
         self._note("gather_weights", label, out, (self.shard_world_size - 1) * sent)
         return self.inner.gather_weights(out, shard, label, split_sizes)
 
-    def gather_secondary(self, out: Tensor, second: Tensor, label: str) -> Work:
-        self._note("gather_second", label, out, out.nbytes - second.nbytes)
-        return self.inner.gather_secondary(out, second, label)
+    def gather_secondary(self, out: Tensor, secondary: Tensor, label: str) -> Work:
+        self._note("gather_secondary", label, out, out.nbytes - secondary.nbytes)
+        return self.inner.gather_secondary(out, secondary, label)
 
-    def gather_quantized(self, out: Tensor, packed: Tensor, label: str) -> Work:
-        self._note("gather_packed", label, out, (self.shard_world_size - 1) * packed.nbytes)
-        return self.inner.gather_quantized(out, packed, label)
+    def gather_quantized(self, out: Tensor, code: Tensor, label: str) -> Work:
+        self._note("gather_quantized", label, out, (self.shard_world_size - 1) * code.nbytes)
+        return self.inner.gather_quantized(out, code, label)
 
     def reduce_scatter(
         self, out: Tensor, flat: Tensor, label: str, scale: float = 1.0, split_sizes: Sequence[int] = ()
@@ -151,7 +158,7 @@ class RecordingCollectives(Collectives):
         self.inner.all_reduce(tensor, op, label)
 
     def broadcast(self, tensor: Tensor, src: int, label: str) -> None:
-        # As if the source sent every copy itself: on the way down a tree others do some of it.
+        # Counted as if the source sent every copy: in a tree, other ranks pass some of them on.
         self._note("broadcast", label, tensor, (self.world_size - 1) * tensor.nbytes if self.rank == src else 0)
         self.inner.broadcast(tensor, src, label)
 

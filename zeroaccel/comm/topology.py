@@ -1,7 +1,7 @@
-"""Who takes part: the only place that creates process groups and picks a rank's device.
+"""Process groups and devices: the ranks of a job and how they are connected. The only module that creates groups.
 
 A `Topology` is made once per default group and shared by all engines of the process. It has a group for gathers, one
-for reductions and one for control, because ranks may start a gather and a reduction in different orders; `connect`
+for reductions and one for control, because ranks may start a gather and a reduction in different orders; `subgroup`
 adds the same for some of the ranks. It starts the `Watchdog`; it does not communicate beyond what making groups takes.
 """
 
@@ -26,13 +26,13 @@ from zeroaccel.comm.environment import (
     timeout_seconds,
 )
 from zeroaccel.comm.hangs.flight_recorder import FlightRecorder
-from zeroaccel.comm.hangs.peer_processes import PeerProcess, PeerProcesses, own_card
+from zeroaccel.comm.hangs.peer_processes import PeerProcess, PeerProcesses, own_process
 from zeroaccel.comm.hangs.side_channel import SideChannel
-from zeroaccel.comm.hangs.watchdog import Watchdog, announce_end_through
+from zeroaccel.comm.hangs.watchdog import Watchdog, send_exit_notice_through
 from zeroaccel.comm.transport import close_connections
 from zeroaccel.errors import CollectiveError, ConfigError, EngineStateError
 
-__all__ = ["RankGroup", "Topology", "connect", "current_topology", "destroy", "init_process_group"]
+__all__ = ["RankGroup", "Topology", "current_topology", "destroy", "init_process_group", "subgroup"]
 
 T = TypeVar("T")
 
@@ -44,20 +44,20 @@ class RankGroup:
     """Some of a job's ranks, this one among them, and how they are connected.
 
     Attributes:
-        ranks: their numbers in the job, in the order of their places.
-        place: this rank's place among them.
-        gather_group, reduce_group, control_group: as of `Topology`, with the places as ranks.
+        ranks: their global ranks, in the order of their ranks in the group.
+        rank: this one's rank in the group.
+        gather_group, reduce_group, control_group: as of `Topology`, for these ranks.
     """
 
     ranks: tuple[int, ...]
-    place: int
+    rank: int
     gather_group: dist.ProcessGroup
     reduce_group: dist.ProcessGroup
     control_group: dist.ProcessGroup
 
     @property
     def size(self) -> int:
-        """How many they are."""
+        """How many ranks the group has."""
         return len(self.ranks)
 
 
@@ -66,9 +66,9 @@ class Topology:
     """The ranks of a job and how they are connected.
 
     Attributes:
-        nodes: the ranks on each machine, in ascending order.
+        nodes: the global ranks on each machine, in ascending order.
         groups: every process group made here, but for the default one.
-        connected: what `connect` has made, by its cells.
+        subgroups: what `subgroup` has made, by its partition.
         limit: seconds a collective may wait.
         local_rank, local_world_size: among the ranks on this machine.
         device: where this rank computes.
@@ -76,7 +76,7 @@ class Topology:
         gather_group, reduce_group: on `device`'s backend, and on gloo for tensors in host memory.
         control_group: on gloo.
         flight_recorder: of the collectives of these groups.
-        watchdog: of this rank; None when there is nobody to wait for.
+        watchdog: of this rank; None with one rank, which waits for no other.
     """
 
     rank: int
@@ -93,10 +93,10 @@ class Topology:
     nodes: tuple[tuple[int, ...], ...]
     limit: float = math.inf
     groups: list[dist.ProcessGroup] = field(default_factory=list)
-    connected: dict[tuple[tuple[int, ...], ...], RankGroup] = field(default_factory=dict)
+    subgroups: dict[tuple[tuple[int, ...], ...], RankGroup] = field(default_factory=dict)
 
     @property
-    def everyone(self) -> RankGroup:
+    def all_ranks(self) -> RankGroup:
         """All ranks of the job."""
         ranks = tuple(range(self.world_size))
         return RankGroup(ranks, self.rank, self.gather_group, self.reduce_group, self.control_group)
@@ -105,7 +105,7 @@ class Topology:
 _current: tuple[dist.ProcessGroup, Topology] | None = None
 _made_default_group = False
 _generation = 0
-_stores: dict[str, Store] = {}  # by address, those that jobs of this process have met in; kept for the next job
+_stores: dict[str, Store] = {}  # by address, those of earlier default groups of this process; reused for the next
 
 
 def init_process_group(backend: str | None = None, timeout: float | timedelta | None = None) -> Topology:
@@ -154,7 +154,7 @@ def current_topology(timeout: float | timedelta | None = None) -> Topology:
     default = dist.group.WORLD
     assert default is not None, "torch.distributed is initialised without a default group"
     if _current is None or _current[0] is not default:
-        _dismiss()
+        _leave_current()
         _current = default, _build(default, timeout_seconds(timeout))
     elif timeout is not None and _current[1].watchdog is not None:
         _current[1].watchdog.limit = timeout_seconds(timeout)
@@ -162,7 +162,7 @@ def current_topology(timeout: float | timedelta | None = None) -> Topology:
 
 
 def destroy() -> None:
-    """Says farewell to the other ranks and gives the groups back; the default group only if this module made it."""
+    """Publishes this rank's exit notice and destroys the groups; the default group only if this module made it."""
     global _current, _made_default_group
     current, _current = _current, None
     if current is None:
@@ -180,8 +180,8 @@ def destroy() -> None:
         dist.destroy_process_group(group)
 
 
-def _dismiss() -> None:
-    """Ends the watchdog of a topology whose default group somebody has destroyed."""
+def _leave_current() -> None:
+    """Ends the watchdog of a topology whose default group was destroyed by other code."""
     if _current is not None and _current[1].watchdog is not None:
         _current[1].watchdog.leave("closed its process groups")
 
@@ -197,23 +197,25 @@ def _build(default: dist.ProcessGroup, limit: float) -> Topology:
         device = _device(0) if accelerated else torch.device("cpu")
         return Topology(0, 1, 0, 1, device, backend, default, default, default, flight_recorder, None, ((0,),))
     simulated = "fake" in backend  # torch's group without peers, for measurements
-    patience = _patience(limit)
-    control = dist.new_group(backend="fake" if simulated else "gloo", timeout=patience)
-    cards = {rank: own_card()} if simulated else _exchange(own_card(), world_size, control)
-    nodes = ((rank,),) if simulated else _nodes(rank, cards, control)
-    node = next(node for node in nodes if rank in node)
-    told = None if simulated else local_rank_and_size()
-    local_rank, local_world_size = told or (node.index(rank), len(node))
+    backstop = _backstop(limit)
+    control = dist.new_group(backend="fake" if simulated else "gloo", timeout=backstop)
+    processes = {rank: own_process()} if simulated else _exchange(own_process(), world_size, control)
+    nodes = ((rank,),) if simulated else _nodes(rank, processes, control)
+    node_group = next(node for node in nodes if rank in node)
+    launched = None if simulated else local_rank_and_size()
+    local_rank, local_world_size = launched or (node_group.index(rank), len(node_group))
     device = _device(local_rank) if accelerated else torch.device("cpu")
-    gather, reduce = (dist.new_group(backend=_data_backend(backend), timeout=patience) for _ in range(2))
+    # Ranks may issue a gather and a reduction in different orders (a prefetch that one rank starts early), which within
+    # one NCCL communicator would be a deadlock; with a group each, only calls of one kind have to agree in order.
+    gather, reduce = (dist.new_group(backend=_data_backend(backend), timeout=backstop) for _ in range(2))
     groups = [gather, reduce, control]
     watchdog = None
     if not simulated:
         store = dist.distributed_c10d._get_default_store()
         channel = SideChannel(store, rank, world_size, _generation, launcher_owns_store=launcher_owns_store())
-        neighbours = PeerProcesses(rank, cards, signals=not launcher_wakes_stopped_ranks())
-        watchdog = Watchdog(flight_recorder, channel, neighbours, limit, _interrupter(groups, device))
-        announce_end_through(watchdog)
+        peers = PeerProcesses(rank, processes, signals=not launcher_wakes_stopped_ranks())
+        watchdog = Watchdog(flight_recorder, channel, peers, limit, _interrupter(groups, device))
+        send_exit_notice_through(watchdog)
     return Topology(
         rank,
         world_size,
@@ -232,54 +234,54 @@ def _build(default: dist.ProcessGroup, limit: float) -> Topology:
     )
 
 
-def connect(topology: Topology, cells: Sequence[Sequence[int]]) -> RankGroup:
-    """The cell that this rank is in, with process groups of its own. (all ranks, with the same cells)
+def subgroup(topology: Topology, partition: Sequence[Sequence[int]]) -> RankGroup:
+    """The group of a partition of the job that this rank is in. (all ranks, with the same partition)
 
-    Made at the first call and kept, so that engines with equal cells share them.
+    Made at the first call and kept, so that engines with the same partition share its process groups.
 
     Args:
-        cells: every rank of the job in exactly one; the order within a cell is that of its places.
+        partition: global ranks in groups, every rank of the job in exactly one; ranks of a group in their order there.
     """
-    key = tuple(tuple(cell) for cell in cells)
-    everyone = sorted(rank for cell in key for rank in cell)
-    assert everyone == list(range(topology.world_size)), f"cells must hold every rank once, got {key}"
-    if key == (topology.everyone.ranks,):
-        return topology.everyone
-    if key not in topology.connected:
-        made = [_connect_cell(topology, cell) for cell in key]
-        topology.connected[key] = next(group for group in made if group is not None)
-    return topology.connected[key]
+    key = tuple(tuple(ranks) for ranks in partition)
+    covered = sorted(rank for ranks in key for rank in ranks)
+    assert covered == list(range(topology.world_size)), f"a partition has every rank once, got {key}"
+    if key == (topology.all_ranks.ranks,):
+        return topology.all_ranks
+    if key not in topology.subgroups:
+        # torch.distributed.new_group is collective over the default group: every rank makes every group, in one order.
+        groups = [_rank_group(topology, ranks) for ranks in key]
+        topology.subgroups[key] = next(group for group in groups if group is not None)
+    return topology.subgroups[key]
 
 
-def _connect_cell(topology: Topology, cell: tuple[int, ...]) -> RankGroup | None:
-    """None for a cell that this rank is not in: a group is made by all ranks all the same."""
-    patience = _patience(topology.limit)
+def _rank_group(topology: Topology, ranks: tuple[int, ...]) -> RankGroup | None:
+    """Makes the process groups of some ranks; None where this rank is not among them."""
+    backstop = _backstop(topology.limit)
     backend = None if topology.watchdog is None else _data_backend(topology.backend)
-    ranks = list(cell)
-    gather, reduce = (_cell_group(ranks, backend, patience) for _ in range(2))
-    control = _cell_group(ranks, None if topology.watchdog is None else "gloo", patience)
-    if topology.rank not in cell:
+    gather, reduce = (_new_group(ranks, backend, backstop) for _ in range(2))
+    control = _new_group(ranks, None if topology.watchdog is None else "gloo", backstop)
+    if topology.rank not in ranks:
         return None
     topology.groups.extend((gather, reduce, control))
-    return RankGroup(cell, ranks.index(topology.rank), gather, reduce, control)
+    return RankGroup(ranks, ranks.index(topology.rank), gather, reduce, control)
 
 
-def _cell_group(ranks: list[int], backend: str | None, patience: timedelta) -> dist.ProcessGroup:
-    # Sorted by default, and then a rank's place would not be its number in the group.
-    return dist.new_group(ranks, backend=backend, timeout=patience, sort_ranks=False)  # type: ignore[no-any-return]
+def _new_group(ranks: tuple[int, ...], backend: str | None, backstop: timedelta) -> dist.ProcessGroup:
+    # Sorted by default, and then a rank in the group would not be its place in `ranks`.
+    return dist.new_group(list(ranks), backend=backend, timeout=backstop, sort_ranks=False)  # type: ignore[no-any-return]
 
 
 def _data_backend(backend: str) -> str | None:
-    """Of a group for tensors of the model; None: as the default group."""
+    """Of a group for tensors of the model; None: that of the default group."""
     return "cpu:gloo,cuda:nccl" if "nccl" in backend else None
 
 
 def _rendezvous(backend: str, rank: int, world_size: int, limit: float) -> None:
     address = rendezvous_address()
-    # Groups that are made again are numbered from 0 again, and would read in the store what the first ones left there.
+    # A second default group numbers its groups from 0 again, and would read in the store the keys of the first one.
     store = PrefixStore(f"again/{_generation}", _stores[address]) if address in _stores else None
     try:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_patience(limit))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=_backstop(limit))
         _stores.setdefault(address, dist.distributed_c10d._get_default_store())
     except dist.DistError as error:
         reason = str(error).splitlines()[0]
@@ -290,19 +292,20 @@ def _rendezvous(backend: str, rank: int, world_size: int, limit: float) -> None:
 
 
 def _exchange(own: T, world_size: int, control: dist.ProcessGroup) -> dict[int, T]:
-    """What each rank brings, by rank. (all ranks)"""
-    everyone: list[Any] = [None] * world_size
-    dist.all_gather_object(everyone, own, group=control)
-    return dict(enumerate(everyone))
+    """The objects of all ranks, by rank. (all ranks)"""
+    gathered: list[Any] = [None] * world_size
+    dist.all_gather_object(gathered, own, group=control)
+    return dict(enumerate(gathered))
 
 
-def _nodes(rank: int, cards: Mapping[int, PeerProcess], control: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
-    """The ranks on each machine: as the launchers say, which number them one after the other, else by host names."""
-    place = local_rank_and_size()
-    firsts: dict[int, int | None] = _exchange(place and rank - place[0], len(cards), control)
+def _nodes(rank: int, processes: Mapping[int, PeerProcess], control: dist.ProcessGroup) -> tuple[tuple[int, ...], ...]:
+    """The global ranks on each machine: by LOCAL_RANK, else by host names. (all ranks)"""
+    # Launchers number the ranks of a machine one after the other, so rank - LOCAL_RANK is the machine's first rank.
+    local = local_rank_and_size()
+    firsts: dict[int, int | None] = _exchange(local and rank - local[0], len(processes), control)
     launched = all(first is not None for first in firsts.values())
-    keys = [firsts[r] if launched else card.host for r, card in cards.items()]
-    return tuple(tuple(r for r in cards if keys[r] == key) for key in dict.fromkeys(keys))
+    keys = [firsts[r] if launched else process.host for r, process in processes.items()]
+    return tuple(tuple(r for r in processes if keys[r] == key) for key in dict.fromkeys(keys))
 
 
 def _device(local_rank: int) -> torch.device:
@@ -317,13 +320,13 @@ def _device(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _patience(limit: float) -> timedelta:
-    """The backend's own timeout: the watchdog is to come first."""
+def _backstop(limit: float) -> timedelta:
+    """The backend's own timeout: later than the watchdog, whose report says more."""
     return timedelta(seconds=limit + _BACKSTOP_SECONDS) if math.isfinite(limit) else timedelta(days=365)
 
 
 def _interrupter(groups: list[dist.ProcessGroup], device: torch.device) -> Callable[[], None]:
-    """A function that breaks the groups' connections, so that whoever waits on them raises."""
+    """A function that breaks the groups' connections, so that threads blocked in them raise."""
 
     def interrupt() -> None:
         for group in tuple(groups):

@@ -7,13 +7,20 @@ be checked anywhere.
 
 from __future__ import annotations
 
-from zeroaccel.config.batch import BatchSizes, solve_batch
+from zeroaccel.config.auto_values import Fact, Facts, Resolved, resolve
 from zeroaccel.config.comm_plan import CommPlan, comm_plan
-from zeroaccel.config.facts import Fact, Facts
 from zeroaccel.config.load_config_file import load_config
-from zeroaccel.config.resolve import Resolved, resolve
 from zeroaccel.config.schema import Config
-from zeroaccel.config.shard_plan import Residence, ShardPlan, TierPlan, overlaps_communication, shard_plan, tier_plan
+from zeroaccel.config.shard_plan import (
+    BatchSizes,
+    Residence,
+    ShardPlan,
+    TierPlan,
+    overlaps_communication,
+    shard_plan,
+    solve_batch,
+    tier_plan,
+)
 
 __all__ = [
     "BatchSizes",

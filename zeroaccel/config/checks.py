@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from zeroaccel.config.problems import Problem
-from zeroaccel.config.provenance import Path
+from zeroaccel.config.diagnostics import KeyPath, Problem
 from zeroaccel.config.schema import Config
 from zeroaccel.config.schema_zero import OffloadOptimizer, OffloadParam
 from zeroaccel.config.shard_plan import shard_plan, tier_plan
@@ -26,7 +25,7 @@ _Found = Iterator[Problem]
 
 @dataclass(frozen=True)
 class _Check:
-    reads: tuple[Path, ...]
+    reads: tuple[KeyPath, ...]
     find: Callable[[Config], _Found]
 
 
@@ -43,7 +42,7 @@ def _check(*reads: str) -> Callable[[Callable[[Config], _Found]], Callable[[Conf
     return register
 
 
-def contradictions(config: Config, invalid: Collection[Path]) -> _Found:
+def contradictions(config: Config, invalid: Collection[KeyPath]) -> _Found:
     """Every contradiction among the keys of a config.
 
     Args:
@@ -55,7 +54,7 @@ def contradictions(config: Config, invalid: Collection[Path]) -> _Found:
             yield from check.find(config)
 
 
-def _overlap(one: Path, other: Path) -> bool:
+def _overlap(one: KeyPath, other: KeyPath) -> bool:
     """Whether one path is the other or lies within it."""
     shared = min(len(one), len(other))
     return one[:shared] == other[:shared]
@@ -263,11 +262,7 @@ def _spread_needs_shards(config: Config) -> _Found:
 def _an_optimizer_has_a_type(config: Config) -> _Found:
     section = config.optimizer
     if section is not None and section.type is None and (section.kind is None or section.params):
-        yield Problem(
-            ("optimizer", "type"),
-            text='missing or "auto"',
-            fix="give it, or remove the section",
-        )
+        yield Problem(("optimizer", "type"), text='missing or "auto"', fix="give it, or remove the section")
 
 
 @_check("optimizer")

@@ -1,39 +1,205 @@
-"""Finding a config: tells dicts, paths, JSON text and base64 apart, and reads what it finds into one form.
+"""Reading a config: a dict, a path, JSON text or base64, parsed into one tree with the place of every key.
 
-The first step of `load`. It knows files and encodings and no key of the config. A name that does not exist is said to
-be missing, never taken for base64.
+The first step of `load_config`. Plain JSON first; text with comments, trailing commas or unquoted keys goes through
+json5. Knows files, encodings and JSON, and no key of the config. A path that does not exist is an error, never taken
+for base64.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
-import difflib
+import json
 import os
 import re
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import json5
+
 from zeroaccel.config.bounds import read_at_most
-from zeroaccel.config.json_text import parse_json
-from zeroaccel.config.problems import Problem, given_twice
-from zeroaccel.config.provenance import Path
+from zeroaccel.config.diagnostics import KeyPath, Problem, duplicate_key_problems, near_names
 from zeroaccel.errors import ConfigError
 
-__all__ = ["Document", "given_paths", "read_document"]
+__all__ = ["Document", "JsonText", "excerpt", "key_paths", "parse_json", "read_document"]
+
+
+_WIDEST_EXCERPT = 100
+_MOST_CHARACTERS = 1 << 20
+_MOST_JSON5_CHARACTERS = 1 << 14
+"""Its parser takes some 30 microseconds per character."""
+_MOST_LEVELS = 32
+_LONGEST_NUMBER = 100
+
+_TOKEN = re.compile(
+    r"""(?P<skip>\s+ | //[^\n]* | /\*.*?(?:\*/|\Z))
+    | (?P<string>"(?:\\.|[^"\\])*(?:"|\Z) | '(?:\\.|[^'\\])*(?:'|\Z))
+    | (?P<mark>[{}\[\]:,])
+    | (?P<word>(?:(?!//|/\*)[^\s{}\[\]:,"'])+)""",
+    re.VERBOSE | re.DOTALL,
+)
+
+
+@dataclass(frozen=True)
+class JsonText:
+    """A parsed text.
+
+    Attributes:
+        value: what it says; of a key given twice, the last value.
+        places: path -> "name:line:column" of its key, in the order of the text; of a key given twice, the last.
+        duplicates: path -> the lines of all its occurrences, for keys given more than once in one object.
+    """
+
+    value: Any
+    places: dict[KeyPath, str]
+    duplicates: dict[KeyPath, list[int]]
+
+
+def parse_json(text: str, name: str) -> JsonText:
+    """Parses JSON, or JSON5 where it is not plain JSON.
+
+    Args:
+        text: the whole text.
+        name: what to call it in messages, usually the file's path.
+
+    Raises:
+        ConfigError: it is neither; the message has name, line and column, the line itself and a caret below it.
+    """
+    _check_bounds(text, name)
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        value = _parse_json5(text, name, error)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{name}: not valid JSON: {error}") from None
+    line_starts = [0, *(match.end() for match in re.finditer("\n", text))]
+    places: dict[KeyPath, str] = {}
+    lines: dict[tuple[int, KeyPath], list[int]] = {}
+    for owner, path, offset in _keys(text):
+        line = bisect_right(line_starts, offset)
+        places[path] = f"{name}:{line}:{offset - line_starts[line - 1] + 1}"
+        lines.setdefault((owner, path), []).append(line)
+    duplicates = {path: found for (_, path), found in lines.items() if len(found) > 1}
+    return JsonText(value, places, duplicates)
+
+
+def _parse_json5(text: str, name: str, plain: json.JSONDecodeError) -> Any:
+    """What the text says as JSON5; `plain` is the error of reading it as JSON."""
+    if not text.strip():
+        raise ConfigError(f"{name}: not valid JSON: it is empty")
+    if len(text) > _MOST_JSON5_CHARACTERS:
+        line, column = plain.lineno, plain.colno
+        raise ConfigError(
+            f"{name}:{line}:{column}: not valid JSON: {plain.msg[0].lower()}{plain.msg[1:]}\n"
+            f"{excerpt(text, line, column)}\n"
+            f"    (what is not plain JSON, such as comments, is read up to {_MOST_JSON5_CHARACTERS} characters)"
+        )
+    try:
+        value, message, offset = json5.parse(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{name}: not valid JSON: {error}") from None
+    if message is None:
+        return value
+    # The parser that got further has understood more of the text; at a tie, json's sentence says what was expected.
+    if plain.pos >= offset:
+        offset, what = plain.pos, plain.msg[0].lower() + plain.msg[1:]
+    else:
+        what = f"unexpected {text[offset]!r}" if offset < len(text) else "unexpected end of text"
+    line, column = _line_and_column(text, offset)
+    raise ConfigError(f"{name}:{line}:{column}: not valid JSON: {what}\n{excerpt(text, line, column)}")
+
+
+def _check_bounds(text: str, name: str) -> None:
+    """ConfigError for a text that is longer, nested deeper, or has longer numbers than any config."""
+    if len(text) > _MOST_CHARACTERS:
+        raise ConfigError(name, expected=f"a config of at most {_MOST_CHARACTERS} characters", got=len(text))
+    levels = 0
+    for token in _TOKEN.finditer(text):
+        part = token.group()
+        what = ""
+        if part in ("{", "["):
+            levels += 1
+            what = f"nested more than {_MOST_LEVELS} levels deep" if levels > _MOST_LEVELS else ""
+        elif part in ("}", "]"):
+            levels -= 1
+        elif token.lastgroup == "word" and len(part) > _LONGEST_NUMBER and part[0] in "+-.0123456789":
+            what = f"a number of {len(part)} characters, at most {_LONGEST_NUMBER} are read"
+        if what:
+            line, column = _line_and_column(text, token.start())
+            raise ConfigError(f"{name}:{line}:{column}: {what}\n{excerpt(text, line, column)}")
+
+
+def excerpt(text: str, line: int, column: int) -> str:
+    """The line of an error, and below it a caret under the column; both counted from 1."""
+    shown = text.split("\n")[line - 1].replace("\t", " ").rstrip()
+    start = max(0, min(column - 1, len(shown)) - _WIDEST_EXCERPT // 2)
+    return f"    {shown[start : start + _WIDEST_EXCERPT]}\n    {' ' * (column - 1 - start)}^"
+
+
+def _line_and_column(text: str, offset: int) -> tuple[int, int]:
+    """Both counted from 1; the column in characters."""
+    return text.count("\n", 0, offset) + 1, offset - (text.rfind("\n", 0, offset) + 1) + 1
+
+
+@dataclass
+class _Container:
+    """An object or a list that is open during the scan."""
+
+    path: KeyPath
+    is_object: bool
+    number: int
+    index: int = 0
+    key: str | None = None
+    below: KeyPath = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.below = self.path if self.is_object else (*self.path, 0)
+
+
+def _keys(text: str) -> Iterator[tuple[int, KeyPath, int]]:
+    """Every key of a valid text: the number of the object it stands in, its path, and the offset of its start."""
+    stack: list[_Container] = []
+    opened = 0
+    for token in _TOKEN.finditer(text):
+        kind, part = token.lastgroup, token.group()
+        top = stack[-1] if stack else None
+        if kind == "skip":
+            continue
+        if part in ("{", "[") and kind == "mark":
+            opened += 1
+            stack.append(_Container(top.below if top else (), part == "{", opened))
+        elif part in ("}", "]") and kind == "mark":
+            stack.pop()
+        elif top is not None and part == "," and kind == "mark":
+            top.key, top.index = None, top.index + 1
+            top.below = top.path if top.is_object else (*top.path, top.index)
+        elif top is not None and top.is_object and top.key is None and kind != "mark":
+            top.key = _key_name(part)
+            top.below = (*top.path, top.key)
+            yield top.number, top.below, token.start()
+
+
+def _key_name(token: str) -> str:
+    """The key behind its token, which is a string in either kind of quotes or a bare word."""
+    if token[0] not in "\"'":
+        return token
+    try:
+        return str(json.loads(token))
+    except json.JSONDecodeError:
+        return str(json5.loads(token))
+
 
 _FORMS = "a dict, the path of a JSON file, JSON text, or urlsafe base64 of JSON"
 _NEAR_NAMES = 3
 _LONGEST_PATH_SHOWN = 200
 _MOST_NBYTES = 4 << 20
-_MOST_LEVELS = 32
 
 
 @dataclass(frozen=True)
 class Document:
     """A config as given, before any of its keys is looked at.
-
     Attributes:
         name: what to call it in messages.
         tree: a copy of its content, so that neither side sees the other's later changes.
@@ -43,7 +209,7 @@ class Document:
 
     name: str
     tree: dict[str, Any]
-    places: Mapping[Path, str] = field(default_factory=dict)
+    places: Mapping[KeyPath, str] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
 
 
@@ -69,16 +235,16 @@ def read_document(source: Mapping[str, Any] | str | os.PathLike[str]) -> Documen
     return _from_file(source)
 
 
-def given_paths(tree: object, above: Path = ()) -> Iterator[Path]:
+def key_paths(tree: object, above: KeyPath = ()) -> Iterator[KeyPath]:
     """The path of every key of a tree, as written and in the order written."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             path = (*above, key)
             yield path
-            yield from given_paths(value, path)
+            yield from key_paths(value, path)
     elif isinstance(tree, (list, tuple)):
         for index, item in enumerate(tree):
-            yield from given_paths(item, (*above, index))
+            yield from key_paths(item, (*above, index))
 
 
 def _copy(value: Any, levels: int = _MOST_LEVELS) -> Any:
@@ -94,7 +260,7 @@ def _from_text(text: str, name: str) -> Document:
     parsed = parse_json(text, name)
     if not isinstance(parsed.value, dict):
         raise ConfigError(name, expected="an object at the top level", got=parsed.value)
-    return Document(name, parsed.value, parsed.places, tuple(given_twice(parsed.duplicates)))
+    return Document(name, parsed.value, parsed.places, tuple(duplicate_key_problems(parsed.duplicates)))
 
 
 def _from_file(path: str) -> Document:
@@ -116,7 +282,7 @@ def _missing(path: str) -> ConfigError:
     """The error about a path that leads nowhere, with the names that may have been meant."""
     folder, name = os.path.split(path)
     if os.path.isdir(folder or "."):
-        near = difflib.get_close_matches(name, sorted(os.listdir(folder or ".")), n=_NEAR_NAMES)
+        near = near_names(name, sorted(os.listdir(folder or ".")), _NEAR_NAMES)
         fix = f"did you mean {_quoted(folder, near)}?" if near else _json_files(folder) or f"give {_FORMS}"
     else:
         fix = f"there is no folder {folder!r}"

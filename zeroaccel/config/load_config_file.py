@@ -14,13 +14,11 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from zeroaccel.config.auto_values import Facts, Filled, after, as_written, fill, spelled
 from zeroaccel.config.checks import contradictions
-from zeroaccel.config.document import given_paths, read_document
-from zeroaccel.config.facts import Facts
+from zeroaccel.config.diagnostics import KeyPath, Problem, Provenance, dotted, from_pydantic, report
+from zeroaccel.config.document import key_paths, read_document
 from zeroaccel.config.normalize import NormalizedConfig, UnknownKeys
-from zeroaccel.config.problems import Problem, from_pydantic, report
-from zeroaccel.config.provenance import Path, Provenance, dotted
-from zeroaccel.config.resolve import Filled, after, as_written, fill, spelled
 from zeroaccel.config.schema import Config
 from zeroaccel.config.support import refusals, support_notes
 from zeroaccel.logs import log_note
@@ -59,36 +57,36 @@ def load_config(
     if isinstance(source, Config):
         return source
     document = read_document(source)
-    order = list(given_paths(document.tree))
+    order = list(key_paths(document.tree))
     places = {**document.places}
     if sources is not None:
         places.update({path: sources[dotted(path)] for path in order if dotted(path) in sources})
-    canonical = NormalizedConfig(Config, document.tree, unknown_keys)
-    filled = Filled(canonical.tree) if facts is None else fill(canonical.tree, canonical.unresolved, facts)
-    written = {path: path for path in filled.sources} | canonical.written
-    as_given = Provenance(name=document.name, places=dict(places), written=canonical.written)
+    normalized = NormalizedConfig(Config, document.tree, unknown_keys)
+    filled = Filled(normalized.tree) if facts is None else fill(normalized.tree, normalized.unresolved, facts)
+    written = {path: path for path in filled.sources} | normalized.written
+    as_given = Provenance(name=document.name, places=dict(places), written=normalized.written)
     places.update({written[path]: after(places.get(written[path]), how) for path, how in filled.sources.items()})
     origin = Provenance(
         name=document.name,
         raw=document.tree,
         places=places,
         written=written,
-        unresolved=tuple(dotted(path) for path in canonical.unresolved if path not in filled.sources),
-        resolved=as_written(filled.tree, (), canonical.written),
+        unresolved=tuple(dotted(path) for path in normalized.unresolved if path not in filled.sources),
+        resolved=as_written(filled.tree, (), normalized.written),
         resolved_sources={
-            dotted(spelled(path, canonical.written)): places.get(place, document.name)
+            dotted(spelled(path, normalized.written)): places.get(place, document.name)
             for path, place in written.items()
         },
     )
     config, invalid = _validated(filled.tree, origin)
-    unresolved = {path for path in canonical.unresolved if path not in filled.sources or path[-1] == "enabled"}
+    unresolved = {path for path in normalized.unresolved if path not in filled.sources or path[-1] == "enabled"}
     unresolved = {path for path in unresolved if not _has(filled.tree, path)}
     wrong_values = {problem.path for problem in invalid}
     among = list(contradictions(config, wrong_values))
     told = wrong_values | {problem.path for problem in among}
     problems = [
         *document.problems,
-        *canonical.problems,
+        *normalized.problems,
         *invalid,
         *(problem for problem in filled.problems if problem.path not in told),
         *refusals(config, unresolved),
@@ -96,14 +94,14 @@ def load_config(
     ]
     if problems:
         raise report(problems, origin, order)
-    notes = [*canonical.notes, *filled.notes, *support_notes(config, written, unresolved)]
+    notes = [*normalized.notes, *filled.notes, *support_notes(config, written, unresolved)]
     config._origin = replace(origin, notes=tuple(note.line(as_given) for note in notes))
     for note, line in zip(notes, config.notes, strict=True):
-        log_note(logging.WARNING if note.is_loud else logging.INFO, line)
+        log_note(logging.WARNING if note.warns else logging.INFO, line)
     return config
 
 
-def _has(tree: Mapping[str, Any], path: Path) -> bool:
+def _has(tree: Mapping[str, Any], path: KeyPath) -> bool:
     value: Any = tree
     for part in path:
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -123,7 +121,7 @@ def _validated(tree: dict[str, Any], origin: Provenance) -> tuple[Config, list[P
                 tree = _without(tree, problem.path[:-1] if entry["type"] == "missing" else problem.path)
 
 
-def _without(tree: dict[str, Any], path: Path) -> dict[str, Any]:
+def _without(tree: dict[str, Any], path: KeyPath) -> dict[str, Any]:
     """A copy of the tree in which the key at `path` is absent; within a list, the list."""
     key = str(path[0])
     if key not in tree:

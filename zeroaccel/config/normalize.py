@@ -10,8 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from zeroaccel.config.problems import Note, Problem, closest
-from zeroaccel.config.provenance import Path, dotted
+from zeroaccel.config.diagnostics import KeyPath, Note, Problem, closest, dotted
 from zeroaccel.config.section import AUTO, AlsoSpelled, ConfigSection, Retired, nested_section, spellings
 
 __all__ = ["NormalizedConfig", "UnknownKeys"]
@@ -41,10 +40,10 @@ class NormalizedConfig:
     def __init__(
         self, root: type[ConfigSection], given: Mapping[str, Any], unknown_keys: UnknownKeys = "standard"
     ) -> None:
-        self.written: dict[Path, Path] = {}
-        self.unresolved: list[Path] = []
+        self.written: dict[KeyPath, KeyPath] = {}
+        self.unresolved: list[KeyPath] = []
         self.notes: list[Note] = []
-        self.unknown: list[Path] = []
+        self.unknown: list[KeyPath] = []
         self.problems: list[Problem] = []
         self._root = root
         self._hints = 0
@@ -53,7 +52,7 @@ class NormalizedConfig:
         self._fill_from_dotted_keys(given)
 
     def _section(
-        self, section: type[ConfigSection], given: Mapping[str, Any], path: Path, written: Path
+        self, section: type[ConfigSection], given: Mapping[str, Any], path: KeyPath, written: KeyPath
     ) -> dict[str, Any]:
         names = _names(section)
         tree: dict[str, Any] = {}
@@ -66,24 +65,33 @@ class NormalizedConfig:
                 if mark is not None and mark.deprecated:
                     self.notes.append(Note(here, f"an older name of {dotted((*path, name))}"))
                 self._place(section, name, value, tree, path, here)
+            elif key in section.unread.split():
+                self.written[(*path, key)] = here
+                tree[key] = value
             elif path or "." not in str(key):
-                self._meet_unknown(section, key, path, here)
+                self._note_unknown(section, key, path, here)
         return tree
 
-    def _is_second(self, target: Path, written: Path) -> bool:
+    def _is_duplicate(self, target: KeyPath, written: KeyPath) -> bool:
         """Whether the setting was already given under another name, which is a problem; else remembers its name."""
-        twin = self.written.setdefault(target, written)
-        if twin != written:
-            what = f"the same setting as {dotted(twin)}"
+        earlier = self.written.setdefault(target, written)
+        if earlier != written:
+            what = f"the same setting as {dotted(earlier)}"
             self.problems.append(Problem(written, text=what, fix="keep one", as_written=True))
-        return twin != written
+        return earlier != written
 
     def _place(
-        self, section: type[ConfigSection], name: str, value: object, tree: dict[str, Any], path: Path, written: Path
+        self,
+        section: type[ConfigSection],
+        name: str,
+        value: object,
+        tree: dict[str, Any],
+        path: KeyPath,
+        written: KeyPath,
     ) -> None:
         """Puts the value of one field into `tree`, under its own name."""
         target = (*path, name)
-        if self._is_second(target, written):
+        if self._is_duplicate(target, written):
             return
         field = section.model_fields[name]
         nested = nested_section(field)
@@ -100,12 +108,12 @@ class NormalizedConfig:
         else:
             tree[name] = value
 
-    def _stand_for(self, meaning: Mapping[str, object], path: Path, written: Path) -> dict[str, Any]:
+    def _stand_for(self, meaning: Mapping[str, object], path: KeyPath, written: KeyPath) -> dict[str, Any]:
         """A section that one older key stands for: all its keys were written as that key."""
         self.written.update({(*path, key): written for key in meaning})
         return dict(meaning)
 
-    def _free(self, given: Mapping[Any, Any], path: Path, written: Path) -> dict[str, Any]:
+    def _free(self, given: Mapping[Any, Any], path: KeyPath, written: KeyPath) -> dict[str, Any]:
         """An object whose keys the schema does not know, as the arguments of an optimizer."""
         tree: dict[str, Any] = {}
         for key, value in given.items():
@@ -120,14 +128,14 @@ class NormalizedConfig:
                 tree[key] = self._free(value, target, here) if isinstance(value, Mapping) else value
         return tree
 
-    def _retired(self, retired: Retired, value: object, tree: dict[str, Any], path: Path, written: Path) -> None:
+    def _retired(self, retired: Retired, value: object, tree: dict[str, Any], path: KeyPath, written: KeyPath) -> None:
         """Puts what a key of an older release stands for into `tree`."""
         replacement = (*path, retired.becomes)
         if _is_auto(value):
             self.unresolved.append(replacement)
         elif not isinstance(value, bool):
             self.problems.append(Problem(written, expected="true or false", got=value, as_written=True))
-        elif value and not self._is_second(replacement, written):
+        elif value and not self._is_duplicate(replacement, written):
             meaning = _as_text(retired.when_true)
             self.notes.append(Note(written, f"an older form of {dotted(replacement)} with {meaning}"))
             tree[retired.becomes] = self._stand_for(retired.when_true, replacement, written)
@@ -145,7 +153,7 @@ class NormalizedConfig:
                 continue
             path = self._resolve(key)
             if path is None:
-                self._meet_unknown(self._root, key, (), (key,))
+                self._note_unknown(self._root, key, (), (key,))
             elif path in self.written and path not in self.unresolved:
                 self.notes.append(
                     Note((key,), f"not used, since the section {dotted(path[:-1])} has a value of its own")
@@ -153,7 +161,7 @@ class NormalizedConfig:
             elif not _is_auto(value):
                 self._fill(path, value, (key,))
 
-    def _fill(self, path: tuple[str, ...], value: object, written: Path) -> None:
+    def _fill(self, path: tuple[str, ...], value: object, written: KeyPath) -> None:
         section, tree = self._root, self.tree
         for part in path[:-1]:
             section = nested_section(section.model_fields[part]) or section
@@ -181,7 +189,7 @@ class NormalizedConfig:
             section = nested_section(section.model_fields[known[0]])
         return path
 
-    def _meet_unknown(self, section: type[ConfigSection], key: object, path: Path, written: Path) -> None:
+    def _note_unknown(self, section: type[ConfigSection], key: object, path: KeyPath, written: KeyPath) -> None:
         """Makes a problem or a note of a key that does not exist."""
         if not isinstance(key, str):
             self.problems.append(_no_string(written))
@@ -195,7 +203,7 @@ class NormalizedConfig:
         ignores = self._mode == "lenient" or (self._mode == "standard" and not (meant and section.is_read))
         if section.is_open and ignores and len(self.unknown) <= _MOST_UNKNOWN:
             hint = f"; {fix}" if meant else ""
-            self.notes.append(Note(written, f"unknown key, which changes nothing{hint}", is_loud=True))
+            self.notes.append(Note(written, f"unknown key, which changes nothing{hint}", warns=True))
         else:
             self.problems.append(Problem(written, text="unknown key", fix=fix, as_written=True))
 
@@ -207,7 +215,7 @@ class NormalizedConfig:
         if "." in key:
             near = closest(key, map(dotted, _every_spelling(self._root)))
         else:
-            near = closest(key, [*_names(section), *section.retired])
+            near = closest(key, [*_names(section), *section.retired, *section.unread.split()])
         if near:
             return f'"{near}"'
         inside = [f"{field}.{key}" for field, names in section.inner.items() if key in names]
@@ -219,7 +227,7 @@ def _is_auto(value: object) -> bool:
     return isinstance(value, str) and value == AUTO  # an array would compare itself element by element
 
 
-def _no_string(written: Path) -> Problem:
+def _no_string(written: KeyPath) -> Problem:
     return Problem(written, text="unknown key", fix="keys are strings", as_written=True)
 
 
@@ -239,12 +247,12 @@ def _every_spelling(section: type[ConfigSection], above: tuple[str, ...] = ()) -
         nested = nested_section(section.model_fields[field])
         if nested is not None:
             yield from _every_spelling(nested, (*above, name))
-    for name in section.retired:
+    for name in (*section.retired, *section.unread.split()):
         yield (*above, name)
 
 
 def _listed(section: type[ConfigSection]) -> str:
-    names = list(section.model_fields)
+    names = [*section.model_fields, *section.unread.split()]
     return ", ".join(names) if len(names) <= 12 else ", ".join(names[:12]) + ", ..."
 
 

@@ -12,30 +12,31 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, PrivateAttr
 
-from zeroaccel.config.provenance import Provenance
-from zeroaccel.config.schema_extensions import (
+from zeroaccel.config.diagnostics import Provenance
+from zeroaccel.config.schema_sections import (
     ActivationCheckpointing,
     Autotuning,
-    Compile,
-    DataEfficiency,
-    ExpertParallel,
-    HybridEngine,
-    Pipeline,
-    TensorParallel,
-    WeightQuantization,
-)
-from zeroaccel.config.schema_observe import (
+    Bf16,
     Comet,
     CommsLogger,
+    Compile,
     CsvMonitorSection,
+    DataEfficiency,
+    DataTypes,
+    ExpertParallel,
     FlopsProfiler,
+    Fp16,
+    HybridEngine,
     LogLevel,
+    Pipeline,
     TensorBoard,
+    TensorParallel,
     Timers,
+    TorchAutocast,
     Trackio,
     Wandb,
+    WeightQuantization,
 )
-from zeroaccel.config.schema_precision import Bf16, DataTypes, Fp16, TorchAutocast
 from zeroaccel.config.schema_zero import Aio, ZeroOptimization
 from zeroaccel.config.section import (
     AlsoSpelled,
@@ -49,6 +50,7 @@ from zeroaccel.config.section import (
     NonNegativeNumber,
     PositiveCount,
     PositiveNumber,
+    UnreadSection,
     lowered,
 )
 
@@ -102,23 +104,10 @@ class ParallelWrite(ConfigSection):
     """Let the ranks of a pipeline stage share the writing."""
 
 
-class CheckpointWriter(ConfigSection):
+class CheckpointWriter(UnreadSection):
     """How bytes of a checkpoint reach the disk."""
 
-    type: Literal["MOCK", "PYTHON", "FAST"] = "FAST"
-    """Implementation."""
-    io_buffer_size: PositiveCount = 67_108_864
-    """Bytes of the buffer."""
-    io_buffer_double: Flag = True
-    """Two buffers."""
-    show_statistics: Flag = False
-    """Print how fast it wrote."""
-    data_parallel: Literal["REPLICA", "SOCKET", "MACHINE"] | None = None
-    """Which ranks share the writing."""
-    decoupled: Flag = False
-    """Write beside training."""
-    io_multiplier: PositiveCount = 1
-    """Writers per rank."""
+    unread = "type io_buffer_size io_buffer_double show_statistics data_parallel decoupled io_multiplier"
 
 
 TagValidation = Annotated[Literal["ignore", "warn", "fail"], BeforeValidator(lowered)]

@@ -20,12 +20,12 @@ from zeroaccel.config.section import (
     Flag,
     Fraction,
     FreeSection,
+    Integer,
     OpenFraction,
     PathText,
     PositiveCount,
     Retired,
     Texts,
-    Whole,
     lowered,
     wrong,
 )
@@ -248,7 +248,7 @@ class ZeroOptimization(ConfigSection):
     """Error feedback for quantised gradients."""
     zeropp: ZeroPlusPlus = ZeroPlusPlus()
     """Settings beside the quantised and hierarchical keys."""
-    mics_shard_size: Whole = -1
+    mics_shard_size: Integer = -1
     """Ranks among which the model is sharded, with replicas beyond; -1 is all."""
     mics_hierarchical_params_gather: Flag = False
     """Gather within the node first."""

@@ -28,6 +28,7 @@ __all__ = [
     "Flag",
     "Fraction",
     "FreeSection",
+    "Integer",
     "MaybeDtype",
     "Name",
     "NonNegativeNumber",
@@ -39,7 +40,8 @@ __all__ = [
     "Retired",
     "Text",
     "Texts",
-    "Whole",
+    "UnreadSection",
+    "as_integer",
     "field_paths",
     "lowered",
     "nested_section",
@@ -78,6 +80,9 @@ def _for_editors(schema: dict[str, Any], section: type[ConfigSection]) -> None:
             properties[name] = _or_auto(properties[name])
         for other in spellings(field):
             properties[other.name] = properties[name] | ({"deprecated": True} if other.deprecated else {})
+    properties.update({name: {"title": name} for name in section.unread.split()})
+    if section.unread:
+        schema["additionalProperties"] = False
     for name, retired in section.retired.items():
         text = f"Older form of {retired.becomes}."
         properties[name] = {"type": "boolean", "deprecated": True, "description": text}
@@ -113,8 +118,22 @@ class ConfigSection(BaseModel):
     is_read: ClassVar[bool] = True
     """Whether any key of this section takes effect here: where none does, a misspelt one does no harm."""
 
+    unread: ClassVar[str] = ""
+    """Keys of the format that nothing here reads, separated by spaces; see `UnreadSection`."""
+
     inner: ClassVar[Mapping[str, tuple[str, ...]]] = {}
     """Field -> names of keys that belong into it, where its keys are free."""
+
+
+class UnreadSection(ConfigSection):
+    """A section that is refused or without effect (`support` says which), of which at most its switch is read.
+
+    Its other keys are in `unread`: a misspelt one is still found, and any value is kept as it is, unchecked.
+    """
+
+    model_config = ConfigDict(extra="allow")  # unknown keys never get here: `normalize` finds them
+
+    is_read = False
 
 
 def nested_section(field: FieldInfo) -> type[ConfigSection] | None:
@@ -148,11 +167,23 @@ def _unquoted(value: object) -> str:
     return "write it without quotes" if isinstance(value, str) else ""
 
 
-def _whole(value: object) -> int:
-    if not isinstance(value, bool) and isinstance(value, Integral):
+def as_integer(value: object) -> int | None:
+    """The integer that a number is, as 1e3 is one; None for other numbers, for true and false, and for text.
+
+    Example:
+        >>> as_integer(1e3), as_integer(1.5), as_integer(True), as_integer("3")
+        (1000, None, None, None)
+    """
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    if isinstance(value, Integral):
         return int(value)
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
+    return int(float(value)) if float(value).is_integer() else None
+
+
+def _integer(value: object) -> int:
+    if (number := as_integer(value)) is not None:
+        return number
     raise wrong("a whole number", _unquoted(value))
 
 
@@ -245,9 +276,9 @@ def lowered(value: object) -> object:
     return value.lower() if isinstance(value, str) else value
 
 
-Whole = Annotated[int, BeforeValidator(_whole)]
-Count = Annotated[int, Field(ge=0), BeforeValidator(_whole)]
-PositiveCount = Annotated[int, Field(gt=0), BeforeValidator(_whole)]
+Integer = Annotated[int, BeforeValidator(_integer)]
+Count = Annotated[int, Field(ge=0), BeforeValidator(_integer)]
+PositiveCount = Annotated[int, Field(gt=0), BeforeValidator(_integer)]
 Number = Annotated[float, BeforeValidator(_number)]
 NonNegativeNumber = Annotated[float, Field(ge=0), BeforeValidator(_number)]
 PositiveNumber = Annotated[float, Field(gt=0), BeforeValidator(_number)]

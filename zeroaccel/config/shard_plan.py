@@ -1,7 +1,7 @@
-"""What is sharded and where it lives: the one place that knows what a stage number means.
+"""What the engine derives from a config: which model states are sharded, on which tier they live, the batch sizes.
 
-Reads a `Config`; everything below the config asks these plans and never the stage. Quantised or hierarchical
-communication is not a plan: it is another set of collectives.
+The one place that knows what a stage number means: everything below the config asks `ShardPlan` and `TierPlan`, never
+the stage. Batch sizes follow from train = micro * accumulation * ranks, of which a config has to give at least one.
 """
 
 from __future__ import annotations
@@ -10,8 +10,20 @@ from dataclasses import dataclass
 from typing import Literal
 
 from zeroaccel.config.schema import Config
+from zeroaccel.errors import ConfigError
 
-__all__ = ["Residence", "ShardPlan", "TierPlan", "UpdateTime", "overlaps_communication", "shard_plan", "tier_plan"]
+__all__ = [
+    "BatchSizes",
+    "Residence",
+    "ShardPlan",
+    "TierPlan",
+    "UpdateTime",
+    "overlaps_communication",
+    "shard_plan",
+    "solve_batch",
+    "tier_plan",
+]
+
 
 Residence = Literal["device", "host", "nvme"]
 """Where tensors live between uses: with the model, in host memory, in files."""
@@ -69,3 +81,78 @@ def overlaps_communication(config: Config) -> bool:
     """Whether gradients are reduced beside the backward pass; by default, where params are sharded."""
     asked = config.zero_optimization.overlap_comm
     return shard_plan(config).params if asked is None else asked
+
+
+_TRAIN = "train_batch_size"
+_MICRO = "train_micro_batch_size_per_gpu"
+_ACCUMULATION = "gradient_accumulation_steps"
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Batch sizes in samples, with train = micro * accumulation * ranks.
+
+    Attributes:
+        train: per optimizer step, over all ranks.
+        micro: per rank and micro-step.
+        accumulation: micro-steps per optimizer step.
+    """
+
+    train: int
+    micro: int
+    accumulation: int
+
+
+def solve_batch(config: Config, world_size: int) -> BatchSizes:
+    """Derives the batch sizes that were not given.
+
+    Args:
+        config: gives one, two or all three of them; accumulation alone is not enough.
+        world_size: number of ranks that see different samples.
+
+    Raises:
+        ConfigError: neither train nor micro is given, or the sizes do not fit; the message has all four numbers.
+    """
+    ranks = config.data_parallel_size
+    if ranks is not None and ranks != world_size:
+        fix = "remove the key, or start that many processes"
+        raise ConfigError(config.where("data_parallel_size"), expected=f"{world_size} ranks", got=ranks, fix=fix)
+    train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
+    accumulation = config.gradient_accumulation_steps
+    if train is None and micro is None:
+        raise _misfit(config, world_size, f"neither {_TRAIN} nor {_MICRO} is given", f"set {_MICRO}")
+    if train is None and micro is not None:
+        steps = accumulation or 1
+        return BatchSizes(micro * steps * world_size, micro, steps)
+    assert train is not None, "one of the two was checked to be there"
+    if micro is not None and accumulation is not None:
+        return _closed(config, world_size, BatchSizes(train, micro, accumulation))
+    per_step = world_size * (micro or accumulation or 1)
+    quotient, rest = divmod(train, per_step)
+    if rest:
+        below, above = quotient * per_step, (quotient + 1) * per_step
+        choice = f"{below} or {above}" if below else f"{above}"
+        factors = f"{micro or accumulation or 1} * {world_size} = {per_step}"
+        raise _misfit(config, world_size, f"{train} is not a multiple of {factors}", f"set {_TRAIN} to {choice}")
+    return BatchSizes(train, micro, quotient) if micro else BatchSizes(train, quotient, accumulation or 1)
+
+
+def _closed(config: Config, world_size: int, sizes: BatchSizes) -> BatchSizes:
+    product = sizes.micro * sizes.accumulation * world_size
+    if sizes.train != product:
+        what = f"{sizes.train} is not {sizes.micro} * {sizes.accumulation} * {world_size} = {product}"
+        raise _misfit(config, world_size, what, f"set {_TRAIN} to {product}, or remove one of the three")
+    return sizes
+
+
+def _misfit(config: Config, world_size: int, what: str, fix: str) -> ConfigError:
+    given = ", ".join(
+        f"{name} {'not given' if value is None else value}"
+        for name, value in (
+            (_TRAIN, config.train_batch_size),
+            (_MICRO, config.train_micro_batch_size_per_gpu),
+            (_ACCUMULATION, config.gradient_accumulation_steps),
+        )
+    )
+    where = config.where(_TRAIN) if config.train_batch_size is not None else "batch sizes"
+    return ConfigError(f"{where}: {what} ({given}, ranks {world_size})", fix=fix)

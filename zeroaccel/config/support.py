@@ -13,8 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from zeroaccel.config.problems import Note, Problem
-from zeroaccel.config.provenance import Path, dotted
+from zeroaccel.config.diagnostics import KeyPath, Note, Problem, dotted
 from zeroaccel.config.schema import Config
 from zeroaccel.config.section import ConfigSection
 from zeroaccel.config.shard_plan import shard_plan
@@ -26,7 +25,7 @@ class Kind(Enum):
     """What becomes of a key."""
 
     WORKS = "works"
-    MOOT = "moot"
+    IGNORED = "moot"
     REFUSED = "refused"
 
 
@@ -49,7 +48,7 @@ class SupportStatus:
     reason: str = ""
     switch: str = ""
     fix: str = ""
-    is_loud: bool = False
+    warns: bool = False
     idle: Callable[[Config], str] | None = None
     depends: tuple[str, ...] = ()
 
@@ -57,13 +56,13 @@ class SupportStatus:
 _WORKS = SupportStatus(Kind.WORKS)
 
 
-def _moot(instead: str) -> SupportStatus:
-    return SupportStatus(Kind.MOOT, instead)
+def _ignored(instead: str) -> SupportStatus:
+    return SupportStatus(Kind.IGNORED, instead)
 
 
-def _nothing(reason: str, switch: str = "") -> SupportStatus:
+def _unsupported(reason: str, switch: str = "") -> SupportStatus:
     """A key that asks for something that does not happen, and without which the training is the same."""
-    return SupportStatus(Kind.MOOT, reason, switch, is_loud=True)
+    return SupportStatus(Kind.IGNORED, reason, switch, warns=True)
 
 
 def _refused(reason: str, switch: str = "", fix: str = "") -> SupportStatus:
@@ -115,8 +114,8 @@ def _buffer_has_no_size(config: Config) -> str:
 _STAGE = ("zero_optimization", "zero_optimization.stage")
 _PRECISION = ("fp16", "fp16.enabled", "bf16", "bf16.enabled")
 _AT_STAGE_3 = SupportStatus(Kind.WORKS, idle=_works_at_stage_3, depends=_STAGE)
-_OF_APEX = _moot("a key of Apex, which is not used; fp16 and bf16 say the precision")
-_OF_FP16 = _moot("bf16 needs no loss scale; a key of fp16")
+_OF_APEX = _ignored("a key of Apex, which is not used; fp16 and bf16 say the precision")
+_OF_FP16 = _ignored("bf16 needs no loss scale; a key of fp16")
 
 KEYS: Mapping[str, SupportStatus] = {
     # batch sizes and the step
@@ -131,21 +130,23 @@ KEYS: Mapping[str, SupportStatus] = {
     "optimizer.type": _WORKS,
     "optimizer.params": _WORKS,
     "optimizer.kind": _WORKS,
-    "optimizer.legacy_fusion": _moot("there is one fused update"),
+    "optimizer.legacy_fusion": _ignored("there is one fused update"),
     "scheduler": _WORKS,
     "scheduler.type": _WORKS,
     "scheduler.params": _WORKS,
-    "zero_allow_untested_optimizer": _moot(
+    "zero_allow_untested_optimizer": _ignored(
         "an optimizer that is not known is tried before it is sharded; optimizer.kind declares it"
     ),
-    "zero_force_ds_cpu_optimizer": _moot("an elementwise optimizer runs on any device as it is"),
+    "zero_force_ds_cpu_optimizer": _ignored("an elementwise optimizer runs on any device as it is"),
     # reduction of gradients
     "communication_data_type": _WORKS,
     "prescale_gradients": _WORKS,
     "gradient_predivide_factor": _WORKS,
     "gradient_allreduce_op": _WORKS,
-    "disable_allgather": _moot("it has no effect; updated parameters are gathered when they are used"),
-    "seq_parallel_communication_data_type": _moot("there is no sequence parallelism; communication_data_type counts"),
+    "disable_allgather": _ignored("it has no effect; updated parameters are gathered when they are used"),
+    "seq_parallel_communication_data_type": _ignored(
+        "there is no sequence parallelism; communication_data_type counts"
+    ),
     # what a run prints
     "steps_per_print": _WORKS,
     "wall_clock_breakdown": _WORKS,
@@ -154,17 +155,17 @@ KEYS: Mapping[str, SupportStatus] = {
     "disable_python_gc": _WORKS,
     "log_level": _WORKS,
     "opt_level": _OF_APEX,
-    "vocabulary_size": _moot("the model's own sizes are used"),
+    "vocabulary_size": _ignored("the model's own sizes are used"),
     **dict.fromkeys((f"tensorboard{key}" for key in ("", ".enabled", ".output_path", ".job_name")), _WORKS),
     **dict.fromkeys((f"csv_monitor{key}" for key in ("", ".enabled", ".output_path", ".job_name")), _WORKS),
     **dict.fromkeys((f"wandb{key}" for key in ("", ".enabled", ".group", ".team", ".project")), _WORKS),
-    "comms_logger": _nothing(
+    "comms_logger": _unsupported(
         "no log of collectives is kept; RecordingCollectives, passed to initialize(), counts them", switch="enabled"
     ),
-    "timers": _moot("samples per second are part of the line of steps_per_print"),
-    "comet": _nothing("no metrics go to Comet; tensorboard, csv_monitor and wandb are there", switch="enabled"),
-    "trackio": _nothing("no metrics go to Trackio; tensorboard, csv_monitor and wandb are there", switch="enabled"),
-    "flops_profiler": _nothing(
+    "timers": _ignored("samples per second are part of the line of steps_per_print"),
+    "comet": _unsupported("no metrics go to Comet; tensorboard, csv_monitor and wandb are there", switch="enabled"),
+    "trackio": _unsupported("no metrics go to Trackio; tensorboard, csv_monitor and wandb are there", switch="enabled"),
+    "flops_profiler": _unsupported(
         "no profile is taken; torch.utils.flop_counter.FlopCounterMode around a step counts operations",
         switch="enabled",
     ),
@@ -183,10 +184,10 @@ KEYS: Mapping[str, SupportStatus] = {
     "bf16": _WORKS,
     "bf16.enabled": _WORKS,
     "bf16.check_grad_overflow": _WORKS,
-    "bf16.immediate_grad_update": _moot("each gradient is added to its sum as soon as it is there"),
+    "bf16.immediate_grad_update": _ignored("each gradient is added to its sum as soon as it is there"),
     "bf16.bf16_master_weights_and_grads": _refused("master weights in bf16 are not available yet"),
     "bf16.bf16_optimizer_states": _WORKS,
-    "bf16.auto_cast": _moot("inputs of forward keep their dtype; a key of fp16"),
+    "bf16.auto_cast": _ignored("inputs of forward keep their dtype; a key of fp16"),
     "bf16.loss_scale": _OF_FP16,
     "bf16.initial_scale_power": _OF_FP16,
     "bf16.loss_scale_window": _OF_FP16,
@@ -221,31 +222,33 @@ KEYS: Mapping[str, SupportStatus] = {
     "zero_optimization.model_persistence_threshold": _WORKS,
     "zero_optimization.max_live_parameters": _WORKS,
     "zero_optimization.max_reuse_distance": _WORKS,
-    "zero_optimization.gather_16bit_weights_on_model_save": _moot("save_16bit_model gathers whenever it is called"),
+    "zero_optimization.gather_16bit_weights_on_model_save": _ignored("save_16bit_model gathers whenever it is called"),
     "zero_optimization.module_granularity_threshold": _WORKS,
-    "zero_optimization.ignore_unused_parameters": _moot("a parameter without a gradient has a gradient of zero"),
-    "zero_optimization.log_trace_cache_warnings": _moot("a changed order of modules is always reported, once"),
-    "zero_optimization.enable_sanity_checks": _moot("ranks are compared at every step"),
+    "zero_optimization.ignore_unused_parameters": _ignored("a parameter without a gradient has a gradient of zero"),
+    "zero_optimization.log_trace_cache_warnings": _ignored("a changed order of modules is always reported, once"),
+    "zero_optimization.enable_sanity_checks": _ignored("ranks are compared at every step"),
     "zero_optimization.leaf_module": _WORKS,
     "zero_optimization.leaf_module.classes": _WORKS,
     "zero_optimization.leaf_module.names": _WORKS,
     "zero_optimization.leaf_module.name_suffixes": _WORKS,
-    "zero_optimization.contiguous_gradients": _moot("gradients always lie in one flat buffer per unit"),
-    "zero_optimization.reduce_scatter": _moot("gradients are always reduce-scattered"),
-    "zero_optimization.use_multi_rank_bucket_allreduce": _moot("each unit is one reduce-scatter over all ranks"),
-    "zero_optimization.allgather_partitions": _moot("updated parameters are always all-gathered"),
-    "zero_optimization.use_all_reduce_for_fetch_params": _moot("parameters are always all-gathered"),
-    "zero_optimization.allgather_sequential": _moot("each unit is gathered straight into place, without copies"),
-    "zero_optimization.load_from_fp32_weights": _moot("master weights always resume from their fp32 copies"),
-    "zero_optimization.elastic_checkpoint": _moot("every checkpoint loads on any number of ranks"),
-    "zero_optimization.round_robin_gradients": _moot("every rank owns an equal part of every unit"),
-    "zero_optimization.parameter_alignment": _moot("each parameter always starts at an aligned address"),
-    "zero_optimization.memory_efficient_linear": _moot("no function of torch is replaced; gathered weights are freed"),
-    "zero_optimization.override_module_apply": _moot("Module.apply is not replaced"),
-    "zero_optimization.pipeline_loading_checkpoint": _moot("each rank reads only its own bytes of a checkpoint"),
-    "zero_optimization.cpu_offload_use_pin_memory": _moot("pin_memory of the offload sections counts"),
+    "zero_optimization.contiguous_gradients": _ignored("gradients always lie in one flat buffer per unit"),
+    "zero_optimization.reduce_scatter": _ignored("gradients are always reduce-scattered"),
+    "zero_optimization.use_multi_rank_bucket_allreduce": _ignored("each unit is one reduce-scatter over all ranks"),
+    "zero_optimization.allgather_partitions": _ignored("updated parameters are always all-gathered"),
+    "zero_optimization.use_all_reduce_for_fetch_params": _ignored("parameters are always all-gathered"),
+    "zero_optimization.allgather_sequential": _ignored("each unit is gathered straight into place, without copies"),
+    "zero_optimization.load_from_fp32_weights": _ignored("master weights always resume from their fp32 copies"),
+    "zero_optimization.elastic_checkpoint": _ignored("every checkpoint loads on any number of ranks"),
+    "zero_optimization.round_robin_gradients": _ignored("every rank owns an equal part of every unit"),
+    "zero_optimization.parameter_alignment": _ignored("each parameter always starts at an aligned address"),
+    "zero_optimization.memory_efficient_linear": _ignored(
+        "no function of torch is replaced; gathered weights are freed"
+    ),
+    "zero_optimization.override_module_apply": _ignored("Module.apply is not replaced"),
+    "zero_optimization.pipeline_loading_checkpoint": _ignored("each rank reads only its own bytes of a checkpoint"),
+    "zero_optimization.cpu_offload_use_pin_memory": _ignored("pin_memory of the offload sections counts"),
     "zero_optimization.legacy_stage1": _refused("there is one implementation of stage 1"),
-    "zero_optimization.partition_stream_chunk_size": _nothing("a parameter is sharded in one piece"),
+    "zero_optimization.partition_stream_chunk_size": _unsupported("a parameter is sharded in one piece"),
     "zero_optimization.offload_param": _WORKS,
     "zero_optimization.offload_param.device": SupportStatus(Kind.WORKS, idle=_no_shards_to_offload, depends=_STAGE),
     "zero_optimization.offload_param.nvme_path": _WORKS,
@@ -260,15 +263,17 @@ KEYS: Mapping[str, SupportStatus] = {
     "zero_optimization.offload_optimizer.pin_memory": _WORKS,
     "zero_optimization.offload_optimizer.pipeline_read": _WORKS,
     "zero_optimization.offload_optimizer.pipeline_write": _WORKS,
-    "zero_optimization.offload_optimizer.fast_init": _moot("the file is reserved at once, without being written"),
+    "zero_optimization.offload_optimizer.fast_init": _ignored("the file is reserved at once, without being written"),
     "zero_optimization.offload_optimizer.update_during": _WORKS,
     "zero_optimization.offload_optimizer.ratio": _WORKS,
-    "zero_optimization.offload_optimizer.super_offload": _nothing(
+    "zero_optimization.offload_optimizer.super_offload": _unsupported(
         "the host updates in the usual order; update_during says when"
     ),
-    "zero_optimization.offload_optimizer.convert_grad_on_cpu": _moot("the update reads gradients in their own dtype"),
-    "zero_optimization.offload_optimizer.cpuadam_cores_perc": _moot("it is read with super_offload only"),
-    "zero_optimization.save_muon_momentum_buffer_in_memory": _moot(
+    "zero_optimization.offload_optimizer.convert_grad_on_cpu": _ignored(
+        "the update reads gradients in their own dtype"
+    ),
+    "zero_optimization.offload_optimizer.cpuadam_cores_perc": _ignored("it is read with super_offload only"),
+    "zero_optimization.save_muon_momentum_buffer_in_memory": _ignored(
         "states that have an owner lie with its masters, on every tier"
     ),
     "zero_optimization.zenflow": _refused("ZenFlow is not available yet"),
@@ -282,16 +287,16 @@ KEYS: Mapping[str, SupportStatus] = {
     "zero_optimization.zeropp.watch_interval": _WORKS,
     "zero_optimization.zeropp_loco_param": _refused("error feedback for quantised gradients is not available yet"),
     "zero_optimization.mics_shard_size": _WORKS,
-    "zero_optimization.mics_hierarchical_params_gather": _nothing(
+    "zero_optimization.mics_hierarchical_params_gather": _unsupported(
         "gathers go over all shards at once; zero_hpz_partition_size keeps those of backward inside a node"
     ),
     "aio": _WORKS,
     "aio.block_size": _WORKS,
     "aio.queue_depth": _WORKS,
     "aio.intra_op_parallelism": _WORKS,
-    "aio.single_submit": _moot("each request is a call of its own, made by a thread"),
+    "aio.single_submit": _ignored("each request is a call of its own, made by a thread"),
     "aio.overlap_events": _WORKS,
-    "aio.use_gds": _nothing("transfers between NVMe and GPU memory go through host memory"),
+    "aio.use_gds": _unsupported("transfers between NVMe and GPU memory go through host memory"),
     "aio.checksum": _WORKS,
     # checkpoints
     "checkpoint": _WORKS,
@@ -299,19 +304,19 @@ KEYS: Mapping[str, SupportStatus] = {
     "checkpoint.staging_nbytes": _WORKS,
     "checkpoint.keep_last": _WORKS,
     "checkpoint.save_random_state": _WORKS,
-    "checkpoint.tag_validation": _moot("the ranks always agree on the tag before anything is written"),
-    "checkpoint.load_universal": _moot("every checkpoint loads on any number of ranks"),
-    "checkpoint.checkpoint_serialization": _moot("tensors are written as they are, without serialisation"),
-    "checkpoint.use_node_local_storage": _nothing(
+    "checkpoint.tag_validation": _ignored("the ranks always agree on the tag before anything is written"),
+    "checkpoint.load_universal": _ignored("every checkpoint loads on any number of ranks"),
+    "checkpoint.checkpoint_serialization": _ignored("tensors are written as they are, without serialisation"),
+    "checkpoint.use_node_local_storage": _unsupported(
         "every rank writes into the folder it is given; to resume, all of a checkpoint has to be in one folder again"
     ),
-    "checkpoint.parallel_write": _moot("every rank writes its own part"),
-    "checkpoint.parallel_write.pipeline_stage": _moot("every rank writes its own part"),
-    "checkpoint.writer": _moot("there is one way of writing; checkpoint.async_save writes beside training"),
+    "checkpoint.parallel_write": _ignored("every rank writes its own part"),
+    "checkpoint.parallel_write.pipeline_stage": _ignored("every rank writes its own part"),
+    "checkpoint.writer": _ignored("there is one way of writing; checkpoint.async_save writes beside training"),
     "activation_checkpointing": _WORKS,
     "activation_checkpointing.wrap_blocks": _WORKS,
     "activation_checkpointing.number_checkpoints": _WORKS,
-    "activation_checkpointing.partition_activations": _moot(
+    "activation_checkpointing.partition_activations": _ignored(
         "inputs are divided among the ranks of a tensor-parallel group, and stay whole without one"
     ),
     "activation_checkpointing.cpu_checkpointing": SupportStatus(Kind.WORKS, idle=_blocks_are_not_wrapped),
@@ -320,19 +325,19 @@ KEYS: Mapping[str, SupportStatus] = {
     "activation_checkpointing.profile": _WORKS,
     # beyond sharded data parallelism
     "sequence_parallel_size": _refused("sequence parallelism is not available yet"),
-    "use_data_before_expert_parallelism": _nothing("there is no expert parallelism, whose ranks it orders"),
+    "use_data_before_expert_parallelism": _unsupported("there is no expert parallelism, whose ranks it orders"),
     "expert_parallel": _refused("expert parallelism is not available yet", switch="enabled"),
     "tensor_parallel": _refused("tensor parallelism is not available", switch="autotp_size"),
     "tensor_parallel.tensor_parallel.tp_size": _refused("tensor parallelism is not available"),
-    "pipeline": _moot("it is for models made as pipelines, which there are none of"),
-    "hybrid_engine": _nothing(
+    "pipeline": _ignored("it is for models made as pipelines, which there are none of"),
+    "hybrid_engine": _unsupported(
         "generation uses the engine that trains; engine.gathered() keeps its weights whole meanwhile", switch="enabled"
     ),
-    "compile": _nothing(
+    "compile": _unsupported(
         "no compiler passes for communication run; torch.compile of the model's blocks works", switch="deepcompile"
     ),
     "weight_quantization": _refused("quantised weights are not available yet", switch="enabled"),
-    "autotuning": _nothing("no search is made; the run trains with the settings that are given", switch="enabled"),
+    "autotuning": _unsupported("no search is made; the run trains with the settings that are given", switch="enabled"),
     "data_efficiency": _refused(
         "samples and tokens are not chosen by difficulty here",
         switch="enabled",
@@ -347,14 +352,14 @@ KEYS: Mapping[str, SupportStatus] = {
     "curriculum_learning": _refused(
         "sequences do not grow with training here", fix="remove it, and cut them where batches are made"
     ),
-    "datastates_ckpt": _nothing("checkpoints are the engine's own; checkpoint.async_save writes beside training"),
+    "datastates_ckpt": _unsupported("checkpoints are the engine's own; checkpoint.async_save writes beside training"),
     "eigenvalue": _refused("curvature is for quantised training, which there is none of", fix="remove it"),
     "elasticity": _refused(
         "the batch size does not follow the number of ranks", fix="set train_batch_size, and remove the section"
     ),
-    "graph_harvesting": _nothing("kernels are not captured as graphs"),
+    "graph_harvesting": _unsupported("kernels are not captured as graphs"),
     "msamp": _refused("8-bit training is not available", fix="use bf16"),
-    "nebula": _nothing("checkpoints are the engine's own; checkpoint.async_save writes beside training"),
+    "nebula": _unsupported("checkpoints are the engine's own; checkpoint.async_save writes beside training"),
     "progressive_layer_drop": _refused(
         "layers are not left out while training here", fix="remove it; transformers' layerdrop does it in the model"
     ),
@@ -365,7 +370,7 @@ KEYS: Mapping[str, SupportStatus] = {
         "there are no attention kernels here, and DeepSpeed's take effect only in models that call them",
         fix="remove it, and use torch.nn.attention.flex_attention in the model",
     ),
-    "sparse_gradients": _nothing("gradients of embeddings are reduced dense, which gives the same sums"),
+    "sparse_gradients": _unsupported("gradients of embeddings are reduced dense, which gives the same sums"),
 }
 """Dotted path of a key -> its standing."""
 
@@ -374,24 +379,26 @@ _OFF_VALUES = {"autotp_size": (0, 1)}  # one rank per layer splits nothing
 _OFF_TEXT = {"device": '"none"', "autotp_size": "0"}
 
 
-def refusals(config: Config, unresolved: Collection[Path] = ()) -> Iterator[Problem]:
+def refusals(config: Config, unresolved: Collection[KeyPath] = ()) -> Iterator[Problem]:
     """One problem for each refused key that is switched on.
 
     Args:
         unresolved: paths, in the schema's names, whose value is "auto".
     """
-    for name, standing in KEYS.items():
+    for name, status in KEYS.items():
         path = tuple(name.split("."))
-        if standing.kind is not Kind.REFUSED or not _is_on(config, path, standing.switch, unresolved):
+        if status.kind is not Kind.REFUSED or not _is_on(config, path, status.switch, unresolved):
             continue
-        if _is_undecided(standing, unresolved) or (standing.idle is not None and standing.idle(config)):
+        if _is_undecided(status, unresolved) or (status.idle is not None and status.idle(config)):
             continue
-        off = _OFF_TEXT.get(standing.switch, "false")
-        fix = standing.fix or (f"remove it, or set {standing.switch} to {off}" if standing.switch else "remove it")
-        yield Problem((*path, standing.switch) if standing.switch else path, text=standing.reason, fix=fix)
+        off = _OFF_TEXT.get(status.switch, "false")
+        fix = status.fix or (f"remove it, or set {status.switch} to {off}" if status.switch else "remove it")
+        yield Problem((*path, status.switch) if status.switch else path, text=status.reason, fix=fix)
 
 
-def support_notes(config: Config, given: Mapping[Path, Path], unresolved: Collection[Path] = ()) -> Iterator[Note]:
+def support_notes(
+    config: Config, given: Mapping[KeyPath, KeyPath], unresolved: Collection[KeyPath] = ()
+) -> Iterator[Note]:
     """One note for each key that was given and does nothing, here or in this config.
 
     Args:
@@ -399,24 +406,24 @@ def support_notes(config: Config, given: Mapping[Path, Path], unresolved: Collec
         unresolved: paths, in the schema's names, whose value is "auto".
     """
     for path in given:
-        standing = KEYS.get(dotted(path))
-        if standing is None:
+        status = KEYS.get(dotted(path))
+        if status is None:
             continue
-        where = given.get((*path, standing.switch), given[path])
-        is_on = _is_on(config, path, standing.switch, unresolved)
-        if standing.kind is Kind.MOOT and (is_on or not (standing.is_loud or standing.switch)):
-            yield Note(where, standing.reason, standing.is_loud)
-        elif standing.idle is None or not is_on or _is_undecided(standing, unresolved):
+        where = given.get((*path, status.switch), given[path])
+        is_on = _is_on(config, path, status.switch, unresolved)
+        if status.kind is Kind.IGNORED and (is_on or not (status.warns or status.switch)):
+            yield Note(where, status.reason, status.warns)
+        elif status.idle is None or not is_on or _is_undecided(status, unresolved):
             continue
-        elif reason := standing.idle(config):
-            yield Note(where, reason, is_loud=True)
+        elif reason := status.idle(config):
+            yield Note(where, reason, warns=True)
 
 
-def _is_undecided(standing: SupportStatus, unresolved: Collection[Path]) -> bool:
-    return any(tuple(name.split(".")) in unresolved for name in standing.depends)
+def _is_undecided(status: SupportStatus, unresolved: Collection[KeyPath]) -> bool:
+    return any(tuple(name.split(".")) in unresolved for name in status.depends)
 
 
-def _is_on(config: Config, path: Path, switch: str, unresolved: Collection[Path]) -> bool:
+def _is_on(config: Config, path: KeyPath, switch: str, unresolved: Collection[KeyPath]) -> bool:
     owner: object = config
     for part in path[:-1]:
         owner = getattr(owner, str(part))

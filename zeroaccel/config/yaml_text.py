@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from zeroaccel.config.json_text import JsonText, excerpt
-from zeroaccel.config.provenance import Path
+from zeroaccel.config.diagnostics import KeyPath
+from zeroaccel.config.document import JsonText, excerpt
 from zeroaccel.errors import ConfigError
 
 __all__ = ["parse_yaml"]
@@ -26,7 +26,7 @@ _LONGEST_NUMBER = 100
 _LINE_BREAK = re.compile("\r\n|[\r\x85\u2028\u2029]")
 
 
-class _Loader(yaml.SafeLoader):
+class _BoundedLoader(yaml.SafeLoader):
     """The parser, within bounds: what it meets beyond them, or fails at by accident, is an error with a place."""
 
     def __init__(self, text: str) -> None:
@@ -68,14 +68,14 @@ def parse_yaml(text: str, name: str) -> JsonText:
     if len(text) > _MOST_CHARACTERS:
         raise ConfigError(name, expected=f"a launch file of at most {_MOST_CHARACTERS} characters", got=len(text))
     try:
-        loader = _Loader(text)
+        loader = _BoundedLoader(text)
         try:
             node = loader.get_single_node()
             if node is not None:
                 _measured(node, {}, set())
             value = {} if node is None else loader.construct_document(node)
-            places: dict[Path, str] = {}
-            duplicates: dict[Path, list[int]] = {}
+            places: dict[KeyPath, str] = {}
+            duplicates: dict[KeyPath, list[int]] = {}
             _note_keys(loader, node, (), name, places, duplicates)
         finally:
             loader.dispose()
@@ -126,12 +126,12 @@ def _below(node: yaml.Node) -> list[yaml.Node]:
 
 
 def _note_keys(
-    loader: _Loader,
+    loader: _BoundedLoader,
     node: yaml.Node | None,
-    path: Path,
+    path: KeyPath,
     name: str,
-    places: dict[Path, str],
-    duplicates: dict[Path, list[int]],
+    places: dict[KeyPath, str],
+    duplicates: dict[KeyPath, list[int]],
 ) -> None:
     if isinstance(node, yaml.MappingNode):
         for key, below in node.value:

@@ -2,7 +2,7 @@
 
 The memory on the device comes from `simulate`; here offload moves parts of it to the host or to disk, with the staging
 buffers that it needs. The order of `PLANS` is the recommendation: the first that fits moves the least data. Traffic is
-by the formulas of `config/traffic_formulas.py`, for the model as one unit that is gathered for forward and again for
+by the formulas of `config/comm_plan.py`, for the model as one unit that is gathered for forward and again for
 backward in each micro-step.
 """
 
@@ -15,8 +15,8 @@ from typing import Any
 from torch import nn
 
 from zeroaccel.config import CommPlan
+from zeroaccel.config.comm_plan import step_traffic
 from zeroaccel.config.schema_zero import OffloadOptimizer, OffloadParam
-from zeroaccel.config.traffic_formulas import step_traffic
 from zeroaccel.estimate.simulate import Simulated, simulate
 from zeroaccel.estimate.subject import Subject, subject
 from zeroaccel.estimate.workload import Capacity, Estimate, MemoryByKind, Offload, Workload

@@ -25,7 +25,8 @@ from typing import Any, Protocol
 from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 
-from zeroaccel.config.problems import closest
+from zeroaccel.config.diagnostics import closest
+from zeroaccel.config.section import as_integer
 from zeroaccel.errors import CheckpointError, ConfigError, UsageError, ZeroAccelError
 from zeroaccel.logs import log_once
 
@@ -70,8 +71,9 @@ def number(name: str, value: object, low: float = 0.0, below: float = math.inf) 
 
 def whole(name: str, value: object, low: int) -> int:
     """A whole number; 1e3 is one."""
-    if not isinstance(value, bool) and isinstance(value, Real) and float(value).is_integer() and float(value) >= low:
-        return int(float(value))
+    integer = as_integer(value)
+    if integer is not None and integer >= low:
+        return integer
     raise ConfigError(address(name), expected=f"a whole number of at least {low}", got=value)
 
 

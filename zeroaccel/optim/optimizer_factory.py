@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeroaccel.config.diagnostics import closest
 from zeroaccel.errors import ConfigError
 from zeroaccel.logs import logger
 from zeroaccel.ops.elementwise import SGD, Adagrad, Adam, Lion
@@ -229,13 +229,12 @@ def _materialized(params: Iterable[Any]) -> list[Any]:
 def _check(kind: str, settings: Mapping[str, Any], allowed: Sequence[str]) -> None:
     for key in settings:
         if key not in allowed:
-            near = difflib.get_close_matches(key, allowed, 1)
-            hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(sorted(allowed))}"
+            near = closest(key, allowed, cutoff=0.6)
+            hint = f"did you mean {near!r}?" if near else f"it takes {', '.join(sorted(allowed))}"
             raise ConfigError(f"optimizer.params.{key}", expected=f"a setting of {kind}", fix=hint)
 
 
 def _unknown(kind: str) -> ConfigError:
-    known = {name.lower(): name for name in known_optimizers()}
-    near = difflib.get_close_matches(kind.lower(), known, 1)
-    hint = f"did you mean {known[near[0]]!r}?" if near else f"choose one of {', '.join(known_optimizers())}"
+    near = closest(kind, known_optimizers(), cutoff=0.6)
+    hint = f"did you mean {near!r}?" if near else f"choose one of {', '.join(known_optimizers())}"
     return ConfigError("optimizer.type", expected="a known optimizer", got=kind, fix=hint)

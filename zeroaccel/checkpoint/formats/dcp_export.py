@@ -1,4 +1,4 @@
-"""Our checkpoints as folders of torch.distributed.checkpoint, with the names that FSDP2's users load.
+"""Writes our checkpoints as folders of torch.distributed.checkpoint (DCP), with the keys that FSDP2 users load.
 
 Keys are those of `get_state_dict`: `model.<fqn>` in the dtype of the masters, `optim.state.<fqn>.<name>`,
 `optim.param_groups.<i>.<option>`. One tensor at a time is in memory. `.metadata` is written last.
@@ -41,7 +41,7 @@ _FILE_NAME = "__0_0.distcp"
 def export_dcp(checkpoint_dir: str | os.PathLike[str], out: str | os.PathLike[str], tag: str | None = None) -> Path:
     """Writes a checkpoint of ours as a DCP folder, for `torch.distributed.checkpoint.load`.
 
-    Tied parameters are there under each of their names; parameters that were left out of the checkpoint are not there.
+    Tied parameters are written under each of their names; parameters whose values were not saved are left out.
 
     Args:
         out: a folder that has no DCP checkpoint in it.
@@ -64,7 +64,7 @@ def export_dcp(checkpoint_dir: str | os.PathLike[str], out: str | os.PathLike[st
             os.fdopen(new.handle, "wb", closefd=False) as file,
             TensorStore(folder, manifest) as store,
         ):
-            metadata = _Writer(file, store).write()
+            metadata = _DcpWriter(file, store).write()
             file.flush()
             new.publish()
         remove_abandoned(target / _FILE_NAME)
@@ -76,15 +76,17 @@ def export_dcp(checkpoint_dir: str | os.PathLike[str], out: str | os.PathLike[st
     return target
 
 
-class _Writer:
+class _DcpWriter:
+    """Appends tensors and values to one `.distcp` file and collects their metadata."""
+
     def __init__(self, file: BinaryIO, store: TensorStore) -> None:
         self._file, self._store = file, store
         self._entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-        self._places: dict[MetadataIndex, _StorageInfo] = {}
+        self._storage: dict[MetadataIndex, _StorageInfo] = {}
         self._paths: dict[str, tuple[str | int, ...]] = {}
 
     def write(self) -> Metadata:
-        """Writes everything; returns what `.metadata` says of it."""
+        """Writes everything; returns the content of `.metadata`."""
         manifest = self._store.manifest
         aliases: dict[str, list[str]] = {}
         for alias, name in manifest.ties.items():
@@ -92,6 +94,7 @@ class _Writer:
         for fqn in manifest.order:
             key = manifest.weight_key(fqn)
             if key is not None:
+                # DCP has no ties: one stored object, under each name of the parameter.
                 self._tensor([("model", name) for name in (fqn, *aliases.get(fqn, ()))], self._store.fetch(key))
         for name in manifest.buffers:
             self._tensor([("model", name)], self._store.fetch(f"buffer/{name}"))
@@ -103,7 +106,7 @@ class _Writer:
         return Metadata(
             state_dict_metadata=self._entries,
             planner_data=self._paths,
-            storage_data=self._places,
+            storage_data=self._storage,
             storage_meta=StorageMeta(),
         )
 
@@ -113,30 +116,30 @@ class _Writer:
         scalars = manifest.optimizer["scalars"]
         for fqn in manifest.order:
             for name, value in decode(scalars.get(fqn, {}), self._store.fetch).items():
-                step = name == "step" and not isinstance(value, Tensor)
-                yield ("optim", "state", fqn, name), torch.tensor(float(value)) if step else value
+                is_count = name == "step" and not isinstance(value, Tensor)  # a tensor in torch's own optimizers
+                yield ("optim", "state", fqn, name), torch.tensor(float(value)) if is_count else value
             for name in manifest.state_names(fqn):
                 yield ("optim", "state", fqn, name), self._store.fetch(f"state/{name}/{fqn}")
         for index, group in enumerate(manifest.optimizer["param_groups"]):
             options = decode({name: value for name, value in group.items() if name != "params"}, self._store.fetch)
-            for name, value in _as_torch_has_them(manifest.optimizer["type"], options).items():
+            for name, value in _options_of_torch(manifest.optimizer["type"], options).items():
                 yield ("optim", "param_groups", index, name), value
             yield ("optim", "param_groups", index, "params"), list(group["params"])
 
     def _tensor(self, paths: list[tuple[str | int, ...]], value: Tensor) -> None:
-        place = self._put(value)
+        info = self._put(value)
         size = value.size()
         origin = torch.Size([0] * value.dim())
         for path in paths:
             key = self._key(path)
             properties = TensorProperties.create_from_tensor(value)
             self._entries[key] = TensorStorageMetadata(properties, size, [ChunkStorageMetadata(origin, size)])
-            self._places[MetadataIndex(key, origin, 0)] = place
+            self._storage[MetadataIndex(key, origin, 0)] = info
 
     def _value(self, path: tuple[str | int, ...], value: Any) -> None:
         key = self._key(path)
         self._entries[key] = BytesStorageMetadata()
-        self._places[MetadataIndex(key)] = self._put(value)
+        self._storage[MetadataIndex(key)] = self._put(value)
 
     def _key(self, path: tuple[str | int, ...]) -> str:
         key = ".".join(str(part) for part in path)
@@ -151,11 +154,11 @@ class _Writer:
         return _StorageInfo(_FILE_NAME, start, self._file.tell() - start)
 
 
-def _as_torch_has_them(kind: str, options: dict[str, Any]) -> dict[str, Any]:
-    """The options of torch's optimizer of the name, with our values: a load wants exactly those."""
-    found = getattr(torch.optim, kind, None)
-    if found is None:
+def _options_of_torch(kind: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The options of torch's optimizer of this name, with our values: DCP loads exactly the keys of the template."""
+    make = getattr(torch.optim, kind, None)
+    if make is None:
         return options
-    template = {k: v for k, v in found([nn.Parameter(torch.empty(0))]).param_groups[0].items() if k != "params"}
+    template = {k: v for k, v in make([nn.Parameter(torch.empty(0))]).param_groups[0].items() if k != "params"}
     extra = {name: options[name] for name in ("initial_lr",) if name in options}
     return {name: options.get(name, value) for name, value in template.items()} | extra

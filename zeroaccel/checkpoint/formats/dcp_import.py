@@ -18,13 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroaccel.checkpoint.dtypes import dtype_of
+from zeroaccel.checkpoint.compatibility import optimizer_of_states
 from zeroaccel.checkpoint.find import DCP_METADATA_NAME
 from zeroaccel.checkpoint.formats.pickle_machine import Attributed
 from zeroaccel.checkpoint.formats.torch_file import TorchFile
 from zeroaccel.checkpoint.formats.torch_pickle import DtypeName, StoredTensor, load_pickle
 from zeroaccel.checkpoint.manifest import (
-    ITEMSIZE,
     FileRecord,
     Manifest,
     ParameterRecord,
@@ -34,10 +33,11 @@ from zeroaccel.checkpoint.manifest import (
     read_latest,
 )
 from zeroaccel.checkpoint.plain_codec import encode
-from zeroaccel.checkpoint.reshard import write_again
-from zeroaccel.checkpoint.tensor_store import TorchStore, optimizer_of_states
+from zeroaccel.checkpoint.reshard import rewrite
+from zeroaccel.checkpoint.tensor_store import TorchStore
 from zeroaccel.config.bounds import read_at_most
 from zeroaccel.errors import CheckpointError, UsageError
+from zeroaccel.zero.access.safetensors_file import ITEMSIZE, dtype_of
 
 __all__ = ["DcpFolder", "dcp_errors", "find_dcp", "import_dcp", "open_dcp"]
 
@@ -55,11 +55,10 @@ _CLASSES = (
     "_MEM_FORMAT_ENCODING",
 )
 _MODULE = "torch.distributed.checkpoint.metadata"
-_DTYPES = {"float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "uint16": "U16", "uint32": "U32", "uint64": "U64"}
 
 
-class _Record(Attributed):
-    """An object of one of torch's classes: its attributes, or its state as it was."""
+class _DcpObject(Attributed):
+    """Stands for an object of one of torch's classes: its attributes, or its state if that is not a dict."""
 
     def __init__(self, class_name: str) -> None:
         self.class_name = class_name
@@ -73,14 +72,14 @@ class _Record(Attributed):
             vars(self).update(state)
 
     def field(self, name: str) -> Any:
-        """An attribute; CheckpointError if it is not there."""
+        """An attribute; CheckpointError if it is missing."""
         if name not in vars(self):
             raise CheckpointError(f"{DCP_METADATA_NAME}: {self.class_name} without {name}")
         return vars(self)[name]
 
 
 def find_dcp(root: Path, tag: object = None) -> Path | None:
-    """The folder of a DCP checkpoint: `root` itself, the tag in it, or what `latest` names; None if it is none."""
+    """The folder of a DCP checkpoint: `root` itself, the tag in it, or the one `latest` names; None if none."""
     if tag is None and (root / DCP_METADATA_NAME).is_file():
         return root
     try:
@@ -105,10 +104,10 @@ class DcpFolder:
     Attributes:
         paths: key -> the keys of the nested dicts that lead to it: ("model", "layers.0.weight").
         tensors: key -> record, as in our manifest; pieces count the entries of `files`.
-        files: of all tensors opened so far; each is one stored object.
+        files: the objects opened so far, by the numbers that pieces have.
 
     Raises:
-        CheckpointError: it is damaged or incomplete, or its pickle names what is not admitted.
+        CheckpointError: it is damaged or incomplete, or its pickle names a class that is not admitted.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -120,7 +119,7 @@ class DcpFolder:
         except OSError as error:
             raise CheckpointError(f"{where}: cannot be read ({error.strerror})") from error
         metadata = load_pickle(content, str(where), _admitted())
-        if not isinstance(metadata, _Record):
+        if not isinstance(metadata, _DcpObject):
             raise CheckpointError(f"{where}", expected="torch.distributed.checkpoint's metadata", got=type(metadata))
         self._entries: Mapping[str, Any] = metadata.field("state_dict_metadata")
         self._opened: dict[_Item, int] = {}
@@ -128,9 +127,10 @@ class DcpFolder:
         with dcp_errors(folder):
             paths = vars(metadata).get("planner_data") or {}
             self.paths = {key: tuple(paths.get(key) or key.split(".", 1)) for key in self._entries}
-            self._read_places(metadata, where)
+            self._read_locations(metadata, where)
 
-    def _read_places(self, metadata: _Record, where: Path) -> None:
+    def _read_locations(self, metadata: _DcpObject, where: Path) -> None:
+        """Fills `_items`: (key, offsets of the chunk) -> the stored object."""
         folder = self.folder
         for index, info in metadata.field("storage_data").items():
             if vars(info).get("transform_descriptors"):
@@ -150,11 +150,13 @@ class DcpFolder:
         return "size" in vars(self._entries[key])
 
     def record(self, key: str) -> TensorRecord:
-        """Where a tensor's elements are."""
+        """The shape and dtype of a tensor, and the pieces that cover it."""
         entry = self._entries[key]
         shape = tuple(entry.field("size"))
         pieces: list[Piece] = []
         dtype = ""
+        # DCP's chunks are boxes of any number of dims. Each is cut into runs of the flattened tensor, and the sorted
+        # runs have to cover it exactly once: `.metadata` is a file from outside and may say anything.
         if len({tuple(chunk.field("offsets")) for chunk in entry.field("chunks")}) != len(entry.field("chunks")):
             raise CheckpointError(f"{self.folder}: tensor {key}: its parts do not cover it once")
         for chunk in entry.field("chunks"):
@@ -193,7 +195,7 @@ class DcpFolder:
 
 @contextlib.contextmanager
 def dcp_errors(folder: Path) -> Iterator[None]:
-    """What a folder that torch did not write like this makes fail, as one error with its name."""
+    """What unexpected metadata makes Python raise, as one CheckpointError with the folder's name."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, ArithmeticError) as error:
@@ -204,16 +206,18 @@ def dcp_errors(folder: Path) -> Iterator[None]:
 
 
 def _admitted() -> dict[str, Any]:
-    made: dict[str, Any] = {f"{_MODULE}.{name}": _record_of(name) for name in _CLASSES}
-    made["torch.distributed.checkpoint.filesystem._StorageInfo"] = _record_of("_StorageInfo")
-    made["torch.serialization._get_layout"] = _path
-    made |= {f"pathlib.{name}": _path for name in ("PosixPath", "WindowsPath", "PurePosixPath", "Path")}
-    made |= {f"pathlib._local.{name}": _path for name in ("PosixPath", "WindowsPath", "PurePosixPath", "Path")}
-    return made | {f"torch.{name}": DtypeName(dtype) for name, dtype in _DTYPES.items()}
+    """The names that `.metadata` may contain, besides those of `torch_pickle.py`."""
+    paths = ("PosixPath", "WindowsPath", "PurePosixPath", "Path")
+    return {
+        **{f"{_MODULE}.{name}": _object_of(name) for name in _CLASSES},
+        "torch.distributed.checkpoint.filesystem._StorageInfo": _object_of("_StorageInfo"),
+        "torch.serialization._get_layout": _path,
+        **{f"{module}.{name}": _path for module in ("pathlib", "pathlib._local") for name in paths},
+    }
 
 
-def _record_of(name: str) -> Callable[..., _Record]:
-    return lambda *_: _Record(name)
+def _object_of(name: str) -> Callable[..., _DcpObject]:
+    return lambda *_: _DcpObject(name)
 
 
 def _path(*parts: Any) -> str:
@@ -223,7 +227,7 @@ def _path(*parts: Any) -> str:
 
 
 def _dtype_of(entry: Any) -> str:
-    """Of a tensor without elements, which no file need have."""
+    """The dtype of a tensor without elements, which may have no file."""
     state = vars(entry.field("properties")).get("state") or ()
     return next((str(value) for value in state if isinstance(value, DtypeName)), "F32")
 
@@ -236,8 +240,12 @@ def _pieces(
     runs: list[tuple[int, int, int]],
     itemsize: int,
 ) -> list[Piece]:
-    """The pieces of a box of a tensor: its elements are contiguous in the file in the order of `runs`."""
-    inner = 1  # elements of the box that follow each other in the whole tensor as well
+    """The pieces of a chunk, a box at `offsets` of a tensor of `shape`.
+
+    Args:
+        runs: (first element of the chunk, elements, byte of the file) of its contiguous runs there.
+    """
+    inner = 1  # elements of the chunk that are contiguous in the full tensor too: its trailing dims are as long
     dim = len(shape)
     while dim and inner == math.prod(shape[dim:]):
         dim -= 1
@@ -245,7 +253,7 @@ def _pieces(
     outer = sizes[:dim]
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     base = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
-    found: list[Piece] = []
+    pieces: list[Piece] = []
     if math.prod(outer) * len(runs) > _MOST_PIECES:
         raise ValueError(f"a part of shape {sizes} lies in {math.prod(outer)} times {len(runs)} pieces")
     for number in range(math.prod(outer)):
@@ -254,11 +262,11 @@ def _pieces(
             rest, index = divmod(rest, outer[d])
             start += index * strides[d]
         low, high = number * inner, (number + 1) * inner
-        for first, length, place in runs:
+        for first, length, byte in runs:
             a, b = max(low, first), min(high, first + length)
             if a < b:
-                found.append((file, start + a - low, b - a, place + (a - first) * itemsize))
-    return found
+                pieces.append((file, start + a - low, b - a, byte + (a - first) * itemsize))
+    return pieces
 
 
 _MODEL_KEYS = ("model", "module", "state_dict", "model_state_dict")
@@ -276,7 +284,7 @@ def open_dcp(
 
     Args:
         ties: alias -> name, of the model that loads it: DCP keeps both.
-        is_buffer: whether a name is that of a buffer of the model, as DCP does not tell them from parameters.
+        is_buffer: whether a name is that of a buffer of the model, as DCP does not distinguish them from parameters.
 
     Raises:
         CheckpointError: it is damaged, incomplete, or has no dict that can be the model's.
@@ -300,22 +308,22 @@ def import_dcp(
         CheckpointError: as `open_dcp`. UsageError: a name that is not in it, or the checkpoint is already in `out`.
     """
     store = open_dcp(folder, ties=ties, is_buffer=lambda name: name in buffers or _of_a_batch_norm(name))
-    known = {*store.manifest.parameters, *store.manifest.buffers}
-    unknown = sorted({*ties.values(), *buffers} - known)
+    names = {*store.manifest.parameters, *store.manifest.buffers}
+    unknown = sorted({*ties.values(), *buffers} - names)
     if unknown:
         raise UsageError(f"{folder}: ties and buffers", expected="names of its model", got=", ".join(unknown))
     renamed = Manifest(**{**vars(store.manifest), "tag": tag})
-    return write_again(renamed, store.torch_files, out, world_size)
+    return rewrite(renamed, store.torch_files, out, world_size)
 
 
 class _DcpReader:
-    """Sorts the keys of one folder."""
+    """Sorts the keys of one folder into parameters, buffers, optimizer states, param groups and client state."""
 
     def __init__(self, dcp: DcpFolder, ties: Mapping[str, str], is_buffer: Callable[[str], bool]) -> None:
         self._dcp = dcp
         self._tensors: dict[str, TensorRecord] = {}
-        self._plain: dict[int, str] = {}
-        self._kept: list[Tensor] = []
+        self._plain_keys: dict[int, str] = {}  # by the id of a tensor, which `_plain_tensors` keeps its own
+        self._plain_tensors: list[Tensor] = []
         states, groups, rest = self._split()
         self._groups = [groups[index] for index in sorted(groups)]
         model, others = self._model(rest, {fqn for fqn, _ in states})
@@ -323,9 +331,9 @@ class _DcpReader:
         for group in self._groups:  # whichever of its names a tied parameter has there
             group["params"] = list(dict.fromkeys(self._ties.get(fqn, fqn) for fqn in group.get("params", ())))
         states = {(self._ties.get(fqn, fqn), name): key for (fqn, name), key in states.items()}
-        self._home = {fqn: index for index, group in enumerate(self._groups) for fqn in group["params"]}
+        self._group_of = {fqn: index for index, group in enumerate(self._groups) for fqn in group["params"]}
         self._names = {fqn: key for fqn, key in model.items() if fqn not in self._ties}
-        self._buffers = [fqn for fqn in self._names if fqn not in self._home and is_buffer(fqn)]
+        self._buffers = [fqn for fqn in self._names if fqn not in self._group_of and is_buffer(fqn)]
         self._states = states
         self._others = others
 
@@ -362,8 +370,9 @@ class _DcpReader:
         for key, path in rest.items():
             if self._dcp.is_tensor(key):
                 dicts.setdefault(path[:-1], {})[str(path[-1])] = key
-        named = [found for prefix, found in dicts.items() if prefix and prefix[-1] in _MODEL_KEYS]
-        fitting = [found for found in dicts.values() if optimized and set(optimized) <= found.keys()]
+        # By its contents first: the dict that has all optimized parameters; a name can be of anything.
+        named = [keys for prefix, keys in dicts.items() if prefix and prefix[-1] in _MODEL_KEYS]
+        fitting = [keys for keys in dicts.values() if optimized and set(optimized) <= keys.keys()]
         chosen = (fitting or named or (list(dicts.values()) if len(dicts) == 1 else []))[:1]
         if not chosen:
             there = ", ".join(".".join(map(str, prefix)) or "(top)" for prefix in dicts) or "none"
@@ -376,16 +385,16 @@ class _DcpReader:
         return model, {key: path for key, path in rest.items() if key not in set(model.values())}
 
     def manifest(self) -> Manifest:
-        """Everything, as our own save of the same run would have put it."""
+        """The manifest that our own save of the same run would have."""
         parameters = {}
         for fqn, key in self._names.items():
             record = self._dcp.record(key)
             if fqn in self._buffers:
                 self._tensors[f"buffer/{fqn}"] = record
                 continue
-            trained = fqn in self._home
+            trained = fqn in self._group_of
             self._tensors[f"{'master' if trained else 'value'}/{fqn}"] = record
-            parameters[fqn] = ParameterRecord(record.dtype, record.shape, trained, self._home.get(fqn))
+            parameters[fqn] = ParameterRecord(record.dtype, record.shape, trained, self._group_of.get(fqn))
         optimizer = self._optimizer() if self._groups else None
         steps = (
             [int(state["step"]["value"]) for state in optimizer["scalars"].values() if "step" in state]
@@ -437,13 +446,13 @@ class _DcpReader:
         return {"type": kind, "param_groups": groups, "scalars": scalars}
 
     def _nested(self) -> dict[str, Any]:
-        """What is neither the model's nor the optimizer's, as it was nested."""
+        """The values that are neither the model's nor the optimizer's, nested as they were saved."""
         tree: dict[str, Any] = {}
         for key, path in self._others.items():
-            at = tree
+            branch = tree
             for part in path[:-1]:
-                at = at.setdefault(part, {})
-            at[path[-1]] = self._value(key)
+                branch = branch.setdefault(part, {})
+            branch[path[-1]] = self._value(key)
         return tree
 
     def _value(self, key: str) -> Any:
@@ -455,17 +464,18 @@ class _DcpReader:
             data = self._dcp.files[file].read(offset, length * ITEMSIZE[record.dtype])
             flat[start : start + length] = torch.from_numpy(data).view(flat.dtype)
         tensor = flat.view(record.shape)
-        self._plain[id(tensor)] = f"plain/0/{len(self._plain)}"
-        self._kept.append(tensor)
-        self._tensors[self._plain[id(tensor)]] = record
+        key_of_plain = f"plain/0/{len(self._plain_keys)}"
+        self._plain_keys[id(tensor)] = key_of_plain
+        self._plain_tensors.append(tensor)
+        self._tensors[key_of_plain] = record
         return tensor
 
     def _encode(self, value: Any, where: str) -> Any:
-        return encode(value, where, lambda tensor: self._plain[id(tensor)])
+        return encode(value, where, lambda tensor: self._plain_keys[id(tensor)])
 
 
 def _unflattened(path: tuple[Any, ...]) -> tuple[Any, ...]:
-    """`("optim", "state.layers.0.weight.exp_avg")`, as flattened state dicts have it, as if it had not been."""
+    """The path of a flattened state dict, `("optim", "state.0.weight.exp_avg")`, with its last key split again."""
     last = path[-1]
     for kind in ("state", "param_groups"):
         if isinstance(last, str) and last.startswith(f"{kind}.") and last.count(".") >= 2:

@@ -35,7 +35,7 @@ from zeroaccel.checkpoint.formats.deepspeed_partitioned import (
 from zeroaccel.checkpoint.formats.deepspeed_unpartitioned import name_positions, read_universal, read_unsharded
 from zeroaccel.checkpoint.formats.torch_file import TorchFile
 from zeroaccel.checkpoint.formats.torch_pickle import StandIn, StoredTensor
-from zeroaccel.checkpoint.manifest import ITEMSIZE, MANIFEST_NAME, TensorRecord, check_tag, read_latest
+from zeroaccel.checkpoint.manifest import MANIFEST_NAME, TensorRecord, check_tag, read_latest
 from zeroaccel.checkpoint.zero_to_fp32 import ConversionError, Source, Weight, read_source
 from zeroaccel.errors import CheckpointError
 
@@ -64,14 +64,14 @@ class CheckpointFiles:
     """The files of one tag.
 
     Attributes:
-        whole_model: the model file of stages 0 to 2, or None.
+        full_model: the model file of stages 0 to 2, or None.
         models: rank -> model file, stage 3.
         optims: rank -> optimizer file.
         universal: the folder with a folder for each parameter, or None.
     """
 
     folder: Path
-    whole_model: Path | None
+    full_model: Path | None
     models: dict[int, Path]
     optims: dict[int, Path]
     universal: Path | None
@@ -79,11 +79,11 @@ class CheckpointFiles:
     def require_ranks(self, world_size: int, *, models: bool) -> None:
         """CheckpointError unless each of `world_size` ranks has its files, and there are no others."""
         kinds = [("optim_states.pt", self.optims)] + ([("model_states.pt", self.models)] if models else [])
-        for kind, found in kinds:
-            example = next(iter(found.values())).name if found else f"zero_pp_rank_0_mp_rank_00_{kind}"
-            absent = islice((rank for rank in range(world_size) if rank not in found), _MOST_NAMES)
+        for kind, paths in kinds:
+            example = next(iter(paths.values())).name if paths else f"zero_pp_rank_0_mp_rank_00_{kind}"
+            absent = islice((rank for rank in range(world_size) if rank not in paths), _MOST_NAMES)
             missing = [re.sub(r"pp_rank_\d+", f"pp_rank_{rank}", example) for rank in absent]
-            extra = [path.name for rank, path in sorted(found.items()) if rank >= world_size]
+            extra = [path.name for rank, path in sorted(paths.items()) if rank >= world_size]
             if missing:
                 raise CheckpointError(
                     f"{self.folder}: incomplete, a file of each of {world_size} ranks is needed; "
@@ -98,7 +98,7 @@ class CheckpointFiles:
 
 
 def is_deepspeed_checkpoint(root: Path, tag: object = None) -> bool:
-    """Whether a folder, or the tag in it, looks as DeepSpeed writes it (and not as we do)."""
+    """Whether a folder, or the tag in it, has files of DeepSpeed's names and no manifest of ours."""
     try:
         folder, _ = resolve_folder(root, tag)
     except CheckpointError:
@@ -107,7 +107,7 @@ def is_deepspeed_checkpoint(root: Path, tag: object = None) -> bool:
 
 
 def has_files(folder: Path) -> bool:
-    """Whether a folder holds files with the names that DeepSpeed gives."""
+    """Whether a folder has files of DeepSpeed's names."""
     return any(form.fullmatch(path.name) for path in folder.iterdir() for form in (_MODEL, _OPTIM, _OTHER_PARALLELISM))
 
 
@@ -115,7 +115,7 @@ def resolve_folder(root: Path, tag: object = None) -> tuple[Path, str]:
     """(folder, tag) of a tag, of what `latest` (or `latest_universal`) names, or of a folder that is a tag's itself.
 
     Raises:
-        CheckpointError: there is none; it names those there are.
+        CheckpointError: there is none; the message lists the existing ones.
     """
     if tag is None and root.is_dir() and has_files(root):
         return root, root.name
@@ -142,7 +142,7 @@ def find_files(folder: Path) -> CheckpointFiles:
     Raises:
         CheckpointError: they are of a kind that cannot be read: tensor, pipeline or expert parallel, or of two saves.
     """
-    whole: Path | None = None
+    full_model: Path | None = None
     models: dict[int, Path] = {}
     optims: dict[int, Path] = {}
     prefixes: dict[str, str] = {}
@@ -158,19 +158,19 @@ def find_files(folder: Path) -> CheckpointFiles:
             prefixes[match["bf16"] or ""] = path.name
             optims[int(match["rank"])] = path
         elif match["rank"] is None:
-            whole = path
+            full_model = path
         else:
             models[int(match["rank"])] = path
     if len(prefixes) > 1:
         raise CheckpointError(
             f"{folder}: files of two saves, {' and '.join(sorted(prefixes.values()))}", fix="remove the older ones"
         )
-    if whole is None and not models:
+    if full_model is None and not models:
         raise CheckpointError(
             f"{folder}: incomplete, mp_rank_00_model_states.pt or zero_pp_rank_0_mp_rank_00_model_states.pt is missing"
         )
     universal = folder / "zero"
-    return CheckpointFiles(folder, whole, models, optims, universal if universal.is_dir() else None)
+    return CheckpointFiles(folder, full_model, models, optims, universal if universal.is_dir() else None)
 
 
 _MODEL_KEYS = frozenset(
@@ -201,7 +201,7 @@ class States:
 
     Attributes:
         tensors: "state/KIND/FQN" -> where its elements are; one per element of the parameter.
-        scalars: fqn -> what else there is, e.g. step; tensors are `StoredTensor` with their file's number.
+        scalars: fqn -> the other states, e.g. step; tensors are `StoredTensor` with their file's number.
     """
 
     tensors: Mapping[str, TensorRecord]
@@ -215,7 +215,7 @@ class DeepSpeedCheckpoint:
     Attributes:
         stage: 0 to 3; for a universal one that of the run that was converted.
         version: DeepSpeed's.
-        found: names, shapes and places; `found.shapes` has the trainable parameters, `found.frozen` the others.
+        contents: names, shapes and locations; `shapes` has the trainable parameters, `frozen` the others.
         model: the content of the model's file besides tensors: `counters`, `lr_scheduler`, `client_state` read it.
         loss_scaler: attributes of DeepSpeed's loss scaler and its "type", or None.
         model_file: the number of the file that `model` is from.
@@ -225,32 +225,31 @@ class DeepSpeedCheckpoint:
     tag: str
     stage: int
     world_size: int
-    found: DeepSpeedContents
+    contents: DeepSpeedContents
     model: Mapping[str, Any]
     loss_scaler: Mapping[str, Any] | None = None
     model_file: int = 0
-    universal: bool = False
     _positional: list[list[dict[str, Any]]] = field(default_factory=list)
 
     @property
     def files(self) -> Sequence[TorchFile]:
-        """Whose numbers pieces tell."""
-        return self.found.files
+        """By the numbers that pieces have."""
+        return self.contents.files
 
     @property
     def tensors(self) -> Mapping[str, TensorRecord]:
-        """ "master/FQN", "value/FQN" (parameters without a master) and "buffer/NAME" -> where the elements are."""
-        return self.found.tensors
+        """The record of each key: "master/FQN", "value/FQN" (parameters without a master) and "buffer/NAME"."""
+        return self.contents.tensors
 
     @property
     def ties(self) -> Mapping[str, str]:
         """alias -> name."""
-        return self.found.ties
+        return self.contents.ties
 
     @property
     def groups(self) -> Sequence[ParamGroup]:
         """The optimizer's param groups."""
-        return self.found.groups
+        return self.contents.groups
 
     @property
     def version(self) -> str:
@@ -269,7 +268,7 @@ class DeepSpeedCheckpoint:
 
     @property
     def client_state(self) -> dict[str, Any]:
-        """What the user saved beside; tensors are `StoredTensor`s of `model_file`."""
+        """The user's own data; tensors are `StoredTensor`s of `model_file`."""
         return {key: value for key, value in self.model.items() if key not in _MODEL_KEYS}
 
     @property
@@ -286,12 +285,12 @@ class DeepSpeedCheckpoint:
 
     def weights(self) -> Iterator[DeepSpeedWeight]:
         """Parameters in the model's order, then buffers; ties once, under the name that `ties` gives the others."""
-        for fqn in self.found.order:
+        for fqn in self.contents.order:
             key = self.weight_key(fqn)
             if key is not None:
                 record = self.tensors[key]
-                yield DeepSpeedWeight(fqn, key, record.dtype, record.shape, fqn in self.found.shapes, False)
-        for name in self.found.buffers:
+                yield DeepSpeedWeight(fqn, key, record.dtype, record.shape, fqn in self.contents.shapes, False)
+        for name in self.contents.buffers:
             record = self.tensors[f"buffer/{name}"]
             yield DeepSpeedWeight(name, f"buffer/{name}", record.dtype, record.shape, False, True)
 
@@ -303,7 +302,7 @@ class DeepSpeedCheckpoint:
     @property
     def left_out(self) -> list[str]:
         """Parameters whose values the checkpoint does not have."""
-        return [fqn for fqn in self.found.order if self.weight_key(fqn) is None]
+        return [fqn for fqn in self.contents.order if self.weight_key(fqn) is None]
 
     # -- optimizer
 
@@ -322,7 +321,7 @@ class DeepSpeedCheckpoint:
             CheckpointError: numbers or shapes do not agree.
         """
         if self._positional:
-            name_positions(self.found, self._positional, names, f"checkpoint {self.folder}")
+            name_positions(self.contents, self._positional, names, f"checkpoint {self.folder}")
             self._positional = []
             self.__dict__.pop("states", None)
 
@@ -331,47 +330,47 @@ class DeepSpeedCheckpoint:
         """The optimizer's states by name.
 
         Raises:
-            CheckpointError: there is one that is not one value per element.
+            CheckpointError: a state does not have one value per element.
         """
         tensors: dict[str, TensorRecord] = {}
         scalars: dict[str, dict[str, Any]] = {}
-        for flat in self.found.flats:
+        for flat in self.contents.flats:
             self._cut(flat, tensors, scalars)
         return States(tensors, scalars)
 
     def _cut(self, flat: FlatStates, tensors: dict[str, TensorRecord], scalars: dict[str, dict[str, Any]]) -> None:
+        """Cuts the states of a flat tensor into those of its parameters; adds them to `tensors` and `scalars`."""
         first = flat.states[0]
-        rest: dict[str, Any] = {}
+        other: dict[str, Any] = {}
         for kind, value in first.items():
+            # DeepSpeed steps one flat tensor, so a scalar (step) is of all its parameters, and alike on all ranks.
             if not isinstance(value, tuple) or not value[1].shape:
-                rest[kind] = value
+                other[kind] = value
                 continue
             parts = [state.get(kind) for state in flat.states]
             if not all(isinstance(part, tuple) for part in parts):
                 raise CheckpointError(f"{self.folder}: state {kind} of {flat.names[0]}: not in the file of every rank")
-            ranks = [self.found.sequence([part]) for part in parts if part is not None]
-            if any(held.numel > flat.partition_numel for held in ranks):
+            ranks = [self.contents.elements(part) for part in parts if part is not None]
+            if any(partition.numel > flat.partition_numel for partition in ranks):
                 raise CheckpointError(
                     f"{self.folder}: state {kind} of {flat.names[0]}",
                     expected=f"one value per element, {flat.partition_numel} on each rank",
-                    got=[held.numel for held in ranks],
+                    got=[partition.numel for partition in ranks],
                     fix="resume without the optimizer's states (load_optimizer_states=False)",
                 )
-            for name, shape, places in zip(flat.names, flat.shapes, flat.places, strict=True):
-                cut = pieces(places, ranks, f"{self.folder}: state {kind} of {name}")
+            for name, shape, positions in zip(flat.names, flat.shapes, flat.positions, strict=True):
+                cut = pieces(positions, ranks, f"{self.folder}: state {kind} of {name}")
                 tensors[f"state/{kind}/{name}"] = TensorRecord(value[1].dtype, shape, cut)
         for name in flat.names:
             if first:
-                scalars[name] = rest
+                scalars[name] = other
 
     # -- reading
 
     def value(self, tensor: tuple[int, StoredTensor]) -> tuple[str, tuple[int, ...], NDArray[np.uint8]]:
         """(dtype, shape, bytes) of a small tensor among the plain data."""
-        record = self.found.record(tensor)
-        itemsize = ITEMSIZE[record.dtype]
-        parts = [self.files[file].read(at, count * itemsize) for file, _, count, at in record.pieces]
-        return record.dtype, record.shape, np.concatenate(parts) if parts else np.empty(0, np.uint8)
+        record = self.contents.record(tensor)
+        return record.dtype, record.shape, self.contents.read(record)
 
     def verify(self) -> None:
         """Reads every file and compares it with the checksums in it; CheckpointError names what is damaged."""
@@ -407,11 +406,12 @@ def _open(folder: Path, name: str, files: CheckpointFiles) -> DeepSpeedCheckpoin
         return _open_universal(folder, name, files, files.universal)
     if not files.optims:
         return _open_unsharded(folder, name, files)
-    found = DeepSpeedContents([])
+    # The optimizer files first: the world size and the layout (chunks or partitions) are only in them.
+    contents = DeepSpeedContents([])
     ranks: list[tuple[int, Mapping[str, Any]]] = []
     for _, path in sorted(files.optims.items()):
-        content = _open_file(found, path)
-        ranks.append((len(found.files) - 1, content["optimizer_state_dict"]))
+        content = _open_file(contents, path)
+        ranks.append((len(contents.files) - 1, content["optimizer_state_dict"]))
     first = ranks[0][1]
     count = first["partition_count"]
     counts = set(count) if isinstance(count, list) else {count}
@@ -420,74 +420,73 @@ def _open(folder: Path, name: str, files: CheckpointFiles) -> DeepSpeedCheckpoin
             f"{folder}: of expert parallel training", expected="data parallel only", got=sorted(counts)
         )
     world_size = int(counts.pop())
-    bf16_optimizer = "zero_stage" not in first
+    bf16_optimizer = "zero_stage" not in first  # BF16_Optimizer partitions as stage 1, and does not say so
     stage = 1 if bf16_optimizer else _number(first["zero_stage"])
     chunked = "fp32_flat_groups" in first  # as stage 3 has them
     files.require_ranks(world_size, models=chunked)
+    # At stages 1 and 2 there is one model file. At stage 3 each rank has one, with its chunks of frozen parameters.
     if chunked:
-        models = [(len(found.files), _open_file(found, path)) for _, path in sorted(files.models.items())]
+        models = [(len(contents.files), _open_file(contents, path)) for _, path in sorted(files.models.items())]
     else:
-        if files.whole_model is None:
+        if files.full_model is None:
             raise CheckpointError(f"{folder}: incomplete, mp_rank_00_model_states.pt is missing")
-        models = [(len(found.files), _open_file(found, files.whole_model))]
+        models = [(len(contents.files), _open_file(contents, files.full_model))]
     file, model = models[0]
     shapes = [named_shapes(group) for group in model["param_shapes"] or ()]
     if not shapes:
-        raise CheckpointError(f"{found.files[file].path}: the optimizer's shapes (param_shapes) are missing")
-    read_module(found, file, model, whole=not chunked)
+        raise CheckpointError(f"{contents.files[file].path}: the optimizer's shapes (param_shapes) are missing")
+    read_module(contents, file, model, full=not chunked)
     if chunked:
-        read_chunked(found, shapes, models, ranks)
+        read_chunked(contents, shapes, models, ranks)
     else:
-        read_partitioned(found, shapes, ranks, padded=bf16_optimizer)
-    return DeepSpeedCheckpoint(folder, name, stage, world_size, found, model, _scaler(first), model_file=file)
+        read_partitioned(contents, shapes, ranks, padded=bf16_optimizer)
+    return DeepSpeedCheckpoint(folder, name, stage, world_size, contents, model, _scaler(first), model_file=file)
 
 
-def _open_file(found: DeepSpeedContents, path: Path) -> dict[str, Any]:
+def _open_file(contents: DeepSpeedContents, path: Path) -> dict[str, Any]:
     file = TorchFile(path)
     if not isinstance(file.content, dict):
         raise CheckpointError(f"{path}", expected="a dictionary", got=type(file.content).__name__)
-    found.files.append(file)
+    contents.files.append(file)
     return file.content
 
 
 def _open_unsharded(folder: Path, name: str, files: CheckpointFiles) -> DeepSpeedCheckpoint:
-    if files.whole_model is None:
+    if files.full_model is None:
         files.require_ranks(max(files.models) + 1, models=True)
-    assert files.whole_model is not None, "a checkpoint without model files"
-    found = DeepSpeedContents([])
-    model = _open_file(found, files.whole_model)
+    assert files.full_model is not None, "a checkpoint without model files"
+    contents = DeepSpeedContents([])
+    model = _open_file(contents, files.full_model)
     if model.get("param_shapes"):
         files.require_ranks(int(model["dp_world_size"]), models=False)
-    read_module(found, 0, model, whole=True)
+    read_module(contents, 0, model, full=True)
     optimizer = model.get("optimizer")
-    positional = read_unsharded(found, 0, optimizer)
+    positional = read_unsharded(contents, 0, optimizer)
     scaler: dict[str, Any] = {}
     if isinstance(optimizer, dict) and "cur_scale" in optimizer:
         scaler = {key: optimizer[key] for key in _SCALER_KEYS if key in optimizer}
         scaler["type"] = "DynamicLossScaler" if optimizer["dynamic_loss_scale"] else "LossScaler"
     return DeepSpeedCheckpoint(
-        folder, name, 0, int(model["dp_world_size"]), found, model, scaler or None, _positional=positional
+        folder, name, 0, int(model["dp_world_size"]), contents, model, scaler or None, _positional=positional
     )
 
 
 def _open_universal(folder: Path, name: str, files: CheckpointFiles, universal: Path) -> DeepSpeedCheckpoint:
-    found = DeepSpeedContents([])
-    whole = files.whole_model is not None
-    if files.whole_model is not None:
-        models = [(0, _open_file(found, files.whole_model))]
+    contents = DeepSpeedContents([])
+    full = files.full_model is not None
+    if files.full_model is not None:
+        models = [(0, _open_file(contents, files.full_model))]
     else:
-        models = [(index, _open_file(found, path)) for index, (_, path) in enumerate(sorted(files.models.items()))]
+        models = [(index, _open_file(contents, path)) for index, (_, path) in enumerate(sorted(files.models.items()))]
     model = models[0][1]
-    read_module(found, 0, model, whole=whole)
-    if not whole:
+    read_module(contents, 0, model, full=full)
+    if not full:
         if len(models) != int(model["dp_world_size"]):
             raise CheckpointError(f"{folder}: model files", expected=f"{model['dp_world_size']}", got=len(models))
-        read_frozen_chunks(found, models)
-    body = read_universal(found, universal, model)
+        read_frozen_chunks(contents, models)
+    body = read_universal(contents, universal, model)
     stage = _number(body["zero_stage"]) if "zero_stage" in body else 1
-    return DeepSpeedCheckpoint(
-        folder, name, stage, int(model["dp_world_size"]), found, model, _scaler(body), universal=True
-    )
+    return DeepSpeedCheckpoint(folder, name, stage, int(model["dp_world_size"]), contents, model, _scaler(body))
 
 
 def _number(stage: Any) -> int:
@@ -516,7 +515,7 @@ def open_source(checkpoint_dir: str | os.PathLike[str], tag: str | None = None) 
 
 
 def deepspeed_source(checkpoint_dir: str | os.PathLike[str], tag: str | None = None) -> Source:
-    """A checkpoint of DeepSpeed's. ConversionError as `open_source`."""
+    """A checkpoint that DeepSpeed wrote. ConversionError as `open_source`."""
     try:
         opened = open_deepspeed_checkpoint(Path(checkpoint_dir), tag)
     except CheckpointError as error:
@@ -538,13 +537,15 @@ def deepspeed_source(checkpoint_dir: str | os.PathLike[str], tag: str | None = N
             for weight in opened.weights()
         ),
         ties={alias: name for alias, name in opened.ties.items() if opened.weight_key(name) is not None},
-        files=tuple(_File(file) for file in opened.files),
+        files=tuple(_SourceFile(file) for file in opened.files),
         left_out=tuple(opened.left_out),
     )
 
 
 @dataclass(frozen=True)
-class _File:
+class _SourceFile:
+    """A `TorchFile` with the errors of `zero_to_fp32.py`."""
+
     file: TorchFile
 
     def read(self, start: int, nbytes: int) -> NDArray[np.uint8]:

@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from zeroaccel.checkpoint.formats.torch_file import TorchFile
 from zeroaccel.checkpoint.formats.torch_pickle import StoredTensor
-from zeroaccel.checkpoint.manifest import ITEMSIZE, Piece, TensorRecord
+from zeroaccel.checkpoint.manifest import Piece, TensorRecord
 from zeroaccel.errors import CheckpointError
+from zeroaccel.zero.access.safetensors_file import ITEMSIZE
 
 __all__ = [
     "DeepSpeedContents",
@@ -34,11 +38,12 @@ __all__ = [
     "read_frozen_chunks",
     "read_module",
     "read_partitioned",
+    "with_file",
 ]
 
 
 class FlatPosition(NamedTuple):
-    """Elements [start, start + length) of a parameter are at element `offset` of what rank `rank` has."""
+    """Elements [start, start + length) of a parameter are at element `offset` of the partition of rank `rank`."""
 
     rank: int
     start: int
@@ -47,7 +52,7 @@ class FlatPosition(NamedTuple):
 
 
 class Elements:
-    """A rank's sequence of elements, put together from contiguous runs in files.
+    """A rank's partition: a sequence of elements, concatenated from contiguous runs in files.
 
     Args:
         itemsize: bytes per element.
@@ -75,30 +80,32 @@ class Elements:
             start, length, index = start + count, length - count, index + 1
 
 
-def pieces(places: Sequence[FlatPosition], ranks: Sequence[Elements], where: str) -> tuple[Piece, ...]:
+def pieces(positions: Sequence[FlatPosition], ranks: Sequence[Elements], where: str) -> tuple[Piece, ...]:
     """The pieces of one parameter.
 
     Raises:
         CheckpointError: a rank has fewer elements than the parameter needs of it.
     """
-    found: list[Piece] = []
-    for place in places:
-        held = ranks[place.rank]
-        if place.offset + place.length > held.numel:
+    merged: list[Piece] = []
+    for position in positions:
+        partition = ranks[position.rank]
+        if position.offset + position.length > partition.numel:
             raise CheckpointError(
-                f"{where}: the partition of rank {place.rank}",
-                expected=f"at least {place.offset + place.length} elements",
-                got=held.numel,
+                f"{where}: the partition of rank {position.rank}",
+                expected=f"at least {position.offset + position.length} elements",
+                got=partition.numel,
                 fix="the files are of different saves, or of a layout that is not known",
             )
-        start = place.start
-        for file, length, offset in held.cut(place.offset, place.length):
-            if found and found[-1][0] == file and found[-1][3] + found[-1][2] * held.itemsize == offset:
-                found[-1] = (file, found[-1][1], found[-1][2] + length, found[-1][3])
+        start = position.start
+        for file, length, offset in partition.cut(position.offset, position.length):
+            # A piece that continues the last one in the same file is one read instead of two.
+            last = merged[-1] if merged else None
+            if last is not None and last[0] == file and last[3] + last[2] * partition.itemsize == offset:
+                merged[-1] = (file, last[1], last[2] + length, last[3])
             else:
-                found.append((file, start, length, offset))
+                merged.append((file, start, length, offset))
             start += length
-    return tuple(found)
+    return tuple(merged)
 
 
 def from_partitions(
@@ -112,46 +119,48 @@ def from_partitions(
         partition_numel: elements per rank, with the padding at the end.
 
     Returns:
-        The places of each parameter.
+        The positions of each parameter.
 
     Raises:
         CheckpointError: the vector is not as long as the parameters and their padding make it.
     """
     used = sum(numels) + sum(gaps)
-    whole = partition_numel * world_size
-    if not used <= whole < used + 2 * world_size + 1:  # the end is padded to a multiple of at most 2 W elements
+    total = partition_numel * world_size
+    # DeepSpeed pads the vector to a multiple of at most 2 W elements. Any other length means that names and elements do
+    # not belong together, which nothing later would notice.
+    if not used <= total < used + 2 * world_size + 1:
         raise CheckpointError(
             f"{where}: {world_size} partitions of {partition_numel} elements",
             expected=f"{used} elements and at most {2 * world_size} of padding",
-            got=whole,
+            got=total,
             fix="the files are of different saves, or of a layout that is not known",
         )
-    found: list[list[FlatPosition]] = []
+    by_parameter: list[list[FlatPosition]] = []
     cursor = 0
     for numel, gap in zip(numels, gaps, strict=True):
-        places = []
+        positions = []
         start = 0
         while start < numel:
             rank, offset = divmod(cursor + start, partition_numel)
             length = min(numel - start, partition_numel - offset)
-            places.append(FlatPosition(rank, start, length, offset))
+            positions.append(FlatPosition(rank, start, length, offset))
             start += length
-        found.append(places)
+        by_parameter.append(positions)
         cursor += numel + gap
-    return found
+    return by_parameter
 
 
 def from_chunks(numels: Sequence[int], world_size: int) -> tuple[list[list[FlatPosition]], int]:
-    """Stage 3: every parameter is cut into W chunks of ceil(numel / W); a rank has its chunks one behind the other.
+    """Stage 3: every parameter is cut into W chunks of ceil(numel / W); a rank's partition is its chunks in order.
 
     Returns:
-        (the places of each parameter, elements per rank with padding).
+        (the positions of each parameter, elements per rank with padding).
     """
-    found: list[list[FlatPosition]] = []
+    by_parameter: list[list[FlatPosition]] = []
     cursor = 0
     for numel in numels:
         chunk = -(-numel // world_size)
-        found.append(
+        by_parameter.append(
             [
                 FlatPosition(rank, rank * chunk, min(chunk, numel - rank * chunk), cursor)
                 for rank in range(world_size)
@@ -159,7 +168,7 @@ def from_chunks(numels: Sequence[int], world_size: int) -> tuple[list[list[FlatP
             ]
         )
         cursor += chunk
-    return found, cursor
+    return by_parameter, cursor
 
 
 _MOST_DIMS = 64
@@ -179,30 +188,30 @@ class ParamGroup:
 
 @dataclass(frozen=True)
 class FlatStates:
-    """Optimizer state of some parameters that lie behind each other on every rank.
+    """Optimizer states of parameters that share one flat tensor on every rank.
 
     Attributes:
-        names, shapes, places: of the parameters.
+        names, shapes, positions: of the parameters.
         partition_numel: elements of each rank's flat tensor.
         states: for each rank, the name of a state and its value; tensors come with their file.
     """
 
     names: Sequence[str]
     shapes: Sequence[tuple[int, ...]]
-    places: Sequence[Sequence[FlatPosition]]
+    positions: Sequence[Sequence[FlatPosition]]
     partition_numel: int
     states: Sequence[Mapping[str, Any]]
 
 
 @dataclass
 class DeepSpeedContents:
-    """What has been understood so far.
+    """Names, shapes and locations of a checkpoint's tensors; the functions below fill it in.
 
     Attributes:
-        files: of which pieces tell the number.
+        files: by the numbers that pieces have.
         shapes: fqn -> shape, for trainable parameters; `frozen` for others.
-        dtypes: fqn -> the dtype the model had.
-        flats: optimizer state, not yet cut.
+        dtypes: fqn -> the dtype in the model.
+        flats: optimizer states, not yet cut into parameters.
     """
 
     files: list[TorchFile]
@@ -217,27 +226,34 @@ class DeepSpeedContents:
     flats: list[FlatStates] = field(default_factory=list)
 
     def record(self, tensor: InFile) -> TensorRecord:
-        """The places of a whole tensor."""
-        file, stored = tensor
-        held = Elements(ITEMSIZE[stored.dtype])
-        for _, length, offset in self.files[file].runs(stored):
-            held.append(file, length, offset)
-        places = [FlatPosition(0, 0, stored.numel, 0)] if stored.numel else []
-        return TensorRecord(stored.dtype, stored.shape, pieces(places, [held], stored.storage))
+        """The record of a full tensor."""
+        stored = tensor[1]
+        positions = [FlatPosition(0, 0, stored.numel, 0)] if stored.numel else []
+        return TensorRecord(stored.dtype, stored.shape, pieces(positions, [self.elements(tensor)], stored.storage))
 
-    def sequence(self, tensors: Iterable[InFile]) -> Elements:
-        """Tensors put behind each other; they have one dtype."""
-        listed = list(tensors)
-        kinds = {stored.dtype for _, stored in listed}
-        if len(kinds) > 1:
-            raise CheckpointError(
-                f"{self.files[listed[0][0]].path}: partitions", expected="one dtype", got=sorted(kinds)
-            )
-        held = Elements(ITEMSIZE[kinds.pop()] if kinds else 4)
-        for file, stored in listed:
-            for _, length, offset in self.files[file].runs(stored):
-                held.append(file, length, offset)
-        return held
+    def elements(self, tensor: InFile) -> Elements:
+        """The elements of a tensor, as a sequence of runs."""
+        file, stored = tensor
+        sequence = Elements(ITEMSIZE[stored.dtype])
+        for _, length, offset in self.files[file].runs(stored):
+            sequence.append(file, length, offset)
+        return sequence
+
+    def read(self, record: TensorRecord) -> NDArray[np.uint8]:
+        """The bytes of a tensor."""
+        itemsize = ITEMSIZE[record.dtype]
+        parts = [self.files[file].read(offset, length * itemsize) for file, _, length, offset in record.pieces]
+        return np.concatenate(parts) if parts else np.empty(0, np.uint8)
+
+    def add_full_state(self, name: str, shape: tuple[int, ...], state: Mapping[str, Any]) -> None:
+        """Adds the states of one parameter, saved as full tensors."""
+        numel = math.prod(shape)
+        self.flats.append(FlatStates([name], [shape], [[FlatPosition(0, 0, numel, 0)]], numel, [state]))
+
+
+def with_file(file: int, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a state; tensors with the number of their file."""
+    return {kind: (file, value) if isinstance(value, StoredTensor) else value for kind, value in state.items()}
 
 
 def in_file(file: int, value: Any, where: str) -> InFile:
@@ -248,7 +264,7 @@ def in_file(file: int, value: Any, where: str) -> InFile:
 
 
 def named_shapes(group: Mapping[Any, Any]) -> dict[str, tuple[int, ...]]:
-    """name -> shape, as a model's file says it; ValueError if it is not that."""
+    """name -> shape, from a model's file; ValueError if it is something else."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in group.items():
         if type(name) is not str or not isinstance(shape, (tuple, list)) or len(shape) > _MOST_DIMS:
@@ -265,45 +281,45 @@ def _padding(value: Any, where: str) -> int:
     return value
 
 
-def read_module(found: DeepSpeedContents, file: int, content: Mapping[str, Any], *, whole: bool) -> None:
+def read_module(contents: DeepSpeedContents, file: int, content: Mapping[str, Any], *, full: bool) -> None:
     """Names, dtypes, ties, buffers and frozen parameters of a model file.
 
     Args:
-        whole: the module's tensors are complete (stages 0 to 2); at stage 3 only the buffers are.
+        full: the module's tensors are unsharded (stages 0 to 2); at stage 3 only the buffers are.
     """
     module = {name: value for name, value in content["module"].items() if isinstance(value, StoredTensor)}
     buffers = set(content["buffer_names"])
-    found.ties = {str(alias): str(name) for alias, name in (content.get("shared_params") or {}).items()}
+    contents.ties = {str(alias): str(name) for alias, name in (content.get("shared_params") or {}).items()}
     for group in content.get("param_shapes") or ():
-        found.shapes.update(named_shapes(group))
-    found.frozen.update(named_shapes(content.get("frozen_param_shapes") or {}))
+        contents.shapes.update(named_shapes(group))
+    contents.frozen.update(named_shapes(content.get("frozen_param_shapes") or {}))
     first: dict[Any, str] = {}
     for name, tensor in module.items():
         if name in buffers:
-            found.buffers.append(name)
-            found.tensors[f"buffer/{name}"] = found.record((file, tensor))
+            contents.buffers.append(name)
+            contents.tensors[f"buffer/{name}"] = contents.record((file, tensor))
             continue
-        if whole and tensor.numel and name not in found.ties:
+        if full and tensor.numel and name not in contents.ties:
             canonical = first.setdefault(tensor.place, name)
-            if canonical != name and not (name in found.shapes and canonical in found.shapes):
-                found.ties[name] = canonical
-        if name in found.ties:
+            if canonical != name and not (name in contents.shapes and canonical in contents.shapes):
+                contents.ties[name] = canonical
+        if name in contents.ties:
             continue
-        known = name in found.shapes or name in found.frozen
-        if not (whole or known or tensor.numel):
+        has_shape = name in contents.shapes or name in contents.frozen
+        if not (full or has_shape or tensor.numel):
             continue  # neither trained nor saved
-        found.order.append(name)
-        found.dtypes[name] = tensor.dtype
-        if name not in found.shapes and (whole or not known):
-            found.frozen[name] = tensor.shape
-            found.tensors[f"value/{name}"] = found.record((file, tensor))
-    for name in (*found.shapes, *found.frozen):  # those that are left out of the module
-        if name not in found.dtypes and name not in found.ties:
-            found.order.append(name)
+        contents.order.append(name)
+        contents.dtypes[name] = tensor.dtype
+        if name not in contents.shapes and (full or not has_shape):
+            contents.frozen[name] = tensor.shape
+            contents.tensors[f"value/{name}"] = contents.record((file, tensor))
+    for name in (*contents.shapes, *contents.frozen):  # parameters that the module's dict does not have
+        if name not in contents.dtypes and name not in contents.ties:
+            contents.order.append(name)
 
 
 def read_partitioned(
-    found: DeepSpeedContents, shapes: Shapes, ranks: Sequence[tuple[int, Mapping[str, Any]]], *, padded: bool
+    contents: DeepSpeedContents, shapes: Shapes, ranks: Sequence[tuple[int, Mapping[str, Any]]], *, padded: bool
 ) -> None:
     """Stages 1 and 2, and BF16_Optimizer.
 
@@ -312,7 +328,7 @@ def read_partitioned(
         ranks: for each rank the number of its file and its optimizer's content.
         padded: the partitions are saved with the padding at their end.
     """
-    where = str(found.files[ranks[0][0]].path)
+    where = str(contents.files[ranks[0][0]].path)
     world_size = len(ranks)
     for group, named in enumerate(shapes):
         address = f"{where}: param group {group}"
@@ -320,6 +336,7 @@ def read_partitioned(
             in_file(file, _item(body["single_partition_of_fp32_groups"], group, address), address)
             for file, body in ranks
         ]
+        # BF16_Optimizer saves partitions with their padding; ZeRO's own optimizers cut it off and save its size.
         cut_off = [
             0 if padded else _padding(_item(body["group_paddings"], group, address), address) for _, body in ranks
         ]
@@ -330,16 +347,16 @@ def read_partitioned(
         gaps = ranks[0][1].get("param_alignment_paddings")
         numels = [math.prod(shape) for shape in named.values()]
         between = [_padding(gap, address) for gap in _item(gaps, group, address)] if gaps else [0] * len(numels)
-        places = from_partitions(numels, between, partition_numel, world_size, address)
-        _add_masters(found, named, places, [found.sequence([tensor]) for tensor in tensors], tensors[0][1].dtype)
+        positions = from_partitions(numels, between, partition_numel, world_size, address)
+        _add_masters(contents, named, positions, [contents.elements(tensor) for tensor in tensors], tensors[0][1].dtype)
         states = [_state(file, body["base_optimizer_state"], group, body) for file, body in ranks]
-        found.flats.append(
-            FlatStates(list(named), [tuple(shape) for shape in named.values()], places, partition_numel, states)
+        contents.flats.append(
+            FlatStates(list(named), [tuple(shape) for shape in named.values()], positions, partition_numel, states)
         )
     saved = ranks[0][1]["base_optimizer_state"]
     options = saved["param_groups"] if isinstance(saved, Mapping) else [{} for _ in shapes]
     for named, settings in zip(shapes, options, strict=True):
-        found.groups.append(ParamGroup(_without_params(settings), list(named)))
+        contents.groups.append(ParamGroup(_without_params(settings), list(named)))
 
 
 def _item(values: Any, index: int, where: str) -> Any:
@@ -361,22 +378,22 @@ def _state(file: int, saved: Any, index: int, body: Mapping[str, Any]) -> dict[s
         state = dict(saved[index])
         if "base_optimizer_state_step" in body:
             state.setdefault("step", body["base_optimizer_state_step"])
-    return {name: (file, value) if isinstance(value, StoredTensor) else value for name, value in state.items()}
+    return with_file(file, state)
 
 
 def _add_masters(
-    found: DeepSpeedContents,
+    contents: DeepSpeedContents,
     named: Mapping[str, tuple[int, ...]],
-    places: Sequence[Sequence[FlatPosition]],
+    positions: Sequence[Sequence[FlatPosition]],
     ranks: Sequence[Elements],
     dtype: str,
 ) -> None:
-    for (name, shape), where in zip(named.items(), places, strict=True):
-        found.tensors[f"master/{name}"] = TensorRecord(dtype, tuple(shape), pieces(where, ranks, f"parameter {name}"))
+    for (name, shape), own in zip(named.items(), positions, strict=True):
+        contents.tensors[f"master/{name}"] = TensorRecord(dtype, tuple(shape), pieces(own, ranks, f"parameter {name}"))
 
 
 def read_chunked(
-    found: DeepSpeedContents,
+    contents: DeepSpeedContents,
     shapes: Shapes,
     models: Sequence[tuple[int, Mapping[str, Any]]],
     ranks: Sequence[tuple[int, Mapping[str, Any]]],
@@ -387,7 +404,7 @@ def read_chunked(
         shapes: for each sub-group, name -> shape.
         models, ranks: for each rank the number of its file, and the content of its model and optimizer file.
     """
-    where = str(found.files[ranks[0][0]].path)
+    where = str(contents.files[ranks[0][0]].path)
     world_size = len(ranks)
     flats = [
         [in_file(file, tensor, f"{where}: fp32_flat_groups") for tensor in body["fp32_flat_groups"]]
@@ -395,36 +412,38 @@ def read_chunked(
     ]
     sizes = [[stored.numel for _, stored in tensors] for tensors in flats]
     expected = [from_chunks([math.prod(s) for s in named.values()], world_size) for named in shapes]
-    for rank, found_sizes in enumerate(sizes):
-        if found_sizes != [numel for _, numel in expected]:
+    for rank, own_sizes in enumerate(sizes):
+        if own_sizes != [numel for _, numel in expected]:
             raise CheckpointError(
-                f"{found.files[ranks[rank][0]].path}: sub-groups",
+                f"{contents.files[ranks[rank][0]].path}: sub-groups",
                 expected=f"of {[numel for _, numel in expected]} elements",
-                got=found_sizes,
+                got=own_sizes,
                 fix="the files are of different saves, or of a layout that is not known",
             )
     saved = [body["optimizer_state_dict"] for _, body in ranks]
-    for index, (named, (places, numel)) in enumerate(zip(shapes, expected, strict=True)):
-        held = [found.sequence([tensors[index]]) for tensors in flats]
-        _add_masters(found, named, places, held, flats[0][index][1].dtype)
+    for index, (named, (positions, numel)) in enumerate(zip(shapes, expected, strict=True)):
+        partitions = [contents.elements(tensors[index]) for tensors in flats]
+        _add_masters(contents, named, positions, partitions, flats[0][index][1].dtype)
         states = [_state(file, state, index, {}) for (file, _), state in zip(ranks, saved, strict=True)]
-        found.flats.append(FlatStates(list(named), [tuple(s) for s in named.values()], places, numel, states))
+        contents.flats.append(FlatStates(list(named), [tuple(s) for s in named.values()], positions, numel, states))
     for settings in saved[0]["param_groups"]:
         names = [name for index in settings["params"] for name in shapes[index]]
-        found.groups.append(ParamGroup(_without_params(settings), names))
-    read_frozen_chunks(found, models)
+        contents.groups.append(ParamGroup(_without_params(settings), names))
+    read_frozen_chunks(contents, models)
 
 
-def read_frozen_chunks(found: DeepSpeedContents, models: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
+def read_frozen_chunks(contents: DeepSpeedContents, models: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
     """Frozen parameters of stage 3, from the model files of all ranks."""
-    for name, shape in found.frozen.items():
-        if f"value/{name}" in found.tensors:
+    for name, shape in contents.frozen.items():
+        if f"value/{name}" in contents.tensors:
             continue
         fragments = []
         for file, content in models:
-            address = f"{found.files[file].path}: frozen parameter {name}"
+            address = f"{contents.files[file].path}: frozen parameter {name}"
             fragments.append(in_file(file, (content.get("frozen_param_fragments") or {}).get(name), address))
-        (places,), _ = from_chunks([math.prod(shape)], len(models))
-        held = [found.sequence([fragment]) for fragment in fragments]
+        (positions,), _ = from_chunks([math.prod(shape)], len(models))
+        partitions = [contents.elements(fragment) for fragment in fragments]
         dtype = fragments[0][1].dtype
-        found.tensors[f"value/{name}"] = TensorRecord(dtype, shape, pieces(places, held, f"frozen parameter {name}"))
+        contents.tensors[f"value/{name}"] = TensorRecord(
+            dtype, shape, pieces(positions, partitions, f"frozen parameter {name}")
+        )

@@ -1,7 +1,7 @@
-"""A DeepSpeed checkpoint in the form that `load.py` reads: a manifest, and a store over DeepSpeed's files.
+"""A DeepSpeed checkpoint in the form that `loader.py` reads: a manifest, and a store over DeepSpeed's files.
 
-Everything that loads ours then loads these, at any number of ranks. What DeepSpeed does not save (the classes of the
-optimizer and the scheduler) is taken from the resuming run, or from what the states look like.
+Everything that loads ours then loads these, on any number of ranks. What DeepSpeed does not save (the classes of the
+optimizer and the scheduler) is taken from the resuming run, or concluded from the names of the states.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zeroaccel.checkpoint.dtypes import dtype_of
+from zeroaccel.checkpoint.compatibility import optimizer_of_states
 from zeroaccel.checkpoint.formats.deepspeed_checkpoint import DeepSpeedCheckpoint, open_deepspeed_checkpoint
 from zeroaccel.checkpoint.formats.torch_pickle import StandIn, StoredTensor
 from zeroaccel.checkpoint.manifest import FileRecord, Manifest, ParameterRecord, TensorRecord
 from zeroaccel.checkpoint.plain_codec import encode
-from zeroaccel.checkpoint.tensor_store import TorchStore, optimizer_of_states
+from zeroaccel.checkpoint.tensor_store import TorchStore
 from zeroaccel.logs import logger
+from zeroaccel.zero.access.safetensors_file import dtype_of
 
 __all__ = ["manifest_of", "open_to_resume"]
 
@@ -45,10 +46,10 @@ def manifest_of(
     scheduler_type: str | None = None,
     group_of: Mapping[str, int] | None = None,
 ) -> Manifest:
-    """The manifest that our own save of the same run would have had.
+    """The manifest that our own save of the same run would have.
 
     Args:
-        scheduler_type: the name of the class of the resuming run's scheduler.
+        scheduler_type: the class name of the resuming run's scheduler.
         group_of: fqn -> index of its param group in the resuming optimizer. Only fp32 training at stage 0 needs it, as
             it saves states without names: they are given names in the model's order, group by group.
 
@@ -60,20 +61,22 @@ def manifest_of(
             "checkpoint %s: saved at stage 0, which gives optimizer states no names; taken to be in the model's order",
             checkpoint.folder,
         )
-        ranked = {name: position for position, name in enumerate(checkpoint.found.order)}
+        ranked = {name: position for position, name in enumerate(checkpoint.contents.order)}
         names = sorted(group_of, key=lambda name: ranked.get(name, len(ranked)))
         groups = range(max(group_of.values(), default=-1) + 1)
         checkpoint.name_positions([[name for name in names if group_of[name] == group] for group in groups])
-    found, states = checkpoint.found, checkpoint.states
+    contents, states = checkpoint.contents, checkpoint.states
     tensors: dict[str, TensorRecord] = {**checkpoint.tensors, **states.tensors}
-    plain = _Plain(checkpoint, tensors)
-    home = {name: index for index, group in enumerate(checkpoint.groups) for name in group.names}
-    shapes = {**found.frozen, **found.shapes}
+    plain = _PlainEncoder(checkpoint, tensors)
+    group_index = {name: index for index, group in enumerate(checkpoint.groups) for name in group.names}
+    shapes = {**contents.frozen, **contents.shapes}
     parameters = {}
-    for fqn in found.order:
+    for fqn in contents.order:
         key = checkpoint.weight_key(fqn)
-        dtype = found.dtypes.get(fqn) or (tensors[key].dtype if key else "F32")
-        parameters[fqn] = ParameterRecord(dtype, shapes[fqn], fqn in home, home.get(fqn), saved=key is not None)
+        dtype = contents.dtypes.get(fqn) or (tensors[key].dtype if key else "F32")
+        parameters[fqn] = ParameterRecord(
+            dtype, shapes[fqn], fqn in group_index, group_index.get(fqn), saved=key is not None
+        )
     optimizer = None
     if checkpoint.groups:
         optimizer = {
@@ -95,9 +98,9 @@ def manifest_of(
         sharded={name: name in _SHARDED[: checkpoint.stage] for name in _SHARDED},
         files=tuple(FileRecord(file.path.name, file.nbytes, 0, "") for file in checkpoint.files),
         parameters=parameters,
-        order=tuple(found.order),
+        order=tuple(contents.order),
         ties=dict(checkpoint.ties),
-        buffers=tuple(found.buffers),
+        buffers=tuple(contents.buffers),
         counters=_counters(checkpoint),
         optimizer=optimizer,
         loss_scale=_loss_scale(checkpoint.loss_scaler),
@@ -110,26 +113,27 @@ def manifest_of(
     )
 
 
-class _Plain:
-    """Plain data in the manifest's encoding; its tensors are found in DeepSpeed's files by key."""
+class _PlainEncoder:
+    """Encodes plain data for the manifest; the records of its tensors point into DeepSpeed's files."""
 
     def __init__(self, checkpoint: DeepSpeedCheckpoint, tensors: dict[str, TensorRecord]) -> None:
         self._checkpoint = checkpoint
         self._tensors = tensors
-        self._made: dict[int, tuple[Tensor, TensorRecord]] = {}
+        # By id, with the tensor, which keeps the id its own while `encode` passes it to `_keep`.
+        self._records: dict[int, tuple[Tensor, TensorRecord]] = {}
 
     def encode(self, value: Any, where: str) -> Any:
         return encode(self._with_tensors(value), where, self._keep)
 
     def _keep(self, tensor: Tensor) -> str:
         key = f"plain/deepspeed/{id(tensor)}"
-        self._tensors[key] = self._made[id(tensor)][1]
+        self._tensors[key] = self._records[id(tensor)][1]
         return key
 
     def _with_tensors(self, value: Any) -> Any:
         if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], StoredTensor):
             return self._tensor(value[0], value[1])
-        if isinstance(value, StoredTensor):  # beside the weights, so in the first model file
+        if isinstance(value, StoredTensor):  # client state, which is in the first model file
             return self._tensor(self._checkpoint.model_file, value)
         if isinstance(value, dict):
             return type(value)({key: self._with_tensors(item) for key, item in value.items()})
@@ -142,18 +146,19 @@ class _Plain:
     def _tensor(self, file: int, stored: StoredTensor) -> Tensor:
         dtype, shape, data = self._checkpoint.value((file, stored))
         tensor = torch.from_numpy(data).view(dtype_of(dtype)).view(shape)
-        self._made[id(tensor)] = (tensor, self._checkpoint.found.record((file, stored)))
+        self._records[id(tensor)] = (tensor, self._checkpoint.contents.record((file, stored)))
         return tensor
 
 
 def _optimizer_type(checkpoint: DeepSpeedCheckpoint) -> str:
-    """By the states first, as DeepSpeed's names of its optimizers are not those of the classes."""
+    """By the states first, as DeepSpeed's names of optimizers are not those of torch's classes."""
     kinds = {key.split("/", 2)[1] for key in checkpoint.states.tensors}
     named = (checkpoint.config.get("optimizer") or {}).get("type")
     return optimizer_of_states(kinds) or str(named or "an optimizer without states")
 
 
 def _counters(checkpoint: DeepSpeedCheckpoint) -> dict[str, int]:
+    # DeepSpeed counts no micro-steps in its files; they follow from the steps and the accumulation of its config.
     counters = checkpoint.counters
     config = checkpoint.config
     accumulation = config.get("gradient_accumulation_steps")

@@ -28,17 +28,18 @@ from zeroaccel.checkpoint.formats.deepspeed_partitioned import (
     in_file,
     named_shapes,
     pieces,
+    with_file,
 )
 from zeroaccel.checkpoint.formats.torch_file import TorchFile
 from zeroaccel.checkpoint.formats.torch_pickle import StoredTensor
-from zeroaccel.checkpoint.manifest import ITEMSIZE, TensorRecord
+from zeroaccel.checkpoint.manifest import TensorRecord
 from zeroaccel.errors import CheckpointError
 
 __all__ = ["name_positions", "read_universal", "read_unsharded"]
 
 
 def read_unsharded(
-    found: DeepSpeedContents, file: int, optimizer: Mapping[str, Any] | None
+    contents: DeepSpeedContents, file: int, optimizer: Mapping[str, Any] | None
 ) -> list[list[dict[str, Any]]]:
     """Masters of 16-bit training by name, and the optimizer's states where they can be named.
 
@@ -51,39 +52,39 @@ def read_unsharded(
     if optimizer is None:
         return []
     inner = optimizer.get("optimizer_state_dict", optimizer)
-    where = f"{found.files[file].path}: optimizer"
+    # Three forms: FP16_Optimizer (one flat master a group), FP16_UnfusedOptimizer (one master a parameter), and the
+    # plain optimizer's state dict of fp32 training, which has no masters to find names by.
+    where = f"{contents.files[file].path}: optimizer"
     if "fp32_groups_flat" in optimizer:
         for index, value in enumerate(optimizer["fp32_groups_flat"]):
             tensor = in_file(file, value, where)
-            names, places = _names_in(found, tensor, where)
-            _trainable(found, names, inner, index)
-            state = _with_file(file, inner["state"].get(index, {}))
-            shapes = [found.shapes[name] for name in names]
-            found.flats.append(FlatStates(names, shapes, places, tensor[1].numel, [state]))
+            names, positions = _match_masters(contents, tensor, where)
+            _add_group(contents, names, inner, index)
+            state = with_file(file, inner["state"].get(index, {}))
+            shapes = [contents.shapes[name] for name in names]
+            contents.flats.append(FlatStates(names, shapes, positions, tensor[1].numel, [state]))
         return []
     if "fp32_groups" in optimizer:
         for index, (values, settings) in enumerate(zip(optimizer["fp32_groups"], inner["param_groups"], strict=True)):
-            names = [_names_in(found, in_file(file, value, where), where)[0][0] for value in values]
-            _trainable(found, names, inner, index)
-            states = [_with_file(file, inner["state"].get(position, {})) for position in settings["params"]]
+            names = [_match_masters(contents, in_file(file, value, where), where)[0][0] for value in values]
+            _add_group(contents, names, inner, index)
+            states = [with_file(file, inner["state"].get(position, {})) for position in settings["params"]]
             for name, state in zip(names, states, strict=True):
-                _add_state(found, name, state)
+                contents.add_full_state(name, contents.shapes[name], state)
         return []
+    for settings in inner["param_groups"]:
+        contents.groups.append(ParamGroup({key: value for key, value in settings.items() if key != "params"}))
     return [
-        [_with_file(file, inner["state"].get(position, {})) for position in settings["params"]]
-        for settings in _grouped(found, inner)
+        [with_file(file, inner["state"].get(position, {})) for position in settings["params"]]
+        for settings in inner["param_groups"]
     ]
 
 
-def _grouped(found: DeepSpeedContents, inner: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    settings = list(inner["param_groups"])
-    for group in settings:
-        found.groups.append(ParamGroup({key: value for key, value in group.items() if key != "params"}))
-    return settings
-
-
 def name_positions(
-    found: DeepSpeedContents, positional: Sequence[Sequence[dict[str, Any]]], names: Sequence[Sequence[str]], where: str
+    contents: DeepSpeedContents,
+    positional: Sequence[Sequence[dict[str, Any]]],
+    names: Sequence[Sequence[str]],
+    where: str,
 ) -> None:
     """Gives the states of fp32 training at stage 0 the names of the resuming optimizer's parameters, by position.
 
@@ -95,7 +96,7 @@ def name_positions(
     """
     if [len(group) for group in positional] != [len(group) for group in names]:
         # Parameters without a state may be among either: frozen ones, and those without elements.
-        shapes = {**found.frozen, **found.shapes}
+        shapes = {**contents.frozen, **contents.shapes}
         positional = [[state for state in group if state] for group in positional]
         names = [[name for name in group if 0 not in shapes.get(name, ())] for group in names]
     sizes = [len(group) for group in positional]
@@ -108,73 +109,61 @@ def name_positions(
         )
     for index, (states, group) in enumerate(zip(positional, names, strict=True)):
         for state, name in zip(states, group, strict=True):
-            shape = found.frozen.get(name, found.shapes.get(name))
+            shape = contents.frozen.get(name, contents.shapes.get(name))
             if shape is None:
                 raise CheckpointError(f"{where}: parameter {name} of the optimizer is not in the checkpoint")
             for kind, value in state.items():
                 if isinstance(value, tuple) and value[1].shape not in (shape, ()):
                     raise CheckpointError(f"{where}: {kind} of {name}", expected=f"shape {shape}", got=value[1].shape)
             if state:
-                found.shapes[name] = shape
-                found.frozen.pop(name, None)
-                _add_state(found, name, state)
-        found.groups[index].names = list(group)
+                contents.shapes[name] = shape
+                contents.frozen.pop(name, None)
+                contents.add_full_state(name, contents.shapes[name], state)
+        contents.groups[index].names = list(group)
 
 
-def _with_file(file: int, state: Mapping[str, Any]) -> dict[str, Any]:
-    return {kind: (file, value) if isinstance(value, StoredTensor) else value for kind, value in state.items()}
-
-
-def _add_state(found: DeepSpeedContents, name: str, state: dict[str, Any]) -> None:
-    shape = found.shapes[name]
-    numel = int(np.prod(shape, dtype=np.int64))
-    found.flats.append(FlatStates([name], [shape], [[FlatPosition(0, 0, numel, 0)]], numel, [state]))
-
-
-def _trainable(found: DeepSpeedContents, names: Sequence[str], inner: Mapping[str, Any], index: int) -> None:
+def _add_group(contents: DeepSpeedContents, names: Sequence[str], inner: Mapping[str, Any], index: int) -> None:
     for name in names:
-        found.shapes[name] = found.frozen.pop(name)
+        contents.shapes[name] = contents.frozen.pop(name)
     settings = inner["param_groups"][index]
     options = {key: value for key, value in settings.items() if key not in ("params", "step")}
-    found.groups.append(ParamGroup(options, list(names)))
+    contents.groups.append(ParamGroup(options, list(names)))
 
 
-def _names_in(found: DeepSpeedContents, tensor: InFile, where: str) -> tuple[list[str], list[list[FlatPosition]]]:
-    """The parameters a tensor of masters holds one behind the other, and their places; adds the masters."""
+def _match_masters(
+    contents: DeepSpeedContents, tensor: InFile, where: str
+) -> tuple[list[str], list[list[FlatPosition]]]:
+    """The parameters that a tensor of masters consists of, and their positions in it; adds the masters."""
     stored = tensor[1]
-    held = found.sequence([tensor])
-    record = found.record(tensor)
-    masters = _read(found, record).view("<f4")
+    elements = contents.elements(tensor)
+    record = contents.record(tensor)
+    masters = contents.read(record).view("<f4")
     names: list[str] = []
-    places: list[list[FlatPosition]] = []
+    positions: list[list[FlatPosition]] = []
     cursor = 0
     while cursor < stored.numel:
-        name = _next(found, masters[cursor:], f"{where}, element {cursor} of a master")
-        shape = found.frozen[name]
-        numel = int(np.prod(shape, dtype=np.int64))
-        place = [FlatPosition(0, 0, numel, cursor)]
-        found.tensors[f"master/{name}"] = TensorRecord(stored.dtype, shape, pieces(place, [held], name))
+        name = _match_master(contents, masters[cursor:], f"{where}, element {cursor} of a master")
+        shape = contents.frozen[name]
+        numel = math.prod(shape)
+        position = [FlatPosition(0, 0, numel, cursor)]
+        contents.tensors[f"master/{name}"] = TensorRecord(stored.dtype, shape, pieces(position, [elements], name))
         names.append(name)
-        places.append(place)
+        positions.append(position)
         cursor += numel
-    return names, places
+    return names, positions
 
 
-def _next(found: DeepSpeedContents, masters: NDArray[np.float32], where: str) -> str:
-    for name, shape in sorted(found.frozen.items(), key=lambda item: -int(np.prod(item[1], dtype=np.int64))):
-        numel = int(np.prod(shape, dtype=np.int64))
-        if not numel or numel > masters.size or f"master/{name}" in found.tensors:
+def _match_master(contents: DeepSpeedContents, masters: NDArray[np.float32], where: str) -> str:
+    """The parameter whose bits the first masters round to."""
+    # Largest first: a small parameter, of zeros for example, may fit the beginning of a large one by chance.
+    for name, shape in sorted(contents.frozen.items(), key=lambda item: -math.prod(item[1])):
+        numel = math.prod(shape)
+        if not numel or numel > masters.size or f"master/{name}" in contents.tensors:
             continue
-        record = found.tensors[f"value/{name}"]
-        if np.array_equal(_rounded(masters[:numel], record.dtype), _read(found, record)):
+        record = contents.tensors[f"value/{name}"]
+        if np.array_equal(_rounded(masters[:numel], record.dtype), contents.read(record)):
             return name
     raise CheckpointError(f"{where}: rounds to no parameter of the model", fix="the file is damaged or of another kind")
-
-
-def _read(found: DeepSpeedContents, record: TensorRecord) -> NDArray[np.uint8]:
-    itemsize = ITEMSIZE[record.dtype]
-    parts = [found.files[file].read(offset, length * itemsize) for file, _, length, offset in record.pieces]
-    return np.concatenate(parts) if parts else np.empty(0, np.uint8)
 
 
 def _rounded(values: NDArray[np.float32], dtype: str) -> NDArray[np.uint8]:
@@ -185,8 +174,8 @@ def _rounded(values: NDArray[np.float32], dtype: str) -> NDArray[np.uint8]:
         return values.astype({"F16": "<f2", "F32": "<f4"}[dtype]).view(np.uint8)
 
 
-def read_universal(found: DeepSpeedContents, folder: Path, model: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Masters, states and param groups; `found` already has what the model's file says.
+def read_universal(contents: DeepSpeedContents, folder: Path, model: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Masters, states and param groups; `contents` already has what the model's file says.
 
     Args:
         folder: "zero", with a folder for each parameter.
@@ -200,7 +189,7 @@ def read_universal(found: DeepSpeedContents, folder: Path, model: Mapping[str, A
     """
     optimizer = TorchFile(folder / "optimizer_state.pt").content
     zero = (model.get("ds_config") or {}).get("zero_optimization") or {}
-    # Neither stage 3 nor BF16_Optimizer reorders parameters.
+    # Stages 1 and 2 alone reorder parameters so; stage 3 and BF16_Optimizer ignore the key.
     if zero.get("round_robin_gradients") and "zero_stage" in optimizer and "fp32_flat_groups" not in optimizer:
         raise CheckpointError(
             f"{folder}: converted from a run with round_robin_gradients, whose values the conversion mixes up",
@@ -210,12 +199,12 @@ def read_universal(found: DeepSpeedContents, folder: Path, model: Mapping[str, A
     shapes = [named_shapes(group) for group in model["param_shapes"]]
     for index, named in enumerate(shapes):
         for name, shape in named.items():
-            _add(found, folder / name, name, tuple(shape), steps.get(index))
+            _add_universal(contents, folder / name, name, tuple(shape), steps.get(index))
     for index, settings in enumerate(optimizer["param_groups"]):
         members = settings["params"] if "fp32_flat_groups" in optimizer else [index]
         names = [name for member in members for name in shapes[member]]
         options = {key: value for key, value in settings.items() if key not in ("params", "step")}
-        found.groups.append(ParamGroup(options, names))
+        contents.groups.append(ParamGroup(options, names))
     return dict(optimizer)
 
 
@@ -225,45 +214,48 @@ def _steps(optimizer: Mapping[str, Any]) -> dict[int, Any]:
     return {index: values["step"] for index, values in state.items() if "step" in values}
 
 
-def _add(found: DeepSpeedContents, folder: Path, name: str, shape: tuple[int, ...], step: Any) -> None:
+def _add_universal(contents: DeepSpeedContents, folder: Path, name: str, shape: tuple[int, ...], step: Any) -> None:
+    """Adds the master and the states of one parameter's folder."""
     numel = math.prod(shape)
     path = folder / "fp32.pt"
     if path.parent.parent != folder.parent or not path.is_file():
         raise CheckpointError(f"{path}: missing, so the values of parameter {name} are")
     state: dict[str, Any] = {}
     for path in sorted(folder.glob("*.pt")):
-        file, value = _open(found, path)
+        file, value = _open(contents, path)
         if path.stem == "step":
             state["step"] = (file, value) if isinstance(value, StoredTensor) else value
             continue
         if not isinstance(value, StoredTensor) or value.numel != numel:
             raise CheckpointError(f"{path}", expected=f"a tensor of {numel} elements, as {name} has", got=value)
-        record = found.record((file, value))
+        record = contents.record((file, value))
         if path.stem == "fp32":
-            found.tensors[f"master/{name}"] = TensorRecord(record.dtype, shape, record.pieces)
+            contents.tensors[f"master/{name}"] = TensorRecord(record.dtype, shape, record.pieces)
         else:
             state[path.stem] = (file, value)
     if step is not None and "step" not in state:
-        state["step"] = step if not isinstance(step, StoredTensor) else _step_value(found, folder.parent, step)
+        state["step"] = step if not isinstance(step, StoredTensor) else _step_value(contents, folder.parent, step)
     if state:
-        found.flats.append(FlatStates([name], [shape], [[FlatPosition(0, 0, numel, 0)]], numel, [state]))
+        contents.add_full_state(name, shape, state)
 
 
-def _step_value(found: DeepSpeedContents, folder: Path, step: StoredTensor) -> InFile:
+def _step_value(contents: DeepSpeedContents, folder: Path, step: StoredTensor) -> InFile:
+    """The step count of a sub-group, which is a tensor in the optimizer's file."""
     path = folder / "optimizer_state.pt"
-    for index, file in enumerate(found.files):
+    for index, file in enumerate(contents.files):
         if file.path == path:
             return index, step
-    found.files.append(TorchFile(path))
-    return len(found.files) - 1, step
+    contents.files.append(TorchFile(path))
+    return len(contents.files) - 1, step
 
 
-def _open(found: DeepSpeedContents, path: Path) -> tuple[int, Any]:
+def _open(contents: DeepSpeedContents, path: Path) -> tuple[int, Any]:
+    """Opens a file of a parameter's folder; returns its number and its value."""
     file = TorchFile(path)
-    found.files.append(file)
+    contents.files.append(file)
     content = file.content
     if isinstance(content, Mapping):
         if content.get("vocab_tensor") or "sub_param_shape" in content:
             raise CheckpointError(f"{path}: of tensor parallel training", expected="data parallel only")
         content = content.get("param")
-    return len(found.files) - 1, content
+    return len(contents.files) - 1, content

@@ -1,8 +1,9 @@
-"""Carries out a pickle as what it is, a small program, within bounds and with nothing of Python's own within its reach.
+"""An interpreter for pickles of plain data, within bounds and without access to any Python object.
 
-Knows the instructions that protocols 2 to 5 write for plain data. What a pickle names is answered by its caller as an
+A pickle is a small program for a stack machine, and Python's own unpickler lets it import and call anything. This one
+has the instructions that protocols 2 to 5 write for plain data. A name in a pickle is resolved by the caller to an
 `Admitted`, which can be called and nothing else: a class never gets on the stack, so no instruction can change one.
-Sizes are charged to a budget before anything of the size is made. The names are `torch_pickle.py`'s matter.
+Sizes are charged to a budget before anything of the size is allocated. `torch_pickle.py` decides which names there are.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from zeroaccel.errors import CheckpointError
 __all__ = ["Admitted", "Attributed", "PickleMachine"]
 
 _BUDGET_NBYTES = 256 << 20
-"""What everything a pickle makes may take in memory, by the estimates below."""
+"""Memory that all objects of a pickle may take, by the estimates below."""
 _LIST_NBYTES, _TUPLE_NBYTES, _DICT_NBYTES, _SET_NBYTES, _OBJECT_NBYTES = 96, 56, 160, 220, 200
 _ITEM_NBYTES, _ENTRY_NBYTES, _NUMBER_NBYTES, _TEXT_NBYTES, _MEMO_NBYTES = 16, 100, 32, 64, 64
 
@@ -25,18 +26,18 @@ _MOST_LEVELS = 100
 _LONGEST_NAME = 400
 _LONGEST_INTEGER_NBYTES = 128
 _MOST_UNUSUAL_KEYS = 10_000
-"""Keys that are tuples or fractions: their hashes can be chosen so that all of them collide."""
+"""Keys that are tuples or floats: their hashes can be chosen so that all of them collide."""
 _LARGEST_KEY = (1 << 61) - 2
 """Up to here an integer is its own hash."""
 _MOST_KEY_ITEMS = 64
 
 
 class Admitted:
-    """Something a pickle may name and call.
+    """A name that a pickle may contain and call.
 
     Args:
         name: dotted, as in the pickle.
-        make: what a call of it gives; it may raise CheckpointError or TypeError.
+        make: returns the result of a call; it may raise CheckpointError or TypeError.
     """
 
     __slots__ = ("make", "name")
@@ -50,10 +51,10 @@ class Admitted:
 
 
 class Attributed:
-    """Base of objects that a pickle may give attributes: they have those, and no behaviour that depends on them."""
+    """Base of objects that a pickle may set attributes of; they have no behaviour that depends on those."""
 
     def take_state(self, state: Any) -> None:
-        """Takes what a pickle says of the object; TypeError if it is not for it."""
+        """Sets the attributes of a BUILD instruction; TypeError if they do not fit."""
         raise NotImplementedError
 
 
@@ -64,7 +65,7 @@ class PickleMachine:
         content: all of it.
         where: the file, for messages.
         admit: dotted name -> an `Admitted`, or a plain value; raises CheckpointError for names that are not admitted.
-        persistent: what a persistent id stands for.
+        persistent: persistent id -> the object it stands for.
     """
 
     def __init__(
@@ -81,11 +82,11 @@ class PickleMachine:
         self._instructions = self._table()
 
     def load(self) -> Any:
-        """The object, of which no part contains itself.
+        """The object, no part of which contains itself.
 
         Raises:
-            CheckpointError: the pickle is damaged or cut off, has an instruction that plain data needs not, names what
-                is not admitted, or is beyond a bound.
+            CheckpointError: the pickle is damaged or cut off, has an instruction that plain data does not need, has a
+                name that is not admitted, or is beyond a bound.
         """
         content, instructions = self._content, self._instructions
         while True:
@@ -103,7 +104,7 @@ class PickleMachine:
             step()
 
     def charge(self, nbytes: int) -> None:
-        """Takes this much of the budget; CheckpointError if it is not left."""
+        """Takes this much of the budget; CheckpointError if there is not enough."""
         self._room -= nbytes
         if self._room < 0:
             raise CheckpointError(
@@ -126,7 +127,7 @@ class PickleMachine:
         self._at = end
         return part
 
-    def _whole(self, nbytes: int) -> int:
+    def _unsigned(self, nbytes: int) -> int:
         return int.from_bytes(self._take(nbytes), "little")
 
     def _line(self) -> str:
@@ -219,41 +220,45 @@ class PickleMachine:
 
     def _append(self, items: Sequence[Any]) -> None:
         self.charge(_ITEM_NBYTES * len(items))
-        held = self._top((list,))
-        held.extend(items)
-        self._stack.append(held)
+        target = self._top((list,))
+        target.extend(items)
+        self._stack.append(target)
 
     def _set_items(self, items: Sequence[Any]) -> None:
         if len(items) % 2:
             raise self._damaged("a key without a value")
-        held = self._top((dict, OrderedDict, Counter))
-        self.charge(_ENTRY_NBYTES * (len(items) // 2) * (1 if type(held) is dict else 2))
+        target = self._top((dict, OrderedDict, Counter))
+        self.charge(_ENTRY_NBYTES * (len(items) // 2) * (1 if type(target) is dict else 2))
         for key, value in zip(items[::2], items[1::2], strict=True):
             self.check_key(key)
-            held[key] = value
-        self._stack.append(held)
+            target[key] = value
+        self._stack.append(target)
 
     def _set_item(self) -> None:
         value, key = self._pop(), self._pop()
         self._set_items((key, value))
 
     def _add_items(self, items: Sequence[Any]) -> None:
-        held = self._top((set,))
-        held.update(self.keys(items))
-        self._stack.append(held)
+        target = self._top((set,))
+        target.update(self.keys(items))
+        self._stack.append(target)
 
     def _frozenset(self, items: Sequence[Any]) -> None:
         self._push(frozenset(self.keys(items)), _SET_NBYTES)
 
     def keys(self, items: Sequence[Any]) -> Sequence[Any]:
-        """The items, which may all be keys of a set; charged."""
+        """The items, each checked by `check_key` and charged."""
         self.charge(_ENTRY_NBYTES * len(items))
         for item in items:
             self.check_key(item)
         return items
 
     def check_key(self, key: Any, items_left: int = _MOST_KEY_ITEMS) -> int:
-        """CheckpointError unless a value can be a key that is found at once; returns how many items are left."""
+        """CheckpointError unless a value is hashable and cheap to look up; returns how many items are left.
+
+        Sets and dicts of keys with one hash take quadratic time, so values whose hash can be chosen are bounded: long
+        integers are refused, tuples and floats limited in number. Hashes of text are salted by Python.
+        """
         if type(key) is tuple:
             items_left = self._unusual_key(items_left - len(key))
             for item in key:
@@ -290,10 +295,10 @@ class PickleMachine:
         named = self._top((Admitted,))
         self.charge(_OBJECT_NBYTES)
         try:
-            made = named.make(*arguments)
+            result = named.make(*arguments)
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise self._damaged(f"a call of {named.name} that makes nothing ({error})") from error
-        self._push(made)
+        self._push(result)
 
     def _call_with_keywords(self) -> None:
         if self._top((dict,)):
@@ -301,23 +306,23 @@ class PickleMachine:
         self._call()
 
     def _build(self) -> None:
-        state, made = self._pop(), self._pop()
-        if isinstance(made, Attributed):
+        state, target = self._pop(), self._pop()
+        if isinstance(target, Attributed):
             try:
-                made.take_state(state)
+                target.take_state(state)
             except (TypeError, ValueError) as error:
-                raise self._damaged(f"attributes of {made!r} ({error})") from error
-        elif type(made) is not OrderedDict:  # a state dict's `_metadata` is of no use here, and left out
+                raise self._damaged(f"attributes of {target!r} ({error})") from error
+        elif type(target) is not OrderedDict:  # a state dict has `_metadata`, which is not needed here
             raise CheckpointError(
                 f"{self._where}: its pickle, at byte {self._at}",
                 expected="attributes of objects that have some",
-                got=f"attributes of {made!r}"[:100],
+                got=f"attributes of {target!r}"[:100],
                 fix="do not load a file you do not trust",
             )
-        self._stack.append(made)
+        self._stack.append(target)
 
     def _table(self) -> Mapping[int, Callable[[], None]]:
-        push, whole = self._push, self._whole
+        push, unsigned = self._push, self._unsigned
         table: dict[bytes, Callable[[], None]] = {
             b"\x80": self._protocol,
             b"\x95": self._frame,
@@ -329,17 +334,17 @@ class PickleMachine:
             b"\x88": lambda: push(True),
             b"\x89": lambda: push(False),
             b"J": lambda: push(int.from_bytes(self._take(4), "little", signed=True), _NUMBER_NBYTES),
-            b"K": lambda: push(whole(1)),
-            b"M": lambda: push(whole(2), _NUMBER_NBYTES),
-            b"\x8a": lambda: self._long(whole(1)),
-            b"\x8b": lambda: self._long(whole(4)),
+            b"K": lambda: push(unsigned(1)),
+            b"M": lambda: push(unsigned(2), _NUMBER_NBYTES),
+            b"\x8a": lambda: self._long(unsigned(1)),
+            b"\x8b": lambda: self._long(unsigned(4)),
             b"G": lambda: push(struct.unpack(">d", self._take(8))[0], _NUMBER_NBYTES),
-            b"\x8c": lambda: self._text(whole(1)),
-            b"X": lambda: self._text(whole(4)),
-            b"\x8d": lambda: self._text(whole(8)),
-            b"C": lambda: self._bytes(whole(1)),
-            b"B": lambda: self._bytes(whole(4)),
-            b"\x8e": lambda: self._bytes(whole(8)),
+            b"\x8c": lambda: self._text(unsigned(1)),
+            b"X": lambda: self._text(unsigned(4)),
+            b"\x8d": lambda: self._text(unsigned(8)),
+            b"C": lambda: self._bytes(unsigned(1)),
+            b"B": lambda: self._bytes(unsigned(4)),
+            b"\x8e": lambda: self._bytes(unsigned(8)),
             b")": lambda: push(()),
             b"t": lambda: self._tuple(self._since_mark()),
             b"\x85": lambda: self._tuple_of(1),
@@ -354,11 +359,11 @@ class PickleMachine:
             b"\x8f": lambda: push(set(), _SET_NBYTES),
             b"\x90": lambda: self._add_items(self._since_mark()),
             b"\x91": lambda: self._frozenset(self._since_mark()),
-            b"q": lambda: self._put(whole(1)),
-            b"r": lambda: self._put(whole(4)),
+            b"q": lambda: self._put(unsigned(1)),
+            b"r": lambda: self._put(unsigned(4)),
             b"\x94": lambda: self._put(len(self._memo)),
-            b"h": lambda: self._get(whole(1)),
-            b"j": lambda: self._get(whole(4)),
+            b"h": lambda: self._get(unsigned(1)),
+            b"j": lambda: self._get(unsigned(4)),
             b"c": lambda: self._global(self._line(), self._line()),
             b"\x93": self._stack_global,
             b"R": self._call,
@@ -370,19 +375,24 @@ class PickleMachine:
         return {code[0]: step for code, step in table.items()}
 
     def _protocol(self) -> None:
-        if (version := self._whole(1)) > 5:
+        if (version := self._unsigned(1)) > 5:
             raise self._damaged(f"protocol {version}, at most 5 is read")
 
     def _frame(self) -> None:
-        if (nbytes := self._whole(8)) > len(self._content) - self._at:
+        if (nbytes := self._unsigned(8)) > len(self._content) - self._at:
             raise self._damaged(f"a frame of {nbytes} bytes, and {len(self._content) - self._at} are left")
 
-    # -- the whole
+    # -- the result
 
     def _check_tree(self, result: Any) -> None:
-        """Nothing contains itself, is nested too deep, or is shared so often that going through it would not end."""
+        """CheckpointError if an object contains itself, is nested too deep, or is shared so often that walks never end.
+
+        A list of two references to a list of two references, and so on, is short as a pickle and exponential when it is
+        walked or encoded; so sizes are added up as if every reference were a copy. Depth first without recursion: a
+        container is entered, its items are visited, and it is left with their sum.
+        """
         most = 100_000 + 4 * len(self._content)
-        sizes: dict[int, tuple[int, int]] = {}  # id of a container -> (what is in it, written out; levels)
+        sizes: dict[int, tuple[int, int]] = {}  # id of a container -> (items, references counted as copies; levels)
         open_ids: set[int] = set()
         todo: list[tuple[Any, bool]] = [(result, False)]
         while todo:

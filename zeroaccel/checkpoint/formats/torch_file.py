@@ -1,7 +1,7 @@
-"""torch's checkpoint files (zip archives) as a plain object and the places of its tensors; nothing is unpacked.
+"""Files of `torch.save` (zip archives) as a plain object and the offsets of its tensors; nothing is unpacked.
 
-Only the pickle is read. Tensors stay in the file until somebody asks for the bytes at the places found here, which
-is possible because torch stores them uncompressed. Needs no torch.
+Only the pickle is read. Tensors stay in the file until their bytes are requested by the offsets found here, which is
+possible because torch stores them uncompressed. Needs no torch.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from zeroaccel.checkpoint.formats.torch_pickle import StoredTensor, load_pickle
-from zeroaccel.checkpoint.manifest import ITEMSIZE
 from zeroaccel.errors import CheckpointError
+from zeroaccel.zero.access.safetensors_file import ITEMSIZE, pread_into
 
 __all__ = ["TorchFile"]
 
@@ -32,11 +32,11 @@ _PICKLE_LIMIT_NBYTES = 128 << 20
 _MOST_RUNS = 1 << 20
 _CHUNK_NBYTES = 1 << 22
 _DAMAGE = (zipfile.BadZipFile, zlib.error, struct.error, RuntimeError, EOFError, ValueError, LookupError)
-"""What zipfile raises of archives that are not whole, or not what they say; RuntimeError has NotImplementedError."""
+"""What zipfile raises for archives that are cut off or inconsistent; RuntimeError includes NotImplementedError."""
 
 
 class _Window(io.RawIOBase):
-    """Bytes [start, start + nbytes) of a file as a file."""
+    """Bytes [start, start + nbytes) of a file as a file object, for zipfile."""
 
     def __init__(self, path: Path, start: int, nbytes: int) -> None:
         self._file = path.open("rb", buffering=0)
@@ -74,7 +74,7 @@ class TorchFile:
     Attributes:
         path: of the file.
         nbytes: its size.
-        content: the object in it, with `StoredTensor` for tensors.
+        content: the unpickled object, with `StoredTensor` for tensors.
 
     Raises:
         CheckpointError: it is missing, cut off, damaged, of torch's old format, or its pickle is not admitted.
@@ -94,11 +94,11 @@ class TorchFile:
                 order = self._prefix + "byteorder"
                 if order in self._records and archive.read(order).strip() != b"little":
                     raise CheckpointError(f"{path}: written on a big-endian machine", expected="little-endian")
-                if (found := self._records[self._prefix + "data.pkl"].file_size) > _PICKLE_LIMIT_NBYTES:
+                if (pickle_nbytes := self._records[self._prefix + "data.pkl"].file_size) > _PICKLE_LIMIT_NBYTES:
                     raise CheckpointError(
                         f"{path}: its pickle",
                         expected=f"at most {_PICKLE_LIMIT_NBYTES} bytes",
-                        got=found,
+                        got=pickle_nbytes,
                         fix="save large data as tensors",
                     )
                 content = archive.read(self._prefix + "data.pkl")  # checks its CRC
@@ -123,12 +123,12 @@ class TorchFile:
 
     @property
     def fingerprint(self) -> str:
-        """Of all bytes of its records, by the checksums that torch wrote with them."""
+        """A digest of all records' bytes, made of the checksums that torch wrote with them."""
         parts = [f"{name} {record.file_size} {record.CRC}" for name, record in sorted(self._records.items())]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
     def _check_records(self) -> None:
-        """What torch writes is not compressed, so no record is larger than the file it is in."""
+        """Refuses compressed records: torch writes none, and so no record is larger than the file it is in."""
         for name, record in self._records.items():
             if record.compress_type != zipfile.ZIP_STORED or record.file_size != record.compress_size:
                 raise CheckpointError(
@@ -138,10 +138,11 @@ class TorchFile:
                 raise CheckpointError(f"{self.path}: ends at byte {self._origin + self.nbytes}, inside {name[:200]}")
 
     def _find_prefix(self) -> str:
-        found = [name for name in self._records if name.count("/") == 1 and name.endswith("/data.pkl")]
-        if len(found) != 1:
-            raise CheckpointError(f"{self.path}: not a file of torch.save", expected="one data.pkl in it", got=found)
-        return found[0].removesuffix("data.pkl")
+        """The archive's top folder, which has the name of the file when it was saved."""
+        pickles = [name for name in self._records if name.count("/") == 1 and name.endswith("/data.pkl")]
+        if len(pickles) != 1:
+            raise CheckpointError(f"{self.path}: not a file of torch.save", expected="one data.pkl in it", got=pickles)
+        return pickles[0].removesuffix("data.pkl")
 
     def runs(self, tensor: StoredTensor) -> Iterator[tuple[int, int, int]]:
         """(start, length, byte offset in the file) for each contiguous run of a tensor's elements, in order.
@@ -169,6 +170,8 @@ class TorchFile:
     def _start(self, tensor: StoredTensor) -> int:
         """The byte at which the storage of a tensor begins."""
         name = f"{self._prefix}data/{tensor.storage}"
+        # The directory at the end of an archive has the offset of a record's local header only; the data follows a
+        # name and an extra field (torch's alignment padding) whose lengths are in that header.
         if name not in self._starts:
             record = self._records.get(name)
             if record is None:
@@ -183,15 +186,15 @@ class TorchFile:
             if start + record.file_size > self._origin + self.nbytes:
                 raise CheckpointError(f"{self.path}: ends at byte {self._origin + self.nbytes}, inside {name}")
             self._starts[name] = start
-        held = self._records[name].file_size // ITEMSIZE[tensor.dtype]
-        if tensor.storage_numel > held:
-            raise CheckpointError(f"{self.path}: {name}", expected=f"{tensor.storage_numel} elements", got=held)
+        numel = self._records[name].file_size // ITEMSIZE[tensor.dtype]
+        if tensor.storage_numel > numel:
+            raise CheckpointError(f"{self.path}: {name}", expected=f"{tensor.storage_numel} elements", got=numel)
         return self._starts[name]
 
     def read(self, start: int, nbytes: int) -> NDArray[np.uint8]:
         """Bytes [start, start + nbytes) of a tensor, (nbytes,); threads may call it at the same time.
 
-        The record they are in is compared with its checksum first, whole and once.
+        The record they are in is compared with its checksum first, entirely and once.
 
         Raises:
             CheckpointError: the file cannot be read, or is damaged there.
@@ -199,19 +202,16 @@ class TorchFile:
         self._check(start)
         data = np.empty(nbytes, np.uint8)
         try:
-            with self.path.open("rb", buffering=0) as file:  # opened anew: there can be thousands of files
-                file.seek(start)
-                view, done = data.data, 0
-                while done < nbytes:
-                    count = file.readinto(view[done:])
-                    if not count:
-                        raise CheckpointError(f"{self.path}: ends at byte {start + done}", expected=f"{start + nbytes}")
-                    done += count
+            with self.path.open("rb", buffering=0) as file:  # opened for each read: there can be thousands of files
+                count = pread_into(file.fileno(), data.data, start)
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot be read ({error.strerror})") from error
+        if count < nbytes:
+            raise CheckpointError(f"{self.path}: ends at byte {start + count}", expected=f"{start + nbytes}")
         return data
 
     def _check(self, start: int) -> None:
+        """Compares the record of a byte with its checksum, on its first use."""
         name = max(
             (name for name, first in self._starts.items() if first <= start), key=lambda name: self._starts[name]
         )
@@ -221,6 +221,7 @@ class TorchFile:
                 self._checked.add(name)
 
     def _verify(self, name: str) -> None:
+        """Reads a record: zipfile compares its CRC-32 at the end."""
         try:
             with self._archive() as archive, archive.open(self._records[name]) as content:
                 while content.read(_CHUNK_NBYTES):
@@ -231,7 +232,7 @@ class TorchFile:
             raise CheckpointError(f"{self.path}: damaged ({error})", fix="copy it again") from error
 
     def verify(self) -> None:
-        """Reads the whole file and compares it with the checksums torch wrote (CRC-32).
+        """Reads the entire file and compares it with the checksums torch wrote (CRC-32).
 
         Raises:
             CheckpointError: a record is damaged; it names the record.

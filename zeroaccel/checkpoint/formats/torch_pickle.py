@@ -1,9 +1,8 @@
-"""Reads the pickles inside torch's files without running anything that is in them.
+"""Reads the pickles inside torch's files without running any code that they name.
 
-What a pickle may name is the table below: plain types, tensors, and four stand-ins with the names of DeepSpeed's
-classes; whatever else it names is refused by that name. Tensors come out as descriptions of where their bytes are;
-`torch_file.py` turns those into places in a file. `pickle_machine.py` carries the instructions out. Needs neither torch
-nor numpy.
+A pickle may name what is in the table below: plain types, tensors, and four stand-ins with the names of DeepSpeed's
+classes; any other name is refused. Tensors are returned as descriptions of where their bytes are, which `torch_file.py`
+turns into offsets in a file. `pickle_machine.py` executes the instructions. Needs neither torch nor numpy.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import Any
 
 from zeroaccel.checkpoint.formats.pickle_machine import Admitted, Attributed, PickleMachine
 from zeroaccel.errors import CheckpointError
+from zeroaccel.zero.access.safetensors_file import TORCH_NAMES
 
 __all__ = ["DtypeName", "StandIn", "StoredTensor", "load_pickle"]
 
@@ -27,17 +27,17 @@ _SET_NBYTES = 220
 
 
 class DtypeName(str):
-    """safetensors' name of a dtype that a pickle holds as a value."""
+    """safetensors' name of a dtype that is a value in a pickle."""
 
     __slots__ = ()
 
 
 class StandIn(Attributed):
-    """An object of a class of DeepSpeed's: its attributes, and no behaviour.
+    """Stands for an object of a DeepSpeed class: has its attributes, and no behaviour.
 
     Attributes:
-        class_name: the name of the class it stands for.
-        arguments: what it was made from; a number for enumerations.
+        class_name: of the class it stands for.
+        arguments: of its constructor; a number for enumerations.
     """
 
     def __init__(self, class_name: str, arguments: tuple[Any, ...]) -> None:
@@ -49,8 +49,8 @@ class StandIn(Attributed):
             state = state[1]
         if type(state) is not dict or not all(type(name) is str for name in state):
             raise TypeError("expected a dict of names")
-        if taken := state.keys() & {"class_name", "arguments"}:
-            raise TypeError(f"{', '.join(taken)} cannot be replaced")
+        if reserved := state.keys() & {"class_name", "arguments"}:
+            raise TypeError(f"{', '.join(reserved)} cannot be replaced")
         vars(self).update(state)
 
     def __repr__(self) -> str:
@@ -98,19 +98,6 @@ _STORAGES: Mapping[str, str] = {
     "LongStorage": "I64",
     "ComplexFloatStorage": "C64",
 }
-_DTYPES: Mapping[str, str] = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "int16": "I16",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int32": "I32",
-    "float32": "F32",
-    "float64": "F64",
-    "int64": "I64",
-    "complex64": "C64",
-}
 _STAND_INS = frozenset(
     {
         "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -126,7 +113,7 @@ def load_pickle(content: bytes, where: str, also: Mapping[str, Any] | None = Non
 
     Args:
         where: the file, for messages.
-        also: dotted name -> what it means, beside the table.
+        also: dotted name -> its meaning, in addition to the table.
 
     Raises:
         CheckpointError: it names something that is not admitted, or is no pickle.
@@ -140,40 +127,40 @@ class _Restricted:
         self._machine = PickleMachine(content, where, self._find, self._persistent)
         self.load = self._machine.load
         plain: dict[str, Callable[..., Any]] = {
-            "set": lambda *given: set(self._members(given)),
-            "frozenset": lambda *given: frozenset(self._members(given)),
+            "set": lambda *arguments: set(self._members(arguments)),
+            "frozenset": lambda *arguments: frozenset(self._members(arguments)),
             "complex": _complex,
-            "dict": lambda *given: dict(self._pairs(given)),
-            "list": lambda *given: list(self._charged(_items(given))),
-            "tuple": lambda *given: tuple(self._charged(_items(given))),
-            "int": lambda *given: int(_number(given)),
-            "float": lambda *given: float(_number(given)),
-            "bool": lambda *given: bool(_number(given)),
+            "dict": lambda *arguments: dict(self._pairs(arguments)),
+            "list": lambda *arguments: list(self._charged(_items(arguments))),
+            "tuple": lambda *arguments: tuple(self._charged(_items(arguments))),
+            "int": lambda *arguments: int(_number(arguments)),
+            "float": lambda *arguments: float(_number(arguments)),
+            "bool": lambda *arguments: bool(_number(arguments)),
             "str": _string,
             "bytes": _no_bytes,
         }
         calls: dict[str, Callable[..., Any]] = {
-            "collections.OrderedDict": lambda *given: OrderedDict(self._pairs(given)),
-            "collections.Counter": lambda *given: Counter(dict(self._pairs(given))),
-            "collections.defaultdict": lambda *given: self._emptied(given),
+            "collections.OrderedDict": lambda *arguments: OrderedDict(self._pairs(arguments)),
+            "collections.Counter": lambda *arguments: Counter(dict(self._pairs(arguments))),
+            "collections.defaultdict": lambda *arguments: self._empty_defaultdict(arguments),
             **{f"builtins.{name}": make for name, make in plain.items()},
             **{f"__builtin__.{name}": make for name, make in plain.items()},  # Python 2's, in pickles of protocol 2
             "_codecs.encode": self._encode,
-            "torch.Size": lambda *given: tuple(_whole_numbers(_items(given))),
+            "torch.Size": lambda *arguments: tuple(_sizes(_items(arguments))),
             "torch.device": _device,
             "torch._utils._rebuild_tensor_v2": self._tensor,
             "torch._utils._rebuild_parameter": self._parameter,
             "torch._utils._rebuild_parameter_with_state": self._parameter,
             "torch._tensor._rebuild_from_type_v2": self._subclass,
         }
-        # Made anew for each pickle, so that none can leave anything behind for the next.
+        # A new table for each pickle, so that none can change what the next one finds.
         self._admitted: dict[str, Any] = {
             **{name: Admitted(name, make) for name, make in calls.items()},
             **{name: Admitted(name, _stand_in_of(name)) for name in _STAND_INS},
             **{name: _Type(name) for name in ("torch.Tensor", "torch.nn.parameter.Parameter")},
             "torch.storage.UntypedStorage": _Storage("U8"),
             **{f"torch.{name}": _Storage(dtype) for name, dtype in _STORAGES.items()},
-            **{f"torch.{name}": DtypeName(dtype) for name, dtype in _DTYPES.items()},
+            **{f"torch.{name}": DtypeName(dtype) for dtype, name in TORCH_NAMES.items()},
             **{name: Admitted(name, make) if callable(make) else make for name, make in also.items()},
         }
 
@@ -190,18 +177,18 @@ class _Restricted:
         self._machine.charge(16 * len(items))
         return items
 
-    def _members(self, given: tuple[Any, ...]) -> Sequence[Any]:
+    def _members(self, arguments: tuple[Any, ...]) -> Sequence[Any]:
         self._machine.charge(_SET_NBYTES)
-        return self._machine.keys(_items(given))
+        return self._machine.keys(_items(arguments))
 
-    def _emptied(self, given: tuple[Any, ...]) -> dict[Any, Any]:
-        if len(given) > 1:
+    def _empty_defaultdict(self, arguments: tuple[Any, ...]) -> dict[Any, Any]:
+        if len(arguments) > 1:
             raise TypeError("expected a function for absent keys")
         self._machine.charge(_SET_NBYTES)
         return {}
 
-    def _pairs(self, given: tuple[Any, ...]) -> list[tuple[Any, Any]]:
-        items = given[0] if len(given) == 1 else _items(given)
+    def _pairs(self, arguments: tuple[Any, ...]) -> list[tuple[Any, Any]]:
+        items = arguments[0] if len(arguments) == 1 else _items(arguments)
         pairs = list(items.items()) if isinstance(items, dict) else [tuple(pair) for pair in _items((items,))]
         self._machine.charge(400 + 200 * len(pairs))
         for pair in pairs:
@@ -210,7 +197,7 @@ class _Restricted:
             self._machine.check_key(pair[0])
         return pairs
 
-    def _persistent(self, pid: Any) -> _Record:
+    def _persistent(self, pid: Any) -> _StorageRecord:
         if type(pid) is not tuple or len(pid) != 5:
             raise CheckpointError(f"{self._where}: its pickle refers to a storage", expected="torch's form", got=pid)
         kind, storage, key, _location, numel = pid
@@ -218,7 +205,7 @@ class _Restricted:
             raise CheckpointError(f"{self._where}: its pickle refers to a storage", expected="torch's form", got=pid)
         if type(numel) is not int or numel < 0:
             raise CheckpointError(f"{self._where}: storage {key}", expected="a number of elements", got=numel)
-        return _Record(storage.dtype, key, numel)
+        return _StorageRecord(storage.dtype, key, numel)
 
     def _encode(self, text: Any, encoding: Any) -> bytes:
         if encoding != "latin1" or type(text) is not str:
@@ -228,10 +215,12 @@ class _Restricted:
 
     def _tensor(self, record: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> StoredTensor:
         where = f"{self._where}: a tensor"
-        if not isinstance(record, _Record) or type(shape) is not tuple or type(strides) is not tuple:
+        if not isinstance(record, _StorageRecord) or type(shape) is not tuple or type(strides) is not tuple:
             raise CheckpointError(where, expected="a storage, an offset, a shape and strides", got=(record, offset))
         if len(shape) != len(strides) or len(shape) > _MOST_DIMS:
             raise CheckpointError(where, expected=f"at most {_MOST_DIMS} dims, each with a stride", got=len(shape))
+        # Everything that could later be allocated or read is bounded here: a view of one stored element can have any
+        # shape (stride 0), so its size is limited by that of its storage.
         numbers = (offset, *shape, *strides)
         if any(type(number) is not int or not 0 <= number <= _LARGEST for number in numbers):
             raise CheckpointError(where, expected="offset, shape and strides", got=numbers)
@@ -258,54 +247,54 @@ class _Restricted:
         return data
 
     def _subclass(self, rebuild: Any, kind: Any, arguments: Any, _: Any) -> StoredTensor:
-        known = isinstance(rebuild, Admitted) and rebuild.make in (self._tensor, self._parameter)
-        if not known or not isinstance(kind, _Type) or type(arguments) is not tuple:
+        rebuilds_tensor = isinstance(rebuild, Admitted) and rebuild.make in (self._tensor, self._parameter)
+        if not rebuilds_tensor or not isinstance(kind, _Type) or type(arguments) is not tuple:
             raise CheckpointError(f"{self._where}: a tensor of a class", expected="torch.Tensor", got=kind)
-        made: StoredTensor = rebuild.make(*arguments)
-        return made
+        tensor: StoredTensor = rebuild.make(*arguments)
+        return tensor
 
 
-def _items(given: tuple[Any, ...]) -> Sequence[Any]:
-    """The items of the one argument that a container is made from."""
-    if not given:
+def _items(arguments: tuple[Any, ...]) -> Sequence[Any]:
+    """The items of the only argument of a container's constructor."""
+    if not arguments:
         return ()
-    if len(given) != 1 or type(given[0]) not in (list, tuple, set, frozenset):
+    if len(arguments) != 1 or type(arguments[0]) not in (list, tuple, set, frozenset):
         raise TypeError("expected one list, tuple or set")
-    return given[0] if isinstance(given[0], (list, tuple)) else [*given[0]]
+    return arguments[0] if isinstance(arguments[0], (list, tuple)) else [*arguments[0]]
 
 
-def _number(given: tuple[Any, ...]) -> float:
-    if len(given) > 1 or any(type(value) not in (int, float, bool) for value in given):
+def _number(arguments: tuple[Any, ...]) -> float:
+    if len(arguments) > 1 or any(type(value) not in (int, float, bool) for value in arguments):
         raise TypeError("expected a number")
-    return given[0] if given else 0
+    return arguments[0] if arguments else 0
 
 
-def _complex(*given: Any) -> complex:
-    if len(given) > 2 or any(type(value) not in (int, float) for value in given):
+def _complex(*arguments: Any) -> complex:
+    if len(arguments) > 2 or any(type(value) not in (int, float) for value in arguments):
         raise TypeError("expected two numbers")
-    return complex(*given)
+    return complex(*arguments)
 
 
-def _string(*given: Any) -> str:
-    if len(given) > 1 or any(type(value) is not str for value in given):
+def _string(*arguments: Any) -> str:
+    if len(arguments) > 1 or any(type(value) is not str for value in arguments):
         raise TypeError("expected a text")
-    return given[0] if given else ""
+    return arguments[0] if arguments else ""
 
 
 def _no_bytes() -> bytes:
-    return b""  # others are encoded
+    return b""  # protocol 2 writes other bytes as `_codecs.encode` of text
 
 
-def _whole_numbers(items: Sequence[Any]) -> Sequence[int]:
+def _sizes(items: Sequence[Any]) -> Sequence[int]:
     if len(items) > _MOST_DIMS or any(type(size) is not int or not 0 <= size <= _LARGEST for size in items):
         raise TypeError("expected the sizes of a tensor")
     return items
 
 
-def _device(*given: Any) -> str:
-    if any(type(part) not in (str, int) for part in given):
+def _device(*arguments: Any) -> str:
+    if any(type(part) not in (str, int) for part in arguments):
         raise TypeError("expected a name and a number")
-    text = ":".join(str(part) for part in given)
+    text = ":".join(str(part) for part in arguments)
     if len(text) > _LONGEST_NAME:
         raise TypeError(f"expected a name of at most {_LONGEST_NAME} characters")
     return text
@@ -326,7 +315,7 @@ class _Type:
 
 
 @dataclass(frozen=True, slots=True)
-class _Record:
+class _StorageRecord:
     dtype: str
     key: str
     numel: int

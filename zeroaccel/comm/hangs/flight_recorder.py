@@ -1,10 +1,10 @@
-"""What this rank has issued: a ring of recent collectives, and a rolling hash per process group to compare ranks by.
+"""The flight recorder: a ring of this rank's recent collectives, and a rolling hash per kind to compare ranks by.
 
-`collectives.py` writes it, `watchdog.py` reads it from its thread, `hang_report.py` puts what it says into words. It
-knows nothing of torch.distributed and talks to nobody.
+`collective_tracker.py` writes it, `watchdog.py` reads it from its thread, `hang_report.py` puts its records into words.
+It knows nothing of torch.distributed and does not communicate.
 
-Collectives of one group kind run in one order on all ranks, so a call is named by its kind and its number there:
-"gather #412" is the same call everywhere, or the ranks have parted.
+Collectives of one kind run in one order on all ranks, so a call is named by its kind and its number there: "gather
+#412" is the same call everywhere, or the ranks have desynced.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MULTIPLIER = 0x9E3779B97F4A7C15  # odd, so that no bit of the history is ever s
 
 
 class Call(NamedTuple):
-    """One collective, as ranks tell each other about it. `numel` counts the whole tensor, not one rank's part."""
+    """One collective, as ranks describe it to each other. `numel` counts the full tensor, not one rank's shard."""
 
     kind: Kind
     seq: int  # 1, 2, ... within the kind
@@ -37,13 +37,13 @@ class Call(NamedTuple):
     phase: str
 
     def same_as(self, other: Call) -> bool:
-        """Whether both describe one collective. The phase is not compared: it is a remark, not a part of the call."""
+        """Whether both describe one collective. The phase is not compared: it only informs the reader of a message."""
         return self[:6] == other[:6]
 
     def __str__(self) -> str:
         size = f"{self.numel} x {self.dtype}" if self.dtype else ""
-        facts = ", ".join(filter(None, (size, self.phase)))
-        return f'{self.kind} #{self.seq} {self.op} "{self.label}"' + (f" ({facts})" if facts else "")
+        details = ", ".join(filter(None, (size, self.phase)))
+        return f'{self.kind} #{self.seq} {self.op} "{self.label}"' + (f" ({details})" if details else "")
 
 
 class CollectiveRecord:
@@ -73,8 +73,8 @@ class CollectiveRecord:
         return Call(self.kind, self.seq, self.op, self.label, self.numel, self.dtype, self.phase)
 
 
-class _Lane:
-    """Number and hash of one group kind."""
+class _History:
+    """Length and rolling hash of the calls of one kind."""
 
     __slots__ = ("digest", "seq")
 
@@ -90,9 +90,15 @@ class FlightRecorder:
     has completed. Written by the threads that communicate, read by the watchdog's; every step is one atomic operation
     of the interpreter, so there is no lock.
 
+    Example:
+        >>> recorder = FlightRecorder()
+        >>> record = recorder.issue("gather", "all_gather", "unshard layers.0", 4096, "bfloat16")
+        >>> print(record.call)
+        gather #1 all_gather "unshard layers.0" (4096 x bfloat16)
+
     Attributes:
         phase: what the engine is doing ("forward", "backward", "step", "eval"), set by it, for messages only.
-        step: the step the engine is at, for messages only; -1 before it has said so.
+        step: the step the engine is at, for messages only; -1 before the first.
         probe: a collective on an accelerator and a way to ask if it has completed, or None. There the host does not
             block in `wait`, so the watchdog follows one collective at a time by this.
     """
@@ -103,14 +109,15 @@ class FlightRecorder:
         self.probe: tuple[CollectiveRecord, Callable[[], bool]] | None = None
         self._entries: deque[CollectiveRecord] = deque(maxlen=capacity)
         self._waits: list[CollectiveRecord] = []
-        self._lanes: dict[Kind, _Lane] = {kind: _Lane() for kind in KINDS}
+        self._histories: dict[Kind, _History] = {kind: _History() for kind in KINDS}
 
     def issue(self, kind: Kind, op: str, label: str, numel: int, dtype: str) -> CollectiveRecord:
         """Numbers a new collective and adds it to the history."""
-        lane = self._lanes[kind]
-        lane.seq += 1
-        lane.digest = (lane.digest * _MULTIPLIER + _fingerprint(op, label, numel, dtype)) & _MASK
-        entry = CollectiveRecord(kind, lane.seq, op, label, numel, dtype, self.phase, lane.digest)
+        # A polynomial in the calls, so that ranks compare histories of any length by one number.
+        history = self._histories[kind]
+        history.seq += 1
+        history.digest = (history.digest * _MULTIPLIER + _fingerprint(op, label, numel, dtype)) & _MASK
+        entry = CollectiveRecord(kind, history.seq, op, label, numel, dtype, self.phase, history.digest)
         self._entries.append(entry)
         return entry
 
@@ -140,7 +147,7 @@ class FlightRecorder:
 
     def issued(self) -> dict[str, int]:
         """How many collectives of each kind this rank has issued."""
-        return {kind: lane.seq for kind, lane in self._lanes.items()}
+        return {kind: history.seq for kind, history in self._histories.items()}
 
     def recent(self, per_kind: int = 24) -> list[Call]:
         """The newest calls of each kind, oldest first."""
@@ -150,12 +157,12 @@ class FlightRecorder:
         return calls
 
     def digest(self) -> int:
-        """The whole history as a number below 2^52, exact in a float64.
+        """The history of all kinds as a number below 2^52, exact in a float64.
 
         Ranks that went through the same collectives have the same digest, so the largest and the smallest over ranks
-        differ if and only if (up to a chance of 2^-52) two ranks have parted.
+        differ if and only if (up to a chance of 2^-52) two ranks have desynced.
         """
-        return _mix(lane.digest for lane in self._lanes.values()) >> 12
+        return _mix(history.digest for history in self._histories.values()) >> 12
 
 
 def _mix(values: Iterable[int]) -> int:

@@ -1,6 +1,6 @@
-"""From where every rank stands to one message that says how they came apart. Pure: no network, no threads.
+"""The hang report: one message, made of the states of all ranks, that says how they desynced. No network, no threads.
 
-`watchdog.py` collects the positions and prints what `compose` makes of them; `agree.py` uses `first_difference` alone.
+`watchdog.py` collects the states and logs what `compose` makes of them; `agree.py` uses `first_difference` alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Alarm", "HangReport", "ProcessStatus", "RankState", "compose", "firs
 
 @dataclass(frozen=True)
 class RankState:
-    """Where one rank is.
+    """Where one rank is in the program.
 
     Attributes:
         waiting: the collective its longest-blocked thread is in, since `waited_seconds`; None when in none.
@@ -25,7 +25,7 @@ class RankState:
         issued: how many collectives it has issued, by kind.
         recent: its newest calls of each kind, oldest first.
         where: "file:line in function" of its main thread; empty once it has left.
-        left: how it left the job ("exited normally", "exited with ValueError: ..."), empty while it runs.
+        exit_reason: how it left the job ("finished and left", "left with ValueError: ..."), empty while it runs.
         failed: whether it left by an exception.
     """
 
@@ -38,7 +38,7 @@ class RankState:
     phase: str = ""
     step: int = -1
     where: str = ""
-    left: str = ""
+    exit_reason: str = ""
     failed: bool = False
 
     def has_issued(self, call: Call) -> bool:
@@ -58,11 +58,11 @@ class RankState:
 
 @dataclass(frozen=True)
 class Alarm:
-    """Why a rank calls the job off.
+    """Why a rank ends the job.
 
     Attributes:
         headline: what it saw, as the first line of the message.
-        timed_out: whether the limit had passed, or the ranks were known to have parted before it did.
+        timed_out: True if the limit had passed; False if the collective could not complete even before it did.
     """
 
     rank: int
@@ -80,7 +80,7 @@ class HangReport:
 
 @dataclass(frozen=True)
 class ProcessStatus:
-    """What can be seen of a rank's process without asking it.
+    """What the operating system shows of a rank's process.
 
     Attributes:
         who: "pid 4711"; of a process that cannot be seen the name of its machine, if that is another one.
@@ -95,32 +95,34 @@ _UNSEEN = ProcessStatus("unseen")
 
 def compose(
     alarm: Alarm,
-    positions: Mapping[int, RankState],
+    states: Mapping[int, RankState],
     world_size: int,
     statuses: Mapping[int, ProcessStatus] | None = None,
     store_silence: str = "",
 ) -> str:
-    """The whole message.
+    """The text of the report.
 
     Args:
-        positions: of the ranks that answered or said farewell; the others are named as silent.
+        states: of the ranks that answered or left; the others are named as silent.
         statuses: of the silent ranks.
         store_silence: "the rendezvous store at ... has not answered for 4 s", if that is why ranks are not heard of.
     """
     statuses = statuses or {}
     lines = [f"{alarm.headline}."]
-    described: dict[str, list[int]] = {}
+    # Ranks in one and the same state share a line: on a thousand ranks there are a few lines, not a thousand.
+    ranks_by_line: dict[str, list[int]] = {}
     for rank in range(world_size):
-        position = positions.get(rank)
-        if position is None:
+        state = states.get(rank)
+        if state is None:
             text = _describe_silent(statuses.get(rank, _UNSEEN), may_be_cut_off=bool(store_silence))
         else:
-            text = _describe(position)
-        described.setdefault(text, []).append(rank)
-    lines += [f"  {rank_list(ranks)}: {text}" for text, ranks in described.items()]
-    if difference := first_difference({rank: position.recent for rank, position in positions.items()}):
+            text = _describe(state)
+        ranks_by_line.setdefault(text, []).append(rank)
+    lines += [f"  {rank_list(ranks)}: {text}" for text, ranks in ranks_by_line.items()]
+    if difference := first_difference({rank: state.recent for rank, state in states.items()}):
         lines.append(f"  First difference: {difference}.")
-    silent = [rank for rank in range(world_size) if rank not in positions]
+    # The last line says what to do. A stopped process explains everything else, and a silent store most of it.
+    silent = [rank for rank in range(world_size) if rank not in states]
     stopped = [rank for rank in silent if statuses.get(rank, _UNSEEN).state == "stopped"]
     if store_silence:
         lines.append(f"  {store_silence[0].upper()}{store_silence[1:]}.")
@@ -129,8 +131,9 @@ def compose(
     elif store_silence:
         advice = "The process that keeps the store is stopped or gone, or the network between the machines is cut."
     else:
-        hosts = sorted({statuses[rank].who for rank in silent if rank in statuses and _is_elsewhere(statuses[rank])})
-        advice = _advice(positions.values(), silent, difference, hosts)
+        unreachable = [statuses[rank] for rank in silent if rank in statuses and _is_elsewhere(statuses[rank])]
+        hosts = sorted({status.who for status in unreachable})
+        advice = _advice(states.values(), silent, difference, hosts)
     lines.append(f"  {advice}")
     return "\n".join(lines)
 
@@ -148,9 +151,14 @@ def first_difference(recent: Mapping[int, Sequence[Call]]) -> str:
 
     Args:
         recent: per rank its newest calls. Only numbers that at least two ranks still remember can be compared.
+
+    Example:
+        >>> barrier = Call("control", 1, "barrier", "save", 1, "", "")
+        >>> first_difference({0: [barrier], 1: [barrier._replace(label="load")]})
+        'control #1 is barrier "save" on rank 0, barrier "load" on rank 1'
     """
-    found = [text for kind in KINDS if (text := _first_of_kind(kind, recent))]
-    return "; ".join(found)
+    differences = [text for kind in KINDS if (text := _first_of_kind(kind, recent))]
+    return "; ".join(differences)
 
 
 def _first_of_kind(kind: Kind, recent: Mapping[int, Sequence[Call]]) -> str:
@@ -180,6 +188,7 @@ def _variants(calls: Mapping[int, Call]) -> str:
 
 def _describe_silent(status: ProcessStatus, *, may_be_cut_off: bool) -> str:
     """What follows "rank 3: " of a rank that has not answered, in one line."""
+    # Only a process of this machine can be told apart; of another machine's there is its name at best.
     if status.state in ("stopped", "gone"):
         return f"no answer; its process ({status.who}) is {status.state}"
     if may_be_cut_off:
@@ -191,32 +200,33 @@ def _describe_silent(status: ProcessStatus, *, may_be_cut_off: bool) -> str:
     return "no answer; its process is gone, stopped, or stuck inside native code"
 
 
-def _describe(position: RankState) -> str:
+def _describe(state: RankState) -> str:
     """What follows "rank 3: ", in one line."""
-    step = f", in step {position.step}" if position.step >= 0 else ""
-    if position.left:
-        last = f", after {position.finished}" if position.finished else ", before any collective"
-        return f"{position.left}{step}{last}"
-    where = f"; main thread at {position.where}" if position.where else ""
-    if position.waiting is not None:
-        return f"waiting for {position.waiting}{step}{where}"
-    last = f"last finished {position.finished}" if position.finished else "none finished yet"
+    step = f", in step {state.step}" if state.step >= 0 else ""
+    if state.exit_reason:
+        last = f", after {state.finished}" if state.finished else ", before any collective"
+        return f"{state.exit_reason}{step}{last}"
+    where = f"; main thread at {state.where}" if state.where else ""
+    if state.waiting is not None:
+        return f"waiting for {state.waiting}{step}{where}"
+    last = f"last finished {state.finished}" if state.finished else "none finished yet"
     return f"in no collective{step}; {last}{where}"
 
 
-def _advice(positions: Iterable[RankState], silent: Sequence[int], difference: str, hosts: Sequence[str]) -> str:
-    positions = list(positions)
-    left = [position.rank for position in positions if position.left]
-    outside = [position.rank for position in positions if not position.left and position.waiting is None]
+def _advice(states: Iterable[RankState], silent: Sequence[int], difference: str, hosts: Sequence[str]) -> str:
+    """The likeliest cause first: ranks that ran different programs, an exception, a killed process, and so on."""
+    states = list(states)
+    exited = [state.rank for state in states if state.exit_reason]
+    outside = [state.rank for state in states if not state.exit_reason and state.waiting is None]
     if difference:
         return "Every rank has to go through the same modules, with the same shapes, in the same order."
-    if failed := [position.rank for position in positions if position.failed]:
+    if failed := [state.rank for state in states if state.failed]:
         return f"The cause is the exception on {rank_list(failed)}."
     if silent:
         look = f"Look at the end of the output of {rank_list(silent)}; a process out of memory is killed without a word"
         return f"{look}. Or the network to {', '.join(hosts)} is cut." if hosts else f"{look}."
-    if left:
-        return f"Give every rank the same number of steps; {rank_list(left)} had fewer."
+    if exited:
+        return f"Give every rank the same number of steps; {rank_list(exited)} had fewer."
     if outside:
         return (
             f"What keeps {rank_list(outside)} must be done by every rank, or take less than the limit "
@@ -229,7 +239,12 @@ def _advice(positions: Iterable[RankState], silent: Sequence[int], difference: s
 
 
 def rank_list(ranks: Iterable[int]) -> str:
-    """ "rank 3", "ranks 0-6, 9"."""
+    """The ranks in words, runs of them as spans.
+
+    Example:
+        >>> rank_list([3]), rank_list([0, 1, 2, 9])
+        ('rank 3', 'ranks 0-2, 9')
+    """
     ordered = sorted(ranks)
     spans: list[list[int]] = []
     for rank in ordered:

@@ -1,6 +1,6 @@
-"""The processes of the other ranks as the operating system shows them: what a rank that gives no answer is up to.
+"""The processes of the other ranks as the operating system shows them: whether a silent rank is stopped, gone or stuck.
 
-Only those on this machine can be seen. `topology.py` makes it from what the ranks tell each other at the start, and
+Only those on this machine can be seen. `topology.py` makes it from what the ranks exchange at the start, and
 `watchdog.py` asks it once a rank does not answer. It does not communicate.
 """
 
@@ -18,7 +18,7 @@ import psutil
 
 from zeroaccel.comm.hangs.hang_report import ProcessStatus
 
-__all__ = ["PeerProcess", "PeerProcesses", "own_card"]
+__all__ = ["PeerProcess", "PeerProcesses", "own_process"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -27,7 +27,7 @@ class PeerProcess(NamedTuple):
     """Which process a rank is.
 
     Attributes:
-        host: the machine's name, for people.
+        host: the machine's name, for messages.
         machine: the same for two processes if and only if one can see the other by its pid; "" where that is unknown.
     """
 
@@ -36,8 +36,8 @@ class PeerProcess(NamedTuple):
     pid: int
 
 
-def own_card() -> PeerProcess:
-    """This process's."""
+def own_process() -> PeerProcess:
+    """This process, as its peers are to know it."""
     machine = ""
     with suppress(OSError):  # there is no /proc but on Linux
         # Containers of one machine see each other only where they share these; a network of their own is another host.
@@ -51,22 +51,22 @@ class PeerProcesses:
 
     Args:
         rank: this one.
-        cards: of all ranks, whose processes must be alive now: from here on a pid that is used again is noticed.
+        processes: of all ranks, alive now: psutil remembers their start, so that a pid used again is noticed.
         signals: whether `wake_and_end` does anything; False where a launcher does that.
     """
 
-    def __init__(self, rank: int, cards: Mapping[int, PeerProcess], *, signals: bool) -> None:
+    def __init__(self, rank: int, processes: Mapping[int, PeerProcess], *, signals: bool) -> None:
         self._signals = signals
-        own = cards[rank]
-        self._hosts = {other: card.host for other, card in cards.items() if card.host != own.host}
+        own = processes[rank]
+        self._hosts = {other: process.host for other, process in processes.items() if process.host != own.host}
         self._processes: dict[int, psutil.Process] = {}
-        for other, card in cards.items():
-            if other != rank and card.machine and card.machine == own.machine:
+        for other, process in processes.items():
+            if other != rank and process.machine and process.machine == own.machine:
                 with suppress(psutil.Error):
-                    self._processes[other] = psutil.Process(card.pid)
+                    self._processes[other] = psutil.Process(process.pid)
 
     def status(self, rank: int) -> ProcessStatus:
-        """What can be seen of a rank from here."""
+        """What the operating system shows of a rank."""
         process = self._processes.get(rank)
         if process is None:
             return ProcessStatus("unseen", self._hosts.get(rank, ""))
@@ -84,7 +84,7 @@ class PeerProcesses:
         return ProcessStatus("gone" if status in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD) else "running", who)
 
     def cannot_answer(self, rank: int) -> bool:
-        """Whether this rank is known to give no answer."""
+        """Whether a rank is stopped or gone, so that waiting for its answer is in vain."""
         return self.status(rank).state in ("stopped", "gone")
 
     def any_stopped(self) -> bool:
@@ -94,8 +94,8 @@ class PeerProcesses:
     def wake_and_end(self) -> bool:
         """Ends the ranks of this machine that are stopped, and returns whether there were any.
 
-        SIGTERM and SIGCONT, without which a stopped process heeds no signal but SIGKILL. A rank that handles SIGTERM in
-        its own way is awake then, and its own watchdog ends it.
+        SIGTERM and SIGCONT, without which a stopped process handles no signal but SIGKILL. A rank that handles SIGTERM
+        in its own way is awake then, and its own watchdog ends it.
         """
         stopped = [rank for rank in self._processes if self._signals and self.status(rank).state == "stopped"]
         for rank in stopped:

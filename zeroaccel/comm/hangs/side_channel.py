@@ -1,18 +1,19 @@
-"""The words ranks exchange about a hang, through the rendezvous store, beside the groups that hang.
+"""The side channel: what the watchdogs tell each other about a hang, through the rendezvous store.
 
     events      counts what a rank should look up; all that is read while nothing happens
     meet/...    the first rank that stalls at a call leaves its history there for the others to compare with
     stalled     where rank 0 has stalled last
     alarm       the first alarm, never overwritten
-    position/r  where rank r is, once there is an alarm
-    left/i      the i-th farewell of a rank that leaves the job
+    state/r     the state of rank r, once there is an alarm
+    exit/i      the i-th exit notice of a rank that leaves the job
     released    counts the ranks that need the store no longer
-    verdict     the message
+    report      the hang report
 
-Only `watchdog.py` uses it. It decides nothing, and it has a connection of its own: the client of the default group
-holds a lock while the main thread waits for a key. It also has a thread of its own: of the store's operations only
-waiting for a key has a time limit (torch 2.13), and the others block as long as the process that keeps the store is
-stopped, or as the kernel tries to reach a machine that is cut off, a quarter of an hour.
+It does not use the process groups, which hang. Only `watchdog.py` uses it; it decides nothing. It has a connection of
+its own: the client of the default group holds a lock while the main thread waits for a key. It also has a thread of its
+own: of the store's operations only waiting for a key has a time limit (torch 2.13), and the others block as long as the
+process that hosts the store is stopped, or as the kernel tries to reach a machine that is cut off, a quarter of an
+hour.
 """
 
 from __future__ import annotations
@@ -42,16 +43,16 @@ T = TypeVar("T")
 
 _Requests = queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]
 
-_ANSWER_SECONDS = 4.0  # the longest one word may take; the store answers in microseconds or is in trouble
+_ANSWER_SECONDS = 4.0  # the longest one operation may take; a healthy store answers in microseconds
 _SLICES = 10  # of that time; a process that was stopped itself spends one of them, not all
 
 
 class ChannelLost(Exception):
-    """The connection to the store is broken: the process that kept it is gone. Nothing can be said to the others."""
+    """The connection to the store is broken: the process that hosted it is gone. The other ranks cannot be reached."""
 
 
 class ChannelSilent(ChannelLost):
-    """The store has not answered for a while. It may again, and what was to be said to it is said then."""
+    """The store has not answered for a while. It may again; the operation under way is carried out then."""
 
 
 class SideChannel:
@@ -60,10 +61,10 @@ class SideChannel:
     Args:
         store: the store of the default group.
         generation: which topology of this process it is for, the same on all ranks.
-        launcher_owns_store: whether the store lives in the launcher rather than in rank 0.
+        launcher_owns_store: whether the launcher hosts the store, rather than rank 0.
 
     Attributes:
-        store_owner: the rank whose end takes the store away, or None if no rank's does.
+        store_owner: the rank whose process hosts the store, so that it ends with that rank; None if no rank's does.
         address: "host:port" of the store, or its class where it has no address.
 
     Methods that ask the store wait 4 s at most.
@@ -76,11 +77,12 @@ class SideChannel:
     def __init__(self, store: Store, rank: int, world_size: int, generation: int, *, launcher_owns_store: bool) -> None:
         self.rank = rank
         self.world_size = world_size
-        # The words of an earlier run of the same job may still be in a launcher's store.
-        introduction = f"zeroaccel/{generation}"
+        # An earlier run of the same job may have left its keys in a launcher's store, so this run has its own prefix.
+        prefix_key = f"zeroaccel/{generation}"
         if rank == 0:
-            store.set(introduction, uuid.uuid4().hex)
-        name = store.get(introduction).decode()
+            store.set(prefix_key, uuid.uuid4().hex)
+        prefix = store.get(prefix_key).decode()
+        # Below the prefixes is the client or server itself; of a TCPStore this rank opens a second connection.
         base: Store = store
         while isinstance(base, PrefixStore):
             base = base.underlying_store
@@ -92,34 +94,35 @@ class SideChannel:
         else:
             self.address = type(base).__name__
         self._requests: _Requests = queue.SimpleQueue()
-        self._asked_at = 0.0
+        self._requested_at = 0.0
         self._unanswered: Future[Any] | None = None
         threading.Thread(target=_serve, args=(self._requests,), name="zeroaccel-side-channel", daemon=True).start()
         weakref.finalize(self, self._requests.put, None).atexit = False
-        self._store = PrefixStore(name, base)
-        self._kept_alive = store  # in rank 0 it is the server too, and must outlive the default group
+        self._store = PrefixStore(prefix, base)
+        self._default_store = store  # in rank 0 it is the server too, and must outlive the default group
 
     @property
     def owns_store(self) -> bool:
         return self.rank == self.store_owner
 
     def events(self) -> int:
-        """A number that grows with every alarm and every farewell. One round trip to the store."""
+        """A number that grows with every alarm and every exit notice. One round trip to the store."""
         return self._ask(self._store.add, "events", 0)
 
     def compare_history(self, entry: CollectiveRecord) -> tuple[int, bool]:
         """Compares this rank's history up to `entry` with that of the first rank that stalled there.
 
         Returns:
-            That rank (this one, when it is the first), and whether the two histories are the same.
+            That rank (this one, when it is the first), and whether the two histories are the same; if not, the two
+            ranks have desynced.
         """
         own = f"{self.rank} {entry.digest:x}"
         rank, digest = self._compare_set(f"meet/{entry.kind}/{entry.seq}", own).split()
         return int(rank), int(digest, 16) == entry.digest
 
-    def publish_stall(self, position: RankState) -> None:
+    def publish_stall(self, state: RankState) -> None:
         """(rank 0)"""
-        self._ask(self._store.set, "stalled", position.to_json())
+        self._ask(self._store.set, "stalled", state.to_json())
 
     def rank_0_stall(self) -> RankState | None:
         """Where rank 0 stalled last. It may have gone on since."""
@@ -134,45 +137,45 @@ class SideChannel:
         text = self._read("alarm")
         return Alarm(**json.loads(text)) if text else None
 
-    def publish_state(self, position: RankState) -> None:
-        self._ask(self._store.set, f"position/{self.rank}", position.to_json())
+    def publish_state(self, state: RankState) -> None:
+        self._ask(self._store.set, f"state/{self.rank}", state.to_json())
 
     def state_of(self, rank: int) -> RankState | None:
-        text = self._read(f"position/{rank}")
+        text = self._read(f"state/{rank}")
         return RankState.from_json(text) if text else None
 
-    def publish_exit(self, position: RankState) -> None:
-        self._ask(self._write_exit, position.to_json())
+    def publish_exit(self, state: RankState) -> None:
+        self._ask(self._write_exit, state.to_json())
 
     def _write_exit(self, text: str) -> None:
-        # All of it or nothing: a number without its farewell would hide those that come after it.
+        # As one request: an index without its notice would hide the notices after it.
         index = self._store.add("exits", 1)
         self._store.set(f"exit/{index}", text)
         self._store.add("events", 1)
 
-    def exits(self, known: int) -> list[RankState]:
-        """The farewells after the first `known`, up to one that is still being written."""
+    def exits(self, skip: int) -> list[RankState]:
+        """The exit notices after the first `skip`, up to one that is still being written."""
         count = self._ask(self._store.add, "exits", 0)
-        texts = (self._read(f"exit/{index}") for index in range(known + 1, count + 1))
+        texts = (self._read(f"exit/{index}") for index in range(skip + 1, count + 1))
         return [RankState.from_json(text) for text in takewhile(bool, texts) if text]
 
     def release_store(self) -> None:
-        """Says that this rank will not use the store again. Once per rank."""
+        """Counts this rank among those that will not use the store again. Once per rank."""
         self._ask(self._store.add, "released", 1)
 
-    def released(self) -> int:
-        """How many ranks have said so."""
+    def num_released(self) -> int:
+        """How many ranks have released the store."""
         return self._ask(self._store.add, "released", 0)
 
     def claim_report(self) -> bool:
-        """Whether this rank is the first to offer to write the verdict."""
-        return self._ask(self._store.add, "judges", 1) == 1
+        """Whether this rank is to write the report: the first that asks."""
+        return self._ask(self._store.add, "claims", 1) == 1
 
     def publish_report(self, report: HangReport) -> None:
-        self._ask(self._store.set, "verdict", json.dumps(asdict(report)))
+        self._ask(self._store.set, "report", json.dumps(asdict(report)))
 
     def report(self) -> HangReport | None:
-        text = self._read("verdict")
+        text = self._read("report")
         return HangReport(**json.loads(text)) if text else None
 
     def _read(self, key: str) -> bytes | None:
@@ -181,7 +184,7 @@ class SideChannel:
         return self._ask(self._store.get, key)
 
     def _compare_set(self, key: str, value: str) -> str:
-        """Sets `key` if nobody has; returns what it holds then."""
+        """Sets `key` if it has no value yet; returns its value."""
         return self._ask(self._store.compare_set, key, "", value).decode()
 
     def await_answer(self, seconds: float) -> None:
@@ -191,13 +194,16 @@ class SideChannel:
 
     def _ask(self, operation: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """What the operation returns, carried out by the channel's thread."""
+        # The thread is still busy with an earlier operation: a second one would only wait behind it.
         if self._unanswered is not None:
             if not self._unanswered.done():
                 raise ChannelSilent(self._silence())
             self._unanswered = None
         answer: Future[T] = Future()
-        self._asked_at = time.monotonic()
+        self._requested_at = time.monotonic()
         self._requests.put((lambda: operation(*args, **kwargs), answer))
+        # In slices, so that a process that was itself stopped for a while (SIGSTOP) does not take its own pause for the
+        # store's silence.
         for _ in range(_SLICES):
             if wait([answer], _ANSWER_SECONDS / _SLICES).done:
                 break
@@ -210,7 +216,7 @@ class SideChannel:
             raise ChannelLost(str(error)) from error
 
     def _silence(self) -> str:
-        seconds = time.monotonic() - self._asked_at
+        seconds = time.monotonic() - self._requested_at
         return f"the rendezvous store at {self.address} has not answered for {seconds:.0f} s"
 
 

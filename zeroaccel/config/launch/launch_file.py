@@ -7,7 +7,6 @@ file it is given or finds; which environment and folders to look in is said by t
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -18,15 +17,20 @@ from typing import Any
 from pydantic import ValidationError
 
 from zeroaccel.config.bounds import read_at_most
-from zeroaccel.config.document import given_paths
+from zeroaccel.config.diagnostics import (
+    KeyPath,
+    Problem,
+    Provenance,
+    closest,
+    duplicate_key_problems,
+    from_pydantic,
+    report,
+)
+from zeroaccel.config.document import key_paths
 from zeroaccel.config.launch.launch_foreign import settle_foreign_keys
-from zeroaccel.config.launch.launch_schema import LaunchFile
-from zeroaccel.config.launch.launch_settings import LaunchSettings
-from zeroaccel.config.launch.launch_sources import Given
+from zeroaccel.config.launch.launch_settings import LaunchFile, LaunchSettings
+from zeroaccel.config.launch.launch_sources import ExplicitSettings
 from zeroaccel.config.normalize import NormalizedConfig
-from zeroaccel.config.problems import Problem, from_pydantic, given_twice, report
-from zeroaccel.config.provenance import Path as KeyPath
-from zeroaccel.config.provenance import Provenance
 from zeroaccel.config.yaml_text import parse_yaml
 from zeroaccel.errors import ConfigError
 
@@ -62,7 +66,7 @@ MOVED = {"dynamo_backend": "dynamo_config.dynamo_backend"}
 """Key of accelerate's older files -> where it is now."""
 
 
-class LaunchConfig(Given):
+class LaunchConfig(ExplicitSettings):
     """What a launch file says, as settings with their places.
 
     Attributes:
@@ -113,7 +117,7 @@ def user_config_folder(environ: Mapping[str, str]) -> Path:
 
 
 def read_launch_file(
-    path: Path, why: str = "", *, over: Given | None = None, fsdp_flags: Mapping[str, Any] | None = None
+    path: Path, why: str = "", *, over: ExplicitSettings | None = None, fsdp_flags: Mapping[str, Any] | None = None
 ) -> LaunchConfig:
     """Reads and checks a launch file.
 
@@ -129,7 +133,7 @@ def read_launch_file(
 
 
 def parse_launch_file(
-    text: str, name: str, *, over: Given | None = None, fsdp_flags: Mapping[str, Any] | None = None
+    text: str, name: str, *, over: ExplicitSettings | None = None, fsdp_flags: Mapping[str, Any] | None = None
 ) -> LaunchConfig:
     """Checks the text of a launch file; as `read_launch_file`, for a text that lies in no file, or not yet.
 
@@ -146,21 +150,21 @@ def parse_launch_file(
     tree = {MOVED.get(key, key): value for key, value in foreign.tree.items()}
     moved: dict[KeyPath, str] = {(new,): parsed.places[(old,)] for old, new in MOVED.items() if (old,) in parsed.places}
     moved |= {new: parsed.places[old] for new, old in foreign.moved.items() if old in parsed.places}
-    order = list(given_paths(parsed.value))
-    canonical = NormalizedConfig(LaunchFile, tree)
-    origin = Provenance(name=name, raw=tree, places=parsed.places | moved, written=canonical.written)
-    model, problems = _validated(canonical.tree)
+    order = list(key_paths(parsed.value))
+    normalized = NormalizedConfig(LaunchFile, tree)
+    origin = Provenance(name=name, raw=tree, places=parsed.places | moved, written=normalized.written)
+    model, problems = _validated(normalized.tree)
     problems = [_as_blank(problem) for problem in problems]
     problems = [
-        *given_twice(parsed.duplicates),
+        *duplicate_key_problems(parsed.duplicates),
         *foreign.problems,
-        *canonical.problems,
+        *normalized.problems,
         *problems,
-        *_refusals(canonical.tree),
+        *_refusals(normalized.tree),
     ]
     if problems:
         raise report(problems, origin, order)
-    values, paths = _flat(canonical.tree, model)
+    values, paths = _flat(normalized.tree, model)
     sources = {name: _place(origin, path) for name, path in paths.items()}
     notes = [f"{origin.where_written(path) or name}: {text}" for path, text in foreign.notes]
     return LaunchConfig(name, model, values, sources, tuple(notes))
@@ -199,8 +203,8 @@ def text_of_file(path: Path | str, why: str = "") -> str:
 def _near(path: Path) -> str:
     if not path.parent.is_dir():
         return f"there is no folder {path.parent}"
-    near = difflib.get_close_matches(path.name, sorted(os.listdir(path.parent)), n=1)
-    return f"did you mean {path.parent / near[0]}?" if near else "`zeroaccel config` makes one"
+    near = closest(path.name, sorted(os.listdir(path.parent)), cutoff=0.6)
+    return f"did you mean {path.parent / near}?" if near else "`zeroaccel config` makes one"
 
 
 def _without_nothing(tree: dict[Any, Any]) -> dict[Any, Any]:

@@ -1,39 +1,32 @@
-"""A launch against the JSON config it names: who decides what, found out before any process starts.
+"""A launch against the JSON config it names: which of the two sets each value, found out before any process starts.
 
 A setting of a launch fills what the JSON leaves "auto" or does not mention. What the JSON decides, the launch file may
-not repeat, as one of the two would be changed and the other forgotten; a flag or a variable may repeat it, but not say
-something else. Stands above `load` and `launch`; the same question inside a script is that of its plugin.
+not repeat, as one of the two would be changed and the other forgotten; a flag or a variable may repeat it, but not
+contradict it. `json_facts` lists what a JSON leaves open, for the questionnaire.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zeroaccel.config.launch.launch_sources import Given
+from zeroaccel.config.launch.launch_sources import ExplicitSettings
+from zeroaccel.config.launch.setting_table import SETTINGS
 from zeroaccel.config.load_config_file import load_config
 from zeroaccel.config.schema import Config
 from zeroaccel.errors import ConfigError, compose
 
-__all__ = ["JSON_PATHS", "check_json"]
+__all__ = ["JSON_PATHS", "JsonFacts", "check_json", "json_facts"]
 
-_ZERO = "zero_optimization"
-JSON_PATHS: Mapping[str, str] = {
-    "zero_stage": f"{_ZERO}.stage",
-    "offload_optimizer_device": f"{_ZERO}.offload_optimizer.device",
-    "offload_param_device": f"{_ZERO}.offload_param.device",
-    "offload_optimizer_nvme_path": f"{_ZERO}.offload_optimizer.nvme_path",
-    "offload_param_nvme_path": f"{_ZERO}.offload_param.nvme_path",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "gradient_clipping": "gradient_clipping",
-    "zero3_save_16bit_model": f"{_ZERO}.gather_16bit_weights_on_model_save",
-    "deepspeed_moe_layer_cls_names": f"{_ZERO}.leaf_module.classes",
-}
+
+JSON_PATHS: Mapping[str, str] = {name: setting.json_path for name, setting in SETTINGS.items() if setting.json_path}
 """Setting of a launch -> dotted path of the same thing in the JSON, in the schema's names."""
 
 
-def check_json(given: Given) -> Config | None:
+def check_json(given: ExplicitSettings) -> Config | None:
     """Reads the JSON config that a launch names and compares the two; None where it names none.
 
     Raises:
@@ -52,7 +45,7 @@ def check_json(given: Given) -> Config | None:
     return config
 
 
-def _existing(path: Path, given: Given) -> Path:
+def _existing(path: Path, given: ExplicitSettings) -> Path:
     if path.exists() or path.is_absolute():
         return path
     # As in accelerate, the path counts from the working directory; people often think of the launch file's folder.
@@ -64,13 +57,13 @@ def _existing(path: Path, given: Given) -> Path:
     return path
 
 
-def _twice(given: Given, config: Config) -> Iterator[str]:
+def _twice(given: ExplicitSettings, config: Config) -> Iterator[str]:
     for name, key in JSON_PATHS.items():
         if name in given.values and _decides(config, key):
             yield from _line(given, name, config, key, _value(config, key))
 
 
-def _precision_twice(given: Given, config: Config) -> Iterator[str]:
+def _precision_twice(given: ExplicitSettings, config: Config) -> Iterator[str]:
     wanted = given.values.get("mixed_precision")
     if wanted is None:
         return
@@ -83,7 +76,9 @@ def _precision_twice(given: Given, config: Config) -> Iterator[str]:
             yield from _line(given, "mixed_precision", config, key, enabled, same=enabled == (name == wanted))
 
 
-def _line(given: Given, name: str, config: Config, key: str, decided: Any, same: bool | None = None) -> Iterator[str]:
+def _line(
+    given: ExplicitSettings, name: str, config: Config, key: str, decided: Any, same: bool | None = None
+) -> Iterator[str]:
     value = given.values[name]
     same = value == decided if same is None else same
     in_file = _is_file(given.sources[name])
@@ -113,3 +108,35 @@ def _shown(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+@dataclass(frozen=True)
+class JsonFacts:
+    """What a JSON config leaves to the launch.
+
+    Attributes:
+        open_keys: settings that it leaves "auto".
+        stage: the stage it decides, or None.
+    """
+
+    open_keys: frozenset[str] = frozenset()
+    stage: int | None = None
+
+
+def json_facts(path: str) -> JsonFacts:
+    """What a JSON config leaves to the launch.
+
+    Raises:
+        ConfigError: it cannot be read, or is wrong.
+    """
+    return _json_facts(path, Path(path).stat().st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=4)
+def _json_facts(path: str, _: int) -> JsonFacts:
+    config = load_config(path)
+    open_keys = {name for name, key in JSON_PATHS.items() if key in config.unresolved}
+    if {"fp16.enabled", "bf16.enabled"} & set(config.unresolved) or not {"fp16", "bf16"} & set(config.sources):
+        open_keys.add("mixed_precision")
+    stage = None if "zero_stage" in open_keys else config.zero_optimization.stage
+    return JsonFacts(frozenset(open_keys), stage)

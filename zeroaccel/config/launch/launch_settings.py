@@ -1,40 +1,299 @@
-"""The typed settings of a launch: how many processes, on which machines, how they meet, what they train with.
+"""The settings of a launch: types, defaults, help, and the keys of the launch file; contradictions between settings.
 
-Command-line flags have the same names and pass the same checks. The settings are declared in `launch_schema`, and
-gathered from flags, environment and file in `launch_sources`; read by `zeroaccel.cli`. Only what can be said without
-looking at the machine is checked here: cores, ports, host names and the script are the business of `zeroaccel.cli`.
+A setting is a field of one of the sections below: its type, default and help. Its other names (flag, variables, JSON
+path) are its row in `setting_table`. The sections are those of the file, whose keys are accelerate's; `launch_settings`
+makes and checks one flat `LaunchSettings` of them. Nothing here looks at the machine: cores, ports, host names and the
+script are checked in `zeroaccel.cli`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
-from zeroaccel.config.launch.launch_schema import (
-    DynamoSettings,
-    HostSettings,
-    ProcessSettings,
-    Rendezvous,
-    Streams,
-    ZeroSettings,
+from zeroaccel.config.diagnostics import NOTHING, Problem, closest, from_pydantic
+from zeroaccel.config.section import (
+    AlsoSpelled,
+    ConfigSection,
+    Count,
+    Flag,
+    FreeSection,
+    Name,
+    NonNegativeNumber,
+    PathText,
+    PositiveCount,
+    PositiveNumber,
+    Text,
+    lowered,
+    nested_section,
+    spellings,
+    wrong,
 )
-from zeroaccel.config.problems import NOTHING, Problem, closest, from_pydantic
 from zeroaccel.errors import ConfigError, compose
 
 __all__ = [
+    "DEFAULT_STAGE",
+    "DeepSpeedSection",
+    "DistributedType",
+    "DynamoSettings",
+    "HostSettings",
+    "LaunchFile",
     "LaunchSettings",
+    "ProcessSettings",
     "Rendezvous",
     "Streams",
+    "ZeroSettings",
+    "file_path",
     "idle_settings",
     "launch_settings",
     "typed_settings",
     "wrong_settings",
 ]
 
+
+Rendezvous = Literal["static", "c10d"]
+DistributedType = Literal["NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED"]
+
+
+def _port(value: object) -> object:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 65535:
+        return value
+    raise wrong("a port, 0 to 65535")
+
+
+def _streams(value: object) -> object:
+    choices = value.values() if isinstance(value, Mapping) else (value,)
+    if all(type(choice) is int and 0 <= choice <= 3 for choice in choices) and (
+        not isinstance(value, Mapping) or all(type(rank) is int and rank >= 0 for rank in value)
+    ):
+        return value
+    raise wrong("0 (none), 1 (stdout), 2 (stderr) or 3 (both), or one of them per local rank as in 0:3,1:2")
+
+
+def _rendezvous_conf(value: object) -> object:
+    if value in (None, ""):
+        return {}
+    if isinstance(value, Mapping) and all(type(number) is int and number > 0 for number in value.values()):
+        return value
+    raise wrong("settings with whole numbers above 0, as in join_timeout=60,read_timeout=30")
+
+
+def _no(value: object) -> object:
+    return "no" if value is False else value  # YAML reads a bare `no` as false
+
+
+def _precision(value: object) -> object:
+    return lowered(_no(value))
+
+
+def _stage(value: object) -> object:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 3:
+        return value
+    raise wrong("0, 1, 2 or 3")
+
+
+def _gpu_ids(value: object) -> object:
+    text = str(value).replace(" ", "") if isinstance(value, (int, str)) and not isinstance(value, bool) else ""
+    names = text.split(",")
+    if text == "all" or (text and all(re.fullmatch(r"\d+|(GPU|MIG)-[\w/-]+", name) for name in names)):
+        if len(set(names)) == len(names):
+            return text
+        raise wrong("each device once")
+    raise wrong('"all", or the numbers of devices as in 0,2')
+
+
+def _class_names(value: object) -> object:
+    names = value.split(",") if isinstance(value, str) else value
+    if isinstance(names, (list, tuple)) and all(isinstance(name, str) and name.strip() for name in names):
+        return tuple(name.strip() for name in names)
+    raise wrong("names of classes, separated by commas")
+
+
+_SSH = ("pdsh",)  # what reaches machines by a hostfile in accelerate's files
+_BY_HAND = ("nossh",)
+
+
+def _launcher(value: object) -> object:
+    name = str(value).lower()
+    if name in ("openmpi", "mpich", "impi", "mvapich", "slurm"):
+        raise wrong('"ssh" or "standard"', "leave it out, and start `zeroaccel launch` under mpirun or srun")
+    return "ssh" if name in _SSH else "standard" if name in _BY_HAND else name
+
+
+_TYPES = ("DEEPSPEED", "MULTI_GPU", "MULTI_CPU", "NO")
+_TRANSLATED = "say --use_fsdp, which means the stage that shards the same way"
+
+
+def _distributed_type(value: object) -> object:
+    name = "NO" if value is False else str(value).upper()  # YAML reads a bare `NO` as false
+    if name in _TYPES:
+        return name
+    raise wrong("DEEPSPEED, MULTI_GPU, MULTI_CPU or NO", _TRANSLATED if name == "FSDP" else "")
+
+
+Port = Annotated[int, BeforeValidator(_port)]
+Streams = Annotated[int | dict[int, int], BeforeValidator(_streams)]
+RendezvousConf = Annotated[dict[str, int], BeforeValidator(_rendezvous_conf)]
+Precision = Annotated[Literal["no", "fp16", "bf16"], BeforeValidator(_precision)]
+StageNumber = Annotated[int, BeforeValidator(_stage)]
+Device = Annotated[Literal["none", "cpu", "nvme"], BeforeValidator(lowered)]
+GpuIds = Annotated[str, BeforeValidator(_gpu_ids)]
+ClassNames = Annotated[tuple[str, ...], BeforeValidator(_class_names)]
+Launcher = Annotated[Literal["ssh", "standard"], BeforeValidator(_launcher)]
+EngineName = Annotated[Literal["zeroaccel", "deepspeed"], BeforeValidator(lowered)]
+Kind = Annotated[DistributedType, BeforeValidator(_distributed_type)]
+
+
+class ProcessSettings(ConfigSection):
+    """Which processes there are, how they meet, what each gets, and where their output goes."""
+
+    distributed_type: Kind | None = None
+    """DEEPSPEED for the ZeRO engine, MULTI_GPU, MULTI_CPU or NO without it. [default: DEEPSPEED if ZeRO is set up]"""
+    engine: EngineName | None = None
+    """What `import deepspeed` gives the processes. [default: deepspeed where one is installed, else zeroaccel]"""
+    num_processes: PositiveCount | None = None
+    """Processes of the whole job, over all machines. [default: one per accelerator; without any, 1 per machine]"""
+    num_machines: PositiveCount = 1
+    """Machines that take part; the command runs on each, with its --machine_rank. MIN:MAX with c10d. [default: 1]"""
+    min_machines: PositiveCount | None = None
+    """With c10d, machines that are enough to begin, and to go on with when others are lost. [default: all of them]"""
+    machine_rank: Count | None = None
+    """The number of this machine, from 0. Machine 0 hosts the meeting point."""
+    main_process_ip: Name | None = None
+    """Address of machine 0, as the other machines reach it."""
+    main_process_port: Port | None = None
+    """Port on machine 0 for the meeting point. [default: a free one on one machine, 29500 on several]"""
+    same_network: Flag = True
+    """Accepted without effect: machines always meet at the address and port of machine 0."""
+    rdzv_backend: Rendezvous | None = None
+    """How machines meet: static (fixed ranks) or c10d. [default: c10d on one machine, static on several]"""
+    rdzv_conf: RendezvousConf = Field(default_factory=dict)
+    """Settings of the meeting, as KEY=VALUE,...: timeout (static), join_timeout, ... (c10d), in seconds."""
+    max_restarts: Count = 0
+    """How often all processes are started again after a failure. [default: 0]"""
+    monitor_interval: PositiveNumber = 0.1
+    """Seconds between two looks at the processes. [default: 0.1]"""
+    use_cpu: Flag = False
+    """Hide the accelerators: the processes compute on the CPU and talk through gloo."""
+    gpu_ids: GpuIds = "all"
+    """Devices of this machine to use, as in 0,2. [default: all that CUDA_VISIBLE_DEVICES shows]"""
+    num_cpu_threads_per_process: PositiveCount | None = None
+    """OMP_NUM_THREADS of each process. [default: cores of the machine / processes on it]"""
+    enable_cpu_affinity: Flag = False
+    """Give each process cores of its own: a run of neighbouring ones."""
+    mixed_precision: Precision | None = None
+    """Precision of the model: no (fp32), fp16 or bf16. [default: what the JSON config says, else no]"""
+    role: Name = "rank"
+    """What the processes are called in output and logs. [default: rank]"""
+    log_dir: PathText | None = None
+    """Folder that keeps the output and the error reports of every process."""
+    tee: Streams = 0
+    """Also write output to files: 1 stdout, 2 stderr, 3 both, or per local rank as in 0:3,1:2. Prefixes each line."""
+    redirects: Streams = 0
+    """Write output to files in --log_dir instead of the terminal; as for --tee."""
+    timeout: NonNegativeNumber | None = None
+    """Seconds a collective may wait for the other processes, 0 for no limit. [default: 600]"""
+    debug: Flag = False
+    """Show every traceback in full, and the messages of torch's elastic agent."""
+
+
+class ZeroSettings(ConfigSection):
+    """What is sharded and where it lives, for scripts that do not say it themselves; `deepspeed_config` in the file."""
+
+    deepspeed_config_file: PathText | None = None
+    """A config in DeepSpeed's JSON format. The settings below then only fill what it leaves "auto"."""
+    zero_stage: StageNumber | None = None
+    """0 shards nothing, 1 the optimizer states, 2 also the gradients, 3 also the parameters. [default: 2]"""
+    offload_optimizer_device: Device | None = None
+    """Where optimizer states live, from stage 1 on: none (on the device), cpu or nvme."""
+    offload_param_device: Device | None = None
+    """Where parameters live, at stage 3: none (on the device), cpu or nvme."""
+    offload_optimizer_nvme_path: PathText | None = None
+    """Folder for optimizer states on nvme. [default: the writable local disk with the most room]"""
+    offload_param_nvme_path: PathText | None = None
+    """Folder for parameters on nvme. [default: the writable local disk with the most room]"""
+    gradient_accumulation_steps: PositiveCount | None = None
+    """Micro-steps per optimizer step."""
+    gradient_clipping: NonNegativeNumber | None = None
+    """Largest global norm of the gradients; 0, the default, does not clip."""
+    zero3_init_flag: Flag | None = None
+    """Shard the model while it is being built, at stage 3."""
+    zero3_save_16bit_model: Flag | None = None
+    """Let the whole model be gathered when it is saved, at stage 3."""
+    deepspeed_moe_layer_cls_names: ClassNames | None = None
+    """Classes of mixture-of-experts layers, separated by commas; they are gathered as a whole."""
+
+
+class HostSettings(ConfigSection):
+    """The other machines, where one of them starts the job on all; in `deepspeed_config` of the file."""
+
+    hostfile: Annotated[PathText | None, AlsoSpelled("deepspeed_hostfile")] = None
+    """File with a line per machine, as in: node1 slots=8. The job is started on all of them from here."""
+    inclusion_filter: Annotated[Name | None, AlsoSpelled("include"), AlsoSpelled("deepspeed_inclusion_filter")] = None
+    """Machines and devices of the hostfile to use, as in node1@node2:0,2."""
+    exclusion_filter: Annotated[Name | None, AlsoSpelled("exclude"), AlsoSpelled("deepspeed_exclusion_filter")] = None
+    """Machines and devices of the hostfile to leave out, as in node1:3."""
+    multinode_launcher: Annotated[Launcher | None, AlsoSpelled("deepspeed_multinode_launcher")] = None
+    """How the other machines are reached: ssh, or standard: the command is run on each. [default: ssh]"""
+
+
+class DynamoSettings(ConfigSection):
+    """Whether and how the model is compiled by torch.compile; `dynamo_config` in the file."""
+
+    dynamo_backend: Annotated[Name, BeforeValidator(lowered), BeforeValidator(_no)] | None = None
+    """Backend of torch.compile, as inductor; no, the default, compiles nothing."""
+    dynamo_mode: Literal["default", "reduce-overhead", "max-autotune"] | None = None
+    """What the compiler aims for: default, reduce-overhead or max-autotune."""
+    dynamo_use_fullgraph: Flag = False
+    """Make a graph break an error."""
+    dynamo_use_dynamic: Flag = False
+    """Compile for changing shapes."""
+    dynamo_use_regional_compilation: Flag = False
+    """Compile the repeated blocks, rather than the model as a whole."""
+
+
+class DeepSpeedSection(ZeroSettings, HostSettings):
+    """`deepspeed_config` of the launch file."""
+
+
+class LaunchFile(ProcessSettings):
+    """The launch file: accelerate's keys, and those settings of ours that it does not have."""
+
+    compute_environment: Literal["LOCAL_MACHINE"] = "LOCAL_MACHINE"
+    """Where the processes run: LOCAL_MACHINE."""
+    main_training_function: Text = "main"
+    """Accepted without effect: scripts are run as they are."""
+    downcast_bf16: Annotated[Literal["no"], BeforeValidator(_no)] = "no"
+    """A setting of TPUs: no."""
+    tpu_env: Any = None
+    """A setting of TPUs: empty."""
+    tpu_use_cluster: Literal[False] = False
+    """A setting of TPUs: false."""
+    tpu_use_sudo: Literal[False] = False
+    """A setting of TPUs: false."""
+    deepspeed_config: DeepSpeedSection = DeepSpeedSection()
+    """What is sharded and where it lives."""
+    dynamo_config: DynamoSettings = DynamoSettings()
+    """Whether and how the model is compiled."""
+    fsdp_config: FreeSection = None
+    """Settings of FSDP: read as the stage and offload that shard the same way, where distributed_type is FSDP."""
+    megatron_lm_config: FreeSection = None
+    """Settings of another engine."""
+    parallelism_config: FreeSection = None
+    """Tensor, context and sequence parallelism."""
+    fp8_config: FreeSection = None
+    """8-bit training."""
+    ipex_config: FreeSection = None
+    """Settings of another library."""
+    mpirun_config: FreeSection = None
+    """How mpirun is called."""
+
+
 DEFAULT_STAGE = 2
-"""The stage of a launch that asks for ZeRO without saying which, as in accelerate."""
+"""The stage of a launch that asks for ZeRO without a stage, as in accelerate."""
 
 _WAITS = ("join_timeout", "last_call_timeout", "close_timeout", "read_timeout", "heartbeat_timeout")
 _RENDEZVOUS_KEYS: Mapping[Rendezvous, tuple[str, ...]] = {
@@ -81,6 +340,16 @@ class LaunchSettings(ProcessSettings, ZeroSettings, HostSettings, DynamoSettings
     def zero_settings(self) -> dict[str, Any]:
         """The settings of ZeRO that were given."""
         return {name: value for name in ZeroSettings.model_fields if (value := getattr(self, name)) is not None}
+
+
+def file_path(name: str) -> tuple[str, ...]:
+    """The keys of a setting in the launch file, as accelerate spells them."""
+    for section in ("deepspeed_config", "dynamo_config"):
+        nested = nested_section(LaunchFile.model_fields[section])
+        if nested is not None and name in nested.model_fields:
+            others = [mark.name for mark in spellings(nested.model_fields[name])]
+            return section, next((other for other in others if other.startswith("deepspeed_")), name)
+    return (name,)
 
 
 def launch_settings(values: Mapping[str, Any], address: Callable[[str], str] = str) -> LaunchSettings:

@@ -1,52 +1,241 @@
-"""From flags, environment and launch file to one set of settings, each knowing who said it.
+"""Flags, environment and launch file merged into one set of settings, each with its source; the environment of ranks.
 
-The order is the same for every setting: flag, environment, file, default. Every setting may be given in the environment
-as ZEROACCEL_ and its name, and those that launchers hand on also under the name they are handed on by. Reads mappings,
-never the environment itself; files are read by `launch_file`, and settings are judged in `launch`.
+The order is the same for every setting: flag, environment, file, default. Every setting can be given as ZEROACCEL_ and
+its name, and those that ranks receive also under the name they are received by. Those names are accelerate's, so that a
+script reads the same settings whichever launcher started it; ZEROACCEL_LAUNCH_SOURCES adds the source of each. A
+ZEROACCEL_ variable that nothing reads is nearly always a misspelt one, and is an error. Functions of mappings: the
+environment itself is neither read nor changed here.
 """
 
 from __future__ import annotations
 
+import json
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from zeroaccel.config.launch.launch_env import LaunchedSettings, to_environment, variable_of
-from zeroaccel.config.launch.launch_settings import (
-    LaunchSettings,
-    idle_settings,
-    launch_settings,
-    wrong_settings,
-)
-from zeroaccel.config.problems import Problem
-from zeroaccel.config.section import spellings
+from zeroaccel.config.bounds import parse_plain_json
+from zeroaccel.config.diagnostics import Problem, closest
+from zeroaccel.config.launch.launch_settings import LaunchSettings, idle_settings, launch_settings, wrong_settings
+from zeroaccel.config.launch.setting_table import SETTINGS
+from zeroaccel.config.section import as_integer, spellings
+from zeroaccel.errors import ConfigError, compose
 
 __all__ = [
     "PREFIX",
-    "Given",
+    "SOURCES_VARIABLE",
+    "ExplicitSettings",
+    "LaunchedSettings",
+    "check_variables",
+    "from_environment",
     "from_text",
     "gather",
-    "given_in_environment",
     "kind_of",
+    "known_variables",
     "launched_environment",
     "other_names",
+    "settings_from_environment",
+    "to_environment",
+    "unknown_variable",
+    "variable_of",
     "variables_of",
 ]
+
+
+SOURCES_VARIABLE = "ZEROACCEL_LAUNCH_SOURCES"
+_FILE_FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"
+_USE_ZERO = "ACCELERATE_USE_DEEPSPEED"
+_NOT_IN_FILE = ("--", "environment ", "default")
+_PRECISIONS = ("no", "fp16", "bf16", "fp8")
+
+
+@dataclass(frozen=True)
+class LaunchedSettings:
+    """What a launch says about training; None where it says nothing.
+
+    Attributes:
+        use_zero: train with ZeRO rather than plain data parallelism.
+        mixed_precision: "no", "fp16", "bf16" or "fp8".
+        zero_stage: 0 to 3.
+        gradient_accumulation_steps: micro-steps per optimizer step.
+        gradient_clipping: largest global L2 norm of the gradients; 0 is off.
+        offload_optimizer_device, offload_param_device: "none", "cpu" or "nvme".
+        offload_optimizer_nvme_path, offload_param_nvme_path: folder for "nvme".
+        zero3_init_flag: shard parameters while the model is built.
+        zero3_save_16bit_model: gather the weights when a model is saved.
+        deepspeed_config_file: the JSON file.
+        deepspeed_moe_layer_cls_names: classes of modules that travel whole, separated by commas.
+        use_cpu: compute on the CPU although there are accelerators.
+        dynamo_backend, dynamo_mode, dynamo_use_fullgraph, dynamo_use_dynamic, dynamo_use_regional_compilation:
+            arguments of torch.compile; a backend of "no" compiles nothing.
+        debug: check the arguments of the collectives that scripts call.
+    """
+
+    use_zero: bool | None = None
+    mixed_precision: str | None = None
+    zero_stage: int | None = None
+    gradient_accumulation_steps: int | None = None
+    gradient_clipping: float | None = None
+    offload_optimizer_device: str | None = None
+    offload_param_device: str | None = None
+    offload_optimizer_nvme_path: str | None = None
+    offload_param_nvme_path: str | None = None
+    zero3_init_flag: bool | None = None
+    zero3_save_16bit_model: bool | None = None
+    deepspeed_config_file: str | None = None
+    deepspeed_moe_layer_cls_names: str | None = None
+    use_cpu: bool | None = None
+    dynamo_backend: str | None = None
+    dynamo_mode: str | None = None
+    dynamo_use_fullgraph: bool | None = None
+    dynamo_use_dynamic: bool | None = None
+    dynamo_use_regional_compilation: bool | None = None
+    debug: bool | None = None
+
+
+def _integer(text: str) -> int:
+    value = as_integer(float(text))  # other launchers write 1.0 and 1e3
+    if value is None:
+        raise ValueError
+    return value
+
+
+def _flag(text: str) -> bool:
+    lowered = text.strip().lower()
+    if lowered in ("1", "true", "yes", "on", "y", "t"):
+        return True
+    if lowered in ("0", "false", "no", "off", "n", "f"):
+        return False
+    raise ValueError
+
+
+def _precision(text: str) -> str:
+    if text.lower() not in _PRECISIONS:
+        raise ValueError
+    return text.lower()
+
+
+@dataclass(frozen=True)
+class _Form:
+    parse: Callable[[str], Any]
+    expected: str
+
+
+_COUNT = _Form(_integer, "a whole number")
+_NUMBER = _Form(float, "a number")
+_SWITCH = _Form(_flag, "true or false")
+_TEXT = _Form(str, "text")
+_LOWER = _Form(str.lower, "text")
+
+_FORMS_BY_TYPE = {"bool | None": _SWITCH, "int | None": _COUNT, "float | None": _NUMBER, "str | None": _TEXT}
+_FORMS_BY_NAME = {
+    "mixed_precision": _Form(_precision, "one of " + ", ".join(_PRECISIONS)),
+    "offload_optimizer_device": _LOWER,
+    "offload_param_device": _LOWER,
+    "dynamo_backend": _LOWER,
+}
+# Field of `LaunchedSettings` -> (variable, form).
+_RANK_VARIABLES: Mapping[str, tuple[str, _Form]] = {
+    one.name: (
+        SETTINGS[one.name].rank_variable if one.name in SETTINGS else _USE_ZERO,
+        _FORMS_BY_NAME.get(one.name, _FORMS_BY_TYPE[str(one.type)]),
+    )
+    for one in fields(LaunchedSettings)
+}
+# Field -> what other launchers write where nothing was set. A path of "none" is no path.
+_UNSET = {
+    "gradient_accumulation_steps": ("auto",),
+    "gradient_clipping": ("auto", "none"),
+    "offload_optimizer_nvme_path": ("none",),
+    "offload_param_nvme_path": ("none",),
+    "deepspeed_config_file": ("none",),
+}
+
+
+def variable_of(name: str) -> str:
+    """The variable that carries a field of `LaunchedSettings`."""
+    return _RANK_VARIABLES[name][0]
+
+
+def to_environment(settings: LaunchedSettings, sources: Mapping[str, str]) -> dict[str, str]:
+    """The variables a process is started with.
+
+    Args:
+        sources: field -> who said it: "--zero_stage", "environment ZEROACCEL_ZERO_STAGE", "zeroaccel.yaml:12:3",
+            "default". Whatever is neither a flag, nor a variable, nor "default" counts as the launch config file.
+    """
+    given = {field.name: value for field in fields(settings) if (value := getattr(settings, field.name)) is not None}
+    environment = {variable_of(name): _text(value) for name, value in given.items()}
+    said = {name: sources[name] for name in given if name in sources}
+    in_file = [name for name, source in said.items() if not source.startswith(_NOT_IN_FILE)]
+    if in_file:
+        environment[_FILE_FIELDS] = ",".join(in_file)
+    if said:
+        environment[SOURCES_VARIABLE] = json.dumps({variable_of(name): source for name, source in said.items()})
+    return environment
+
+
+def from_environment(environ: Mapping[str, str]) -> tuple[LaunchedSettings, dict[str, str]]:
+    """What the launcher said, and who said it to the launcher.
+
+    Returns:
+        The settings, and field -> source of every field that is not None. Where the launcher does not name its
+        sources, that is the variable, marked as the launch config's if the launcher lists it as such.
+
+    Raises:
+        ConfigError: a variable has a value that means nothing.
+    """
+    named = _named_sources(environ)
+    in_file = {name.strip() for name in environ.get(_FILE_FIELDS, "").split(",")}
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for name, (variable, form) in _RANK_VARIABLES.items():
+        text = environ.get(variable, "")
+        if not text or text.lower() in _UNSET.get(name, ()):
+            continue
+        unnamed = f"the launch config ({variable})" if name in in_file else f"environment {variable}"
+        sources[name] = named.get(variable, unnamed)
+        try:
+            values[name] = form.parse(text)
+        except (ValueError, OverflowError):
+            raise ConfigError(f"{sources[name]}: {name}", expected=form.expected, got=text) from None
+    return LaunchedSettings(**values), sources
+
+
+def _named_sources(environ: Mapping[str, str]) -> dict[str, str]:
+    text = environ.get(SOURCES_VARIABLE)
+    if not text:
+        return {}
+    try:
+        named = parse_plain_json(text)
+    except ValueError:
+        named = None
+    if not isinstance(named, dict) or not all(isinstance(source, str) for source in named.values()):
+        raise ConfigError(
+            f"environment {SOURCES_VARIABLE}",
+            expected="a JSON object from variable to source",
+            got=text,
+            fix="unset it; launchers set it",
+        )
+    return named
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
 
 SettingKind = Literal["switch", "count", "number", "streams", "pairs", "text"]
 
 PREFIX = "ZEROACCEL_"
 """Of the variables that are ours."""
 
-# Names of long standing for the same thing; what launchers hand on is added below.
-_OTHER_VARIABLES: Mapping[str, tuple[str, ...]] = {"timeout": ("ZEROACCEL_COLLECTIVE_TIMEOUT",)}
 # Variables that the processes read themselves, in a form of their own: where one is set, it stays as it is.
 _STAYS: Mapping[str, tuple[str, object]] = {
     "num_cpu_threads_per_process": ("OMP_NUM_THREADS", None),
     "gpu_ids": ("CUDA_VISIBLE_DEVICES", "all"),
 }
-_HANDED_ON = {one.name for one in fields(LaunchedSettings)} & set(LaunchSettings.model_fields)
+_RANK_SETTINGS = tuple(name for name, setting in SETTINGS.items() if setting.rank_variable)
 # What people write into --rdzv_conf beside its own settings -> why it does nothing, where it does nothing.
 _MEETING: Mapping[str, str] = {
     "rdzv_backend": "",
@@ -60,7 +249,7 @@ _YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 
 @dataclass(frozen=True)
-class Given:
+class ExplicitSettings:
     """Settings that somebody gave.
 
     Attributes:
@@ -73,18 +262,20 @@ class Given:
     sources: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
-    def under(self, other: Given) -> Given:
+    def under(self, other: ExplicitSettings) -> ExplicitSettings:
         """These settings where the other has none."""
-        return Given({**self.values, **other.values}, {**self.sources, **other.sources}, (*self.notes, *other.notes))
+        return ExplicitSettings(
+            {**self.values, **other.values}, {**self.sources, **other.sources}, (*self.notes, *other.notes)
+        )
 
-    def effective(self) -> Given:
+    def effective(self) -> ExplicitSettings:
         """These settings without those that have no effect beside the others, each of which leaves a note.
 
         They are settings that accelerate and DeepSpeed take and do nothing with, as offload of parameters at stage 2.
         """
         idle = idle_settings(self.values)
         notes = [f"{self.where(name)} {self.values[name]}: does nothing, {reason}" for name, reason in idle.items()]
-        return Given(
+        return ExplicitSettings(
             {name: value for name, value in self.values.items() if name not in idle},
             {name: source for name, source in self.sources.items() if name not in idle},
             (*self.notes, *notes),
@@ -104,40 +295,40 @@ class Given:
         return launch_settings(self.values, self.where)
 
 
-def gather(flags: Given, environ: Mapping[str, str], file: Given) -> Given:
+def gather(flags: ExplicitSettings, environ: Mapping[str, str], file: ExplicitSettings) -> ExplicitSettings:
     """All settings that were given, each from the first of flags, environment and file that has it.
 
     Raises:
         ConfigError: a variable of the environment cannot be read.
     """
-    return _meeting(file.under(given_in_environment(environ)).under(flags))
+    return _meeting(file.under(settings_from_environment(environ)).under(flags))
 
 
-def given_in_environment(environ: Mapping[str, str]) -> Given:
+def settings_from_environment(environ: Mapping[str, str]) -> ExplicitSettings:
     """The settings that variables of the environment give; an empty variable gives nothing."""
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for name in LaunchSettings.model_fields:
         for variable in variables_of(name):
             text = environ.get(variable, "").strip()
-            if text and text.lower() not in _unsaid(name):
+            if text and text.lower() not in _unset_words(name):
                 sources[name] = f"environment {variable}"
                 values[name] = from_text(name, text, lambda name: f"{sources[name]}: {name}")
                 break
     for name, (variable, value) in _STAYS.items():
         if variable in environ and name not in values:
             values[name], sources[name] = value, f"environment {variable}"
-    if "distributed_type" not in values and (said := environ.get("ACCELERATE_USE_DEEPSPEED", "").lower()) in _YES:
+    if "distributed_type" not in values and (said := environ.get(_USE_ZERO, "").lower()) in _YES:
         values["distributed_type"] = "DEEPSPEED"
-        sources["distributed_type"] = f"environment ACCELERATE_USE_DEEPSPEED={said}"
-    return Given(values, sources)
+        sources["distributed_type"] = f"environment {_USE_ZERO}={said}"
+    return ExplicitSettings(values, sources)
 
 
 def launched_environment(settings: LaunchSettings, sources: Mapping[str, str]) -> dict[str, str]:
     """What the processes are told of these settings, as variables of their environment."""
     values: dict[str, Any] = {}
     said: dict[str, str] = {}
-    for name in _HANDED_ON:
+    for name in _RANK_SETTINGS:
         value = getattr(settings, name)
         if name in sources and value is not None:
             values[name] = ",".join(value) if isinstance(value, tuple) else value
@@ -198,7 +389,7 @@ def _pairs(text: str) -> dict[str, int | str]:
     return {key: value if key in _MEETING else int(value) for key, value in named.items()}
 
 
-def _meeting(given: Given) -> Given:
+def _meeting(given: ExplicitSettings) -> ExplicitSettings:
     """With what torchrun's --rdzv_conf says of the meeting itself as the settings that say it here."""
     pairs = given.values.get("rdzv_conf")
     if not isinstance(pairs, Mapping) or not set(pairs) & set(_MEETING):
@@ -225,7 +416,9 @@ def _meeting(given: Given) -> Given:
     notes += [f"{source}: {key}: does nothing, {why}" for key, why in _MEETING.items() if key in pairs and why]
     kept = {key: value for key, value in pairs.items() if key not in _MEETING}
     values = {**given.values, "rdzv_conf": kept}
-    return Given(said, dict.fromkeys(said, source)).under(Given(values, given.sources, (*given.notes, *notes)))
+    return ExplicitSettings(said, dict.fromkeys(said, source)).under(
+        ExplicitSettings(values, given.sources, (*given.notes, *notes))
+    )
 
 
 _FORMS: Mapping[SettingKind, tuple[Callable[[str], Any], str]] = {
@@ -250,10 +443,54 @@ def _plain_types(annotation: Any) -> list[type]:
 
 def variables_of(name: str) -> tuple[str, ...]:
     """The variables of the environment that give a setting, the first that is there first."""
-    handed_on = (variable_of(name),) if name in _HANDED_ON and name != "debug" else ()
-    return (f"{PREFIX}{name.upper()}", *_OTHER_VARIABLES.get(name, ()), *handed_on)
+    setting = SETTINGS[name]
+    # Not that of `debug`: in accelerate it asks for checks of collectives, and here for full tracebacks.
+    received = (setting.rank_variable,) if setting.rank_variable and name != "debug" else ()
+    return (f"{PREFIX}{name.upper()}", *setting.variables, *received)
 
 
-def _unsaid(name: str) -> tuple[str, ...]:
+def _unset_words(name: str) -> tuple[str, ...]:
     """What stands for nothing in the environment."""
     return ("auto", "none") if name.endswith(("_path", "_file", "_clipping", "_steps")) else ()
+
+
+_OTHERS: Mapping[str, str] = {
+    "ZEROACCEL_COMPAT": "hands the facade for `import deepspeed` on to children",
+    "ZEROACCEL_CONFIG": "the launch file",
+    "ZEROACCEL_CPU_CORES": "the cores of a rank, from its launcher",
+    "ZEROACCEL_LAUNCH_ID": "by which a launcher knows what its ranks have started",
+    "ZEROACCEL_LAUNCH_SOURCES": "who said what a launcher tells its ranks",
+    "ZEROACCEL_LOG_LEVEL": "how much a rank says",
+    "ZEROACCEL_SSH": "the program that reaches other machines",
+    "ZEROACCEL_VERIFY": "the order of `zeroaccel verify`",
+}
+
+
+def known_variables() -> frozenset[str]:
+    """Every name that means something."""
+    settings = (variable for name in LaunchSettings.model_fields for variable in variables_of(name))
+    return frozenset(_OTHERS) | {variable for variable in settings if variable.startswith(PREFIX)}
+
+
+def unknown_variable(name: str) -> str:
+    """What is wrong with a name that begins so and means nothing, with the one that was probably meant."""
+    meant = closest(name.removeprefix(PREFIX), (known.removeprefix(PREFIX) for known in known_variables()))
+    fix = f"did you mean {PREFIX}{meant}?" if meant else f"names that begin with {PREFIX} are settings; unset it"
+    return compose(f"{name}: no such setting", fix=fix)
+
+
+def check_variables(names: Iterable[str]) -> None:
+    """Looks for names that begin with ZEROACCEL_ and mean nothing.
+
+    Args:
+        names: of the variables that are set.
+
+    Raises:
+        ConfigError: there are some; all are named, each with the one that was probably meant.
+    """
+    known = known_variables()
+    lines = [unknown_variable(name) for name in sorted(names) if name.startswith(PREFIX) and name not in known]
+    if len(lines) == 1:
+        raise ConfigError(f"environment {lines[0]}")
+    if lines:
+        raise ConfigError("\n  ".join([f"environment: {len(lines)} variables are wrong", *lines]))

@@ -23,6 +23,7 @@ from zeroaccel.comm.agree import agree_or_raise, agreed
 from zeroaccel.errors import UsageError
 from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry, place_of
 from zeroaccel.zero.coordinator import OnDemandUnshard, ParamCoordinator
+from zeroaccel.zero.layout import FlatTensor
 from zeroaccel.zero.param_unit import ParamUnit
 
 __all__ = [
@@ -75,8 +76,9 @@ class GatheredParameters:
             keeper.hold(_units(places))
             for place in places:
                 keeper.prints.enter(place.buffer, place.index, writes=self._rank is not None)
-                if self._rank is not None and (held := _split_masters(place)) is not None:
-                    self._masters[id(place)] = held
+                if self._rank is not None and place.buffer.masters.reads_weights:
+                    _require_settled(place)  # these masters can be read only while the weights are as they are
+                    self._masters[id(place)] = place.buffer.masters.read(place.reach(place.buffer.rank))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -110,7 +112,7 @@ class GatheredParameters:
             view = place.buffer.view(place.index).detach()
             keeper.collectives.broadcast(view.view(-1), self._rank, f"new values of {place.slot.fqn}")
             store(place, self._masters.get(id(place)))
-            keeper.prints.renew(place.buffer, place.index)
+            keeper.prints.refresh(place.buffer, place.index)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -128,27 +130,27 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 @contextmanager
-def gathered(keeper: ParamRegistry, residency: ParamCoordinator, budget: int | None) -> Iterator[None]:
+def gathered(keeper: ParamRegistry, coordinator: ParamCoordinator, budget: int | None) -> Iterator[None]:
     """See `Engine.gathered`."""
     collectives = keeper.collectives
     with agreed(collectives, "engine.gathered: budget"):
         if budget is not None and (type(budget) is not int or budget < 0):
             raise UsageError("engine.gathered(budget)", expected="a number of bytes, or None", got=budget)
-        if residency.requests is not None:
+        if coordinator.on_demand is not None:
             raise UsageError("engine.gathered()", expected="not to be nested")
     budgets = collectives.gather_objects(budget, "engine.gathered: budget")
     if len(set(budgets)) > 1:
         raise UsageError("engine.gathered(budget)", expected="the same on all ranks", got=budgets)
-    travelling = [unit for unit in keeper.units if not unit.resident]
+    travelling = [unit for unit in keeper.units if not unit.persistent]
     kept = _that_fit(travelling, budget)
     keeper.hold(kept)
-    residency.end_step()  # what is whole on some ranks only would be asked for by the others alone
-    residency.requests = requests = OnDemandUnshard(travelling, collectives)
+    coordinator.end_step()  # what is whole on some ranks only would be asked for by the others alone
+    coordinator.on_demand = on_demand = OnDemandUnshard(travelling, collectives)
     try:
         yield
     finally:
-        requests.serve()
-        residency.requests = None
+        on_demand.finish()
+        coordinator.on_demand = None
         keeper.release(kept)
 
 
@@ -164,83 +166,47 @@ def iter_named_full_params(keeper: ParamRegistry) -> Iterator[tuple[str, Tensor]
             keeper.release([unit])
 
 
-def _split_masters(place: ParamHandle) -> Tensor | None:
-    """(n,) fp32 masters of this rank, if they can be told only while the weights are as they are; None otherwise."""
-    training = place.keeper.training
-    if training is None or training.optimizer is None or not training.optimizer.splits_masters(place.buffer):
-        return None
-    if training.updates is not None:
-        training.updates.require_settled(f"new values of {place.slot.fqn}")
-    return training.optimizer.stored(place.buffer, None, *place.reach(place.buffer.rank)).copy()
-
-
-def store(place: ParamHandle, masters: Tensor | None = None) -> None:
-    """Takes the values in the whole parameter, equal on all ranks, into the shard and the master.
+def store(place: ParamHandle, before: Tensor | None = None) -> None:
+    """Takes the values in the unsharded parameter, equal on all ranks, into the shard and the master.
 
     Args:
-        masters: as they were, where they can no longer be read.
+        before: the masters as they were, where they can no longer be read.
     """
-    buffer, slot = place.buffer, place.slot
-    rank = buffer.rank
-    low, _ = buffer.layout.bounds(rank)
-    start, end = place.reach(rank)
+    buffer = place.buffer
+    own = place.slot.range & buffer.own
     with torch.no_grad():
-        if not buffer.resident:
-            buffer.set_shard(start, buffer.full[start:end])
-            place.unit.drop_second()
-        training = place.keeper.training
-        if training is not None and training.updates is not None:
-            training.updates.require_settled(f"new values of {slot.fqn}")
-        if training is not None and training.optimizer is not None and training.optimizer.is_away(buffer):
-            held = masters if masters is not None else training.optimizer.stored(buffer, None, start, end).copy()
-            training.optimizer.change(buffer, None, start, _merged(held, buffer.full[start:end]))
-            return
-        master = buffer.master
-        if master is None or not buffer.master_is_apart:
-            return
-        origin = low
-        if buffer.master_is_replicated:
-            start, end, origin = slot.start, slot.end, 0
-        held = master[start - origin : end - origin]
-        held.copy_(_merged(held, buffer.full[start:end]))
+        if not buffer.persistent:
+            buffer.shard.write(own, buffer.full[own.at(0)])
+            place.unit.drop_secondary()
+        _require_settled(place)
+        part = place.slot.range & buffer.masters.range
+        buffer.masters.follow_weights(part, buffer.full[part.at(0)], before)
 
 
 def overwrite(place: ParamHandle, value: Tensor) -> None:
-    """Gives a parameter, which must be whole, another value: here, in the shard and in the master.
+    """Gives a parameter, which must be unsharded, another value: here, in the shard and in the master.
 
     Args:
         value: of the parameter's shape, any dtype, equal on all ranks; the master keeps bits that 16 bits drop.
     """
-    buffer, slot, training = place.buffer, place.slot, place.keeper.training
-    rank = buffer.rank
-    start, end = place.reach(rank)
-    if training is not None and training.updates is not None:
-        training.updates.require_settled(f"new values of {slot.fqn}")
+    buffer, slot = place.buffer, place.slot
+    own = slot.range & buffer.own
+    _require_settled(place)
     with torch.no_grad():
         flat = value.detach().reshape(-1).to(buffer.full.device)
-        flat = flat.float() if flat.dtype is torch.float64 else flat
-        buffer.full[slot.start : slot.end].copy_(flat)
+        new = FlatTensor(slot.range, flat.float() if flat.dtype is torch.float64 else flat)
+        buffer.full[slot.range.at(0)].copy_(new.values)
         buffer.accept_write(place.index)
-        own = flat[start - slot.start : end - slot.start]
-        if not buffer.resident:
-            buffer.set_shard(start, buffer.full[start:end])
-        if training is not None and training.optimizer is not None and training.optimizer.is_away(buffer):
-            training.optimizer.change(buffer, None, start, own.float())
-        elif buffer.master is not None and buffer.master_is_apart:
-            low, _ = buffer.layout.bounds(rank)
-            if buffer.master_is_replicated:
-                buffer.master[slot.start : slot.end].copy_(flat)
-            else:
-                buffer.master[start - low : end - low].copy_(own)
+        if not buffer.persistent:
+            buffer.shard.write(own, buffer.full[own.at(0)])
+        part = slot.range & buffer.masters.range
+        buffer.masters.write(part, new[part])
 
 
-def _merged(held: Tensor, new: Tensor) -> Tensor:
-    """(n,) fp32 masters for new values: those that round to the same bits stay as they are."""
-    new = new.to(held.device)
-    if new.dtype is torch.float32:
-        return new
-    same = held.to(new.dtype).view(torch.int16) == new.view(torch.int16)
-    return torch.where(same, held, new.float())
+def _require_settled(place: ParamHandle) -> None:
+    training = place.keeper.training
+    if training is not None and training.updates is not None:
+        training.updates.require_settled(f"new values of {place.slot.fqn}")
 
 
 def _by_keeper(places: Sequence[ParamHandle]) -> list[tuple[ParamRegistry, list[ParamHandle]]]:
@@ -280,7 +246,7 @@ def _written(keeper: ParamRegistry, places: Sequence[ParamHandle]) -> UsageError
     found = [place.slot.fqn for place in places if keeper.prints.changed(place.buffer, place.index)]
     if not found:
         return None
-    whole = any(place.buffer.resident for place in places)
+    whole = any(place.buffer.persistent for place in places)
     return UsageError(
         f"GatheredParameters: {', '.join(found)} written without a modifier_rank",
         fix="pass the rank whose values count: GatheredParameters(params, modifier_rank=0)"

@@ -8,7 +8,7 @@ initialised is an error; all that does not fit is told at once, before anything 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,27 +24,18 @@ from zeroaccel.logs import logger
 from zeroaccel.zero.access.deferred_init import ModuleShards, destination
 from zeroaccel.zero.access.full_params import GatheredParameters
 from zeroaccel.zero.access.param_registry import ParamHandle, place_of
+from zeroaccel.zero.access.safetensors_file import (
+    MOST_HEADER_NBYTES,
+    TensorLocation,
+    dtype_of,
+    pread_into,
+    tensor_locations,
+)
 from zeroaccel.zero.precision import note_cast
 
 __all__ = ["SafetensorsFolder", "load_safetensors"]
 
 _CHUNK_NBYTES = 8 << 20
-_MOST_HEADER_NBYTES = 100_000_000  # as the format has it
-_DTYPES = {
-    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
-    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
-    **{"BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64},
-}
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """A tensor in a file; `offset` is its first byte there."""
-
-    path: Path
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
 
 
 class SafetensorsFolder:
@@ -63,9 +54,12 @@ class SafetensorsFolder:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.read_nbytes = 0
-        self.tensors: dict[str, _Stored] = {}
+        self.tensors: dict[str, TensorLocation] = {}
         for file in _files(Path(path)):
-            self.tensors.update(_header(file))
+            try:
+                self.tensors.update(tensor_locations(file))
+            except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+                raise UsageError(f"{file}: not a whole safetensors file ({type(error).__name__}: {error})") from error
 
     def read(self, name: str, start: int, into: Tensor) -> None:
         """Elements [start, start + n) of a tensor into `into`, (n,), in its dtype.
@@ -73,17 +67,16 @@ class SafetensorsFolder:
         Raises:
             UsageError: the file ends before.
         """
-        stored = self.tensors[name]
-        itemsize, step = stored.dtype.itemsize, _CHUNK_NBYTES // stored.dtype.itemsize
+        stored, dtype = self.tensors[name], dtype_of(self.tensors[name].dtype)
+        step = _CHUNK_NBYTES // dtype.itemsize
         handle = os.open(stored.path, os.O_RDONLY)
         try:
             for low in range(0, into.numel(), step):
                 part = into[low : low + step]
-                data = bytearray(part.numel() * itemsize)
-                offset = stored.offset + (start + low) * itemsize
-                if _read(handle, data, offset) < len(data):
+                data = bytearray(part.numel() * dtype.itemsize)
+                if pread_into(handle, memoryview(data), stored.offset + (start + low) * dtype.itemsize) < len(data):
                     raise UsageError(f"{stored.path}: ends within tensor {name}", fix="download or save it again")
-                part.copy_(torch.frombuffer(data, dtype=stored.dtype))
+                part.copy_(torch.frombuffer(data, dtype=dtype))
                 self.read_nbytes += len(data)
         finally:
             os.close(handle)
@@ -167,7 +160,7 @@ class _Plan:
     unset: list[str]
 
 
-def _match(model: nn.Module, there: Mapping[str, _Stored], rename: Callable[[str], str]) -> _Plan:
+def _match(model: nn.Module, there: Mapping[str, TensorLocation], rename: Callable[[str], str]) -> _Plan:
     plan = _Plan({}, {}, [], [], [], [], [])
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -187,7 +180,7 @@ def _match(model: nn.Module, there: Mapping[str, _Stored], rename: Callable[[str
 
 
 def _match_parameter(
-    plan: _Plan, module: nn.Module, own: str, known: Sequence[str], there: Mapping[str, _Stored]
+    plan: _Plan, module: nn.Module, own: str, known: Sequence[str], there: Mapping[str, TensorLocation]
 ) -> None:
     """`known`: the names of a parameter, several if it is tied."""
     param = module._parameters[own]
@@ -200,7 +193,7 @@ def _match_parameter(
         plan.parameters.setdefault(module, {})[own] = found
 
 
-def _match_buffer(plan: _Plan, module: nn.Module, own: str, name: str, there: Mapping[str, _Stored]) -> None:
+def _match_buffer(plan: _Plan, module: nn.Module, own: str, name: str, there: Mapping[str, TensorLocation]) -> None:
     buffer = module._buffers[own]
     assert buffer is not None, "a buffer went away while it was looked for"
     if own in module._non_persistent_buffers_set:
@@ -214,7 +207,7 @@ def _match_buffer(plan: _Plan, module: nn.Module, own: str, name: str, there: Ma
         plan.buffers[module, own] = name
 
 
-def _fits(plan: _Plan, name: str, shape: tuple[int, ...], stored: _Stored) -> bool:
+def _fits(plan: _Plan, name: str, shape: tuple[int, ...], stored: TensorLocation) -> bool:
     if stored.shape != shape:
         plan.misshapen.append(f"{name}: {stored.shape} in the file, {shape} in the model")
     return stored.shape == shape
@@ -317,7 +310,7 @@ def _files(path: Path) -> list[Path]:
 
 def _indexed(path: Path) -> list[Path]:
     try:
-        names = sorted(set(parse_plain_json(read_at_most(path, _MOST_HEADER_NBYTES))["weight_map"].values()))
+        names = sorted(set(parse_plain_json(read_at_most(path, MOST_HEADER_NBYTES))["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{path}: not an index of safetensors files ({type(error).__name__}: {error})") from error
     for name in names:
@@ -326,35 +319,3 @@ def _indexed(path: Path) -> list[Path]:
         if not (path.parent / name).is_file():
             raise UsageError(f"{path.parent / name}: missing, though {path.name} names it")
     return [path.parent / name for name in names]
-
-
-def _header(path: Path) -> Iterator[tuple[str, _Stored]]:
-    try:
-        size = path.stat().st_size
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= size - 8:
-                raise ValueError("its header is longer than the file")
-            if length > _MOST_HEADER_NBYTES:
-                raise ValueError(f"its header has {length} bytes, at most {_MOST_HEADER_NBYTES} are read")
-            entries = parse_plain_json(file.read(length))
-        for name, entry in entries.items():
-            if name == "__metadata__":
-                continue
-            start, end = entry["data_offsets"]
-            if any(type(number) is not int or not 0 <= number < 1 << 63 for number in (start, end, *entry["shape"])):
-                raise ValueError(f"tensor {name}: offsets and a shape of whole numbers")
-            stored = _Stored(path, _DTYPES[entry["dtype"]], tuple(entry["shape"]), 8 + length + start)
-            if end - start != torch.Size(stored.shape).numel() * stored.dtype.itemsize or 8 + length + end > size:
-                raise ValueError(f"tensor {name} is not as long as its shape, or goes beyond the end")
-            yield name, stored
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{path}: not a whole safetensors file ({type(error).__name__}: {error})") from error
-
-
-def _read(handle: int, data: bytearray, offset: int) -> int:
-    """Fills `data` from `offset` on; returns how many bytes there were."""
-    view, done = memoryview(data), 0
-    while done < len(data) and (count := os.preadv(handle, [view[done:]], offset + done)):
-        done += count
-    return done

@@ -1,0 +1,273 @@
+"""`zeroaccel config` itself: a flag for each question, and the sub-commands by name, imported when used.
+
+Gathers what flags, `--answers` and `--set` say into answers with their sources. Reads the environment for all
+sub-commands: whether there is a terminal to ask on, and where the user's files are. Imports neither torch nor pydantic
+before a command runs, so that help is immediate.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from zeroaccel.errors import ConfigError
+
+from ..main import LazyCommand, LazyCommands
+from .questions import QUESTIONS, Question
+
+__all__ = ["FlagAnswers", "TypedFlags", "config", "question_flags"]
+
+
+_METAVARS = {
+    "yes_no": "yes|no",
+    "count": "N",
+    "number": "NUMBER",
+    "file": "PATH",
+    "folder": "FOLDER",
+    "names": "NAME,...",
+}
+
+
+@dataclass(frozen=True)
+class FlagAnswers:
+    """What was said before anybody is asked.
+
+    Attributes:
+        answers: setting -> answer.
+        sources: setting -> who said it.
+        extras: path of a key of the file -> value, for keys that no question is about.
+    """
+
+    answers: Mapping[str, Any]
+    sources: Mapping[str, str]
+    extras: Mapping[tuple[str, ...], Any]
+
+
+@dataclass(frozen=True)
+class TypedFlags:
+    """The flags of `question_flags` as they were typed.
+
+    Attributes:
+        answers: setting -> text; None for what was not typed.
+        answers_file: what `--answers` names.
+        sets: the words of each `--set`.
+        config_file: the file that is named, if one is.
+    """
+
+    answers: Mapping[str, str | None]
+    answers_file: str | None
+    sets: tuple[str, ...]
+    config_file: str | None
+    yes: bool
+    no_input: bool
+    dry_run: bool
+
+    def said(self) -> FlagAnswers:
+        """What they say.
+
+        Raises:
+            ConfigError: something cannot be read, or is no answer.
+        """
+        return _gathered(self.answers, self.answers_file, self.sets)
+
+
+def question_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command a flag for each question, `--answers`, `--set`, and what to do with the answers.
+
+    The command is called with one argument for all of them, `typed`.
+    """
+
+    @functools.wraps(command)
+    def with_typed(*args: Any, answers: str | None, sets: tuple[str, ...], **params: Any) -> None:
+        texts = {question.key: params.pop(question.key) for question in QUESTIONS}
+        others = {name: params.pop(name) for name in ("config_file", "yes", "no_input", "dry_run")}
+        command(*args, typed=TypedFlags(texts, answers, sets, **others), **params)
+
+    wrapped: Callable[..., None] = with_typed
+    options = [
+        *(click.option(one.flag, one.key, metavar=_metavar(one), help=_about(one)) for one in QUESTIONS),
+        click.option("--answers", metavar="FILE", help="A YAML file of answers, by the names of the flags."),
+        click.option("--set", "sets", metavar="KEY=VALUE", multiple=True, help="Any key of the file, as a.b=c."),
+        click.option("--config_file", metavar="PATH", help="The file to write. [default: zeroaccel.yaml]"),
+        click.option(
+            "-y", "--yes", is_flag=True, help="Take the default of everything that is not given; ask nothing."
+        ),
+        click.option("--no_input", is_flag=True, help="Ask nothing; say which flags are missing."),
+        click.option("--dry_run", is_flag=True, help="Print the file; write nothing."),
+    ]
+    for option in reversed(options):
+        wrapped = option(wrapped)
+    return wrapped
+
+
+def _gathered(typed: Mapping[str, str | None], answers_file: str | None, sets: Sequence[str]) -> FlagAnswers:
+    """What was said by flags, before `--set`, before `--answers`."""
+    from zeroaccel.config.launch.launch_settings import file_path
+
+    texts: dict[str, tuple[str, str]] = {}
+    extras: dict[tuple[str, ...], Any] = {}
+    for key, text, source in _in_file(answers_file):
+        texts[key] = text, source
+    for word in sets:
+        path, text = _path_and_text(word)
+        question = next((one for one in QUESTIONS if path in ((one.key,), one.is_setting and file_path(one.key))), None)
+        if question is None:
+            extras[path] = _extra(path, text, word)
+        else:
+            texts[question.key] = text, f"--set {'.'.join(path)}"
+    for question in QUESTIONS:
+        if (said := typed.get(question.key)) is not None:
+            texts[question.key] = said, question.flag
+    return FlagAnswers(*_parsed(texts), extras)
+
+
+def _parsed(texts: Mapping[str, tuple[str, str]]) -> tuple[dict[str, Any], dict[str, str]]:
+    from .answers import InvalidAnswer, parse
+
+    answers: dict[str, Any] = {}
+    for question in QUESTIONS:
+        if question.key in texts:
+            text, source = texts[question.key]
+            try:
+                answers[question.key] = parse(question, text)
+            except InvalidAnswer as wrong:
+                raise ConfigError(f"{source}: {wrong.words}", fix=wrong.fix) from None
+    return answers, {key: source for key, (_, source) in texts.items()}
+
+
+def _in_file(path: str | None) -> list[tuple[str, str, str]]:
+    """(setting, text, place) of every answer in a file."""
+    if path is None:
+        return []
+    from zeroaccel.config.diagnostics import closest
+    from zeroaccel.config.launch.launch_file import text_of_file
+    from zeroaccel.config.yaml_text import parse_yaml
+
+    from .answers import as_text
+
+    parsed = parse_yaml(text_of_file(path, "--answers"), path)
+    if not isinstance(parsed.value, dict):
+        raise ConfigError(path, expected="answers as in `zero_stage: 3`", got=parsed.value)
+    known = [question.key for question in QUESTIONS]
+    found = []
+    for key, value in parsed.value.items():
+        place = parsed.places[(key,)]
+        if key not in known:
+            meant = closest(str(key), known)
+            raise ConfigError(f"{place}: {key}: no such question", fix=f"did you mean {meant}?" if meant else "")
+        text = ",".join(map(str, value)) if isinstance(value, list) else as_text(value)
+        found.append((key, text, f"{place}: {key}"))
+    return found
+
+
+def _path_and_text(word: str) -> tuple[tuple[str, ...], str]:
+    key, equals, text = word.partition("=")
+    if not equals or not key:
+        raise ConfigError("--set", expected="KEY=VALUE, as in deepspeed_config.zero_stage=3", got=word)
+    return tuple(key.split(".")), text
+
+
+def _extra(path: tuple[str, ...], text: str, word: str) -> Any:
+    """The value of a key that no question is about; the key has to be one of a launch file."""
+    from zeroaccel.config.launch.launch_settings import LaunchFile
+    from zeroaccel.config.normalize import NormalizedConfig
+    from zeroaccel.config.yaml_text import parse_yaml
+
+    value: Any = parse_yaml(text, f"--set {word}").value
+    tree: Any = value
+    for part in reversed(path):
+        tree = {part: tree}
+    for problem in NormalizedConfig(LaunchFile, tree).problems:
+        raise ConfigError(f"--set {'.'.join(path)}: {problem.text}", fix=problem.fix)
+    return value
+
+
+def _metavar(question: Question) -> str:
+    if question.kind == "choice":
+        return "|".join(str(choice.value) for choice in question.choices)
+    return _METAVARS.get(question.kind, "TEXT")
+
+
+def _about(question: Question) -> str:
+    return question.words
+
+
+SUB_COMMANDS: Mapping[str, LazyCommand] = {
+    name: LazyCommand(f"{__package__}.{module}", about)
+    for name, (module, about) in {
+        "convert": ("convert", "Make our files of accelerate's YAML or DeepSpeed's JSON."),
+        "default": ("file_commands", "Write a launch file for this machine, without a question."),
+        "explain": ("explain", "Say what a key means, what it may be, and where it can be given."),
+        "schema": ("explain", "Print the JSON Schema of a file, for editors."),
+        "show": ("explain", "Print the launch file, or every setting with who said it."),
+        "template": ("file_commands", "Print or write a file to start from."),
+        "update": ("file_commands", "Change answers of a launch file."),
+        "validate": ("convert", "Check launch files, JSON configs, hostfiles and job scripts."),
+    }.items()
+}
+CONTEXT = {
+    "token_normalize_func": lambda name: name.replace("-", "_"),
+    "help_option_names": ["-h", "--help"],
+    "max_content_width": 120,
+}
+
+
+@click.group(
+    cls=LazyCommands,
+    table=SUB_COMMANDS,
+    invoke_without_command=True,
+    context_settings=CONTEXT,
+    short_help="Make a launch file.",
+)
+@question_flags
+@click.option("--model", metavar="MODEL", help="What will be trained, as for `zeroaccel estimate`: plans what fits.")
+@click.option(
+    "--sequence", type=click.IntRange(1), default=2048, metavar="N", help="Its tokens per sample. [default: 2048]"
+)
+@click.option(
+    "--batch", type=click.IntRange(1), default=1, metavar="N", help="Its samples per micro-step. [default: 1]"
+)
+@click.option("--checkpointing", is_flag=True, help="It recomputes activations.")
+@click.pass_context
+def config(
+    ctx: click.Context, /, model: str | None, sequence: int, batch: int, checkpointing: bool, typed: TypedFlags
+) -> None:
+    """Make a launch file by answering questions, or without a question by flags.
+
+    What a flag answers is not asked. Every step can be left backwards; nothing is written before the end.
+    """
+    ctx.obj = os.environ
+    if ctx.invoked_subcommand is not None:
+        for param in ctx.command.params:
+            if ctx.get_parameter_source(str(param.name)) is ParameterSource.COMMANDLINE:
+                raise click.UsageError(f"{param.opts[-1]} goes behind {ctx.invoked_subcommand}.", ctx)
+        return
+    from ..machine import look, measure_disk
+    from .config_file import ConfigRequest, make_config_file, why_not_ask
+    from .memory_plan import Model
+
+    said = typed.said()
+    no_asking = why_not_ask(os.environ, yes=typed.yes, no_input=typed.no_input)
+    machine = look(os.environ)
+    if not no_asking:
+        machine = machine.with_disks(tuple(measure_disk(disk) for disk in machine.disks))
+    make_config_file(
+        ConfigRequest(
+            path=Path(typed.config_file or "zeroaccel.yaml"),
+            given=said.answers,
+            sources=said.sources,
+            extras=said.extras,
+            model=None if model is None else Model(model, sequence, batch, checkpointing),
+            yes=typed.yes,
+            dry_run=typed.dry_run,
+            no_asking=no_asking,
+        ),
+        machine,
+    )

@@ -1,0 +1,362 @@
+"""Making a launch file: answers to YAML and back, the questionnaire or no questions, and the file on disk.
+
+Shared by `config`, `config default` and `config update`, which differ in the answers they start with. The text is
+checked by parsing it as a launch does. A file is replaced atomically, and its former content kept as a backup. Messages
+go to stderr; a dry run prints the file to stdout.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import shlex
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import yaml
+
+from zeroaccel.config.launch.launch_file import LaunchConfig, blanks, parse_launch_file
+from zeroaccel.config.launch.launch_json import check_json
+from zeroaccel.config.launch.launch_settings import file_path
+from zeroaccel.config.launch.launch_sources import ExplicitSettings
+from zeroaccel.config.yaml_text import parse_yaml
+from zeroaccel.errors import ConfigError
+
+from .answers import BACK, Answers, Quit, Walk, as_text, complete
+from .memory_plan import PLANNED, Model, Plan, ask_plan, best_plan, memory_summary
+from .questions import AUTO, QUESTIONS, by_key
+
+if TYPE_CHECKING:
+    from ..machine import Machine
+    from .prompts import Prompts
+
+
+__all__ = [
+    "ConfigRequest",
+    "answers_of",
+    "backup_of",
+    "changes",
+    "checked",
+    "command_line",
+    "launch_line",
+    "log",
+    "make_config_file",
+    "render",
+    "show_file",
+    "show_machine",
+    "why_not_ask",
+    "write_file",
+]
+
+
+def changes(path: Path, text: str) -> str:
+    """The difference between a file and its new text, line by line; empty where there is none, or no file."""
+    if not path.is_file():
+        return ""
+    before = path.read_text(errors="replace").splitlines()
+    return "\n".join(difflib.unified_diff(before, text.splitlines(), str(path), "new", lineterm="", n=2))
+
+
+def backup_of(path: Path) -> Path:
+    """Where the former text of a file is kept."""
+    return path.with_name(f"{path.name}.bak")
+
+
+def write_file(path: Path, text: str) -> Path | None:
+    """Writes a file, so that at any moment either the old or the new one is there.
+
+    Returns:
+        The copy of what was there, if something else was.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise ConfigError(f"{path} is a folder", fix="name a file")
+        kept = None
+        if path.is_file() and path.read_bytes() != text.encode():
+            kept = backup_of(path)
+            _replace(kept, path.read_bytes(), path.stat().st_mode)
+        _replace(path, text.encode(), path.stat().st_mode if path.is_file() else None)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror or error}", fix="--config_file PATH") from None
+    return kept
+
+
+def _replace(path: Path, content: bytes, mode: int | None) -> None:
+    target = path.resolve()  # the file a link leads to, not the link
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=target.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        umask = os.umask(0)
+        os.umask(umask)
+        os.chmod(name, 0o666 & ~umask if mode is None else mode & 0o777)
+        os.replace(name, target)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+_OF_A_MACHINE: Mapping[str, Any] = {"machine_rank": 0, "main_process_ip": "localhost"}
+"""What a machine of several has to know, and what stands for it while a file is checked."""
+
+
+def render(answers: Mapping[str, Any], extras: Mapping[tuple[str, ...], Any] | None = None) -> str:
+    """The launch file.
+
+    Args:
+        answers: setting -> answer, of the questions that apply.
+        extras: path of a key in the file -> value, for keys that no question is about.
+    """
+    tree: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "distributed_type": _type(answers)}
+    for question in QUESTIONS:
+        if question.is_setting and answers.get(question.key, AUTO) != AUTO:
+            _put(tree, file_path(question.key), answers[question.key])
+    for path, value in (extras or {}).items():
+        _put(tree, path, value)
+    text: str = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
+    return text
+
+
+def checked(text: str, name: str) -> ExplicitSettings:
+    """The settings behind a text, checked against each other and against their JSON config, and notes on them.
+
+    What each machine of several has to be told for itself, a flag of the launch may say: it is a note here.
+
+    Raises:
+        ConfigError: something in it is wrong; all of it is told.
+    """
+    tree = parse_yaml(text, name).value
+    empty = blanks(tree) if isinstance(tree, dict) else ()
+    machines = {"num_machines": 2} if "num_machines" in empty else {}
+    over = ExplicitSettings({**dict.fromkeys(empty), **machines}, dict.fromkeys(empty, "to be filled in"))
+    given = parse_launch_file(text, name, over=over).under(ExplicitSettings(machines)).effective()
+    lacking = list(empty)
+    if given.values.get("num_machines", 1) != 1 and not _starts_hosts(given):
+        needed = [key for key in _OF_A_MACHINE if key != "machine_rank" or given.values.get("rdzv_backend") != "c10d"]
+        lacking += [key for key in needed if key not in given.values and key not in lacking]
+    filled = {key: value for key, value in _OF_A_MACHINE.items() if key in lacking}
+    given.under(ExplicitSettings(filled)).settings()
+    check_json(given)
+    if not lacking:
+        return given
+    note = f"{name}: to be completed by {' and '.join(f'--{key}' for key in lacking)} of `zeroaccel launch`"
+    return ExplicitSettings(given.values, given.sources, (*given.notes, note))
+
+
+def _starts_hosts(given: ExplicitSettings) -> bool:
+    return given.values.get("hostfile") is not None and given.values.get("multinode_launcher") != "standard"
+
+
+def answers_of(file: LaunchConfig) -> tuple[dict[str, Any], dict[tuple[str, ...], Any]]:
+    """The answers that would make a file, and the keys of it that no question is about."""
+    values = dict(file.values)
+    answers: dict[str, Any] = {}
+    if (kind := values.pop("distributed_type", None)) is not None:
+        answers["use_deepspeed"] = kind == "DEEPSPEED"
+    if values.get("dynamo_backend") == "no":
+        del values["dynamo_backend"]
+    for question in QUESTIONS:
+        if question.is_setting and question.key in values:
+            value = values.pop(question.key)
+            answers[question.key] = ",".join(value) if isinstance(value, tuple) else value
+    return answers, {file_path(key): value for key, value in values.items()}
+
+
+def command_line(answers: Mapping[str, Any], extras: Mapping[tuple[str, ...], Any], path: Path) -> str:
+    """The command that makes the same file without asking."""
+    words = ["zeroaccel", "config", "--yes", "--config_file", str(path)]
+    for question in QUESTIONS:
+        if question.key in answers:
+            words += [question.flag, as_text(answers[question.key])]
+    for key, value in extras.items():
+        words += ["--set", f"{'.'.join(key)}={yaml.safe_dump(value, default_flow_style=True).split(chr(10))[0]}"]
+    return shlex.join(words)
+
+
+def launch_line(path: Path, folder: Path) -> str:
+    """The command that starts a script with this file."""
+    words = ["zeroaccel", "launch"]
+    if path.resolve() != (folder / "zeroaccel.yaml").resolve():
+        words += ["--config_file", str(path)]
+    return f"{shlex.join(words)} train.py"
+
+
+def _type(answers: Mapping[str, Any]) -> str:
+    if answers.get("use_deepspeed"):
+        return "DEEPSPEED"
+    if answers.get("num_processes", 1) == 1:
+        return "NO"
+    return "MULTI_CPU" if answers.get("use_cpu") else "MULTI_GPU"
+
+
+def _put(tree: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
+    for part in path[:-1]:
+        tree = tree.setdefault(part, {})
+    tree[path[-1]] = value
+
+
+@dataclass(frozen=True)
+class ConfigRequest:
+    """What is wanted.
+
+    Attributes:
+        path: where the file goes.
+        given: setting -> answer, by flags and the like.
+        sources: setting -> who said it, for messages.
+        extras: path of a key of the file -> value, for keys that no question is about.
+        former: answers of the file as it is, for an update.
+        model: what will be trained, where a flag says it.
+        no_asking: why nobody is asked; empty if somebody is.
+    """
+
+    path: Path
+    given: Mapping[str, Any] = field(default_factory=dict)
+    sources: Mapping[str, str] = field(default_factory=dict)
+    extras: Mapping[tuple[str, ...], Any] = field(default_factory=dict)
+    former: Mapping[str, Any] | None = None
+    model: Model | None = None
+    yes: bool = False
+    dry_run: bool = False
+    no_asking: str = ""
+
+
+def why_not_ask(environ: Mapping[str, str], *, yes: bool, no_input: bool) -> str:
+    """Why there is nobody to ask; empty if there is somebody.
+
+    A prompt without a terminal would wait for ever, or take the first line of a pipe for an answer.
+    """
+    if yes:
+        return "--yes is given"
+    if no_input:
+        return "--no_input is given"
+    if environ.get("CI", "").lower() in ("1", "true", "yes"):
+        return "CI is set"
+    for stream, name in ((sys.stdin, "stdin"), (sys.stderr, "stderr")):
+        if not stream.isatty():
+            return f"{name} is no terminal"
+    return "the terminal is a dumb one" if environ.get("TERM") == "dumb" else ""
+
+
+def make_config_file(request: ConfigRequest, machine: Machine) -> None:
+    """Makes the file.
+
+    Raises:
+        ConfigError: an answer is wrong, or the file cannot be written.
+        click.UsageError: answers are missing, and there is nobody to ask.
+        click.Abort: the person does not want it after all.
+    """
+    if request.no_asking:
+        completed = _without_asking(request, machine)
+        if request.model is not None:
+            log(memory_summary(request.model, machine, completed.answers))
+        _finish(request, completed.answers, _text(request, completed))
+        return
+    from .prompts import Prompts
+
+    try:
+        completed = _by_asking(request, machine, Prompts())
+    except (Quit, KeyboardInterrupt, EOFError):
+        log("nothing was written")
+        raise click.Abort from None
+    _finish(request, completed.answers, _text(request, completed))
+
+
+def log(message: str = "") -> None:
+    """To the person, on stderr."""
+    click.echo(message, err=True)
+
+
+def _without_asking(request: ConfigRequest, machine: Machine) -> Answers:
+    former, needs = request.former, None
+    if request.model is not None and not {*PLANNED, "deepspeed_config_file"} & set(request.given):
+        plan = best_plan(request.model, machine, request.given)
+        former, needs = {**(former or {}), **(plan.answers or {})}, plan.needs
+    completed = complete(request.given, machine, sources=request.sources, former=former, needs=needs)
+    if completed.missing:
+        flags = ", ".join(question.flag for question in completed.missing)
+        raise click.UsageError(f"{request.no_asking}, and there is no default for {flags}: give a value.")
+    if request.yes or request.former is not None:
+        return completed
+    if open_keys := [key for key in completed.answers if key not in request.given]:
+        flags = ", ".join(f"{by_key(key).flag} ({as_text(completed.answers[key])})" for key in open_keys)
+        raise click.UsageError(
+            f"{request.no_asking}, so nobody is asked: give {flags}, or --yes for what is in brackets."
+        )
+    return completed
+
+
+def _by_asking(request: ConfigRequest, machine: Machine, prompts: Prompts) -> Answers:
+    show_machine(machine)
+    # An update is about a file that is there; what it trains was planned when it was made.
+    has_plan = request.former is None or request.model is not None
+    while True:
+        plan = ask_plan(prompts, request.model, machine, request.given) if has_plan else Plan()
+        walk = Walk(machine, request.given, request.former or {}, plan.needs, plan.answers)
+        while walk.run(prompts, back=has_plan):
+            completed = walk.result()
+            if _is_wanted(request, completed, plan, machine, prompts):
+                return completed
+            walk.back()
+
+
+def _is_wanted(request: ConfigRequest, completed: Answers, plan: Plan, machine: Machine, prompts: Prompts) -> bool:
+    """Shows what would be written; false to go back to the last question."""
+    from .prompts import Option
+
+    show_file(request.path, _text(request, completed))
+    if plan.model is not None and (words := memory_summary(plan.model, machine, completed.answers)):
+        log(words)
+    words = "Print it?" if request.dry_run else f"Write {request.path}?"
+    return prompts.choose(words, [Option("yes", True)], True, back=True) is not BACK
+
+
+def _text(request: ConfigRequest, completed: Answers) -> str:
+    text = render(completed.answers, request.extras)
+    checked(text, str(request.path))
+    return text
+
+
+def _finish(request: ConfigRequest, answers: Mapping[str, Any], text: str) -> None:
+    if request.dry_run:
+        click.echo(text, nl=False)
+        log(f"dry run: {request.path} is not written")
+        return
+    kept = write_file(request.path, text)
+    log(f"written: {request.path}" + (f" (what was there is in {kept})" if kept else ""))
+    log(f"start:   {launch_line(request.path, Path.cwd())}")
+    log(f"again:   {command_line(answers, request.extras, request.path)}")
+
+
+def show_machine(machine: Machine) -> None:
+    """One panel with what is here."""
+    from rich.console import Console
+    from rich.panel import Panel
+    from rich.table import Table
+
+    table = Table.grid(padding=(0, 2))
+    for heading, content in machine.lines():
+        table.add_row(heading, content)
+    Console(stderr=True).print(Panel(table, title="this machine", title_align="left", expand=False))
+
+
+def show_file(path: Path, text: str) -> None:
+    """The file as it would be, and what changes where there is one."""
+    from rich.console import Console
+    from rich.syntax import Syntax
+
+    console = Console(stderr=True)
+    console.print(Syntax(text, "yaml", background_color="default"))
+    if path.is_file():
+        difference = changes(path, text)
+        console.print(Syntax(difference, "diff", background_color="default") if difference else f"{path} says the same")

@@ -1,0 +1,313 @@
+"""`zeroaccel config convert` and `validate`: files of other launchers, and checks of every kind of file a launch reads.
+
+`convert` makes a launch file of an accelerate YAML (DeepSpeed or FSDP settings), or a JSON config without the keys that
+are refused or have no effect here; each key left out is listed with its reason. `validate` checks launch files and JSON
+configs as a launch would, job scripts and Kubernetes objects by the flags and variables in them, hostfiles by line.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+from pydantic import ValidationError
+
+from zeroaccel.config.bounds import parse_plain_json
+from zeroaccel.config.diagnostics import NOTHING, KeyPath, Provenance, closest, dotted, report
+from zeroaccel.config.document import read_document
+from zeroaccel.config.launch.launch_file import MOVED, text_of_file
+from zeroaccel.config.launch.launch_foreign import settle_foreign_keys
+from zeroaccel.config.launch.launch_settings import LaunchFile, LaunchSettings, launch_settings, typed_settings
+from zeroaccel.config.launch.launch_sources import known_variables, unknown_variable
+from zeroaccel.config.load_config_file import load_config
+from zeroaccel.config.normalize import NormalizedConfig, UnknownKeys
+from zeroaccel.config.schema import Config
+from zeroaccel.config.support import KEYS, Kind, refusals
+from zeroaccel.config.yaml_text import parse_yaml
+from zeroaccel.errors import ConfigError, ZeroAccelError
+
+from ..launch.foreign_flags import ForeignFlags
+from ..launch.hostfile import read_hostfile
+from ..launch.launch_command import launch
+from ..launch.launch_flags import flag, settings_from_flags
+from .config_command import CONTEXT
+from .config_file import checked, log, write_file
+
+__all__ = ["convert", "convert_json", "convert_launch", "validate", "validate_file"]
+
+
+_NO_COUNTERPART = ("megatron_lm_config", "parallelism_config", "fp8_config", "mpirun_config")
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("file")
+@click.option("-o", "--output", metavar="PATH", help="Write it there, rather than to stdout.")
+@click.option("--drop_unknown", is_flag=True, help="Leave unknown keys of a JSON config out, each with a line.")
+def convert(file: str, output: str | None, drop_unknown: bool) -> None:
+    """Make a file for zeroaccel of FILE: an accelerate YAML with DeepSpeed or FSDP settings, or a DeepSpeed JSON."""
+    text = text_of_file(file)
+    if Path(file).suffix == ".json" and "distributed_type" not in text:
+        tree, notes = convert_json(file, drop_unknown=drop_unknown)
+        result = json.dumps(tree, indent=2) + "\n"
+        load_config(result)
+    else:
+        tree, notes = convert_launch(text, file)
+        result = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True, width=120)
+        checked(result, f"the result of {file}")
+    for note in notes:
+        log(note)
+    if output is None:
+        click.echo(result, nl=False)
+        return
+    kept = write_file(Path(output), result)
+    log(f"written: {output}" + (f" (what was there is in {kept})" if kept else ""))
+
+
+def convert_json(file: str, *, drop_unknown: bool = False) -> tuple[dict[str, Any], list[str]]:
+    """A JSON config without what is refused or has no effect, and a line, with its place, for each key left out.
+
+    Args:
+        drop_unknown: leave unknown keys out too, rather than refuse them.
+
+    Raises:
+        ConfigError: the file cannot be read, or has a key that does not exist.
+    """
+    document = read_document(Path(file))
+    normalized = NormalizedConfig(Config, document.tree, "strict")
+    origin = Provenance(name=document.name, places=document.places, written=normalized.written)
+    tree = _copy(document.tree)
+    notes = []
+    if normalized.unknown and not drop_unknown:
+        problems = [problem for problem in normalized.problems if problem.text == "unknown key"]
+        lines = [str(report([problem], origin, [])) for problem in problems]
+        heading = [f"{file}: {len(lines)} unknown keys"] if len(lines) > 1 else []
+        raise ConfigError("\n  ".join([*heading, *lines]), fix="correct them, or leave them out by --drop_unknown")
+    for path in normalized.unknown:
+        _remove(tree, path)
+        notes.append(f"left out {origin.where_written(path)}: unknown key")
+    for note in normalized.notes:
+        if note.path[-1:] and str(note.path[-1]).startswith("_") and _remove(tree, note.path):
+            notes.append(f"left out {note.line(origin)}")
+    try:
+        refused = {_key_of(problem.path) for problem in refusals(Config(**normalized.tree), set(normalized.unresolved))}
+    except ValidationError:
+        load_config(file, unknown_keys="lenient")  # tells every wrong value
+        raise
+    for key, status in KEYS.items():
+        written = normalized.written.get(tuple(key.split(".")))
+        if written is None or not (key in refused or status.kind is Kind.IGNORED):
+            continue
+        if _remove(tree, written):
+            fix = f"; {status.fix}" if key in refused and status.fix else ""
+            notes.append(f"left out {origin.where_written(written)}: {status.reason}{fix}")
+    return tree, notes
+
+
+def _key_of(path: KeyPath) -> str:
+    """The key of the table that a refusal is about: the path itself, or the section whose switch it names."""
+    key = dotted(path)
+    return key if key in KEYS else key.rpartition(".")[0]
+
+
+def convert_launch(text: str, name: str) -> tuple[dict[str, Any], list[str]]:
+    """A launch file with the keys that are read here, and a line for each that was left out or stands for another.
+
+    Raises:
+        ConfigError: it is no YAML, or has a key that neither accelerate nor we have.
+    """
+    tree = parse_yaml(text, name).value
+    if not isinstance(tree, dict):
+        raise ConfigError(name, expected="settings as in `num_processes: 2`", got=tree)
+    foreign = settle_foreign_keys(tree)
+    if foreign.problems:
+        problem = foreign.problems[0]
+        where = f"{name}: {dotted(problem.path)}" + (f": {problem.text}" if problem.text else "")
+        got = {} if problem.got is NOTHING else {"got": problem.got}
+        raise ConfigError(where, expected=problem.expected, fix=problem.fix, **got)
+    tree = {key: value for key, value in foreign.tree.items() if value not in ({}, [])}
+    notes = [f"{dotted(path)}: {text}" for path, text in foreign.notes]
+    for key in (*(key for key in LaunchFile.model_fields if key.startswith("tpu_")), "downcast_bf16"):
+        tree.pop(key, None)  # what is left of them says nothing
+    tree.pop("main_training_function", None)
+    for key in _NO_COUNTERPART:
+        if tree.pop(key, None):
+            notes.append(f"left out {key}: it has no counterpart")
+    for old, new in MOVED.items():
+        if old in tree:
+            section, _, below = new.partition(".")
+            tree.setdefault(section, {})[below] = tree.pop(old)
+    if tree.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
+        raise ConfigError(f"{name}: compute_environment", expected="LOCAL_MACHINE", got=tree["compute_environment"])
+    if tree.get("rdzv_backend") == "static" and tree.get("num_machines", 1) == 1:
+        del tree["rdzv_backend"]  # what accelerate writes where nobody has chosen
+    for key in [key for key in tree if key not in LaunchFile.model_fields]:
+        meant = closest(str(key), LaunchFile.model_fields)
+        raise ConfigError(f"{name}: {key}: unknown key", fix=f"did you mean {meant}?" if meant else "remove it")
+    return tree, notes
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copy(item) for key, item in value.items()}
+    return [_copy(item) for item in value] if isinstance(value, list) else value
+
+
+def _remove(tree: dict[str, Any], path: KeyPath) -> bool:
+    """Removes a key, and what holds nothing else; false if it is gone already."""
+    *above, last = map(str, path)
+    for part in above:
+        tree = tree.get(part, {})
+    return tree.pop(last, path) is not path  # which is no value of a file
+
+
+_LAUNCH = re.compile(r"\bzeroaccel\s+launch\s+(.*)")
+_VARIABLE = re.compile(r"\b(ZEROACCEL_[A-Z0-9_]+)=")
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("files", nargs=-1, required=True)
+@click.option("--strict", "unknown_keys", flag_value="strict", help="Any unknown key of a JSON config is an error.")
+@click.option("--lenient", "unknown_keys", flag_value="lenient", help="None is, where DeepSpeed ignores it.")
+@click.pass_context
+def validate(ctx: click.Context, files: tuple[str, ...], unknown_keys: UnknownKeys | None) -> None:
+    """Check FILES: launch files, JSON configs, hostfiles, job scripts and Kubernetes objects.
+
+    Tells everything that is wrong, with file, line and column, as a run would before it starts. Unknown keys of a JSON
+    config that look like known ones are errors, others notes. Exits with 0 if all are right, and 2 otherwise.
+    """
+    wrong = 0
+    for name in files:
+        try:
+            kind, notes = validate_file(name, unknown_keys or "standard")
+        except ZeroAccelError as error:
+            wrong += 1
+            log(f"zeroaccel: {error}")
+        else:
+            click.echo(f"{name}: {kind}, right")
+            for note in notes:
+                click.echo(f"note: {note}")
+    if wrong:
+        ctx.exit(2)
+
+
+def validate_file(name: str, unknown_keys: UnknownKeys = "standard") -> tuple[str, tuple[str, ...]]:
+    """Checks one file.
+
+    Args:
+        unknown_keys: what unknown keys of a JSON config are, see `load_config`.
+
+    Returns:
+        What kind of file it is, and notes, with their places, on what is accepted without effect.
+
+    Raises:
+        ConfigError: it is wrong.
+    """
+    path, text = Path(name), text_of_file(name)
+    if path.suffix in (".json", ".yaml", ".yml"):
+        return _structured(path, text, unknown_keys)
+    if text.startswith("#!") or path.suffix in (".sh", ".sbatch", ".slurm"):
+        _check_script(name, text)
+        return "job script", ()
+    read_hostfile(name)
+    return "hostfile", ()
+
+
+def _structured(path: Path, text: str, unknown_keys: UnknownKeys) -> tuple[str, tuple[str, ...]]:
+    if path.suffix == ".json" and not _is_launch_json(text):
+        return "JSON config", _json(path, unknown_keys)
+    parsed = parse_yaml(text, str(path))
+    tree = parsed.value
+    if isinstance(tree, dict) and {"apiVersion", "kind"} <= set(tree):
+        commands = list(_container_commands(tree))
+        if not commands:
+            raise ConfigError(f"{path}: no container of it runs `zeroaccel launch`")
+        for words in commands:
+            _check_words(str(path), words)
+        return f"Kubernetes {tree['kind']}", ()
+    found = checked(text, str(path))
+    named = found.values.get("deepspeed_config_file")
+    return "launch file", (*found.notes, *(() if named is None else _json(Path(named), unknown_keys)))
+
+
+def _json(path: Path, unknown_keys: UnknownKeys) -> tuple[str, ...]:
+    """The notes of a JSON config, of which all is checked that a run would."""
+    from zeroaccel.zero.from_config import check_training  # imports torch, which other files do not need
+
+    config = load_config(path, unknown_keys=unknown_keys)
+    check_training(config)
+    return config.notes
+
+
+def _is_launch_json(text: str) -> bool:
+    """Whether JSON is a launch file, which accelerate writes so too, and not a config in DeepSpeed's format."""
+    try:
+        tree = parse_plain_json(text)
+    except ValueError:
+        return False
+    return isinstance(tree, dict) and bool(set(tree) & (set(LaunchFile.model_fields) - {"fp16", "bf16"}))
+
+
+def _container_commands(tree: Any) -> Iterator[list[str]]:
+    if isinstance(tree, dict):
+        words = [str(word) for part in ("command", "args") for word in tree.get(part) or []]
+        if words[:2] == ["zeroaccel", "launch"]:
+            yield words[2:]
+        for below in tree.values():
+            yield from _container_commands(below)
+    elif isinstance(tree, list):
+        for below in tree:
+            yield from _container_commands(below)
+
+
+def _check_script(name: str, text: str) -> None:
+    known = known_variables()
+    found = False
+    for number, line in _whole_lines(text):
+        where = f"{name}:{number}"
+        for variable in _VARIABLE.findall(line):
+            if variable not in known:
+                raise ConfigError(f"{where}: {unknown_variable(variable)}")
+        if (command := _LAUNCH.search(line)) is not None:
+            found = True
+            _check_words(where, shlex.split(command.group(1)))
+    if not found:
+        raise ConfigError(f"{name}: no line of it runs `zeroaccel launch`")
+
+
+def _whole_lines(text: str) -> Iterator[tuple[int, str]]:
+    """The lines of a script with their numbers; those that go on in the next are joined, comments left out."""
+    start, joined = 1, ""
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not joined:
+            start = number
+        if line.rstrip().endswith("\\"):
+            joined += line.rstrip()[:-1] + " "
+            continue
+        if not (joined + line).lstrip().startswith("#"):
+            yield start, joined + line
+        joined = ""
+
+
+def _check_words(where: str, words: list[str]) -> None:
+    """Checks the words behind `zeroaccel launch`; values that a shell or a cluster fills in are taken for right."""
+    try:
+        with launch.make_context("zeroaccel launch", list(words)) as context:
+            typed = dict(context.params)
+    except click.UsageError as error:
+        raise ConfigError(f"{where}: {error.format_message()}") from None
+    names = (*LaunchSettings.model_fields, "use_deepspeed", "multi_gpu")
+    is_whole = not any("$" in str(value) for name, value in typed.items() if not name.startswith("script"))
+    typed = {name: None if "$" in str(value) else value for name, value in typed.items()}
+    try:
+        others = ForeignFlags.take_from(typed)
+        written = {name: typed[name] for name in names}
+        check = launch_settings if is_whole else typed_settings
+        check(others.above(settings_from_flags(written)).effective().values, flag)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None

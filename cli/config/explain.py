@@ -1,0 +1,191 @@
+"""`zeroaccel config show`, `explain` and `schema`: what a launch would run with, and what keys mean.
+
+Everything goes to stdout, as data. Nothing is changed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from zeroaccel.config.diagnostics import closest
+from zeroaccel.config.launch.launch_file import find_launch_file, read_launch_file
+from zeroaccel.config.launch.launch_json import check_json
+from zeroaccel.config.launch.launch_settings import DeepSpeedSection, DynamoSettings, LaunchFile, LaunchSettings
+from zeroaccel.config.launch.launch_sources import (
+    ExplicitSettings,
+    check_variables,
+    gather,
+    kind_of,
+    other_names,
+    variables_of,
+)
+from zeroaccel.config.schema import Config
+from zeroaccel.config.section import ConfigSection, nested_section, spellings
+from zeroaccel.config.support import KEYS, Kind
+from zeroaccel.errors import ConfigError
+
+from ..launch.launch_flags import GROUPS, flag
+from .config_command import CONTEXT
+
+__all__ = ["explain", "schema", "show"]
+
+
+@click.command(context_settings=CONTEXT)
+@click.option("--config_file", metavar="PATH", help="The launch file. [default: the one a launch would take]")
+@click.option("--resolve", is_flag=True, help="Every setting with its value and who said it, the environment included.")
+@click.option("--json", "as_json", is_flag=True, help="As JSON.")
+@click.pass_obj
+def show(environ: Mapping[str, str], config_file: str | None, resolve: bool, as_json: bool) -> None:
+    """Print the launch file, or what a launch would run with."""
+    found = find_launch_file(config_file, environ, Path.cwd())
+    if found is None and not resolve:
+        raise ConfigError("there is no launch file", fix="make one: `zeroaccel config`")
+    file = ExplicitSettings() if found is None else read_launch_file(*found)
+    if found is not None:
+        click.echo(f"{found[0]} ({found[1]})", err=True)
+    if not resolve:
+        assert found is not None, "its absence was an error"
+        click.echo(json.dumps(dict(file.values), indent=2) if as_json else found[0].read_text().rstrip("\n"))
+        return
+    check_variables(environ)
+    given = gather(ExplicitSettings(), environ, file).effective()
+    settings = given.settings()
+    config = check_json(given)
+    names = [name for group in GROUPS.values() for name in group]
+    rows = [(name, getattr(settings, name), given.sources.get(name, "default")) for name in names]
+    if config is not None:
+        path = given.values["deepspeed_config_file"]
+        rows += [(f"{path}: {key}", _value(config, key), source) for key, source in config.sources.items()]
+    if as_json:
+        click.echo(json.dumps({name: {"value": value, "source": source} for name, value, source in rows}, indent=2))
+    else:
+        _table(("setting", "value", "from"), [(name, _shown(value), source) for name, value, source in rows])
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("key")
+def explain(key: str) -> None:
+    """Say what KEY means: a setting of a launch, or a key of the JSON config as zero_optimization.stage."""
+    found = [*_about_settings(key), *_about_json(key)]
+    if not found:
+        known = [*LaunchSettings.model_fields, *_json_names()]
+        meant = closest(key, [*known, *(name.rpartition(".")[2] for name in known)])
+        raise ConfigError(f"{key}: no such key", fix=f"did you mean {meant}?" if meant else "")
+    click.echo("\n\n".join("\n".join(lines) for lines in found))
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("kind", type=click.Choice(["launch", "json"]), default="launch")
+def schema(kind: str) -> None:
+    """Print the JSON Schema of a launch file, or of a JSON config, for editors."""
+    model: type[ConfigSection] = LaunchFile if kind == "launch" else Config
+    click.echo(json.dumps(model.model_json_schema(), indent=2))
+
+
+def _about_settings(key: str) -> Iterator[list[str]]:
+    name = key.lstrip("-").replace("-", "_").rpartition(".")[2]
+    for setting, field in LaunchSettings.model_fields.items():
+        if name not in (setting, flag(setting).lstrip("-"), *other_names(setting)):
+            continue
+        sections: dict[str, type[ConfigSection]] = {
+            "deepspeed_config": DeepSpeedSection,
+            "dynamo_config": DynamoSettings,
+        }
+        above = next((f"{part}." for part, model in sections.items() if setting in model.model_fields), "")
+        default = field.get_default(call_default_factory=True)
+        yield [
+            f"{setting}: {field.description}",
+            f"  flag         {flag(setting)}",
+            f"  environment  {', '.join(variables_of(setting))}",
+            f"  launch file  {above}{setting}",
+            f"  form         {_FORMS[kind_of(setting)]}",
+            f"  default      {_shown(default)}",
+        ]
+
+
+_FORMS = {
+    "switch": "true or false",
+    "count": "a whole number",
+    "number": "a number",
+    "streams": "a number, or one per local rank as 0:3,1:2",
+    "pairs": "KEY=NUMBER,KEY=NUMBER",
+    "text": "text",
+}
+
+
+def _about_json(key: str) -> Iterator[list[str]]:
+    for path, names, field in _json_fields(Config, (), ()):
+        if key not in {".".join(path), ".".join(names), path[-1], names[-1]}:
+            continue
+        lines = [f"{'.'.join(path)}: {field.description if field else 'its value is not read here.'}"]
+        lines.append("  in the JSON config")
+        default = field.get_default(call_default_factory=True) if field else None
+        if field and not isinstance(default, ConfigSection):
+            lines.append(f"  default      {_shown(default)}")
+        if field and (others := [mark.name for mark in spellings(field)]):
+            lines.append(f"  also         {', '.join(others)}")
+        status = _status(path)
+        if status is not None and status.kind is not Kind.WORKS:
+            verb = "refused" if status.kind is Kind.REFUSED else "accepted without effect"
+            lines.append(f"  {verb}: {status.reason}" + (f"; {status.fix}" if status.fix else ""))
+        yield lines
+
+
+def _status(path: tuple[str, ...]) -> Any:
+    """The standing of a key: its own, or that of the section around it."""
+    return next((KEYS[name] for end in range(len(path), 0, -1) if (name := ".".join(path[:end])) in KEYS), None)
+
+
+def _json_fields(
+    section: type[ConfigSection], path: tuple[str, ...], written: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], tuple[str, ...], Any]]:
+    """Every key of the JSON config: its path, the same with the key's most usual other name, and its field, if any."""
+    for name, field in section.model_fields.items():
+        other = next((mark.name for mark in spellings(field)), name)
+        yield (*path, name), (*written, other), field
+        nested = nested_section(field)
+        if nested is not None:
+            yield from _json_fields(nested, (*path, name), (*written, name))
+    for name in section.unread.split():
+        yield (*path, name), (*written, name), None
+
+
+def _json_names() -> Iterator[str]:
+    for path, written, _ in _json_fields(Config, (), ()):
+        yield ".".join(path)
+        yield ".".join(written)
+
+
+def _value(config: Config, key: str) -> Any:
+    value: Any = config
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else getattr(value, part)
+    return "auto" if key in config.unresolved else value.model_dump() if isinstance(value, ConfigSection) else value
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "-"
+    return (
+        str(value).lower() if isinstance(value, bool) else ",".join(value) if isinstance(value, tuple) else str(value)
+    )
+
+
+def _table(heading: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    if not console.is_terminal:
+        for row in rows:
+            click.echo("\t".join(row))
+        return
+    table = Table(*heading)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)

@@ -1,0 +1,116 @@
+"""`zeroaccel config default`, `update` and `template`: launch files without questions.
+
+`default` and `update` call `make_config_file` with every answer given: by this machine, or by the file as it is. The
+templates are in `templates/`, with a table that says what each is for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module, resources
+from pathlib import Path
+
+import click
+
+from zeroaccel.config.diagnostics import closest
+from zeroaccel.config.launch.launch_file import find_launch_file, read_launch_file
+from zeroaccel.errors import ConfigError
+
+from ..machine import look
+from .config_command import CONTEXT, TypedFlags, question_flags
+from .config_file import ConfigRequest, answers_of, log, make_config_file, why_not_ask, write_file
+
+__all__ = ["default", "template", "template_names", "update"]
+
+
+@click.command(context_settings=CONTEXT)
+@question_flags
+@click.pass_obj
+def default(environ: Mapping[str, str], /, typed: TypedFlags) -> None:
+    """Write a launch file with the defaults for this machine, without a question.
+
+    What a flag says counts more than the default. A file that is there is only replaced with --yes.
+    """
+    path = Path(typed.config_file or "zeroaccel.yaml")
+    if path.exists() and not typed.yes and not typed.dry_run:
+        raise ConfigError(
+            f"{path} exists", fix="--yes replaces it and keeps a copy; `zeroaccel config update` changes it"
+        )
+    said = typed.said()
+    request = ConfigRequest(
+        path, said.answers, said.sources, said.extras, yes=True, dry_run=typed.dry_run, no_asking="nobody is asked"
+    )
+    make_config_file(request, look(environ))
+
+
+@click.command(context_settings=CONTEXT)
+@question_flags
+@click.pass_obj
+def update(environ: Mapping[str, str], /, typed: TypedFlags) -> None:
+    """Change answers of a launch file: those of the flags, or, with none, by going through the questions again.
+
+    Answers that no longer apply are left out; keys that no question is about stay. A copy of the file is kept.
+    """
+    found = find_launch_file(typed.config_file, environ, Path.cwd())
+    if found is None:
+        raise ConfigError("there is no launch file", fix="name one by --config_file, or make one: `zeroaccel config`")
+    former, extras = answers_of(read_launch_file(*found))
+    said = typed.said()
+    by_flags = "the answers are given" if said.answers or said.extras else ""
+    request = ConfigRequest(
+        found[0],
+        said.answers,
+        said.sources,
+        {**extras, **said.extras},
+        former=former,
+        yes=typed.yes,
+        dry_run=typed.dry_run,
+        no_asking=by_flags or why_not_ask(environ, yes=typed.yes, no_input=typed.no_input),
+    )
+    make_config_file(request, look(environ))
+
+
+_PACKAGE = "zeroaccel.templates"
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("name", required=False)
+@click.option("-o", "--output", metavar="PATH", help="Write it there, rather than to stdout.")
+@click.option("-y", "--yes", is_flag=True, help="Replace a file that is there; a copy of it is kept.")
+def template(name: str | None, output: str | None, yes: bool) -> None:
+    """Print a template; without NAME, list them."""
+    names = template_names()
+    if name is None:
+        for known, words in _about().items():
+            click.echo(f"{known}\t{words}")
+        return
+    chosen = next((known for known in names if name in (known, Path(known).stem)), None)
+    if chosen is None:
+        meant = closest(name, names)
+        raise ConfigError(
+            f"{name}: no such template", fix=f"did you mean {meant}?" if meant else "leave NAME out for a list"
+        )
+    text = _text(chosen)
+    if output is None:
+        click.echo(text, nl=False)
+        return
+    path = Path(output) / chosen if Path(output).is_dir() else Path(output)
+    if path.exists() and not yes:
+        raise ConfigError(f"{path} exists", fix="--yes replaces it and keeps a copy")
+    kept = write_file(path, text)
+    log(f"written: {path}" + (f" (what was there is in {kept})" if kept else ""))
+
+
+def template_names() -> list[str]:
+    """The names of the templates."""
+    return list(_about())
+
+
+def _about() -> dict[str, str]:
+    """File -> what it is for."""
+    about: dict[str, str] = import_module(_PACKAGE).ABOUT
+    return dict(sorted(about.items()))
+
+
+def _text(name: str) -> str:
+    return (resources.files(_PACKAGE) / name).read_text()

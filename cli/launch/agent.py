@@ -1,0 +1,405 @@
+"""Runs a `LaunchPlan` on this machine through torch's elastic agent, in this process; returns a `JobEnd`.
+
+In order: the machines meet and compare what they have (`meet_machines`), the agent starts the ranks, `StopSignals` and
+`ProcessWatch` handle what the agent does not, and orphans are ended after a failure. `failures` explains the `JobEnd`.
+The agent's own log is kept from the terminal, since the `JobEnd` has all of it: `--debug` shows it, `--log_dir` keeps
+it. The only part of the launcher that imports torch as a whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import shlex
+import shutil
+import signal
+import socket
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from importlib import metadata
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any
+
+import psutil
+from torch.distributed import DistError
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsDest, PContext, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.launcher.api import LaunchConfig, launch_agent
+
+import zeroaccel
+from zeroaccel.comm.environment import timeout_seconds
+from zeroaccel.comm.preflight_rendezvous import NodeInfo, PreflightRendezvous, rendezvous
+from zeroaccel.config.launch.launch_settings import LaunchSettings, Streams
+from zeroaccel.errors import CollectiveError, ConfigError
+
+from . import runner
+from .failures import AFTER_FAILURE_SECONDS, RankEnd, Report, read_report
+from .launch_plan import LaunchPlan
+from .orphans import LAUNCH_ID, ProcessWatch, end_orphans, wake_stopped
+
+__all__ = ["STOP_SIGNALS", "JobEnd", "StopSignals", "meet_machines", "node_info", "run_plan"]
+
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class StopSignals:
+    """The handlers of the stop signals while a job runs; the ones found before come back at the end.
+
+    1. Until there are processes, a signal ends the launcher as it would without handlers; at once where
+       `may_wait_in_native_code`, since no Python handler runs there.
+    2. After `processes_exist`, the first signal raises SignalException, upon which the elastic agent passes the signal
+       on and waits; a second one calls `kill`.
+    3. After `processes_ended`, signals are ignored until the end: what is left to do takes seconds.
+    """
+
+    def __init__(
+        self, kill: Callable[[], object], log: Callable[[str], None], *, may_wait_in_native_code: bool
+    ) -> None:
+        self._kill = kill
+        self._log = log
+        self._may_wait = may_wait_in_native_code
+        self._stopping = False
+        self._before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+
+    def __enter__(self) -> StopSignals:
+        if self._may_wait:
+            self._handle(signal.SIG_DFL)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+    def processes_exist(self) -> None:
+        self._handle(self._on_signal)
+
+    def processes_ended(self) -> None:
+        self._handle(signal.SIG_IGN)
+
+    def _handle(self, handler: signal.Handlers | Callable[[int, FrameType | None], None]) -> None:
+        for number in STOP_SIGNALS:
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        name = signal.Signals(number)
+        if self._stopping:
+            self._kill()
+            return
+        self._stopping = True
+        self._log(f"{name.name}: stopping the processes; once more kills them")
+        raise SignalException(f"the launcher received {name.name}", sigval=name)
+
+
+_TORCH_WAITS = 600.0  # seconds, its rendezvous, by default
+_SAME_EVERYWHERE = ("num_processes", "num_machines", "max_restarts", "rdzv_backend", "use_cpu", "timeout")
+
+
+def meet_machines(
+    plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: float | None
+) -> PreflightRendezvous | None:
+    """Meets the launchers of the other machines; None where there are none, or where they come and go.
+
+    Raises:
+        CollectiveError: a machine did not come, or cannot be reached.
+        ConfigError: two machines want different things.
+    """
+    settings = plan.settings
+    if settings.num_machines == 1 or settings.machine_rank is None or settings.min_machines is not None:
+        return None
+    waits = settings.rdzv_conf.get("timeout") or settings.rdzv_conf.get("join_timeout") or _TORCH_WAITS
+    return rendezvous(
+        (plan.host, plan.port),
+        settings.machine,
+        settings.num_machines,
+        node_info(plan),
+        arrival_seconds=arrival_seconds if arrival_seconds is not None else float(waits),
+        say=log,
+    )
+
+
+def node_info(plan: LaunchPlan) -> NodeInfo:
+    """What must be the same on all machines: versions, settings, the command and the config's contents."""
+    settings = plan.settings
+    facts = {
+        "the version of zeroaccel": zeroaccel.__version__,
+        "the version of torch": metadata.version("torch"),
+        "the version of Python": ".".join(platform.python_version_tuple()[:2]),
+        "the kind of device": plan.device,
+        "the command": shlex.join((plan.program.kind, plan.program.name, *plan.program.arguments)),
+        "processes per machine": str(plan.num_local),
+    }
+    facts |= {f"--{name}": str(getattr(settings, name)) for name in _SAME_EVERYWHERE}
+    facts |= {name: value for name, value in sorted(plan.child_env.items()) if name.startswith("ACCELERATE_")}
+    if settings.deepspeed_config_file is not None:
+        facts[f"the contents of {settings.deepspeed_config_file}"] = _digest(Path(settings.deepspeed_config_file))
+    return NodeInfo(socket.gethostname(), plan.num_local, facts)
+
+
+def _digest(path: Path) -> str:
+    try:
+        return hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+    except OSError as error:
+        raise ConfigError(f"--deepspeed_config_file {path}: {(error.strerror or 'unreadable').lower()}") from None
+
+
+_SHUTDOWN_SECONDS = 10  # for the processes to end after a signal to the launcher; then they are killed
+_TORCH_LOG = "torch.distributed.elastic"
+
+
+@dataclass(frozen=True)
+class JobEnd:
+    """How the job ended on this machine. Both fields are empty after a success.
+
+    Attributes:
+        failures: the processes that failed.
+        signal: the signal that ended the launcher, or 0.
+    """
+
+    failures: tuple[RankEnd, ...] = ()
+    signal: int = 0
+
+
+class RankFiles(DefaultLogsSpecs):
+    """The files of each process: its output, its error report. Asked for whenever the processes are started.
+
+    Also gives each process what `additions` adds to its environment, tells why the processes are started again, and
+    finds what each of them left behind.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        settings: LaunchSettings,
+        additions: Callable[[int], Mapping[str, str]],
+        about_to_start: Callable[[], None],
+        log: Callable[[str], None],
+    ) -> None:
+        super().__init__(str(folder), redirects=_std(settings.redirects), tee=_std(settings.tee))
+        self._additions = additions
+        self._about_to_start = about_to_start
+        self._log = log
+        self._reports: tuple[Path, ...] = ()
+        self._ranks: tuple[int, ...] = ()
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        if self._reports:
+            attempt, last = envs[0]["TORCHELASTIC_RESTART_COUNT"], envs[0]["TORCHELASTIC_MAX_RESTARTS"]
+            self._log(f"{self._why_again()}; starting again ({attempt} of at most {last})")
+        destinations = super().reify(envs)
+        for local_rank, environment in envs.items():
+            environment.update(self._additions(local_rank))
+        self._reports = tuple(Path(path) for path in destinations.error_files.values())
+        self._ranks = tuple(int(environment["RANK"]) for environment in envs.values())
+        self._about_to_start()
+        return destinations
+
+    def end_of(self, rank: int, failure: ProcessFailure) -> RankEnd:
+        """What is known of a process that failed. Its traceback goes into its own log as well, where it has one."""
+        path = self._reports[failure.local_rank]
+        report = _report_at(path)
+        log = path.with_name("stderr.log")
+        if report is not None and log.exists():
+            with log.open("a") as file:
+                print(report.traceback or report.headline, file=file)
+        return RankEnd(
+            rank=rank,
+            local_rank=failure.local_rank,
+            pid=failure.pid,
+            status=failure.exitcode,
+            noticed=failure.timestamp,
+            report=report,
+            fault=_stack_at(path.with_name(runner.FAULT_FILE)),
+        )
+
+    def ends(self) -> tuple[RankEnd, ...]:
+        """What the processes have said of their ends themselves, where the agent cannot say it."""
+        found = []
+        for local_rank, (rank, path) in enumerate(zip(self._ranks, self._reports, strict=True)):
+            if (report := _report_at(path)) is not None:
+                found.append(RankEnd(rank, local_rank, report.pid, report.exit_code, report.time, report))
+        return tuple(found)
+
+    def _why_again(self) -> str:
+        reports = {rank: report for rank, path in enumerate(self._reports) if (report := _report_at(path)) is not None}
+        if not reports:
+            return "a process died without a report, or another machine had to start again"
+        rank, report = min(reports.items(), key=lambda item: item[1].time)
+        return f"local rank {rank} failed first: {report.headline}"
+
+
+def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: float | None = None) -> JobEnd:
+    """Starts the processes, waits for all of them, and leaves none behind unless all succeeded.
+
+    Args:
+        say: tells the user something while the job runs.
+        arrival_seconds: how long the other machines may take to come; by default as long as torch's rendezvous waits.
+
+    Raises:
+        CollectiveError: the machines did not meet.
+        ConfigError: they want different things.
+    """
+    settings = plan.settings
+    launch_id = uuid.uuid4().hex
+    is_temporary = settings.log_dir is None
+    folder = Path(tempfile.mkdtemp(prefix="zeroaccel_") if settings.log_dir is None else settings.log_dir)
+    succeeded = False
+    stop_signals = StopSignals(
+        lambda: end_orphans(launch_id, grace_seconds=0.0), log, may_wait_in_native_code=settings.num_machines > 1
+    )
+    files = RankFiles(
+        folder,
+        settings,
+        lambda local_rank: {**plan.additions(local_rank), LAUNCH_ID: launch_id},
+        stop_signals.processes_exist,
+        log,
+    )
+    if settings.max_restarts:
+        _renew_stores()
+    watch = ProcessWatch(timeout_seconds(settings.timeout), plan.port, settings.monitor_interval, log)
+    with stop_signals, _agent_log(settings), _processes_end_in_time(), watch:
+        try:
+            meeting = meet_machines(plan, log, arrival_seconds)  # its store lives until the ranks have theirs
+            # The agent fills in ${local_rank} and turns $$ into $; the arguments are meant as they are.
+            command = [word.replace("$", "$$") for word in plan.command[1:]]
+            launch_agent(_launch_config(plan, files), plan.command[0], command)
+            del meeting
+            succeeded = True
+            return JobEnd()
+        except ChildFailedError as error:
+            return JobEnd(tuple(files.end_of(rank, failure) for rank, failure in sorted(error.failures.items())))
+        except SignalException as error:
+            return JobEnd(signal=int(error.sigval))
+        except (RendezvousError, DistError) as error:
+            if ends := files.ends():
+                return JobEnd(ends)  # the agent has lost the store, after its processes have told why they end
+            raise CollectiveError(_did_not_meet(plan, error)) from error
+        finally:
+            if not succeeded:
+                stop_signals.processes_ended()
+                end_orphans(launch_id)
+            if is_temporary:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _processes_end_in_time() -> Iterator[None]:
+    """Has the elastic agent end processes sooner than after its 30 s, for which it has no setting once one has failed.
+
+    Those that are stopped (SIGSTOP) are woken first: the agent's SIGTERM would not reach them before its SIGKILL.
+    """
+    close = PContext.close
+
+    def close_in_time(
+        context: PContext, death_sig: signal.Signals | None = None, timeout: int = AFTER_FAILURE_SECONDS
+    ) -> None:
+        number = death_sig or signal.SIGTERM
+        own = set(context.pids().values())  # some of which may have ended, and be other processes' by now
+        wake_stopped([child for child in psutil.Process().children() if child.pid in own], number)
+        close(context, number, min(timeout, _SHUTDOWN_SECONDS))
+
+    PContext.close = close_in_time  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        PContext.close = close  # type: ignore[method-assign]
+
+
+def _renew_stores() -> None:
+    """Gives the ranks a new store for every attempt.
+
+    The one that torch's agent would share with them keeps what the last attempt wrote, such as addresses of processes
+    that are gone, and a rank that reads one before it is written anew waits for nobody (torch 2.13).
+    """
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+
+
+def _launch_config(plan: LaunchPlan, files: RankFiles) -> LaunchConfig:
+    settings = plan.settings
+    conf: dict[str, Any] = dict(settings.rdzv_conf)
+    if settings.rendezvous == "static":
+        conf["rank"] = settings.machine
+    elif settings.machine_rank is not None or settings.num_machines == 1:
+        conf["is_host"] = settings.is_main_machine  # otherwise torch compares addresses
+    known = {field.name for field in fields(LaunchConfig)}
+    # Not in every release that is supported. Without them the agent waits for 30 s, and handles all signals itself.
+    newer: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_SECONDS, "signals_to_handle": "SIGQUIT"}
+    return LaunchConfig(
+        min_nodes=settings.min_machines or settings.num_machines,
+        max_nodes=settings.num_machines,
+        nproc_per_node=plan.num_local,
+        logs_specs=files,
+        run_id="zeroaccel",
+        role=settings.role,
+        rdzv_endpoint=f"{plan.host}:{plan.port}",
+        rdzv_backend=settings.rendezvous,
+        rdzv_configs=conf,
+        max_restarts=settings.max_restarts,
+        monitor_interval=settings.monitor_interval,
+        log_line_prefix_template=f"[{settings.role} ${{rank}}] ",
+        local_addr=plan.address,
+        **{name: value for name, value in newer.items() if name in known},
+    )
+
+
+def _std(streams: Streams) -> Std | dict[int, Std]:
+    if isinstance(streams, int):
+        return Std(streams)
+    return {local_rank: Std(choice) for local_rank, choice in streams.items()}
+
+
+def _report_at(path: Path) -> Report | None:
+    try:
+        data: Mapping[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError):  # none, or half of one
+        return None
+    return read_report(data)
+
+
+def _stack_at(path: Path) -> str:
+    """What a crash left, without the frames of `runner`."""
+    try:
+        lines = path.read_text(errors="replace").strip().splitlines()
+    except OSError:
+        return ""
+    return "\n".join(line for line in lines if runner.__file__ not in line)
+
+
+def _did_not_meet(plan: LaunchPlan, error: Exception) -> str:
+    settings = plan.settings
+    words = str(error.__cause__ or error).strip().splitlines()
+    return (
+        f"machine {settings.machine} of {settings.num_machines} did not meet the others at {plan.host}:{plan.port}: "
+        f"{words[0] if words else type(error).__name__}"
+    )
+
+
+@contextmanager
+def _agent_log(settings: LaunchSettings) -> Iterator[None]:
+    log = logging.getLogger(_TORCH_LOG)
+    handlers: list[logging.Handler] = [logging.NullHandler()]
+    if settings.log_dir is not None:
+        handlers.append(logging.FileHandler(Path(settings.log_dir, f"launcher_{settings.machine}.log")))
+    if settings.debug:
+        handlers.append(logging.StreamHandler())
+    for handler in handlers:
+        handler.setFormatter(logging.Formatter("[elastic %(levelname).1s %(asctime)s] %(message)s"))
+        log.addHandler(handler)
+    propagate, log.propagate = log.propagate, False
+    try:
+        yield
+    finally:
+        log.propagate = propagate
+        for handler in handlers:
+            log.removeHandler(handler)
+            handler.close()

@@ -1,0 +1,248 @@
+"""Explains how a job failed: the rank that failed first, its error, the state of the others, and the exit code.
+
+Pure: `agent` collects a `RankEnd` per failed rank of this machine, `launch_command` prints `explain_failure`. The rank
+that failed first is seldom the one that printed last: the others lose their connection to it, and say so at length.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+__all__ = ["AFTER_FAILURE_SECONDS", "RankEnd", "Report", "exit_code", "explain_failure", "first_failure", "read_report"]
+
+
+ReportKind = Literal["exception", "on_purpose", "exit", "interrupt"]
+
+_NEVER_A_CONSEQUENCE = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+AFTER_FAILURE_SECONDS = 6
+"""How long the other processes have to end after one has failed, from SIGTERM to SIGKILL.
+
+A job whose ranks have parted ends within 15 s of the limit: by then, up to 8 s have gone by.
+"""
+
+_PATIENCE_SECONDS = AFTER_FAILURE_SECONDS - 2.0  # times are in whole seconds
+
+# How gloo, NCCL and the rendezvous store say that another process is gone, in exceptions of torch.distributed.
+_CONNECTION_ERRORS = re.compile(r"^([\w.]*\.)?(RuntimeError|Dist\w*Error)\b")
+_CONNECTION_WORDS = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (closed|timeout)|remote process exited"
+    r"|closed by peer|caused pair closure|communicator was aborted|failed to (recv|send)"
+    r"|(recv|send)(Value|Bytes) failed|failed to connect|wait timeout after",
+    re.IGNORECASE,
+)
+# Ours say which rank is to blame; that rank has a report of its own, unless all of them have this one.
+_COLLECTIVE_ERRORS = re.compile(r"^Collective\w*Error\b")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a process said of its own end.
+
+    Attributes:
+        kind: an uncaught exception, one of `zeroaccel.errors`, a `sys.exit`, or Ctrl-C.
+        headline: the exception without its traceback, or where and how `sys.exit` was called.
+        traceback: in full, without a final newline; empty for `sys.exit`.
+        exit_code: what it was about to exit with.
+        time: seconds since the epoch.
+        told: it is on the terminal already.
+        pid: of the process; 0 where it does not say.
+    """
+
+    kind: ReportKind
+    headline: str
+    traceback: str
+    exit_code: int
+    time: float
+    printed: bool = False
+    pid: int = 0
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """How one process ended that did not succeed.
+
+    Attributes:
+        status: its exit code, negative for a signal.
+        noticed: when the launcher noticed, in whole seconds since the epoch.
+        report: what it said itself, if it could.
+        fault: the Python stack a crash in native code left.
+    """
+
+    rank: int
+    local_rank: int
+    pid: int
+    status: int
+    noticed: float
+    report: Report | None = None
+    fault: str = ""
+
+    @property
+    def exit_code(self) -> int:
+        """Its exit code, negative for a signal; its own where the launcher's signal met it on its way out."""
+        return self.report.exit_code if self.report is not None and self.status < 0 else self.status
+
+
+def read_report(data: Mapping[str, Any]) -> Report:
+    """Reads the report of `runner`, or one written by torch's own `record`."""
+    if "zeroaccel" in data:
+        ours = data["zeroaccel"]
+        return Report(
+            kind=ours["kind"],
+            headline=ours["headline"],
+            traceback=ours["traceback"].rstrip(),
+            exit_code=ours["exit_code"],
+            time=ours["time"],
+            printed=ours.get("printed", False),
+            pid=ours.get("pid", 0),
+        )
+    message = data["message"]
+    if isinstance(message, str):
+        return Report("exception", message, message, 1, float(data.get("timestamp", 0)))
+    extra = message["extraInfo"]
+    return Report("exception", message["message"], extra["py_callstack"].rstrip(), 1, float(extra["timestamp"]))
+
+
+def first_failure(ends: Sequence[RankEnd]) -> RankEnd:
+    """The end that explains the others: of the most telling kind the earliest."""
+    start = min(end.noticed for end in ends)
+
+    def order(end: RankEnd) -> tuple[int, float, int]:
+        time = end.report.time if end.report else end.noticed
+        if _stopped_by_launcher(end, start):
+            return 3, time, end.rank
+        if _is_consequence(end):
+            return 2, time, end.rank
+        return (0 if -end.exit_code in _NEVER_A_CONSEQUENCE else 1), time, end.rank
+
+    return min(ends, key=order)
+
+
+def exit_code(end: RankEnd) -> int:
+    """The launcher's exit code for this end: the same, or 128 + n for signal n as in a shell."""
+    return end.exit_code if end.exit_code > 0 else 128 - end.exit_code
+
+
+def explain_failure(
+    ends: Sequence[RankEnd], *, ranks: range, host: str, several_machines: bool = False, debug: bool = False
+) -> str:
+    """The last words of a failed job on one machine, without a final newline.
+
+    Args:
+        ends: of the processes of this machine that did not succeed, at least one.
+        ranks: all of this machine's.
+        debug: show tracebacks also of errors that were raised on purpose.
+    """
+    first = first_failure(ends)
+    report = first.report
+    named = [first.rank]
+    alike = [end.rank for end in ends if _same_words(end, first)]
+    is_plain = report is not None and (report.kind == "on_purpose" or (report.kind == "exit" and len(alike) > 1))
+    if report is not None and is_plain and not (debug and report.traceback):
+        named = alike
+        said = report.headline
+        if report.printed:
+            said = f"{report.headline.partition(':')[0]} (exit code {exit_code(first)}); the message is above"
+        lines = [f"on {_all_or_some(alike, ranks, several_machines)}: {said}"]
+    else:
+        lines = [f"{_describe_rank(first, host)} failed first{_cause(first)}"]
+    if others := [rank for rank in ranks if rank not in named]:
+        lines.append(_other_ranks(ends, first, others))
+    if several_machines and _is_consequence(first):
+        lines.append("the cause is probably on another machine: see what its launcher says")
+    return "\n".join(lines)
+
+
+def _describe_rank(end: RankEnd, host: str) -> str:
+    how = f"exit code {end.exit_code}" if end.exit_code >= 0 else _signal_name(end.exit_code)
+    return f"rank {end.rank} (host {host}, pid {end.pid}, {how})"
+
+
+def _cause(end: RankEnd) -> str:
+    """What follows "failed first"."""
+    if end.report is not None:
+        return f":\n{end.report.traceback}" if end.report.traceback else f": {end.report.headline}"
+    if end.fault:
+        return f":\n{end.fault.rstrip()}"
+    if end.exit_code == -signal.SIGKILL:
+        return ": killed from outside; most often that is the system, out of memory"
+    if end.exit_code < 0:
+        return f": it received {_signal_name(end.exit_code)}"
+    return ": it left no traceback; what it printed is above"
+
+
+def _other_ranks(ends: Sequence[RankEnd], first: RankEnd, others: Iterable[int]) -> str:
+    """One line on the other processes of this machine; those that are not among the ends have succeeded."""
+    start = min(end.noticed for end in ends)
+    by_rank = {end.rank: _rank_outcome(end, first, start) for end in ends}
+    groups: dict[str, list[int]] = {}
+    for rank in others:
+        groups.setdefault(by_rank.get(rank, "had finished"), []).append(rank)
+    return "; ".join(f"{_named(who)}: {fate}" for fate, who in groups.items())
+
+
+def _rank_outcome(end: RankEnd, first: RankEnd, start: float) -> str:
+    if _same_words(end, first):
+        return "failed in the same way"
+    if _stopped_by_launcher(end, start):
+        return "stopped by the launcher"
+    if end.report is not None and _COLLECTIVE_ERRORS.match(end.report.headline):
+        return "gave up waiting"
+    if _is_consequence(end):
+        return "lost its connection"
+    if end.report is not None:
+        line = end.report.headline.splitlines()[0] if end.report.headline else end.report.kind
+        return line if len(line) <= 120 else f"{line[:117]}..."
+    return f"exit code {end.exit_code}" if end.exit_code > 0 else _signal_name(end.exit_code)
+
+
+def _same_words(end: RankEnd, first: RankEnd) -> bool:
+    if end is first:
+        return True
+    if end.report is None or first.report is None:
+        return False
+    return (end.report.kind, end.report.headline) == (first.report.kind, first.report.headline)
+
+
+def _stopped_by_launcher(end: RankEnd, start: float) -> bool:
+    if end.report is not None:
+        return False
+    is_late = end.noticed - start > _PATIENCE_SECONDS
+    return end.exit_code in (-signal.SIGTERM, 128 + signal.SIGTERM) or (end.exit_code == -signal.SIGKILL and is_late)
+
+
+def _is_consequence(end: RankEnd) -> bool:
+    if end.report is None:
+        return False
+    headline = end.report.headline
+    if _COLLECTIVE_ERRORS.match(headline):
+        return True
+    return bool(_CONNECTION_ERRORS.match(headline) and _CONNECTION_WORDS.search(headline))
+
+
+def _all_or_some(alike: Sequence[int], ranks: range, several_machines: bool) -> str:
+    if len(alike) == len(ranks) > 1:
+        return f"all {len(ranks)} ranks" + (" of this machine" if several_machines else "")
+    return _named(alike)
+
+
+def _named(ranks: Iterable[int]) -> str:
+    """ "rank 3", "ranks 0-2, 5"."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    text = ", ".join(str(low) if low == high else f"{low}-{high}" for low, high in spans)
+    return f"rank{'' if spans == [[spans[0][0]] * 2] else 's'} {text}"
+
+
+def _signal_name(code: int) -> str:
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"

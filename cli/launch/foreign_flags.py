@@ -1,0 +1,336 @@
+"""Flags of `zeroaccel launch` that are other launchers' names and ways: the `deepspeed` command's and accelerate's.
+
+Each is brought into our settings, or does nothing here as there, which is a note. What needs to know the machines or
+the devices, as `--include` and `--num_gpus`, is resolved by `resolve_devices` once the other settings are known. What a
+setting is called here is said in the hints for torchrun's flags.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import click
+
+from zeroaccel.config.launch.launch_foreign import FSDP_KEYS
+from zeroaccel.config.launch.launch_sources import ExplicitSettings, from_text
+from zeroaccel.errors import ConfigError
+
+from ..machine import devices, is_own_host
+from .hostfile import Host, read_hostfile, select_hosts
+
+__all__ = ["DEEPSPEED_FLAGS", "TORCHRUN_HINTS", "ForeignFlags", "foreign_flag_options", "resolve_devices"]
+
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+# Flag -> the setting of ours that it is another name of.
+_SAME = {
+    "num_nodes": "num_machines",
+    "node_rank": "machine_rank",
+    "master_addr": "main_process_ip",
+    "master_port": "main_process_port",
+}
+_FSDP = "use_fsdp"
+# Flags that other launchers take and that change nothing here: name -> why.
+_IDLE_SWITCHES: Mapping[str, str] = {
+    "quiet": "the failing process is told once, without a second traceback",
+    "downcast_bf16": "it is a setting of TPUs",
+    "ipex": "that library is not used",
+    "use_xpu": "the accelerators of this machine are used",
+    "force_multi": "machines are reached by ssh wherever a hostfile names others",
+    "no_ssh_check": "a machine that cannot be reached is told when the job is started",
+    "save_pid": "the job ends with this process, and no file is needed to end it",
+    "detect_nvlink_pairs": "devices are used in the order that CUDA has them in",
+    "use_env": "LOCAL_RANK is always in the environment",
+    "use_parallelism_config": "there is data parallelism only, over all ranks",
+    "no_tpu_cluster": "it is a setting of TPUs",
+    "tpu_cluster": "it is a setting of TPUs",
+    "tpu_use_sudo": "it is a setting of TPUs",
+}
+_IDLE_VALUES: Mapping[str, str] = {
+    "main_training_function": "it is a setting of TPUs; scripts are run as they are",
+    "bind_core_list": "--enable_cpu_affinity divides all cores",
+    "log_level": "--debug shows everything",
+    "rdzv_id": "the meeting point is enough",
+}
+# Sizes of accelerate's parallelism: those of data parallelism group the ranks that hold shards, 1 divides nothing.
+_SIZES = tuple(f"parallelism_config_{kind}_size" for kind in ("dp_shard", "dp_replicate", "tp", "cp", "sp"))
+_REFUSED_VALUES: Mapping[str, tuple[str, str]] = {
+    "autotuning": ("settings are not tried out", "`zeroaccel config --model NAME` shows what fits this machine"),
+    "ssh_port": ("ssh is told its port by a variable", 'ZEROACCEL_SSH="ssh -p PORT"'),
+    "venv_script": ("the same interpreter is run on every machine", "start zeroaccel from that environment"),
+}
+
+DEEPSPEED_FLAGS = (
+    "num_gpus",
+    "num_nodes",
+    "node_rank",
+    "master_addr",
+    "master_port",
+    "no_ssh",
+    "launcher",
+    "bind_cores_to_rank",
+    "enable_each_rank_log",
+    "pass_local_rank",
+)
+"""Those of the `deepspeed` command that have a meaning of their own here, as help shows them."""
+
+_PER_MACHINE = "it counts the processes of all machines together"
+TORCHRUN_HINTS: Mapping[str, str] = {
+    "nproc_per_node": f"say --num_processes N, {_PER_MACHINE}; or --num_gpus N, per machine",
+    "nproc": f"say --num_processes N, {_PER_MACHINE}; or --num_gpus N, per machine",
+    "n_procs": f"say --num_processes N, {_PER_MACHINE}; or --num_gpus N, per machine",
+    "nnodes": "say --num_machines N, or MIN:MAX",
+    "rdzv_endpoint": "say --main_process_ip HOST --main_process_port PORT",
+    "standalone": "leave it out, one machine is the default and its port a free one",
+    "local_ranks_filter": "--redirects and --log_dir choose what is shown",
+    "start_method": "every process is a program of its own",
+    "local_addr": "the address towards machine 0 is found by itself",
+    "enable_elastic_training": "say --num_machines MIN:MAX",
+    "elastic_training": "say --num_machines MIN:MAX",
+    "min_elastic_nodes": "say --num_machines MIN:MAX",
+    "max_elastic_nodes": "say --num_machines MIN:MAX",
+}
+"""Flags of torchrun and of elastic DeepSpeed that do not exist here -> what to say instead."""
+
+_OPTIONS: Mapping[str, dict[str, Any]] = {
+    "num_gpus": {"metavar": "N", "help": "Processes on each machine, as --num_processes per machine."},
+    "num_nodes": {"metavar": "N", "help": "The same as --num_machines; with a hostfile, its first N machines."},
+    "node_rank": {"metavar": "N", "help": "The same as --machine_rank."},
+    "master_addr": {"metavar": "HOST", "help": "The same as --main_process_ip."},
+    "master_port": {"metavar": "PORT", "help": "The same as --main_process_port."},
+    "no_ssh": {"is_flag": True, "help": "The command is run on each machine; the hostfile says how many they are."},
+    "launcher": {"metavar": "pdsh|ssh", "help": "How the machines of a hostfile are reached; both are ssh."},
+    "bind_cores_to_rank": {"is_flag": True, "help": "The same as --enable_cpu_affinity."},
+    "enable_each_rank_log": {"metavar": "FOLDER", "help": "The same as --log_dir FOLDER --redirects 3."},
+}
+
+
+def foreign_flag_options(command: _Command) -> _Command:
+    """Gives the launch these flags. All are optional; absent means: not given."""
+    about = "Whether the script is given --local_rank=N. [default: if its argparse, click or fire takes it]"
+    command = click.option("--pass_local_rank/--no_local_rank", "pass_local_rank", default=None, help=about)(command)
+    for name in reversed(tuple(_OPTIONS)):
+        spelled = ("--num_gpus", "--num_accelerators") if name == "num_gpus" else (f"--{name}",)
+        command = click.option(*spelled, name, **_OPTIONS[name])(command)
+    command = click.option("--launcher_args", hidden=True)(command)
+    command = click.option(f"--{_FSDP}", is_flag=True, hidden=True)(command)
+    for name in (*FSDP_KEYS, *_IDLE_VALUES, *_REFUSED_VALUES, *_SIZES):
+        command = click.option(f"--{name}", hidden=True)(command)
+    for name in _IDLE_SWITCHES:
+        spelled = ("-q", "--quiet") if name == "quiet" else (f"--{name}",)
+        command = click.option(*spelled, name, is_flag=True, hidden=True)(command)
+    return command
+
+
+@dataclass
+class ForeignFlags:
+    """What was typed of these flags.
+
+    Attributes:
+        values, sources: as for `ExplicitSettings`, of those that are other names of settings.
+        notes: one line for each that does nothing.
+        fsdp: FSDP's settings.
+        num_gpus: processes per machine.
+        pass_local_rank: what was said of --local_rank; None leaves it to the script.
+        is_fsdp: --use_fsdp was typed.
+        no_ssh: the command is run on each machine.
+    """
+
+    values: dict[str, Any] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+    fsdp: dict[str, str] = field(default_factory=dict)
+    num_gpus: int | None = None
+    pass_local_rank: bool | None = None
+    is_fsdp: bool = False
+    no_ssh: bool = False
+
+    @classmethod
+    def take_from(cls, typed: dict[str, Any]) -> ForeignFlags:
+        """Takes these flags out of what click has of a command line.
+
+        Raises:
+            ConfigError: a value has not the form of its setting, or a flag has no counterpart.
+        """
+        found = {name: typed.pop(name, None) for name in _names()}
+        given = {name: value for name, value in found.items() if value not in (None, False)}
+        flags = cls(pass_local_rank=found["pass_local_rank"])
+        for name, (reason, fix) in _REFUSED_VALUES.items():
+            if name in given:
+                raise ConfigError(f"--{name} {given[name]}: {reason}", fix=fix)
+        for name, reason in {**_IDLE_SWITCHES, **_IDLE_VALUES}.items():
+            if name in given:
+                flags.notes.append(f"--{name}: does nothing, {reason}")
+        for name in _SIZES:
+            if name in given and "_dp_" not in name and given[name] not in ("0", "1"):
+                reason = "tensor, context and sequence parallelism are not available"
+                raise ConfigError(f"--{name} {given[name]}: {reason}", fix="leave it out")
+            if name in given:
+                flags.notes.append(f"--{name}: does nothing, there is data parallelism only, over all ranks")
+        flags.fsdp = {name: given[name] for name in FSDP_KEYS if name in given}
+        flags.is_fsdp, flags.no_ssh = _FSDP in given, "no_ssh" in given
+        flags._take_settings(given)
+        return flags
+
+    def _take_settings(self, given: Mapping[str, Any]) -> None:
+        for name, setting in _SAME.items():
+            if name in given:
+                flag = f"--{name}"
+                self._log(setting, from_text(setting, given[name], {setting: flag}.__getitem__), flag)
+        if "num_gpus" in given:
+            count = from_text("num_processes", given["num_gpus"], lambda _: "--num_gpus")
+            if count == 0 or count < -1:
+                raise ConfigError("--num_gpus", expected="a number above 0, or -1 for all", got=count)
+            self.num_gpus = None if count == -1 else count
+        if "bind_cores_to_rank" in given:
+            self._log("enable_cpu_affinity", True, "--bind_cores_to_rank")
+        if "enable_each_rank_log" in given:
+            self._log("log_dir", given["enable_each_rank_log"], "--enable_each_rank_log")
+            self._log("redirects", 3, "--enable_each_rank_log")
+        if "launcher" in given:
+            self._log("multinode_launcher", given["launcher"].lower(), "--launcher")
+        if "launcher_args" in given:
+            self.notes.append("--launcher_args: does nothing; arguments for ssh are in ZEROACCEL_SSH")
+        if self.no_ssh:
+            self._log("multinode_launcher", "standard", "--no_ssh")
+
+    def _log(self, name: str, value: Any, flag: str) -> None:
+        self.values[name], self.sources[name] = value, flag
+
+    def above(self, flags: ExplicitSettings) -> ExplicitSettings:
+        """These flags together with those that have our own names.
+
+        Raises:
+            ConfigError: two names of one setting say different things.
+        """
+        for name, value in self.values.items():
+            if flags.values.get(name, value) != value:
+                here, there = f"{self.sources[name]} {value}", f"{flags.sources[name]} {flags.values[name]}"
+                fix = "keep one of the two, they are names of one setting"
+                raise ConfigError(f"{here}: something else is said by {there}", fix=fix)
+        return flags.under(ExplicitSettings(self.values, self.sources, tuple(self.notes)))
+
+
+def _names() -> tuple[str, ...]:
+    more = ("pass_local_rank", "launcher_args", _FSDP)
+    return (*_OPTIONS, *more, *FSDP_KEYS, *_IDLE_VALUES, *_REFUSED_VALUES, *_IDLE_SWITCHES, *_SIZES)
+
+
+def resolve_devices(given: ExplicitSettings, flags: ForeignFlags) -> ExplicitSettings:
+    """Brings processes per machine, filters without a hostfile and hostfiles without ssh into the other settings.
+
+    Raises:
+        ConfigError: a filter names another machine than this one, or devices that it lacks, or counts contradict.
+    """
+    if given.values.get("hostfile") is not None:
+        return _by_hostfile(given, flags)
+    given = _without_hostfile(_by_filter(given), flags)
+    if flags.num_gpus is None:
+        return given
+    num_processes = flags.num_gpus * (given.values.get("num_machines") or 1)
+    return _with_processes(given, num_processes, "--num_gpus")
+
+
+def _without_hostfile(given: ExplicitSettings, flags: ForeignFlags) -> ExplicitSettings:
+    """What reaches other machines means nothing where no file names them."""
+    launcher = given.values.get("multinode_launcher")
+    if launcher in (None, "ssh", "standard") and given.sources.get("multinode_launcher") != "--launcher":
+        return given
+    kept = {name: value for name, value in given.values.items() if name != "multinode_launcher"}
+    note = f"{given.where('multinode_launcher')} {launcher}: does nothing, as there is no hostfile"
+    return ExplicitSettings(kept, given.sources, (*given.notes, note))
+
+
+def _with_processes(given: ExplicitSettings, num_processes: int, flag: str) -> ExplicitSettings:
+    said = given.values.get("num_processes", num_processes)
+    if said != num_processes and given.sources["num_processes"].startswith("--"):
+        raise ConfigError(
+            f"{flag}: {num_processes} processes in all, and {given.sources['num_processes']} says {said}",
+            fix="keep one of the two",
+        )
+    return given.under(ExplicitSettings({"num_processes": num_processes}, {"num_processes": flag}))
+
+
+def _by_filter(given: ExplicitSettings) -> ExplicitSettings:
+    """A filter that names this machine: the devices it leaves, a process each."""
+    name = next((one for one in ("inclusion_filter", "exclusion_filter") if given.values.get(one) is not None), None)
+    if name is None:
+        return given
+    text, where = str(given.values[name]), given.where(name)
+    host, _, slots = text.partition(":")
+    if "@" in text or not (host == "localhost" or is_own_host(host)):
+        raise ConfigError(
+            f"{where} {text}: a filter of the hostfile, and there is none",
+            fix="set hostfile too, or name this machine, as in localhost:0,1",
+        )
+    numbers = _numbers(slots, where, text)
+    found = 0 if given.values.get("use_cpu") else len(devices())
+    if name == "exclusion_filter":
+        left = [number for number in range(found) if number not in (numbers or range(found))]
+        if not left:
+            expected = f"to leave one of the {found} devices of this machine" if found else "devices to leave out"
+            raise ConfigError(where, expected=expected, got=text)
+        numbers = left
+    values = {key: value for key, value in given.values.items() if key not in ("inclusion_filter", "exclusion_filter")}
+    sources, notes = dict(given.sources), list(given.notes)
+    if numbers and found:
+        values["gpu_ids"], sources["gpu_ids"] = ",".join(map(str, numbers)), sources[name]
+    elif numbers:
+        notes.append(f"{where} {text}: {len(numbers)} on the CPU, as no accelerator is used here")
+    given = ExplicitSettings(values, sources, tuple(notes))
+    return _with_processes(given, len(numbers), sources[name]) if numbers else given
+
+
+def _numbers(slots: str, where: str, text: str) -> list[int]:
+    try:
+        return sorted({int(number) for number in slots.split(",")}) if slots else []
+    except ValueError:
+        raise ConfigError(where, expected="the form localhost:0,1", got=text) from None
+
+
+def _by_hostfile(given: ExplicitSettings, flags: ForeignFlags) -> ExplicitSettings:
+    """The first machines and slots of a hostfile, as an inclusion filter; for each machine by itself without ssh."""
+    values, sources = dict(given.values), dict(given.sources)
+    num_nodes = values.get("num_machines") if sources.get("num_machines") == "--num_nodes" else None
+    if num_nodes is not None or flags.num_gpus is not None:
+        flag = "--num_nodes" if num_nodes is not None else "--num_gpus"
+        for name in ("inclusion_filter", "exclusion_filter"):
+            if values.get(name) is not None:
+                raise ConfigError(f"{flag}: given beside {given.where(name)}", fix="keep one of the two")
+        hosts = read_hostfile(values["hostfile"])
+        if num_nodes is not None and num_nodes > len(hosts):
+            expected = f"at most the {len(hosts)} machines of {values['hostfile']}"
+            raise ConfigError("--num_nodes", expected=expected, got=num_nodes)
+        chosen = hosts[: num_nodes or len(hosts)]
+        values["inclusion_filter"] = "@".join(_chosen(host, flags.num_gpus) for host in chosen)
+        sources["inclusion_filter"] = flag
+        if num_nodes is not None:
+            del values["num_machines"]
+    given = ExplicitSettings(values, sources, given.notes)
+    return _by_hand(given) if flags.no_ssh else given
+
+
+def _chosen(host: Host, num_gpus: int | None) -> str:
+    if num_gpus is None:
+        return host.name
+    if num_gpus > len(host.slots):
+        raise ConfigError("--num_gpus", expected=f"at most {len(host.slots)}, the slots of {host.name}", got=num_gpus)
+    return f"{host.name}:{','.join(map(str, host.slots[:num_gpus]))}"
+
+
+def _by_hand(given: ExplicitSettings) -> ExplicitSettings:
+    """--no_ssh: the hostfile only says how many machines and processes there are, and which machine is the first."""
+    include, exclude = given.values.get("inclusion_filter"), given.values.get("exclusion_filter")
+    hosts = select_hosts(read_hostfile(given.values["hostfile"]), include, exclude)
+    filters = ("inclusion_filter", "exclusion_filter")
+    kept = {name: value for name, value in given.values.items() if name not in filters}
+    said = {
+        "num_machines": len(hosts),
+        "num_processes": sum(len(host.slots) for host in hosts),
+        "main_process_ip": hosts[0].address,
+    }
+    source = f"hostfile {given.values['hostfile']}"
+    return ExplicitSettings(said, dict.fromkeys(said, source)).under(ExplicitSettings(kept, given.sources, given.notes))

@@ -1,0 +1,139 @@
+"""The hostfile: which machines take part with how many processes, and what filters leave of them. Reads a file only.
+
+The format is DeepSpeed's: a line per machine, `node1 slots=8`, with # for comments. Filters name machines, joined by @,
+each with the slots that are meant, if not all: `node1@node2:0,2`. Reaching the machines is for `remote`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from zeroaccel.config.bounds import read_at_most
+from zeroaccel.config.diagnostics import closest
+from zeroaccel.errors import ConfigError
+
+__all__ = ["Host", "read_hostfile", "select_hosts"]
+
+
+_LINE = re.compile(r"(?P<name>[^\s=]+)(\s+slots=(?P<slots>\d+))?")
+_MOST_NBYTES = 4 << 20
+_FORM = "a machine and its number of processes, as in: node1 slots=8"
+
+
+@dataclass(frozen=True)
+class Host:
+    """A machine of the hostfile.
+
+    Attributes:
+        name: as ssh takes it; may be user@name.
+        slots: numbers of the devices to use, a process each.
+        all_slots: whether these are all that the file gives it.
+    """
+
+    name: str
+    slots: tuple[int, ...]
+    all_slots: bool = True
+
+    @property
+    def address(self) -> str:
+        """Its name without a user."""
+        return self.name.rpartition("@")[2]
+
+
+def read_hostfile(path: str) -> list[Host]:
+    """The machines in the order of the file.
+
+    Raises:
+        ConfigError: it cannot be read, or a line is not of the form, or a machine comes twice.
+    """
+    where = f"--hostfile {path}"
+    try:
+        lines = read_at_most(Path(path).expanduser(), _MOST_NBYTES).decode("utf-8").splitlines()
+    except FileNotFoundError:
+        raise ConfigError(f"{where}: there is no such file") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{where}: expected a file, got a folder", fix="name a file in it") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{where}: not a text file") from None
+    except (OSError, ValueError, RuntimeError) as error:  # the last where a home is not known
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ConfigError(f"{where}: {reason}") from None
+    hosts: dict[str, Host] = {}
+    for number, line in enumerate(lines, start=1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        match = _LINE.fullmatch(text)
+        if match is None or int((match["slots"] or "1")[:5]) == 0 or match["name"].startswith("-"):
+            raise ConfigError(f"{path}:{number}", expected=_FORM, got=text)
+        if len(match["slots"] or "") > 4:
+            raise ConfigError(f"{path}:{number}", expected="at most 9999 slots", got=text)
+        if match["name"] in hosts:
+            raise ConfigError(f"{path}:{number}: {match['name']} comes a second time", fix="give each machine one line")
+        hosts[match["name"]] = Host(match["name"], tuple(range(int(match["slots"] or 1))))
+    if not hosts:
+        raise ConfigError(f"{where}: names no machine", expected=f"a line per machine, {_FORM}")
+    return list(hosts.values())
+
+
+def select_hosts(hosts: Iterable[Host], include: str | None, exclude: str | None) -> list[Host]:
+    """What a filter leaves, in the order of the hostfile; at most one of the two is given.
+
+    Raises:
+        ConfigError: a filter names a machine or a slot that is not there, or leaves nothing, or machines are left with
+            different numbers of processes.
+    """
+    known = {host.name: host for host in hosts}
+    kept = list(known.values())
+    if include is not None:
+        wanted = _parse(include, known, "--inclusion_filter")
+        kept = [_with(host, wanted[host.name] or host.slots) for host in kept if host.name in wanted]
+    if exclude is not None:
+        unwanted = _parse(exclude, known, "--exclusion_filter")
+        left = [
+            _with(host, tuple(slot for slot in host.slots if slot not in (unwanted[host.name] or host.slots)))
+            if host.name in unwanted
+            else host
+            for host in kept
+        ]
+        kept = [host for host in left if host.slots]
+        if not kept:
+            raise ConfigError("--exclusion_filter: leaves no machine", fix="exclude fewer")
+    counts = {len(host.slots): host.name for host in kept}
+    if len(counts) > 1:
+        (most, one), (least, other) = max(counts.items()), min(counts.items())
+        raise ConfigError(
+            f"--hostfile: {one} has {most} processes and {other} {least}, and all machines must have the same number",
+            fix="change slots=, or choose some of them with --inclusion_filter, as in node1:0,1@node2:0,1",
+        )
+    return kept
+
+
+def _with(host: Host, slots: tuple[int, ...]) -> Host:
+    return Host(host.name, slots, all_slots=slots == host.slots)
+
+
+def _parse(text: str, known: Mapping[str, Host], where: str) -> dict[str, tuple[int, ...]]:
+    """Machine -> its slots, empty for all. The @ of user@name belongs to the name."""
+    named: dict[str, tuple[int, ...]] = {}
+    words = text.split("@")
+    while words:
+        word = words.pop(0).strip()
+        if words and word not in known and f"{word}@{words[0].partition(':')[0]}" in known:
+            word = f"{word}@{words.pop(0)}"
+        name, _, numbers = word.partition(":")
+        if name not in known:
+            near = closest(name, known, cutoff=0.6)
+            fix = f"did you mean {near}?" if near else f"it has {', '.join(known)}"
+            raise ConfigError(where, expected="machines of the hostfile", got=name, fix=fix)
+        try:
+            slots = tuple(sorted({int(number) for number in numbers.split(",")})) if numbers else ()
+        except ValueError:
+            raise ConfigError(where, expected="the form node1@node2:0,2", got=word) from None
+        if beyond := [slot for slot in slots if slot not in known[name].slots]:
+            raise ConfigError(where, expected=f"slots 0 to {len(known[name].slots) - 1} of {name}", got=beyond[0])
+        named[name] = slots
+    return named

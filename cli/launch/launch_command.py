@@ -1,0 +1,266 @@
+"""`zeroaccel launch`: flags, environment and launch file, read and handed on.
+
+What was given becomes `LaunchSettings`, those a `LaunchPlan`; a dry run prints the plan, otherwise `agent` carries it
+out and `failures` says what went wrong. The only file of the command line that reads the launcher's environment.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from zeroaccel.compat.finder import inherited_environment, real_location
+from zeroaccel.config.launch.launch_file import find_launch_file, read_launch_file
+from zeroaccel.config.launch.launch_foreign import translate_fsdp
+from zeroaccel.config.launch.launch_json import check_json
+from zeroaccel.config.launch.launch_settings import LaunchSettings, launch_settings, wrong_settings
+from zeroaccel.config.launch.launch_sources import ExplicitSettings, check_variables, gather, launched_environment
+from zeroaccel.config.schema import Config
+from zeroaccel.errors import ConfigError
+from zeroaccel.offload.offload_folder import examine_folder
+
+from ..machine import gib, local_disks
+from .cluster_env import cluster_environment
+from .failures import exit_code, explain_failure, first_failure
+from .foreign_flags import ForeignFlags, foreign_flag_options, resolve_devices
+from .launch_flags import LaunchCommand, setting_flags, settings_from_flags
+from .launch_plan import LaunchPlan, Program, ProgramKind, local_rank_option, plan_launch
+from .ssh import describe_node_jobs, is_only_this_machine, plan_node_jobs, run_node_jobs, ssh_words
+
+__all__ = ["launch"]
+
+
+@click.command(
+    cls=LaunchCommand,
+    context_settings={
+        "allow_interspersed_args": False,  # what follows the script is the script's
+        "token_normalize_func": lambda name: name.replace("-", "_"),
+        "help_option_names": ["-h", "--help"],
+        "max_content_width": 120,
+    },
+    short_help="Run a script as several processes.",
+)
+@setting_flags
+@foreign_flag_options
+@click.option("--config_file", metavar="PATH", help="The launch file. [default: see below]")
+@click.option("-m", "--module", is_flag=True, help="SCRIPT is a module, as for python -m.")
+@click.option("--no_python", is_flag=True, help="SCRIPT is a program to run as it is.")
+@click.option("--dry_run", is_flag=True, help="Print the environment and the command of each process; start nothing.")
+@click.argument("script")
+@click.argument("script_args", nargs=-1, type=click.UNPROCESSED)
+def launch(
+    script: str,
+    script_args: tuple[str, ...],
+    config_file: str | None,
+    module: bool,
+    no_python: bool,
+    dry_run: bool,
+    **typed: Any,
+) -> int:
+    """Run SCRIPT with its arguments as several processes that train together.
+
+    Options may be spelled with - or _. Each may also be given in the environment, as ZEROACCEL_ and its name, and in a
+    launch file, which `zeroaccel config` makes: a flag counts more than the environment, and that more than the file.
+    The file is the one of --config_file, else of ZEROACCEL_CONFIG, else zeroaccel.yaml in the project, else in
+    ~/.config/zeroaccel.
+
+    Each process finds RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in its environment, and
+    OMP_NUM_THREADS, the cores of the machine divided by its processes, unless you have set it.
+
+    Exits with the code of the process that failed first, 128 + n for signal n, and 2 if nothing could be started.
+    """
+    if module and no_python:
+        raise click.UsageError("--module and --no_python exclude each other.", click.get_current_context())
+    others = ForeignFlags.take_from(typed)
+    flags = others.above(settings_from_flags(typed))
+    check_variables(os.environ)
+    found = find_launch_file(config_file, os.environ, Path.cwd())
+    given = resolve_devices(_gathered(flags, others, found), others).effective()
+    config = check_json(given)
+    given = _with_folders(given, config)
+    settings = given.settings()
+    if not settings.starts_hosts:
+        _check_folders(given, config)
+    kind: ProgramKind = "module" if module else "executable" if no_python else "script"
+    program = Program(script, script_args, kind, _local_rank_option(script, script_args, kind, others.pass_local_rank))
+    bf16_by = _bf16_by(given, config)
+    for note in given.notes:
+        _log(f"note: {note}")
+    if found is not None:
+        _log(f"settings from {found[0]} ({found[1]})")
+    child_env = {**launched_environment(settings, given.sources), **_facade(settings.engine, given.where("engine"))}
+    if settings.starts_hosts:
+        return _launch_hosts(given, program, child_env, bf16_by, dry_run=dry_run)
+    return _launch_here(settings, program, child_env, bf16_by, dry_run=dry_run)
+
+
+def _gathered(flags: ExplicitSettings, others: ForeignFlags, found: tuple[Path, str] | None) -> ExplicitSettings:
+    """All settings, from flags, environment, what a scheduler says, and the file."""
+    # A scheduler knows this machine better than a file that all machines may share.
+    above = gather(flags, os.environ, cluster_environment(os.environ))
+    if found is not None:
+        over = above
+        if others.is_fsdp:
+            over = ExplicitSettings({"distributed_type": "FSDP"}).under(above)
+        file: ExplicitSettings = read_launch_file(*found, over=over, fsdp_flags=others.fsdp)
+    elif others.is_fsdp or others.fsdp:
+        file = _of_fsdp_flags(above, others)
+    else:
+        file = ExplicitSettings()
+    return gather(flags, os.environ, file.under(cluster_environment(os.environ)))
+
+
+def _of_fsdp_flags(given: ExplicitSettings, others: ForeignFlags) -> ExplicitSettings:
+    """What FSDP's flags stand for where there is no file."""
+    if not others.is_fsdp:
+        names = ", ".join(f"--{name}" for name in others.fsdp)
+        return ExplicitSettings(notes=(f"{names}: nothing is done with it, as there is no --use_fsdp",))
+    machines = given.values.get("num_machines", 1)
+    made = translate_fsdp(others.fsdp, machines if isinstance(machines, int) else 1)
+    if made.problems:
+        raise wrong_settings(made.problems, lambda key: f"--{key}")
+    sources = {name: f"--{key or 'use_fsdp'}" for name, key in made.said_by.items()}
+    notes = ["--use_fsdp: FSDP -> DEEPSPEED, whose stages shard the same way"]
+    notes += [f"--{key}: {text}" for key, text in made.notes]
+    return ExplicitSettings(
+        {**made.values, "distributed_type": "DEEPSPEED"}, {**sources, "distributed_type": "--use_fsdp"}, tuple(notes)
+    )
+
+
+def _local_rank_option(script: str, arguments: tuple[str, ...], kind: ProgramKind, wanted: bool | None) -> str:
+    """What the script is given its local rank by, if at all: what it declares, where nothing else was asked for."""
+    if wanted is False or any(word.partition("=")[0] in ("--local_rank", "--local-rank") for word in arguments):
+        return ""
+    if kind == "executable":
+        if wanted:
+            text = "--pass_local_rank: a program of --no_python is started as it is"
+            raise ConfigError(text, fix="it finds LOCAL_RANK in its environment")
+        return ""
+    path = Path(script)
+    if kind == "module":
+        place = Path(*script.split("."))
+        path = next((one for one in (place.with_suffix(".py"), place / "__main__.py") if one.is_file()), place)
+    return (local_rank_option(path) or ("--local_rank" if wanted else "")) if path.is_file() or wanted else ""
+
+
+def _launch_here(
+    settings: LaunchSettings, program: Program, child_env: Mapping[str, str], bf16_by: str, *, dry_run: bool
+) -> int:
+    plan = plan_launch(settings, program, os.environ, child_env, bf16_by=bf16_by)
+    for line in (*plan.warnings, *(() if dry_run else (plan.headline,))):
+        _log(line)
+    if dry_run:
+        click.echo(plan.describe())
+        return 0
+    return _run(plan)
+
+
+def _with_folders(given: ExplicitSettings, config: Config | None) -> ExplicitSettings:
+    """A folder for every "nvme" that nobody named one for: on this machine's disk with the most room, and said so.
+
+    Not with a hostfile: what disks the other machines have is not known here.
+    """
+    lacking = [f"{what}_nvme_path" for what, (path, _) in _on_nvme(given, config).items() if path is None]
+    disks = () if "hostfile" in given.values or not lacking else local_disks()
+    disk = max(disks, key=lambda one: one.free_nbytes, default=None)
+    if disk is None:
+        return given
+    room = f"{disk.folder} ({disk.file_system}, {gib(disk.free_nbytes)} free)"
+    _log(f"no --{' and no --'.join(lacking)}: files go to {room}, the local disk with the most room")
+    source = "the local disk with the most room"
+    return ExplicitSettings(dict.fromkeys(lacking, disk.folder), dict.fromkeys(lacking, source)).under(given)
+
+
+def _bf16_by(given: ExplicitSettings, config: Config | None) -> str:
+    """Who says that the training is in bf16: a setting, or the JSON config; empty where nobody does."""
+    if given.values.get("mixed_precision") == "bf16":
+        return f"{given.where('mixed_precision')} bf16"
+    if config is not None and "bf16.enabled" not in config.unresolved and config.bf16.enabled:
+        return config.where("bf16.enabled")
+    return ""
+
+
+def _check_folders(given: ExplicitSettings, config: Config | None) -> None:
+    """Looks at the folders for "nvme", which every process would find wrong otherwise, once the model is there."""
+    for what, (path, where) in _on_nvme(given, config).items():
+        if path is None:
+            raise ConfigError(f'{where}: missing, and {what}_device is "nvme"', fix="give a folder on a local disk")
+        examine_folder(path, where)
+
+
+def _on_nvme(given: ExplicitSettings, config: Config | None) -> dict[str, tuple[str | None, str]]:
+    """What is offloaded to files -> the folder that somebody named, or None, and the address of its name."""
+    found: dict[str, tuple[str | None, str]] = {}
+    for what in ("offload_optimizer", "offload_param"):
+        name = f"{what}_nvme_path"
+        in_json = getattr(config.zero_optimization, what) if config is not None else None
+        device = given.values.get(f"{what}_device") or (in_json.device if in_json is not None else "none")
+        if str(device).lower() != "nvme":
+            continue
+        if name not in given.values and config is not None and in_json is not None and in_json.nvme_path is not None:
+            found[what] = in_json.nvme_path, config.where(f"zero_optimization.{what}.nvme_path")
+        else:
+            found[what] = given.values.get(name), given.where(name)
+    return found
+
+
+def _facade(engine: str | None, where: str) -> dict[str, str]:
+    """The variables that make `import deepspeed` give zeroaccel in the processes, where that is wanted."""
+    real = real_location()
+    if engine == "deepspeed" and real is None:
+        raise ConfigError(where, expected="an engine that is installed", got=engine, fix="pip install deepspeed")
+    if engine == "deepspeed" or (engine is None and real is not None):
+        return {}
+    return inherited_environment(os.environ, shadow=real is not None)
+
+
+def _launch_hosts(
+    given: ExplicitSettings, program: Program, child_env: Mapping[str, str], bf16_by: str, *, dry_run: bool
+) -> int:
+    ssh = ssh_words(os.environ.get("ZEROACCEL_SSH", ""))
+    jobs = plan_node_jobs(given, program, child_env, os.environ, ssh, bf16_by)
+    if is_only_this_machine(jobs):
+        return _launch_here(launch_settings(jobs[0].order["settings"]), program, child_env, bf16_by, dry_run=dry_run)
+    python_path = os.environ.get("PYTHONPATH")
+    if dry_run:
+        click.echo(describe_node_jobs(jobs, ssh, python_path, os.environ))
+        return 0
+    num_local = len(jobs[0].ranks)
+    _log(f"{len(jobs)} machines, {num_local} process{'es' if num_local > 1 else ''} each")
+    return run_node_jobs(jobs, ssh, python_path, _log, debug=given.settings().debug)
+
+
+def _run(plan: LaunchPlan) -> int:
+    from .agent import run_plan
+
+    end = run_plan(plan, _log)
+    if end.signal:
+        _log(f"stopped by {signal.Signals(end.signal).name}; all processes of this machine have ended")
+        return 128 + end.signal
+    if not end.failures:
+        return 0
+    settings = plan.settings
+    first_rank = min(failure.rank - failure.local_rank for failure in end.failures)
+    _log(
+        explain_failure(
+            end.failures,
+            ranks=range(first_rank, first_rank + plan.num_local),
+            host=socket.gethostname(),
+            several_machines=settings.num_machines > 1,
+            debug=settings.debug,
+        )
+    )
+    if settings.log_dir is not None:
+        _log(f"output and reports are in {settings.log_dir}")
+    return exit_code(first_failure(end.failures))
+
+
+def _log(message: str) -> None:
+    """To the person, on stderr: stdout belongs to the script."""
+    click.echo(f"zeroaccel: {message}", err=True)

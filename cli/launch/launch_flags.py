@@ -1,0 +1,144 @@
+"""The flags of `zeroaccel launch`: one per setting, in the groups of help, with accelerate's names.
+
+Made from `setting_table` and the settings' own types and docstrings, so that flag, variable and file cannot differ.
+Turns parsed flags into `ExplicitSettings`; the command itself is in `launch_command`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, TypeVar, get_args, get_origin
+
+import click
+
+from zeroaccel.config.diagnostics import closest
+from zeroaccel.config.launch.launch_settings import LaunchSettings
+from zeroaccel.config.launch.launch_sources import ExplicitSettings, from_text, kind_of, other_names
+from zeroaccel.config.launch.setting_table import SETTINGS
+
+from .foreign_flags import DEEPSPEED_FLAGS, TORCHRUN_HINTS
+
+__all__ = ["GROUPS", "LaunchCommand", "flag", "setting_flags", "settings_from_flags"]
+
+
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+_ENGINES = {"use_deepspeed": "DEEPSPEED", "multi_gpu": "MULTI_GPU"}
+
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    group: tuple(name for name, setting in SETTINGS.items() if setting.group == group)
+    for group in dict.fromkeys(setting.group for setting in SETTINGS.values())
+}
+"""Heading in help -> its settings."""
+
+_KIND_METAVARS = {"switch": "true|false", "count": "N"}
+
+_PARALLELISM = "tensor, context and sequence parallelism are not available"
+_FP8 = "8-bit training is not available; use --mixed_precision bf16"
+_REFUSED_BEGINNINGS: Mapping[str, str] = {
+    "parallelism_config": _PARALLELISM,
+    "fp8_": _FP8,
+    "megatron_lm_": "a setting of Megatron-LM, which is another engine",
+    "use_megatron_lm": "Megatron-LM is another engine",
+    "tpu": "there is no support for TPUs",
+    "no_tpu": "there is no support for TPUs",
+    "mpirun_": "mpirun is not called from here; run `mpirun -n N zeroaccel launch ...` instead",
+    "aws_": "there is no support for SageMaker",
+    "zero_nvme_path": "say which: --offload_optimizer_nvme_path or --offload_param_nvme_path",
+}
+
+
+class LaunchCommand(click.Command):
+    """Shows its options in groups, and says why accelerate's others do not exist here."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            name = error.option_name.lstrip("-").replace("-", "_")
+            for beginning, reason in _REFUSED_BEGINNINGS.items():
+                if name.startswith(beginning):
+                    raise click.UsageError(f"{error.option_name}: {reason}", ctx) from None
+            if hint := TORCHRUN_HINTS.get(name):
+                raise click.UsageError(f"No such option {error.option_name}; {hint}", ctx) from None
+            meant = closest(name, [option.lstrip("-") for param in self.params for option in param.opts])
+            fix = f"; did you mean --{meant}?" if meant else ""
+            raise click.UsageError(f"No such option {error.option_name}{fix}", ctx) from None
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        records = {param.name: record for param in self.params if (record := param.get_help_record(ctx)) is not None}
+        grouped = {name for names in GROUPS.values() for name in names}
+        for title, names in GROUPS.items():
+            with formatter.section(title):
+                formatter.write_dl([records[name] for name in names])
+        with formatter.section("As the deepspeed command has them"):
+            formatter.write_dl([records[name] for name in DEEPSPEED_FLAGS if name in records])
+        with formatter.section("This command"):
+            others = [name for name in records if name not in grouped and name not in DEEPSPEED_FLAGS]
+            formatter.write_dl([records[name] for name in others])
+
+
+def flag(setting: str) -> str:
+    """What a setting is called on the command line."""
+    return SETTINGS[setting].flag or f"--{setting}"
+
+
+def setting_flags(command: _Command) -> _Command:
+    """Gives a command the flag of every setting. Absent means: not given, whatever the default."""
+    for name in reversed(list(SETTINGS)):
+        command = _option(name)(command)
+    for engine in _ENGINES:
+        command = click.option(f"--{engine}", engine, is_flag=True, hidden=True)(command)
+    return command
+
+
+def settings_from_flags(typed: Mapping[str, Any]) -> ExplicitSettings:
+    """The settings that were typed.
+
+    Args:
+        typed: parameter -> what click has of it; None or false for what was not typed.
+
+    Raises:
+        ConfigError: a value has not the form of its setting.
+    """
+    typed = {name: value for name, value in typed.items() if value is not None}
+    least, colon, most = str(typed.get("num_machines", "")).partition(":")
+    if colon:  # as torchrun's --nnodes
+        typed |= {"num_machines": most, "min_machines": least}
+    values = {
+        name: value if isinstance(value, bool) else from_text(name, value, flag)
+        for name, value in typed.items()
+        if name not in _ENGINES
+    }
+    sources = {name: flag(name) for name in values}
+    for engine, kind in _ENGINES.items():
+        if typed.get(engine):
+            if values.get("distributed_type", kind) != kind:
+                raise click.UsageError(f"--{engine}: {sources['distributed_type']} says something else")
+            values["distributed_type"], sources["distributed_type"] = kind, f"--{engine}"
+    return ExplicitSettings(values, sources)
+
+
+def _option(name: str) -> Callable[[_Command], _Command]:
+    about = LaunchSettings.model_fields[name].description
+    spelled = [flag(name), *(f"--{other}" for other in other_names(name)), *filter(None, [SETTINGS[name].short])]
+    if kind_of(name) == "switch" and not SETTINGS[name].takes_value:
+        bare = spelled[0].lstrip("-")
+        return click.option(f"--{bare}/--no_{bare}", name, is_flag=True, default=None, help=about)
+    return click.option(*spelled, name, default=None, metavar=_metavar(name), help=about)
+
+
+def _metavar(name: str) -> str:
+    choices = list(_choices(LaunchSettings.model_fields[name].annotation))
+    if choices:
+        return "|".join(choices)
+    if SETTINGS[name].metavar:
+        return SETTINGS[name].metavar
+    return "PATH" if name.endswith(("_path", "_file", "file")) else _KIND_METAVARS.get(kind_of(name), "TEXT")
+
+
+def _choices(annotation: Any) -> Iterator[str]:
+    if get_origin(annotation) is Literal:
+        yield from map(str, get_args(annotation))
+    else:
+        for part in get_args(annotation):
+            yield from _choices(part)

@@ -1,0 +1,430 @@
+"""What a launch starts on this machine, worked out before anything starts: ranks, environment, command.
+
+The dry run prints the plan and `agent` runs it, so that the two cannot differ. Everything that can be wrong with a
+launch on this machine is found here. `local_rank_option` reads the script's source to see whether it declares
+--local_rank, which the `deepspeed` command and torch's older launcher pass as an argument; nothing is run. Imports
+torch only to count accelerators.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.machinery
+import importlib.util
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from zeroaccel.comm.environment import usable_cores
+from zeroaccel.config.diagnostics import near_names
+from zeroaccel.config.launch.launch_settings import LaunchSettings
+from zeroaccel.errors import ConfigError
+
+from ..machine import (
+    devices,
+    divide_cores,
+    is_known_host,
+    is_own_host,
+    neighbouring_cores,
+    own_address_towards,
+    port_trouble,
+)
+
+__all__ = ["LaunchPlan", "Program", "ProgramKind", "local_rank_option", "plan_launch"]
+
+
+ProgramKind = Literal["script", "module", "executable"]
+
+LOOPBACK = "127.0.0.1"
+DEFAULT_PORT = 29500  # torchrun's, for several machines
+FREE_PORT = 0
+CORES = "ZEROACCEL_CPU_CORES"  # the same name is in `runner`, which imports nothing
+LOCAL_RANK_AS = "--local_rank_as="  # likewise
+
+
+@dataclass(frozen=True)
+class Program:
+    """What every process runs.
+
+    Attributes:
+        name: a path for a script, a dotted name for a module, a path or a command for an executable.
+        local_rank_option: what each process is given its local rank by, as "--local_rank"; empty for not at all.
+    """
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    kind: ProgramKind = "script"
+    local_rank_option: str = ""
+
+    def command(self) -> tuple[str, ...]:
+        """The words of the command; scripts and modules go through `runner`, which reports how they end."""
+        if self.kind == "executable":
+            return (self.name, *self.arguments)
+        # By its path: `-m zeroaccel.cli.launch.runner` would look for zeroaccel in the working directory first.
+        runner = str(Path(__file__).with_name("runner.py"))
+        flag = ("-m",) if self.kind == "module" else ()
+        rank = (f"{LOCAL_RANK_AS}{self.local_rank_option}",) if self.local_rank_option else ()
+        return (sys.executable, "-u", runner, *rank, *flag, self.name, *self.arguments)
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """One machine's part of a job.
+
+    Attributes:
+        command: what each process runs, as separate words.
+        num_local: processes on this machine.
+        device: "cuda" or "cpu".
+        environment: variables that every process here gets on top of the launcher's own.
+        host, port: where the processes of the job meet; port 0 is a free one, chosen at the start.
+        address: of this machine, as the others reach it.
+        headline: one line that says what is started.
+        warnings: one line each, for what is allowed but seldom meant.
+        cores: per process the cores it is bound to, as "0,1"; empty when none is.
+        program: what was asked for; `command` runs it.
+        told: the part of `environment` that tells the processes what the launch says about training.
+    """
+
+    settings: LaunchSettings
+    command: tuple[str, ...]
+    num_local: int
+    device: str
+    environment: Mapping[str, str]
+    host: str
+    port: int
+    address: str
+    headline: str
+    warnings: tuple[str, ...] = ()
+    cores: tuple[str, ...] = ()
+    program: Program = Program("")
+    child_env: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def world_size(self) -> int:
+        return self.num_local * self.settings.num_machines
+
+    def rank_environment(self, local_rank: int) -> dict[str, str]:
+        """What one process gets on top of the launcher's own environment; "<...>" for what the start decides."""
+        settings = self.settings
+        is_static = settings.rendezvous == "static"
+        ranks_are_known = is_static or settings.num_machines == 1
+        return {
+            "RANK": str(settings.machine * self.num_local + local_rank) if ranks_are_known else "<order of arrival>",
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(self.world_size) if settings.min_machines is None else f"<at most {self.world_size}>",
+            "LOCAL_WORLD_SIZE": str(self.num_local),
+            "MASTER_ADDR": self.host if ranks_are_known else "<machine of rank 0>",
+            "MASTER_PORT": str(self.port) if is_static and self.port != FREE_PORT else "<free port>",
+            **self.additions(local_rank),
+        }
+
+    def additions(self, local_rank: int) -> dict[str, str]:
+        """What one process gets on top of the launcher's own environment and of torch's."""
+        cores = {CORES: self.cores[local_rank]} if self.cores else {}
+        # LOCAL_SIZE is what the `deepspeed` command calls LOCAL_WORLD_SIZE, and scripts written for it read.
+        return {**self.environment, "LOCAL_SIZE": str(self.num_local), **cores}
+
+    def describe(self) -> str:
+        """The dry run: per process its environment and its command, which a shell takes as printed."""
+        lines = [f"# {self.headline}"]
+        for local_rank in range(self.num_local):
+            variables = [f"{name}={shlex.quote(value)}" for name, value in self.rank_environment(local_rank).items()]
+            lines += [f"# process {local_rank} of {self.num_local}", " ".join([*variables, shlex.join(self.command)])]
+        return "\n".join(lines)
+
+
+def plan_launch(
+    settings: LaunchSettings,
+    program: Program,
+    environ: Mapping[str, str],
+    child_env: Mapping[str, str] | None = None,
+    *,
+    here: bool = True,
+    bf16_by: str = "",
+) -> LaunchPlan:
+    """Works out what to start on this machine.
+
+    Args:
+        environ: the launcher's environment.
+        told: variables that tell the processes what the launch says about training.
+        here: False for a machine like this one, whose ports and folders cannot be looked at.
+        bf16_by: who says that the training is in bf16, as the start of a message; empty where nobody does.
+
+    Raises:
+        ConfigError: the program is not there, the port is taken, the address is unknown, counts do not fit, or an
+            accelerator has no bf16.
+    """
+    _check_program(program, environ)
+    host, port, about_host = _meeting_point(settings, here=here)
+    _check_log_dir(settings)
+    found = () if settings.use_cpu else devices()
+    num_devices = _num_devices(settings, environ, len(found))
+    if bf16_by and (without := [device.name for device in found if not device.has_bf16]):
+        raise ConfigError(f"{bf16_by}: {without[0]} has no bf16", fix="use fp16")
+    num_processes = settings.num_processes
+    num_local = (num_devices or 1) if num_processes is None else num_processes // settings.num_machines
+    _check_local_ranks(settings, num_local)
+    threads, about_threads = _threads(num_local, settings.num_cpu_threads_per_process, environ)
+    return LaunchPlan(
+        settings=settings,
+        command=program.command(),
+        num_local=num_local,
+        device="cuda" if num_devices else "cpu",
+        environment={**_environment(settings, threads), **(child_env or {})},
+        host=host,
+        port=port,
+        address=_own_address(host),
+        headline=f"{_about_processes(settings, num_local, num_devices)}, {about_threads}",
+        warnings=(*about_host, *_warnings(num_local, num_devices)),
+        cores=_cores(settings, program, num_local),
+        program=program,
+        child_env=child_env or {},
+    )
+
+
+def _cores(settings: LaunchSettings, program: Program, num_local: int) -> tuple[str, ...]:
+    if not settings.enable_cpu_affinity:
+        return ()
+    if program.kind == "executable":
+        raise ConfigError(
+            "--enable_cpu_affinity: a program of --no_python is not bound", fix="leave out one of the two"
+        )
+    return divide_cores(neighbouring_cores(), num_local)
+
+
+def _check_program(program: Program, environ: Mapping[str, str]) -> None:
+    if program.kind == "executable":
+        if shutil.which(program.name, path=environ.get("PATH")) is None:
+            raise ConfigError(f"{program.name}: no such command, or not executable", fix="give its path")
+    elif program.kind == "module":
+        _check_module(program.name)
+    else:
+        _check_script(Path(program.name))
+
+
+def _check_script(path: Path) -> None:
+    if path.is_file():
+        if not os.access(path, os.R_OK):
+            raise ConfigError(f"{path}: the script cannot be read", fix="change its permissions")
+        return
+    if path.is_dir():
+        raise ConfigError(f"{path}: expected a script, got a folder", fix="name a file in it, or use --module")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{path}: there is no folder {path.parent}")
+    names = [entry.name for entry in path.parent.iterdir() if entry.is_file()]
+    near = [str(path.parent / name) for name in near_names(path.name, names, 3)]
+    raise ConfigError(
+        f"{path}: there is no such script in {path.parent.resolve()}",
+        fix=f"did you mean {' or '.join(near)}?" if near else "",
+    )
+
+
+def _check_module(name: str) -> None:
+    # The parts below the first would have to be imported to be found, which is for the processes to do.
+    top = name.partition(".")[0]
+    found = importlib.machinery.PathFinder.find_spec(top, [os.getcwd()]) or (top and importlib.util.find_spec(top))
+    if not found:
+        fix = "a script is given without --module" if name.endswith(".py") or "/" in name else ""
+        raise ConfigError(f"--module {name}: there is no module {top!r} here or among the installed ones", fix=fix)
+
+
+def _meeting_point(settings: LaunchSettings, *, here: bool) -> tuple[str, int, tuple[str, ...]]:
+    """Host and port, checked where this machine is the one to listen there; and what is to be said about them."""
+    several = settings.num_machines > 1
+    host = settings.main_process_ip or LOOPBACK
+    notes: tuple[str, ...] = ()
+    port = settings.main_process_port
+    if port is None:
+        port = DEFAULT_PORT if several else FREE_PORT
+    if several and not is_known_host(host):
+        raise ConfigError("--main_process_ip", expected="an address or the name of a known host", got=host)
+    if not several and not is_own_host(host):
+        text = f"--main_process_ip {host}: does nothing on one machine; --num_machines says that there are more"
+        notes, host = (text,), LOOPBACK
+    listens = here and settings.is_main_machine and (settings.machine_rank is not None or not several)
+    if listens and port != FREE_PORT and (trouble := port_trouble(port)):
+        otherwise = "the same on every machine" if several else "or leave it out for a free one"
+        raise ConfigError(f"--main_process_port {port}: {trouble}", fix=f"choose another, {otherwise}")
+    return host, port, notes
+
+
+def _own_address(host: str) -> str:
+    try:
+        return own_address_towards(host)
+    except OSError as error:
+        raise ConfigError(f"--main_process_ip {host}: {error.strerror or error}", fix="check the network") from None
+
+
+def _check_log_dir(settings: LaunchSettings) -> None:
+    if settings.log_dir is None:
+        return
+    path = Path(settings.log_dir)
+    existing = next(place for place in (path, *path.absolute().parents) if place.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        problem = "is not writable" if existing.is_dir() else "is a file"
+        raise ConfigError(f"--log_dir {path}: {existing} {problem}", fix="choose another folder")
+
+
+def _check_local_ranks(settings: LaunchSettings, num_local: int) -> None:
+    for name, streams in (("--tee", settings.tee), ("--redirects", settings.redirects)):
+        if isinstance(streams, dict) and (beyond := [rank for rank in streams if rank >= num_local]):
+            raise ConfigError(name, expected=f"local ranks 0 to {num_local - 1}", got=beyond[0])
+
+
+def _num_devices(settings: LaunchSettings, environ: Mapping[str, str], found: int) -> int:
+    """How many accelerators the processes of this machine will see, of those that this one sees."""
+    if settings.use_cpu or settings.gpu_ids == "all":
+        return found
+    wanted = settings.gpu_ids.split(",")
+    # Where some are hidden, the numbers go beyond those that are visible; names of devices are for CUDA to find.
+    hidden = "CUDA_VISIBLE_DEVICES" in environ
+    if not hidden and any(name.isdigit() and int(name) >= found for name in wanted):
+        there = f"devices 0 to {found - 1}" if found else "no device, as this machine has none"
+        raise ConfigError("--gpu_ids", expected=there, got=settings.gpu_ids, fix="or leave it out for all")
+    return len(wanted)
+
+
+def _threads(num_local: int, wanted: int | None, environ: Mapping[str, str]) -> tuple[str | None, str]:
+    """OMP_NUM_THREADS, or None where the user has set it; and what is said about it.
+
+    Never 1 by default, as torchrun has it: on CPU that leaves all cores but one per process idle.
+    """
+    if wanted is not None:
+        return str(wanted), f"{_count(wanted, 'thread')} each"
+    cores = usable_cores()
+    fair = max(1, cores // num_local)
+    given = environ.get("OMP_NUM_THREADS")
+    if given is None:
+        return str(fair), f"{_count(fair, 'thread')} each"
+    about = f"OMP_NUM_THREADS={given}"
+    if given != str(fair):
+        about += f" from the environment ({_count(cores, 'core')} / {_count(num_local, 'process')} would be {fair})"
+    return None, about
+
+
+def _environment(settings: LaunchSettings, threads: str | None) -> dict[str, str]:
+    environment: dict[str, str] = {}
+    if threads is not None:
+        environment["OMP_NUM_THREADS"] = threads
+    if settings.use_cpu:
+        environment["CUDA_VISIBLE_DEVICES"] = ""
+    elif settings.gpu_ids != "all":
+        environment["CUDA_VISIBLE_DEVICES"] = settings.gpu_ids
+    if settings.timeout is not None:
+        environment["ZEROACCEL_COLLECTIVE_TIMEOUT"] = f"{settings.timeout:g}"
+    if settings.debug:
+        environment["ZEROACCEL_DEBUG"] = "1"
+    return environment
+
+
+def _about_processes(settings: LaunchSettings, num_local: int, devices: int) -> str:
+    text = f"{_count(num_local, 'process')} on {'cuda' if devices else 'cpu'}"
+    if settings.num_machines > 1:
+        world_size = num_local * settings.num_machines
+        text = f"machine {settings.machine} of {settings.num_machines}: {num_local} of {world_size} processes on " + (
+            "cuda" if devices else "cpu"
+        )
+    if settings.num_processes is None:
+        why = "one per accelerator" if devices else "no accelerator here"
+        text += f" ({why}; --num_processes N to choose)"
+    return text
+
+
+def _warnings(num_local: int, devices: int) -> tuple[str, ...]:
+    if not 0 < devices < num_local:
+        return ()
+    return (
+        f"{num_local} processes share {_count(devices, 'accelerator')}, which the engine refuses; "
+        f"use --num_processes {devices} per machine, or --cpu",
+    )
+
+
+def _count(number: int, noun: str) -> str:
+    plural = noun + ("es" if noun.endswith("s") else "s")
+    return f"{number} {noun if number == 1 else plural}"
+
+
+_SPELLINGS = ("--local_rank", "--local-rank")
+_DECLARING = ("add_argument", "option")
+_MAX_FILES = 60  # of a script's own modules; a declaration lies near it
+_MAX_NBYTES = 2_000_000
+
+
+def local_rank_option(script: Path) -> str | None:
+    """The option as the script spells it, "--local_rank" or "--local-rank"; None if it declares none.
+
+    Args:
+        script: a file of Python source; one that cannot be parsed declares nothing.
+    """
+    folder = script.resolve().parent
+    waiting, seen = [script.resolve()], set[Path]()
+    while waiting and len(seen) < _MAX_FILES:
+        path = waiting.pop(0)
+        if path in seen:
+            continue
+        seen.add(path)
+        tree = _parsed(path)
+        if tree is None:
+            continue
+        if spelled := _declared(tree):
+            return spelled
+        waiting += _imported(tree, path, folder)
+    return None
+
+
+def _parsed(path: Path) -> ast.Module | None:
+    try:
+        if path.stat().st_size > _MAX_NBYTES:
+            return None
+        return ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _declared(tree: ast.Module) -> str | None:
+    functions = {one.name: one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef)}
+    for call in ast.walk(tree):
+        if not isinstance(call, ast.Call):
+            continue
+        name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        if name in _DECLARING:
+            for argument in call.args:
+                if isinstance(argument, ast.Constant) and argument.value in _SPELLINGS:
+                    return str(argument.value)
+        if name == "Fire" and call.args and isinstance(call.args[0], ast.Name):
+            function = functions.get(call.args[0].id)
+            if function is not None and _takes_local_rank(function):
+                return _SPELLINGS[0]
+    return None
+
+
+def _takes_local_rank(function: ast.FunctionDef) -> bool:
+    arguments = function.args
+    return any(one.arg == "local_rank" for one in (*arguments.args, *arguments.kwonlyargs))
+
+
+def _imported(tree: ast.Module, path: Path, folder: Path) -> Iterator[Path]:
+    """The files beside the script that a module imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from _files(folder, alias.name)
+        elif isinstance(node, ast.ImportFrom):
+            base = folder if not node.level else path.parents[min(node.level, len(path.parents)) - 1]
+            yield from _files(base, node.module or "")
+            for alias in node.names:
+                yield from _files(base, f"{node.module}.{alias.name}" if node.module else alias.name)
+
+
+def _files(folder: Path, name: str) -> Iterator[Path]:
+    if not name or name.startswith("."):
+        return
+    place = folder.joinpath(*name.split("."))
+    for path in (place.with_name(f"{place.name}.py"), place / "__init__.py"):
+        if path.is_file():
+            yield path

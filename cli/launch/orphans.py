@@ -1,0 +1,161 @@
+"""Processes that torch's elastic agent does not see or does not end: orphans of a job, stopped ranks, lost stores.
+
+`end_orphans` finds what ranks have started by an inherited variable: neither a new session nor the death of a parent
+hides it. `ProcessWatch` looks beside the agent, which waits for processes to end: a rank that is stopped (SIGSTOP)
+never does. And an agent that asks a store which no longer answers, as by `c10d` every second, looks at no process until
+the kernel gives the connection up, a quarter of an hour after the network was cut.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from types import TracebackType
+
+import psutil
+
+__all__ = ["LAUNCH_ID", "ProcessWatch", "break_connections", "end_orphans", "wake_stopped"]
+
+
+LAUNCH_ID = "ZEROACCEL_LAUNCH_ID"
+"""The variable; its value is different for each launch."""
+
+
+def end_orphans(launch_id: str, grace_seconds: float = 3.0) -> int:
+    """Ends the processes of a launch: SIGTERM, and SIGKILL for those that stay. Returns how many there were."""
+    orphans = list(_marked(launch_id))
+    for process in orphans:
+        _signal(process, kill=False)
+    _, alive = psutil.wait_procs(orphans, timeout=grace_seconds)
+    for process in alive:
+        _signal(process, kill=True)
+    psutil.wait_procs(alive, timeout=grace_seconds)
+    return len(orphans)
+
+
+def wake_stopped(processes: Iterable[psutil.Process], number: int) -> None:
+    """Sends a signal to those processes that are stopped (SIGSTOP), and wakes them so that they receive it."""
+    for process in processes:
+        with suppress(psutil.Error):
+            if process.status() == psutil.STATUS_STOPPED:
+                process.send_signal(number)
+                process.send_signal(signal.SIGCONT)
+
+
+def _marked(launch_id: str) -> Iterator[psutil.Process]:
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get(LAUNCH_ID) == launch_id:
+                yield process
+        except psutil.Error:  # gone meanwhile, or somebody else's
+            continue
+
+
+def _signal(process: psutil.Process, *, kill: bool) -> None:
+    try:
+        if kill:
+            process.kill()
+        else:
+            process.terminate()
+            wake_stopped([process], signal.SIGTERM)
+    except psutil.NoSuchProcess:
+        pass
+
+
+_LOOK_SECONDS = 0.5
+_OTHERS_SECONDS = 6.0  # after the limit, for the other ranks to say who waits for whom
+_BLIND_SECONDS = 4.0  # that an ended process may stay unnoticed; the agent looks ten times a second
+
+
+class ProcessWatch:
+    """Watches the child processes of this process, from `__enter__` to `__exit__`.
+
+    Args:
+        limit: seconds a collective may wait, `math.inf` for no limit. A process that is stopped for longer, and a few
+            seconds that the other ranks need, is woken and ended.
+        port: of the store on the main machine. Connections to it are broken when the thread that runs the agent has
+            not noticed the end of a process for a while.
+        monitor_interval: seconds between two looks of the agent.
+        say: tells the user what is done.
+    """
+
+    def __init__(self, limit: float, port: int, monitor_interval: float, log: Callable[[str], None]) -> None:
+        self._limit = limit
+        self._port = port
+        self._blind_seconds = _BLIND_SECONDS + 2 * monitor_interval
+        self._log = log
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="zeroaccel-process-watch", daemon=True)
+        self._stopped: dict[psutil.Process, float] = {}  # the seconds for which each has been seen stopped
+        self._ended: dict[psutil.Process, float] = {}  # and for which its end has gone unnoticed
+
+    def __enter__(self) -> ProcessWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        launcher = psutil.Process()
+        while not self._over.wait(_LOOK_SECONDS):
+            with suppress(psutil.Error):
+                self._look(launcher.children())
+
+    def _look(self, children: list[psutil.Process]) -> None:
+        states = {child: _status(child) for child in children}
+        # Looks are counted, not the clock: a launcher that was stopped itself has not seen anything.
+        self._stopped = _counted(self._stopped, [child for child in children if states[child] == psutil.STATUS_STOPPED])
+        self._ended = _counted(self._ended, [child for child in children if states[child] == psutil.STATUS_ZOMBIE])
+        for child, seconds in self._stopped.items():
+            if seconds > self._limit + _OTHERS_SECONDS:
+                self._log(
+                    f"the process {child.pid} has been stopped (SIGSTOP) for {seconds:.0f} s (the limit is "
+                    f"{self._limit:g} s); it is woken and ended"
+                )
+                wake_stopped([child], signal.SIGTERM)
+        if max(self._ended.values(), default=0.0) > self._blind_seconds:
+            self._ended = {}
+            if break_connections(self._port):
+                self._log(f"the rendezvous store at port {self._port} has not answered since a process ended")
+
+
+def _counted(before: dict[psutil.Process, float], now: list[psutil.Process]) -> dict[psutil.Process, float]:
+    return {process: before.get(process, 0.0) + _LOOK_SECONDS for process in now}
+
+
+def _status(process: psutil.Process) -> str:
+    try:
+        return str(process.status())
+    except psutil.Error:
+        return "gone"
+
+
+def break_connections(port: int) -> int:
+    """Breaks this process's TCP connections to a port of any machine: threads that wait for an answer there fail.
+
+    Returns:
+        How many there were; 0 where the system does not show a process its files.
+    """
+    broken = 0
+    folder = "/proc/self/fd"
+    for name in os.listdir(folder) if os.path.isdir(folder) else []:
+        with suppress(OSError):
+            copy = os.dup(int(name))
+            try:
+                connection = socket.socket(fileno=copy)
+            except OSError:
+                os.close(copy)
+                continue
+            with connection:
+                if connection.type == socket.SOCK_STREAM and connection.getpeername()[1:2] == (port,):
+                    connection.shutdown(socket.SHUT_RDWR)
+                    broken += 1
+    return broken

@@ -1,0 +1,66 @@
+"""The watchdog's states: its transition table, and the ways a watchdog of one process goes through them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from tests import time_limits
+from zeroaccel.comm.hangs.flight_recorder import FlightRecorder
+from zeroaccel.comm.hangs.peer_processes import PeerProcesses, own_process
+from zeroaccel.comm.hangs.side_channel import SideChannel
+from zeroaccel.comm.hangs.watchdog import Watchdog, WatchdogState, check_transition, user_frame
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (WatchdogState.WATCHING, WatchdogState.REPORTED),
+        (WatchdogState.WATCHING, WatchdogState.CLOSED),
+        (WatchdogState.REPORTED, WatchdogState.WATCHING),
+        (WatchdogState.ENDING, WatchdogState.CLOSED),
+        (WatchdogState.CLOSED, WatchdogState.WATCHING),
+    ],
+)
+def test_an_illegal_move_raises(old: WatchdogState, new: WatchdogState) -> None:
+    with pytest.raises(AssertionError, match=f"a watchdog that is {old.value} cannot become {new.value}"):
+        check_transition(old, new)
+
+
+def test_every_state_but_the_last_ones_can_be_left() -> None:
+    def next_states(state: WatchdogState) -> list[WatchdogState]:
+        legal = []
+        for other in WatchdogState:
+            try:
+                check_transition(state, other)
+            except AssertionError:
+                continue
+            legal.append(other)
+        return legal
+
+    assert [state for state in WatchdogState if not next_states(state)] == [
+        WatchdogState.ENDING,
+        WatchdogState.CLOSED,
+    ]
+
+
+def test_a_rank_that_leaves_closes_its_watchdog() -> None:
+    store = HashStore()
+    channels = [SideChannel(store, rank, 2, generation=1, launcher_owns_store=False) for rank in range(2)]
+    peers = PeerProcesses(0, {0: own_process()}, signals=False)
+    watchdog = Watchdog(FlightRecorder(), channels[0], peers, limit=60.0, interrupt=lambda: None)
+    watchdog.leave("finished and left")
+    limit = time_limits.Limit(10.0)
+    while watchdog._state is not WatchdogState.CLOSED and not limit.is_over():
+        time.sleep(0.01)
+    assert watchdog._state is WatchdogState.CLOSED
+    assert watchdog.error is None
+    assert [state.exit_reason for state in channels[1].exits(skip=0)] == ["finished and left"]
+    assert channels[1].num_released() == 1
+
+
+def test_the_frame_is_of_the_user_not_of_a_library() -> None:
+    assert "test_comm_watchdog.py" in user_frame()
+    assert "in test_the_frame_is_of_the_user_not_of_a_library" in user_frame()

@@ -1,0 +1,494 @@
+"""Resolution of "auto": facts and a config tree in, the same tree without "auto" out, and the source of each value.
+
+`Facts` are what the model, the loaders, the launcher and arguments in code say; the frontends collect them, and nothing
+is looked up here. `RULES` says per key what fills it, what contradicts it, and what happens when nothing is known; a
+later rule may read what an earlier one filled. `load_config` calls `fill` between translating keys and validating
+values; `resolve` does the same for a plain dict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, Literal, TypeVar
+
+from zeroaccel.config.diagnostics import KeyPath, Note, Problem, Provenance, dotted, report
+from zeroaccel.config.document import key_paths, read_document
+from zeroaccel.config.normalize import NormalizedConfig
+from zeroaccel.config.schema import Config
+from zeroaccel.config.section import ConfigSection, nested_section, spellings
+
+__all__ = [
+    "RULES",
+    "Fact",
+    "Facts",
+    "Filled",
+    "Resolved",
+    "Rule",
+    "RuleInputs",
+    "after",
+    "as_written",
+    "fill",
+    "resolve",
+    "shown",
+    "spelled",
+]
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Fact(Generic[T]):
+    """A value and its source.
+
+    Attributes:
+        value: the value.
+        source: who says so, as it reads after "from": "model.config.hidden_size", "Accelerator(...)".
+        binding: somebody wrote it, so a config that says otherwise contradicts it, and a config that is silent takes
+            it. False: it only fills what is "auto".
+    """
+
+    value: T
+    source: str
+    explicit: bool = True
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that an "auto" can be filled from; None where nobody knows.
+
+    Attributes:
+        hidden_size: width of the model, from which sizes of buckets follow.
+        world_size: ranks that see different samples.
+        micro_batch_size: samples per rank and micro-step: an argument, the loader's, or that of a probed batch.
+        accumulation: micro-steps per optimizer step.
+        clipping: largest global L2 norm of the gradients; 0 is off.
+        precision: dtype to train in.
+        stage: 0 to 3.
+        offload_param_device, offload_optimizer_device: "none", "cpu" or "nvme".
+        offload_param_path, offload_optimizer_path: folder for "nvme".
+        save_16bit_weights: write the whole model in 16 bits when a model is saved.
+        lr, weight_decay, betas, eps: arguments of the optimizer.
+        warmup_num_steps, total_num_steps: optimizer steps of the schedule.
+        training: an optimizer comes from outside the config; batch sizes are needed to train only.
+    """
+
+    hidden_size: Fact[int] | None = None
+    world_size: Fact[int] | None = None
+    micro_batch_size: Fact[int] | None = None
+    accumulation: Fact[int] | None = None
+    clipping: Fact[float] | None = None
+    precision: Fact[Literal["fp32", "fp16", "bf16"]] | None = None
+    stage: Fact[int] | None = None
+    offload_param_device: Fact[str] | None = None
+    offload_param_path: Fact[str] | None = None
+    offload_optimizer_device: Fact[str] | None = None
+    offload_optimizer_path: Fact[str] | None = None
+    save_16bit_weights: Fact[bool] | None = None
+    lr: Fact[float] | None = None
+    weight_decay: Fact[float] | None = None
+    betas: Fact[tuple[float, float]] | None = None
+    eps: Fact[float] | None = None
+    warmup_num_steps: Fact[int] | None = None
+    total_num_steps: Fact[int] | None = None
+    training: bool = False
+
+
+@dataclass(frozen=True)
+class RuleInputs:
+    """What a rule may read: the facts, and the config's values as far as they are given or filled."""
+
+    facts: Facts
+    tree: Mapping[str, Any]
+
+    def at(self, path: str) -> Any:
+        """The value at a dotted path in the schema's names, or None."""
+        value: Any = self.tree
+        for part in path.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
+
+    def count(self, path: str) -> int | None:
+        """The same, if it is a number that can be multiplied: a wrong value is the schema's business."""
+        value = self.at(path)
+        return value if type(value) is int and value > 0 else None
+
+
+Filler = Callable[[RuleInputs], "Fact[Any] | None"]
+
+
+def shown(value: object) -> str:
+    """A value as JSON writes it, for messages."""
+    return str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _unknown(inputs: RuleInputs) -> Fact[Any] | None:
+    return None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one key is filled.
+
+    Attributes:
+        path: dotted, in the schema's names.
+        fill: what an "auto" becomes, or None if nothing is known. The source says how the value came about.
+        stated: the fact that means what the key means, in the key's terms; a binding one must agree with a value given.
+        otherwise: what an "auto" that nothing fills falls back to, as a note; the key is left to its default.
+        needed: whether that is an error instead.
+        fix: what to do then.
+        completes: a binding fact also goes in where the key is absent.
+        reverse: what the fact would have to be for the config's value to be right, as text.
+    """
+
+    path: str
+    fill: Filler
+    stated: Filler = _unknown
+    otherwise: str = ""
+    needed: Callable[[RuleInputs], bool] = lambda inputs: False
+    fix: str = ""
+    completes: bool = True
+    reverse: Callable[[Any], str] = shown
+
+
+# -- from the model's width
+
+
+def _hidden(formula: str, size: Callable[[int], int]) -> Filler:
+    def fill(inputs: RuleInputs) -> Fact[int] | None:
+        hidden = inputs.facts.hidden_size
+        if hidden is None:
+            return None
+        value = size(hidden.value)
+        return Fact(value, f"{formula} = {value}, hidden {hidden.value} from {hidden.source}")
+
+    return fill
+
+
+def _sized(key: str, formula: str, size: Callable[[int], int]) -> Rule:
+    return Rule(f"zero_optimization.{key}", _hidden(formula, size), otherwise="no hidden size is known")
+
+
+# -- facts that are the value
+
+
+def _fact(name: str, meaning: Callable[[Any], Any] = lambda value: value) -> Filler:
+    def fill(inputs: RuleInputs) -> Fact[Any] | None:
+        fact: Fact[Any] | None = getattr(inputs.facts, name)
+        return None if fact is None else Fact(meaning(fact.value), fact.source, fact.explicit)
+
+    return fill
+
+
+def _stated(path: str, name: str, **how: Any) -> Rule:
+    return Rule(path, _fact(name), _fact(name), **how)
+
+
+def _always(inputs: RuleInputs) -> bool:
+    return True
+
+
+def _required(path: str, name: str, fix: str, **how: Any) -> Rule:
+    return _stated(path, name, needed=_always, fix=fix, **how)
+
+
+def _enabled(dtype: str) -> Rule:
+    stated = _fact("precision", lambda precision: precision == dtype)
+
+    def reverse(enabled: bool) -> str:
+        return f'"{dtype}"' if enabled else f'a precision other than "{dtype}"'
+
+    return Rule(f"{dtype}.enabled", stated, stated, otherwise="no precision was asked for", reverse=reverse)
+
+
+# -- batch sizes: train = micro * accumulation * ranks
+
+_TRAIN, _MICRO, _STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+
+
+def _ranks(inputs: RuleInputs) -> int | None:
+    return inputs.facts.world_size.value if inputs.facts.world_size is not None else None
+
+
+def _quotient(inputs: RuleInputs, what: str, factor: int | None) -> Fact[int] | None:
+    """train / (factor * ranks) where it is whole; where it is not, the engine's check tells all four numbers."""
+    train, ranks = inputs.count(_TRAIN), _ranks(inputs)
+    if train is None or factor is None or ranks is None or train % (factor * ranks):
+        return None
+    return Fact(train // (factor * ranks), f"{_TRAIN} {train} / ({what} {factor} * ranks {ranks})")
+
+
+def _first(fact: Fact[int] | None, derived: Fact[int] | None) -> Fact[int] | None:
+    """What somebody wrote comes before what follows from the config, and that before what was merely seen."""
+    return fact if fact is not None and (fact.explicit or derived is None) else derived
+
+
+def _micro(inputs: RuleInputs) -> Fact[int] | None:
+    steps = inputs.facts.accumulation
+    factor = inputs.count(_STEPS) or (steps.value if steps is not None else 1)
+    return _first(inputs.facts.micro_batch_size, _quotient(inputs, _STEPS, factor))
+
+
+def _steps(inputs: RuleInputs) -> Fact[int] | None:
+    if inputs.count(_TRAIN) is None:
+        return inputs.facts.accumulation or Fact(1, "default")
+    return _first(inputs.facts.accumulation, _quotient(inputs, _MICRO, inputs.count(_MICRO)))
+
+
+def _train(inputs: RuleInputs) -> Fact[int] | None:
+    micro, steps, ranks = inputs.count(_MICRO), inputs.count(_STEPS) or 1, _ranks(inputs)
+    if micro is None or ranks is None:
+        return None
+    return Fact(micro * steps * ranks, f"{_MICRO} {micro} * {_STEPS} {steps} * ranks {ranks}")
+
+
+def _trains(inputs: RuleInputs) -> bool:
+    return (inputs.facts.training or inputs.at("optimizer") is not None) and inputs.count(_TRAIN) is None
+
+
+# -- schedules
+
+
+def _peak(inputs: RuleInputs) -> Fact[float] | None:
+    lr = inputs.at("optimizer.params.lr")
+    return Fact(lr, f"optimizer.params.lr = {lr}") if lr is not None else inputs.facts.lr
+
+
+RULES: tuple[Rule, ...] = (
+    _stated("zero_optimization.stage", "stage"),
+    _stated("zero_optimization.offload_param.device", "offload_param_device"),
+    _stated("zero_optimization.offload_param.nvme_path", "offload_param_path"),
+    _stated("zero_optimization.offload_optimizer.device", "offload_optimizer_device"),
+    _stated("zero_optimization.offload_optimizer.nvme_path", "offload_optimizer_path"),
+    _stated("zero_optimization.gather_16bit_weights_on_model_save", "save_16bit_weights"),
+    _sized("reduce_bucket_size", "hidden^2", lambda hidden: hidden * hidden),
+    # Not 9 * hidden^2 // 10: the libraries whose configs say "auto" here round this product of floats.
+    _sized("prefetch_bucket_size", "int(0.9 * hidden^2)", lambda hidden: int(0.9 * hidden * hidden)),
+    _sized("param_persistence_threshold", "10 * hidden", lambda hidden: 10 * hidden),
+    Rule(
+        _MICRO,
+        _micro,
+        _fact("micro_batch_size"),
+        otherwise="it follows from the other sizes, and is needed to train only",
+        needed=_trains,
+        fix="write a number, or pass a training loader that has a batch size",
+    ),
+    Rule(_STEPS, _steps, _fact("accumulation"), otherwise="it follows from the other sizes"),
+    Rule(_TRAIN, _train, otherwise=f"{_MICRO} * {_STEPS} * ranks"),
+    _stated("gradient_clipping", "clipping", otherwise="0 does not clip"),
+    _enabled("fp16"),
+    _enabled("bf16"),
+    Rule("optimizer.type", _unknown, needed=_always, fix="name the optimizer, or remove the section"),
+    _required("optimizer.params.lr", "lr", "write a number, or pass lr where the optimizer's placeholder is made"),
+    _stated("optimizer.params.weight_decay", "weight_decay"),
+    _stated("optimizer.params.betas", "betas"),
+    _stated("optimizer.params.eps", "eps"),
+    Rule("scheduler.type", _unknown, needed=_always, fix="name the schedule, or remove the section"),
+    Rule("scheduler.params.warmup_max_lr", _peak, otherwise="each param group's own lr"),
+    _required(
+        "scheduler.params.warmup_num_steps",
+        "warmup_num_steps",
+        "write a number of optimizer steps, or pass warmup_num_steps where the scheduler's placeholder is made",
+        completes=False,  # not every schedule has it
+    ),
+    _required(
+        "scheduler.params.total_num_steps",
+        "total_num_steps",
+        "write a number of optimizer steps, or pass total_num_steps where the scheduler's placeholder is made",
+        completes=False,
+    ),
+)
+"""A rule reads only what stands before it."""
+
+
+_OPTIONAL = ("optimizer", "scheduler")
+"""Sections that facts complete but never create: whether there is one decides who makes the object."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A config tree in which every value is known.
+
+    Attributes:
+        tree: the plain dict, in the spelling it was written in; older forms of a key are in today's.
+        sources: dotted path in `tree` -> where the value came from, or the formula that filled it. Also of an "auto"
+            whose key is now absent, as its default is not written down.
+    """
+
+    tree: dict[str, Any]
+    sources: Mapping[str, str]
+
+
+@dataclass
+class Filled:
+    """What the rules made of a tree in the schema's names.
+
+    Attributes:
+        tree: with the values that were found; an "auto" left to its default is absent, or that default.
+        sources: path -> how its value came about, of every key that was "auto" or came from a fact.
+        notes: of each "auto" that took its default.
+        problems: contradictions, and "auto" that nothing fills.
+    """
+
+    tree: dict[str, Any]
+    sources: dict[KeyPath, str] = field(default_factory=dict)
+    notes: list[Note] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+
+def resolve(tree: Mapping[str, Any], facts: Facts, *, sources: Mapping[str, str] | None = None) -> Resolved:
+    """Fills every "auto" of a config tree.
+
+    Args:
+        tree: a config in the DeepSpeed JSON format; it is not changed.
+        facts: what is known beside it.
+        sources: dotted path as written -> where its value came from, told in messages and handed on.
+
+    Returns:
+        Its `tree` and `sources` are what `load_config` takes.
+
+    Raises:
+        ConfigError: a fact contradicts a value, nothing fills an "auto" that needs a value, or a key is unknown: all
+            of them, one line each.
+    """
+    document = read_document(tree)
+    order = list(key_paths(document.tree))
+    normalized = NormalizedConfig(Config, document.tree)
+    places = {path: sources[dotted(path)] for path in order if dotted(path) in sources} if sources else {}
+    filled = fill(normalized.tree, normalized.unresolved, facts)
+    problems = [*normalized.problems, *filled.problems]
+    if problems:
+        raise report(problems, Provenance(places=places, written=normalized.written), order)
+    written = normalized.written
+    told = {path: places[written[path]] for path in written if written[path] in places}
+    for path, how in filled.sources.items():
+        told[path] = after(told.get(path), how)
+    return Resolved(
+        as_written(filled.tree, (), written), {dotted(spelled(path, written)): source for path, source in told.items()}
+    )
+
+
+def after(place: str | None, how: str) -> str:
+    """The source of a filled value: where "auto" was written, if that is known, and what filled it."""
+    return how if place is None else f"{place} ({how})"
+
+
+def fill(tree: dict[str, Any], unresolved: Collection[KeyPath], facts: Facts) -> Filled:
+    """Applies the rules of `auto_rules`.
+
+    Args:
+        tree: in the schema's names, without "auto"; it is filled in place.
+        unresolved: paths whose value is "auto".
+        facts: what is known beside it.
+    """
+    filled, inputs = Filled(tree), RuleInputs(facts, tree)
+    for rule in RULES:
+        _apply_rule(rule, inputs, filled, unresolved)
+    ruled = {rule.path for rule in RULES}
+    for path in unresolved:
+        if any(key[: len(path)] == path for key in filled.sources if key != path):
+            filled.sources[path] = "filled key by key"
+        elif dotted(path) not in ruled:
+            _leave(path, "", filled)
+    return filled
+
+
+def _apply_rule(rule: Rule, inputs: RuleInputs, filled: Filled, unresolved: Collection[KeyPath]) -> None:
+    path: KeyPath = tuple(rule.path.split("."))
+    stated, given = rule.stated(inputs), inputs.at(rule.path)
+    if given is not None:
+        if stated is not None and stated.explicit and not _same(given, stated.value):
+            filled.problems.append(_contradiction(rule, given, stated))
+        return
+    is_auto = path in unresolved or (path[0] not in _OPTIONAL and any(path[:end] in unresolved for end in (1, 2)))
+    if is_auto:
+        fact = rule.fill(inputs)
+    else:
+        has_section = path[0] not in _OPTIONAL or inputs.at(str(path[0])) is not None
+        fact = stated if stated is not None and stated.explicit and rule.completes and has_section else None
+    if fact is not None:
+        _put(filled, path, fact)
+    elif path in unresolved and rule.needed(inputs):
+        filled.problems.append(Problem(path, text='"auto", and nothing says what it is', fix=rule.fix))
+    elif path in unresolved:
+        _leave(path, rule.otherwise, filled)
+
+
+def _contradiction(rule: Rule, given: object, stated: Fact[Any]) -> Problem:
+    return Problem(
+        tuple(rule.path.split(".")),
+        text=f"{shown(given)} here, but {shown(stated.value)} from {stated.source}",
+        fix=f'write {shown(stated.value)} or "auto" here, or {rule.reverse(given)} there',
+    )
+
+
+def _same(given: object, stated: object) -> bool:
+    if isinstance(given, (list, tuple)) and isinstance(stated, (list, tuple)):
+        return list(given) == list(stated)
+    if isinstance(given, str) and isinstance(stated, str):
+        return given.lower() == stated.lower()  # words may be written in any case
+    return given == stated
+
+
+def _put(filled: Filled, path: KeyPath, fact: Fact[Any]) -> None:
+    tree = filled.tree
+    for part in path[:-1]:
+        if tree.get(str(part)) is None:
+            tree[str(part)] = {}
+        tree = tree[str(part)]
+        if not isinstance(tree, dict):
+            return  # what stands in place of the section is wrong by itself
+    tree[str(path[-1])] = fact.value
+    filled.sources[path] = fact.source
+
+
+def _leave(path: KeyPath, why: str, filled: Filled) -> None:
+    """Leaves an "auto" to its default, which is written down where it is a plain value."""
+    default = _default(path)
+    source = "default" if default is None else f"default {shown(default)}"
+    if len(path) > 2 and path[0] in _OPTIONAL:
+        source = f"default of {filled.tree[str(path[0])].get('type', 'its type')}"
+    source += f", {why}" if why else ""
+    if default is not None:
+        _put(filled, path, Fact(default, source))
+    filled.sources[path] = source
+    filled.notes.append(Note(path, f'"auto" is left to its {source}', in_schema=True))
+
+
+def _default(path: KeyPath) -> Any:
+    """The schema's default of a key, or None if it has none that could be written down."""
+    section: type[ConfigSection] | None = Config
+    default: Any = None
+    for part in path:
+        declared = section.model_fields.get(str(part)) if section is not None else None
+        if declared is None:
+            return None
+        default, section = declared.default, nested_section(declared)
+    return default if isinstance(default, (bool, int, float, str)) else None
+
+
+# -- back to the spelling in which it was written
+
+
+def as_written(tree: Mapping[str, Any], path: KeyPath, written: Mapping[KeyPath, KeyPath]) -> dict[str, Any]:
+    """A tree in the schema's names (the part of it at `path`) as a plain dict in the spelling that was written."""
+    return {
+        str(spelled((*path, name), written)[-1]): (
+            as_written(value, (*path, name), written) if isinstance(value, dict) else value
+        )
+        for name, value in tree.items()
+    }
+
+
+def spelled(path: KeyPath, written: Mapping[KeyPath, KeyPath]) -> KeyPath:
+    """The path with every key under the name it was written with, unless that is an older form."""
+    section: type[ConfigSection] | None = Config
+    spelled: list[str | int] = []
+    for depth, part in enumerate(path, 1):
+        declared = section.model_fields.get(str(part)) if section is not None else None
+        others = {mark.name for mark in spellings(declared) if not mark.deprecated} if declared is not None else set()
+        name = written.get(path[:depth], (part,))[-1]
+        spelled.append(name if name in others else part)
+        section = nested_section(declared) if declared is not None else None
+    return tuple(spelled)

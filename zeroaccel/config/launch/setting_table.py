@@ -1,0 +1,158 @@
+"""One row per setting of a launch: what it is called as a flag, in the environment, in the JSON config, in `Facts`.
+
+The type, default and help of a setting are its field in `launch_settings`. From both come the flags and their help
+(`zeroaccel.cli.launch.launch_flags`), the variables that are read and the ones that ranks receive (`launch_sources`),
+the comparison with a JSON config (`launch_json`) and the arguments of `ZeroPlugin`. Imports nothing, so that any of
+them can read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["SETTINGS", "Setting"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a setting of a launch is called outside of the launch file; its type, default and help are its field's.
+
+    Attributes:
+        name: of the field of `LaunchSettings`.
+        group: heading of its flag in `zeroaccel launch --help`.
+        metavar: stands for its value in help; by default made from its type.
+        flag: its flag, where that is not "--" and the name.
+        short: its flag in the `deepspeed` command or in torchrun.
+        takes_value: a switch whose flag takes true or false, as in accelerate.
+        variables: of the launcher's environment, beside ZEROACCEL_ and the name.
+        rank_variable: by which ranks, and scripts for accelerate, receive it.
+        json_path: dotted path of the same setting in the JSON config, in the schema's names.
+        fact: field of `Facts` that it fills.
+    """
+
+    name: str
+    group: str
+    metavar: str = ""
+    flag: str = ""
+    short: str = ""
+    takes_value: bool = False
+    variables: tuple[str, ...] = ()
+    rank_variable: str = ""
+    json_path: str = ""
+    fact: str = ""
+
+
+_PROCESSES, _MACHINES, _COMPILATION, _OUTPUT = "Processes", "Machines", "Compilation", "Output and errors"
+_TRAINING = "Precision and ZeRO, for what the script does not say"
+_ZERO = "zero_optimization"
+
+SETTINGS: Mapping[str, Setting] = {
+    setting.name: setting
+    for setting in (
+        Setting("num_processes", _PROCESSES, "N"),
+        Setting("use_cpu", _PROCESSES, flag="--cpu", rank_variable="ACCELERATE_USE_CPU"),
+        Setting("gpu_ids", _PROCESSES, "IDS"),
+        Setting("num_cpu_threads_per_process", _PROCESSES),
+        Setting("enable_cpu_affinity", _PROCESSES),
+        Setting("max_restarts", _PROCESSES),
+        Setting("monitor_interval", _PROCESSES, "SECONDS"),
+        Setting("num_machines", _MACHINES),
+        Setting("min_machines", _MACHINES),
+        Setting("machine_rank", _MACHINES),
+        Setting("main_process_ip", _MACHINES, "HOST"),
+        Setting("main_process_port", _MACHINES, "PORT"),
+        Setting("hostfile", _MACHINES, short="-H"),
+        Setting("inclusion_filter", _MACHINES, "HOSTS", short="-i"),
+        Setting("exclusion_filter", _MACHINES, "HOSTS", short="-e"),
+        Setting("multinode_launcher", _MACHINES),
+        Setting("rdzv_backend", _MACHINES),
+        Setting("rdzv_conf", _MACHINES, "KEY=VALUE,..."),
+        Setting("same_network", _MACHINES),
+        Setting("engine", _TRAINING),
+        Setting("mixed_precision", _TRAINING, rank_variable="ACCELERATE_MIXED_PRECISION", fact="precision"),
+        Setting("distributed_type", _TRAINING),
+        Setting("deepspeed_config_file", _TRAINING, rank_variable="ACCELERATE_DEEPSPEED_CONFIG_FILE"),
+        Setting(
+            "zero_stage",
+            _TRAINING,
+            "0|1|2|3",
+            rank_variable="ACCELERATE_DEEPSPEED_ZERO_STAGE",
+            json_path=f"{_ZERO}.stage",
+            fact="stage",
+        ),
+        Setting(
+            "offload_optimizer_device",
+            _TRAINING,
+            rank_variable="ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+            json_path=f"{_ZERO}.offload_optimizer.device",
+            fact="offload_optimizer_device",
+        ),
+        Setting(
+            "offload_param_device",
+            _TRAINING,
+            rank_variable="ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+            json_path=f"{_ZERO}.offload_param.device",
+            fact="offload_param_device",
+        ),
+        Setting(
+            "offload_optimizer_nvme_path",
+            _TRAINING,
+            rank_variable="ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
+            json_path=f"{_ZERO}.offload_optimizer.nvme_path",
+            fact="offload_optimizer_path",
+        ),
+        Setting(
+            "offload_param_nvme_path",
+            _TRAINING,
+            rank_variable="ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
+            json_path=f"{_ZERO}.offload_param.nvme_path",
+            fact="offload_param_path",
+        ),
+        Setting(
+            "gradient_accumulation_steps",
+            _TRAINING,
+            rank_variable="ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+            json_path="gradient_accumulation_steps",
+            fact="accumulation",
+        ),
+        Setting(
+            "gradient_clipping",
+            _TRAINING,
+            "NORM",
+            rank_variable="ACCELERATE_GRADIENT_CLIPPING",
+            json_path="gradient_clipping",
+            fact="clipping",
+        ),
+        Setting("zero3_init_flag", _TRAINING, takes_value=True, rank_variable="ACCELERATE_DEEPSPEED_ZERO3_INIT"),
+        Setting(
+            "zero3_save_16bit_model",
+            _TRAINING,
+            takes_value=True,
+            rank_variable="ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
+            json_path=f"{_ZERO}.gather_16bit_weights_on_model_save",
+            fact="save_16bit_weights",
+        ),
+        Setting(
+            "deepspeed_moe_layer_cls_names",
+            _TRAINING,
+            "CLASS,...",
+            rank_variable="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
+            json_path=f"{_ZERO}.leaf_module.classes",
+        ),
+        Setting("dynamo_backend", _COMPILATION, "NAME", rank_variable="ACCELERATE_DYNAMO_BACKEND"),
+        Setting("dynamo_mode", _COMPILATION, rank_variable="ACCELERATE_DYNAMO_MODE"),
+        Setting("dynamo_use_fullgraph", _COMPILATION, rank_variable="ACCELERATE_DYNAMO_USE_FULLGRAPH"),
+        Setting("dynamo_use_dynamic", _COMPILATION, rank_variable="ACCELERATE_DYNAMO_USE_DYNAMIC"),
+        Setting(
+            "dynamo_use_regional_compilation", _COMPILATION, rank_variable="ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION"
+        ),
+        Setting("role", _OUTPUT, "NAME"),
+        Setting("log_dir", _OUTPUT, "FOLDER"),
+        Setting("tee", _OUTPUT, "STREAMS", short="-t"),
+        Setting("redirects", _OUTPUT, "STREAMS", short="-r"),
+        Setting("timeout", _OUTPUT, "SECONDS", variables=("ZEROACCEL_COLLECTIVE_TIMEOUT",)),
+        Setting("debug", _OUTPUT, rank_variable="ACCELERATE_DEBUG_MODE"),
+    )
+}
+"""Every setting, in the order of the flags in help."""

@@ -1,0 +1,182 @@
+"""The safetensors format: dtypes, the header written and parsed within bounds, and bytes read at an offset.
+
+Lies in `zero/access/` because that is the lowest folder which reads weights (`load_safetensors.py`); rank files and
+exported models of `checkpoint/` are safetensors files too, and `accelerate/run_state.py` reads its own with it. Not the
+`safetensors` package, which cuts rows: a flat shard begins and ends anywhere in a tensor, and a rank file is checked
+block by block while it is read. One other parser exists on purpose: `checkpoint/zero_to_fp32.py` is copied beside
+checkpoints and may import nothing of this package. Imports torch only for `dtype_name` and `dtype_of`.
+
+Layout of a file: 8 bytes, the header's length (little-endian); the header, JSON: name -> dtype, shape and data_offsets;
+the tensors' bytes, row-major, to which the offsets count.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from zeroaccel.config.bounds import parse_plain_json
+from zeroaccel.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "ITEMSIZE",
+    "MOST_HEADER_NBYTES",
+    "TORCH_NAMES",
+    "FileLayout",
+    "TensorLocation",
+    "dtype_name",
+    "dtype_of",
+    "lay_out_tensors",
+    "parse_header",
+    "pread_into",
+    "tensor_locations",
+]
+
+TORCH_NAMES: Mapping[str, str] = {
+    **{"BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"},
+    **{"I16": "int16", "U16": "uint16", "F16": "float16", "BF16": "bfloat16"},
+    **{"I32": "int32", "U32": "uint32", "F32": "float32"},
+    **{"C64": "complex64", "F64": "float64", "I64": "int64", "U64": "uint64"},
+}
+"""safetensors' name of a dtype -> torch's."""
+
+ITEMSIZE: Mapping[str, int] = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
+    **dict.fromkeys(("I32", "U32", "F32"), 4),
+    **dict.fromkeys(("C64", "F64", "I64", "U64"), 8),
+}
+"""Bytes per element of safetensors' dtypes."""
+
+MOST_HEADER_NBYTES = 100_000_000
+"""The bound that the format itself sets."""
+
+_LARGEST = (1 << 63) - 1
+
+
+@lru_cache(maxsize=1)
+def _dtypes() -> Mapping[str, torch.dtype]:
+    import torch  # not at import: the readers of headers and manifests do without torch
+
+    return {name: getattr(torch, torch_name) for name, torch_name in TORCH_NAMES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """safetensors' name; CheckpointError for a dtype it has none for."""
+    for name, candidate in _dtypes().items():
+        if candidate is dtype:
+            return name
+    raise CheckpointError(f"dtype {dtype}", expected=f"one of {', '.join(TORCH_NAMES)}")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The torch dtype of a safetensors name; CheckpointError for an unknown one."""
+    if name not in TORCH_NAMES:
+        raise CheckpointError(f"dtype {name!r}", expected=f"one of {', '.join(TORCH_NAMES)}")
+    return _dtypes()[name]
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """Where everything lies in a file, known before a byte is written.
+
+    Attributes:
+        header: the bytes before the data.
+        offsets: name -> first byte in the file, in the order of the file.
+        nbytes: the size of the file.
+    """
+
+    header: bytes
+    offsets: dict[str, int]
+    nbytes: int
+
+
+def lay_out_tensors(tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str]) -> FileLayout:
+    """The layout of a file of tensors that follow each other without gaps.
+
+    Args:
+        tensors: (name, dtype, shape); in descending order of item sizes, each one is aligned to its own.
+        metadata: text that safetensors keeps in the header.
+
+    Example:
+        >>> layout = lay_out_tensors([("w", "F32", (2, 3)), ("b", "BF16", (3,))], {"format": "pt"})
+        >>> layout.nbytes - len(layout.header), layout.offsets["b"] - layout.offsets["w"]
+        (30, 24)
+    """
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    starts: dict[str, int] = {}
+    cursor = 0
+    for name, dtype, shape in tensors:
+        end = cursor + math.prod(shape) * ITEMSIZE[dtype]
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [cursor, end]}
+        starts[name], cursor = cursor, end
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)  # the data begins at a multiple of 8, so that every dtype can be mapped in place
+    header = len(text).to_bytes(8, "little") + text
+    return FileLayout(header, {name: len(header) + start for name, start in starts.items()}, len(header) + cursor)
+
+
+def parse_header(text: bytes) -> dict[str, Any]:
+    """The entries of a header, without the 8 bytes of its length; ValueError unless it is a JSON object."""
+    entries = parse_plain_json(text)
+    if not isinstance(entries, dict):
+        raise ValueError(f"it is not an object but {str(entries)[:100]!r}")
+    return entries
+
+
+@dataclass(frozen=True)
+class TensorLocation:
+    """A tensor in a file; `offset` is its first byte there."""
+
+    path: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+def tensor_locations(path: Path) -> Iterator[tuple[str, TensorLocation]]:
+    """Name and location of each tensor of a file; reads nothing but the header.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: it is not a safetensors file, or was cut off. OSError.
+    """
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= size - 8:
+            raise ValueError("its header is longer than the file")
+        if length > MOST_HEADER_NBYTES:
+            raise ValueError(f"its header has {length} bytes, at most {MOST_HEADER_NBYTES} are read")
+        entries = parse_header(file.read(length))
+    for name, entry in entries.items():
+        if name == "__metadata__":
+            continue
+        start, end = entry["data_offsets"]
+        if any(type(number) is not int or not 0 <= number <= _LARGEST for number in (start, end, *entry["shape"])):
+            raise ValueError(f"tensor {name}: offsets and a shape of whole numbers")
+        location = TensorLocation(path, entry["dtype"], tuple(entry["shape"]), 8 + length + start)
+        # Sizes first: a shape of 2**62 elements must not reach an allocation.
+        if end - start != math.prod(location.shape) * ITEMSIZE[location.dtype] or 8 + length + end > size:
+            raise ValueError(f"tensor {name} is not as long as its shape, or goes beyond the end")
+        yield name, location
+
+
+def pread_into(handle: int, buffer: memoryview, offset: int) -> int:
+    """Fills `buffer` from byte `offset` of a file; returns how many bytes there were.
+
+    One `preadv` returns at most 0x7ffff000 bytes on Linux, and fewer when it is interrupted. Moves no file position, so
+    threads may share `handle`.
+    """
+    done = 0
+    while done < buffer.nbytes and (count := os.preadv(handle, [buffer[done:]], offset + done)):
+        done += count
+    return done
