@@ -242,7 +242,7 @@ def held_up(engine: Any, folder: Path, forward_and_backward: Callable[[], None])
 
     call = timed(engine, lambda: engine.save_checkpoint(folder, tag="beside"))
     forward_and_backward()
-    saving: BackgroundSave = engine._saving
+    saving: BackgroundSave = engine.checkpointer._saving
     begin = time.perf_counter()
     saving.wait_copied()
     wait = time.perf_counter() - begin

@@ -89,7 +89,7 @@ def step(
 def stream(folder: str, layers: int, rounds: int, block_size: int, json_path: Path | None, check: bool) -> None:
     """An update of states in a file, in turn with nothing but the I/O of it."""
     engine = _engine(folder, layers, block_size)
-    shard = engine._shard
+    shard = engine.sharded_optimizer
     assert shard is not None
     assert shard.states is not None
     tier: Any = shard.states.tier
@@ -131,7 +131,7 @@ def beside(folder: str, device: str, layers: int, batch: int, rounds: int, json_
     for turn in range(rounds + 2):
         for during, engine in engines.items():
             for _ in range(2):  # of two steps in a row the second has its predecessor's update beside it
-                shard, begun = engine._shard, time.perf_counter()
+                shard, begun = engine.sharded_optimizer, time.perf_counter()
                 update, hidden = shard.update_seconds, shard.hidden_seconds
                 engine.backward(engine(rows))
                 engine.step()

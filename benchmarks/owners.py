@@ -79,7 +79,7 @@ def plans(model: nn.Module, world_size: int, *, split: bool) -> list[list[Buffer
     }
     sharded = ShardPlan(optimizer=True, grads=True, params=True)
     device = torch.device("meta")
-    placement = Placement(torch.bfloat16, frozenset(), device, sharded, groups, whole_groups=frozenset({0}))
+    placement = Placement(torch.bfloat16, frozenset(), device, sharded, groups, full_tensor_groups=frozenset({0}))
     return plan_units(group_parameters(model), placement, world_size)
 
 

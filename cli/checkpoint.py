@@ -41,7 +41,7 @@ def checkpoint() -> None:
 @click.argument("folder", metavar="DIR", type=_FOLDER)
 @_TAG
 def inspect(folder: Path, tag: str | None) -> None:
-    """Show what is in the checkpoints of DIR, per rank, and whether each is whole. Reads no weights.
+    """Show what is in the checkpoints of DIR, per rank, and whether each is complete. Reads no weights.
 
     Of a checkpoint that DeepSpeed wrote, its files and what they are of.
     """

@@ -44,7 +44,7 @@ class Finding:
     """One feature.
 
     Attributes:
-        verdict: BROKEN is for what was asked for or cannot be done without.
+        verdict: BROKEN if it was asked for, or training needs it.
         detail: what was seen, or what is used instead.
         fix: one line that mends it; empty where nothing is to be done.
     """

@@ -253,7 +253,7 @@ def divide_cores(cores: list[int], num_local: int) -> tuple[str, ...]:
     """Divides cores evenly into one run per process, written as a list of numbers with commas.
 
     Args:
-        cores: numbers of cores, neighbours beside each other.
+        cores: numbers of cores, neighbours next to each other.
 
     Raises:
         ConfigError: there are fewer cores than processes.

@@ -93,7 +93,7 @@ SUB_COMMANDS: Mapping[str, LazyCommand] = {
 
 
 class CommandLine(LazyCommands):
-    """The whole command line: what is raised below ends it with one message and the right exit code."""
+    """The command line: what is raised below ends it with one message and the right exit code."""
 
     def main(
         self,

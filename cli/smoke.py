@@ -88,17 +88,17 @@ def speeds() -> dict[str, float]:
     topology = init_process_group()
     collectives = Collectives(topology)
     shard = torch.ones(_MESSAGE_NUMEL // topology.world_size, device=topology.device)
-    whole = torch.ones(shard.numel() * topology.world_size, device=topology.device)
+    gathered = torch.ones(shard.numel() * topology.world_size, device=topology.device)
     best: dict[str, float] = {"all_gather": 0.0, "reduce_scatter": 0.0}
-    moved = whole.nbytes - shard.nbytes
+    moved = gathered.nbytes - shard.nbytes
     for _ in range(_ROUNDS):
         for name in best:
             collectives.barrier("measure")
             start = time.perf_counter()
             if name == "all_gather":
-                collectives.all_gather(whole, shard, "measure").wait()
+                collectives.all_gather(gathered, shard, "measure").wait()
             else:
-                collectives.reduce_scatter(shard, whole, "measure").wait()
+                collectives.reduce_scatter(shard, gathered, "measure").wait()
             if topology.device.type == "cuda":
                 torch.cuda.synchronize()
             best[name] = max(best[name], moved / (time.perf_counter() - start))

@@ -6,26 +6,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zeroaccel.accelerate.accelerator import Accelerator as Accelerator
-    from zeroaccel.accelerate.accelerator_arguments import GradientAccumulationPlugin as GradientAccumulationPlugin
-    from zeroaccel.accelerate.accelerator_arguments import ProfileKwargs as ProfileKwargs
-    from zeroaccel.accelerate.accelerator_state import DistributedType as DistributedType
-    from zeroaccel.accelerate.accelerator_state import PartialState as PartialState
-    from zeroaccel.accelerate.dummies import DummyOptim as DummyOptim
-    from zeroaccel.accelerate.dummies import DummyScheduler as DummyScheduler
-    from zeroaccel.accelerate.launchers import debug_launcher as debug_launcher
-    from zeroaccel.accelerate.launchers import notebook_launcher as notebook_launcher
-    from zeroaccel.accelerate.project import ProjectConfiguration as ProjectConfiguration
-    from zeroaccel.accelerate.zero_plugin import DeepSpeedPlugin as DeepSpeedPlugin
-    from zeroaccel.accelerate.zero_plugin import ZeroPlugin as ZeroPlugin
-    from zeroaccel.data import DataLoaderConfiguration as DataLoaderConfiguration
-    from zeroaccel.data import skip_first_batches as skip_first_batches
-    from zeroaccel.initialization import initialize as initialize
-    from zeroaccel.ops.coupled import CoupledOptimizer as CoupledOptimizer
-    from zeroaccel.ops.coupled import Reductions as Reductions
-    from zeroaccel.seeds import set_seed as set_seed
-    from zeroaccel.telemetry.trackers import GeneralTracker as GeneralTracker
-    from zeroaccel.zero.engine import Engine as Engine
+    from zeroaccel.accelerate.accelerator import Accelerator
+    from zeroaccel.accelerate.accelerator_arguments import GradientAccumulationPlugin, ProfileKwargs
+    from zeroaccel.accelerate.accelerator_state import DistributedType, PartialState
+    from zeroaccel.accelerate.dummies import DummyOptim, DummyScheduler
+    from zeroaccel.accelerate.launchers import debug_launcher, notebook_launcher
+    from zeroaccel.accelerate.project import ProjectConfiguration
+    from zeroaccel.accelerate.zero_plugin import DeepSpeedPlugin, ZeroPlugin
+    from zeroaccel.data import DataLoaderConfiguration, skip_first_batches
+    from zeroaccel.initialization import initialize
+    from zeroaccel.ops.coupled import CoupledOptimizer, Reductions
+    from zeroaccel.seeds import set_seed
+    from zeroaccel.telemetry.trackers import GeneralTracker
+    from zeroaccel.zero.engine import Engine
 
 __all__ = [
     "Accelerator",

@@ -1,7 +1,7 @@
-"""The engine face: one call from a model and a DeepSpeed-format config to an `Engine`.
+"""`zeroaccel.initialize`: one call from a model and a DeepSpeed-format config to an `Engine`.
 
-Resolves, in order: config, process group, optimizer, param groups, units, scheduler, monitors. Everything that can be
-wrong on one rank only is agreed on by all ranks before it raises.
+Five stages: join the ranks, plan, compare the plans, build the units, assemble the engine. What can be wrong on one
+rank only is agreed on by all ranks before it raises, so that no rank is left waiting in a collective.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import gc
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -22,16 +22,25 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader
 
 from zeroaccel.activations import Recomputation
-from zeroaccel.checkpoint.checkpointer import CheckpointingEngine, CheckpointSettings
+from zeroaccel.checkpoint.checkpointer import Checkpointer, CheckpointSettings
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.environment import check_own_variables, core_set, fair_threads, omp_threads_chosen, usable_cores
 from zeroaccel.comm.hierarchical import arrange
 from zeroaccel.comm.mesh_layout import data_groups, shard_size_of
 from zeroaccel.comm.topology import Topology, init_process_group
-from zeroaccel.config import BatchSizes, Config, Fact, ShardPlan, load_config, solve_batch, tier_plan
-from zeroaccel.config import comm_plan as comm_plan
-from zeroaccel.config import shard_plan as shard_plan
+from zeroaccel.config import (
+    BatchSizes,
+    Config,
+    Fact,
+    ShardPlan,
+    TierPlan,
+    comm_plan,
+    load_config,
+    shard_plan,
+    solve_batch,
+    tier_plan,
+)
 from zeroaccel.config.normalize import UnknownKeys
 from zeroaccel.data import build_dataloader
 from zeroaccel.errors import ConfigError, UsageError
@@ -42,7 +51,7 @@ from zeroaccel.optim.lr_schedules import build_scheduler
 from zeroaccel.optim.optimizer_factory import build_optimizer
 from zeroaccel.optim.optimizer_kinds import OptimizerKind, OptimizerKinds, check_steppable, classify
 from zeroaccel.optim.rank_facts import training_facts
-from zeroaccel.telemetry.step_report import StepReport
+from zeroaccel.telemetry.step_report import EventSink, StepReport
 from zeroaccel.telemetry.trackers import build_monitors
 from zeroaccel.telemetry.verification import RecordingReport, Verification, verification
 from zeroaccel.zero.build import (
@@ -54,6 +63,7 @@ from zeroaccel.zero.build import (
     plan_units,
     warn_unoptimized,
 )
+from zeroaccel.zero.engine import Engine, EngineParts
 from zeroaccel.zero.from_config import (
     DTYPES,
     addressed,
@@ -65,9 +75,11 @@ from zeroaccel.zero.from_config import (
     unit_specs_of,
 )
 from zeroaccel.zero.hybrid_step import check_update_time, share_updates
+from zeroaccel.zero.param_unit import ParamUnit
 from zeroaccel.zero.precision import broadcast_buffers, cast_buffers
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
-from zeroaccel.zero.storage.placement import OffloadRules, TierSet
+from zeroaccel.zero.storage.placement import BufferPlan, OffloadRules, TierSet
+from zeroaccel.zero.wrap_policy import UnitSpec
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -90,11 +102,11 @@ def initialize(
     collate_fn: Callable[..., Any] | None = None,
     collectives: Collectives | None = None,
     mesh: DeviceMesh | None = None,
-    engine_type: type[CheckpointingEngine] = CheckpointingEngine,
+    engine_type: type[Engine] = Engine,
     cast_inputs: bool = False,
     optimizer_kind: OptimizerKind | str | None = None,
     unknown_keys: UnknownKeys = "standard",
-) -> tuple[CheckpointingEngine, Any, DataLoader[Any] | None, Any]:
+) -> tuple[Engine, Any, DataLoader[Any] | None, Any]:
     """Makes an engine. (all ranks, with the same arguments)
 
     Args:
@@ -106,15 +118,15 @@ def initialize(
         lr_scheduler: a scheduler, or a callable that makes one from the optimizer. Absent, the config's section.
         config: DeepSpeed-format JSON as a dict, path or text. "auto" bucket sizes follow from the model's hidden size.
         collate_fn: for the loader of `training_data`.
-        collectives: how ranks talk; a `RecordingCollectives` counts the traffic.
+        collectives: the communication backend; a `RecordingCollectives` counts the traffic.
         mesh: which ranks see different samples: one axis, e.g. `mesh["dp"]` of one whose other axis splits the model,
             or two, (replicas, shards). By default all ranks do.
         cast_inputs: cast floating inputs of forward to the precision; without it that happens under fp16 with
             `auto_cast` only.
-        engine_type: the class of the engine, for faces that add calls to it.
-        optimizer_kind: "elementwise", "per_tensor" or "coupled", what the optimizer's rule looks at, where the engine
-            is not to find it out by trying. Over `optimizer.kind` of the config.
-        unknown_keys: what unknown keys of the config are, see `load_config`.
+        engine_type: the class of the engine, for frontends that add calls to it.
+        optimizer_kind: "elementwise", "per_tensor" or "coupled", what the update of an element depends on, instead of
+            a trial of the optimizer. Takes precedence over `optimizer.kind` of the config.
+        unknown_keys: how unknown keys of the config are treated, see `load_config`.
 
     Returns:
         (engine, optimizer, dataloader, lr_scheduler); what there is none of is None.
@@ -134,115 +146,74 @@ def initialize(
         >>> loss = engine.backward(loss)
         >>> engine.step()
     """
-    topology = init_process_group()
-    collectives = collectives or Collectives(topology)
-    _divide_cores(topology, collectives)
-    mesh_groups = None if mesh is None else data_groups(mesh, collectives)
-    world_size = collectives.world_size if mesh_groups is None else len(mesh_groups[0])
-    with agreed(collectives, "initialize: config"):
+    # 1. The ranks: which processes train together, on which cores and which axis of the mesh.
+    ranks = _join_ranks(collectives, mesh)
+
+    # 2. The plan: all that can be decided, and be wrong, before a tensor moves. An error on one rank raises on all.
+    with agreed(ranks.collectives, "initialize: config"):
         check_own_variables()
-        if not isinstance(model, nn.Module):
-            raise UsageError("initialize(model)", expected="a torch.nn.Module", got=type(model).__name__)
-        check_parameters(model)
-        ranks = Fact(world_size, "the process group" if mesh is None else "initialize(mesh)")
-        known = replace(facts_from_model(model), world_size=ranks, training=optimizer is not None)
+        _check_model(model)
+        known = replace(facts_from_model(model), world_size=ranks.fact(mesh), training=optimizer is not None)
         settings = load_config({} if config is None else config, facts=known, unknown_keys=unknown_keys)
         _apply_process_settings(settings)
-        if (order := verification()) is not None:
-            settings = order.config(settings, _batch(settings, collectives.world_size, training=False).accumulation)
-        plan = shard_plan(settings)
-        built = _optimizer(model, optimizer, model_parameters, settings)
-        batch = _batch(settings, world_size, training=built is not None)
-        check_dtypes(model, DTYPES[settings.precision])
-        names = {id(param): fqn for fqn, param in model.named_parameters()}
-        groups = group_index(built, names) if built is not None else {}
-        if optimizer_kind is None and settings.optimizer is not None:
-            optimizer_kind = settings.optimizer.kind
-        kinds = None if built is None else _kinds(built, optimizer_kind, settings, plan)
-        specs = unit_specs_of(model, settings, plan)
-        engine_settings = engine_settings_of(settings, plan, batch, world_size, cast_inputs=cast_inputs)
-        spread = comm_plan(settings, world_size, None if mesh is None else shard_size_of(mesh, settings))
-        scheduler = _scheduler(lr_scheduler, settings, built)
-        trains_by = training_facts(built, scheduler)
-        monitors = build_monitors(settings, collectives.rank)
+        request = verification()
+        if request is not None:  # `zeroaccel verify` trains a script once more, as plainly as gives the same numbers
+            accumulation = _batch(settings, ranks.collectives.world_size, training=False).accumulation
+            settings = request.config(settings, accumulation)
+        job = _plan(model, optimizer, model_parameters, lr_scheduler, settings, ranks.world_size, optimizer_kind)
+        engine_settings = engine_settings_of(settings, job.plan, job.batch, ranks.world_size, cast_inputs=cast_inputs)
+        communication = comm_plan(settings, ranks.world_size, None if mesh is None else shard_size_of(mesh, settings))
+        facts = training_facts(job.optimizer, job.scheduler)
+        monitors = build_monitors(settings, ranks.collectives.rank)
         recomputation = _recomputation(model, settings)
-    residences = tier_plan(settings)
-    placement = placement_of(
-        model, settings, plan, groups, topology.device, residences, () if kinds is None else kinds.groups
-    )
-    lines = [*str(engine_settings).split(", "), str(spread), str(residences), f"optimizer_kind={optimizer_kind!r}"]
-    check_same(model, placement, lines, trains_by, collectives)
-    collectives = arrange(collectives, spread, mesh_groups)
 
-    if built is not None and kinds is not None and OptimizerKind.COUPLED in kinds.groups and plan.optimizer:
-        _bind_reductions(built, collectives)
-    cast_buffers(model, topology.device, buffer_dtypes_of(model, settings))
+    # 3. Agreement: the plans are compared rank by rank while the ranks still share one simple group; a difference that
+    #    went unnoticed would show as a hang in some later collective. Then the groups of ZeRO++ and replicas are made.
+    residences = tier_plan(settings)
+    kinds = () if job.kinds is None else job.kinds.groups
+    placement = placement_of(model, settings, job.plan, job.groups, ranks.topology.device, residences, kinds)
+    lines = [
+        *str(engine_settings).split(", "),
+        str(communication),
+        str(residences),
+        f"optimizer_kind={job.declared_kind!r}",
+    ]
+    check_same(model, placement, lines, facts, ranks.collectives)
+    collectives = arrange(ranks.collectives, communication, ranks.mesh_groups)
+    if job.optimizer is not None and OptimizerKind.COUPLED in kinds and job.plan.optimizer:
+        _bind_reductions(job.optimizer, collectives)
+
+    # 4. The units: tensors move from here on. Buffers first, since their dtypes follow from those of the parameters.
+    cast_buffers(model, ranks.topology.device, buffer_dtypes_of(model, settings))
     broadcast_buffers(model, collectives)
-    plans = plan_units(specs, placement, collectives.shard_world_size)
+    plans = plan_units(job.specs, placement, collectives.shard_world_size)
     with agreed(collectives, "initialize: offload"):
-        rules = OffloadRules.of(settings, residences.param, residences.optimizer)
-        tiers = TierSet(rules, list(chain(*plans)), built, collectives.shard_rank, topology.device)
-        if built is not None and residences.optimizer != "device":
-            section = f"{rules.where}.offload_optimizer"
-            share_updates(built, rules.optimizer_section.ratio, topology.device, section)
-            check_update_time(built, rules.optimizer_section.update_during, section)
+        tiers = _plan_tiers(settings, residences, plans, job.optimizer, collectives, ranks.topology.device)
     _open_tiers(tiers, collectives)
     try:
-        units = build_units(specs, plans, placement, collectives, tiers)
-        unused = [param for param in model.parameters() if param.requires_grad and id(param) not in groups]
+        units = build_units(job.specs, plans, placement, collectives, tiers)
         with agreed(collectives, "initialize: optimizer"):
             tiers.settle()
-            shard = None
-            if built is not None and kinds is not None:
-                warn_unoptimized([names[id(param)] for param in unused])
-                buffers = [buffer for unit in units for buffer in unit.buffers if buffer.trainable]
-                keys = [plan.key for plan in chain(*plans) if plan.trainable]
-                shard = ShardedOptimizer(
-                    built,
-                    kinds,
-                    groups,
-                    buffers,
-                    replicated=not plan.optimizer,
-                    sub_group_numel=settings.zero_optimization.sub_group_size,
-                    states=tiers.states,
-                    keys={id(buffer): key for buffer, key in zip(buffers, keys, strict=True)},
-                    copies=tiers.copies,
-                )
-            loader = _loader(training_data, settings, batch, collectives, collate_fn)
+            shard = _shard_optimizer(job, units, tiers)
+            loader = _loader(training_data, settings, job.batch, collectives, collate_fn)
     except Exception:
         tiers.close()
         raise
-    engine = engine_type(
-        model,
-        units,
-        collectives,
-        engine_settings,
+
+    # 5. The engine: hooks on the model, and what the config patches outside of it.
+    parts = EngineParts(
         optimizer=shard,
-        lr_scheduler=scheduler,
+        lr_scheduler=job.scheduler,
         loss_scale=loss_scale_of(settings),
-        # Gradients that only pass through a model for inference, on their way to another, would pile up in it.
-        discarded=unused,
+        report=_report(request, settings, ranks.topology.device, collectives.rank, monitors),
         tiers=tiers,
-        report=_report(
-            order,
-            settings,
-            device=topology.device,
-            rank=collectives.rank,
-            steps_per_print=settings.steps_per_print,
-            wall_clock_breakdown=settings.wall_clock_breakdown,
-            memory_breakdown=settings.memory_breakdown,
-            monitors=monitors,
-        ),
-        config=settings.resolved,
-        checkpoint=CheckpointSettings(
-            background=settings.checkpoint.async_save,
-            staging_nbytes=settings.checkpoint.staging_nbytes,
-            keep_last=settings.checkpoint.keep_last,
-            random_state=settings.checkpoint.save_random_state,
-        ),
+        # Gradients that only pass through a model for inference, on their way to another, would pile up in it.
+        unoptimized=job.unoptimized,
     )
-    if built is not None:
-        _let_modes_change_weights(built, engine)
+    engine = engine_type(model, units, collectives, engine_settings, parts, settings.resolved)
+    engine.checkpointer = Checkpointer(engine, _checkpoint_settings(settings))
+    if job.optimizer is not None:
+        _let_modes_change_weights(job.optimizer, engine)
     if recomputation is not None:
         recomputation.apply()
         engine.at_destroy(recomputation.undo)
@@ -251,55 +222,142 @@ def initialize(
         engine.at_destroy(gc.enable)
     if settings.dump_state:
         logger.warning("%s", engine_settings)
-    return engine, engine.optimizer, loader, scheduler
+    return engine, engine.optimizer, loader, job.scheduler
 
 
-def _open_tiers(tiers: TierSet, collectives: Collectives) -> None:
-    """All ranks open their tiers, or none. (all ranks)"""
-    needs = collectives.gather_objects(tiers.needs(), "space for offload") if tiers.can_fail else []
-    try:
-        with agreed(collectives, "initialize: open the tiers"):
-            tiers.open(list(chain(*needs)))
-    except Exception:
-        tiers.close()
-        raise
+# -- 1. ranks
 
 
-def _recomputation(model: nn.Module, settings: Config) -> Recomputation | None:
-    section = settings.activation_checkpointing
-    return None if section == type(section)() else Recomputation(model, section)
+@dataclass(frozen=True)
+class _Ranks:
+    """The processes of a job.
+
+    Attributes:
+        mesh_groups: of a mesh: the groups of ranks that see different samples; None where all ranks do.
+        world_size: ranks that see different samples.
+    """
+
+    topology: Topology
+    collectives: Collectives
+    mesh_groups: tuple[tuple[int, ...], ...] | None
+    world_size: int
+
+    def fact(self, mesh: DeviceMesh | None) -> Fact[int]:
+        """The world size, with its source, for values that are "auto"."""
+        return Fact(self.world_size, "the process group" if mesh is None else "initialize(mesh)")
+
+
+def _join_ranks(collectives: Collectives | None, mesh: DeviceMesh | None) -> _Ranks:
+    topology = init_process_group()
+    collectives = collectives or Collectives(topology)
+    _divide_cores(topology, collectives)
+    mesh_groups = None if mesh is None else data_groups(mesh, collectives)
+    world_size = collectives.world_size if mesh_groups is None else len(mesh_groups[0])
+    return _Ranks(topology, collectives, mesh_groups, world_size)
 
 
 def _divide_cores(topology: Topology, collectives: Collectives) -> None:
-    """Gives the kernels this rank's part of the machine's cores, unless somebody said how many threads to use. (all)"""
+    """Sets the kernels' threads to this rank's part of the machine's cores, unless the environment does. (all ranks)"""
     own = core_set()
-    everybody = collectives.gather_objects(own, "cores")
+    cores_of = collectives.gather_objects(own, "cores")
     if omp_threads_chosen() or collectives.world_size != topology.world_size:
         return
-    neighbours = next(node for node in topology.nodes if topology.rank in node)
-    use_threads(fair_threads(usable_cores(), own, [everybody[rank] for rank in neighbours]))
+    node = next(node for node in topology.nodes if topology.rank in node)
+    use_threads(fair_threads(usable_cores(), own, [cores_of[rank] for rank in node]))
+
+
+# -- 2. plan
+
+
+@dataclass(frozen=True)
+class _TrainingPlan:
+    """What is trained, with what, and sharded how.
+
+    Attributes:
+        settings: the resolved config.
+        plan: what is sharded.
+        kinds: how the optimizer may be sharded; None for inference.
+        declared_kind: by an argument or the config.
+        names: id(parameter) -> fqn.
+        groups: id(parameter) -> index of its param group.
+        specs: the units to build.
+        unoptimized: trainable parameters in no param group.
+    """
+
+    settings: Config
+    plan: ShardPlan
+    batch: BatchSizes
+    optimizer: Optimizer | None
+    scheduler: Any
+    kinds: OptimizerKinds | None
+    declared_kind: OptimizerKind | str | None
+    names: Mapping[int, str]
+    groups: Mapping[int, int]
+    specs: list[UnitSpec]
+    unoptimized: list[nn.Parameter]
+
+
+def _plan(
+    model: nn.Module,
+    optimizer: OptimizerSource | None,
+    params: Iterable[Any] | None,
+    lr_scheduler: SchedulerSource | None,
+    settings: Config,
+    world_size: int,
+    kind: OptimizerKind | str | None,
+) -> _TrainingPlan:
+    """Builds optimizer and scheduler, and decides what is sharded how. Nothing is allocated."""
+    plan = shard_plan(settings)
+    built = _optimizer(model, optimizer, params, settings)
+    batch = _batch(settings, world_size, training=built is not None)
+    check_dtypes(model, DTYPES[settings.precision])
+    names = {id(param): fqn for fqn, param in model.named_parameters()}
+    groups = group_index(built, names) if built is not None else {}
+    if kind is None and settings.optimizer is not None:
+        kind = settings.optimizer.kind
+    kinds = None if built is None else _kinds(built, kind, settings, plan)
+    return _TrainingPlan(
+        settings,
+        plan,
+        batch,
+        built,
+        _scheduler(lr_scheduler, settings, built),
+        kinds,
+        kind,
+        names,
+        groups,
+        unit_specs_of(model, settings, plan),
+        [param for param in model.parameters() if param.requires_grad and id(param) not in groups],
+    )
+
+
+def _check_model(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError("initialize(model)", expected="a torch.nn.Module", got=type(model).__name__)
+    check_parameters(model)
 
 
 def _apply_process_settings(settings: Config) -> None:
     if settings.log_level is not None:
         set_log_level(settings.log_level)
         for note in settings.notes:
-            log_once(logging.INFO, note)  # those that were below the level when the config was loaded
+            log_once(logging.INFO, note)  # again: some were below the level when the config was loaded
 
 
 def _optimizer(
-    model: nn.Module, given: OptimizerSource | None, params: Iterable[Any] | None, settings: Config
+    model: nn.Module, source: OptimizerSource | None, params: Iterable[Any] | None, settings: Config
 ) -> Optimizer | None:
+    """The optimizer of the argument or of the config's section; None for inference."""
     section = settings.optimizer
     named = section is not None and section.type is not None
-    if settings.bf16.bf16_optimizer_states and (given is not None or not named):
+    if settings.bf16.bf16_optimizer_states and (source is not None or not named):
         raise ConfigError(
             settings.where("bf16.bf16_optimizer_states"),
             expected="an optimizer section with Adam, AdamW, Lion or Adagrad, whose states it is about",
-            got="an optimizer passed to initialize()" if given is not None else "none",
+            got="an optimizer passed to initialize()" if source is not None else "none",
             fix="name the optimizer in the config, or remove the key",
         )
-    if given is not None:
+    if source is not None:
         if named:
             raise ConfigError(
                 settings.where("optimizer"),
@@ -307,28 +365,48 @@ def _optimizer(
                 got="one in the config and one passed to initialize()",
                 fix="remove the section or the argument",
             )
-        made = given if isinstance(given, Optimizer) else given([p for p in model.parameters() if p.requires_grad])
-        if not isinstance(made, Optimizer):
-            raise UsageError("initialize(optimizer)", expected="a torch.optim.Optimizer", got=type(made).__name__)
-        return made
+        if not isinstance(source, Optimizer):
+            source = source([p for p in model.parameters() if p.requires_grad])
+        if not isinstance(source, Optimizer):
+            raise UsageError("initialize(optimizer)", expected="a torch.optim.Optimizer", got=type(source).__name__)
+        return source
     if section is None or section.type is None:
         return None
-    chosen = list(params) if params is not None else [p for p in model.parameters() if p.requires_grad]
-    _check_param_groups(model, chosen)
+    groups = list(params) if params is not None else [p for p in model.parameters() if p.requires_grad]
+    _check_param_groups(model, groups)
     params_of = dict(section.params)
     if settings.bf16.bf16_optimizer_states:
         params_of.setdefault("moments_dtype", "bf16")
     with addressed(settings):
-        return build_optimizer(section.type, params_of, chosen, model)
+        return build_optimizer(section.type, params_of, groups, model)
+
+
+def _check_param_groups(model: nn.Module, groups: list[Any]) -> None:
+    """Refuses a parameter in two groups, by its name; torch's own error names none."""
+    names = {id(param): fqn for fqn, param in model.named_parameters()}
+    seen: dict[int, int] = {}
+    for index, group in enumerate(item for item in groups if isinstance(item, dict)):
+        members = group["params"]
+        if not isinstance(members, torch.Tensor):  # an iterator could be read only once
+            members = group["params"] = list(members)
+        for param in [members] if isinstance(members, torch.Tensor) else members:
+            if seen.setdefault(id(param), index) != index:
+                raise ConfigError(
+                    f"parameter {names.get(id(param), '(not of this model)')}",
+                    expected="to be in one param group",
+                    got=f"groups {seen[id(param)]} and {index}",
+                    fix="remove it from one of them",
+                )
 
 
 def _kinds(
     optimizer: Optimizer, declared: OptimizerKind | str | None, settings: Config, plan: ShardPlan
 ) -> OptimizerKinds:
-    """What the optimizer's rules look at, and whether this config can give it to them."""
+    """How the optimizer may be sharded, and whether this config allows it."""
     check_steppable(optimizer)
     kinds = classify(optimizer, declared)
     name, zero = type(optimizer).__name__, settings.zero_optimization
+    # int8 codes are for equal shards, while the owner layout of full tensors has shards of different sizes.
     if OptimizerKind.PER_TENSOR in kinds.groups:
         for key in ("zero_quantized_weights", "zero_quantized_gradients"):
             if plan.params and getattr(zero, key):
@@ -347,6 +425,7 @@ def _kinds(
             fix="use stage 0, where every rank has everything; or give the class a use_reductions() method "
             "(zeroaccel.CoupledOptimizer), by which its sums go over all shards",
         )
+    # A coupled rule reads all its states at once, so none may be swapped out or split into residuals.
     needs_memory = {"data_types.master_weights": settings.data_types.master_weights == "residual"}
     tiers = tier_plan(settings)
     for key, residence in (("offload_param", tiers.param), ("offload_optimizer", tiers.optimizer)):
@@ -363,55 +442,24 @@ def _kinds(
 
 
 def _bind_reductions(optimizer: Optimizer, collectives: Collectives) -> None:
-    """Lets the sums of a coupled optimizer go over all shards."""
-    assert isinstance(optimizer, CoupledOptimizer), "a coupled optimizer on shards, and no way to give it sums"
+    """Makes the sums of a coupled optimizer all-reduces over the shards."""
+    assert isinstance(optimizer, CoupledOptimizer), "a coupled optimizer on shards without use_reductions()"
     label = f"sums of {type(optimizer).__name__}"
     optimizer.use_reductions(
         Reductions(lambda tensor, op: collectives.all_reduce(tensor, op, label), counts=collectives.replica == 0)
     )
 
 
-def _let_modes_change_weights(optimizer: Optimizer, engine: CheckpointingEngine) -> None:
-    """`optimizer.train()` and `.eval()` of classes that train and evaluate with different weights go by the engine."""
-    for mode in ("train", "eval"):
-        own = getattr(type(optimizer), mode, None)
-        if callable(own):
-            setattr(optimizer, mode, partial(engine.change_masters, partial(own, optimizer)))
-            engine.at_destroy(partial(vars(optimizer).pop, mode, None))
-
-
-def _check_param_groups(model: nn.Module, chosen: list[Any]) -> None:
-    """A parameter in two groups, named; torch would say only that there is one."""
-    names = {id(param): fqn for fqn, param in model.named_parameters()}
-    seen: dict[int, int] = {}
-    for index, group in enumerate(item for item in chosen if isinstance(item, dict)):
-        held = group["params"]
-        for param in [held] if isinstance(held, torch.Tensor) else (group.update(params=list(held)) or group["params"]):
-            if seen.setdefault(id(param), index) != index:
-                raise ConfigError(
-                    f"parameter {names.get(id(param), '(not of this model)')}",
-                    expected="to be in one param group",
-                    got=f"groups {seen[id(param)]} and {index}",
-                    fix="remove it from one of them",
-                )
-
-
-def _report(order: Verification | None, settings: Config, **report: Any) -> StepReport:
-    if order is None:
-        return StepReport(**report)
-    return RecordingReport(order, stage=settings.zero_optimization.stage, **report)
-
-
 def _batch(settings: Config, world_size: int, *, training: bool) -> BatchSizes:
-    given = settings.train_batch_size or settings.train_micro_batch_size_per_gpu
-    if not training and not given:
+    is_configured = settings.train_batch_size or settings.train_micro_batch_size_per_gpu
+    if not training and not is_configured:
         return BatchSizes(train=world_size, micro=1, accumulation=1)
     return solve_batch(settings, world_size)
 
 
-def _scheduler(given: SchedulerSource | None, settings: Config, optimizer: Optimizer | None) -> Any:
+def _scheduler(source: SchedulerSource | None, settings: Config, optimizer: Optimizer | None) -> Any:
     section = settings.scheduler
-    if given is not None and section is not None:
+    if source is not None and section is not None:
         raise ConfigError(
             settings.where("scheduler"),
             expected="one scheduler",
@@ -419,7 +467,7 @@ def _scheduler(given: SchedulerSource | None, settings: Config, optimizer: Optim
             fix="remove the section or the argument",
         )
     if optimizer is None:
-        if given is not None:
+        if source is not None:
             raise UsageError("initialize(lr_scheduler)", expected="an optimizer to schedule", got=None)
         if section is not None:  # the file of a training that is evaluated
             logger.warning(
@@ -430,16 +478,68 @@ def _scheduler(given: SchedulerSource | None, settings: Config, optimizer: Optim
     if section is not None:
         with addressed(settings):
             return build_scheduler(section.type, dict(section.params), optimizer)
-    is_made = hasattr(given, "step") and not isinstance(given, type)
-    made = given if given is None or is_made else given(optimizer)
-    if isinstance(made, ReduceLROnPlateau):
+    is_scheduler = hasattr(source, "step") and not isinstance(source, type)
+    scheduler = source if source is None or is_scheduler else source(optimizer)
+    if isinstance(scheduler, ReduceLROnPlateau):
         raise UsageError(
             "initialize(lr_scheduler)",
             expected="a schedule that the engine can move on by itself",
             got="ReduceLROnPlateau, which needs a metric at each step",
             fix="leave it out, and step it in the training loop with a metric that is the same on every rank",
         )
-    return made
+    return scheduler
+
+
+def _recomputation(model: nn.Module, settings: Config) -> Recomputation | None:
+    section = settings.activation_checkpointing
+    return None if section == type(section)() else Recomputation(model, section)
+
+
+# -- 4. units
+
+
+def _plan_tiers(
+    settings: Config,
+    residences: TierPlan,
+    plans: Sequence[Sequence[BufferPlan]],
+    optimizer: Optimizer | None,
+    collectives: Collectives,
+    device: torch.device,
+) -> TierSet:
+    rules = OffloadRules.of(settings, residences.param, residences.optimizer)
+    tiers = TierSet(rules, list(chain(*plans)), optimizer, collectives.shard_rank, device)
+    if optimizer is not None and residences.optimizer != "device":
+        section = f"{rules.where}.offload_optimizer"
+        share_updates(optimizer, rules.optimizer_section.ratio, device, section)
+        check_update_time(optimizer, rules.optimizer_section.update_during, section)
+    return tiers
+
+
+def _open_tiers(tiers: TierSet, collectives: Collectives) -> None:
+    """Opens the tiers of all ranks, or of none. (all ranks)"""
+    # Each rank reserves its file now, and the ranks of a node check together that the disk has room for all of them.
+    needs = collectives.gather_objects(tiers.needs(), "space for offload") if tiers.can_fail else []
+    try:
+        with agreed(collectives, "initialize: open the tiers"):
+            tiers.open(list(chain(*needs)))
+    except Exception:
+        tiers.close()
+        raise
+
+
+def _shard_optimizer(job: _TrainingPlan, units: Sequence[ParamUnit], tiers: TierSet) -> ShardedOptimizer | None:
+    if job.optimizer is None or job.kinds is None:
+        return None
+    warn_unoptimized([job.names[id(param)] for param in job.unoptimized])
+    buffers = [buffer for unit in units for buffer in unit.buffers if buffer.trainable]
+    return ShardedOptimizer(
+        job.optimizer,
+        job.kinds,
+        job.groups,
+        buffers,
+        sub_group_numel=job.settings.zero_optimization.sub_group_size,
+        copies=tiers.copies,
+    )
 
 
 def _loader(
@@ -459,3 +559,45 @@ def _loader(
         collate_fn=collate_fn,
         drop_last=settings.dataloader_drop_last,
     )
+
+
+# -- 5. engine
+
+
+def _report(
+    request: Verification | None,
+    settings: Config,
+    device: torch.device,
+    rank: int,
+    monitors: EventSink,
+) -> StepReport:
+    options: dict[str, Any] = {
+        "device": device,
+        "rank": rank,
+        "steps_per_print": settings.steps_per_print,
+        "wall_clock_breakdown": settings.wall_clock_breakdown,
+        "memory_breakdown": settings.memory_breakdown,
+        "monitors": monitors,
+    }
+    if request is None:
+        return StepReport(**options)
+    return RecordingReport(request, stage=settings.zero_optimization.stage, **options)
+
+
+def _checkpoint_settings(settings: Config) -> CheckpointSettings:
+    section = settings.checkpoint
+    return CheckpointSettings(
+        background=section.async_save,
+        staging_nbytes=section.staging_nbytes,
+        keep_last=section.keep_last,
+        random_state=section.save_random_state,
+    )
+
+
+def _let_modes_change_weights(optimizer: Optimizer, engine: Engine) -> None:
+    """Routes `optimizer.train()` and `.eval()`, by which schedule-free classes change weights, through the engine."""
+    for mode in ("train", "eval"):
+        own = getattr(type(optimizer), mode, None)
+        if callable(own):
+            setattr(optimizer, mode, partial(engine.change_masters, partial(own, optimizer)))
+            engine.at_destroy(partial(vars(optimizer).pop, mode, None))

@@ -1,7 +1,8 @@
 """`zeroaccel config`: making, changing and explaining launch files.
 
-`questions` is one table, from which the wizard (`walk`, `prompts`), the flags and their checks (`given`) and the launch
-file (`render`) are made; `command` puts them together, and beside it are the sub-commands that read files.
+`questions` is one table, from which the questionnaire (`answers.Walk`, `prompts`), the flags and their checks and the
+launch file (`config_file`) are made. `config_command` is the command; `explain`, `convert` and `file_commands` are its
+sub-commands.
 """
 
 from __future__ import annotations

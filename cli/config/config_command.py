@@ -37,7 +37,7 @@ _METAVARS = {
 
 @dataclass(frozen=True)
 class FlagAnswers:
-    """What was said before anybody is asked.
+    """The answers of flags and files, before any question is asked.
 
     Attributes:
         answers: setting -> answer.

@@ -108,7 +108,7 @@ def _replace(path: Path, content: bytes, mode: int | None) -> None:
 
 
 _OF_A_MACHINE: Mapping[str, Any] = {"machine_rank": 0, "main_process_ip": "localhost"}
-"""What a machine of several has to know, and what stands for it while a file is checked."""
+"""Settings that differ per machine, and what stands for them while a file is checked."""
 
 
 def render(answers: Mapping[str, Any], extras: Mapping[tuple[str, ...], Any] | None = None) -> str:
@@ -131,10 +131,10 @@ def render(answers: Mapping[str, Any], extras: Mapping[tuple[str, ...], Any] | N
 def checked(text: str, name: str) -> ExplicitSettings:
     """The settings behind a text, checked against each other and against their JSON config, and notes on them.
 
-    What each machine of several has to be told for itself, a flag of the launch may say: it is a note here.
+    Settings that differ per machine may be flags of the launch: where they are missing, that is a note.
 
     Raises:
-        ConfigError: something in it is wrong; all of it is told.
+        ConfigError: something in it is wrong; all of it is listed.
     """
     tree = parse_yaml(text, name).value
     empty = blanks(tree) if isinstance(tree, dict) else ()
@@ -217,7 +217,7 @@ class ConfigRequest:
         extras: path of a key of the file -> value, for keys that no question is about.
         former: answers of the file as it is, for an update.
         model: what will be trained, where a flag says it.
-        no_asking: why nobody is asked; empty if somebody is.
+        no_asking: why no question is asked; empty if questions are.
     """
 
     path: Path
@@ -232,7 +232,7 @@ class ConfigRequest:
 
 
 def why_not_ask(environ: Mapping[str, str], *, yes: bool, no_input: bool) -> str:
-    """Why there is nobody to ask; empty if there is somebody.
+    """Why no question can be asked; empty if there is a terminal to ask on.
 
     A prompt without a terminal would wait for ever, or take the first line of a pipe for an answer.
     """
@@ -253,7 +253,7 @@ def make_config_file(request: ConfigRequest, machine: Machine) -> None:
 
     Raises:
         ConfigError: an answer is wrong, or the file cannot be written.
-        click.UsageError: answers are missing, and there is nobody to ask.
+        click.UsageError: answers are missing, and no question can be asked.
         click.Abort: the person does not want it after all.
     """
     if request.no_asking:

@@ -145,7 +145,7 @@ def convert_launch(text: str, name: str) -> tuple[dict[str, Any], list[str]]:
     if tree.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
         raise ConfigError(f"{name}: compute_environment", expected="LOCAL_MACHINE", got=tree["compute_environment"])
     if tree.get("rdzv_backend") == "static" and tree.get("num_machines", 1) == 1:
-        del tree["rdzv_backend"]  # what accelerate writes where nobody has chosen
+        del tree["rdzv_backend"]  # accelerate's default, which it writes into every file
     for key in [key for key in tree if key not in LaunchFile.model_fields]:
         meant = closest(str(key), LaunchFile.model_fields)
         raise ConfigError(f"{name}: {key}: unknown key", fix=f"did you mean {meant}?" if meant else "remove it")

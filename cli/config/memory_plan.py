@@ -119,7 +119,7 @@ def _ask_model(prompts: Prompts) -> Model | None:
     def known(text: str) -> str:
         if not text:
             return ""
-        from zeroaccel.estimate import subject  # imports torch; whoever skips the table need not wait for it
+        from zeroaccel.estimate import subject  # imports torch, which takes seconds: not before a model is named
 
         try:
             subject(text)

@@ -3,7 +3,7 @@
 In order: the machines meet and compare what they have (`meet_machines`), the agent starts the ranks, `StopSignals` and
 `ProcessWatch` handle what the agent does not, and orphans are ended after a failure. `failures` explains the `JobEnd`.
 The agent's own log is kept from the terminal, since the `JobEnd` has all of it: `--debug` shows it, `--log_dir` keeps
-it. The only part of the launcher that imports torch as a whole.
+it. The only part of the launcher that imports all of torch.
 """
 
 from __future__ import annotations
@@ -269,11 +269,12 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
     watch = ProcessWatch(timeout_seconds(settings.timeout), plan.port, settings.monitor_interval, log)
     with stop_signals, _agent_log(settings), _processes_end_in_time(), watch:
         try:
-            meeting = meet_machines(plan, log, arrival_seconds)  # its store lives until the ranks have theirs
+            # Its store lives until the ranks have theirs: a slower machine may still be reading from it.
+            preflight = meet_machines(plan, log, arrival_seconds)
             # The agent fills in ${local_rank} and turns $$ into $; the arguments are meant as they are.
             command = [word.replace("$", "$$") for word in plan.command[1:]]
             launch_agent(_launch_config(plan, files), plan.command[0], command)
-            del meeting
+            del preflight
             succeeded = True
             return JobEnd()
         except ChildFailedError as error:
@@ -319,7 +320,7 @@ def _renew_stores() -> None:
     """Gives the ranks a new store for every attempt.
 
     The one that torch's agent would share with them keeps what the last attempt wrote, such as addresses of processes
-    that are gone, and a rank that reads one before it is written anew waits for nobody (torch 2.13).
+    that are gone, and a rank that reads one before it is written anew waits in vain (torch 2.13).
     """
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
 

@@ -36,7 +36,7 @@ def cluster_environment(environ: Mapping[str, str]) -> ExplicitSettings:
 
 
 def _slurm(environ: Mapping[str, str]) -> _Found:
-    # SLURM_STEP_ variables exist inside srun only; in a batch script nobody has started the other machines.
+    # SLURM_STEP_ variables exist inside srun only; a batch script runs on the first machine alone.
     nodes = environ.get("SLURM_STEP_NUM_NODES", "")
     if not nodes.isdigit():
         return None

@@ -24,7 +24,7 @@ AFTER_FAILURE_SECONDS = 6
 A job whose ranks have parted ends within 15 s of the limit: by then, up to 8 s have gone by.
 """
 
-_PATIENCE_SECONDS = AFTER_FAILURE_SECONDS - 2.0  # times are in whole seconds
+_PATIENCE_SECONDS = AFTER_FAILURE_SECONDS - 2.0  # times have a resolution of one second
 
 # How gloo, NCCL and the rendezvous store say that another process is gone, in exceptions of torch.distributed.
 _CONNECTION_ERRORS = re.compile(r"^([\w.]*\.)?(RuntimeError|Dist\w*Error)\b")
@@ -67,7 +67,7 @@ class RankEnd:
 
     Attributes:
         status: its exit code, negative for a signal.
-        noticed: when the launcher noticed, in whole seconds since the epoch.
+        noticed: when the launcher noticed, in seconds since the epoch, as an integer.
         report: what it said itself, if it could.
         fault: the Python stack a crash in native code left.
     """

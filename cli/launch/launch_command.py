@@ -162,7 +162,7 @@ def _launch_here(
 
 
 def _with_folders(given: ExplicitSettings, config: Config | None) -> ExplicitSettings:
-    """A folder for every "nvme" that nobody named one for: on this machine's disk with the most room, and said so.
+    """A folder for each "nvme" without one: on the local disk with the most room, which is logged.
 
     Not with a hostfile: what disks the other machines have is not known here.
     """
@@ -178,7 +178,7 @@ def _with_folders(given: ExplicitSettings, config: Config | None) -> ExplicitSet
 
 
 def _bf16_by(given: ExplicitSettings, config: Config | None) -> str:
-    """Who says that the training is in bf16: a setting, or the JSON config; empty where nobody does."""
+    """The source that asks for bf16: a setting, or the JSON config; empty where none does."""
     if given.values.get("mixed_precision") == "bf16":
         return f"{given.where('mixed_precision')} bf16"
     if config is not None and "bf16.enabled" not in config.unresolved and config.bf16.enabled:
@@ -195,7 +195,7 @@ def _check_folders(given: ExplicitSettings, config: Config | None) -> None:
 
 
 def _on_nvme(given: ExplicitSettings, config: Config | None) -> dict[str, tuple[str | None, str]]:
-    """What is offloaded to files -> the folder that somebody named, or None, and the address of its name."""
+    """What is offloaded to files -> its explicit folder, or None, and the address of that setting."""
     found: dict[str, tuple[str | None, str]] = {}
     for what in ("offload_optimizer", "offload_param"):
         name = f"{what}_nvme_path"

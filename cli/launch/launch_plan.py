@@ -153,7 +153,7 @@ def plan_launch(
         environ: the launcher's environment.
         told: variables that tell the processes what the launch says about training.
         here: False for a machine like this one, whose ports and folders cannot be looked at.
-        bf16_by: who says that the training is in bf16, as the start of a message; empty where nobody does.
+        bf16_by: the source that asks for bf16, as the start of a message; empty where none does.
 
     Raises:
         ConfigError: the program is not there, the port is taken, the address is unknown, counts do not fit, or an
@@ -409,7 +409,7 @@ def _takes_local_rank(function: ast.FunctionDef) -> bool:
 
 
 def _imported(tree: ast.Module, path: Path, folder: Path) -> Iterator[Path]:
-    """The files beside the script that a module imports."""
+    """The files in the script's folder that a module imports."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:

@@ -1,7 +1,7 @@
 """Processes that torch's elastic agent does not see or does not end: orphans of a job, stopped ranks, lost stores.
 
 `end_orphans` finds what ranks have started by an inherited variable: neither a new session nor the death of a parent
-hides it. `ProcessWatch` looks beside the agent, which waits for processes to end: a rank that is stopped (SIGSTOP)
+hides it. `ProcessWatch` supplements the agent, which waits for processes to end: a rank that is stopped (SIGSTOP)
 never does. And an agent that asks a store which no longer answers, as by `c10d` every second, looks at no process until
 the kernel gives the connection up, a quarter of an hour after the network was cut.
 """
@@ -51,7 +51,7 @@ def _marked(launch_id: str) -> Iterator[psutil.Process]:
         try:
             if process.pid != os.getpid() and process.environ().get(LAUNCH_ID) == launch_id:
                 yield process
-        except psutil.Error:  # gone meanwhile, or somebody else's
+        except psutil.Error:  # it has ended, or belongs to another user
             continue
 
 

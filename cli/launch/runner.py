@@ -31,7 +31,7 @@ __all__ = ["FAULT_FILE", "main"]
 
 
 FAULT_FILE = "fault.txt"
-"""Beside the error report: where a crash in native code leaves the Python stack."""
+"""In the folder of the error report: where a crash in native code leaves the Python stack."""
 
 _SIBLING_GRACE_SECONDS = 1.0  # for processes that fail alike to say so, before the launcher ends them
 _PR_SET_PDEATHSIG = 1
@@ -217,7 +217,7 @@ def _end_with_the_launcher() -> None:
 
 
 def main() -> int:
-    """Runs what the command line names. Returns the exit code, or raises what there is nobody to report to."""
+    """Runs what the command line names. Returns the exit code, or raises where there is no launcher to report to."""
     _end_with_the_launcher()
     if cores := os.environ.get("ZEROACCEL_CPU_CORES"):
         os.sched_setaffinity(0, map(int, cores.split(",")))

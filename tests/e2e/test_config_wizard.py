@@ -1,4 +1,4 @@
-"""The questionnaire as a person meets it: in a pseudo-terminal, key by key; and that flags make the same bytes."""
+"""The questionnaire in a pseudo-terminal, key by key; and that flags make the same bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `deepspeed` command's users: its flags on real processes, and the commands and package that are installed."""
+"""The `deepspeed` command: its flags on real processes, and the commands and package that are installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a launch says reaches an `Accelerator`; what it says twice is refused before any process starts."""
+"""The settings of a launch reach an `Accelerator`; contradictions are refused before any process starts."""
 
 from __future__ import annotations
 

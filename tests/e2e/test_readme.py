@@ -1,4 +1,4 @@
-"""What the README tells people to type works as it stands."""
+"""The README's commands work as they stand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every template is right, and every one that a CPU can run is launched as a person would launch it."""
+"""Every template is valid, and every one that a CPU can run is launched as a user would launch it."""
 
 from __future__ import annotations
 

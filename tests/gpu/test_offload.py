@@ -1,4 +1,4 @@
-"""Host-resident state on a CUDA device's machine: pinned slabs, shared updates, activations on the host."""
+"""Host-resident state on a CUDA device's machine: pinned slabs, hybrid updates, activations on the host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Offload on a CUDA device: all tiers of the host give the same bits, and the device holds only what is left there."""
+"""Offload on a CUDA device: all tiers of the host give the same bits, and the device has only what is not offloaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files that were found to take a reader's time or memory, to get past its checks, or to make it fail by accident."""
+"""Files that once took a reader's time or memory, got past its checks, or made it fail by accident."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models with floating-point buffers, as layers of torch and of people have them; each maps (n, 16) to (n, 1)."""
+"""Models with floating-point buffers, as layers of torch and of users have them; each maps (n, 16) to (n, 1)."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import zeroaccel
 from tests.multi.training import Toy, batches, config, offloaded
-from zeroaccel.checkpoint.checkpointer import CheckpointingEngine
 from zeroaccel.checkpoint.save_plan import SavePlan
+from zeroaccel.zero.engine import Engine
 
 __all__ = [
     "PRECISIONS",
@@ -60,7 +60,7 @@ def make_engine(
     model: nn.Module | None = None,
     checkpoint: dict[str, Any] | None = None,
     **changes: Any,
-) -> CheckpointingEngine:
+) -> Engine:
     """An engine over a fresh toy with two param groups (matrices decay) and a schedule."""
     torch.manual_seed(seed)
 
@@ -83,7 +83,7 @@ def make_engine(
     return engine
 
 
-def train(engine: CheckpointingEngine, tokens: Sequence[Tensor]) -> list[float]:
+def train(engine: Engine, tokens: Sequence[Tensor]) -> list[float]:
     """One step per batch; the losses."""
     losses = []
     for batch in tokens:
@@ -94,9 +94,9 @@ def train(engine: CheckpointingEngine, tokens: Sequence[Tensor]) -> list[float]:
     return losses
 
 
-def snapshot(engine: CheckpointingEngine, client_state: dict[str, Any]) -> Snapshot:
+def snapshot(engine: Engine, client_state: dict[str, Any]) -> Snapshot:
     """The state now, and what `STEPS` more steps give; the engine is used up."""
-    contents = SavePlan.collect(engine._holdings(), exclude_frozen=False)
+    contents = SavePlan.collect(engine.checkpointer.state(), exclude_frozen=False)
     pieces = {
         entry.key: (entry.start, entry.data.clone() if isinstance(entry.data, Tensor) else entry.data.copy())
         for entry in contents.entries

@@ -1,4 +1,4 @@
-"""A job whose ranks part on purpose, run as a script by `test_comm_hangs.py`: ``hanging_ranks.py SCENARIO``."""
+"""A job whose ranks diverge on purpose, a script for `test_comm_hangs.py`: ``hanging_ranks.py SCENARIO``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import torch
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.hierarchical import arrange
 from zeroaccel.comm.topology import init_process_group
-from zeroaccel.config import comm_plan as comm_plan
-from zeroaccel.config import load_config
+from zeroaccel.config import comm_plan, load_config
 from zeroaccel.errors import CollectiveError
 
 PART = 1000

@@ -1,4 +1,4 @@
-"""Collectives on nested data and process control, on two ranks; and their mistakes, which every rank is told."""
+"""Collectives on nested data and process control, on two ranks; and mistakes in them, raised on every rank."""
 
 from __future__ import annotations
 

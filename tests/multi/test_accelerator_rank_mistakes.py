@@ -1,4 +1,4 @@
-"""Mistakes that only one of two ranks makes: both are told, with the rank's number, and neither waits for the other."""
+"""Mistakes of one of two ranks: both raise, with the rank's number, and neither waits for the other."""
 
 from __future__ import annotations
 

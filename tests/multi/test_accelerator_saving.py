@@ -1,4 +1,4 @@
-"""Models handed out at every stage: state dicts, safetensors shards with an index, files that transformers loads."""
+"""Exported models at every stage: state dicts, safetensors shards with an index, files that transformers loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The loop of an `Accelerator` against a plain one: loaders dealt out, accumulation, clipping on request, schedules."""
+"""The loop of an `Accelerator` against a plain one: sharded loaders, accumulation, clipping on request, schedules."""
 
 from __future__ import annotations
 

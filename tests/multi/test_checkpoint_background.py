@@ -1,4 +1,4 @@
-"""Saves that run beside training: what they hold, what waits for them, and who learns of their errors."""
+"""Background saves: what they contain, what waits for them, and where their errors are raised."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from tests.multi.job import run_job
 from tests.multi.pool import Pool
 from tests.multi.training import batches
 from zeroaccel.checkpoint import rank_file_writer
-from zeroaccel.checkpoint.checkpointer import CheckpointingEngine
 from zeroaccel.checkpoint.rank_file import CHUNK_NBYTES
 from zeroaccel.checkpoint.save_plan import SavePlan
+from zeroaccel.zero.engine import Engine
 
 Ranks = Callable[[int], Pool]
 Pieces = dict[str, tuple[int, torch.Tensor]]
 
 
-def pieces(engine: CheckpointingEngine) -> Pieces:
-    contents = SavePlan.collect(engine._holdings(), exclude_frozen=False)
+def pieces(engine: Engine) -> Pieces:
+    contents = SavePlan.collect(engine.checkpointer.state(), exclude_frozen=False)
     return {entry.key: (entry.start, entry.data.clone()) for entry in contents.entries}
 
 
@@ -87,7 +87,7 @@ def many_saves(root: Path) -> int:
         train(engine, [batch])
         engine.save_checkpoint(root)
     engine.destroy()
-    return engine._staging._num_allocated * CHUNK_NBYTES
+    return engine.checkpointer._staging._num_allocated * CHUNK_NBYTES
 
 
 def test_staging_memory_is_bounded_and_only_the_last_saves_are_kept(ranks: Ranks, tmp_path: Path) -> None:

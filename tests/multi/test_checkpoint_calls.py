@@ -1,4 +1,4 @@
-"""The engine's checkpoint calls on two ranks: what each refuses, restores, and leaves on the disk."""
+"""The engine's checkpoint calls on two ranks: what each refuses and restores, and which files it leaves on the disk."""
 
 from __future__ import annotations
 
@@ -133,12 +133,14 @@ def parts_on_request(root: Path) -> dict[str, Any]:
     engine = make_engine(2, "bf16")
     train(engine, batches(0, STEPS))
     engine.save_checkpoint(root, tag="full")
-    masters = {e.key: e.data.clone() for e in SavePlan.collect(engine._holdings(), exclude_frozen=False).entries}
+    masters = {
+        e.key: e.data.clone() for e in SavePlan.collect(engine.checkpointer.state(), exclude_frozen=False).entries
+    }
 
     def loaded(**arguments: Any) -> Any:
         fresh = make_engine(2, "bf16", seed=11)
         fresh.load_checkpoint(root, tag="full", **arguments)
-        entries = {e.key: e.data for e in SavePlan.collect(fresh._holdings(), exclude_frozen=False).entries}
+        entries = {e.key: e.data for e in SavePlan.collect(fresh.checkpointer.state(), exclude_frozen=False).entries}
         right = all(torch.equal(masters[key], data) for key, data in entries.items() if key.startswith("master/"))
         states = any(key.startswith("state/") for key in entries)
         return right, states, fresh.global_steps, fresh.get_lr()[0]
@@ -274,13 +276,13 @@ def misfits(root: Path) -> dict[str, str]:
     train(engine, batches(0, 1))
     engine.save_checkpoint(root)
     other = make_engine(3, model=Other())
-    before = [buffer.shard.clone() for unit in other.units for buffer in unit.buffers]
+    before = [buffer.shard.read(buffer.own).clone() for unit in other.units for buffer in unit.buffers]
     found = {
         "strict": message(CheckpointError, lambda: other.load_checkpoint(root)),
         "auto": message(CheckpointError, lambda: other.load_checkpoint(root, tag="auto")),
         "loose": message(CheckpointError, lambda: other.load_checkpoint(root, load_module_strict=False)),
     }
-    after = [buffer.shard for unit in other.units for buffer in unit.buffers]
+    after = [buffer.shard.read(buffer.own) for unit in other.units for buffer in unit.buffers]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     settings = config(1, optimizer={"type": "Lion", "params": {"lr": 1e-3}})
     lion, *_ = zeroaccel.initialize(Toy(), config=settings)
@@ -329,7 +331,7 @@ def full_disk(root: Path, *, background: bool) -> tuple[str, int, bool]:
     try:
         if background:
             engine.save_checkpoint(root, tag="second")
-            engine._saving._writer.join(timeout=None if engine.collectives.rank else 0.0)  # type: ignore[union-attr]
+            engine.checkpointer._saving._writer.join(timeout=None if engine.collectives.rank else 0.0)  # type: ignore[union-attr]
             engine.collectives.barrier("both have written")
             told = message(CheckpointError, lambda: train(engine, batches(0, 1)))
             engine.reset()
@@ -495,7 +497,7 @@ def load_damaged(root: Path) -> tuple[str, str, str, int]:
     engine = make_engine(3)
     told = message(CheckpointError, lambda: engine.load_checkpoint(root))
     unusable = ""
-    if engine._half_loaded:
+    if engine.checkpointer._half_loaded:
         unusable = message(EngineStateError, lambda: engine(batches(0, 1)[0]))
         message(EngineStateError, lambda: engine.save_checkpoint(root))
     path, _ = engine.load_checkpoint(root, tag="auto")

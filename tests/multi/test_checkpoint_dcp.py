@@ -1,4 +1,4 @@
-"""From FSDP2 and back by way of torch.distributed.checkpoint: the same values, and the training goes on."""
+"""From FSDP2 and back through torch.distributed.checkpoint: the same values, and training continues."""
 
 from __future__ import annotations
 

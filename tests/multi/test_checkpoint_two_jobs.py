@@ -1,4 +1,4 @@
-"""Two jobs that save into one root: no save raises, and `latest` always names a checkpoint that is whole."""
+"""Two jobs that save into one root: no save raises, and `latest` always names a complete checkpoint."""
 
 from __future__ import annotations
 

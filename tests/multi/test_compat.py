@@ -1,4 +1,4 @@
-"""DeepSpeed's calls on real ranks: what they show on parameters, what they refuse, and that nothing of them stays."""
+"""DeepSpeed's calls on real ranks: the parameters' attributes, what is refused, and that everything is undone."""
 
 from __future__ import annotations
 

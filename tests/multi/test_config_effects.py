@@ -1,4 +1,4 @@
-"""Keys of the config that are little more than a wire: what is written arrives where it works."""
+"""Keys of the config that are little more than a wire: each value arrives where it takes effect."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Engines whose ranks part: the job ends on all ranks in time, and one message names ranks, collectives and modules."""
+"""Engines whose ranks diverge: the job ends on all ranks in time; one message has ranks, collectives and modules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Ended = Callable[[str, int], JobResult]
 
 def _run(scenario: str, stage: int) -> tuple[JobResult, float]:
     environment = {"ZEROACCEL_COLLECTIVE_TIMEOUT": str(LIMIT)}
-    result = run_job(2, "tests/multi/parting_engines.py", [scenario, stage], timeout=90, env=environment)
+    result = run_job(2, "tests/multi/diverging_engines.py", [scenario, stage], timeout=90, env=environment)
     began = min(float(moment) for moment in re.findall(r"begins (\S+)", result.stdout))
     return result, time.time() - began
 
@@ -48,7 +48,7 @@ def test_ranks_that_take_different_branches(ended: Ended) -> None:
     assert '"reduce towers.sound"' in result.stderr  # where rank 0 is: the gradient that never comes, in backward
     assert "rank 1: waiting for gather" in result.stderr
     assert '"unshard towers.sound"' in result.stderr
-    assert "parting_engines.py" in result.stderr
+    assert "diverging_engines.py" in result.stderr
 
 
 @pytest.mark.parametrize("stage", [1, 3])

@@ -1,4 +1,4 @@
-"""An engine's life: beside others, at rest, for inference, with recomputation, and after its end."""
+"""The life of an engine: several in one process, idle, for inference, with recomputation, and after `destroy`."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _infer(stage: int, precision: str, with_gradients: bool) -> tuple[list[float
         engine.backward(torch.ones((), requires_grad=True))
     with pytest.raises(EngineStateError, match="optimizer"):
         engine.step()
-    remembered = len(engine.schedule.actions)
+    remembered = len(engine.trace.actions)
     engine.destroy()
     return losses, remembered
 

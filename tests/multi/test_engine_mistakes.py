@@ -1,4 +1,4 @@
-"""Wrong calls and configs: one clear error on every rank, also when one rank alone is wrong, and nobody waits."""
+"""Wrong calls and configs: one clear error on every rank, also when one rank alone is wrong, and no rank hangs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What programs do to an engine that its loop does not foresee: the right numbers, or one sentence on every rank."""
+"""Unusual uses of an engine by programs: the right numbers, or one error on every rank."""
 
 from __future__ import annotations
 

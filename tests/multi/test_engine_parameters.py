@@ -1,4 +1,4 @@
-"""Which parameters and buffers have which dtype, and which modules travel as one."""
+"""The dtypes of parameters and buffers, and which modules form one unit."""
 
 from __future__ import annotations
 

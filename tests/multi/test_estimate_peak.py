@@ -1,4 +1,4 @@
-"""The estimate of the demo model against the bytes that torch's allocator hands out in a real run on two ranks."""
+"""The estimate of the demo model against the bytes of torch's allocator in a real run on two ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every file of examples/ runs on two processes, and shows what it says that it shows."""
+"""Every file of examples/ runs on two processes, and prints what it claims to show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole parameters outside forward and backward: reading, writing, generating while ranks go different ways."""
+"""Full parameters outside forward and backward: reading, writing, generating while ranks diverge."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def _generate(budget: int | None) -> dict[str, Any]:
             outputs.append([engine(batch).item() for batch in batches(0, 2)])
         if rank == 0:  # a part of the model alone, on one rank alone
             outputs.append(model.layers[2](torch.ones(1, WIDTH)).shape)
-    assert all(unit.state.value == "sharded" for unit in engine.units if not unit.resident)
+    assert all(unit.state.value == "sharded" for unit in engine.units if not unit.persistent)
     assert all(output == expected for output in outputs if isinstance(output, list))
     after = steps(engine, 2, skip=1)
     engine.destroy()

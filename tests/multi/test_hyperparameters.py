@@ -16,7 +16,6 @@ import zeroaccel
 from tests.multi.pool import Pool
 from tests.multi.training import config, offloaded, recording
 from zeroaccel import Accelerator, ZeroPlugin
-from zeroaccel.checkpoint.checkpointer import CheckpointingEngine
 from zeroaccel.comm.topology import init_process_group
 from zeroaccel.compat.deepspeed_engine import initialize as deepspeed_initialize
 from zeroaccel.errors import UsageError
@@ -53,7 +52,7 @@ def _plain(settings: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key != "optimizer"}
 
 
-def _engine(settings: dict[str, Any], **arguments: Any) -> CheckpointingEngine:
+def _engine(settings: dict[str, Any], **arguments: Any) -> Engine:
     """Two groups; the config's optimizer, or torch's where it has none."""
     model = _model()
     if "optimizer" in settings:

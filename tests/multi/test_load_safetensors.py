@@ -1,4 +1,4 @@
-"""Weights from files into shards: only the bytes that are kept, on the meta device, in zero.Init, and whole."""
+"""Weights from files into shards: only the needed bytes are read, on the meta device, in zero.Init, and unsharded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of ranks given by a device mesh: replicas of shards, and ZeRO on one axis beside tensor parallelism."""
+"""Groups of ranks of a device mesh: replicated shards, and ZeRO on one axis with tensor parallelism on another."""
 
 from __future__ import annotations
 

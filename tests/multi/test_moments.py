@@ -15,14 +15,14 @@ from tests.multi.checkpoint_runs import assembled, snapshot, train
 from tests.multi.pool import Pool
 from tests.multi.training import Toy, batches, config, differences
 from tests.multi.training import train as train_toy
-from zeroaccel.checkpoint.checkpointer import CheckpointingEngine
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.zero.access.safe_get_set import safe_get_full_optimizer_state
+from zeroaccel.zero.engine import Engine
 
 Ranks = Callable[[int], Pool]
 
 
-def _engine(stage: int, moments: str, seed: int = 7) -> CheckpointingEngine:
+def _engine(stage: int, moments: str, seed: int = 7) -> Engine:
     torch.manual_seed(seed)
     section = {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1, "moments_dtype": moments}}
     engine, *_ = zeroaccel.initialize(Toy(), config=config(stage, "bf16", optimizer=section))

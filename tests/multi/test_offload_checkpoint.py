@@ -1,4 +1,4 @@
-"""Checkpoints of states in tiers: what is in files is saved and loaded as what is in memory, from any tier to any."""
+"""Checkpoints of offloaded states: saved and loaded as those in memory, from any tier to any."""
 
 from __future__ import annotations
 

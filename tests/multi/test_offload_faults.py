@@ -1,4 +1,4 @@
-"""What can go wrong with offload: told on every rank, before training where it can be known, else at once."""
+"""Faults of offload: raised on every rank, before training where they can be known, else at once."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from torch import Tensor
 import zeroaccel
 from tests.multi.pool import Pool
 from tests.multi.training import Toy, batches, config, offloaded
-from zeroaccel.checkpoint.checkpointer import CheckpointingEngine
 from zeroaccel.errors import EngineStateError, OffloadError, ZeroAccelError
 from zeroaccel.offload import file_io
+from zeroaccel.zero.engine import Engine
 
 Ranks = Callable[[int], Pool]
 
 
-def _engine(settings: dict[str, Any], seed: int = 7) -> CheckpointingEngine:
+def _engine(settings: dict[str, Any], seed: int = 7) -> Engine:
     torch.manual_seed(seed)
     return zeroaccel.initialize(Toy(), config=settings)[0]
 
 
-def _step(engine: CheckpointingEngine, batch: Tensor) -> float:
+def _step(engine: Engine, batch: Tensor) -> float:
     loss = engine(batch)
     engine.backward(loss)
     engine.step()

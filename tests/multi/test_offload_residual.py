@@ -107,7 +107,7 @@ def _bytes(settings: dict[str, Any]) -> tuple[int, int, dict[str, int], dict[str
     engine.backward(out)
     engine.step()
     part = sum(buffer.layout.shard_numel(buffer.rank) for unit in engine.units for buffer in unit.buffers)
-    found = part, len(engine._shard.pieces), engine.tier_nbytes(), engine.model_state_nbytes()
+    found = part, len(engine.sharded_optimizer.buffers), engine.tier_nbytes(), engine.model_state_nbytes()
     engine.destroy()
     return found
 

@@ -16,9 +16,9 @@ import zeroaccel
 import zeroaccel.zero
 from tests.multi.pool import Pool
 from tests.multi.training import ADAMW, SGD, Run, Toy, batches, config, differences, offloaded
-from zeroaccel.checkpoint.checkpointer import CheckpointingEngine
 from zeroaccel.errors import EngineStateError, ZeroAccelError
 from zeroaccel.ops.elementwise import Adam
+from zeroaccel.zero.engine import Engine
 
 Ranks = Callable[[int], Pool]
 
@@ -32,18 +32,18 @@ def _settings(
     return config(stage, accumulation=changes.pop("accumulation", 1), **{**PRECISIONS[precision], **keys, **changes})
 
 
-def _make(settings: dict[str, Any], make: Callable[[], nn.Module] = Toy, seed: int = 7) -> CheckpointingEngine:
+def _make(settings: dict[str, Any], make: Callable[[], nn.Module] = Toy, seed: int = 7) -> Engine:
     torch.manual_seed(seed)
     return zeroaccel.initialize(make(), config=settings)[0]
 
 
-def _backward(engine: CheckpointingEngine, batch: Tensor) -> Tensor:
+def _backward(engine: Engine, batch: Tensor) -> Tensor:
     loss: Tensor = engine(batch)
     engine.backward(loss)
     return loss
 
 
-def _step(engine: CheckpointingEngine, batch: Tensor) -> float:
+def _step(engine: Engine, batch: Tensor) -> float:
     loss = _backward(engine, batch)
     engine.step()
     return float(loss.item())
@@ -55,12 +55,12 @@ def _train(settings: dict[str, Any], steps: int, make: Callable[[], nn.Module] =
     run, early = Run(), []
     for batch in batches(engine.collectives.rank, steps * engine.gradient_accumulation_steps()):
         run.losses.append(_backward(engine, batch).item())
-        assert engine._weights is not None
-        early.append(engine._weights.is_early)
+        assert engine.weight_update is not None
+        early.append(engine.weight_update.is_early)
         engine.step()
         run.norms.append(engine.get_global_grad_norm())
     run.skipped = engine.skipped_steps
-    assert any(map(engine._reducer.comes_twice, engine._reducer.gradients)) == (make is _Recomputed)
+    assert any(map(engine.grad_reducer.accumulates_twice, engine.grad_reducer.gradients)) == (make is _Recomputed)
     engine.destroy()
     run.weights = {name: param.detach().clone() for name, param in engine.module.named_parameters()}
     return run, early
@@ -306,8 +306,8 @@ def _resumed(settings: dict[str, Any], root: Path) -> tuple[list[float], list[fl
     for batch in tokens[:3]:
         _step(engine, batch)
     engine.save_checkpoint(root, tag="three")
-    assert engine._weights is not None
-    engine._weights.require_settled("a save")
+    assert engine.weight_update is not None
+    engine.weight_update.require_settled("a save")
     losses = [_step(engine, batch) for batch in tokens[3:6]]
     try:
         zeroaccel.zero.safe_get_full_fp32_param(engine.module.norm.weight)

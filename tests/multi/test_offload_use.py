@@ -1,4 +1,4 @@
-"""Offload in use: inference from the host or from files, states parked for a while, the line in the log, the knobs."""
+"""Offload in use: inference from the host or from files, offloaded states, the line in the log, the knobs."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _traffic(settings: dict[str, Any]) -> list[int]:
     """Bytes that went to and from files in the third step: (states read, states written, params read, written)."""
     torch.manual_seed(7)
     engine, *_ = zeroaccel.initialize(Toy(), config=settings)
-    tiers = engine._tiers.tiers  # type: ignore[union-attr]
+    tiers = engine.tier_set.tiers  # type: ignore[union-attr]
     seen: list[list[int]] = []
     for batch in batches(engine.collectives.rank, 3):
         engine.backward(engine(batch))
@@ -121,7 +121,7 @@ def test_parked_storages_keep_their_views() -> None:
     parked = OffloadedStates([whole, part], pinned=False)
     assert parked.nbytes == 400
     assert whole.untyped_storage().nbytes() == 0
-    parked.put_back()
+    parked.restore()
     assert torch.equal(part.detach(), torch.arange(10.0, 20.0))
     part.data.fill_(1.0)
     assert whole[15] == 1.0
@@ -175,7 +175,7 @@ def test_max_in_cpu_keeps_the_first_shards_in_memory(ranks: Ranks, tmp_path: Pat
 def _settings_of_tiers(settings: dict[str, Any]) -> tuple[list[IoSettings], list[tuple[int, int]], bool, bool]:
     """(how files are read; (budget, largest sub-group) of states and of parameters; both pipelines)."""
     engine, *_ = zeroaccel.initialize(Toy(), config=settings)
-    tiers = engine._tiers
+    tiers = engine.tier_set
     assert tiers is not None
     assert tiers.states is not None
     files: list[Any] = [tiers.states.tier, tiers.shards["nvme"]]

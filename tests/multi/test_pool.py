@@ -1,4 +1,4 @@
-"""The pool's own promises: results by rank, everybody's traceback, and a new start after a failure or a hang."""
+"""The pool's own promises: results by rank, every rank's traceback, and a new start after a failure or a hang."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models that are sharded while they are built: the same training as of a model that was built whole."""
+"""Models that are sharded while they are built: the same training as of a model that was built unsharded."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _sizes() -> None:
     assert whole_elements(model) <= 8
     assert place_of(loose.weight) is not None
     assert meta.weight.is_meta
-    held = sum(b.shard.numel() for b in {place_of(p).buffer for p in model.parameters()})  # type: ignore[union-attr]
+    held = sum(b.shard.range.numel for b in {place_of(p).buffer for p in model.parameters()})  # type: ignore[union-attr]
     assert held <= 2 * (512 * 512 + 512) // 2 + 4 * 64
     there = nn.Linear(16, 16)
     values = there.weight.detach().clone()

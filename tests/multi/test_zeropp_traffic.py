@@ -15,8 +15,7 @@ import torch
 import zeroaccel
 from tests.multi.pool import Pool
 from tests.multi.training import SGD, Toy, batches, config, recording
-from zeroaccel.config import CommPlan, load_config
-from zeroaccel.config import comm_plan as comm_plan
+from zeroaccel.config import CommPlan, comm_plan, load_config
 from zeroaccel.config.comm_plan import step_traffic
 
 Ranks = Callable[[int], Pool]

@@ -1,4 +1,4 @@
-"""Checkpoints made by hand from docs/checkpoint_format.md, with nothing of the package that reads them."""
+"""Checkpoints written from docs/checkpoint_format.md alone, without the package that reads them."""
 
 from __future__ import annotations
 

@@ -67,6 +67,7 @@ MAX_LINES = 900
 # Which files may be longer, and why.
 LONG_FILES = {
     "zeroaccel/accelerate/accelerator.py": "what scripts call, each method with its documentation and often an example",
+    "zeroaccel/zero/engine.py": "one class: the training step, and the documented calls of programs, which delegate",
     "zeroaccel/checkpoint/zero_to_fp32.py": "a whole program, copied beside checkpoints; it may import no other file",
 }
 NAMELESS = {"util", "utils", "helper", "helpers", "manager", "misc", "common"}

@@ -1,4 +1,4 @@
-"""What an accelerator makes of the launcher's variables, beside a JSON that decides all, or leaves all "auto"."""
+"""The settings of an accelerator from the launcher's variables, with a JSON that sets everything, or only "auto"."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recomputation without ranks: the same numbers wherever inputs are kept, and what is refused."""
+"""Activation checkpointing without ranks: the same numbers wherever inputs are stored, and what is refused."""
 
 from __future__ import annotations
 

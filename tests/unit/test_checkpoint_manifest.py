@@ -1,4 +1,4 @@
-"""No manifest is believed that is damaged, newer, contradicts itself, or leads out of its folder."""
+"""A manifest that is damaged, newer, contradicts itself, or leads out of its folder is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank's file is plain safetensors, and no changed bit of it gets past the checksums."""
+"""A rank's file is plain safetensors, and the checksums find every changed bit of it."""
 
 from __future__ import annotations
 

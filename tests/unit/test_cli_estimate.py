@@ -1,4 +1,4 @@
-"""`zeroaccel estimate`: the table, the JSON, the charts, and what it says to a wrong command line."""
+"""`zeroaccel estimate`: the table, the JSON, the charts, and the messages to a wrong command line."""
 
 from __future__ import annotations
 

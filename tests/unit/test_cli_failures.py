@@ -1,4 +1,4 @@
-"""Who failed first, and what is said of it: from how processes ended to words and an exit code."""
+"""Which rank failed first, and its report: from the exit states of processes to words and an exit code."""
 
 from __future__ import annotations
 

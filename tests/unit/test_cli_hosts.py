@@ -1,4 +1,4 @@
-"""Which machines a launch uses: hostfile, filters, and what schedulers say in the environment."""
+"""The machines of a launch: hostfile, filters, and the environment variables of schedulers."""
 
 from __future__ import annotations
 

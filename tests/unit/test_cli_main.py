@@ -1,4 +1,4 @@
-"""The command line as a whole: it answers at once, imports what it uses, and ends every mistake in one message."""
+"""The command line: it answers at once, imports only what it uses, and ends every mistake in one message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans: how many processes with how many threads, and what is found wrong before anything starts."""
+"""Plans: the number of processes and threads, and the mistakes that are found before anything starts."""
 
 from __future__ import annotations
 

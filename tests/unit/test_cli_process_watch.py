@@ -1,4 +1,4 @@
-"""What the launcher notices beside torch's elastic agent: child processes of this one stand for ranks."""
+"""What the launcher monitors in addition to torch's elastic agent: child processes of this one stand for ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import pytest
 
 from tests import time_limits
-from zeroaccel.cli.launch import orphans as orphans
+from zeroaccel.cli.launch import orphans
 from zeroaccel.cli.launch.orphans import ProcessWatch, break_connections
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")

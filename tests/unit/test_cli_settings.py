@@ -1,4 +1,4 @@
-"""The settings of a launch: each checked by itself and against the others, and told by the name it was given under."""
+"""The settings of a launch: each checked alone and against the others, and reported by the name the user typed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `verify` makes of the records that a script leaves; a stand-in for the launcher runs it, without an engine."""
+"""The report of `verify` from the records of a script; a stand-in for the launcher runs it, without an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose number of threads counts, and what a process gets where nobody said."""
+"""The number of threads: which setting wins, and the default where there is none."""
 
 from __future__ import annotations
 

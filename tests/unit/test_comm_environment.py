@@ -1,4 +1,4 @@
-"""What the environment may say of a job, and the one clear error for what it must not."""
+"""The environment's description of a job, and the one clear error for each contradiction in it."""
 
 from __future__ import annotations
 

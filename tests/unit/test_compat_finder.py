@@ -1,4 +1,4 @@
-"""The import finder of `zeroaccel.compat`: what it answers, what it refuses by name, and that nothing of it stays."""
+"""The import finder of `zeroaccel.compat`: which names it serves, which it refuses, and that it is removed again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys that are right by themselves and wrong together, and bounds of single keys."""
+"""Keys that are valid alone and wrong together, and bounds of single keys."""
 
 from __future__ import annotations
 

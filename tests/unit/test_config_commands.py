@@ -1,4 +1,4 @@
-"""`zeroaccel config` and its sub-commands, in process: what they print where, what they write, how mistakes end."""
+"""`zeroaccel config` and its sub-commands, in process: what they print and write, and how mistakes end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a config may come from, how it is read, and how a source that cannot be read is told."""
+"""The sources of a config, how each is read, and the message for one that cannot be read."""
 
 from __future__ import annotations
 

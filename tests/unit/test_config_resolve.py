@@ -1,4 +1,4 @@
-"""Filling "auto" from facts: every key, with its value and its source, and what is said when nothing fills it."""
+"""Filling "auto" from facts: every key, with its value and its source, and the error where nothing fills it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The declared format: which spellings and values each key takes, and what an editor is told about it."""
+"""The declared format: spellings and values of each key, and the JSON schema that editors read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of keys: complete, without leftovers, and obeyed."""
+"""The table of keys: complete, without unused lines, and obeyed."""
 
 from __future__ import annotations
 

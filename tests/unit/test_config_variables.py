@@ -1,4 +1,4 @@
-"""Variables that begin with ZEROACCEL_ and mean nothing are named, and every one that the code reads is known."""
+"""Unknown variables that begin with ZEROACCEL_ are reported, and every one that the code reads is known."""
 
 from __future__ import annotations
 

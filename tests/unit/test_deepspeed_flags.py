@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from zeroaccel.cli import compat as deepspeed_command
-from zeroaccel.cli.launch import foreign_flags as foreign_flags
+from zeroaccel.cli.launch import foreign_flags
 from zeroaccel.cli.launch import launch_command as launch_module
 from zeroaccel.cli.launch import launch_plan as plan_module
 from zeroaccel.cli.launch import ssh as ssh_module

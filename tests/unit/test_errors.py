@@ -1,4 +1,4 @@
-"""Words that errors are made of."""
+"""The building blocks of error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Estimates against the paper's formulas, against each other, and what they say to wrong questions."""
+"""Estimates against the paper's formulas, against each other, and the errors for wrong arguments."""
 
 from __future__ import annotations
 

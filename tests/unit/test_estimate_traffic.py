@@ -1,4 +1,4 @@
-"""Traffic between machines, as `zeroaccel estimate` tells it."""
+"""Traffic between machines, as `zeroaccel estimate` prints it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The house rules hold in the tree, and each of them would notice if it were broken."""
+"""The house rules hold in the tree, and each of them finds a planted violation."""
 
 from __future__ import annotations
 

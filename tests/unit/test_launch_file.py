@@ -1,4 +1,4 @@
-"""Launch files: accelerate's are read as they are, and every mistake in one is told with its place."""
+"""Launch files: accelerate's are read as they are, and every mistake in one is reported with its position."""
 
 from __future__ import annotations
 

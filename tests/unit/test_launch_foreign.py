@@ -1,4 +1,4 @@
-"""What accelerate's files and flags hold beside ours: translated or dropped with a note, or refused."""
+"""Keys and flags of accelerate that this launcher lacks: translated, dropped with a note, or refused."""
 
 from __future__ import annotations
 

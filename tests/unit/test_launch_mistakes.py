@@ -1,4 +1,4 @@
-"""Whatever can be wrong with a launch is one message and exit code 2, before any process starts."""
+"""Every mistake in a launch is one message and exit code 2, before any process starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dtype of each buffer, and what becomes of shared and absent ones."""
+"""The dtype of each buffer, also of shared and absent ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tier in a file: what comes back, in which order, within which memory; and what is said when it does not."""
+"""The NVMe tier: which bytes come back, in which order, within which memory, and the errors of a failing disk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from zeroaccel.offload.file_io import IoSettings
 from zeroaccel.offload.host_buffers import ALIGN_NBYTES, HostBuffers, aligned_bytes
 from zeroaccel.offload.nvme import NvmeTier
 from zeroaccel.offload.offload_folder import OffloadFolder, examine_folder
-from zeroaccel.offload.tier import HostTier, Tier, TierElements, TierRange
+from zeroaccel.offload.tier import HostTier, StoredElements, Tier
 
 SIZES = {"small": 1000, "large": 300_000, "empty": 0, "page": 4096}
 PAGES = IoSettings(block_nbytes=4096, threads=3)
@@ -76,9 +76,10 @@ def test_every_tier_has_the_same_calls(tier: NvmeTier) -> None:
     for each in kinds:
         _store(each, "large", 5)
         each.settle()
-        held = TierRange(each, "large", 40, 1000, torch.float32)
-        assert [chunk.numel() for chunk in held.chunks(3000)] == [3000, 1000]
-        joined = TierElements((held.part(0, 10), held.part(20, 5)), torch.float32).copy()
+        stored = StoredElements.under(each, "large", 40, 1000, torch.float32)
+        assert [chunk.numel() for chunk in stored.chunks(3000)] == [3000, 1000]
+        ends = [StoredElements.under(each, "large", start, n, torch.float32) for start, n in ((40, 10), (120, 5))]
+        joined = StoredElements.joined(ends, torch.float32).copy()
         raw = _pattern(300_000, 5)[40:4040].clone().view(torch.float32)
         assert torch.equal(joined.view(torch.int32), torch.cat([raw[:10], raw[20:25]]).view(torch.int32))
         assert each.nbytes == sum(SIZES.values())

@@ -1,4 +1,4 @@
-"""Adam, Lion, Adagrad, SGD: the right numbers, the same however the vector is cut, and a torch optimizer's manners."""
+"""Adam, Lion, Adagrad, SGD: the right numbers, the same however the vector is cut, and torch's optimizer interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which optimizers step on flat pieces, on whole tensors, or on all at once; and that finding out changes nothing."""
+"""Which optimizers step on flat shards, on full tensors, or on all parameters at once; probing changes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What setup.cfg and constraints.txt say agrees with the tree: a forgotten package is missing only once installed."""
+"""setup.cfg and constraints.txt agree with the tree: a forgotten package is missing only once installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where states go, which are kept, and which count as states at all."""
+"""Folders of states: where they are written, which are removed, and which count as states at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Settings as texts that ranks compare: equal where settings are, different where not, and shown as people write."""
+"""Settings as texts that ranks compare: equal where settings are, different where not, and readable."""
 
 from __future__ import annotations
 

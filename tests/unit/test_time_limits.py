@@ -1,4 +1,4 @@
-"""Limits that follow the machine: what they become under load, and that they still strike."""
+"""Limits that follow the machine's load: their values, and that they still end a test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trackers: what TensorBoard reads back, what wandb is told, and a class of one's own."""
+"""Trackers: what TensorBoard reads back, the calls to wandb, and a class of the user's own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each rank gets of a dataset: every item, equally many, another order per epoch, and no surprises in the RNG."""
+"""Each rank's part of a dataset: every item, equally many, another order per epoch, and no change of the RNG."""
 
 from __future__ import annotations
 

@@ -1,14 +1,15 @@
-"""Flat layouts: whatever the shapes and the number of ranks, each element has one place and one owner."""
+"""Flat layouts: for any shapes and number of ranks, each element has one position and one owner."""
 
 from __future__ import annotations
 
 import math
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroaccel.zero.layout import ALIGN_NUMEL, FlatLayout, OwnerLoads, round_up
+from zeroaccel.zero.layout import ALIGN_NUMEL, FlatLayout, FlatRange, FlatTensor, OwnerLoads, round_up
 
 shapes = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), max_size=12)
 worlds = st.integers(1, 9)
@@ -18,22 +19,79 @@ def _layout(given_shapes: list[tuple[int, ...]], world_size: int) -> FlatLayout:
     return FlatLayout.build([(f"p{i}", shape) for i, shape in enumerate(given_shapes)], world_size)
 
 
+def _range(ends: tuple[int, int]) -> FlatRange:
+    return FlatRange(min(ends), max(ends))
+
+
+ranges = st.tuples(st.integers(0, 60), st.integers(0, 60)).map(_range)
+
+
+@given(ranges, ranges, ranges)
+def test_ranges_intersect_as_sets_do(one: FlatRange, other: FlatRange, third: FlatRange) -> None:
+    both = one & other
+    assert [element for element in range(60) if element in both] == [n for n in range(60) if n in one and n in other]
+    assert both.numel == len([n for n in range(60) if n in one and n in other]) >= 0
+    assert bool(both) == bool(both.numel)
+    assert both.start >= max(one.start, other.start), "so that it counts from both, even where it is empty"
+    assert (both & both, other & one) == (both, both)
+    assert list(_elements((one & other) & third)) == list(_elements(one & (other & third)))
+
+
+def _elements(part: FlatRange) -> range:
+    return range(part.start, part.end)
+
+
+@given(ranges, ranges)
+def test_a_range_of_a_range_is_a_slice(outer: FlatRange, inner: FlatRange) -> None:
+    values = torch.arange(outer.start, outer.end)
+    part = outer & inner
+    assert FlatTensor(outer, values)[part].tolist() == list(_elements(part))
+    assert part.at(part.start) == slice(0, part.numel)
+
+
 @given(shapes, worlds)
 def test_every_element_belongs_to_one_rank(given_shapes: list[tuple[int, ...]], world_size: int) -> None:
     layout = _layout(given_shapes, world_size)
     owned: dict[str, list[tuple[int, int]]] = {slot.fqn: [] for slot in layout.slots}
     for rank in range(world_size):
-        low, high = layout.bounds(rank)
-        for interval in layout.intervals(rank):
-            slot = next(slot for slot in layout.slots if slot.fqn == interval.fqn)
-            assert interval.length > 0
-            assert 0 <= interval.offset <= interval.offset + interval.length <= high - low
-            assert slot.start + interval.start == low + interval.offset
-            owned[interval.fqn].append((interval.start, interval.start + interval.length))
+        for slot, part in layout.slots_in(layout.shard(rank)):
+            assert part
+            assert (part & slot.range & layout.shard(rank)) == part
+            owned[slot.fqn].append((part.start - slot.start, part.end - slot.start))
     for slot in layout.slots:
         ends = [end for run in sorted(owned[slot.fqn]) for end in run]
         assert ends[1:-1:2] == ends[2::2], "runs neither overlap nor leave gaps"
         assert (ends[0], ends[-1]) == (0, slot.numel) if ends else slot.numel == 0
+
+
+@given(shapes, worlds, ranges)
+def test_a_range_is_covered_by_padded_slots(
+    given_shapes: list[tuple[int, ...]], world_size: int, within: FlatRange
+) -> None:
+    layout = _layout(given_shapes, world_size)
+    cursor = (within & layout.range).start
+    first = layout.slots[0].start if layout.slots else layout.numel
+    for _, part in layout.slots_in(within, padded=True):
+        assert part.start == max(cursor, first)
+        cursor = part.end
+    assert cursor == (within & layout.range).end or not layout.slots
+
+
+@given(shapes, worlds, st.data())
+def test_runs_of_a_group_tile_each_shard(
+    given_shapes: list[tuple[int, ...]], world_size: int, data: st.DataObject
+) -> None:
+    layout = _layout(given_shapes, world_size)
+    count = len(given_shapes)
+    groups = sorted(data.draw(st.lists(st.integers(0, 2), min_size=count, max_size=count)))
+    for rank in range(world_size):
+        runs = layout.group_runs(groups, rank)
+        cursor = layout.shard(rank).start
+        for run, _ in runs:
+            assert run.start == cursor
+            cursor = run.end
+        assert cursor == layout.shard(rank).end or not runs
+        assert len({group for _, group in runs}) == len(runs), "neighbours of one group are one run"
 
 
 @given(shapes, worlds)
@@ -43,7 +101,7 @@ def test_shards_are_equal_and_aligned(given_shapes: list[tuple[int, ...]], world
     assert layout.shard_numel(0) % ALIGN_NUMEL == 0
     assert not layout.uneven_sizes
     assert all(slot.start % ALIGN_NUMEL == 0 for slot in layout.slots)
-    assert [layout.bounds(rank) for rank in (0, world_size - 1)][-1][1] == layout.numel
+    assert (layout.shard(0).start, layout.shard(world_size - 1).end) == (0, layout.numel)
     assert layout.used_numel == sum(math.prod(shape) for shape in given_shapes)
     # Padding is at most one alignment per parameter and one per rank.
     assert layout.numel - layout.used_numel < ALIGN_NUMEL * (len(given_shapes) + world_size)
@@ -52,13 +110,7 @@ def test_shards_are_equal_and_aligned(given_shapes: list[tuple[int, ...]], world
 @given(shapes, worlds)
 def test_slots_and_gaps_tile_the_buffer(given_shapes: list[tuple[int, ...]], world_size: int) -> None:
     layout = _layout(given_shapes, world_size)
-    runs = [(slot.start, slot.end) for slot in layout.slots if slot.numel] + list(layout.gaps())
-    assert all(start < end for start, end in runs)
-    cursor = 0
-    for start, end in sorted(runs):
-        assert start == cursor
-        cursor = end
-    assert cursor == layout.numel
+    _assert_tiled(layout)
 
 
 @given(shapes)
@@ -71,6 +123,16 @@ def test_round_up(value: int, multiple: int) -> None:
     rounded = round_up(value, multiple)
     assert rounded % multiple == 0
     assert 0 <= rounded - value < multiple
+
+
+def _assert_tiled(layout: FlatLayout) -> None:
+    runs = [slot.range for slot in layout.slots if slot.numel] + list(layout.padding())
+    assert all(runs)
+    cursor = 0
+    for run in sorted(runs, key=lambda run: run.start):
+        assert run.start == cursor
+        cursor = run.end
+    assert cursor == layout.numel
 
 
 def _with_owners(given_shapes: list[tuple[int, ...]], world_size: int) -> FlatLayout:
@@ -88,20 +150,16 @@ def test_owners_have_their_parameters_whole(given_shapes: list[tuple[int, ...]],
     assert layout.numel % (ALIGN_NUMEL * world_size) == 0, "equal parts of a secondary copy need no padding"
     assert all(size % ALIGN_NUMEL == 0 for size in layout.split_sizes)
     for slot, owner in zip(layout.slots, layout.owners, strict=True):
-        low, high = layout.bounds(owner)
-        assert low <= slot.start <= slot.end <= high
-    seen = [slot for rank in range(world_size) for slot in layout.owned(rank)]
-    assert seen == list(layout.slots), "each parameter has one owner, and shards follow each other"
+        shard = layout.shard(owner)
+        assert shard.start <= slot.start <= slot.end <= shard.end
+    seen = [slot for rank in range(world_size) for slot, _ in layout.slots_in(layout.shard(rank))]
+    assert seen == [slot for slot in layout.slots if slot.numel], "one owner each, and shards follow each other"
 
 
 @given(shapes, worlds)
 def test_slots_and_gaps_tile_a_buffer_with_owners(given_shapes: list[tuple[int, ...]], world_size: int) -> None:
     layout = _with_owners(given_shapes, world_size)
-    cursor = 0
-    for start, end in sorted([(slot.start, slot.end) for slot in layout.slots if slot.numel] + list(layout.gaps())):
-        assert start == cursor
-        cursor = end
-    assert cursor == layout.numel
+    _assert_tiled(layout)
 
 
 @given(st.lists(st.lists(st.integers(0, 1000), max_size=20), max_size=8), worlds)
@@ -133,10 +191,10 @@ def test_a_scalar_and_an_empty_parameter_have_places() -> None:
     layout = FlatLayout.build([("scalar", ()), ("empty", (0, 3)), ("vector", (5,))], 4)
     assert [(slot.start, slot.numel) for slot in layout.slots] == [(0, 1), (32, 0), (32, 5)]
     assert layout.numel == 4 * ALIGN_NUMEL
-    assert [len(layout.intervals(rank)) for rank in range(4)] == [1, 1, 0, 0]
+    assert [len(list(layout.slots_in(layout.shard(rank)))) for rank in range(4)] == [1, 1, 0, 0]
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_nothing_at_all(world_size: int) -> None:
     layout = FlatLayout.build([], world_size)
-    assert (layout.numel, layout.shard_numel(world_size - 1), list(layout.gaps())) == (0, 0, [])
+    assert (layout.numel, layout.shard_numel(world_size - 1), list(layout.padding())) == (0, 0, [])

@@ -1,4 +1,4 @@
-"""Optimizers of a few lines each, of every kind, as people write them."""
+"""Optimizers of a few lines each, of every kind, as users write them."""
 
 from __future__ import annotations
 

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from zeroaccel.accelerate.prepared_optimizer import PreparedOptimizer, PreparedScheduler
 from zeroaccel.accelerate.zero_plugin import ZeroPlugin, gather_facts
-from zeroaccel.checkpoint.checkpointer import CheckpointingEngine
 from zeroaccel.comm.topology import destroy, init_process_group
 from zeroaccel.config import Config, Facts
 from zeroaccel.config.auto_values import shown
 from zeroaccel.errors import UsageError
 from zeroaccel.operations import collectives_of_process
+from zeroaccel.zero.engine import Engine
 
 __all__ = ["PRECISION_NAMES", "AcceleratorState", "ConfigView", "DistributedType", "PartialState", "Prepared"]
 
@@ -322,7 +322,7 @@ class Prepared:
         schedulers: of its optimizer.
     """
 
-    engine: CheckpointingEngine
+    engine: Engine
     plugin: ZeroPlugin
     config: Config
     optimizer: PreparedOptimizer | None = None

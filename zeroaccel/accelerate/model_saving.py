@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from zeroaccel.accelerate.accelerator_state import AcceleratorState
 from zeroaccel.checkpoint.atomic_write import write_durably
-from zeroaccel.checkpoint.checkpointer import CheckpointingEngine
 from zeroaccel.checkpoint.weights import parse_nbytes
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
@@ -97,7 +96,7 @@ class ModelSaving:
                         _write_config(Path(folder), name, config, inner)
         return self.save_model(model, folder, max_shard_size, safe_serialization=safe_serialization)
 
-    def _engine_of(self, model: nn.Module) -> CheckpointingEngine | None:
+    def _engine_of(self, model: nn.Module) -> Engine | None:
         inner = unwrap_model(model, keep_torch_compile=False)
         for item in self._state.prepared:
             if model is item.engine or inner is unwrap_model(item.engine, keep_torch_compile=False):

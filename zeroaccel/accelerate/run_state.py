@@ -36,7 +36,6 @@ from zeroaccel.accelerate.project import (
     saved_states,
 )
 from zeroaccel.checkpoint.atomic_write import remove_abandoned, write_durably
-from zeroaccel.checkpoint.checkpointer import CheckpointingEngine
 from zeroaccel.checkpoint.plain_codec import decode, encode, random_state, restore_random_state
 from zeroaccel.comm.agree import agreed, from_rank_0
 from zeroaccel.comm.collectives import Collectives
@@ -45,6 +44,7 @@ from zeroaccel.data import PreparedLoader
 from zeroaccel.errors import CheckpointError, UsageError
 from zeroaccel.logs import logger
 from zeroaccel.zero.access.safetensors_file import parse_header
+from zeroaccel.zero.engine import Engine
 
 __all__ = ["LoadHook", "PathLike", "RunParts", "RunSaving", "SaveHook", "load_run", "save_run"]
 
@@ -70,7 +70,7 @@ class RunParts:
         iteration: number of this state.
     """
 
-    engines: Sequence[CheckpointingEngine] = ()
+    engines: Sequence[Engine] = ()
     schedulers: Sequence[Any] = ()
     loaders: Sequence[PreparedLoader] = ()
     objects: Sequence[Any] = ()

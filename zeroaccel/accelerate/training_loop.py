@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from zeroaccel.accelerate.accelerator_state import AcceleratorState
 from zeroaccel.accelerate.prepared_optimizer import GradientState
-from zeroaccel.checkpoint.checkpointer import CheckpointingEngine
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.logs import log_once
+from zeroaccel.zero.engine import Engine
 from zeroaccel.zero.grad_reducer import clip_factor
 
 __all__ = ["TrainingLoop"]
@@ -130,10 +130,10 @@ class TrainingLoop:
 
     # -- engines
 
-    def _trained(self) -> list[CheckpointingEngine]:
+    def _trained(self) -> list[Engine]:
         return [item.engine for item in self._state.prepared if item.optimizer is not None]
 
-    def _engine_of(self, model: nn.Module, call: str) -> CheckpointingEngine:
+    def _engine_of(self, model: nn.Module, call: str) -> Engine:
         for item in self._state.prepared:
             if model is item.engine or model is item.engine.module:
                 return item.engine
@@ -144,7 +144,7 @@ class TrainingLoop:
             fix="pass what prepare() returned",
         )
 
-    def _engines_with(self, parameters: Iterable[Tensor] | Tensor, call: str) -> list[CheckpointingEngine]:
+    def _engines_with(self, parameters: Iterable[Tensor] | Tensor, call: str) -> list[Engine]:
         """The engines whose trained parameters these are: all of each, as the norm over a part is never computed."""
         ids = {id(parameters)} if isinstance(parameters, Tensor) else {id(param) for param in parameters}
         engines = []
@@ -177,7 +177,7 @@ class TrainingLoop:
         return engines
 
 
-def _reached(loss: Tensor, engines: list[CheckpointingEngine]) -> list[CheckpointingEngine]:
+def _reached(loss: Tensor, engines: list[Engine]) -> list[Engine]:
     """The engines with parameters that the loss depends on, found by walking the autograd graph back from it."""
     engine_of_param = {
         id(param): index

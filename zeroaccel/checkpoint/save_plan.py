@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from zeroaccel.checkpoint.manifest import ParameterRecord
 from zeroaccel.checkpoint.plain_codec import encode
 from zeroaccel.errors import CheckpointError
-from zeroaccel.offload.tier import TierElements
 from zeroaccel.zero.access.safetensors_file import dtype_name
-from zeroaccel.zero.layout import Slot
+from zeroaccel.zero.layout import FlatRange, Slot
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
-from zeroaccel.zero.sharded_optimizer import Piece, ShardedOptimizer
+from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
+from zeroaccel.zero.storage.shards import Elements
 
 __all__ = [
     "EngineState",
@@ -27,7 +27,6 @@ __all__ = [
     "SavePlan",
     "describe_parameters",
     "persistent_buffers",
-    "reached_slots",
     "ties_of",
 ]
 
@@ -56,14 +55,14 @@ class EngineState:
 class SaveItem:
     """Elements [start, start + data.numel()) of the tensor `key` of shape `shape`.
 
-    `data` is a flat, live view, or tells where the elements lie in a tier.
+    `data` is a flat, live view, or reads the elements from a tier a chunk at a time.
     """
 
     key: str
     dtype: str
     shape: tuple[int, ...]
     start: int
-    data: Tensor | TierElements
+    data: Elements
 
 
 @dataclass
@@ -92,10 +91,9 @@ class SavePlan:
         """
         found = cls(holdings.rank)
         for buffer in holdings.buffers() if holdings.replica == 0 else ():
-            found._add_weights(buffer, holdings.optimizer, exclude_frozen=exclude_frozen)
+            found._add_weights(buffer, exclude_frozen=exclude_frozen)
             if holdings.optimizer is not None:
-                for piece in holdings.optimizer.pieces.get(id(buffer), ()):
-                    found._add_state(holdings.optimizer, piece)
+                found._add_states(holdings.optimizer, buffer)
         return found
 
     def keep(self, tensor: Tensor) -> str:
@@ -110,50 +108,38 @@ class SavePlan:
         data = tensor.detach().contiguous().view(-1)
         self.entries.append(SaveItem(key, dtype_name(tensor.dtype), tuple(tensor.shape), 0, data))
 
-    def _add_weights(self, buffer: FlatBuffer, optimizer: ShardedOptimizer | None, *, exclude_frozen: bool) -> None:
-        low, high = buffer.layout.bounds(buffer.rank)
+    def _add_weights(self, buffer: FlatBuffer, *, exclude_frozen: bool) -> None:
         kind = "master" if buffer.trainable else "value"
         for slot, param in zip(buffer.layout.slots, buffer.params, strict=True):
-            start, end = max(slot.start, low), min(slot.end, high)
+            part = slot.range & buffer.own
             if exclude_frozen and not param.requires_grad:
                 continue
-            if start < end:
-                self._add(f"{kind}/{slot.fqn}", slot, start, _weights(buffer, optimizer, start, end))
+            if part:
+                self._add(f"{kind}/{slot.fqn}", slot, part, buffer.masters.elements(part))
             elif slot.numel == 0 and buffer.rank == 0:
-                self._add(f"{kind}/{slot.fqn}", slot, slot.start, _weights(buffer, optimizer, low, low))
+                none = FlatRange(buffer.own.start, buffer.own.start)
+                self._add(f"{kind}/{slot.fqn}", slot, slot.range, buffer.masters.elements(none))
 
-    def _add(self, key: str, slot: Slot, start: int, data: Tensor | TierElements) -> None:
+    def _add(self, key: str, slot: Slot, part: FlatRange, data: Elements) -> None:
         data = data.detach() if isinstance(data, Tensor) else data
-        self.entries.append(SaveItem(key, dtype_name(data.dtype), slot.shape, start - slot.start, data))
+        self.entries.append(SaveItem(key, dtype_name(data.dtype), slot.shape, part.start - slot.start, data))
 
-    def _add_state(self, optimizer: ShardedOptimizer, piece: Piece) -> None:
-        low, high = piece.buffer.layout.bounds(piece.buffer.rank)
-        state = optimizer.state_of(piece)
-        slots = list(reached_slots(piece))
-        if not state or not slots:
-            return
-        elements = {
-            name: value
-            for name, value in state.items()
-            if isinstance(value, Tensor) and value.shape == piece.master.shape and (value.dim() > 0 or name != "step")
-        }  # of a parameter without dimensions, a count of steps looks like a value per element
-        rest = {name: value for name, value in state.items() if name not in elements}
-        away = optimizer.is_away(piece.buffer)
-        for slot in slots:
-            # A parameter goes on from piece to piece where they are cut for a tier; it is told of once.
-            begins = not away or slot.start >= piece.start or piece.start == low
-            start, end = max(slot.start, piece.start, low), min(slot.end, high if away else piece.end, high)
-            for name, value in elements.items():
-                if start < end and begins:
-                    key = self._state_key(name, slot.fqn, optimizer)
-                    if away and value.dim() > 0:
-                        self._add(key, slot, start, optimizer.stored(piece.buffer, name, start, end))
-                    else:
-                        flat = value.contiguous().view(-1)
-                        self._add(key, slot, start, flat[start - piece.start : end - piece.start])
-            if begins and low <= max(slot.start, piece.start) < high:
-                is_whole = (piece.start, piece.end, tuple(piece.master.shape)) == (slot.start, slot.end, slot.shape)
-                self._add_rest(rest, slot, optimizer, alone=is_whole)
+    def _add_states(self, optimizer: ShardedOptimizer, buffer: FlatBuffer) -> None:
+        for piece in buffer.masters.pieces:
+            names, rest = optimizer.state_of(piece)
+            if not (names or rest):
+                continue
+            for slot, reached in buffer.layout.slots_in(piece.range, padded=True):
+                # A parameter that goes on from piece to piece is saved once, with the piece that has its first element
+                # here. So is its state without elements; where every rank has all pieces, by the rank it begins on.
+                part = slot.range & buffer.own
+                if part and part.start in piece.range:
+                    for name in names:
+                        key = self._state_key(name, slot.fqn, optimizer)
+                        self._add(key, slot, part, buffer.masters.elements(part, name))
+                if reached.start in buffer.own and reached.start in (slot.start, buffer.own.start):
+                    is_whole = piece.range == slot.range and piece.shape == slot.shape
+                    self._add_rest(rest, slot, optimizer, alone=is_whole)
 
     def _add_rest(self, rest: dict[str, Any], slot: Slot, optimizer: ShardedOptimizer, *, alone: bool) -> None:
         """State that does not have one value per element."""
@@ -181,28 +167,6 @@ class SavePlan:
                 got=name,
             )
         return f"state/{name}/{fqn}"
-
-
-def _weights(buffer: FlatBuffer, optimizer: ShardedOptimizer | None, start: int, end: int) -> Tensor | TierElements:
-    """Elements [start, end) of the flat buffer: the master where there is one, else the parameters' own."""
-    low, _ = buffer.layout.bounds(buffer.rank)
-    if optimizer is not None and optimizer.is_away(buffer):
-        return optimizer.stored(buffer, None, start, end)
-    if buffer.master is not None:
-        origin = 0 if buffer.master_is_replicated else low
-        return buffer.master[start - origin : end - origin]
-    if buffer.home is not None:
-        return buffer.home.stored(start - low, end - low)
-    return buffer.values()[start - low : end - low]
-
-
-def reached_slots(piece: Piece) -> Iterator[Slot]:
-    """The parameters a piece steps elements of, or only the padding behind."""
-    slots = piece.buffer.layout.slots
-    for index, slot in enumerate(slots):
-        following = slots[index + 1].start if index + 1 < len(slots) else piece.buffer.layout.numel
-        if max(slot.start, piece.start) < min(following, piece.end):
-            yield slot
 
 
 def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from zeroaccel.checkpoint.checkpointer import CheckpointingEngine
 from zeroaccel.checkpoint.weights import placeholder_state_dict
 from zeroaccel.compat import transformers_calls
 from zeroaccel.compat.deepspeed_comm import require_process_group
@@ -29,6 +28,7 @@ from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.initialization import initialize as assemble
 from zeroaccel.logs import logger
 from zeroaccel.nested import map_tensors, to_device
+from zeroaccel.zero.engine import Engine
 
 __all__ = [
     "DeepSpeedEngine",
@@ -40,8 +40,8 @@ __all__ = [
 ]
 
 
-class DeepSpeedEngine(CheckpointingEngine):
-    """`CheckpointingEngine` with the members that libraries written for DeepSpeed use."""
+class DeepSpeedEngine(Engine):
+    """`Engine` with the members that libraries written for DeepSpeed use."""
 
     _gathered_state: tuple[int, Callable[[], dict[str, Tensor] | None]] = (0, lambda: None)
 
@@ -59,7 +59,7 @@ class DeepSpeedEngine(CheckpointingEngine):
     def load_checkpoint(  # type: ignore[override]  # DeepSpeed's result without a checkpoint has no client state
         self, load_dir: str | os.PathLike[str], tag: object = None, *args: Any, **kwargs: Any
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """As `CheckpointingEngine.load_checkpoint`; a folder without any checkpoint is no error. (all ranks)
+        """As `Engine.load_checkpoint`; a folder without any checkpoint is no error. (all ranks)
 
         Returns:
             (the checkpoint's folder, the client state); (None, None) where no tag is given and the folder is not there
@@ -72,7 +72,7 @@ class DeepSpeedEngine(CheckpointingEngine):
         return super().load_checkpoint(load_dir, tag, *args, **kwargs)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """As `CheckpointingEngine.step`; `engine.optimizer.overflow` then tells whether the update was skipped.
+        """As `Engine.step`; `engine.optimizer.overflow` then tells whether the update was skipped.
 
         Raises:
             UsageError: `lr_kwargs` are given; a scheduler's `step` takes none here.
@@ -135,7 +135,7 @@ class DeepSpeedEngine(CheckpointingEngine):
         """
         full = self.consolidated_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
         if full is None:
-            full = placeholder_state_dict(self._holdings(), exclude_frozen=exclude_frozen_parameters)
+            full = placeholder_state_dict(self.checkpointer.state(), exclude_frozen=exclude_frozen_parameters)
         state = OrderedDict(full)
         if not exclude_frozen_parameters:
             self._gathered_state = (self.weights_version, weakref.ref(state))

@@ -98,10 +98,7 @@ def _member(name: str, read: Callable[[ParamHandle], Any]) -> Callable[[nn.Param
 
 def _own_part(handle: ParamHandle) -> Tensor:
     """This rank's elements of the parameter, (n,); empty where it has none."""
-    rank = handle.keeper.collectives.rank
-    low, _ = handle.buffer.layout.bounds(rank)
-    start, end = handle.reach(rank)
-    return handle.buffer.shard[start - low : end - low]
+    return handle.buffer.shard.read(handle.reach(handle.buffer.rank))
 
 
 def _identity(handle: ParamHandle) -> int:
@@ -110,7 +107,7 @@ def _identity(handle: ParamHandle) -> int:
 
 
 def _status(handle: ParamHandle) -> ZeroParamStatus:
-    return ZeroParamStatus.AVAILABLE if handle.buffer.resident else _STATUS[handle.unit.state]
+    return ZeroParamStatus.AVAILABLE if handle.buffer.persistent else _STATUS[handle.unit.state]
 
 
 _MEMBERS: dict[str, Callable[[ParamHandle], Any]] = {

@@ -45,8 +45,8 @@ class Fact(Generic[T]):
     Attributes:
         value: the value.
         source: who says so, as it reads after "from": "model.config.hidden_size", "Accelerator(...)".
-        binding: somebody wrote it, so a config that says otherwise contradicts it, and a config that is silent takes
-            it. False: it only fills what is "auto".
+        explicit: written by the user, in code or for the launcher: a config that says otherwise contradicts it, and
+            an absent key takes it. False: inferred, and fills "auto" only.
     """
 
     value: T
@@ -56,7 +56,13 @@ class Fact(Generic[T]):
 
 @dataclass(frozen=True)
 class Facts:
-    """All that an "auto" can be filled from; None where nobody knows.
+    """All that an "auto" can be filled from; None where it is not known.
+
+    Example:
+        >>> facts = Facts(hidden_size=Fact(512, "model.config.hidden_size"))
+        >>> resolve({"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"}}, facts).tree
+        {'zero_optimization': {'stage': 3, 'reduce_bucket_size': 262144}}
+
 
     Attributes:
         hidden_size: width of the model, from which sizes of buckets follow.
@@ -68,7 +74,7 @@ class Facts:
         stage: 0 to 3.
         offload_param_device, offload_optimizer_device: "none", "cpu" or "nvme".
         offload_param_path, offload_optimizer_path: folder for "nvme".
-        save_16bit_weights: write the whole model in 16 bits when a model is saved.
+        save_16bit_weights: gather and write all weights in 16 bits when a model is saved.
         lr, weight_decay, betas, eps: arguments of the optimizer.
         warmup_num_steps, total_num_steps: optimizer steps of the schedule.
         training: an optimizer comes from outside the config; batch sizes are needed to train only.
@@ -212,7 +218,7 @@ def _ranks(inputs: RuleInputs) -> int | None:
 
 
 def _quotient(inputs: RuleInputs, what: str, factor: int | None) -> Fact[int] | None:
-    """train / (factor * ranks) where it is whole; where it is not, the engine's check tells all four numbers."""
+    """train / (factor * ranks) where it is an integer; `solve_batch` reports all four numbers where it is not."""
     train, ranks = inputs.count(_TRAIN), _ranks(inputs)
     if train is None or factor is None or ranks is None or train % (factor * ranks):
         return None
@@ -220,7 +226,7 @@ def _quotient(inputs: RuleInputs, what: str, factor: int | None) -> Fact[int] | 
 
 
 def _first(fact: Fact[int] | None, derived: Fact[int] | None) -> Fact[int] | None:
-    """What somebody wrote comes before what follows from the config, and that before what was merely seen."""
+    """An explicit fact comes before a value derived from the config, and that before an inferred fact."""
     return fact if fact is not None and (fact.explicit or derived is None) else derived
 
 
@@ -342,7 +348,7 @@ def resolve(tree: Mapping[str, Any], facts: Facts, *, sources: Mapping[str, str]
 
     Args:
         tree: a config in the DeepSpeed JSON format; it is not changed.
-        facts: what is known beside it.
+        facts: what model, loaders, launcher and code say.
         sources: dotted path as written -> where its value came from, told in messages and handed on.
 
     Returns:
@@ -380,7 +386,7 @@ def fill(tree: dict[str, Any], unresolved: Collection[KeyPath], facts: Facts) ->
     Args:
         tree: in the schema's names, without "auto"; it is filled in place.
         unresolved: paths whose value is "auto".
-        facts: what is known beside it.
+        facts: what model, loaders, launcher and code say.
     """
     filled, inputs = Filled(tree), RuleInputs(facts, tree)
     for rule in RULES:

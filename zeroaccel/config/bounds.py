@@ -1,6 +1,6 @@
 """Bounds on what is read from outside: how large a file may be, how deep data may be nested, how long a number.
 
-A file is somebody else's until it has been checked, so its size is known before it is in memory, and what the parsers
+A file is untrusted until it has been checked, so its size is known before it is in memory, and what the parsers
 raise on purpose or by accident comes out as one kind of error. Knows no format; callers say where, and what to do.
 """
 

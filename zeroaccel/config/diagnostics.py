@@ -45,7 +45,7 @@ class Provenance:
     """Where a config came from; two configs with equal values are equal whatever their origins.
 
     Attributes:
-        name: the source as a whole, for messages: a file's path, or "config" for a dict.
+        name: of the source, for messages: a file's path, or "config" for a dict.
         raw: a copy of the tree as given: spellings, "auto" and all.
         places: written path -> where it was written, as "ds_config.json:3:5"; empty for a dict without sources.
         written: path in the schema's names -> path as written, of every key that was given.

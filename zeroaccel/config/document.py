@@ -61,7 +61,7 @@ def parse_json(text: str, name: str) -> JsonText:
     """Parses JSON, or JSON5 where it is not plain JSON.
 
     Args:
-        text: the whole text.
+        text: the content of the file.
         name: what to call it in messages, usually the file's path.
 
     Raises:

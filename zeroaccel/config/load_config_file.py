@@ -1,7 +1,7 @@
 """Loading a config: read, translate to the schema's names, validate, judge, and tell all that is wrong at once.
 
 The only maker of `Config`. The steps are the neighbours `document`, `normalize`, `schema`, `support` and `checks`;
-this file is their order. `resolve` fills "auto" if facts are given; merging other sources is for whoever calls it.
+this file is their order. `resolve` fills "auto" if facts are given; merging other sources is up to the caller.
 """
 
 from __future__ import annotations

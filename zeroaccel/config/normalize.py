@@ -1,6 +1,6 @@
 """From a tree as people and libraries write it to one in the schema's own names.
 
-The second step of `load`: other spellings, keys of older releases, dotted keys and "auto" are dealt with here, and
+The second step of `load`: other spellings, keys of older releases, dotted keys and "auto" are translated here, and
 keys that do not exist are found. Values are not looked at; that is the schema's work. The tree given is not changed.
 """
 

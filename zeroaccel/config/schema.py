@@ -1,4 +1,4 @@
-"""The whole config: every key of the DeepSpeed JSON at the top level, and the model the engine reads.
+"""The config: every key of the DeepSpeed JSON at the top level, and the model the engine reads.
 
 Assembles the sections of the `schema_*` files; made by `load.load_config`, read by everything above. It declares what
 may be written. Which keys take effect is said in `support`, contradictions are found in `checks`, stages become
@@ -131,9 +131,9 @@ class Checkpoint(ConfigSection):
     writer: CheckpointWriter | None = None
     """How bytes reach the disk."""
     async_save: Flag = False
-    """Write checkpoints beside training."""
+    """Write checkpoints in the background, while training goes on."""
     staging_nbytes: PositiveCount = 1_073_741_824
-    """Bytes of host memory per rank that checkpoints written beside training are copied through."""
+    """Bytes of host memory per rank that checkpoints written in the background are copied through."""
     keep_last: PositiveCount | None = None
     """Checkpoints that stay in a folder: saving removes the oldest."""
     save_random_state: Flag = False

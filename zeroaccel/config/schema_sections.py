@@ -1,4 +1,4 @@
-"""Sections of the config beside ZeRO: precision, metric writers, activation checkpointing.
+"""Sections of the config other than ZeRO: precision, metric writers, activation checkpointing, unread sections.
 
 One of the schema files that `schema` assembles. Dtypes are the words "fp32", "fp16" and "bf16", so that torch is not
 imported. Contradictions between sections are found in `checks`; which keys take effect is the table in `support`.

@@ -86,7 +86,7 @@ class OffloadOptimizer(ConfigSection):
     fast_init: Flag = False
     """Quick creation of the files of "nvme"."""
     update_during: UpdateDuring = "step"
-    """"step" updates in step(), "backward" as soon as a gradient is complete, "next_step" beside the next step."""
+    """"step" updates in step(), "backward" as soon as a gradient is complete, "next_step" during the next step."""
     ratio: Fraction | None = None
     """Part of each update that the host's cores do, 0 to 1; absent, measured where a CUDA device can do the rest."""
     super_offload: Flag = False
@@ -98,7 +98,7 @@ class OffloadOptimizer(ConfigSection):
 
 
 class ZenFlow(ConfigSection):
-    """Optimizer steps on the host that run beside the next forward pass, important gradients first."""
+    """Optimizer steps on the host that overlap with the next forward pass, important gradients first."""
 
     topk_ratio: OpenFraction = 0.1
     """Part of the gradient columns updated at once, between 0 and 1."""
@@ -109,7 +109,7 @@ class ZenFlow(ConfigSection):
     update_interval: Interval = "auto"
     """Steps between two updates of the other columns."""
     overlap_step: Flag = False
-    """Run the host's step beside forward and backward."""
+    """Overlap the host's step with forward and backward."""
     offload: Flag = False
     """Keep the states of the important columns on the host too."""
     auto_ratio: Fraction = 0.99
@@ -121,7 +121,7 @@ class ZenFlow(ConfigSection):
 
 
 class LeafModule(ConfigSection):
-    """Modules that are gathered as a whole, with everything below them (stage 3)."""
+    """Leaf modules: gathered at once, with everything below them (stage 3)."""
 
     classes: Texts = ()
     """Class names, short or with their module; mixture-of-experts blocks are found without being named."""
@@ -187,7 +187,7 @@ class ZeroOptimization(ConfigSection):
     allgather_bucket_size: Count = 500_000_000
     """Elements of updated parameters on their way at a time, at most (stages 1 and 2)."""
     overlap_comm: Flag | None = None
-    """Communicate beside the backward pass; absent, true at stage 3 and false below."""
+    """Overlap communication with the backward pass; absent, true at stage 3 and false below."""
     compute_grad_norm: Flag = True
     """Compute the global gradient norm; false needs gradient_clipping 0."""
     load_from_fp32_weights: Flag = True
@@ -217,9 +217,9 @@ class ZeroOptimization(ConfigSection):
         AlsoSpelled("stage3_gather_16bit_weights_on_model_save"),
         AlsoSpelled("stage3_gather_fp16_weights_on_model_save", deprecated=True),
     ] = False
-    """Let the whole model be gathered on rank 0 when it is saved (stage 3)."""
+    """Let all weights be gathered on rank 0 when the model is saved (stage 3)."""
     module_granularity_threshold: Annotated[Count, AlsoSpelled("stage3_module_granularity_threshold")] = 0
-    """Modules with fewer elements per descendant than this are gathered as a whole; 0 is off (stage 3)."""
+    """Modules with fewer elements per descendant than this become leaf modules; 0 is off (stage 3)."""
     use_all_reduce_for_fetch_params: Annotated[Flag, AlsoSpelled("stage3_use_all_reduce_for_fetch_params")] = False
     """Gather by the all-reduce of a buffer of zeros (stage 3)."""
     allgather_sequential: Annotated[Flag, AlsoSpelled("stage3_allgather_sequential")] = False
@@ -247,7 +247,7 @@ class ZeroOptimization(ConfigSection):
     zeropp_loco_param: FreeSection = None
     """Error feedback for quantised gradients."""
     zeropp: ZeroPlusPlus = ZeroPlusPlus()
-    """Settings beside the quantised and hierarchical keys."""
+    """Further settings of the quantised and hierarchical keys."""
     mics_shard_size: Integer = -1
     """Ranks among which the model is sharded, with replicas beyond; -1 is all."""
     mics_hierarchical_params_gather: Flag = False
@@ -265,4 +265,4 @@ class ZeroOptimization(ConfigSection):
     save_muon_momentum_buffer_in_memory: Flag = False
     """Keep Muon's momentum off NVMe (stage 3)."""
     leaf_module: LeafModule = LeafModule()
-    """Modules that are gathered as a whole."""
+    """Leaf modules: gathered at once (stage 3)."""

@@ -2,7 +2,7 @@
 
 The schema files declare sections with these pieces; `normalize` reads the older names, `problems` turns what the value
 types refuse into sentences. Nothing here knows a key of the config, and values are checked, never repaired: a number
-in quotes is an error. Only whole numbers written as floats (5e8), flags written as 0 and 1, and other names of one
+in quotes is an error. Only integers written as floats (5e8), flags written as 0 and 1, and other names of one
 dtype are made uniform.
 """
 
@@ -63,7 +63,7 @@ class AlsoSpelled:
 
 @dataclass(frozen=True)
 class Retired:
-    """A boolean key of older releases: the section beside it that replaced it, and what in there it stands for.
+    """A boolean key of older releases: the sibling section that replaced it, and what in there it stands for.
 
     False stands for the replacement being absent.
     """
@@ -110,7 +110,7 @@ class ConfigSection(BaseModel):
     """Keys of older releases that are translated rather than renamed."""
 
     from_flag: ClassVar[Mapping[bool, Mapping[str, object]]] = {}
-    """What a bare true or false in place of the whole section stands for, where that is a known older form."""
+    """What a bare true or false in place of the section stands for, where that is a known older form."""
 
     is_open: ClassVar[bool] = False
     """Whether DeepSpeed ignores keys of this section that it does not know."""

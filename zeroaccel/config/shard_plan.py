@@ -29,7 +29,7 @@ Residence = Literal["device", "host", "nvme"]
 """Where tensors live between uses: with the model, in host memory, in files."""
 
 UpdateTime = Literal["step", "backward", "next_step"]
-"""When masters on the host are updated: in `step()`, during backward, or beside the next step's computation."""
+"""When masters on the host are updated: in `step()`, during backward, or during the next step."""
 
 _RESIDENCES: dict[Literal["none", "cpu", "nvme"], Residence] = {"none": "device", "cpu": "host", "nvme": "nvme"}
 
@@ -78,7 +78,7 @@ def tier_plan(config: Config) -> TierPlan:
 
 
 def overlaps_communication(config: Config) -> bool:
-    """Whether gradients are reduced beside the backward pass; by default, where params are sharded."""
+    """Whether reductions overlap with the backward pass; by default, where params are sharded."""
     asked = config.zero_optimization.overlap_comm
     return shard_plan(config).params if asked is None else asked
 

@@ -1,8 +1,8 @@
 """YAML with places: parses a launch file's text and remembers where each key stands, so that errors can point at it.
 
-The twin of `json_text`, for the files people write by hand. Given text, returns data; reading files is for
-`launch_file`. Only what YAML has in common with JSON is read: no tags that build objects. Aliases count as what they
-stand for, so that nothing that comes out is larger than it looks.
+The counterpart of `document` for launch files. Given text, returns data; `launch_file` reads files. Only what YAML has
+in common with JSON is read: no tags that build objects. Aliases count as what they stand for, so that nothing that
+comes out is larger than it looks.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def parse_yaml(text: str, name: str) -> JsonText:
     """Parses one YAML document.
 
     Args:
-        text: the whole text; an empty one says nothing, which reads as an empty object.
+        text: the content of the file; an empty one reads as an empty object.
         name: what to call it in messages, usually the file's path.
 
     Raises:

@@ -20,8 +20,7 @@ from zeroaccel.config.schema_zero import OffloadOptimizer, OffloadParam
 from zeroaccel.estimate.simulate import Simulated, simulate
 from zeroaccel.estimate.subject import Subject, subject
 from zeroaccel.estimate.workload import Capacity, Estimate, MemoryByKind, Offload, Workload
-from zeroaccel.zero.storage.residual_masters import split_nbytes
-from zeroaccel.zero.storage.state_swapper import SUB_GROUP_NUMEL
+from zeroaccel.zero.storage.swapped_masters import SUB_GROUP_NUMEL, residual_nbytes
 
 __all__ = ["HEADROOM", "PLANS", "PlanRow", "TrafficRow", "check_capacity", "estimate", "plan_table", "traffic_table"]
 
@@ -144,7 +143,7 @@ def _with_offload(step: Simulated, workload: Workload, stage: int, optimizer: Of
     device, host, disk = step.peak, MemoryByKind(), MemoryByKind()
     masters = 4 * sum(step.trained)
     if workload.residual_masters and stage > 0:
-        masters = sum(map(split_nbytes, step.trained))
+        masters = sum(map(residual_nbytes, step.trained))
         device = replace(device, optimizer=device.optimizer - 4 * sum(step.trained) + masters)
     if optimizer != "none":
         # fp32 weights get a separate master too, as the device computes with its own copy.

@@ -35,7 +35,7 @@ from zeroaccel.estimate.subject import Step, Subject
 from zeroaccel.estimate.workload import MemoryByKind, Workload
 from zeroaccel.optim.optimizer_kinds import classify
 from zeroaccel.zero.build import build_units, check_dtypes, plan_units
-from zeroaccel.zero.engine import Engine
+from zeroaccel.zero.engine import Engine, EngineParts
 from zeroaccel.zero.from_config import (
     DTYPES,
     buffer_dtypes_of,
@@ -151,8 +151,8 @@ def _run_two_steps(
         moments = recorder.moments
         recorder.engine = None
         buffers = [buffer for unit in engine.units for buffer in unit.buffers]
-        shards = tuple((b.shard.numel(), b.shard.nbytes) for b in buffers if not b.resident)
-        trained = tuple(b.master.numel() for b in buffers if b.master is not None)
+        shards = tuple((b.own.numel, b.own.numel * b.dtype.itemsize) for b in buffers if not b.persistent)
+        trained = tuple(b.masters.range.numel for b in buffers if b.trainable)
         engine.destroy()
     return MemoryTrace(numel, tuple(moments), shards, trained)
 
@@ -343,11 +343,11 @@ class _EngineWithoutValues(Engine):
     def memory_by_kind(self) -> tuple[int, int, int]:
         """Bytes of parameters, of the optimizer and of gradients, in-flight ones included."""
         states = self.model_state_nbytes()
-        return states["params"], states["optimizer"], states["gradients"] + self._reducer.in_flight_nbytes()
+        return states["params"], states["optimizer"], states["gradients"] + self.grad_reducer.in_flight_nbytes()
 
-    def _finish_gradients(self, *, norm: bool) -> GradStats:
-        self._complete_gradients()
-        return GradStats(finite=True, norm=1.0, agreed=True, alike=True)
+    def _check_gradients(self, *, norm: bool) -> GradStats:
+        self._finish_reductions()
+        return GradStats(finite=True, norm=1.0, same_history=True, same_settings=True)
 
 
 def _engine(model: nn.Module, workload: Workload, stage: int, collectives: FakeRanks) -> _EngineWithoutValues:
@@ -383,7 +383,6 @@ def _engine(model: nn.Module, workload: Workload, stage: int, collectives: FakeR
         classify(optimizer),
         groups,
         [buffer for unit in units for buffer in unit.buffers if buffer.trainable],
-        replicated=not plan.optimizer,
     )
     batch = BatchSizes(
         train=workload.batch * workload.ranks * min(workload.accumulation, 2),
@@ -391,7 +390,7 @@ def _engine(model: nn.Module, workload: Workload, stage: int, collectives: FakeR
         accumulation=min(workload.accumulation, 2),
     )
     engine_settings = engine_settings_of(settings, plan, batch, workload.ranks)
-    return _EngineWithoutValues(model, units, collectives, engine_settings, optimizer=shard, config=settings.raw)
+    return _EngineWithoutValues(model, units, collectives, engine_settings, EngineParts(shard), settings.raw)
 
 
 def _recompute(model: nn.Module) -> None:

@@ -1,14 +1,13 @@
 """What a tier is: where bytes live under a key between uses, and how they are brought and sent back.
 
-`MemoryTier` is the tier of whatever memory its tensors are in: on the device (`DeviceTier`) and on the host
-(`HostTier`) nothing has to move. `nvme.py` has the one in files. Users speak only of keys; they cannot tell tiers
-apart but by time.
+In host memory (`HostTier`) nothing has to move; `nvme.py` has the tier in files. Users speak only of keys; they cannot
+tell tiers apart but by time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -17,14 +16,14 @@ from torch import Tensor
 from zeroaccel.offload.file_io import Direction, Traffic
 from zeroaccel.offload.host_buffers import aligned_bytes, aligned_nbytes
 
-__all__ = ["DeviceTier", "ElementRange", "Fetch", "HostTier", "MemoryTier", "Tier", "TierElements", "TierRange"]
+__all__ = ["Fetch", "HostTier", "MemoryTier", "StoredElements", "Tier"]
 
 
 class Fetch(Protocol):
     """Bytes on their way from a tier."""
 
     def wait(self) -> Tensor:
-        """(nbytes,) uint8 in host memory (of a `DeviceTier`: on its device), on loan until `Tier.store` or `release`.
+        """(nbytes,) uint8 in host memory, on loan until `Tier.store` or `release`.
 
         Raises:
             OffloadError: they do not come back as they were stored.
@@ -81,66 +80,53 @@ class Tier(Protocol):
 
 
 @dataclass(frozen=True)
-class TierRange:
-    """A run of elements that lie under a key, for who reads them a piece at a time.
+class StoredElements:
+    """Elements outside of memory: what a tensor of them would hold, for a reader that takes a chunk at a time.
 
     Attributes:
-        start: of the first element, in bytes from the beginning of the key.
         length: elements.
+        read: (first, count) -> (count,) of `dtype`, elements [first, first + count) as they are in the tier now. May be
+            called by any thread, as a checkpoint's staging thread does.
     """
 
-    tier: Tier
-    key: str
-    start: int
     length: int
     dtype: torch.dtype
+    read: Callable[[int, int], Tensor]
+
+    @classmethod
+    def under(cls, tier: Tier, key: str, start: int, length: int, dtype: torch.dtype) -> StoredElements:
+        """Those that begin at byte `start` of a key."""
+        size = dtype.itemsize
+        return cls(length, dtype, lambda first, n: tier.read(key, start + first * size, n * size).view(dtype))
+
+    @classmethod
+    def joined(cls, parts: Sequence[StoredElements], dtype: torch.dtype) -> StoredElements:
+        """Those of several, of one dtype, one after the other."""
+
+        def read(first: int, count: int) -> Tensor:
+            rows, begin = [], 0
+            for part in parts:
+                low, high = max(first - begin, 0), min(first + count - begin, part.length)
+                if low < high:
+                    rows.append(part.read(low, high - low))
+                begin += part.length
+            return torch.cat(rows) if len(rows) != 1 else rows[0]
+
+        return cls(sum(part.length for part in parts), dtype, read)
 
     def numel(self) -> int:
         """Elements."""
         return self.length
 
-    def part(self, first: int, length: int) -> TierRange:
-        """Elements [first, first + length) of it."""
-        return replace(self, start=self.start + first * self.dtype.itemsize, length=length)
-
     def chunks(self, limit_nbytes: int) -> Iterator[Tensor]:
-        """Its bytes in order, (n,) uint8 with n <= limit_nbytes, each read when it is asked for."""
-        end = self.start + self.length * self.dtype.itemsize
-        for first in range(self.start, end, limit_nbytes):
-            yield self.tier.read(self.key, first, min(limit_nbytes, end - first))
-
-
-class ElementRange(Protocol):
-    """A run of elements that is read a piece at a time, such as a `TierRange`."""
-
-    @property
-    def length(self) -> int:
-        """Elements."""
-
-    def chunks(self, limit_nbytes: int) -> Iterator[Tensor]:
-        """See `TierRange.chunks`."""
-
-
-@dataclass(frozen=True)
-class TierElements:
-    """Elements that lie in ranges, one after the other, of one dtype: what a tensor of them would hold."""
-
-    ranges: tuple[ElementRange, ...]
-    dtype: torch.dtype
-
-    def numel(self) -> int:
-        """Elements of all ranges."""
-        return sum(held.length for held in self.ranges)
-
-    def chunks(self, limit_nbytes: int) -> Iterator[Tensor]:
-        """See `TierRange.chunks`."""
-        for held in self.ranges:
-            yield from held.chunks(limit_nbytes)
+        """Their bytes in order, (n,) uint8 with n <= limit_nbytes, each chunk read when it is asked for."""
+        step = max(limit_nbytes // self.dtype.itemsize, 1)
+        for first in range(0, self.length, step):
+            yield self.read(first, min(step, self.length - first)).view(torch.uint8)
 
     def copy(self) -> Tensor:
-        """(n,) all of them."""
-        found = [chunk.view(self.dtype) for chunk in self.chunks(1 << 62)]
-        return torch.cat(found) if found else torch.empty(0, dtype=self.dtype)
+        """(length,) all of them, in host memory."""
+        return self.read(0, self.length) if self.length else torch.empty(0, dtype=self.dtype)
 
 
 class _Here:
@@ -197,19 +183,6 @@ class MemoryTier:
 
     def close(self) -> None:
         self._held.clear()
-
-
-class DeviceTier(MemoryTier):
-    """A tier in the memory of one device."""
-
-    name = "device memory"
-
-    def __init__(self, sizes: Mapping[str, int], device: torch.device) -> None:
-        super().__init__(sizes)
-        self._device = device
-
-    def allocate(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
 
 class HostTier(MemoryTier):

@@ -2,13 +2,18 @@
 
 The five give, step for step, the rates that DeepSpeed 0.19 gives, so that a migrated run keeps them. Each is a function
 of one counter, `n = last_batch_iteration`: -1 when made, one more at every `step()`. They write `lr` (and OneCycle
-`betas[0]`) into `param_groups`, of any object that has them, and touch nothing else. Where they part from DeepSpeed:
-a group with a learning rate of its own keeps it (`lr_groups` says which has one), beta2 is left alone, a warm-up may
-have 0 steps, and loading a state also writes its rates.
+`betas[0]`) into `param_groups`, of any object that has them, and touch nothing else. Differences from DeepSpeed: a
+group with a learning rate of its own keeps it, beta2 is not written, a warm-up may have 0 steps, and loading a state
+also writes its rates.
 
 [Note: first steps of a warm-up] The rate written when the schedule is made serves the first optimizer step, and the
 warm-up fraction at n = 0 is still 0. So the first *two* optimizer steps run at `warmup_min_lr`; with the default of 0
 they change nothing. A warm-up of 1 step counts as 2. A warm-up of 0 steps has neither rule: it is at the peak at once.
+
+[Note: rates of a group's own] A group whose rate differs from `optimizer.defaults["lr"]` has one of its own (without
+`defaults`, the first group's rate stands for it). A scalar peak applies to the other groups; a list has one value per
+group and applies to all. As in torch, the rate a group had first is kept in it as `initial_lr`, so that a second
+schedule over the same optimizer starts from that and not from where the first one stopped.
 """
 
 from __future__ import annotations
@@ -43,8 +48,8 @@ __all__ = [
     "address",
     "build_scheduler",
     "flag",
+    "integer",
     "number",
-    "whole",
 ]
 
 
@@ -69,11 +74,11 @@ def number(name: str, value: object, low: float = 0.0, below: float = math.inf) 
     raise ConfigError(address(name), expected=f"a number of at least {low:g}{limit}", got=value)
 
 
-def whole(name: str, value: object, low: int) -> int:
-    """A whole number; 1e3 is one."""
-    integer = as_integer(value)
-    if integer is not None and integer >= low:
-        return integer
+def integer(name: str, value: object, low: int) -> int:
+    """An integer; 1e3 is one."""
+    checked = as_integer(value)
+    if checked is not None and checked >= low:
+        return checked
     raise ConfigError(address(name), expected=f"a whole number of at least {low}", got=value)
 
 
@@ -141,7 +146,7 @@ class GroupSchedule(ABC):
         self._write()
 
     def _start(self, last_batch_iteration: object) -> None:
-        self.last_batch_iteration = whole("last_batch_iteration", last_batch_iteration, low=-1)
+        self.last_batch_iteration = integer("last_batch_iteration", last_batch_iteration, low=-1)
         self._write()
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -210,11 +215,11 @@ def _first_lr(group: dict[str, Any]) -> float:
 
 def _separate(groups: list[dict[str, Any]], default: object) -> None:
     """Gives each group a rate tensor of its own: torch lets all groups and `defaults` share one."""
-    taken = {id(default)}
+    seen = {id(default)}
     for group in groups:
-        if isinstance(group["lr"], Tensor) and id(group["lr"]) in taken:
+        if isinstance(group["lr"], Tensor) and id(group["lr"]) in seen:
             group["lr"] = group["lr"].clone()
-        taken.add(id(group["lr"]))
+        seen.add(id(group["lr"]))
 
 
 class Scheduler(Protocol):
@@ -248,7 +253,7 @@ class _WarmUp:
         """From `warmup_num_steps` and `warmup_type`."""
         if kind not in ("log", "linear"):
             raise ConfigError(address("warmup_type"), expected='"log" or "linear"', got=kind)
-        steps = whole("warmup_num_steps", num_steps, low=0)
+        steps = integer("warmup_num_steps", num_steps, low=0)
         return _WarmUp(2 if steps == 1 else steps, kind == "linear")
 
     def covers(self, n: int) -> bool:
@@ -262,7 +267,7 @@ class _WarmUp:
 
     def total(self, total_num_steps: object) -> int:
         """Checks `total_num_steps`, of which the warm-up is the beginning."""
-        total = whole("total_num_steps", total_num_steps, low=1)
+        total = integer("total_num_steps", total_num_steps, low=1)
         if total < self.num_steps:
             log_once(
                 logging.WARNING,
@@ -327,7 +332,7 @@ class WarmupDecayLR(WarmupLR):
 
     Args:
         optimizer, warmup_min_lr, warmup_num_steps, warmup_type, last_batch_iteration: as for `WarmupLR`.
-        total_num_steps: T, steps of the whole run.
+        total_num_steps: T, steps of the run.
         warmup_max_lr: as for `WarmupLR`, but 0.001 where it is not given.
 
     Raises:
@@ -360,7 +365,7 @@ class WarmupCosineLR(GroupSchedule):
 
     Args:
         optimizer, warmup_num_steps, warmup_type, last_batch_iteration: as for `WarmupLR`.
-        total_num_steps: T, steps of the whole run.
+        total_num_steps: T, steps of the run.
         warmup_min_ratio: ratio at n = 0.
         cos_min_ratio: ratio at the end.
 
@@ -449,9 +454,9 @@ class OneCycle(GroupSchedule):
             raise ConfigError(address("cycle_first_step_size"), expected="a number above 0", got=cycle_first_step_size)
         second = cycle_first_step_size if cycle_second_step_size is None else cycle_second_step_size
         self._second = number("cycle_second_step_size", second)
-        self._first_stairs = whole("cycle_first_stair_count", cycle_first_stair_count, low=0)
+        self._first_stairs = integer("cycle_first_stair_count", cycle_first_stair_count, low=0)
         stairs = cycle_first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
-        self._second_stairs = whole("cycle_second_stair_count", stairs, low=0)
+        self._second_stairs = integer("cycle_second_stair_count", stairs, low=0)
         self._decay_steps = number("decay_step_size", decay_step_size)
         self._decay_lr_rate = number("decay_lr_rate", decay_lr_rate)
         self._decay_mom_rate = number("decay_mom_rate", decay_mom_rate)
@@ -491,9 +496,9 @@ class OneCycle(GroupSchedule):
         """0 at the foot, 1 at the peak."""
         at = b % (self._first + self._second)
         rising = at <= self._first
-        left = at if rising else self._first + self._second - at
+        remaining = at if rising else self._first + self._second - at
         size, stairs = (self._first, self._first_stairs) if rising else (self._second, self._second_stairs)
-        return math.floor(left * stairs / size) / stairs if stairs else left / size
+        return math.floor(remaining * stairs / size) / stairs if stairs else remaining / size
 
     def _decay(self, n: int) -> float:
         return (n - self._first - self._second + 1) / self._decay_steps if self._decay_steps else 0.0
@@ -546,7 +551,7 @@ class LRRangeTest(GroupSchedule):
         own = self._own_groups(name, lr_range_test_min_lr)
         reference = [self._default_lr] * len(self._own_lrs)
         self._min_lrs = self._scaled(name, self._spread(name, lr_range_test_min_lr), own, reference)
-        self._size = whole("lr_range_test_step_size", lr_range_test_step_size, low=1)
+        self._size = integer("lr_range_test_step_size", lr_range_test_step_size, low=1)
         self._rate = number("lr_range_test_step_rate", lr_range_test_step_rate)
         self._staircase = flag("lr_range_test_staircase", lr_range_test_staircase)
         self._start(last_batch_iteration)
@@ -613,9 +618,9 @@ def build_scheduler(type: str, params: Mapping[str, Any], optimizer: ParamGroups
 def _unknown(name: str) -> ConfigError:
     if name in _REFUSED:
         return ConfigError(f"scheduler.type {name} is not supported: {_REFUSED[name]}")
-    known = [*_OWN, *(kind for kind in _TORCH if kind not in _REFUSED)]
-    near = closest(name, known)
-    fix = f"did you mean {near!r}?" if near else f"choose one of {', '.join(known)}"
+    names = [*_OWN, *(kind for kind in _TORCH if kind not in _REFUSED)]
+    near = closest(name, names)
+    fix = f"did you mean {near!r}?" if near else f"choose one of {', '.join(names)}"
     return ConfigError("scheduler.type", expected="a known scheduler", got=name, fix=fix)
 
 

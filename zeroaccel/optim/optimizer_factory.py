@@ -1,4 +1,8 @@
-"""Builds the optimizer that a config's `optimizer` section names, over the model's own parameters."""
+"""Builds the optimizer of a config's `optimizer` section, over the model's own parameters.
+
+Muon needs two param groups per group: matrices that it orthogonalises, and all others, for its AdamW. They are chosen
+by the flags that DeepSpeed's users set on parameters, and without a flag by the model's embeddings and heads.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +34,13 @@ MUON_SETTINGS = (
     "eps",
     "weight_decay",
 )
-"""What `optimizer.params` of Muon may say."""
+"""The keys of `optimizer.params` for Muon."""
 
 _NAMES = ("embed", "lm_head")
 
 
 def muon_groups(params: Iterable[Any], settings: Mapping[str, Any], model: nn.Module | None) -> list[dict[str, Any]]:
-    """Param groups for `Muon`: each group that is given, split in two by "use_muon"; empty halves are left out.
+    """Param groups for `Muon`: each group of `params` split in two by "use_muon", without empty halves.
 
     Muon takes a parameter whose attribute `use_muon` is true. Without the attribute it takes those of two dimensions
     or more, but embeddings and heads: parameters of `nn.Embedding`, of what `get_output_embeddings()` of a Hugging
@@ -47,35 +51,35 @@ def muon_groups(params: Iterable[Any], settings: Mapping[str, Any], model: nn.Mo
         ConfigError: a parameter without the attribute, where the model is not known, or a flag that is not a boolean.
     """
     items = list(params)
-    given = items if items and isinstance(items[0], dict) else [{"params": items}]
-    apart = _Apart(model)
-    found: list[dict[str, Any]] = []
-    for group in given:
-        held = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+    groups = items if items and isinstance(items[0], dict) else [{"params": items}]
+    rule = _MuonRule(model)
+    split: list[dict[str, Any]] = []
+    for group in groups:
+        members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
         if "use_muon" in group:
-            halves = {bool(group["use_muon"]): held}
+            halves = {bool(group["use_muon"]): members}
         else:
-            flags = [apart.is_for_muon(param) for param in held]
+            flags = [rule.is_for_muon(param) for param in members]
             halves = {
-                use_muon: [param for param, flag in zip(held, flags, strict=True) if flag is use_muon]
+                use_muon: [param for param, flag in zip(members, flags, strict=True) if flag is use_muon]
                 for use_muon in (True, False)
             }
         for use_muon, half in halves.items():
             if not half:
                 continue
             lr = settings.get("muon_lr" if use_muon else "adam_lr", settings.get("lr"))
-            found.append({**({} if lr is None else {"lr": lr}), **group, "params": half, "use_muon": use_muon})
-    counts = {flag: sum(len(group["params"]) for group in found if group["use_muon"] is flag) for flag in (True, False)}
+            split.append({**({} if lr is None else {"lr": lr}), **group, "params": half, "use_muon": use_muon})
+    counts = {flag: sum(len(group["params"]) for group in split if group["use_muon"] is flag) for flag in (True, False)}
     logger.info("Muon steps %d parameters, and its AdamW %d", counts[True], counts[False])
-    return found
+    return split
 
 
-class _Apart:
-    """Tells which parameters are embeddings, heads, or no matrices."""
+class _MuonRule:
+    """Decides by flag, or by dimensions and name: embeddings and heads are not for Muon."""
 
     def __init__(self, model: nn.Module | None) -> None:
         self._names: dict[int, str] = {}
-        self._ends: set[int] = set()
+        self._embeddings: set[int] = set()
         if model is None:
             return
         self._names = {id(param): fqn for fqn, param in model.named_parameters(remove_duplicate=True)}
@@ -86,7 +90,7 @@ class _Apart:
             find = getattr(module, "get_output_embeddings", None)
             if callable(find) and isinstance(head := find(), nn.Module):
                 ends.append(head)
-        self._ends = {id(param) for module in ends for param in module.parameters()}
+        self._embeddings = {id(param) for module in ends for param in module.parameters()}
 
     def is_for_muon(self, param: Tensor) -> bool:
         name = self._names.get(id(param))
@@ -103,7 +107,9 @@ class _Apart:
                 got="none, and a parameter of no model that is known",
                 fix="set it on every parameter",
             )
-        return param.dim() >= 2 and id(param) not in self._ends and not any(word in name.lower() for word in _NAMES)
+        return (
+            param.dim() >= 2 and id(param) not in self._embeddings and not any(word in name.lower() for word in _NAMES)
+        )
 
 
 _TORCH = {
@@ -120,7 +126,7 @@ def _adam(params: Any, *, adam_w_mode: bool = True, torch_adam: bool = False, **
 
 
 def _adamw(params: Any, *, torch_adam: bool = False, **settings: Any) -> Optimizer:
-    settings.pop("adam_w_mode", None)  # it is one whatever the flag says
+    settings.pop("adam_w_mode", None)  # AdamW is decoupled by name, with any flag
     return _adam(params, torch_adam=torch_adam, **settings)
 
 
@@ -159,14 +165,21 @@ def build_optimizer(
     Adam, AdamW, Lion, Adagrad and SGD (any case) have kernels of their own that update, unscale, clip and round in
     one pass; `moments_dtype` ("fp32", "bf16", "int8"; not of SGD) is theirs alone; `torch_adam: true` takes torch's.
     "Adam" means decoupled weight decay unless `adam_w_mode` is false, as in DeepSpeed. Lamb and Muon (any case) are
-    `ops.tensorwise`, on whole tensors. Any other `torch.optim` class goes by its exact name, and each of them
+    `ops.lamb` and `ops.muon`, on full tensors. Any other `torch.optim` class goes by its exact name, and each of them
     by "torch.optim." before it.
 
     Args:
-        model: whose parameters they are; tells Muon embeddings and heads from hidden matrices, see `muon_groups`.
+        model: owns the parameters; for Muon its embeddings and heads are found, see `muon_groups`.
 
     Raises:
         ConfigError: an unknown type, a type that cannot be sharded, or a setting the type does not have.
+
+    Example:
+        >>> import torch
+        >>> params = [torch.nn.Parameter(torch.zeros(3))]
+        >>> optimizer = build_optimizer("AdamW", {"lr": 1e-3, "moments_dtype": "bf16"}, params)
+        >>> type(optimizer).__name__, optimizer.param_groups[0]["lr"]
+        ('Adam', 0.001)
     """
     settings = dict(settings)
     if settings.get("max_grad_norm"):
@@ -209,7 +222,7 @@ def _settings_of(signature: Callable[..., Any]) -> list[str]:
 
 
 def _apply_state_dtype(settings: dict[str, Any]) -> None:
-    """DeepSpeed's word for moments in 16 bits, put into ours."""
+    """Translates DeepSpeed's key for moments in 16 bits into `moments_dtype`."""
     if settings.pop("fp32_optimizer_states", True):
         return
     if settings.setdefault("moments_dtype", "bf16") == "fp32":

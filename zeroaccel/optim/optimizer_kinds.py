@@ -1,6 +1,11 @@
-"""How an optimizer may be sharded: on flat pieces, on whole tensors, or not at all.
+"""How an optimizer steps on shards: on flat ranges, on full tensors, or on everything at once; and in several calls.
 
-What is known by class is listed here; what is declared, counts; anything else is found out by `optimizer_probe`.
+Known classes are listed here; a declared kind takes precedence; any other class is tried out by `optimizer_probe`.
+
+[Note: several calls per step] A step calls `optimizer.step()` once per buffer, so that one buffer's gradients at a time
+are in fp32 and one sub-group at a time is in memory. What a class counts per call (a `group["step"]`, an attribute) is
+restored before each call but the first: every call sees the numbers that the step began with, and the last
+one leaves them as one call would. A coupled rule, which looks at all parameters at once, gets one call with all.
 """
 
 from __future__ import annotations
@@ -42,11 +47,11 @@ class OptimizerKind(enum.Enum):
     """What the update of one element of a parameter depends on."""
 
     ELEMENTWISE = "elementwise"
-    """On its own gradients, values and states, and on counters of steps: runs on flat shards."""
+    """On its own gradients, values and states, and on counters of steps: steps on flat shards."""
     PER_TENSOR = "per_tensor"
-    """On its whole tensor, by shape, norm or factors: runs on whole tensors."""
+    """On its tensor, by shape, norm or factors: steps on full tensors."""
     COUPLED = "coupled"
-    """On other parameters too: runs where every rank has everything."""
+    """On other parameters too: steps where every rank has everything, or by sums over all shards."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,7 @@ class OptimizerKinds:
     """How an optimizer may be sharded.
 
     Attributes:
-        groups: of each param group; all COUPLED where one is.
+        groups: the kind of each param group; all COUPLED where one is.
         reason: why it is not elementwise, as a clause about "it"; "" where all groups are elementwise.
         source: "known", "declared" or "probed".
     """
@@ -110,13 +115,14 @@ def check_steppable(optimizer: Optimizer) -> None:
 def classify(optimizer: Optimizer, declared: OptimizerKind | str | None = None) -> OptimizerKinds:
     """How `optimizer` may be sharded. Every rank gets the same answer, if every rank has the same optimizer.
 
-    zeroaccel's own optimizers and torch's are known, by their exact classes. Any other has to prove that it is
-    elementwise, see [Note: trial of an optimizer]; neither the optimizer nor a random state is changed by that. One
-    that draws random numbers, or fails in the trial, is taken for a rule per tensor.
+    zeroaccel's own optimizers and torch's are known, by their exact classes: a subclass may have another rule. Any
+    other has to prove that it is elementwise, see [Note: trial of an optimizer]; neither the optimizer nor a random
+    state is changed by that. One that draws random numbers, or fails in the trial, counts as a rule per tensor, which
+    is right for elementwise rules too.
 
     Args:
         optimizer: before its first step.
-        declared: the kind of all its groups, for sure: an `OptimizerKind` or its value.
+        declared: the kind of all its groups, an `OptimizerKind` or its value, instead of a trial.
 
     Raises:
         ConfigError: `declared` is no kind, or is known to be wrong, or the optimizer takes sparse gradients only.
@@ -154,7 +160,7 @@ def _known(optimizer: Optimizer) -> OptimizerKinds | None:
         return OptimizerKinds((OptimizerKind.ELEMENTWISE,) * count, "", "known")
     if type(optimizer) is Muon:
         of_groups = [group["use_muon"] for group in optimizer.param_groups]
-        kinds = tuple(OptimizerKind.PER_TENSOR if whole else OptimizerKind.ELEMENTWISE for whole in of_groups)
+        kinds = tuple(OptimizerKind.PER_TENSOR if use_muon else OptimizerKind.ELEMENTWISE for use_muon in of_groups)
         return OptimizerKinds(kinds, _MATRICES if any(of_groups) else "", "known")
     if type(optimizer) is Lamb:
         return OptimizerKinds((OptimizerKind.PER_TENSOR,) * count, _NORMS, "known")
@@ -179,23 +185,23 @@ _PLAIN = (bool, int, float, complex, str, type(None))
 
 
 class StepCounters:
-    """Entries of param groups, and attributes, that are plain values: as they are now, until `restore`.
+    """A copy of the entries of param groups, and of the attributes, that are plain values; `restore` writes it back.
 
-    An entry that is no number, text or tensor, nor made of such (a module, a random generator), is left alone.
+    An entry that is no number, text or tensor, nor made of such (a module, a random generator), is not copied.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._kept: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        self._saved: list[tuple[dict[str, Any], dict[str, Any]]] = [
             (group, _entries(group)) for group in optimizer.param_groups
         ]
-        self._kept.append((vars(optimizer), _entries(vars(optimizer))))
+        self._saved.append((vars(optimizer), _entries(vars(optimizer))))
 
     def restore(self) -> None:
-        """Sets all of it back. A tensor keeps its identity: a scheduler may hold it."""
-        for entries, kept in self._kept:
-            for name in [name for name in _entries(entries) if name not in kept]:
+        """Restores the values. A tensor keeps its identity: a scheduler may refer to it."""
+        for entries, saved in self._saved:
+            for name in [name for name in _entries(entries) if name not in saved]:
                 del entries[name]
-            for name, value in kept.items():
+            for name, value in saved.items():
                 now = entries.get(name)
                 if isinstance(now, Tensor) and isinstance(value, Tensor) and now.shape == value.shape:
                     now.copy_(value)
@@ -208,7 +214,7 @@ def _entries(source: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_counted(name: str) -> bool:
-    """Not what is the engine's to change, nor torch's dictionaries of hooks, whose identity their handles know."""
+    """False for what the engine changes, and for torch's dictionaries of hooks, to which hook handles refer."""
     return name not in ("params", "state", "param_groups", "defaults") and not name.startswith("_optimizer_")
 
 

@@ -1,20 +1,23 @@
-"""What the update of an element depends on, found out by letting copies of an optimizer step on small tensors.
+"""Tries out what the update of an element depends on, by stepping copies of an optimizer on small tensors.
 
-[Note: trial of an optimizer] Twins (`optimizer_copy`) take twelve steps on small tensors of one to four dimensions,
-side by side: all tensors together, each tensor alone, and flat pieces of them, cut without regard to where a tensor
-ends, as shards are. Together and alone must agree, or the rule is coupled; wholes and pieces must agree, or it is a
-rule per tensor. To agree is to have the same values, up to rounding, and the same numbers in states, groups and
-attributes, so that also a rule shows which has gathered something and not used it yet. What passes is tried once more
-on tensors of thousands of elements, since some rules begin at a size, and on tensors of odd sizes, whose bits must be
-those of the same values in a longer row. The gradients differ in scale from tensor to tensor and from step to step,
+[Note: trial of an optimizer] Copies (`OptimizerCopy`) take twelve steps on small tensors of one to four dimensions,
+in three runs: all tensors together, each tensor alone, and flat pieces of them, cut without regard to where a tensor
+ends, as shards are. Together and alone must agree, or the rule is coupled; full tensors and pieces must agree, or it is
+a rule per tensor. To agree is to have the same values, up to rounding, and the same numbers in states, groups and
+attributes, so that a rule also shows which has accumulated something and not used it yet. What passes is tried once
+more on tensors of thousands of elements, since some rules begin at a size, and on tensors of odd sizes, whose bits must
+be those of the same values in a longer row. The gradients differ in scale from tensor to tensor and from step to step,
 and are nearly orthogonal to the values at two steps, so that limits are met.
 
-The work is bounded by counting, never by a clock, so that every rank comes to the same answer: a step of very many
-operations is tried fewer times.
+The work is bounded by counting operations, never by a clock, so that every rank comes to the same answer: a step of
+very many operations is tried fewer times.
 
-A trial cannot see a rule that begins after twelve steps and gathers nothing before, or at more than 16384 elements or
-two dimensions of more than 128; nor one for some of more than four kinds of settings of which only numbers differ. The
-kind of such an optimizer has to be declared.
+A trial cannot see a rule that begins after twelve steps and accumulates nothing before, or at more than 16384 elements
+or two dimensions of more than 128; nor one for some of more than four kinds of settings of which only numbers differ.
+The kind of such an optimizer has to be declared.
+
+Nothing here communicates, and the optimizer, its parameters and all random states stay as they are. Tiers use the same
+copies to find the states that an optimizer will have (`element_states`).
 """
 
 from __future__ import annotations
@@ -62,7 +65,7 @@ class OptimizerCopy:
     and do not run.
 
     Args:
-        optimizer: what is copied; it is not changed.
+        optimizer: the original; it is not changed.
 
     Attributes:
         optimizer: the copy. Its groups have no `params`, its state is empty, its tensors are in host memory.
@@ -79,12 +82,12 @@ class OptimizerCopy:
             memo[id(param)] = absent
         copies: list[tuple[Any, Any]] = []
         self.optimizer: Any = _shell(optimizer, memo, copies)
-        for original, made in copies:
-            kept = {name: value for name, value in vars(original).items() if name not in {"step", *_HOOKS}}
-            vars(made).update(copy.deepcopy(kept, memo))
+        for original, shell in copies:
+            attributes = {name: value for name, value in vars(original).items() if name not in {"step", *_HOOKS}}
+            vars(shell).update(copy.deepcopy(attributes, memo))
             for name in _HOOKS:
                 if name in vars(original):
-                    vars(made)[name] = _own_hooks(vars(original)[name], original, made)
+                    vars(shell)[name] = _own_hooks(vars(original)[name], original, shell)
         for group in self.optimizer.param_groups:
             group["params"] = []
 
@@ -110,7 +113,7 @@ class OptimizerCopy:
 
 @contextmanager
 def isolated() -> Iterator[Callable[[], bool]]:
-    """For steps of twins: the same random states each time, put back afterwards, and torch without modes and hooks.
+    """For steps of copies: the same random states each time, restored afterwards, and torch without modes and hooks.
 
     Yields:
         Whether a random number has been drawn since.
@@ -174,12 +177,12 @@ def _is_new(optimizer: Optimizer, index: int, param: Tensor) -> bool:
     group = {**optimizer.param_groups[index], "params": [param]}
     try:
         with isolated():
-            made = type(optimizer)([group], **_settings(optimizer)).state.get(param, {})
+            fresh = type(optimizer)([group], **_settings(optimizer)).state.get(param, {})
     except Exception:
         return False  # it is not known what the constructor makes
     state = optimizer.state[param]
-    return made.keys() == state.keys() and all(
-        _same(value, made[name]) if isinstance(value, Tensor) and isinstance(made[name], Tensor) else True
+    return fresh.keys() == state.keys() and all(
+        _same(value, fresh[name]) if isinstance(value, Tensor) and isinstance(fresh[name], Tensor) else True
         for name, value in state.items()
     )
 
@@ -192,9 +195,9 @@ def renew_state(optimizer: Optimizer) -> None:
 
 def _settings(optimizer: Optimizer) -> dict[str, Any]:
     """What of its defaults its constructor takes; some keep counters there."""
-    taken = inspect.signature(type(optimizer)).parameters
-    takes_all = any(taken[name].kind is inspect.Parameter.VAR_KEYWORD for name in taken)
-    return {name: value for name, value in optimizer.defaults.items() if takes_all or name in taken}
+    accepted = inspect.signature(type(optimizer)).parameters
+    accepts_all = any(accepted[name].kind is inspect.Parameter.VAR_KEYWORD for name in accepted)
+    return {name: value for name, value in optimizer.defaults.items() if accepts_all or name in accepted}
 
 
 def element_states(optimizer: Optimizer, group: int, shape: tuple[int, ...]) -> dict[str, torch.dtype]:
@@ -218,13 +221,13 @@ def element_states(optimizer: Optimizer, group: int, shape: tuple[int, ...]) -> 
 
 
 def _state_after_step(optimizer: Optimizer, group: int, shape: tuple[int, ...]) -> Mapping[str, Any]:
-    twin = OptimizerCopy(optimizer)
+    trial = OptimizerCopy(optimizer)
     param = nn.Parameter(torch.ones(shape))
-    twin.place([(group, param, {})])
-    twin.switch("train")
+    trial.place([(group, param, {})])
+    trial.switch("train")
     param.grad = torch.ones(shape)
-    twin.step()
-    return dict(twin.optimizer.state.get(param, {}))
+    trial.step()
+    return dict(trial.optimizer.state.get(param, {}))
 
 
 def holds_generator(optimizer: Optimizer) -> bool:
@@ -243,9 +246,9 @@ def _parameters(optimizer: Optimizer) -> Iterator[Tensor]:
 
 def _shell(optimizer: Any, memo: dict[int, Any], copies: list[tuple[Any, Any]]) -> Any:
     """An empty object for the copy of `optimizer` and of each optimizer inside; registers them in `memo`."""
-    made = object.__new__(type(optimizer))
-    memo[id(optimizer)] = made
-    copies.append((optimizer, made))
+    shell = object.__new__(type(optimizer))
+    memo[id(optimizer)] = shell
+    copies.append((optimizer, shell))
     for name, value in vars(optimizer).items():
         if name == "state":
             memo[id(value)] = defaultdict(dict)
@@ -264,12 +267,12 @@ def _shell(optimizer: Any, memo: dict[int, Any], copies: list[tuple[Any, Any]]) 
             pending.extend(value.values())
         elif type(value) in (list, tuple):
             pending.extend(value)
-    return made
+    return shell
 
 
-def _own_hooks(hooks: Mapping[int, Any], original: Any, made: Any) -> OrderedDict[int, Any]:
+def _own_hooks(hooks: Mapping[int, Any], original: Any, shell: Any) -> OrderedDict[int, Any]:
     own = {key: hook for key, hook in hooks.items() if getattr(hook, "__self__", None) is original}
-    return OrderedDict((key, hook.__func__.__get__(made)) for key, hook in own.items())
+    return OrderedDict((key, hook.__func__.__get__(shell)) for key, hook in own.items())
 
 
 def _has_elements(optimizer: Any) -> bool:
@@ -308,7 +311,7 @@ _ELEMENTS = "its update of an element depends on other elements of its parameter
 
 @dataclass
 class Findings:
-    """What a trial found.
+    """The result of a trial.
 
     Attributes:
         coupled: why parameters depend on each other, as a clause about "it"; "" if they do not.
@@ -334,7 +337,7 @@ class _CommunicationError(Exception):
     """A step called a collective."""
 
 
-class _Watch(TorchDispatchMode):
+class _OperationCounter(TorchDispatchMode):
     """Counts operations, and raises at a collective before it communicates."""
 
     def __init__(self) -> None:
@@ -377,46 +380,46 @@ class _Sample:
 
     def gradient(self, step: int, value: Tensor) -> Tensor:
         turned = self.varying.flatten().roll(step).view(self.start.shape)
-        found = (self.steady + turned * 0.5) * (self.scale * _RAMP[step])
+        gradient = (self.steady + turned * 0.5) * (self.scale * _RAMP[step])
         if step in _ORTHOGONAL:
-            rows, directions = (x.reshape(x.shape[0] if x.dim() > 1 else 1, -1) for x in (found, value.nan_to_num()))
+            rows, directions = (x.reshape(x.shape[0] if x.dim() > 1 else 1, -1) for x in (gradient, value.nan_to_num()))
             squares = directions.square().sum(1, keepdim=True).clamp(min=1e-30)
             along = (rows * directions).sum(1, keepdim=True) / squares
-            found = (rows - directions * (along * 0.99)).view(self.start.shape)
-        return found
+            gradient = (rows - directions * (along * 0.99)).view(self.start.shape)
+        return gradient
 
 
 class _Run:
-    """A twin with tensors to step.
+    """A copy of the optimizer with tensors to step.
 
     Args:
         starts: values, and the sort of each.
-        is_whole: they stand for parameters, rather than for pieces, which bear no flags.
+        is_full: they stand for parameters, rather than for pieces, which bear no flags.
 
     Attributes:
         params: the tensors.
     """
 
-    def __init__(self, optimizer: Optimizer, starts: Sequence[tuple[_Sort, Tensor]], *, is_whole: bool = True) -> None:
-        self._twin = OptimizerCopy(optimizer)
+    def __init__(self, optimizer: Optimizer, starts: Sequence[tuple[_Sort, Tensor]], *, is_full: bool = True) -> None:
+        self._copy = OptimizerCopy(optimizer)
         rates = [float(group["lr"]) for group in optimizer.param_groups if _is_number(group.get("lr"))]
         rate = min(max(_RATES[0], *rates), _RATES[1]) if rates else _RATES[0]
-        for group in self._twin.optimizer.param_groups:
+        for group in self._copy.optimizer.param_groups:
             if _is_number(group.get("lr")):  # at the rate itself, which may be 0 in a warm-up, nothing might differ
-                group["lr"] = torch.full_like(held, rate) if isinstance(held := group["lr"], Tensor) else rate
+                group["lr"] = torch.full_like(lr, rate) if isinstance(lr := group["lr"], Tensor) else rate
         self.params = [nn.Parameter(start.clone()) for _, start in starts]
         for (sort, _), param in zip(starts, self.params, strict=True):
-            vars(param).update(sort.flags if is_whole else {})
-        self._twin.place([(sort.group, p, sort.notes) for (sort, _), p in zip(starts, self.params, strict=True)])
-        self._twin.switch("train")
+            vars(param).update(sort.flags if is_full else {})
+        self._copy.place([(sort.group, p, sort.notes) for (sort, _), p in zip(starts, self.params, strict=True)])
+        self._copy.switch("train")
 
     def step(self, gradients: Iterable[Tensor]) -> None:
         for param, gradient in zip(self.params, gradients, strict=True):
             param.grad = gradient.clone()
-        self._twin.step()
+        self._copy.step()
 
     def switch(self, mode: str) -> None:
-        self._twin.switch(mode)
+        self._copy.switch(mode)
 
     def value(self) -> Tensor:
         """(N,) all values in one row."""
@@ -424,15 +427,17 @@ class _Run:
 
     def states(self) -> list[dict[str, Any]]:
         """Of each tensor."""
-        held = self._twin.optimizer.state
-        return [{**state} if isinstance(state := held.get(param), Mapping) else {} for param in self.params]
+        states = self._copy.optimizer.state
+        return [{**state} if isinstance(state := states.get(param), Mapping) else {} for param in self.params]
 
     def numbers(self, group: int) -> dict[str, float]:
-        """What the optimizer notes in a group and in itself."""
-        optimizer = self._twin.optimizer
-        found = {f"its param group's {name!r}": v for name, v in optimizer.param_groups[group].items() if name != "lr"}
-        found |= {f"its attribute {name!r}": value for name, value in vars(optimizer).items()}
-        return {name: float(value) for name, value in found.items() if _is_number(value)}
+        """The numbers that the optimizer keeps in a group and in its attributes."""
+        optimizer = self._copy.optimizer
+        numbers = {
+            f"its param group's {name!r}": v for name, v in optimizer.param_groups[group].items() if name != "lr"
+        }
+        numbers |= {f"its attribute {name!r}": value for name, value in vars(optimizer).items()}
+        return {name: float(value) for name, value in numbers.items() if _is_number(value)}
 
 
 class _Trial:
@@ -464,14 +469,14 @@ class _Trial:
             self._coupled, self.communicates = "its step communicates between ranks by itself", True
         except Exception as error:
             for sort in self._sorts:
-                self._doubt(sort, f"it fails in a trial ({_told(error)})")
+                self._doubt(sort, f"it fails in a trial ({_described(error)})")
 
     def _doubt(self, sort: _Sort, reason: str) -> None:
         self._doubts.setdefault(sort, reason)
 
     def _try_small(self) -> None:
         generator = torch.Generator().manual_seed(0)
-        watch = _Watch()
+        watch = _OperationCounter()
         alone = self._begun_alone([s for sort in self._sorts for s in _samples(sort, _SHAPES, generator)], watch)
         if self._coupled or not alone:
             return
@@ -506,9 +511,9 @@ class _Trial:
     def _watched(self) -> AbstractContextManager[object]:
         """Against collectives in a later step, where there may be some."""
         watches = torch.distributed.is_available() and torch.distributed.is_initialized()
-        return _Watch() if watches else nullcontext()
+        return _OperationCounter() if watches else nullcontext()
 
-    def _begun_alone(self, samples: Sequence[_Sample], watch: _Watch) -> dict[_Sample, _Run]:
+    def _begun_alone(self, samples: Sequence[_Sample], watch: _OperationCounter) -> dict[_Sample, _Run]:
         """After the first step of each tensor alone; without those that the optimizer does not take."""
         begun: dict[_Sample, _Run] = {}
         refused: dict[_Sample, Exception] = {}
@@ -523,11 +528,11 @@ class _Trial:
             except Exception as error:
                 refused[sample] = error
         if refused and self._takes(samples):
-            told = _told(next(iter(refused.values())))
-            self._coupled = f"it cannot step one parameter without the others ({told})"
+            why = _described(next(iter(refused.values())))
+            self._coupled = f"it cannot step one parameter without the others ({why})"
         for sample, reason in refused.items():
             if sample.start.dim() in sample.sort.dims or all(other.sort is not sample.sort for other in begun):
-                self._doubt(sample.sort, f"it fails in a trial ({_told(reason)})")
+                self._doubt(sample.sort, f"it fails in a trial ({_described(reason)})")
         return begun
 
     def _takes(self, samples: Sequence[_Sample]) -> bool:
@@ -542,15 +547,15 @@ class _Trial:
 
     def _pieces_of(self, sort: _Sort, samples: Sequence[_Sample]) -> _Run:
         starts = _pieces([sample.start for sample in samples if sample.sort is sort])
-        return _Run(self._optimizer, [(sort, start) for start in starts], is_whole=False)
+        return _Run(self._optimizer, [(sort, start) for start in starts], is_full=False)
 
     def _step_pieces(self, pieces: dict[_Sort, _Run], gradients: Mapping[_Sample, Tensor]) -> None:
-        """Those that cannot are gone afterwards."""
+        """Removes the pieces that cannot be stepped."""
         for sort, run in list(pieces.items()):
             try:
                 run.step(_pieces([gradient for sample, gradient in gradients.items() if sample.sort is sort]))
             except Exception as error:
-                self._doubt(sort, f"it cannot step on a flat piece of a parameter ({_told(error)})")
+                self._doubt(sort, f"it cannot step on a flat piece of a parameter ({_described(error)})")
                 del pieces[sort]
 
     def _is_coupled(
@@ -571,15 +576,15 @@ class _Trial:
     def _compare_pieces(
         self, pieces: dict[_Sort, _Run], alone: Mapping[_Sample, _Run], when: str, *, look_inside: bool = False
     ) -> None:
-        """Those that come out otherwise than wholes are gone afterwards."""
+        """Removes the pieces whose results differ from those of full tensors."""
         for sort, run in list(pieces.items()):
-            wholes = {sample: whole for sample, whole in alone.items() if sample.sort is sort}
-            starts = _row([sample.start for sample in wholes])
+            full = {sample: of_full for sample, of_full in alone.items() if sample.sort is sort}
+            starts = _row([sample.start for sample in full])
             reason = ""
-            if not _agree(_row([whole.params[0] for whole in wholes.values()]), run.value(), starts):
+            if not _agree(_row([of_full.params[0] for of_full in full.values()]), run.value(), starts):
                 reason = f"{_ELEMENTS} (seen {when})"
             elif look_inside:
-                reason = _difference([state for whole in (*wholes.values(), run) for state in _placed(whole)])
+                reason = _difference([state for one in (*full.values(), run) for state in _placed(one)])
             if reason:
                 self._doubt(sort, reason)
                 del pieces[sort]
@@ -611,20 +616,20 @@ class _Trial:
                     break
 
     def _try_ends(self) -> None:
-        """Wholes beside the same in a longer row: some kernels round the last elements of a vector otherwise."""
+        """Compares tensors with the same in a longer row: some kernels round the last elements otherwise."""
         generator = torch.Generator().manual_seed(2)
         for sort in self._sorts:
             samples = _samples(sort, _ODD_SHAPES, generator)
             if sort in self._doubts:
                 continue
-            wholes = self._run_of(samples)
-            rows = _Run(self._optimizer, [(sort, _padded(sample.start)) for sample in samples], is_whole=False)
+            full = self._run_of(samples)
+            rows = _Run(self._optimizer, [(sort, _padded(sample.start)) for sample in samples], is_full=False)
             for step in range(len(_RAMP)):
                 gradients = [sample.gradient(step, sample.start) for sample in samples]
-                wholes.step(gradients)
+                full.step(gradients)
                 rows.step(map(_padded, gradients))
-            for whole, row in zip(wholes.params, rows.params, strict=True):
-                if not torch.equal(whole.detach().flatten(), row.detach()[: whole.numel()]):
+            for param, row in zip(full.params, rows.params, strict=True):
+                if not torch.equal(param.detach().flatten(), row.detach()[: param.numel()]):
                     self._doubt(sort, _ENDS)
 
 
@@ -635,13 +640,13 @@ def _padded(tensor: Tensor) -> Tensor:
 
 def _samples(sort: _Sort, shapes: Sequence[tuple[int, ...]], generator: torch.Generator) -> list[_Sample]:
     """Values of many magnitudes: in a small one also a small update shows."""
-    found = []
+    samples = []
     for shape, scale in zip(shapes, _SCALES, strict=False):
         start, steady, varying = torch.randn(3, *shape, generator=generator, device="cpu", dtype=torch.float32)
         start *= 10 ** (-8 * torch.rand(shape, generator=generator, device="cpu", dtype=torch.float32))
         steady[..., ::7] = varying[..., ::7] = 0.0
-        found.append(_Sample(sort, start, steady, varying, scale))
-    return found
+        samples.append(_Sample(sort, start, steady, varying, scale))
+    return samples
 
 
 def _pieces(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -693,7 +698,7 @@ def _difference(states: Sequence[tuple[int, Mapping[str, Any]]]) -> str:
 
 
 def _leaves(entry: object) -> Iterator[Any]:
-    """The tensors, numbers and objects in a state's entry; words and flags tell nothing."""
+    """The tensors, numbers and objects in a state's entry, without texts and flags."""
     if isinstance(entry, Mapping):
         entry = list(entry.values())
     if isinstance(entry, (list, tuple, deque)):
@@ -703,7 +708,7 @@ def _leaves(entry: object) -> Iterator[Any]:
         yield entry
 
 
-def _told(error: Exception) -> str:
+def _described(error: Exception) -> str:
     words = " ".join(str(error).split())
     return f"{type(error).__name__}: {words[:200]}" if words else type(error).__name__
 
@@ -719,21 +724,21 @@ def _sorts(optimizer: Optimizer) -> list[list[_Sort]]:
     keys = [_settings_key(group, _exactly) for group in optimizer.param_groups]
     if len(set(keys)) > _MOST_SORTS:
         keys = [_settings_key(group, _roughly) for group in optimizer.param_groups]
-    known: dict[Any, _Sort] = {}
-    found = []
+    sorts: dict[Any, _Sort] = {}
+    of_groups = []
     for index, (group, key) in enumerate(zip(optimizer.param_groups, keys, strict=True)):
         mine: dict[_Sort, None] = {}
         for param in group["params"]:
             flags = {k: v for k, v in vars(param).items() if isinstance(v, bool) and not k.startswith("_")}
             state = optimizer.state.get(param) or {}
             notes = {k: v for k, v in state.items() if isinstance(v, (bool, int, float, str))}
-            sort = known.setdefault((key, _exactly(flags), _exactly(notes)), _Sort(index, flags, notes))
+            sort = sorts.setdefault((key, _exactly(flags), _exactly(notes)), _Sort(index, flags, notes))
             sort.dims.add(param.dim())
             mine[sort] = None
         if not mine:
-            mine[known.setdefault((key, _exactly({}), _exactly({})), _Sort(index, {}, {}))] = None
-        found.append(list(mine))
-    return found
+            mine[sorts.setdefault((key, _exactly({}), _exactly({})), _Sort(index, {}, {}))] = None
+        of_groups.append(list(mine))
+    return of_groups
 
 
 def _settings_key(group: Mapping[str, Any], reduced: Callable[[object], object]) -> tuple[Any, ...]:

@@ -1,8 +1,16 @@
-"""What an optimizer and a scheduler go by, as lines of text that ranks can compare, and what to say where they differ.
+"""Comparison of optimizers and schedulers across ranks: as lines of text at the start, as a digest at every step.
 
 A fact is an address and a text: `optimizer.param_groups[0]['lr']` and `0.1`. Equal settings have equal texts on every
-rank: 0 and 0.0, two NaNs, a tensor and its value. Of what has no text of its own only the type is told, and functions
-go by their names. Left out is what belongs to one rank: its shards of parameters, its number, who prints.
+rank: 0 and 0.0, two NaNs, a tensor and its value. For a value without a text of its own the type stands, and functions
+go by their names. Left out is what belongs to one rank: its shards of parameters, its number, which rank prints.
+
+At every step each rank reduces the settings of its param groups to one number, which travels in the collective of the
+gradient norm (`zero/grad_reducer.py`). Only where these numbers differ are the groups exchanged, and every rank raises
+the same error, before anything is updated.
+
+[Note: numbers that change late] A loop may take the gradient norm, with which the groups are compared, and set a
+learning rate afterwards, before `step()`. Settings that an update used without a comparison are compared at the next
+step.
 """
 
 from __future__ import annotations
@@ -40,7 +48,7 @@ __all__ = [
 ]
 
 SAME_OPTIMIZER = "make the optimizer and its scheduler from the same settings on every rank"
-"""What to do where `difference` finds one in the facts of new optimizers."""
+"""The remedy where new optimizers differ."""
 
 Facts = dict[str, str]
 
@@ -70,7 +78,7 @@ _OF_ONE_RANK = frozenset(
 
 
 class _Text(str):
-    """What stands for a value that is neither a text nor a number; shown without quotes."""
+    """The text for a value that is neither a string nor a number; shown without quotes."""
 
     __slots__ = ()
 
@@ -137,14 +145,18 @@ def _named(value: Any, depth: int) -> _Text:
     if isinstance(value, type):
         return _qualified(value)
     if is_dataclass(value):
-        held = {item.name: getattr(value, item.name) for item in fields(value)}
-        return _with_names(_kind(value), {name: held[name] for name in settings(held)}, depth)
+        attributes = {item.name: getattr(value, item.name) for item in fields(value)}
+        return _with_names(_kind(value), {name: attributes[name] for name in settings(attributes)}, depth)
     if callable(value) and not isinstance(value, torch.nn.Module):
         name = getattr(value, "__qualname__", None)
         if isinstance(name, str):
             return _Text(name)
-        held = getattr(value, "__dict__", {})
-        plain = {name: held[name] for name in settings(held) if isinstance(held[name], (Real, str, tuple, list))}
+        attributes = getattr(value, "__dict__", {})
+        plain = {
+            name: attributes[name]
+            for name in settings(attributes)
+            if isinstance(attributes[name], (Real, str, tuple, list))
+        }
         return _with_names(_kind(value), plain, depth)
     return _kind(value)
 
@@ -165,7 +177,7 @@ def _qualified(kind: type) -> _Text:
 
 
 def _shown(value: Any) -> str:
-    """A canonical value as people write it; equal texts for equal values only."""
+    """A canonical value in readable form; equal texts for equal values only."""
     if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
         return str(int(value))
     if isinstance(value, tuple):
@@ -180,24 +192,24 @@ def param_group_facts(groups: Sequence[Mapping[str, Any]], names: Sequence[Seque
     """The settings of all param groups.
 
     Args:
-        names: those to tell of each group; by default all that do not belong to one rank.
+        names: the settings of each group to include; by default all that do not belong to one rank.
     """
-    found = {}
+    facts = {}
     for index, group in enumerate(groups):
         for name in settings(group) if names is None or index >= len(names) else names[index]:
             text = _shown(canonical(group[name])) if name in group else _ABSENT
-            found[f"optimizer.param_groups[{index}]['{name}']"] = text
-    return found
+            facts[f"optimizer.param_groups[{index}]['{name}']"] = text
+    return facts
 
 
 def optimizer_facts(optimizer: Optimizer | None) -> Facts:
     """Class, defaults and param groups."""
     if optimizer is None:
         return {"optimizer": "none"}
-    found = {"optimizer": str(_kind(optimizer)), "len(optimizer.param_groups)": str(len(optimizer.param_groups))}
+    facts = {"optimizer": str(_kind(optimizer)), "len(optimizer.param_groups)": str(len(optimizer.param_groups))}
     defaults = getattr(optimizer, "defaults", {})
-    found |= {f"optimizer.defaults['{name}']": _shown(canonical(defaults[name])) for name in settings(defaults)}
-    return found | param_group_facts(optimizer.param_groups)
+    facts |= {f"optimizer.defaults['{name}']": _shown(canonical(defaults[name])) for name in settings(defaults)}
+    return facts | param_group_facts(optimizer.param_groups)
 
 
 def training_facts(optimizer: Optimizer | None, scheduler: Any) -> Facts:
@@ -219,16 +231,16 @@ def scheduler_facts(scheduler: Any, where: str = "lr_scheduler") -> Facts:
     """Class and attributes of a scheduler, and of the schedulers that it is made of."""
     if scheduler is None:
         return {where: "none"}
-    found = {where: str(_kind(scheduler))}
+    facts = {where: str(_kind(scheduler))}
     attributes = getattr(scheduler, "__dict__", {})
     for name in sorted(settings(attributes), key=_is_derived):
         value = attributes[name]
         parts = list(_schedulers(value))
         if not parts:
-            found[f"{where}.{name}"] = _shown(canonical(value))
+            facts[f"{where}.{name}"] = _shown(canonical(value))
         for place, part in parts:
-            found |= scheduler_facts(part, f"{where}.{name}{place}")
-    return found
+            facts |= scheduler_facts(part, f"{where}.{name}{place}")
+    return facts
 
 
 def _schedulers(value: Any) -> Iterator[tuple[str, Any]]:
@@ -316,20 +328,20 @@ class HyperparameterCheck:
         self._collectives = collectives
         self._names = [settings(group) for group in optimizer.param_groups]
         self._groups = [_Group(names) for names in self._names]
-        self._compared = self._sum = 0
-        self._count = -1  # of groups that are in the sum
+        self._compared = self._digest = 0
+        self._count = -1  # of groups in the digest
         self._used: list[tuple[Any, ...]] = []
         self._late: dict[str, str] = {}
-        self._told: dict[str, str] = {}
+        self._uncompared: dict[str, str] = {}
 
     def digest(self) -> int:
-        """All settings as a number below 2^52: the same on ranks that have the same, and on no others but by chance."""
+        """A hash below 2^52 of all settings, which a float64 carries exactly through the collective."""
         if self._collectives.world_size == 1:
             return 0
-        self._used = [known.values for known in self._groups]
-        self._compared = self._summed_up()
-        self._told, self._late = self._late, {}
-        return _hashed(f"{self._compared} {self._told}") if self._told else self._compared
+        self._used = [group.values for group in self._groups]
+        self._compared = self._current_digest()
+        self._uncompared, self._late = self._late, {}
+        return _hashed(f"{self._compared} {self._uncompared}") if self._uncompared else self._compared
 
     def compare(self, step: int) -> None:
         """Compares at once, with a collective of its own. (all ranks)
@@ -346,12 +358,12 @@ class HyperparameterCheck:
             self.refuse(step)
 
     def note_update(self) -> None:
-        """An update goes by the settings as they are now. See [Note: numbers that change late]."""
-        if self._collectives.world_size > 1 and self._summed_up() != self._compared:
+        """An update uses the settings as they are now. See [Note: numbers that change late]."""
+        if self._collectives.world_size > 1 and self._current_digest() != self._compared:
             self._late = self._facts()
 
     def refuse(self, step: int) -> None:
-        """Says where the ranks' settings differ. (all ranks)
+        """Exchanges the settings and raises at the first difference. (all ranks)
 
         Args:
             step: the number of the step, from 0.
@@ -360,31 +372,33 @@ class HyperparameterCheck:
             UsageError: always; the same on every rank.
         """
         used = [
-            dict(zip(known.names, values, strict=True)) for known, values in zip(self._groups, self._used, strict=False)
+            dict(zip(group.names, values, strict=True)) for group, values in zip(self._groups, self._used, strict=False)
         ]
-        own = _Told(self._facts(), self._told or param_group_facts(used, self._names), bool(self._told))
-        everyone: list[_Told] = self._collectives.gather_objects(own, "compare param groups")
-        late = difference([told.before for told in everyone]) if any(told.late for told in everyone) else None
-        found = late or difference([told.now for told in everyone])
-        assert found is not None, "param groups with different digests and the same settings"
+        own = _RankSettings(
+            self._facts(), self._uncompared or param_group_facts(used, self._names), bool(self._uncompared)
+        )
+        ranks: list[_RankSettings] = self._collectives.gather_objects(own, "compare param groups")
+        late = difference([rank.used for rank in ranks]) if any(rank.is_late for rank in ranks) else None
+        differs = late or difference([rank.now for rank in ranks])
+        assert differs is not None, "param groups with different digests and the same settings"
         when = f"the update in step {step - 1}" if late else f"step {step}"
-        scheduled = any(f"['{name}']" in found.address for name in _SCHEDULED)
-        raise UsageError(f"{when}: {found}", expected="one value on all ranks", fix=_FIX + _METRIC * scheduled)
+        scheduled = any(f"['{name}']" in differs.address for name in _SCHEDULED)
+        raise UsageError(f"{when}: {differs}", expected="one value on all ranks", fix=_FIX + _METRIC * scheduled)
 
     def _facts(self) -> dict[str, str]:
         return param_group_facts(self._optimizer.param_groups, self._names)
 
-    def _summed_up(self) -> int:
-        """The settings as they are now, below 2^52, which a float64 holds."""
+    def _current_digest(self) -> int:
+        """The hash of the settings as they are now; cached, as this runs every step."""
         groups = self._optimizer.param_groups
         while len(self._names) < len(groups):
             self._names.append(settings(groups[len(self._names)]))
             self._groups.append(_Group(self._names[-1]))
-        changed = [known.read(group) for known, group in zip(self._groups, groups, strict=False)]
+        changed = [cached.read(group) for cached, group in zip(self._groups, groups, strict=False)]
         if len(changed) != self._count or any(changed):
             self._count = len(changed)
-            self._sum = _hashed("\n".join([known.text for known in self._groups[: self._count]]))
-        return self._sum
+            self._digest = _hashed("\n".join([cached.text for cached in self._groups[: self._count]]))
+        return self._digest
 
 
 _FIX = "set it from what is the same on every rank"
@@ -395,16 +409,16 @@ _METRIC = (
 
 
 @dataclass(frozen=True)
-class _Told:
-    """What a rank tells of its param groups: as they are, and as the update before went by; whether that was late."""
+class _RankSettings:
+    """The param groups of one rank: now, and as the last update used them; whether that was without a comparison."""
 
     now: dict[str, str]
-    before: dict[str, str]
-    late: bool
+    used: dict[str, str]
+    is_late: bool
 
 
 class _Group:
-    """One param group's settings as a text, written again only where one has changed.
+    """The settings of one param group as a text, which is formatted anew only where a setting has changed.
 
     Values of types that cannot change in place are compared by identity: a schedule writes new objects.
 
@@ -420,13 +434,13 @@ class _Group:
         self.names = names
         self.text = ""
         self.values: tuple[Any, ...] = (_Group,) * len(names)
-        # With one name alone it would not return a tuple.
+        # itemgetter of a single name returns no tuple.
         self._values_of: Callable[[Mapping[str, Any]], Any] = itemgetter(*names) if len(names) > 1 else self._one_by_one
         self._texts = [""] * len(names)
         self._frozen = [False] * len(names)
 
     def read(self, group: Mapping[str, Any]) -> bool:
-        """Takes the values of a group; whether the text is another now."""
+        """Reads the values of a group; returns whether the text has changed."""
         try:
             values: tuple[Any, ...] = self._values_of(group)
         except KeyError:

@@ -15,8 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from zeroaccel.config import Config
-from zeroaccel.config import shard_plan as shard_plan
+from zeroaccel.config import Config, shard_plan
 from zeroaccel.errors import ConfigError
 from zeroaccel.telemetry.step_report import ReportedEngine, StepReport
 

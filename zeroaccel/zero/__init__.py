@@ -9,22 +9,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zeroaccel.zero.access.deferred_init import Init as Init
-    from zeroaccel.zero.access.full_params import GatheredParameters as GatheredParameters
-    from zeroaccel.zero.access.full_params import register_external_parameter as register_external_parameter
-    from zeroaccel.zero.access.load_safetensors import load_safetensors as load_safetensors
-    from zeroaccel.zero.access.safe_get_set import safe_get_full_fp32_param as safe_get_full_fp32_param
-    from zeroaccel.zero.access.safe_get_set import safe_get_full_grad as safe_get_full_grad
-    from zeroaccel.zero.access.safe_get_set import safe_get_full_optimizer_state as safe_get_full_optimizer_state
-    from zeroaccel.zero.access.safe_get_set import safe_get_local_fp32_param as safe_get_local_fp32_param
-    from zeroaccel.zero.access.safe_get_set import safe_get_local_grad as safe_get_local_grad
-    from zeroaccel.zero.access.safe_get_set import safe_get_local_optimizer_state as safe_get_local_optimizer_state
-    from zeroaccel.zero.access.safe_get_set import safe_set_full_fp32_param as safe_set_full_fp32_param
-    from zeroaccel.zero.access.safe_get_set import safe_set_full_grad as safe_set_full_grad
-    from zeroaccel.zero.access.safe_get_set import safe_set_full_optimizer_state as safe_set_full_optimizer_state
-    from zeroaccel.zero.access.safe_get_set import safe_set_local_fp32_param as safe_set_local_fp32_param
-    from zeroaccel.zero.access.safe_get_set import safe_set_local_grad as safe_set_local_grad
-    from zeroaccel.zero.access.safe_get_set import safe_set_local_optimizer_state as safe_set_local_optimizer_state
+    from zeroaccel.zero.access.deferred_init import Init
+    from zeroaccel.zero.access.full_params import GatheredParameters, register_external_parameter
+    from zeroaccel.zero.access.load_safetensors import load_safetensors
+    from zeroaccel.zero.access.safe_get_set import (
+        safe_get_full_fp32_param,
+        safe_get_full_grad,
+        safe_get_full_optimizer_state,
+        safe_get_local_fp32_param,
+        safe_get_local_grad,
+        safe_get_local_optimizer_state,
+        safe_set_full_fp32_param,
+        safe_set_full_grad,
+        safe_set_full_optimizer_state,
+        safe_set_local_fp32_param,
+        safe_set_local_grad,
+        safe_set_local_optimizer_state,
+    )
 
 __all__ = [
     "GatheredParameters",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -20,17 +20,19 @@ import torch
 from torch import Tensor
 
 from zeroaccel.zero.grad_reducer import GradientBuffer
+from zeroaccel.zero.layout import FlatTensor
 from zeroaccel.zero.param_unit import FlatBuffer
-from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
+from zeroaccel.zero.sharded_optimizer import ShardedOptimizer, followers
+from zeroaccel.zero.storage.masters import MasterStorage
 
 __all__ = ["AsyncStep"]
 
 
 @dataclass(frozen=True)
 class _Job:
-    """`weights`: (S,) what the update writes, in the parameters' dtype; None where that is the master itself."""
+    """`weights`: what the update writes, in the parameters' dtype; None where the masters do as well."""
 
-    weights: Tensor | None
+    weights: FlatTensor | None
     done: Future[float]
 
 
@@ -46,7 +48,8 @@ class AsyncStep:
     def __init__(self, shard: ShardedOptimizer) -> None:
         self._shard = shard
         self._jobs: dict[int, _Job] = {}
-        self._arrivals: Generator[Tensor] | None = None
+        self._order: tuple[FlatBuffer, ...] = ()
+        self._following: Mapping[int, MasterStorage] = {}
         self._groups: list[dict[str, Any]] = []
         self._grad_scale = 1.0
         self._thread: ThreadPoolExecutor | None = None
@@ -64,7 +67,7 @@ class AsyncStep:
             grad_scale: multiplied into the gradients.
         """
         assert not self._jobs, "updates begin while others are pending"
-        self._arrivals = self._shard.arrivals(order)
+        self._order, self._following = tuple(order), followers(order)
         self._groups = _hyperparameters(self._shard.optimizer.param_groups)
         self._grad_scale = grad_scale
         self._failed = None
@@ -74,7 +77,7 @@ class AsyncStep:
         assert held.shard is not None, f"{held.name} is updated without a gradient"
         if self._thread is None:
             self._thread = ThreadPoolExecutor(1, "zeroaccel-update")
-        weights = self._shard.staging(held.buffer)
+        weights = self._shard.stage_aside(held.buffer)
         done = self._thread.submit(self._update, held.buffer, held.shard, weights)
         self._jobs[id(held.buffer)] = _Job(weights, done)
 
@@ -102,15 +105,18 @@ class AsyncStep:
         """Returns when the thread has nothing to do; failures stay where they are."""
         for job in self._jobs.values():
             job.done.exception()
-        if self._arrivals is not None and not self._jobs:
-            self._arrivals.close()
+        if not self._jobs:
+            self._release()
 
     def drop(self) -> None:
         """Forgets what is pending, once it is done."""
         self.wait()
         self._jobs.clear()
-        if self._arrivals is not None:
-            self._arrivals.close()
+        self._release()
+
+    def _release(self) -> None:
+        for buffer in self._order:
+            buffer.masters.release()
 
     def changed_settings(self) -> str | None:
         """The first hyperparameter that is another than when the updates began, for people; None if there is none."""
@@ -128,14 +134,14 @@ class AsyncStep:
             self._thread.shutdown()
             self._thread = None
 
-    def _update(self, buffer: FlatBuffer, grad: Tensor, weights: Tensor | None) -> float:
+    def _update(self, buffer: FlatBuffer, grad: Tensor, weights: FlatTensor | None) -> float:
         """Seconds that it took."""
         if self._failed is not None:
             raise self._failed
         begun = time.perf_counter()
-        assert self._arrivals is not None, "updates that were not announced"
+        following = self._following.get(id(buffer))
         try:
-            self._shard.update(buffer, grad, self._grad_scale, self._arrivals, weights, self._groups)
+            self._shard.update(buffer, FlatTensor(buffer.own, grad), self._grad_scale, following, weights, self._groups)
         except Exception as error:
             self._failed = error
             raise

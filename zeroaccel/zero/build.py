@@ -1,4 +1,4 @@
-"""From a model and its param groups to units: cuts, lays out, makes equal on all ranks, casts and shards.
+"""From a model and its param groups to units: cuts, lays out, broadcasts from rank 0, casts and shards.
 
 Runs once, at the start. Afterwards every parameter is a view into a unit's buffer (or NaN while that is sharded).
 """
@@ -10,7 +10,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,16 +23,14 @@ from zeroaccel.logs import logger
 from zeroaccel.optim.rank_facts import SAME_OPTIMIZER, difference
 from zeroaccel.zero.access.param_registry import ParamHandle, place_of
 from zeroaccel.zero.layout import FlatLayout, OwnerLoads
-from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit, Places
+from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
 from zeroaccel.zero.precision import forget_cast
-from zeroaccel.zero.storage.copy_stream import CopyStream
+from zeroaccel.zero.storage.placement import BufferPlan, TierSet
 from zeroaccel.zero.tensor_subclasses import check_split, is_split, local
 from zeroaccel.zero.wrap_policy import UnitSpec
 
 __all__ = [
-    "BufferPlan",
     "Placement",
-    "Tiers",
     "build_units",
     "check_dtypes",
     "check_parameters",
@@ -58,7 +55,8 @@ class Placement:
         groups: id(parameter) -> index of its param group; parameters not in it are not optimized.
         offloads_params: shards of parameters are not on the device, so that even one rank alone has shards.
         quantized_frozen_weights: the shards of frozen parameters are stored as int8 codes.
-        whole_groups: indices of the param groups whose optimizer needs whole tensors.
+        full_tensor_groups: indices of the param groups whose optimizer steps on full tensors.
+        coupled: its rule sums over several parameters.
     """
 
     dtype: torch.dtype | None
@@ -68,7 +66,8 @@ class Placement:
     groups: Mapping[int, int]
     offloads_params: bool = False
     quantized_frozen_weights: bool = False
-    whole_groups: frozenset[int] = frozenset()
+    full_tensor_groups: frozenset[int] = frozenset()
+    coupled: bool = False
 
     def param_dtype(self, fqn: str, param: nn.Parameter) -> torch.dtype:
         """The dtype this parameter is stored and computed in."""
@@ -83,21 +82,8 @@ class Placement:
         return param.requires_grad and id(param) in self.groups
 
     def needs_owner(self, param: nn.Parameter) -> bool:
-        """Whether its optimizer needs it whole on one rank; see [Note: owner layout] of `layout.py`."""
-        return self.trainable(param) and self.groups[id(param)] in self.whole_groups
-
-
-class Tiers(Protocol):
-    """Where shards and masters go; made by `placement.py`.
-
-    Attributes:
-        copies: between host memory and the device, where they are two and anything is on the host.
-    """
-
-    copies: CopyStream | None
-
-    def places(self, plan: BufferPlan, rank: int, *, replicated: bool) -> Places:
-        """Where the shard and the master of a buffer live."""
+        """Whether its optimizer needs the full tensor on one rank; see [Note: owner layout] of `layout.py`."""
+        return self.trainable(param) and self.groups[id(param)] in self.full_tensor_groups
 
 
 _OTHER_ENGINE = "call destroy() of that engine first"
@@ -105,7 +91,7 @@ _FROM_META = "load it with zero.load_safetensors, or build the model without the
 
 
 def check_parameters(model: nn.Module) -> None:
-    """Every parameter must have values, and real ones where it is trained.
+    """Refuses parameters without values, and complex ones where they are trained.
 
     Raises:
         UsageError: one is on the meta device, or complex, or in another engine, or a copy of a sharded one, or
@@ -134,7 +120,7 @@ def check_parameters(model: nn.Module) -> None:
                 got="one that another engine holds",
                 fix=_OTHER_ENGINE,
             )
-        if (place is None or place.replaced) and _says_absent(param):
+        if (place is None or place.replaced) and _is_all_nan(param):
             raise UsageError(
                 f"parameter {fqn}",
                 expected="values",
@@ -162,7 +148,7 @@ def group_index(optimizer: Optimizer, names: Mapping[int, str]) -> dict[int, int
         ConfigError: a parameter is in two groups.
         UsageError: a parameter is not the model's.
     """
-    found: dict[int, int] = {}
+    groups: dict[int, int] = {}
     for index, group in enumerate(optimizer.param_groups):
         for position, param in enumerate(group["params"]):
             if id(param) not in names:
@@ -172,19 +158,19 @@ def group_index(optimizer: Optimizer, names: Mapping[int, str]) -> dict[int, int
                     got=f"a tensor of shape {tuple(param.shape)}",
                     fix="create the optimizer from the same model object",
                 )
-            if id(param) in found:
+            if id(param) in groups:
                 raise ConfigError(
                     f"parameter {names[id(param)]}",
                     expected="to be in one param group",
-                    got=f"groups {found[id(param)]} and {index}",
+                    got=f"groups {groups[id(param)]} and {index}",
                     fix="remove it from one of them",
                 )
-            found[id(param)] = index
-    return found
+            groups[id(param)] = index
+    return groups
 
 
 def check_dtypes(model: nn.Module, dtype: torch.dtype) -> None:
-    """Nothing is made less precise than it was given, unless a precision in 16 bits was asked for.
+    """Refuses a loss of precision that no 16-bit precision of the config asks for.
 
     Args:
         dtype: of the precision.
@@ -200,7 +186,7 @@ def check_dtypes(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def float64_error(fqn: str) -> UsageError:
-    """What is said of a parameter in float64."""
+    """The error for a parameter in float64, whose fp32 master would round it."""
     return UsageError(
         f"parameter {fqn}",
         expected="at most 32 bits: master weights, sums of gradients and optimizer states are fp32",
@@ -225,29 +211,31 @@ def check_same(
     Raises:
         UsageError: on every rank, naming the first difference.
     """
+    # A digest first: on thousands of ranks the descriptions themselves would be megabytes from each. Settings come
+    # before models in the report, since another setting usually is the reason for another model.
     own = _Compared(list(settings), dict(optimizer), _description(model, placement))
     digest = hashlib.sha256(repr(own).encode()).hexdigest()
     if len(set(collectives.gather_objects(digest, "compare models"))) == 1:
         return
-    everyone: Sequence[_Compared] = collectives.gather_objects(own, "compare models in detail")
-    _compare_lines("settings", [theirs.settings for theirs in everyone])
-    if (found := difference([theirs.optimizer for theirs in everyone])) is not None:
-        raise UsageError(f"initialize: {found}", expected="one value on all ranks", fix=SAME_OPTIMIZER)
-    _compare_lines("models", [theirs.models for theirs in everyone])
+    compared: Sequence[_Compared] = collectives.gather_objects(own, "compare models in detail")
+    _compare_lines("settings", [rank.settings for rank in compared])
+    if (differs := difference([rank.optimizer for rank in compared])) is not None:
+        raise UsageError(f"initialize: {differs}", expected="one value on all ranks", fix=SAME_OPTIMIZER)
+    _compare_lines("models", [rank.models for rank in compared])
 
 
 @dataclass(frozen=True)
 class _Compared:
-    """What a rank tells the others of what it builds."""
+    """What one rank is about to build."""
 
     settings: list[str]
     optimizer: dict[str, str]
     models: list[str]
 
 
-def _compare_lines(kind: str, everyone: Sequence[Sequence[str]]) -> None:
-    for rank, lines in enumerate(everyone):
-        for expected, got in zip_longest(everyone[0], lines, fillvalue="nothing"):
+def _compare_lines(kind: str, of_ranks: Sequence[Sequence[str]]) -> None:
+    for rank, lines in enumerate(of_ranks):
+        for expected, got in zip_longest(of_ranks[0], lines, fillvalue="nothing"):
             if expected != got:
                 raise UsageError(
                     f"the ranks have different {kind}",
@@ -266,29 +254,6 @@ def _description(model: nn.Module, placement: Placement) -> list[str]:
     return lines
 
 
-@dataclass(frozen=True, eq=False)
-class BufferPlan:
-    """One flat buffer to be: pure arithmetic, made before anything is moved.
-
-    Attributes:
-        key: its name in tiers: "layers.0/1".
-        param_groups: of each slot; empty where no optimizer updates it.
-        resident: whole on every rank all the time.
-    """
-
-    key: str
-    layout: FlatLayout
-    params: tuple[nn.Parameter, ...]
-    dtype: torch.dtype
-    param_groups: tuple[int, ...]
-    resident: bool
-
-    @property
-    def trainable(self) -> bool:
-        """Whether an optimizer updates it."""
-        return bool(self.param_groups)
-
-
 def plan_units(specs: Sequence[UnitSpec], placement: Placement, world_size: int) -> list[list[BufferPlan]]:
     """The buffers of each unit; owners are balanced within a unit, and over the units where that leaves a choice."""
     loads = OwnerLoads(world_size)
@@ -297,7 +262,10 @@ def plan_units(specs: Sequence[UnitSpec], placement: Placement, world_size: int)
 
 def _plan_buffers(spec: UnitSpec, placement: Placement, loads: OwnerLoads, world_size: int) -> list[BufferPlan]:
     alone = world_size == 1 and not placement.offloads_params
+    persistent = spec.persistent or not placement.plan.params or alone
     check_split(spec.params, placement.param_dtype)
+    # One flat buffer per dtype and trainability: a collective moves one dtype, and a frozen buffer needs no gradients,
+    # masters or second gather after a step. DTensors apart, as norms count their parts on every rank of their axis.
     kinds: dict[tuple[torch.dtype, bool, bool, bool], list[tuple[str, nn.Parameter]]] = {}
     for fqn, param in spec.params:
         kind = placement.param_dtype(fqn, param), placement.trainable(param), placement.needs_owner(param)
@@ -306,9 +274,10 @@ def _plan_buffers(spec: UnitSpec, placement: Placement, loads: OwnerLoads, world
     for index, ((dtype, trainable, has_owners, split), named) in enumerate(kinds.items()):
         if has_owners and split:
             _refuse_split(named[0][0])
-        if trainable:  # runs of one param group side by side: fewer pieces to step
+        if trainable:  # parameters of one param group side by side: fewer ranges to step
             named = sorted(named, key=lambda item: placement.groups[id(item[1])])
         if has_owners:
+            # Sorted by owner, so that the tensors of a rank are one range of the buffer: its shard.
             owners = loads.assign([param.numel() for _, param in named])
             order = sorted(range(len(named)), key=owners.__getitem__)
             named, owners = [named[i] for i in order], [owners[i] for i in order]
@@ -322,7 +291,10 @@ def _plan_buffers(spec: UnitSpec, placement: Placement, loads: OwnerLoads, world
                 tuple(param for _, param in named),
                 dtype,
                 tuple(placement.groups[id(param)] for _, param in named) if trainable else (),
-                spec.persistent or not placement.plan.params or alone,
+                persistent,
+                replicated=not placement.plan.optimizer,
+                by_parameter=has_owners or (placement.coupled and not placement.plan.optimizer),
+                as_int8=placement.quantized_frozen_weights and not (trainable or persistent) and dtype in QUANTIZABLE,
             )
         )
     return plans
@@ -342,16 +314,16 @@ def build_units(
     plans: Sequence[Sequence[BufferPlan]],
     placement: Placement,
     collectives: Collectives,
-    tiers: Tiers,
+    tiers: TierSet,
 ) -> list[ParamUnit]:
-    """One ParamUnit per spec, holding the weights of rank 0.
+    """One ParamUnit per spec, with the weights of rank 0.
 
     Every unit is sharded (where the plan says so), and its masters are in their tier, before the next is built, so
     the peak above the model itself is one unit.
 
     Args:
         plans: of each spec, by `plan_buffers`.
-        tiers: where shards and masters go; they may still be on their way there afterwards.
+        tiers: where shards and masters go; stores to them may still be running afterwards.
     """
     return [
         _build_unit(spec, buffers, placement, collectives, tiers) for spec, buffers in zip(specs, plans, strict=True)
@@ -359,7 +331,7 @@ def build_units(
 
 
 def _build_unit(
-    spec: UnitSpec, plans: Sequence[BufferPlan], placement: Placement, collectives: Collectives, tiers: Tiers
+    spec: UnitSpec, plans: Sequence[BufferPlan], placement: Placement, collectives: Collectives, tiers: TierSet
 ) -> ParamUnit:
     buffers = []
     for plan in plans:
@@ -371,15 +343,14 @@ def _build_unit(
             device=placement.device,
             rank=collectives.shard_rank,
             trainable=plan.trainable,
-            resident=plan.resident,
+            persistent=plan.persistent,
+            key=plan.key,
             refuses_writes=True,
         )
-        buffer.adopt(source, tiers.places(plan, collectives.shard_rank, replicated=not placement.plan.optimizer))
-        if placement.quantized_frozen_weights and not (plan.trainable or plan.resident) and plan.dtype in QUANTIZABLE:
-            buffer.pack()
+        buffer.adopt(source, *tiers.storages(plan, buffer.place()))
         buffers.append(buffer)
     unit = ParamUnit(spec.name, spec.modules, buffers, collectives, tiers.copies)
-    if not unit.resident:
+    if not unit.persistent:
         unit.reshard()
     return unit
 
@@ -389,41 +360,42 @@ def initial_values(
 ) -> Tensor:
     """(N,) the parameters end to end in the widest of their dtypes: no bit is lost before the master is made.
 
-    Those of rank 0, on every rank. What `zero.Init` sharded is gathered, and is the caller's from now on. (all ranks)
+    Those of rank 0, on every rank. What `zero.Init` sharded is gathered, and is released from its registry. (all ranks)
 
     Args:
-        name: whose they are, for whoever has to wait.
+        name: of their unit, for the label of the broadcast.
     """
     dtype = params[0].dtype
     for param in params[1:]:
         dtype = torch.promote_types(dtype, param.dtype)
     source = torch.zeros(layout.numel, dtype=dtype, device=device)
-    held: ParamHandle | None = None
+    # Parameters of one unit of `zero.Init` are next to each other: each unit is gathered once, one at a time.
+    previous: ParamHandle | None = None
     for slot, param in zip(layout.slots, params, strict=True):
-        place = _kept(param)
-        if (place and place.unit) is not (held and held.unit):
-            if held is not None:
-                held.keeper.release([held.unit])
+        place = _initialized(param)
+        if (place and place.unit) is not (previous and previous.unit):
+            if previous is not None:
+                previous.keeper.release([previous.unit])
             if place is not None:
                 place.keeper.hold([place.unit])
-            held = place
+            previous = place
         source[slot.start : slot.end].view(slot.shape).copy_(local(param))
-    if held is not None:
-        held.keeper.release([held.unit])
-    if any(_kept(param) is None for param in params):  # what is kept already is the same on all ranks
+    if previous is not None:
+        previous.keeper.release([previous.unit])
+    if any(_initialized(param) is None for param in params):  # gathered values are the same on all ranks already
         collectives.broadcast(source, 0, f"initial weights of {name}")
     _take_over(params)
     return source
 
 
-def _kept(param: nn.Parameter) -> ParamHandle | None:
-    """Where a parameter that `zero.Init` sharded lies; None for an ordinary one."""
+def _initialized(param: nn.Parameter) -> ParamHandle | None:
+    """The handle of a parameter that `zero.Init` sharded; None for an ordinary one."""
     place = place_of(param)
     return place if place is not None and place.keeper.training is None and not place.replaced else None
 
 
 def _take_over(params: Sequence[nn.Parameter]) -> None:
-    """Ends the keeping of parameters whose values have been copied; what is left without any is freed."""
+    """Removes parameters whose values have been copied from their registry; units without any are freed."""
     for param in params:
         forget_cast(param)
         place = place_of(param)
@@ -431,8 +403,8 @@ def _take_over(params: Sequence[nn.Parameter]) -> None:
             place.keeper.drop([param])
 
 
-def _says_absent(param: nn.Parameter) -> bool:
-    """Whether all values are NaN; looks at more than the first only if that is."""
+def _is_all_nan(param: nn.Parameter) -> bool:
+    """Whether all values are NaN; reads more than the first only if that is."""
     if param.is_meta or not param.is_floating_point() or not param.numel():
         return False
     data = param.detach()
@@ -440,7 +412,7 @@ def _says_absent(param: nn.Parameter) -> bool:
 
 
 def warn_unoptimized(fqns: Sequence[str]) -> None:
-    """Says which trainable parameters no optimizer updates."""
+    """Warns of trainable parameters that no optimizer updates."""
     if fqns:
         logger.log(
             logging.WARNING,

@@ -1,14 +1,15 @@
-"""Makes units whole before they are used and gives them up afterwards, in forward, backward and recomputation.
+"""Unshards units before they are used and reshards them afterwards, in forward, backward and recomputation.
 
-Told what happens by `hooks.py`, asks `prefetch.py` what to fetch ahead and what to keep, and moves `ParamUnit`s.
-Knows nothing of modules, autograd nodes or gradients.
+`hooks.py` reports the events of modules and autograd, `prefetch.py` says what to gather ahead and what to keep; this
+file moves `ParamUnit`s accordingly. It knows nothing of modules, autograd nodes or gradients. The counterpart of
+FSDP2's `FSDPState` and of DeepSpeed's `PartitionedParameterCoordinator`.
 
-[Note: uses] One run of a unit's forward is a `ForwardUse`. Its backward begins when the gradient of an output arrives.
-It is over when the backward of anything begins that ran before it: autograd executes nodes in the reverse order of
-their creation (it takes the ready node with the highest sequence number, and whatever a node waits for was created
-later). A backward nested in another, as re-entrant checkpointing runs it, is over when the outer one goes on. So the
-graph need not be touched, and inputs that many units share do not delay anybody. Several uses of one unit may be open
-at a time (two forwards before one backward, a layer applied twice); the unit is given up when the last of them is over.
+[Note: forward uses] One run of a unit's forward is a `ForwardUse`. Its backward begins when the gradient of one of its
+outputs arrives. It is over when the backward of anything begins that ran before it: autograd executes nodes in the
+reverse order of their creation (among the ready nodes it takes that with the highest sequence number, and a node waits
+only for nodes created later). A nested backward, as re-entrant checkpointing runs it, is over when the outer one goes
+on. So the graph need not be touched, and an input that many units share delays no reshard. Several uses of one unit may
+be pending at a time (two forwards before one backward, a layer applied twice); the unit is resharded after the last.
 """
 
 from __future__ import annotations
@@ -23,86 +24,61 @@ from zeroaccel.zero.prefetch import PrefetchTrace
 
 __all__ = ["ForwardUse", "OnDemandUnshard", "ParamCoordinator"]
 
-_DONE = -1
-
-
-class OnDemandUnshard:
-    """One period in which units are gathered on request. `serve` ends it, on every rank."""
-
-    def __init__(self, units: Sequence[ParamUnit], collectives: Collectives) -> None:
-        self._units = tuple(units)
-        self._numbers = {id(unit): number for number, unit in enumerate(units)}
-        self._collectives = collectives
-
-    def fetch(self, unit: ParamUnit) -> None:
-        """Makes `unit` whole on this rank; takes part in what other ranks ask for meanwhile."""
-        if unit.state is not ShardState.UNSHARDED:
-            self._round(self._numbers[id(unit)])
-
-    def serve(self) -> None:
-        """This rank needs nothing more: takes part in the others' gathers until nobody does."""
-        while self._round(_DONE):
-            pass
-
-    def _round(self, wanted: int) -> bool:
-        """One exchange of wishes and the gathers that follow; False when all ranks are done."""
-        wishes = torch.full((self._collectives.world_size,), _DONE)
-        wishes[self._collectives.rank] = wanted
-        self._collectives.all_reduce(wishes, "max", "who needs which unit")
-        asked = sorted({int(number) for number in wishes.tolist()} - {_DONE})
-        for number in asked:
-            unit = self._units[number]
-            if number == wanted:
-                unit.unshard()
-                unit.wait()
-            else:
-                unit.take_part()
-        return bool(asked)
-
 
 class ForwardUse:
     """One run of a unit's forward.
 
     Attributes:
-        began, ended: when, on the residency's clock.
+        started, ended: time of its forward, on the coordinator's clock.
         backward: number of the backward that has reached it; 0 before.
-        task: number of the autograd task that reached it; a nested one has a higher number.
+        task: number of the autograd graph task that reached it; a nested one has a higher number.
     """
 
-    __slots__ = ("backward", "began", "ended", "task", "unit")
+    __slots__ = ("backward", "ended", "started", "task", "unit")
 
-    def __init__(self, unit: ParamUnit, began: int) -> None:
+    def __init__(self, unit: ParamUnit, started: int) -> None:
         self.unit = unit
-        self.began = self.ended = began
+        self.started = self.ended = started
         self.backward = self.task = 0
 
 
 class ParamCoordinator:
-    """Who is whole, and why.
+    """Decides when each unit is unsharded and resharded.
+
+    Life of a training pass::
+
+        root_pre_forward
+            pre_forward(unit) -> use    unshard it and its external units, prefetch the next
+            post_forward(use)           reshard, unless it is needed again soon
+        root_post_forward
+        begin_backward
+            pre_backward(use)           unshard again; uses that ran after it get their post_backward
+            post_backward(use)          reshard
+        end_backward                    reshard everything
 
     Attributes:
         in_backward: between `begin_backward` and `end_backward`.
-        requests: how units are gathered while ranks go different ways; None while they go the same one.
+        on_demand: unshards units while ranks run different numbers of forwards; None while they run the same.
     """
 
-    def __init__(self, units: Sequence[ParamUnit], schedule: PrefetchTrace) -> None:
+    def __init__(self, units: Sequence[ParamUnit], trace: PrefetchTrace) -> None:
         self._units = {unit.name: unit for unit in units}
-        self._schedule = schedule
+        self._trace = trace
         self._running: list[ForwardUse] = []
         self._clock = 0
-        self._backwards = 0
-        self._open: dict[str, list[ForwardUse]] = {unit.name: [] for unit in units}
-        self._live: dict[str, int] = {}
-        self._fetched: list[str] = []  # shards on their way from a tier; gathered when the next unit is needed
-        self._lenders: dict[str, list[ParamUnit]] = {}
+        self._num_backwards = 0
+        self._pending: dict[str, list[ForwardUse]] = {unit.name: [] for unit in units}  # in their backward
+        self._live: dict[str, int] = {}  # unsharded or gathering -> elements
+        self._swapping_in: list[str] = []  # shards being read from a tier; gathered when the next unit is needed
+        self._external: dict[str, list[ParamUnit]] = {}  # unit -> other units whose parameters its modules read
         self._pinned: set[str] = set()
-        self._second_order = 0  # the backward that will be differentiated; 0 for none
+        self._second_order = 0  # number of the backward that will be differentiated; 0 for none
         self.in_backward = False
-        self.requests: OnDemandUnshard | None = None
+        self.on_demand: OnDemandUnshard | None = None
 
     @property
     def live_numel(self) -> int:
-        """Elements of all units that are whole or on their way."""
+        """Elements of all units that are unsharded or gathering."""
         return sum(self._live.values())
 
     @property
@@ -116,202 +92,252 @@ class ParamCoordinator:
 
     # -- forward
 
-    def begin_pass(self, *, training: bool) -> None:
+    def root_pre_forward(self, *, training: bool) -> None:
         """The root's forward begins."""
-        if not (self._running or self.in_backward):
-            self._schedule.begin("train" if training else "eval")
+        if not (self._running or self.in_backward):  # else the root calls itself, or is recomputed
+            self._trace.begin("train" if training else "eval")
 
-    def end_forward_pass(self, *, training: bool) -> None:
-        """The root's forward is over; without a backward to come everything is given up."""
-        if not training and not self.in_backward and not self._running and not any(self._open.values()):
-            self._give_up_all()
-            self._schedule.end()
-
-    def enter_forward(self, unit: ParamUnit, task: int = -1) -> ForwardUse:
-        """A module of `unit` is about to run: makes it whole, with those whose parameters it borrows.
+    def pre_forward(self, unit: ParamUnit, task: int = -1) -> ForwardUse:
+        """Before a module of `unit` runs: unshards it, and the units whose parameters it reads.
 
         Args:
-            task: the autograd task that recomputes it; -1 outside any backward.
+            task: the autograd graph task that recomputes it; -1 outside any backward.
         """
         if self.in_backward:
-            self._close_nested(task)
+            self._end_nested_backwards(task)
         use = ForwardUse(unit, self._tick())
         self._running.append(use)
         try:
             for needed in self._needed_by(unit):
-                self._require(needed)
-        except BaseException:  # e.g. a collective that timed out; the module will not run, so it will not exit either
+                self._ensure_unsharded(needed)
+        except BaseException:  # e.g. a collective that timed out; the module will not run, so it gets no post_forward
             self._running.pop()
             raise
         return use
 
-    def exit_forward(self, use: ForwardUse, *, opaque: bool = False) -> None:
-        """The module is done, or raised.
+    def post_forward(self, use: ForwardUse, *, opaque: bool = False) -> None:
+        """After the module has run, or raised: reshards what is not needed again soon.
 
         Args:
-            opaque: its output shows no tensors, so that nothing will tell when its backward begins; it stays whole.
+            opaque: its output shows no tensors, so that no hook will report its backward; it stays unsharded.
         """
         assert self._running and self._running[-1] is use, f"{use.unit.name} left forward out of order"
         self._running.pop()
         use.ended = self._tick()
-        if opaque or self.in_backward:  # recomputation: its backward follows at once
+        if opaque or self.in_backward:  # in recomputation its backward follows at once
             return
         for candidate in self._needed_by(use.unit):
             if not self.is_running(candidate):
-                self._release(candidate)
+                self._reshard(candidate)
 
-    def borrow(self, unit: ParamUnit) -> None:
-        """A parameter of `unit` is read by other code than its own modules, e.g. a tied head that reads the embedding.
+    def root_post_forward(self, *, training: bool) -> None:
+        """After the root's forward; when no backward is to come, everything is resharded."""
+        if not training and not self.in_backward and not self._running and not any(self._pending.values()):
+            self._reshard_all()
+            self._trace.end()
 
-        From now on it is whole whenever the borrower runs, forward and backward.
+    def unshard_external(self, unit: ParamUnit) -> None:
+        """A parameter of `unit` is read outside its own modules, e.g. by a tied head that reads the embedding.
+
+        The running unit has it as an external unit from now on: both are unsharded in its forward and backward.
         """
         if unit.state is ShardState.UNSHARDED or self.idle:
             return
-        self._require(unit)
+        self._ensure_unsharded(unit)
         if self._running and self._running[-1].unit is not unit:
-            lenders = self._lenders.setdefault(self._running[-1].unit.name, [])
-            if unit not in lenders:
-                lenders.append(unit)
+            external = self._external.setdefault(self._running[-1].unit.name, [])
+            if unit not in external:
+                external.append(unit)
 
     # -- backward
 
     def begin_backward(self) -> None:
         """A backward begins; several may go through one graph."""
         self.in_backward = True
-        self._backwards += 1
+        self._num_backwards += 1
 
-    def enter_backward(self, use: ForwardUse, task: int) -> None:
-        """The gradient of an output of this use has arrived: what it computed with must be whole again.
+    def pre_backward(self, use: ForwardUse, task: int) -> None:
+        """The gradient of an output of this use has arrived: unshards what its forward computed with.
 
         Args:
-            task: the autograd task that is running.
+            task: the autograd graph task that is running.
         """
-        if use.backward == self._backwards:
+        if use.backward == self._num_backwards:  # a use has one pre_backward, though each of its outputs has a hook
             return
-        use.backward, use.task = self._backwards, task
-        self._close_nested(task)
-        for other in {id(u): u for uses in self._open.values() for u in uses if u.began > use.ended}.values():
+        use.backward, use.task = self._num_backwards, task
+        self._end_nested_backwards(task)
+        # See [Note: forward uses]: everything that ran after this use is over now, so its memory can be freed before
+        # this unit is gathered. Uses of an outer task are only interrupted by this one.
+        for other in {id(u): u for uses in self._pending.values() for u in uses if u.started > use.ended}.values():
             if other.task == task:
-                self._close(other)
+                self.post_backward(other)
         for unit in self._needed_by(use.unit):
-            if not self._open[unit.name]:
-                self._require(unit)
-            self._open[unit.name].append(use)
+            if not self._pending[unit.name]:
+                self._ensure_unsharded(unit)
+            self._pending[unit.name].append(use)
+
+    def post_backward(self, use: ForwardUse) -> None:
+        """The backward of this use is over: reshards each of its units that has no other use pending."""
+        for unit in self._needed_by(use.unit):
+            uses = self._pending[unit.name]
+            if use in uses:
+                uses.remove(use)
+                if not uses and not self.is_running(unit):
+                    self._reshard(unit)
 
     def keep_for_second_order(self) -> None:
-        """The backward that runs makes a graph of itself, which tells nobody when it needs what.
+        """The running backward builds a graph of itself (create_graph=True), whose reads of weights no hook reports.
 
-        So nothing is given up until the next backward is over, which goes through that graph, or the step comes.
+        So nothing is resharded until the next backward is over, which goes through that graph, or the step comes.
         """
-        self._second_order = self._backwards
+        self._second_order = self._num_backwards
 
     def end_backward(self) -> None:
-        """The backward is over: everything is given up, unless it is to be differentiated."""
+        """The backward is over: everything is resharded, unless it is to be differentiated."""
         self.in_backward = False
-        for uses in self._open.values():
+        for uses in self._pending.values():
             uses.clear()
-        if self._second_order != self._backwards:
+        if self._second_order != self._num_backwards:
             self._second_order = 0
-        self._give_up_all()
-        self._schedule.end()
+        self._reshard_all()
+        self._trace.end()
 
     def end_step(self) -> None:
-        """The weights are about to change: what a forward without a backward left whole would be out of date."""
+        """Before the weights change: units that a forward without a backward left unsharded would be stale."""
         self._second_order = 0
-        self._give_up_all()
-        self._schedule.end()
+        self._reshard_all()
+        self._trace.end()
 
     def reset(self) -> None:
-        """After an exception anywhere: back to all sharded, nothing recorded."""
+        """After an exception anywhere: everything is resharded, and the trace dropped."""
         self._running.clear()
         self._second_order = 0
         self.end_backward()
-        self._schedule.forget()
+        self._trace.forget()
 
-    # -- for others than forward and backward
+    # -- outside forward and backward
 
     def pin(self, unit: ParamUnit) -> None:
-        """Makes a unit whole until `unpin`, whatever passes come and go."""
+        """Unshards a unit until `unpin`, whatever passes run meanwhile."""
         if unit.name in self._units:
             self._pinned.add(unit.name)
             self._unshard(unit, exact=True)
             unit.wait()
 
     def unpin(self, unit: ParamUnit) -> None:
-        """Gives a pinned unit up, unless a pass is using it."""
+        """Reshards a pinned unit, unless a pass is using it."""
         if unit.name in self._units:
             self._pinned.discard(unit.name)
-            if not (self.is_running(unit) or self._open[unit.name]):
-                unit.reshard(leave=True)
+            if not (self.is_running(unit) or self._pending[unit.name]):
+                unit.reshard(keep_views=True)
                 self._live.pop(unit.name, None)
 
-    def lend(self, unit: ParamUnit) -> None:
-        """A part of `unit` runs without it: the unit is whole from now on until the pass or the step is over."""
-        if self.requests is not None:
-            self.requests.fetch(unit)
+    def unshard_for_submodule(self, unit: ParamUnit) -> None:
+        """A module inside `unit` is called without it: the unit stays unsharded until the pass or the step is over."""
+        if self.on_demand is not None:
+            self.on_demand.unshard(unit)
         self._unshard(unit)
         unit.wait()
 
-    # -- moving
+    # -- moving units
 
     def _tick(self) -> int:
         self._clock += 1
         return self._clock
 
     def _needed_by(self, unit: ParamUnit) -> tuple[ParamUnit, ...]:
-        return (unit, *self._lenders.get(unit.name, ()))
+        return (unit, *self._external.get(unit.name, ()))
 
-    def _close_nested(self, task: int) -> None:
+    def _end_nested_backwards(self, task: int) -> None:
         """Ends the uses of nested backwards, which are over when an outer one goes on."""
-        for use in {id(u): u for uses in self._open.values() for u in uses if u.task > task}.values():
-            self._close(use)
+        for use in {id(u): u for uses in self._pending.values() for u in uses if u.task > task}.values():
+            self.post_backward(use)
 
-    def _close(self, use: ForwardUse) -> None:
-        for unit in self._needed_by(use.unit):
-            uses = self._open[unit.name]
-            if use in uses:
-                uses.remove(use)
-                if not uses and not self.is_running(unit):
-                    self._release(unit)
-
-    def _require(self, unit: ParamUnit) -> None:
-        if self.requests is not None:
-            self.requests.fetch(unit)
+    def _ensure_unsharded(self, unit: ParamUnit) -> None:
+        """Unshards `unit` and starts the gathers of the units that the trace expects next."""
+        if self.on_demand is not None:
+            self.on_demand.unshard(unit)
             self._live[unit.name] = unit.numel
             return
-        if self.in_backward and self._open[unit.name]:
-            unit.wait()  # recomputed within its own backward: whole already, and not another step of the schedule
+        if self.in_backward and self._pending[unit.name]:
+            unit.wait()  # recomputed within its own backward: unsharded already, and not another step of the trace
             return
         self._unshard(unit)
-        ahead = self._schedule.need(unit.name, self._live)
-        fetched, self._fetched = self._fetched, []
-        for name in fetched:
+        ahead = self._trace.need(unit.name, self._live)
+        # The shards that the previous call began to read are gathered now. Which unit is read when follows from the
+        # trace alone and never from the speed of a disk, so that all ranks issue their gathers in one order.
+        swapped_in, self._swapping_in = self._swapping_in, []
+        for name in swapped_in:
             if name in self._live:
                 self._unshard(self._units[name])
         for name in ahead:
-            if self._units[name].is_away:  # one step earlier than others, as its shard has to be read first
+            if self._units[name].is_swapped:
                 self._units[name].prefetch()
                 self._live[name] = self._units[name].numel
-                self._fetched.append(name)
+                self._swapping_in.append(name)
             else:
                 self._unshard(self._units[name])
+        # Last, so that the gathers ahead are issued before this rank blocks on the one that it needs now.
         unit.wait()
 
     def _unshard(self, unit: ParamUnit, *, exact: bool = False) -> None:
         unit.unshard(exact=exact)
         self._live[unit.name] = unit.numel
 
-    def _release(self, unit: ParamUnit) -> None:
+    def _reshard(self, unit: ParamUnit) -> None:
+        """Reshards `unit`, unless it is pinned or needed again within `stage3_max_reuse_distance`."""
         if unit.name in self._pinned or self._second_order:
             return
-        if self.requests is not None or not self._schedule.keep(unit.name, self.live_numel):
+        if self.on_demand is not None or not self._trace.keep(unit.name, self.live_numel):
             unit.reshard()
             self._live.pop(unit.name, None)
 
-    def _give_up_all(self) -> None:
+    def _reshard_all(self) -> None:
         if self._second_order:
             return
         for name in self._live.keys() - self._pinned:
             self._units[name].reshard()
             del self._live[name]
-        self._fetched.clear()
+        self._swapping_in.clear()
+
+
+_DONE = -1  # in place of a unit's number
+
+
+class OnDemandUnshard:
+    """Gathers for ranks that run different forwards: generated texts differ in length, or batches in number.
+
+    A gather needs all ranks, so they agree on each: every rank announces the unit that it needs now, or that it is
+    done, and all ranks participate in the gathers of all announced units. This costs a small all-reduce per gather and
+    does without prefetching. `full_params.py` opens a period of it; `finish` ends it, on every rank.
+    """
+
+    def __init__(self, units: Sequence[ParamUnit], collectives: Collectives) -> None:
+        self._units = tuple(units)
+        self._numbers = {id(unit): number for number, unit in enumerate(units)}
+        self._collectives = collectives
+
+    def unshard(self, unit: ParamUnit) -> None:
+        """Unshards `unit` on this rank, participating in the gathers of other ranks meanwhile."""
+        if unit.state is not ShardState.UNSHARDED:
+            self._round(self._numbers[id(unit)])
+
+    def finish(self) -> None:
+        """This rank needs nothing more: participates in the gathers of other ranks until all are done."""
+        while self._round(_DONE):
+            pass
+
+    def _round(self, needed: int) -> bool:
+        """One exchange of the needed units and the gathers that follow; False when all ranks are done."""
+        announced = torch.full((self._collectives.world_size,), _DONE)
+        announced[self._collectives.rank] = needed
+        self._collectives.all_reduce(announced, "max", "who needs which unit")
+        numbers = sorted({int(number) for number in announced.tolist()} - {_DONE})
+        for number in numbers:  # sorted: the gathers are collectives, and need one order on all ranks
+            unit = self._units[number]
+            if number == needed:
+                unit.unshard()
+                unit.wait()
+            else:
+                unit.join_gather()
+        return bool(numbers)

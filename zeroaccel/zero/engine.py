@@ -1,98 +1,174 @@
-"""The engine: one model, its optimizer and scheduler, and the loop of forward, backward and step over them.
+"""The engine: one model, its optimizer and scheduler, and the training step over them.
 
-It strings the parts together and counts; each part does its own work: `build` (units), `coordinator` and `hooks` (who
-is whole), `reducer` (gradients), `clip` (norm), `sharded_optimizer` (update). Nothing here asks for a stage number.
+Runs forward, backward, reduction, norm, clipping, update and gather, in this order; each part does its own work:
+`coordinator` and `hooks` unshard and reshard, `grad_reducer` reduces and takes the norm, `weight_update` and
+`sharded_optimizer` update. Nothing here asks for a stage number.
 """
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from zeroaccel.comm.agree import disagreement_report
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.config.shard_plan import ShardPlan, UpdateTime
-from zeroaccel.errors import EngineStateError, UsageError
+from zeroaccel.errors import CollectiveError, EngineStateError, UsageError
 from zeroaccel.optim.rank_facts import HyperparameterCheck
 from zeroaccel.telemetry.step_report import OffloadReport, StepReport
 from zeroaccel.zero.access.full_params import gathered, iter_named_full_params
 from zeroaccel.zero.access.param_registry import ParamRegistry, Training
 from zeroaccel.zero.coordinator import ParamCoordinator
-from zeroaccel.zero.grad_reducer import GradReducer, GradStats, ReduceRules, clip_factor
-from zeroaccel.zero.gradient_access import GradientAccess
+from zeroaccel.zero.from_config import EngineSettings
+from zeroaccel.zero.grad_reducer import GradReducer, GradStats, check_grads, clip_factor
 from zeroaccel.zero.hooks import Hooks, StateDictHooks
 from zeroaccel.zero.param_check import ParamIntegrityCheck
 from zeroaccel.zero.param_unit import ParamUnit, ShardState
 from zeroaccel.zero.precision import LossScale, cast_floats
-from zeroaccel.zero.prefetch import PrefetchLimits, PrefetchTrace
+from zeroaccel.zero.prefetch import PrefetchTrace
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
 from zeroaccel.zero.storage.placement import TierSet
-from zeroaccel.zero.storage.state_offload import OffloadedStates, StateOffload
+from zeroaccel.zero.storage.state_offload import StateOffload
 from zeroaccel.zero.weight_update import WeightUpdate
 
-__all__ = ["Engine", "EngineSettings"]
+__all__ = ["Checkpoints", "Engine", "EngineParts", "StepState"]
+
+PathLike = str | os.PathLike[str]
 
 
 @dataclass(frozen=True)
-class EngineSettings:
-    """The numbers an engine runs by, all resolved.
+class EngineParts:
+    """What an engine trains with, besides the model, its units and the settings.
 
     Attributes:
-        plan: what is sharded.
-        micro_batch_size: samples per rank and forward.
-        accumulation: backwards per step.
-        managed_accumulation: False makes every `step()` a boundary.
-        clipping: maximal global gradient norm; 0 is off.
-        compute_norm: whether a norm is computed where clipping does not need it.
-        skip_overflow: skip steps whose gradients are not finite.
-        loss_scaled: fp16, where a plain `loss.backward()` would miss the scale.
-        autocast_dtype: cast floating inputs of forward to this; None leaves them.
-        gather_numel: elements of all-gathers in flight after a step (`allgather_bucket_size`).
-        sub_group_numel: fp32 gradients made at a time by optimizers without an own kernel, in elements.
-        update_during: when masters on the host are updated.
-        limits: how much may be whole at a time.
-        rules: how gradients are summed.
+        optimizer: None for inference.
+        lr_scheduler: stepped after each update; None for none.
+        loss_scale: of fp16.
+        report: logs steps, phases and monitor events.
+        tiers: of offloaded shards and states; None for none.
+        unoptimized: trainable parameters that no optimizer updates; their gradients are dropped.
     """
 
-    plan: ShardPlan
-    micro_batch_size: int
-    accumulation: int
-    managed_accumulation: bool = True
-    clipping: float = 0.0
-    compute_norm: bool = True
-    skip_overflow: bool = True
-    loss_scaled: bool = False
-    autocast_dtype: torch.dtype | None = None
-    gather_numel: int = 500_000_000
-    sub_group_numel: int = 1_000_000_000
-    update_during: UpdateTime = "step"
-    limits: PrefetchLimits = field(default_factory=PrefetchLimits)
-    rules: ReduceRules = field(default_factory=ReduceRules)
+    optimizer: ShardedOptimizer | None = None
+    lr_scheduler: Any = None
+    loss_scale: LossScale = field(default_factory=LossScale)
+    report: StepReport = field(default_factory=StepReport)
+    tiers: TierSet | None = None
+    unoptimized: Sequence[nn.Parameter] = ()
 
 
-class Engine(GradientAccess, StateOffload, nn.Module):
+@dataclass
+class StepState:
+    """Where an engine is within an optimizer step, and the outcome of the last one.
+
+    Attributes:
+        in_backward: from the first gradient that reaches the model until autograd is done.
+        is_direct: that backward is a plain `loss.backward()`, not `engine.backward(loss)`.
+        collects_gradients: it leaves gradients to reduce; False through a frozen model, where they only pass.
+        num_backwards: backwards since the last `step()`, whose gradients wait for it.
+        syncs: False inside `no_sync()`.
+        boundary: set by the program instead of counted; None where it is counted.
+        grad_stats: of the reduced gradients of the coming update; None before they are complete.
+        grad_factor: multiplies the gradients of the coming update, besides clipping.
+        grad_norm: of the last boundary.
+        applied: the last `step()` changed the weights.
+    """
+
+    in_backward: bool = False
+    is_direct: bool = False
+    collects_gradients: bool = False
+    num_backwards: int = 0
+    syncs: bool = True
+    boundary: bool | None = None
+    grad_stats: GradStats | None = None
+    grad_factor: float = 1.0
+    grad_norm: float | None = None
+    applied: bool = False
+
+
+class Checkpoints(Protocol):
+    """The checkpointer of an engine; see `checkpoint/checkpointer.py`. The calls are documented at `Engine`."""
+
+    loaded: Any
+
+    def state(self) -> Any:
+        """The model, units and optimizer, as the writers of `checkpoint/` take them (an `EngineState`)."""
+
+    def save_checkpoint(
+        self,
+        save_dir: PathLike,
+        tag: object,
+        client_state: dict[str, Any] | None,
+        save_latest: bool,
+        *,
+        exclude_frozen: bool,
+    ) -> None: ...
+
+    def load_checkpoint(
+        self, load_dir: PathLike, tag: object, *, strict: bool, optimizer: bool, scheduler: bool, progress: bool
+    ) -> tuple[str | None, dict[str, Any]]: ...
+
+    def save_16bit_model(self, path: PathLike, *, exclude_frozen: bool) -> None: ...
+
+    def save_model(self, save_dir: PathLike, max_nbytes: int, *, pickled: bool, exclude_frozen: bool) -> list[str]: ...
+
+    def consolidated_state_dict(self, *, exclude_frozen: bool) -> dict[str, Tensor] | None: ...
+
+    def wait(self) -> None: ...
+
+    def require_intact(self, call: str) -> None:
+        """Raises EngineStateError after a load that failed half way."""
+
+    def before_update(self) -> None:
+        """Before weights change: a save in the background must have copied them. (all ranks)"""
+
+
+class Engine(nn.Module):
     """Trains (or runs) one model; made by `zeroaccel.initialize`.
 
     A step is: `loss = engine(batch)`, `engine.backward(loss)`, `engine.step()`, once per micro-batch. Attributes that
     the engine does not have are the model's.
 
+    Before a unit's forward its parameters are all-gathered, and the next units are prefetched; after it they are
+    resharded. Before its backward they are gathered again, and as soon as all of its gradients are accumulated they
+    are reduce-scattered to fp32 shards. At the accumulation boundary the norm is taken, the gradients are clipped, and
+    each rank updates its shard of the masters.
+
     Attributes:
-        module: the model, the same object that was given.
-        optimizer, lr_scheduler: as given or built, or None.
+        module: the model, the same object that was passed in.
+        optimizer, lr_scheduler: passed in or built from the config, or None.
+        sharded_optimizer: steps `optimizer` on shards; None for inference.
+        weight_update: when masters are updated and weights gathered; None for inference.
+        grad_reducer: reduces gradients to shards.
+        tier_set: tiers of offloaded shards and states; None for none.
         keeper: finds the model's parameters for `GatheredParameters` and the like.
+        trace: the recorded order of units, for prefetching.
         global_steps: steps taken, skipped ones included.
         skipped_steps: steps skipped because gradients were not finite.
         micro_steps: `step()` calls.
         global_samples: samples seen by all ranks.
         zero_config: the resolved config it was made from, as a plain dict; `config` is the same.
         divides_direct: a plain `loss.backward()` is divided by the accumulation steps, as `engine.backward` is.
+
+    Example:
+        >>> import torch, zeroaccel
+        >>> model = torch.nn.Linear(4, 2)
+        >>> config = {"train_micro_batch_size_per_gpu": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        >>> engine, optimizer, _, _ = zeroaccel.initialize(model=model, config=config)
+        >>> loss = engine(torch.ones(8, 4)).square().mean()
+        >>> _ = engine.backward(loss)
+        >>> engine.step()
+        >>> engine.global_steps, engine.was_step_applied()
+        (1, True)
+        >>> engine.destroy()
     """
 
     def __init__(
@@ -101,87 +177,86 @@ class Engine(GradientAccess, StateOffload, nn.Module):
         units: Sequence[ParamUnit],
         collectives: Collectives,
         settings: EngineSettings,
-        *,
-        optimizer: ShardedOptimizer | None,
-        lr_scheduler: Any = None,
-        loss_scale: LossScale | None = None,
-        discarded: Sequence[nn.Parameter] = (),
-        report: StepReport | None = None,
+        parts: EngineParts | None = None,
         config: Mapping[str, Any] | None = None,
-        tiers: TierSet | None = None,
     ) -> None:
         super().__init__()
+        parts = parts or EngineParts()
+        optimizer, tiers = parts.optimizer, parts.tiers
         self.module = model
         self.settings = settings
         self.zero_config = self.config = dict(config or {})
-        self.lr_scheduler = lr_scheduler
-        self.loss_scale = loss_scale or LossScale()
+        self.lr_scheduler = parts.lr_scheduler
+        self.loss_scale = parts.loss_scale
         self.units = tuple(units)
         self.collectives = collectives
         self.global_steps = self.skipped_steps = self.micro_steps = self.global_samples = 0
-        self._shard = optimizer
-        self._report = report or StepReport()
+        self.divides_direct = True
+        self._step = StepState()
+        self.sharded_optimizer = optimizer
+        self.tier_set = tiers
+        self._report = parts.report
         if tiers is not None and tiers.is_used:
             self._report.offload = _offload_report(tiers, optimizer)
+
+        # Gradients to shards, shards to masters, masters to weights.
         trained = [(unit.name, b) for unit in units for b in unit.buffers if b.trainable]
-        self._tiers = tiers
         copies = tiers.copies if tiers is not None and tiers.steps_on_host else None
-        self._reducer = GradReducer(trained, collectives, settings.plan, settings.rules, copies)
+        self.grad_reducer = GradReducer(trained, collectives, settings.plan, settings.rules, copies)
+        self.weight_update = None if optimizer is None else self._build_weight_update(optimizer)
         self._hyperparameters = None if optimizer is None else HyperparameterCheck(optimizer.optimizer, collectives.job)
-        self._weights = (
-            None
-            if optimizer is None
-            else WeightUpdate(
-                optimizer,
-                self._reducer,
-                self.units,
-                collectives,
-                gather_numel=settings.gather_numel,
-                gathers=settings.plan.optimizer,
-                during=settings.update_during,
-                tiers=tiers,
-            )
-        )
-        self.schedule = PrefetchTrace({unit.name: unit.numel for unit in units}, settings.limits)
-        travelling = [unit for unit in units if not unit.resident]
-        self._residency = ParamCoordinator(travelling, self.schedule)
-        params = [param for _, buffer in trained for param in buffer.params]
+
+        # Unshard and reshard. Persistent units stay unsharded, so nothing has to be hooked or prefetched for them.
+        sharded_units = [unit for unit in units if not unit.persistent]
+        self.trace = PrefetchTrace({unit.name: unit.numel for unit in units}, settings.limits)
+        self._coordinator = ParamCoordinator(sharded_units, self.trace)
+        optimized = [param for _, buffer in trained for param in buffer.params] if optimizer else []
         self._hooks = Hooks(
-            model, travelling, self._residency, self, optimized=params if optimizer else (), discarded=discarded
+            model, sharded_units, self._coordinator, self, optimized=optimized, unoptimized=parts.unoptimized
         )
-        self.keeper = ParamRegistry(
-            collectives,
-            pin=self._residency.pin,
-            unpin=self._residency.unpin,
-            training=Training(optimizer, self._reducer, lambda: self.loss_scale, self._weights),
-        )
-        self.keeper.add(units)
         if optimizer is not None:
             self._hooks.guard_step(optimizer.optimizer, lambda: optimizer.is_stepping)
-        self._loading = StateDictHooks(model, self.keeper)
-        self._faces = ParamIntegrityCheck(model, units, trained=optimizer is not None)
-        self.divides_direct = True
-        self._boundary: bool | None = None
-        self._syncing = True
-        self._in_backward = self._direct = self._collecting = False
-        self._backwards = 0
-        self._norm: float | None = None
-        self._health: GradStats | None = None
-        self._asked_factor = 1.0
-        self._applied = False
-        self._destroyed = False
-        self._undo: list[Callable[[], None]] = []
-        self._parked: OffloadedStates | None = None
 
-    # -- the loop
+        # Access from outside the training step.
+        self.keeper = ParamRegistry(
+            collectives,
+            pin=self._coordinator.pin,
+            unpin=self._coordinator.unpin,
+            training=Training(optimizer, self.grad_reducer, lambda: self.loss_scale, self.weight_update),
+        )
+        self.keeper.add(units)
+        self._load_hooks = StateDictHooks(model, self.keeper)
+        self._integrity = ParamIntegrityCheck(model, units, trained=optimizer is not None)
+        self._state_offload = StateOffload(self.units, self.grad_reducer, optimizer)
+        self._checkpointer: Checkpoints | None = None
+        self._undo: list[Callable[[], None]] = []
+        self._destroyed = False
+
+    def _build_weight_update(self, optimizer: ShardedOptimizer) -> WeightUpdate:
+        return WeightUpdate(
+            optimizer,
+            self.grad_reducer,
+            self.units,
+            self.collectives,
+            gather_numel=self.settings.gather_numel,
+            gathers=self.settings.plan.optimizer,
+            during=self.settings.update_during,
+            tiers=self.tier_set,
+        )
+
+    # -- the training step
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward; sharded parameters are gathered as their modules run."""
+        self.require_states_loaded()
+        if self._checkpointer is not None:
+            self._checkpointer.require_intact("forward")
         self._check_usable()
-        self._faces.check()
+        # Before anything is computed with them: a write that the next gather would overwrite must not train first.
+        self._integrity.check()
         self._hooks.attach_outside_graphs()
         self._report.begin("forward")
-        self._note("forward" if torch.is_grad_enabled() else "eval")
+        self._note_phase("forward" if torch.is_grad_enabled() else "eval")
         dtype = self.settings.autocast_dtype
         if dtype is not None:
             args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
@@ -198,7 +273,7 @@ class Engine(GradientAccess, StateOffload, nn.Module):
             scale_wrt_gas: divide by the accumulation steps, so that a step averages over its micro-batches.
 
         Returns:
-            `loss`, as given.
+            `loss`, unchanged.
 
         Raises:
             UsageError: `loss` is not a scalar with a gradient.
@@ -223,23 +298,29 @@ class Engine(GradientAccess, StateOffload, nn.Module):
             EngineStateError: no backward came before.
             CollectiveError: the ranks went through different collectives since the last step.
             UsageError: the ranks' param groups have different settings; nothing was updated, the gradients are dropped.
+            CheckpointError: a save in the background failed; on every rank.
         """
-        weights = self._require_weights("step")
+        self.require_states_loaded()
+        if self._checkpointer is not None:
+            self._checkpointer.require_intact("step")
+            if self.is_gradient_accumulation_boundary():
+                self._checkpointer.before_update()
+        weights = self._require_weight_update("step")
         self._check_usable()
         self.keeper.require_free("engine.step()")
-        self._faces.check_writes()
-        if self._backwards == 0:
+        self._integrity.check_writes()
+        if self._step.num_backwards == 0:
             raise EngineStateError(
                 "engine.step()", expected="a backward before it", fix="call engine.backward(loss) first"
             )
-        if not self._syncing:
+        if not self._step.syncs:
             raise EngineStateError("engine.step()", expected="to be outside engine.no_sync()")
         boundary = self.is_gradient_accumulation_boundary()
         if not boundary:
             weights.require_own_step("engine.step() that is no boundary")
         self.count_micro_step()
-        self._applied = False
-        self._backwards = 0
+        self._step.applied = False
+        self._step.num_backwards = 0
         if boundary:
             self._report.begin("step")
             self._update(weights)
@@ -247,48 +328,136 @@ class Engine(GradientAccess, StateOffload, nn.Module):
             self._report.step(self)
 
     def count_micro_step(self) -> None:
-        """What `step()` does where nothing is updated, for loops that call it only where something is."""
+        """Counts a micro-batch as `step()` does where nothing is updated, for loops that call it at boundaries only."""
         self.micro_steps += 1
         self.global_samples += self.settings.micro_batch_size * self.collectives.world_size
 
     def _update(self, weights: WeightUpdate) -> None:
-        examined_before = self._health is not None
-        health = self._finish_gradients(norm=self.settings.compute_norm or self.settings.clipping > 0)
+        """Norm, overflow check, clipping and update."""
+        step = self._step
+        norm_was_taken = step.grad_stats is not None
+        stats = self._check_gradients(norm=self.settings.compute_norm or self.settings.clipping > 0)
         for unit in self.units:
-            unit.drop_second()
+            unit.drop_secondary()
+        # The scale that unscales is the one of this step's backwards; it moves only after the update.
         scale = self.loss_scale.value
-        self._norm = math.inf if not health.finite else None if math.isnan(health.norm) else health.norm / scale
-        overflow = self.settings.skip_overflow and not health.finite
+        step.grad_norm = math.inf if not stats.finite else None if math.isnan(stats.norm) else stats.norm / scale
+        overflow = self.settings.skip_overflow and not stats.finite
         try:
             if overflow:
                 self.skipped_steps += 1
                 weights.finish()
             else:
-                if examined_before and self._hyperparameters is not None and not weights.is_early:
+                # The hyperparameters were compared when the norm was taken; a loop may have changed them since.
+                if norm_was_taken and self._hyperparameters is not None and not weights.is_early:
                     self._hyperparameters.note_update()
-                clip = 1.0 if self._norm is None else clip_factor(self._norm, self.settings.clipping)
-                weights.apply(min(clip, self._asked_factor) / scale)
-                self._applied = True
+                clip = 1.0 if step.grad_norm is None else clip_factor(step.grad_norm, self.settings.clipping)
+                # One factor for unscaling and clipping, applied by the update kernel itself: no pass of its own.
+                weights.apply(min(clip, step.grad_factor) / scale)
+                step.applied = True
         finally:
+            # Also after a failed tier, on all ranks alike: counters and digests must not diverge.
             self._drop_gradients()
             self.global_steps += 1
         self.loss_scale.update(overflow=overflow)
-        if self._applied and self.lr_scheduler is not None:
+        if step.applied and self.lr_scheduler is not None:
             self.lr_scheduler.step()
 
-    def _drop_gradients(self) -> None:
-        self._reducer.clear()
-        self._health, self._asked_factor = None, 1.0
+    # -- gradients of the coming update
 
-    # -- backward events (told by the hooks)
+    def gradient_norm(self) -> float:
+        """The global L2 norm of the gradients that the coming `step()` will use, unscaled and unclipped. (all ranks)
+
+        Between the last backward and the `step()` of a boundary; inf where they are not finite.
+
+        Raises:
+            EngineStateError: there are no gradients yet.
+            CollectiveError, UsageError: as `step()`, which compares the ranks by the same collective.
+        """
+        self._require_gradients("gradient_norm")
+        stats = self._check_gradients(norm=True)
+        return stats.norm / self.loss_scale.value if stats.finite else math.inf
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiplies the gradients of the coming `step()` by this; `gradient_clipping` may still clip more."""
+        self._require_gradients("scale_gradients")
+        if factor != 1.0:
+            self._require_own_gradients("scale_gradients")
+        self._step.grad_factor = float(factor)
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clamps every element of the reduced gradients to [-clip_value, clip_value]. (all ranks)
+
+        Raises:
+            EngineStateError: there are no gradients yet, or their norm was taken before.
+        """
+        self._require_gradients("clip_grad_value_")
+        self._require_own_gradients("clip_grad_value_")
+        if self._step.grad_stats is not None:
+            raise EngineStateError("engine.clip_grad_value_()", expected="to come before the norm is taken")
+        self._finish_reductions()
+        limit = float(clip_value) * self.loss_scale.value
+        for gradients in self.grad_reducer.gradients:
+            grad = gradients.shard if gradients.full is None else gradients.full
+            if grad is not None:
+                grad.clamp_(-limit, limit)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drops the gradients accumulated since the last step."""
+        self._require_own_gradients("zero_grad")
+        self._drop_gradients()
+        self._step.num_backwards = 0
+
+    def _check_gradients(self, *, norm: bool) -> GradStats:
+        """Completes the reductions of this step, takes the norm, and compares the ranks; once a step. (all ranks)"""
+        if self._step.grad_stats is not None:
+            return self._step.grad_stats
+        self._finish_reductions()
+        ranks, history = self.collectives, self.collectives.flight_recorder.digest()
+        shards = [(g.shard, g.buffer) for g in self.grad_reducer.gradients if g.shard is not None]
+        # Gradients that several ranks hold, on replicas or along another axis of the mesh, enter the norm once.
+        counted = [
+            shard for shard, buffer in shards if ranks.replica == 0 and (ranks.is_first_data_group or buffer.is_split)
+        ]
+        check = self._hyperparameters
+        # Settings of an update during backward were compared before it began, and `apply` checks that they still hold.
+        is_early = self.weight_update is not None and self.weight_update.is_early
+        settings = 0 if check is None or is_early else check.digest()
+        stats = check_grads(
+            [shard for shard, _ in shards], counted, ranks.job, history=history, settings=settings, norm=norm
+        )
+        if not stats.same_history:
+            raise CollectiveError(disagreement_report(ranks))
+        if not stats.same_settings and check is not None:
+            self._drop_gradients()  # a program that catches the error goes on with the next forward
+            self._step.num_backwards = 0
+            check.refuse(self.global_steps)
+        self._step.grad_stats = stats
+        return stats
+
+    def _finish_reductions(self) -> None:
+        self._note_phase("step")
+        self._coordinator.end_step()
+        self.grad_reducer.finish()
+
+    def _drop_gradients(self) -> None:
+        self.grad_reducer.clear()
+        self._step.grad_stats, self._step.grad_factor = None, 1.0
+
+    def _compare_hyperparameters(self) -> None:
+        """Before updates that begin earlier than `step()`. (all ranks)"""
+        if self._hyperparameters is not None:
+            self._hyperparameters.compare(self.global_steps)
+
+    # -- events of backward, from the hooks
 
     @property
     def weights_version(self) -> int:
         """Updates of the weights so far."""
         return self.global_steps - self.skipped_steps
 
-    def backward_begins(self, version: int | None = None) -> None:
-        """A gradient is on its way through the model, whose forward was with this version of the weights."""
+    def on_backward(self, version: int | None = None) -> None:
+        """A backward reached the model, whose forward was with this version of the weights."""
         if version is not None and version != self.weights_version:
             raise EngineStateError(
                 "engine: a backward through a forward from before the last update",
@@ -296,64 +465,109 @@ class Engine(GradientAccess, StateOffload, nn.Module):
                 got="newer ones",
                 fix="compute the loss again after engine.step()",
             )
-        if not self._in_backward:
+        if not self._step.in_backward:
+            # A plain loss.backward(): autograd itself reports the end, since nothing of ours surrounds the call.
             self._begin_backward(direct=True)
             Variable._execution_engine.queue_callback(self._end_backward)
 
-    def gradient_arrived(self, param: nn.Parameter) -> None:
+    def on_grad_ready(self, param: nn.Parameter) -> None:
         """Autograd has accumulated this parameter's gradient."""
-        self.backward_begins()
-        if self._direct and self.divides_direct and self.settings.accumulation > 1 and param.grad is not None:
+        self.on_backward()
+        if self._step.is_direct and self.divides_direct and self.settings.accumulation > 1 and param.grad is not None:
             param.grad.div_(self.settings.accumulation)
-        self._reducer.receive(param)
+        self.grad_reducer.on_grad_ready(param)
 
     def _begin_backward(self, *, direct: bool) -> None:
         self._check_usable()
-        if self._residency.requests is not None:
+        if self._coordinator.on_demand is not None:
             raise EngineStateError("backward inside engine.gathered()", fix="train outside of it; it is for inference")
-        # Through a frozen model gradients only pass: its parameters are needed, and there is nothing to reduce.
-        self._collecting = self._faces.collects_gradients()
-        if self._collecting and direct and self.settings.loss_scaled:
+        # Through a frozen model gradients only pass: its parameters are unsharded, and there is nothing to reduce.
+        collects = self._integrity.collects_gradients()
+        if collects and direct and self.settings.loss_scaled:
             raise EngineStateError(
                 "loss.backward() under fp16 misses the loss scale", fix="call engine.backward(loss) instead"
             )
-        if self._collecting and self._health is not None:
+        if collects and self._step.grad_stats is not None:
             raise EngineStateError(
                 "engine: a backward after the gradients were clipped", fix="clip after the last backward of a step"
             )
-        if self._collecting and self._weights is not None:
-            self._weights.require_own_step("engine: another backward")
-        self._in_backward, self._direct = True, direct
-        self._note("backward")
-        self._residency.begin_backward()
-        if not self._collecting:
+        if collects and self.weight_update is not None:
+            self.weight_update.require_own_step("engine: another backward")
+        self._step.in_backward, self._step.is_direct, self._step.collects_gradients = True, direct, collects
+        self._note_phase("backward")
+        self._coordinator.begin_backward()
+        if not collects:
             return
-        last = self._syncing and self.is_gradient_accumulation_boundary()
-        early = self._weights.begin_backward(self._compare_hyperparameters) if last and self._weights else None
-        self._reducer.begin(reduce=self.settings.plan.grads or last, hand_over=early)
+        # ZeRO-2 and 3 reduce each micro-step and keep a shard; 0 and 1 accumulate unreduced gradients (1/accumulation
+        # of the traffic, for N instead of S elements) and reduce in the last backward.
+        is_last = self._step.syncs and self.is_gradient_accumulation_boundary()
+        weights = self.weight_update
+        early = weights.begin_backward(self._compare_hyperparameters) if is_last and weights else None
+        self.grad_reducer.begin(reduce=self.settings.plan.grads or is_last, on_shard_ready=early)
 
     def _end_backward(self) -> None:
-        if self._collecting:
+        if self._step.collects_gradients:
             self._report.begin("reduce")
-            self._reducer.end()
+            self.grad_reducer.end()
             self._report.end("reduce")
-            self._backwards += 1
-        self._residency.end_backward()
-        self._in_backward = self._direct = False
+            self._step.num_backwards += 1
+        self._coordinator.end_backward()
+        self._step.in_backward = self._step.is_direct = False
 
-    def _note(self, phase: str) -> None:
-        """For the message of whoever has to wait for this rank."""
+    # -- gradient accumulation
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the `step()` after this micro-batch updates the weights."""
+        if self._step.boundary is not None:
+            return self._step.boundary
+        if not self.settings.managed_accumulation:
+            return True
+        return (self.micro_steps + 1) % self.settings.accumulation == 0
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Sets whether `step()` updates the weights, from now on and instead of counting micro-batches."""
+        self._step.boundary = bool(is_boundary)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside add up locally where gradients are not sharded; sharded ones are reduced as always.
+
+        Both give the right result; only the traffic differs.
+        """
+        if not self._step.syncs:
+            raise EngineStateError("engine.no_sync()", expected="not to be nested")
+        self._step.syncs = False
+        try:
+            yield
+        finally:
+            self._step.syncs = True
+
+    # -- checks
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients wait for the end of their accumulation."""
+        gradients = self.grad_reducer.gradients
+        return bool(self._step.num_backwards) or any(g.flat is not None or g.shard is not None for g in gradients)
+
+    def require_states_loaded(self) -> None:
+        """Raises EngineStateError between `offload_states` and `reload_states`."""
+        self._state_offload.require_loaded()
+
+    def _note_phase(self, phase: str) -> None:
+        """For the message of a rank that waits for this one."""
         self.collectives.flight_recorder.phase, self.collectives.flight_recorder.step = phase, self.global_steps
 
     def _check_usable(self) -> None:
         if self._destroyed:
             raise EngineStateError("engine", expected="an engine in use", got="one after destroy()")
-        self._require_states_here()
-        if self._weights is not None and self._weights.broken is not None:
+        self.require_states_loaded()
+        if self.weight_update is not None and self.weight_update.broken is not None:
             raise EngineStateError(
-                f"engine: {self._weights.broken}", fix="resume from the last checkpoint, which is intact"
+                f"engine: {self.weight_update.broken}", fix="resume from the last checkpoint, which is intact"
             )
-        if self._in_backward and torch._C._current_graph_task_id() == -1:
+        # Outside of any graph task a backward cannot be running, so it must have raised.
+        if self._step.in_backward and torch._C._current_graph_task_id() == -1:
             raise EngineStateError(
                 "engine: the last backward broke off and left part of its gradients",
                 fix="call engine.reset() on every rank to drop them and go on",
@@ -376,84 +590,49 @@ class Engine(GradientAccess, StateOffload, nn.Module):
             )
 
     def _require_optimizer(self, call: str) -> ShardedOptimizer:
-        if self._shard is None:
+        if self.sharded_optimizer is None:
             raise EngineStateError(
                 f"engine.{call}()",
                 expected="an engine with an optimizer",
                 got="one made for inference",
                 fix="give initialize() an optimizer or the config an optimizer section",
             )
-        return self._shard
+        return self.sharded_optimizer
 
-    def _require_weights(self, call: str) -> WeightUpdate:
+    def _require_weight_update(self, call: str) -> WeightUpdate:
         self._require_optimizer(call)
-        assert self._weights is not None, "an optimizer and nobody to apply it"
-        return self._weights
+        assert self.weight_update is not None, "an optimizer without a WeightUpdate"
+        return self.weight_update
+
+    def _require_gradients(self, call: str) -> None:
+        self._require_optimizer(call)
+        self._check_usable()
+        if self._step.num_backwards == 0:
+            raise EngineStateError(
+                f"engine.{call}()", expected="a backward before it", fix="call it between backward and step()"
+            )
 
     def _require_own_gradients(self, call: str) -> None:
-        if self._weights is not None:
-            self._weights.require_own_step(f"engine.{call}()")
+        if self.weight_update is not None:
+            self.weight_update.require_own_step(f"engine.{call}()")
 
-    def finish_update(self) -> None:
-        """Puts an update that runs one step late (`update_during`: "next_step") in force now. (all ranks)
-
-        Calls that save or read the whole model do it too. Without such an update it does nothing.
-        """
-        self._check_usable()
-        if self._weights is not None:
-            self._weights.finish()
-
-    # -- accumulation
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the `step()` after this micro-batch updates the weights."""
-        if self._boundary is not None:
-            return self._boundary
-        if not self.settings.managed_accumulation:
-            return True
-        return (self.micro_steps + 1) % self.settings.accumulation == 0
-
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Says from now on, until said otherwise, whether `step()` updates the weights; overrides the counting."""
-        self._boundary = bool(is_boundary)
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards inside only add up locally where gradients are whole; where they are sharded they reduce as always.
-
-        Both give the right result; only the traffic differs.
-        """
-        if not self._syncing:
-            raise EngineStateError("engine.no_sync()", expected="not to be nested")
-        self._syncing = False
-        try:
-            yield
-        finally:
-            self._syncing = True
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops the gradients accumulated since the last step."""
-        self._require_own_gradients("zero_grad")
-        self._drop_gradients()
-        self._backwards = 0
-
-    # -- what happened
+    # -- numbers of the run
 
     @property
     def optimizer(self) -> Any:
         """The optimizer; its `param_groups` hold this rank's shards."""
-        return self._shard.optimizer if self._shard is not None else None
+        return self.sharded_optimizer.optimizer if self.sharded_optimizer is not None else None
 
     def was_step_applied(self) -> bool:
         """Whether the last `step()` changed the weights: false between boundaries and after an overflow."""
-        return self._applied
+        return self._step.applied
 
     def get_global_grad_norm(self) -> float | None:
         """The global L2 norm of the last boundary's gradients, unscaled, before clipping; inf after an overflow.
 
         None before the first boundary, and with `compute_grad_norm` off.
         """
-        return self._norm
+        return self._step.grad_norm
 
     def get_lr(self) -> list[float]:
         """Learning rate of each param group."""
@@ -474,102 +653,298 @@ class Engine(GradientAccess, StateOffload, nn.Module):
     def model_state_nbytes(self) -> dict[str, int]:
         """Bytes this rank holds now: "params", "gradients" and "optimizer" (masters and states).
 
-        Counts allocated storage: a sharded unit counts its shard, a whole one its full buffer as well.
+        Counts allocated storage: a sharded unit counts its shard, an unsharded one its full buffer as well.
         """
         params = 0
         for buffer in (buffer for unit in self.units for buffer in unit.buffers):
             params += buffer.full.untyped_storage().nbytes()
-            away = buffer.resident or buffer.home is not None
-            kept = (buffer.packed, buffer.second, None if away else buffer.shard)
-            params += sum(tensor.nbytes for tensor in kept if tensor is not None)
+            params += sum(tensor.nbytes for tensor in buffer.shard_tensors())
         return {
             "params": params,
-            "gradients": self._reducer.nbytes(),
-            "optimizer": self._shard.nbytes() if self._shard is not None else 0,
+            "gradients": self.grad_reducer.nbytes(),
+            "optimizer": self.sharded_optimizer.nbytes() if self.sharded_optimizer is not None else 0,
         }
 
+    def tier_nbytes(self) -> dict[str, int]:
+        """Bytes of this rank in tiers other than its device: "params, host", "params, nvme", "optimizer, nvme".
+
+        States in the host memory of a CPU run are where they always are, and counted by `model_state_nbytes`.
+        """
+        return {} if self.tier_set is None else {name: tier.nbytes for name, tier in self.tier_set.tiers.items()}
+
+    # -- weights and states outside the step
+
+    def finish_update(self) -> None:
+        """Installs an update that runs one step late (`update_during`: "next_step") now. (all ranks)
+
+        Calls that save or read the full model do it too. Without such an update it does nothing.
+        """
+        self._check_usable()
+        if self.weight_update is not None:
+            self.weight_update.finish()
+
     def change_masters(self, call: Callable[[], object]) -> None:
-        """Has a method of the optimizer that is no step, such as `eval` of a schedule-free one, change the weights.
+        """Lets a method of the optimizer that is no step, such as `eval` of a schedule-free one, change the weights.
 
         (all ranks, between a step and the next forward)
 
         Args:
             call: sees a part of this rank's masters at a time in the param groups, as `step` does.
         """
-        weights = self._require_weights("change_masters")
+        weights = self._require_weight_update("change_masters")
         self._check_usable()
         self.keeper.require_free("a change of weights by the optimizer")
-        self._note("step")
-        self._residency.end_step()
+        self._note_phase("step")
+        self._coordinator.end_step()
         for unit in self.units:
-            unit.drop_second()
+            unit.drop_secondary()
         weights.change_masters(call)
 
-    # -- whole parameters
-
     def gathered(self, budget: int | None = None) -> AbstractContextManager[None]:
-        """Keeps parameters whole for generation or evaluation. (all ranks)
+        """Keeps parameters unsharded for generation or evaluation. (all ranks)
 
-        Inside, ranks may do different numbers of forwards: one that leaves the block helps the others until all have
-        left it. No training inside.
+        Inside, ranks may do different numbers of forwards: one that leaves the block participates in the gathers of
+        the others until all have left it. No training inside.
 
         Args:
-            budget: bytes of whole parameters to keep, in the order of the model; what does not fit is gathered for
+            budget: bytes of unsharded parameters to keep, in the order of the model; what does not fit is gathered for
                 each forward. None keeps all.
 
         Raises:
             UsageError: `budget` is not a number of bytes, or not the same on all ranks; or there is one already.
         """
         self.finish_update()
-        return gathered(self.keeper, self._residency, budget)
+        return gathered(self.keeper, self._coordinator, budget)
 
     def iter_named_full_params(self) -> Iterator[tuple[str, Tensor]]:
-        """(name, whole values in the dtype of the engine), one unit at a time whole. (all ranks, to the end)
+        """(name, full values in the dtype of the engine), with one unit at a time unsharded. (all ranks, to the end)
 
-        A tensor is only lent until the next one: copy it to keep it. Tied parameters come once.
+        A tensor is valid until the next one only: copy it to keep it. Tied parameters come once.
         """
         self.finish_update()
         return iter_named_full_params(self.keeper)
 
-    # -- lifecycle
+    def offload_states(
+        self,
+        include: Iterable[object] | None = None,
+        device: object = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Moves states from the device to host memory until `reload_states`; the engine cannot be used meanwhile.
+
+        Args:
+            include: of "optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer", as texts or
+                as members of an enumeration with these values; None is all.
+            device: "cpu".
+            non_blocking: accepted; the memory is free when the call returns, so it always waits for the copies.
+
+        Raises:
+            UsageError: an unknown kind or device.
+            EngineStateError: they are offloaded already.
+        """
+        self.finish_update()
+        kinds = self._state_offload.kinds(include, device)
+        self._coordinator.end_step()
+        self._state_offload.offload(kinds, pinned=pin_memory)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Moves the states back. Without `offload_states` before it does nothing."""
+        self._state_offload.reload()
+
+    # -- checkpoints
+
+    @property
+    def checkpointer(self) -> Checkpoints:
+        """Saves and loads this engine; `initialize` sets it."""
+        assert self._checkpointer is not None, "an engine without a checkpointer, as only estimates make it"
+        return self._checkpointer
+
+    @checkpointer.setter
+    def checkpointer(self, checkpointer: Checkpoints) -> None:
+        self._checkpointer = checkpointer
+
+    @property
+    def loaded(self) -> Any:
+        """The bytes that the last `load_checkpoint` read, as a `LoadReport`; None before."""
+        return self.checkpointer.loaded
+
+    def save_checkpoint(
+        self,
+        save_dir: PathLike,
+        tag: object = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Saves everything a resumed run needs into `save_dir/<tag>`. (all ranks)
+
+        With `checkpoint.async_save` it returns at once and the writing overlaps with training; an error in it is
+        raised by the next `step()`, save or load.
+
+        Args:
+            save_dir: a folder that all ranks see.
+            tag: a name, the same on all ranks; `global_step<N>` by default. One that exists is replaced.
+            client_state: plain data and tensors of the caller's, given back by `load_checkpoint`; rank 0's counts.
+            save_latest: whether a load without a tag finds this one.
+            exclude_frozen_parameters: leave out the values of parameters that need no gradient.
+
+        Returns:
+            True: it is saved, or on its way.
+
+        Raises:
+            CheckpointError: it cannot be written; earlier checkpoints are as they were. Or an earlier save in the
+                background failed.
+            UsageError: the ranks' tags differ, or something in `client_state` is neither plain data nor a tensor.
+            EngineStateError: gradients of unfinished accumulation would be lost.
+        """
+        self.checkpointer.save_checkpoint(
+            save_dir, tag, client_state, save_latest, exclude_frozen=exclude_frozen_parameters
+        )
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: PathLike,
+        tag: object = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Resumes from a checkpoint that any number of ranks saved, at any stage and precision. (all ranks)
+
+        A folder that DeepSpeed wrote, or torch.distributed.checkpoint with the state dicts of FSDP2, can be resumed
+        from as well.
+
+        Args:
+            tag: which; by default the one that `latest` names. "auto" takes the newest that is valid, of any
+                writer, and logs which it skipped and why.
+            load_module_strict: all names must agree; False loads those that do. Shapes must agree anyway.
+            load_optimizer_states: moments and the like, and the param groups' hyperparameters.
+            load_lr_scheduler_states: the scheduler's.
+            load_module_only: nothing but weights and buffers; training starts at step 0 with them.
+
+        Returns:
+            (the checkpoint's folder, the `client_state` it was saved with); (None, {}) for "auto" where there is no
+            checkpoint at all.
+
+        Raises:
+            CheckpointError: there is none, it is damaged or incomplete, or it does not fit; on every rank. If damage
+                showed only while reading, the engine refuses to run until a load succeeds.
+        """
+        return self.checkpointer.load_checkpoint(
+            load_dir,
+            tag,
+            strict=load_module_strict,
+            optimizer=load_optimizer_states and not load_module_only,
+            scheduler=load_lr_scheduler_states and not load_module_only,
+            progress=not load_module_only,
+        )
+
+    def save_16bit_model(
+        self,
+        save_dir: PathLike,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Writes the parameters in the dtypes they have in the engine, and the buffers, to one file. (all ranks)
+
+        Rank 0 writes, at every stage; one unit at a time is unsharded. A name ending in .safetensors is streamed; .bin,
+        .pt and .pth are made by `torch.save`, with all weights in rank 0's memory.
+
+        Returns:
+            True: it is saved.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        self.checkpointer.save_16bit_model(
+            os.path.join(save_dir, save_filename), exclude_frozen=exclude_frozen_parameters
+        )
+        return True
+
+    def save_model(
+        self, save_dir: PathLike, *, max_nbytes: int, pickled: bool = False, exclude_frozen_parameters: bool = False
+    ) -> list[str]:
+        """Writes the model as files of at most `max_nbytes` with an index, as libraries of models read it. (all ranks)
+
+        Returns:
+            The names of the files.
+
+        Raises:
+            CheckpointError: the folder cannot be written.
+        """
+        return self.checkpointer.save_model(
+            save_dir, max_nbytes, pickled=pickled, exclude_frozen=exclude_frozen_parameters
+        )
+
+    def consolidated_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor] | None:
+        """The full state dict of the model in host memory, on rank 0; None on the others. (all ranks)
+
+        At every stage; one unit at a time is unsharded, and rank 0 holds a copy of all weights, in the engine's dtypes.
+        Tied parameters are one tensor under each of their names.
+        """
+        return self.checkpointer.consolidated_state_dict(exclude_frozen=exclude_frozen_parameters)
+
+    def wait_for_checkpoint(self) -> None:
+        """Returns when no save is running in the background. (all ranks)
+
+        Raises:
+            CheckpointError: it failed; on every rank.
+        """
+        self.checkpointer.wait()
+
+    # -- life cycle
 
     def reset(self) -> None:
         """After an exception in the middle of a step: all units sharded, no gradients, ready for the next forward."""
-        if self._weights is not None:
-            self._weights.forget()
+        if self.weight_update is not None:
+            self.weight_update.forget()
         self._hooks.forget()
-        self._in_backward = self._direct = False
-        self._residency.reset()
-        self._reducer.forget()
+        self._step.in_backward = self._step.is_direct = False
+        self._coordinator.reset()
+        self.grad_reducer.reset()
         self._drop_gradients()
-        self._backwards = 0
+        self._step.num_backwards = 0
 
     def at_destroy(self, undo: Callable[[], None]) -> None:
-        """Has `undo` called when the engine goes: whoever patches something for an engine takes it back."""
+        """Registers `undo` for `destroy`: patches that are made for an engine end with it."""
         self._undo.append(undo)
 
     def destroy(self) -> None:
-        """Takes the engine off the model: hooks removed, weights whole and in storage of their own. (all ranks)"""
+        """Detaches the engine from the model: hooks removed, weights unsharded, in storage of their own. (all ranks)
+
+        Raises:
+            CheckpointError: a save in the background failed.
+        """
+        try:
+            if self._checkpointer is not None:
+                self._checkpointer.wait()
+        finally:
+            self._destroy()
+
+    def _destroy(self) -> None:
         if self._destroyed:
             return
         self.keeper.require_free("engine.destroy()")
-        if self._weights is not None:
-            self._weights.close()
+        if self.weight_update is not None:
+            self.weight_update.close()
         self.reset()
         for unit in self.units:
             if unit.state is not ShardState.UNSHARDED:
                 unit.unshard()
                 unit.wait()
             for buffer in unit.buffers:
-                buffer.give_back()
+                buffer.detach_parameters()
         self.keeper.close()
         while self._undo:
             self._undo.pop()()
         self._hooks.detach()
-        self._loading.detach()
+        self._load_hooks.detach()
         self._report.close()
-        if self._tiers is not None:
-            self._tiers.close()
+        if self.tier_set is not None:
+            self.tier_set.close()
         self._destroyed = True
 
     def __getattr__(self, name: str) -> Any:
@@ -592,11 +967,11 @@ class Engine(GradientAccess, StateOffload, nn.Module):
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's own: every rank gives the same values, and they reach shards and masters too. (all ranks)"""
+        """The model's own: every rank passes the same values, and they reach shards and masters too. (all ranks)"""
         return self.module.load_state_dict(*args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Engine:
-        self._faces.check_conversion(fn, self.module)
+        self._integrity.check_conversion(fn, self.module)
         return self  # nothing would change
 
 
@@ -606,6 +981,6 @@ def _offload_report(tiers: TierSet, optimizer: ShardedOptimizer | None) -> Offlo
             return 0.0, 0.0, 0.0
         return optimizer.update_seconds, optimizer.waited_seconds, optimizer.hidden_seconds
 
-    states = tiers.states
-    overlaps_io = states is not None and states.pipeline_read and states.pipeline_write
+    swapper = tiers.swapper
+    overlaps_io = swapper is not None and swapper.pipeline_read and swapper.pipeline_write
     return OffloadReport(tiers.tiers, update_times, overlaps_io=overlaps_io)

@@ -1,7 +1,9 @@
-"""From a checked config to what the engine is built with: units, dtypes, placement, settings, the scale of losses.
+"""Between a config and what is built from it: settings of the engine, units, placement, "auto" facts, checks.
 
 Pure functions of a model and its `Config`; nothing is allocated. `initialization` builds with them, and the estimate
-does so without values, so that the two cannot differ.
+does so without values, so that the two cannot differ. `facts_from_model` is the other direction: the hidden size, from
+which bucket sizes that are "auto" follow. `check_training` serves `zeroaccel config validate`: it builds what the
+sections name over a few numbers, by the calls that `initialize` makes.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,12 +19,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zeroaccel.config import BatchSizes, Config, Fact, Facts, ShardPlan, TierPlan, overlaps_communication
+from zeroaccel.config.shard_plan import UpdateTime
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.optim.lr_schedules import build_scheduler
 from zeroaccel.optim.optimizer_factory import build_optimizer
 from zeroaccel.optim.optimizer_kinds import OptimizerKind
 from zeroaccel.zero.build import Placement
-from zeroaccel.zero.engine import EngineSettings
 from zeroaccel.zero.grad_reducer import ReduceRules
 from zeroaccel.zero.precision import BufferDtypes, DynamicLossScale, LossScale, StaticLossScale, kept_in_fp32
 from zeroaccel.zero.prefetch import PrefetchLimits
@@ -29,6 +32,7 @@ from zeroaccel.zero.wrap_policy import LeafRules, UnitSpec, group_parameters
 
 __all__ = [
     "DTYPES",
+    "EngineSettings",
     "addressed",
     "buffer_dtypes_of",
     "check_training",
@@ -40,16 +44,54 @@ __all__ = [
     "unit_specs_of",
 ]
 
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """The settings of an engine, all resolved.
+
+    Attributes:
+        plan: what is sharded.
+        micro_batch_size: samples per rank and forward.
+        accumulation: backwards per step.
+        managed_accumulation: False makes every `step()` a boundary.
+        clipping: maximal global gradient norm; 0 is off.
+        compute_norm: whether a norm is computed where clipping does not need it.
+        skip_overflow: skip steps whose gradients are not finite.
+        loss_scaled: fp16, where a plain `loss.backward()` would miss the scale.
+        autocast_dtype: cast floating inputs of forward to this; None leaves them.
+        gather_numel: elements of all-gathers in flight after a step (`allgather_bucket_size`).
+        sub_group_numel: fp32 gradients made at a time by optimizers without an own kernel, in elements.
+        update_during: when masters on the host are updated.
+        limits: bounds on unsharded and prefetched parameters.
+        rules: how gradients are summed.
+    """
+
+    plan: ShardPlan
+    micro_batch_size: int
+    accumulation: int
+    managed_accumulation: bool = True
+    clipping: float = 0.0
+    compute_norm: bool = True
+    skip_overflow: bool = True
+    loss_scaled: bool = False
+    autocast_dtype: torch.dtype | None = None
+    gather_numel: int = 500_000_000
+    sub_group_numel: int = 1_000_000_000
+    update_during: UpdateTime = "step"
+    limits: PrefetchLimits = field(default_factory=PrefetchLimits)
+    rules: ReduceRules = field(default_factory=ReduceRules)
+
+
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def dtype_of(name: str | None) -> torch.dtype | None:
-    """The dtype behind a name of the config."""
+    """The dtype that a config names."""
     return None if name is None else DTYPES[name]
 
 
 def unit_specs_of(model: nn.Module, settings: Config, plan: ShardPlan) -> list[UnitSpec]:
-    """Which parameters travel together."""
+    """Which parameters form a unit, and so share their collectives."""
     zero = settings.zero_optimization
     leaf = zero.leaf_module
     rules = LeafRules(
@@ -72,7 +114,7 @@ def placement_of(
     residences: TierPlan,
     kinds: Sequence[OptimizerKind] = (),
 ) -> Placement:
-    """In which dtype and where parameters live.
+    """In which dtype, on which device and how sharded parameters are stored.
 
     Args:
         groups: id of a trained parameter -> index of its param group.
@@ -90,11 +132,12 @@ def placement_of(
         offloads_params,
         quantized_frozen_weights,
         frozenset(index for index, kind in enumerate(kinds) if kind is OptimizerKind.PER_TENSOR),
+        OptimizerKind.COUPLED in kinds,
     )
 
 
 def buffer_dtypes_of(model: nn.Module, settings: Config) -> dict[str, torch.dtype]:
-    """Name -> dtype of the model's floating-point buffers; to be asked before parameters are cast."""
+    """Name -> dtype of the model's floating-point buffers; call it before parameters are cast."""
     fp32 = frozenset(kept_in_fp32(model, settings.data_types.keep_in_fp32_modules))
     return BufferDtypes(DTYPES[settings.precision], dtype_of(settings.data_types.buffer_dtype), fp32).of(model)
 
@@ -102,12 +145,14 @@ def buffer_dtypes_of(model: nn.Module, settings: Config) -> dict[str, torch.dtyp
 def engine_settings_of(
     settings: Config, plan: ShardPlan, batch: BatchSizes, world_size: int, *, cast_inputs: bool = False
 ) -> EngineSettings:
-    """What the engine is told of the config.
+    """The engine's part of the config.
 
     Args:
         cast_inputs: cast floating inputs of forward to the precision whatever it is.
     """
     zero = settings.zero_optimization
+    # The mean is a division by W, split in two: before the sum, so that fp16 sums do not overflow, and after it, so
+    # that small gradients do not vanish (DeepSpeed's `prescale_gradients` and `gradient_predivide_factor`).
     predivide = float(world_size) if settings.prescale_gradients else settings.gradient_predivide_factor
     mean = settings.gradient_allreduce_op == "mean"
     accumulation = settings.data_types.grad_accum_dtype
@@ -137,7 +182,7 @@ def engine_settings_of(
 
 
 def loss_scale_of(settings: Config) -> LossScale:
-    """How losses are scaled: under fp16 only."""
+    """The loss scale: fp16 needs one, as its smallest normal number is 6e-5; bf16 has the exponents of fp32."""
     fp16 = settings.fp16
     if not fp16.enabled:
         return LossScale()
@@ -153,7 +198,7 @@ def loss_scale_of(settings: Config) -> LossScale:
 
 
 def facts_from_model(model: nn.Module) -> Facts:
-    """The hidden size of a model, and where it was found.
+    """The hidden size of a model, and its source.
 
     In this order: `config.hidden_size`, the largest of `config.hidden_sizes`, the same two of the text model's config
     (`text_config`, `get_text_config()`), the most common last dimension of the model's 2-D weights. A model without
@@ -198,13 +243,13 @@ def _is_size(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-# What stands for an argument that is "auto", that `auto_rules` fills, and that its class cannot do without.
+# Values for arguments that are "auto", that `auto_rules` fills, and that the classes require.
 _STAND_INS: Mapping[str, Any] = {"total_num_steps": 1000, "warmup_num_steps": 10, "lr": 1e-3}
 
 
 @contextmanager
 def addressed(config: Config) -> Iterator[None]:
-    """Gives errors about a key of `config`, which begin with its path, the place at which it was written.
+    """Adds to errors about a key of `config`, which begin with its path, the file and line where it was written.
 
     Raises:
         ConfigError: raised inside, from "optimizer.params.lr: ..." made "ds_config.json:7:9: optimizer.params.lr: ...".
@@ -221,7 +266,7 @@ def addressed(config: Config) -> Iterator[None]:
 
 
 def check_training(config: Config) -> None:
-    """Checks the optimizer and the schedule that a config names; an "auto" among their arguments is taken for right.
+    """Checks the optimizer and the schedule that a config names; an "auto" among their arguments passes.
 
     Raises:
         ConfigError: what `initialize` would say, of all that is wrong.

@@ -1,12 +1,13 @@
-"""From the gradients that autograd leaves behind to each rank's shard of their mean.
+"""Gradients of a step: reduce-scatter during backward, accumulation over micro-steps, then norm and overflow check.
 
 [Note: gradient path] A gradient is copied once, into its slot of its buffer's flat gradient, as soon as autograd
-has accumulated it. When the last one of a buffer arrives its reduce-scatter starts; what never comes counts as zero
-when the backward ends. Where gradients are sharded (`ShardPlan.grads`) every backward reduces and the shards are
-summed over the micro-steps; otherwise the flat gradients are summed and reduced once, at the boundary.
+has accumulated it. When the last one of a buffer arrives its reduce-scatter starts; parameters without a gradient
+count as zero when the backward ends. Where gradients are sharded (`ShardPlan.grads`, ZeRO-2 and 3) every backward
+reduces and the shards are summed over the micro-steps; otherwise the flat gradients are summed and reduced once, at
+the accumulation boundary.
 
-[Note: order of reductions] Collectives must start in one order on all ranks, yet a rank may miss a gradient that
-another has. So buffers are launched in a fixed order, each waiting for its predecessors, as DDP's buckets do.
+[Note: order of reductions] Collectives must start in one order on all ranks, yet a parameter may be unused on one
+rank only. So buffers are launched in a fixed order, each waiting for its predecessors, as DDP's buckets are.
 
 The reduced gradient has the communication dtype; it becomes the accumulation dtype when a second one is added.
 """
@@ -29,9 +30,9 @@ from zeroaccel.zero.param_unit import FlatBuffer
 from zeroaccel.zero.storage.copy_stream import CopyHandle, CopyStream
 from zeroaccel.zero.tensor_subclasses import local_grad
 
-__all__ = ["GradReducer", "GradStats", "GradientBuffer", "ReduceRules", "clip_factor", "examine"]
+__all__ = ["GradReducer", "GradStats", "GradientBuffer", "ReduceRules", "check_grads", "clip_factor"]
 
-_LEAVING_LIMIT = 2  # reduced gradients that stay on the device while they are copied to the host
+_D2H_LIMIT = 2  # reduced gradients that stay on the device while they are copied to the host
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,11 @@ class ReduceRules:
     """How gradients are summed.
 
     Attributes:
-        dtype: what travels; None for each buffer's own dtype.
-        accumulation_dtype: what micro-steps are summed in; None for the buffer's own.
+        dtype: of the communication; None for each buffer's own dtype.
+        accumulation_dtype: of the sum over micro-steps; None for the buffer's own.
         predivide: gradients are divided by this before the collective.
         postscale: and the sum is multiplied by this after it; together 1/W for the mean.
-        bucket_numel: gradients on their way at a time, in elements (`reduce_bucket_size`).
+        bucket_numel: bound on the gradients being reduced at a time, in elements (`reduce_bucket_size`).
         overlap: False waits for each reduction before backward goes on.
     """
 
@@ -57,15 +58,16 @@ class ReduceRules:
 
 @dataclass(eq=False)
 class GradientBuffer:
-    """The gradients of one flat buffer on their way.
+    """The gradients of one `FlatBuffer`, from autograd to this rank's reduced shard.
 
     Attributes:
-        flat: (N,) this rank's own gradients, communication or accumulation dtype; None before the first arrives
+        flat: (N,) this rank's unreduced gradients, communication or accumulation dtype; None before the first arrives
             and after they are reduced.
         shard: (S,) the mean over ranks of this rank's shard, summed over micro-steps; None when there is none.
         full: (N,) the same for all elements, only where the optimizer is replicated.
-        arrived: indices of the parameters whose gradient came in this backward.
-        touched: and in any backward since the flat gradient was allocated.
+        ready: indices of the parameters whose gradient arrived in this backward.
+        written: and in any backward since the flat gradient was allocated.
+        launched: the reduction of this backward has started.
     """
 
     buffer: FlatBuffer
@@ -73,60 +75,58 @@ class GradientBuffer:
     flat: Tensor | None = None
     shard: Tensor | None = None
     full: Tensor | None = None
-    arrived: set[int] = field(default_factory=set)
-    touched: set[int] = field(default_factory=set)
+    ready: set[int] = field(default_factory=set)
+    written: set[int] = field(default_factory=set)
     launched: bool = False
 
     @property
     def complete(self) -> bool:
-        """Every parameter's gradient came."""
-        return len(self.arrived) == len(self.buffer.params)
+        """The gradient of every parameter has arrived in this backward."""
+        return len(self.ready) == len(self.buffer.params)
 
-    def allocate(self, dtype: torch.dtype) -> Tensor:
-        """A flat gradient whose padding is zero; the slots are written as gradients arrive."""
-        layout = self.buffer.layout
-        flat = torch.empty(layout.numel, dtype=dtype, device=self.buffer.full.device)
-        for start, end in layout.gaps():
-            flat[start:end].zero_()
-        return flat
-
-    def take(self, index: int, grad: Tensor, dtype: torch.dtype, predivide: float) -> None:
-        """Copies one gradient into its slot, or adds it to what an earlier micro-step left there."""
-        if self.flat is None:
-            self.flat = self.allocate(dtype)
-            self.touched.clear()
+    def copy_grad(self, index: int, grad: Tensor, dtype: torch.dtype, predivide: float) -> None:
+        """Copies one gradient into its slot, or adds it to that of an earlier micro-step."""
+        flat = self._flat_of(dtype)
         slot = self.buffer.layout.slots[index]
-        place = self.flat[slot.start : slot.end].view(slot.shape)
+        view = flat[slot.start : slot.end].view(slot.shape)
         grad = grad.to_dense() if grad.is_sparse else grad
         if predivide != 1.0:
             grad = grad / predivide
-        if index in self.touched:
-            place.add_(grad)
+        if index in self.written:
+            view.add_(grad)
         else:
-            place.copy_(grad)
-        self.touched.add(index)
-        self.arrived.add(index)
+            view.copy_(grad)  # the buffer is uninitialised memory: the first micro-step overwrites, no memset needed
+        self.written.add(index)
+        self.ready.add(index)
 
-    def fill_missing(self, dtype: torch.dtype) -> Tensor:
-        """The flat gradient with zeros for every parameter that got none."""
-        if self.flat is None:
-            self.flat = self.allocate(dtype)
-            self.touched.clear()
+    def zero_fill_unused(self, dtype: torch.dtype) -> Tensor:
+        """The flat gradient, with zeros for every parameter without a gradient."""
+        flat = self._flat_of(dtype)
         for index, slot in enumerate(self.buffer.layout.slots):
-            if index not in self.touched:
-                self.flat[slot.start : slot.end].zero_()
-        return self.flat
+            if index not in self.written:
+                flat[slot.start : slot.end].zero_()
+        return flat
 
     def clear(self) -> None:
         """Drops all gradients."""
         self.flat = self.shard = self.full = None
-        self.arrived.clear()
-        self.touched.clear()
+        self.ready.clear()
+        self.written.clear()
         self.launched = False
+
+    def _flat_of(self, dtype: torch.dtype) -> Tensor:
+        """The flat gradient, allocated with zeroed padding: padding is reduced and enters the norm like any element."""
+        if self.flat is None:
+            layout = self.buffer.layout
+            self.flat = torch.empty(layout.numel, dtype=dtype, device=self.buffer.full.device)
+            for padding in layout.padding():
+                self.flat[padding.at(0)].zero_()
+            self.written.clear()
+        return self.flat
 
 
 @dataclass
-class _Flight:
+class _InflightReduce:
     gradients: GradientBuffer
     flat: Tensor
     reduced: Tensor
@@ -134,13 +134,13 @@ class _Flight:
 
 
 class GradReducer:
-    """Receives gradients, launches reductions in a fixed order and keeps what they yield.
+    """Takes gradients from autograd, launches reductions in a fixed order and holds the reduced shards.
 
-    Life of a backward (all ranks): 1. `begin(reduce)`, 2. `receive(param)` per gradient, 3. `end()`; and once a step
-    `finish()`, after which every `GradientBuffer.shard` is complete, then `clear()`.
+    Life of a backward (all ranks): 1. `begin(reduce)`, 2. `on_grad_ready(param)` per gradient, 3. `end()`; and once a
+    step `finish()`, after which every `GradientBuffer.shard` is complete, then `clear()`.
 
     Args:
-        copies: takes reduced gradients to host memory as they come, where they are to be stepped there.
+        copies: copies reduced gradients to host memory as they complete, for a step on the host.
     """
 
     def __init__(
@@ -156,67 +156,71 @@ class GradReducer:
         self._collectives = collectives
         self._plan = plan
         self._rules = rules
-        self._home = {
+        self._slot_of = {
             param: (gradients, index)
             for gradients in self.gradients
             for index, param in enumerate(gradients.buffer.params)
         }
-        self._late: list[tuple[nn.Parameter, Tensor]] = []
-        self._flights: deque[_Flight] = deque()
+        self._late: list[tuple[nn.Parameter, Tensor]] = []  # arrived after the reduction of their buffer had started
+        self._inflight: deque[_InflightReduce] = deque()
         self._copies = copies
-        self._leaving: deque[tuple[GradientBuffer, CopyHandle]] = deque()
+        self._pending_d2h: deque[tuple[GradientBuffer, CopyHandle]] = deque()
         self._next = 0
         self._reducing = False
-        self._hand_over: Callable[[GradientBuffer], None] | None = None
-        self._handed_over: set[int] = set()
-        self._twice: set[int] = set()
+        self._on_shard_ready: Callable[[GradientBuffer], None] | None = None
+        self._stepped_early: set[int] = set()
+        self._accumulated_twice: set[int] = set()
 
-    def begin(self, *, reduce: bool, hand_over: Callable[[GradientBuffer], None] | None = None) -> None:
+    # -- one backward
+
+    def begin(self, *, reduce: bool, on_shard_ready: Callable[[GradientBuffer], None] | None = None) -> None:
         """Starts a backward.
 
         Args:
-            reduce: whether this one reduces, or only adds to the flat gradients.
-            hand_over: called with each buffer, in the order of `gradients`, as soon as its shard is complete; not with
-                those whose gradients come twice. Must not change the shards.
+            reduce: whether this backward reduces, or only adds to the flat gradients.
+            on_shard_ready: called with each buffer, in the order of `gradients`, as soon as its shard is complete; not
+                for buffers that `accumulates_twice`. Must not change the shards.
         """
         self._reducing = reduce
-        self._hand_over = hand_over
-        self._handed_over.clear()
+        self._on_shard_ready = on_shard_ready
+        self._stepped_early.clear()
         self._next = 0
         for gradients in self.gradients:
-            gradients.arrived.clear()
+            gradients.ready.clear()
             gradients.launched = False
 
-    def receive(self, param: nn.Parameter) -> None:
-        """Takes the gradient that autograd has just accumulated in `param.grad`, and frees it there."""
+    def on_grad_ready(self, param: nn.Parameter) -> None:
+        """Copies the gradient that autograd has just accumulated in `param.grad`, and frees it there."""
         grad, param.grad = param.grad, None
         if grad is None:
             return
-        grad = local_grad(param, grad.detach())  # create_graph gives it a history
-        gradients, index = self._home[param]
-        if gradients.launched:  # a second arrival, e.g. a block that two re-entrant checkpoints recomputed
-            self._twice.add(id(gradients))
-            self._require_not_handed_over(gradients)
+        grad = local_grad(param, grad.detach())  # create_graph=True gives it a history
+        gradients, index = self._slot_of[param]
+        if gradients.launched:
+            # Autograd accumulated it a second time: two re-entrant checkpoints that recompute one block each run an
+            # AccumulateGrad of their own. The reduction cannot be stopped; `end` reduces the rest once more.
+            self._accumulated_twice.add(id(gradients))
+            self._require_not_stepped(gradients)
             self._late.append((param, grad))
             return
-        dtype = self._wire(gradients) if self._reducing else self._accumulation(gradients)
-        gradients.take(index, grad, dtype, self._rules.predivide)
+        # Without a reduction in this backward the sum over micro-steps is formed right here, so it needs the
+        # accumulation dtype; with one, the communication dtype saves a cast of the whole buffer.
+        dtype = self._comm_dtype(gradients) if self._reducing else self._accum_dtype(gradients)
+        gradients.copy_grad(index, grad, dtype, self._rules.predivide)
         if self._reducing and gradients.complete:
             self._launch_ready()
 
     def end(self) -> None:
-        """Ends a backward: launches what is left, with zeros for gradients that never came, and waits for all."""
+        """Ends a backward: launches the remaining buffers, with zeros for missing gradients, and waits for all."""
         if self._reducing:
             self._launch_ready(force=True)
             self._reduce_late()
         self._drain(0)
 
-    def comes_twice(self, gradients: GradientBuffer) -> bool:
-        """Whether a gradient of it has ever come again after it was sent off."""
-        return id(gradients) in self._twice
+    # -- one step
 
     def finish(self) -> None:
-        """Makes every shard complete, at the boundary; needed where a backward thought it was not the last."""
+        """Makes every shard complete, at the boundary; needed where the last backward was not known to be the last."""
         if any(gradients.flat is not None for gradients in self.gradients):
             self.begin(reduce=True)
             self.end()
@@ -230,24 +234,29 @@ class GradReducer:
         for gradients in self.gradients:
             gradients.clear()
 
-    def forget(self) -> None:
-        """Drops every gradient, and what a backward that broke off left at the parameters."""
+    def reset(self) -> None:
+        """Drops every gradient, those that an interrupted backward left in `param.grad` included."""
         self.clear()
-        for param in self._home:
+        for param in self._slot_of:
             param.grad = None
 
+    def accumulates_twice(self, gradients: GradientBuffer) -> bool:
+        """Whether one of its gradients has ever arrived again after its reduction had started."""
+        return id(gradients) in self._accumulated_twice
+
     def nbytes(self) -> int:
-        """Bytes of all gradients held now."""
-        held = [t for g in self.gradients for t in (g.flat, g.full if g.full is not None else g.shard)]
-        return sum(t.numel() * t.itemsize for t in held if t is not None)
+        """Bytes of all gradients, those in flight excepted."""
+        tensors = [t for g in self.gradients for t in (g.flat, g.full if g.full is not None else g.shard)]
+        return sum(t.numel() * t.itemsize for t in tensors if t is not None)
 
     def in_flight_nbytes(self) -> int:
         """Bytes of the gradients that are being reduced, and of what they are reduced into."""
-        return sum(flight.flat.nbytes + flight.reduced.nbytes for flight in self._flights)
+        return sum(reduce.flat.nbytes + reduce.reduced.nbytes for reduce in self._inflight)
 
     # -- launching
 
     def _launch_ready(self, *, force: bool = False) -> None:
+        """Launches complete buffers up to the first incomplete one; see [Note: order of reductions]."""
         while self._next < len(self.gradients):
             gradients = self.gradients[self._next]
             if not (force or gradients.complete):
@@ -256,77 +265,89 @@ class GradReducer:
             self._next += 1
 
     def _launch(self, gradients: GradientBuffer) -> None:
-        wire = self._wire(gradients)
-        flat = gradients.fill_missing(wire)
-        flat = flat if flat.dtype is wire else flat.to(wire)
+        dtype = self._comm_dtype(gradients)
+        flat = gradients.zero_fill_unused(dtype)
+        flat = flat if flat.dtype is dtype else flat.to(dtype)
         gradients.flat, gradients.launched = None, True
-        self._start(gradients, flat)
+        self._reduce_scatter(gradients, flat)
 
-    def _start(self, gradients: GradientBuffer, flat: Tensor) -> None:
+    def _reduce_scatter(self, gradients: GradientBuffer, flat: Tensor) -> None:
         """Reduce-scatter over the shard group: (N,) -> (S,), each rank sends N (W-1)/W elements."""
+        # Both the unreduced and the reduced buffer stay allocated until `wait`, so `reduce_bucket_size` bounds the
+        # memory of reductions, not only their number.
         room = self._rules.bucket_numel - flat.numel()
-        if self._hand_over is not None and self._flights:  # the last is probably through: somebody waits for it
-            room = min(room, self._flights[-1].flat.numel())
+        if self._on_shard_ready is not None and self._inflight:
+            # With an update during backward the optimizer waits for shards: harvest all but the newest reduction now
+            # instead of when the bucket is full.
+            room = min(room, self._inflight[-1].flat.numel())
         self._drain(max(room, 0))
         layout = gradients.buffer.layout
         reduced = torch.empty(layout.shard_numel(gradients.buffer.rank), dtype=flat.dtype, device=flat.device)
         label = f"reduce {gradients.name}"
         work = self._collectives.reduce_scatter(reduced, flat, label, self._rules.postscale, layout.uneven_sizes)
-        self._flights.append(_Flight(gradients, flat, reduced, work))
+        self._inflight.append(_InflightReduce(gradients, flat, reduced, work))
         if not self._rules.overlap:
             self._drain(0)
 
     def _drain(self, limit_numel: int) -> None:
         """Waits for the oldest reductions until at most `limit_numel` elements are in flight."""
-        while self._flights and sum(flight.flat.numel() for flight in self._flights) > limit_numel:
-            flight = self._flights.popleft()
-            flight.work.wait()
+        while self._inflight and sum(reduce.flat.numel() for reduce in self._inflight) > limit_numel:
+            reduce = self._inflight.popleft()
+            reduce.work.wait()
             if self._copies is None:
-                self._accept(flight.gradients, flight.reduced)
+                self._accumulate(reduce.gradients, reduce.reduced)
             else:
-                self._leaving.append((flight.gradients, self._copies.to_host(flight.reduced)))
-                self._land(_LEAVING_LIMIT)
+                # The D2H copy runs on its own stream beside backward; `_D2H_LIMIT` bounds the device memory it pins.
+                self._pending_d2h.append((reduce.gradients, self._copies.to_host(reduce.reduced)))
+                self._drain_d2h(_D2H_LIMIT)
         if limit_numel == 0:
-            self._land(0)
+            self._drain_d2h(0)
 
-    def _land(self, limit: int) -> None:
-        """Takes in what has left for host memory, until at most `limit` reductions are on their way."""
-        while len(self._leaving) > limit:
-            gradients, arrival = self._leaving.popleft()
-            self._accept(gradients, arrival.wait())
+    def _drain_d2h(self, limit: int) -> None:
+        """Waits for copies to host memory until at most `limit` are pending."""
+        while len(self._pending_d2h) > limit:
+            gradients, copy = self._pending_d2h.popleft()
+            self._accumulate(gradients, copy.wait())
 
-    def _accept(self, gradients: GradientBuffer, reduced: Tensor) -> None:
+    def _accumulate(self, gradients: GradientBuffer, reduced: Tensor) -> None:
+        """Adds a reduced shard to that of earlier micro-steps."""
         if gradients.shard is None:
             gradients.shard = reduced
         else:
-            accumulation = self._accumulation(gradients)
-            if gradients.shard.dtype is not accumulation:
-                gradients.shard = gradients.shard.to(accumulation)
+            # Only a second summand needs the accumulation dtype, so one micro-step per step never pays for it.
+            dtype = self._accum_dtype(gradients)
+            if gradients.shard.dtype is not dtype:
+                gradients.shard = gradients.shard.to(dtype)
             gradients.shard.add_(reduced)
-        if self._hand_over is not None and not self.comes_twice(gradients):
-            self._handed_over.add(id(gradients))
-            self._hand_over(gradients)
+        if self._on_shard_ready is not None and not self.accumulates_twice(gradients):
+            self._stepped_early.add(id(gradients))
+            self._on_shard_ready(gradients)
 
-    def _require_not_handed_over(self, gradients: GradientBuffer) -> None:
-        if id(gradients) in self._handed_over:
+    def _require_not_stepped(self, gradients: GradientBuffer) -> None:
+        if id(gradients) in self._stepped_early:
             raise EngineStateError(
                 f"a gradient of {gradients.name} came again after its update had begun, as in no step before",
                 fix='set zero_optimization.offload_optimizer.update_during to "step" for a model that changes',
             )
 
     def _reduce_late(self) -> None:
+        """A second reduction of the buffers with late gradients. Ranks agree on it: they run the same graph."""
         late, self._late = self._late, []
         again: dict[int, GradientBuffer] = {}
         for param, grad in late:
-            gradients, index = self._home[param]
-            gradients.take(index, grad, self._wire(gradients), self._rules.predivide)
+            gradients, index = self._slot_of[param]
+            gradients.copy_grad(index, grad, self._comm_dtype(gradients), self._rules.predivide)
             again[id(gradients)] = gradients
-        for gradients in self.gradients:
+        for gradients in self.gradients:  # in the fixed order, whatever order the gradients arrived in
             if id(gradients) in again:
                 self._launch(gradients)
 
     def _gather_full(self) -> None:
-        """All-gather of the reduced gradients, (S,) -> (N,): with the reduce-scatter before it, an all-reduce."""
+        """All-gather of the reduced gradients, (S,) -> (N,): with the reduce-scatter before it, an all-reduce.
+
+        Stage 0 reduces by the same reduce-scatter as the others, since only one order of summation gives the bits of
+        all stages (docs/design.md, "Collectives"); an all-reduce of the backend would sum in an order of its own.
+        """
         works = []
         for gradients in self.gradients:
             shard = gradients.shard
@@ -341,33 +362,36 @@ class GradReducer:
             work.wait()
         for gradients in self.gradients:
             if gradients.full is not None:
-                gradients.shard = gradients.full[slice(*gradients.buffer.layout.bounds(self._collectives.shard_rank))]
+                gradients.shard = gradients.full[gradients.buffer.own.at(0)]
 
-    def _wire(self, gradients: GradientBuffer) -> torch.dtype:
+    def _comm_dtype(self, gradients: GradientBuffer) -> torch.dtype:
         return self._rules.dtype or gradients.buffer.dtype
 
-    def _accumulation(self, gradients: GradientBuffer) -> torch.dtype:
+    def _accum_dtype(self, gradients: GradientBuffer) -> torch.dtype:
         return self._rules.accumulation_dtype or gradients.buffer.dtype
+
+
+# -- norm, overflow and clipping
 
 
 @dataclass(frozen=True)
 class GradStats:
-    """What one step's gradients look like, equal on all ranks.
+    """Norm and checks of one step's gradients, equal on all ranks.
 
     Attributes:
         finite: no infinity and no NaN on any rank.
-        norm: the global L2 norm as held, i.e. still multiplied by the loss scale; NaN when not computed or not finite.
-        agreed: every rank went through the same collectives since the beginning.
-        alike: every rank's optimizer has the same settings.
+        norm: the global L2 norm, still multiplied by the loss scale; NaN when not computed or not finite.
+        same_history: every rank issued the same collectives since the start.
+        same_settings: every rank's optimizer has the same hyperparameters.
     """
 
     finite: bool
     norm: float
-    agreed: bool
-    alike: bool
+    same_history: bool
+    same_settings: bool
 
 
-def examine(
+def check_grads(
     shards: Sequence[Tensor],
     counted: Sequence[Tensor],
     collectives: Collectives,
@@ -376,35 +400,48 @@ def examine(
     settings: int,
     norm: bool,
 ) -> GradStats:
-    """Looks at the reduced gradients of this rank's shards; collective over all ranks.
+    """Overflow check, global norm and comparison of the ranks; two small all-reduces over all ranks.
+
+    A floating-point sum depends on its order, so squares are summed as integers (`ops/norms.py`): the norm has the
+    same bits for every layout, world size and stage, and so has the clipping.
 
     Args:
         shards: the mean gradients of this rank's own elements, any float dtype, any number.
-        counted: those of them that are in the norm; what several ranks hold is in that of one of them.
-        history: a number below 2^52 that sums up the collectives this rank has issued.
-        settings: likewise, the settings that its optimizer goes by.
+        counted: those of them that enter the norm: replicated gradients are counted on one of their ranks only.
+        history: digest below 2^52 of the collectives this rank has issued.
+        settings: likewise, of its optimizer's hyperparameters.
         norm: whether to compute the norm too.
     """
+    # The first collective carries three answers: an overflow anywhere, and two digests as (value, -value), so that
+    # one max shows the largest and the smallest of each. Digests fit a float64 exactly, hence 2^52.
     largest = max((max_abs(shard) for shard in shards), default=0.0)
     facts = torch.tensor([largest, history, -history, settings, -settings], dtype=torch.float64)
     collectives.all_reduce(facts, "max", "gradient overflow check")
     largest, latest, earliest, highest, lowest = facts.tolist()
-    agreed, alike = latest == -earliest, highest == -lowest
+    same_history, same_settings = latest == -earliest, highest == -lowest
     finite = math.isfinite(largest)
-    if not (finite and agreed and alike and norm):
-        return GradStats(finite, math.nan, agreed, alike)
+    if not (finite and same_history and same_settings and norm):
+        return GradStats(finite, math.nan, same_history, same_settings)
     if largest == 0.0:
-        return GradStats(True, 0.0, agreed, alike)
+        return GradStats(True, 0.0, same_history, same_settings)
+    # Every rank scales by the power of two above the global maximum, so no square overflows its 50 bits.
     exponent = norm_exponent(largest)
     sums = torch.zeros(2, dtype=torch.int64)
     for shard in counted:
         sums += torch.tensor(square_sums(shard, exponent), dtype=torch.int64)
     collectives.all_reduce(sums, "sum", "gradient norm")
-    return GradStats(True, norm_from(int(sums[0]), int(sums[1]), exponent), agreed, alike)
+    return GradStats(True, norm_from(int(sums[0]), int(sums[1]), exponent), same_history, same_settings)
 
 
 def clip_factor(norm: float, max_norm: float) -> float:
-    """What to multiply gradients of this norm with so that it is at most `max_norm`; 1 when `max_norm` is 0 (off)."""
+    """The factor that reduces gradients of this norm to `max_norm`, at most 1; 1 when `max_norm` is 0 (off).
+
+    Example:
+        >>> round(clip_factor(norm=4.0, max_norm=1.0), 3)
+        0.25
+        >>> clip_factor(norm=0.5, max_norm=1.0)
+        1.0
+    """
     if max_norm <= 0.0:
         return 1.0
-    return min(1.0, max_norm / (norm + 1e-6))
+    return min(1.0, max_norm / (norm + 1e-6))  # the 1e-6 of torch.nn.utils.clip_grad_norm_

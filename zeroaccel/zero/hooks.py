@@ -1,11 +1,13 @@
-"""Everything the engine attaches to modules, parameters and autograd nodes, and nothing else does.
+"""All hooks of the engine on modules, parameters and autograd nodes.
 
-Translates what PyTorch calls into words of `coordinator.py` and of the engine; decides nothing. `detach()` undoes it
-all.
+Translates the events of PyTorch into calls of `ParamCoordinator` and of the engine; decides nothing. `detach()` removes
+every hook.
 
-[Note: backward events] An output's producing node tells when a use's backward begins. A view output that is later
-changed in place gets a new node, so the node of its base is watched too. When it is over follows from the order of
-autograd (`coordinator.py`), so nothing is added to the graph.
+[Note: backward events] A prehook on the node that produced an output reports that the use's backward begins. A view
+output that is later changed in place gets a new node, so the node of its base gets a prehook too. When the backward of
+a use is over follows from the order of autograd ([Note: forward uses] in `coordinator.py`). FSDP2 and others put a
+node of their own around a module's inputs for that; here the graph stays as it is, as such nodes changed the order in
+which autograd adds the gradients of an input with several readers, and so the last bits (docs/design.md, section 3).
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ _CALL = nn.Module._call_impl.__code__
 
 
 class BackwardListener(Protocol):
-    """What the hooks tell the engine.
+    """The engine, as the hooks call it.
 
     Attributes:
         weights_version: another number after each update of the weights.
@@ -48,67 +50,69 @@ class BackwardListener(Protocol):
     @property
     def weights_version(self) -> int: ...
 
-    def backward_begins(self, version: int | None = None) -> None:
-        """A gradient is on its way through the model; called many times. `version`: of the weights in its forward."""
+    def on_backward(self, version: int | None = None) -> None:
+        """A backward reached the model; called many times. `version`: of the weights in its forward."""
 
-    def gradient_arrived(self, param: nn.Parameter) -> None:
+    def on_grad_ready(self, param: nn.Parameter) -> None:
         """Autograd has finished accumulating `param.grad`."""
 
 
 class Hooks:
-    """Attaches on construction.
+    """The hooks of one engine; attached on construction.
 
     Args:
         root: the model.
-        units: the units that come and go; resident ones need no hooks.
-        optimized: parameters whose gradients the engine takes.
-        discarded: trainable parameters that no optimizer updates; their gradients are dropped.
+        units: the sharded units; persistent ones need no hooks.
+        optimized: parameters whose gradients are reduced.
+        unoptimized: trainable parameters that no optimizer updates; their gradients are dropped.
     """
 
     def __init__(
         self,
         root: nn.Module,
         units: Sequence[ParamUnit],
-        residency: ParamCoordinator,
+        coordinator: ParamCoordinator,
         listener: BackwardListener,
         *,
         optimized: Sequence[nn.Parameter],
-        discarded: Sequence[nn.Parameter] = (),
+        unoptimized: Sequence[nn.Parameter] = (),
     ) -> None:
-        self._residency = residency
+        self._coordinator = coordinator
         self._listener = listener
         self._handles: list[RemovableHandle] = []
         self._watched: list[nn.Module] = []
         self._uses: list[tuple[nn.Module, ForwardUse]] = []
         self._version = 0
-        self._settled = False
+        self._compile_checked = False
         self._guard: RemovableHandle | None = None
-        self._root, self._units, self._optimized, self._discarded = root, units, optimized, discarded
+        self._root, self._units, self._optimized, self._unoptimized = root, units, optimized, unoptimized
         self._attach()
 
     def attach_outside_graphs(self) -> None:
-        """To be called before a forward: a model that has been compiled since gets its hooks anew. Looks once."""
-        if not self._settled:
+        """Before a forward: attaches the hooks anew to a model that was compiled since. Checked once."""
+        if not self._compile_checked:
             if _is_compiled_within(self._root):
                 self._detach_from_model()
                 self._attach()
-            self._settled = True
+            self._compile_checked = True
 
     def _attach(self) -> None:
         root, units = self._root, self._units
-        self._settled = _is_compiled_within(root)
+        # Order matters: hooks of one module run in the order of registration, and always_call ones also after an
+        # exception. The root's pre-hook has to come before, and its post-hook after, those of the root's own unit.
+        self._compile_checked = _is_compiled_within(root)
         shield = _shield_from_compiler(root)
-        self._add(root.register_forward_pre_hook(shield(self._root_begins)))
+        self._add(root.register_forward_pre_hook(shield(self._root_pre_forward)))
         for unit in units:
             parts = _owners_below(root, unit) if root in unit.modules else []
             for module in [*unit.modules, *parts]:
                 before, after = self._around(unit, inner=module not in unit.modules)
                 self._add(module.register_forward_pre_hook(shield(before)))
                 self._add(module.register_forward_hook(shield(after), always_call=True))
-        self._add(root.register_forward_hook(shield(self._root_done), always_call=True))
+        self._add(root.register_forward_hook(shield(self._root_post_forward), always_call=True))
         for param in self._optimized:
-            self._add(param.register_post_accumulate_grad_hook(self._listener.gradient_arrived))
-        for param in self._discarded:
+            self._add(param.register_post_accumulate_grad_hook(self._listener.on_grad_ready))
+        for param in self._unoptimized:
             self._add(param.register_post_accumulate_grad_hook(_discard))
         self._watch(root, units)
 
@@ -138,7 +142,7 @@ class Hooks:
         self._watched.clear()
 
     def forget(self) -> None:
-        """Drops the uses in progress, after an exception."""
+        """Drops the forwards in progress, after an exception."""
         self._uses.clear()
 
     def _add(self, handle: RemovableHandle) -> None:
@@ -146,66 +150,75 @@ class Hooks:
 
     # -- forward
 
-    def _root_begins(self, module: nn.Module, args: Any) -> None:
+    def _root_pre_forward(self, module: nn.Module, args: Any) -> None:
         self._version = self._listener.weights_version
-        self._residency.begin_pass(training=torch.is_grad_enabled())
+        self._coordinator.root_pre_forward(training=torch.is_grad_enabled())
 
-    def _root_done(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _root_post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         training = torch.is_grad_enabled()
-        self._residency.end_forward_pass(training=training)
-        if training and not self._residency.in_backward:
+        self._coordinator.root_post_forward(training=training)
+        if training and not self._coordinator.in_backward:
+            # Also where all units are persistent and have no hooks of their own: the engine must learn of a plain
+            # `loss.backward()`, and with which weights its forward ran.
             version = self._version
             for node in _producers(output):
-                node.register_prehook(lambda _: self._listener.backward_begins(version))
+                node.register_prehook(lambda _: self._listener.on_backward(version))
 
     def _around(self, unit: ParamUnit, *, inner: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """`inner`: for a part of the root, which is a use of its own only when it is called without the root."""
-        residency = self._residency
+        """The pre- and post-forward hook of a module of `unit`.
+
+        Args:
+            inner: it lies below the root, whose unit this is; a use of its own only when called without the root.
+        """
+        coordinator = self._coordinator
 
         def before(module: nn.Module, args: tuple[Any, ...]) -> None:
             _refuse_tracing()
-            if not (inner and residency.is_running(unit)):
-                self._uses.append((module, residency.enter_forward(unit, torch._C._current_graph_task_id())))
+            if not (inner and coordinator.is_running(unit)):
+                self._uses.append((module, coordinator.pre_forward(unit, torch._C._current_graph_task_id())))
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             if not self._uses or self._uses[-1][0] is not module:
-                return  # it was no use, or a hook of somebody else's raised before ours
+                return  # an inner module, or a foreign pre-hook raised before ours ran
             _, use = self._uses.pop()
             training = torch.is_grad_enabled()
             if training:
                 for node in _producers(output):
-                    node.register_prehook(lambda _: self._backward_of(use))
-            residency.exit_forward(use, opaque=training and next(tensors_in(output), None) is None)
+                    node.register_prehook(lambda _: self._pre_backward(use))
+            coordinator.post_forward(use, opaque=training and next(tensors_in(output), None) is None)
 
         return before, after
 
-    def _backward_of(self, use: ForwardUse) -> None:
-        self._listener.backward_begins()
-        self._residency.enter_backward(use, torch._C._current_graph_task_id())
-        if torch.is_grad_enabled():  # create_graph: a gradient penalty
-            self._residency.keep_for_second_order()
+    def _pre_backward(self, use: ForwardUse) -> None:
+        self._listener.on_backward()
+        self._coordinator.pre_backward(use, torch._C._current_graph_task_id())
+        if torch.is_grad_enabled():  # create_graph=True, e.g. for a gradient penalty
+            self._coordinator.keep_for_second_order()
 
     # -- parameters read outside their module
 
     def _watch(self, root: nn.Module, units: Sequence[ParamUnit]) -> None:
-        home = {id(param): unit for unit in units for buffer in unit.buffers for param in buffer.params}
+        # torch has no hook for reading a parameter; a module's parameter dictionary is what `module.weight` reads.
+        unit_of = {id(param): unit for unit in units for buffer in unit.buffers for param in buffer.params}
         compiled = _compiled_within(root)
         self._modules = {id(module) for module in root.modules()}
         for module in root.modules():
-            owned = {name: home[id(p)] for name, p in module._parameters.items() if p is not None and id(p) in home}
+            owned = {
+                name: unit_of[id(p)] for name, p in module._parameters.items() if p is not None and id(p) in unit_of
+            }
             if owned and id(module) not in compiled:
                 module.__dict__["_parameters"] = WatchedParameters(module._parameters, owned, self._read)
                 self._watched.append(module)
 
     def _read(self, unit: ParamUnit) -> None:
-        if self._residency.idle:
-            if self._within_forward():  # a part of the unit was called by itself; else somebody asks for a shape
-                self._residency.lend(unit)
+        if self._coordinator.idle:
+            if self._within_forward():  # a submodule is called by itself; outside calls a read may only want the shape
+                self._coordinator.unshard_for_submodule(unit)
         else:
-            self._residency.borrow(unit)
+            self._coordinator.unshard_external(unit)
 
     def _within_forward(self) -> bool:
-        """Whether a module of the model is being called; looked up in the stack, as it is asked for that rarely."""
+        """Whether a module of the model is being called; read from the stack, as counting needs hooks everywhere."""
         frame: FrameType | None = sys._getframe(2)
         while frame is not None:
             if frame.f_code is _CALL and id(frame.f_locals.get("self")) in self._modules:
@@ -215,16 +228,16 @@ class Hooks:
 
 
 class StateDictHooks:
-    """Makes `load_state_dict` of the model, or of a part of it, reach what the engine keeps. Attaches on construction.
+    """Lets `load_state_dict` of the model, or of a part of it, write shards and masters. Attached on construction.
 
-    Each module's units are whole while it loads; what it was given goes into their shards and masters, with the bits
+    Each module's units are unsharded while it loads; the loaded values go into their shards and masters, with the bits
     that 16-bit parameters drop. All ranks load the same. `state_dict` is refused where it would be of NaNs.
     """
 
-    def __init__(self, root: nn.Module, keeper: ParamRegistry) -> None:
+    def __init__(self, root: nn.Module, registry: ParamRegistry) -> None:
         self._handles: list[RemovableHandle] = []
         for module in root.modules():
-            places = {name: keeper.place(param) for name, param in module._parameters.items() if param is not None}
+            places = {name: registry.place(param) for name, param in module._parameters.items() if param is not None}
             owned = {name: place for name, place in places.items() if place is not None}
             if owned:
                 self._attach(module, owned)
@@ -237,7 +250,7 @@ class StateDictHooks:
 
     def _attach(self, module: nn.Module, owned: Mapping[str, ParamHandle]) -> None:
         units = list({id(place.unit): place.unit for place in owned.values()}.values())
-        given: dict[str, Tensor] = {}
+        loaded: dict[str, Tensor] = {}
         gathered: list[ParamUnit] = []
 
         def before(module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Any, *rest: Any) -> None:
@@ -246,12 +259,13 @@ class StateDictHooks:
                     "load_state_dict(assign=True) would replace parameters that the engine keeps",
                     fix="leave assign out: values are copied",
                 )
-            given.clear()
+            loaded.clear()
             gathered.clear()
             for name, place in owned.items():
+                # Kept until after torch's own copy, which rounds to the parameter's dtype: the master gets all bits.
                 value = state.get(prefix + name)
                 if isinstance(value, Tensor) and tuple(value.shape) == place.slot.shape:
-                    given[name] = value
+                    loaded[name] = value
             for unit in units:
                 if unit.state is ShardState.SHARDED:
                     gathered.append(unit)
@@ -259,15 +273,15 @@ class StateDictHooks:
                 unit.wait()
 
         def after(module: nn.Module, incompatible: Any) -> None:
-            for name, value in given.items():
+            for name, value in loaded.items():
                 overwrite(owned[name], value)
             for unit in gathered:
                 unit.reshard()
-            given.clear()
+            loaded.clear()
             gathered.clear()
 
         def refuse_nans(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            absent = next((unit for unit in units if unit.state is ShardState.SHARDED and not unit.resident), None)
+            absent = next((unit for unit in units if unit.state is ShardState.SHARDED and not unit.persistent), None)
             if absent is not None:
                 raise _reads_nan("state_dict()", absent)
 
@@ -280,7 +294,7 @@ def watch_construction(
     on_parameter: Callable[[nn.Module, str, nn.Parameter | None], None],
     on_child: Callable[[nn.Module, str, nn.Module | None], None],
 ) -> list[RemovableHandle]:
-    """Tells, for every module of the process, what is registered in it, until the handles are removed.
+    """Calls back for every registration in any module of the process, until the handles are removed.
 
     Args:
         on_parameter: (module, name, parameter), before it is registered.
@@ -293,7 +307,7 @@ def watch_construction(
 
 
 class WatchedParameters(dict[str, "nn.Parameter | None"]):
-    """A module's parameter dictionary that notices when a parameter of a sharded unit is read."""
+    """A module's parameter dictionary that reports reads of parameters of sharded units."""
 
     def __init__(
         self,
@@ -368,9 +382,9 @@ def _discard(param: nn.Parameter) -> None:
 
 def _owners_below(root: nn.Module, unit: ParamUnit) -> list[nn.Module]:
     """The modules below the root that hold parameters of its unit; code may call them without it."""
-    held = {id(param) for buffer in unit.buffers for param in buffer.params}
+    own = {id(param) for buffer in unit.buffers for param in buffer.params}
     compiled = _compiled_within(root)
-    owners = [m for m in root.modules() if any(id(p) in held for p in m._parameters.values())]
+    owners = [m for m in root.modules() if any(id(p) in own for p in m._parameters.values())]
     return [module for module in owners if module is not root and id(module) not in compiled]
 
 
@@ -387,14 +401,14 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _shield_from_compiler(root: nn.Module) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Keeps hooks out of compiled graphs: a block compiled with `module.compile()` has its hooks inside."""
+    """Keeps hooks out of compiled graphs: a block compiled with `module.compile()` has its hooks inside the graph."""
     if _is_compiled_within(root):
         return lambda function: _Attached(torch.compiler.disable(function))  # only here, as it imports the compiler
     return _Attached
 
 
 class _Attached:
-    """A hook of a module that a copied or pickled module does not take along."""
+    """A module hook that is dropped when the module is copied or pickled."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -407,7 +421,7 @@ class _Attached:
 
 
 class _Detached:
-    """What the copy has in its place."""
+    """Its replacement in the copy."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Does nothing."""

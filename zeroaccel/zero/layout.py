@@ -1,7 +1,7 @@
-"""Where each parameter lies in a flat buffer, and which part of it each rank keeps.
+"""Ranges of a flat buffer: where each parameter lies, which part is whose shard, and where ranges meet.
 
-Pure arithmetic: no tensors, no process groups. A rank's shard is a list of intervals (fqn, start, length),
-which is also what a checkpoint writes down, so that any other layout can be loaded from it.
+Index arithmetic, no process groups. Everything that is cut (shards, param groups, sub-groups, what a checkpoint saves
+and loads, what `safe_get_full_*` reads) is a `FlatRange` of one buffer, and is cut by intersecting ranges.
 
 Letters: `W` ranks, `N` elements of the padded flat buffer, `S` elements of one rank's shard: `N / W` of an even layout.
 
@@ -21,7 +21,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-__all__ = ["ALIGN_NUMEL", "FlatLayout", "Interval", "OwnerLoads", "Slot", "round_up"]
+from torch import Tensor
+
+__all__ = ["ALIGN_NUMEL", "FlatLayout", "FlatRange", "FlatTensor", "OwnerLoads", "Slot", "round_up"]
 
 ALIGN_NUMEL = 32
 """Every parameter and every shard starts at a multiple of this: 64 bytes in 16-bit types, one cache line."""
@@ -33,8 +35,55 @@ def round_up(value: int, multiple: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class FlatRange:
+    """Elements [start, end) of a flat buffer; false where it is empty.
+
+    Example:
+        >>> shard, parameter = FlatRange(64, 128), FlatRange(96, 200)
+        >>> shard & parameter
+        FlatRange(start=96, end=128)
+        >>> (shard & parameter).at(shard.start)  # the same elements, counted from the shard's first
+        slice(32, 64, None)
+    """
+
+    start: int
+    end: int
+
+    @property
+    def numel(self) -> int:
+        """Elements in it."""
+        return self.end - self.start
+
+    def __bool__(self) -> bool:
+        return self.end > self.start
+
+    def __contains__(self, element: int) -> bool:
+        return self.start <= element < self.end
+
+    def __and__(self, other: FlatRange) -> FlatRange:
+        """The elements of both; empty, and not before the start of either, where they do not meet."""
+        start = max(self.start, other.start)
+        return FlatRange(start, max(start, min(self.end, other.end)))
+
+    def at(self, origin: int) -> slice:
+        """These elements in a tensor whose first one is element `origin` of the buffer."""
+        return slice(self.start - origin, self.end - origin)
+
+
+@dataclass(frozen=True, slots=True)
+class FlatTensor:
+    """The values of a range, (range.numel,); indexed by ranges of the same buffer within it."""
+
+    range: FlatRange
+    values: Tensor
+
+    def __getitem__(self, part: FlatRange) -> Tensor:
+        return self.values[part.at(self.range.start)]
+
+
+@dataclass(frozen=True, slots=True)
 class Slot:
-    """The place of one parameter in the flat buffer."""
+    """The range of one parameter in the flat buffer."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -46,25 +95,17 @@ class Slot:
         """One past the last element."""
         return self.start + self.numel
 
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """A run of one parameter's elements that one rank keeps.
-
-    `start` counts in the flattened parameter, `offset` in the rank's shard; both in elements.
-    """
-
-    fqn: str
-    start: int
-    length: int
-    offset: int
+    @property
+    def range(self) -> FlatRange:
+        """Its elements, without the padding behind them."""
+        return FlatRange(self.start, self.end)
 
 
 class OwnerLoads:
-    """Deals parameters out to owners, so that the ranks own about as many elements as each other.
+    """Assigns parameters to owner ranks so that the ranks own about the same number of elements.
 
-    Balanced within each call, which is for one unit, since its collectives end when the largest rank is through; and
-    over the calls so far where that leaves a choice. Deterministic: the same calls give the same owners on every rank.
+    Balanced within each call, which is for one unit, since its collectives end when the rank with the largest shard is
+    through; then over all calls so far. Deterministic: the same calls give the same owners on every rank.
 
     Attributes:
         numels: elements that each rank owns so far.
@@ -163,54 +204,60 @@ class FlatLayout:
         """Elements that belong to a parameter, without padding."""
         return sum(slot.numel for slot in self.slots)
 
-    def bounds(self, rank: int) -> tuple[int, int]:
-        """[start, end) of the rank's shard in the flat buffer."""
-        return self._starts[rank], self._starts[rank + 1]
+    @property
+    def range(self) -> FlatRange:
+        """All N elements."""
+        return FlatRange(0, self.numel)
 
-    def owned(self, rank: int) -> tuple[Slot, ...]:
-        """The parameters in the rank's shard of a layout with owners."""
-        return tuple(slot for slot, owner in zip(self.slots, self.owners, strict=True) if owner == rank)
+    def shard(self, rank: int) -> FlatRange:
+        """The S elements of a rank."""
+        return FlatRange(self._starts[rank], self._starts[rank + 1])
 
-    def group_runs(self, param_groups: Sequence[int], rank: int) -> list[tuple[int, int, int]]:
-        """(start, end, param group) of each run of one group in a rank's shard, in order and without gaps.
+    def padded(self, index: int) -> FlatRange:
+        """A slot with the padding behind it, up to the next slot or the end of the buffer."""
+        following = self.slots[index + 1].start if index + 1 < len(self.slots) else self.numel
+        return FlatRange(self.slots[index].start, following)
+
+    def slots_in(self, within: FlatRange, *, padded: bool = False) -> Iterator[tuple[Slot, FlatRange]]:
+        """Every slot that has elements in a range, with those elements, in order.
+
+        Args:
+            padded: a slot's padding counts as its own, so that the ranges leave no gaps.
+        """
+        for index, slot in enumerate(self.slots):
+            part = (self.padded(index) if padded else slot.range) & within
+            if part:
+                yield slot, part
+
+    def group_runs(self, param_groups: Sequence[int], rank: int) -> list[tuple[FlatRange, int]]:
+        """(range, param group) of each run of one group in a rank's shard, in order and without gaps.
 
         A slot counts with the padding behind it, so that runs start and end at aligned places.
 
         Args:
             param_groups: of each slot.
         """
-        low, high = self.bounds(rank)
-        runs: list[tuple[int, int, int]] = []
+        shard = self.shard(rank)
+        runs: list[tuple[FlatRange, int]] = []
         for index, group in enumerate(param_groups):
-            following = self.slots[index + 1].start if index + 1 < len(self.slots) else self.numel
-            start, end = max(self.slots[index].start, low), min(following, high)
-            if start >= end:
+            part = self.padded(index) & shard
+            if not part:
                 continue
-            if runs and runs[-1][2] == group:
-                runs[-1] = (runs[-1][0], end, group)
+            if runs and runs[-1][1] == group:
+                runs[-1] = FlatRange(runs[-1][0].start, part.end), group
             else:
-                runs.append((start, end, group))
+                runs.append((part, group))
         return runs
 
-    def intervals(self, rank: int) -> tuple[Interval, ...]:
-        """What the rank keeps, in the order of its shard; padding is not listed."""
-        low, high = self.bounds(rank)
-        return tuple(
-            Interval(slot.fqn, start - slot.start, end - start, start - low)
-            for slot in self.slots
-            for start, end in [(max(slot.start, low), min(slot.end, high))]
-            if start < end
-        )
-
-    def gaps(self) -> Iterator[tuple[int, int]]:
-        """[start, end) of the padding between and after the slots."""
+    def padding(self) -> Iterator[FlatRange]:
+        """The elements between and after the slots, which belong to no parameter."""
         cursor = 0
         for slot in self.slots:
             if cursor < slot.start:
-                yield cursor, slot.start
+                yield FlatRange(cursor, slot.start)
             cursor = slot.end
         if cursor < self.numel:
-            yield cursor, self.numel
+            yield FlatRange(cursor, self.numel)
 
 
 def _slots(entries: Iterable[tuple[str, tuple[int, ...]]]) -> tuple[tuple[Slot, ...], int]:

@@ -1,7 +1,10 @@
-"""Whether parameters still are what the engine took them for: the same objects, dtypes, values, who is trained.
+"""Integrity of parameters: the same objects, dtypes, values and trainability as when the engine was made.
 
-Programs may change all of it behind the engine's back (`model.half()`, `param.requires_grad_(False)`, a new head); the
-engine asks here before it computes with them, so that the change is told by name instead of training something else.
+Programs may change all of it without the engine (`model.half()`, `param.requires_grad_(False)`, a new head). The engine
+checks before it computes, so that such a change is an error with the parameter's name instead of another training.
+
+Two detectors of writes: `ParamIntegrityCheck` compares torch's version counters at every step, which costs a comparison
+per parameter and misses writes through `param.data`; `WriteDetector` hashes the bytes, for `GatheredParameters` only.
 """
 
 from __future__ import annotations
@@ -19,60 +22,60 @@ from zeroaccel.zero.tensor_subclasses import local
 
 __all__ = ["ParamIntegrityCheck", "WriteDetector", "fingerprint"]
 
-_WORDS = 1 << 18  # hashed at a time
+_WORDS = 1 << 18  # int64 hashed at a time
 
 
 @dataclass
-class _Watched:
+class _Observed:
     readers: int = 0
     writers: int = 0
-    print: int = 0
+    fingerprint: int = 0
 
 
 class WriteDetector:
-    """What parameters looked like when they were first looked at; of those that are whole now."""
+    """Fingerprints of unsharded parameters, from the first reader that enters to the last that leaves."""
 
     def __init__(self) -> None:
-        self._watched: dict[tuple[int, int], _Watched] = {}
+        self._observed: dict[tuple[int, int], _Observed] = {}
 
     def enter(self, buffer: FlatBuffer, index: int, *, writes: bool) -> None:
-        """Somebody looks at a parameter; `writes`: and may change it."""
+        """A reader enters, or with `writes` one that may change the parameter."""
         key = id(buffer), index
-        watched = self._watched.get(key)
-        if watched is None:
-            watched = self._watched[key] = _Watched()
-        if not writes and not watched.readers:
-            watched.print = _print(buffer, index)
-        watched.readers += not writes
-        watched.writers += writes
+        observed = self._observed.get(key)
+        if observed is None:
+            observed = self._observed[key] = _Observed()
+        if not writes and not observed.readers:
+            observed.fingerprint = _fingerprint(buffer, index)
+        observed.readers += not writes
+        observed.writers += writes
 
     def changed(self, buffer: FlatBuffer, index: int) -> bool:
-        """Whether it was written since then, though nobody who may do so is there."""
-        watched = self._watched[id(buffer), index]
-        return not watched.writers and watched.print != _print(buffer, index)
+        """Whether the parameter was written since the first reader entered, and no writer has entered."""
+        observed = self._observed[id(buffer), index]
+        return not observed.writers and observed.fingerprint != _fingerprint(buffer, index)
 
-    def renew(self, buffer: FlatBuffer, index: int) -> None:
-        """Its values have changed as they may."""
-        watched = self._watched[id(buffer), index]
-        if watched.readers:
-            watched.print = _print(buffer, index)
+    def refresh(self, buffer: FlatBuffer, index: int) -> None:
+        """Takes the fingerprint anew, after a permitted change."""
+        observed = self._observed[id(buffer), index]
+        if observed.readers:
+            observed.fingerprint = _fingerprint(buffer, index)
 
     def leave(self, buffer: FlatBuffer, index: int, *, writes: bool) -> None:
-        """Takes one `enter` back."""
-        watched = self._watched[id(buffer), index]
-        watched.readers -= not writes
-        watched.writers -= writes
-        if not (watched.readers or watched.writers):
-            del self._watched[id(buffer), index]
+        """Undoes one `enter`."""
+        observed = self._observed[id(buffer), index]
+        observed.readers -= not writes
+        observed.writers -= writes
+        if not (observed.readers or observed.writers):
+            del self._observed[id(buffer), index]
 
 
-def _print(buffer: FlatBuffer, index: int) -> int:
+def _fingerprint(buffer: FlatBuffer, index: int) -> int:
     slot = buffer.layout.slots[index]
     return fingerprint(buffer.full[slot.start : slot.start + round_up(slot.numel, ALIGN_NUMEL)])
 
 
 def fingerprint(data: Tensor) -> int:
-    """A hash of the bits and their order; any single changed 8 bytes changes it, and so does nearly anything else.
+    """A hash of the bits and their order. A change within any single 8 bytes always changes it.
 
     Args:
         data: (n,) contiguous, of a multiple of 8 bytes.
@@ -80,7 +83,8 @@ def fingerprint(data: Tensor) -> int:
     words = data.detach().view(torch.uint8).view(torch.int64)
     if not words.numel():
         return 0
-    weights = torch.arange(1, 2 * min(words.numel(), _WORDS) + 1, 2, device=data.device)  # odd, so each one counts
+    # Odd weights are invertible modulo 2^64, so no difference in one word is multiplied to zero.
+    weights = torch.arange(1, 2 * min(words.numel(), _WORDS) + 1, 2, device=data.device)
     total = 0
     for number, start in enumerate(range(0, words.numel(), _WORDS)):
         part = words[start : start + _WORDS]
@@ -98,7 +102,7 @@ class ParamIntegrityCheck:
     Args:
         model: of the engine.
         units: all of the engine's.
-        trained: whether there is an optimizer; without one nothing is collected, whoever asks for gradients.
+        trained: whether there is an optimizer; without one no gradients are collected.
     """
 
     def __init__(self, model: nn.Module, units: Sequence[ParamUnit], *, trained: bool) -> None:
@@ -108,7 +112,7 @@ class ParamIntegrityCheck:
         # An Embedding with max_norm writes to its weight whenever it looks something up, as it would again next time.
         renorming = [module for module in model.modules() if getattr(module, "max_norm", None) is not None]
         self._renormed = {id(param) for module in renorming for param in module.parameters(recurse=False)}
-        self._kept = {id(param) for _, param, _ in named}
+        self._param_ids = {id(param) for _, param, _ in named}
         self._structure = _structure(model)
         self._trained = [(fqn, param) for fqn, param, buffer in named if trained and buffer.trainable]
         self._frozen = [(fqn, p) for fqn, p, _ in named if trained and not p.requires_grad]
@@ -120,18 +124,20 @@ class ParamIntegrityCheck:
             EngineStateError: the model has a trainable parameter that the engine does not know, or a parameter has
                 another dtype or is on another device than the engine put it, or as `check_writes`.
         """
-        with torch._C.DisableTorchFunctionSubclass():  # sharded parameters are asked for facts only
+        # Reads of `ShardedParameter`s are of metadata only here, so their `__torch_function__` has nothing to check.
+        with torch._C.DisableTorchFunctionSubclass():
             self._check()
 
     def _check(self) -> None:
         self.check_writes()
         if any(module._modules != children or _ids(module) != own for module, children, own in self._structure):
             self._check_parameters()
+        # One parameter per buffer: `model.half()` and the like change all of them.
         for buffer in self._buffers:
             _check_kind(buffer, 0)
 
     def check_writes(self) -> None:
-        """Before a forward and an update; takes in other tensors that were given to parameters as `.data`.
+        """Before a forward and an update; copies in tensors that were assigned to parameters as `.data`.
 
         Raises:
             EngineStateError: a parameter was written outside `GatheredParameters` where that does not last: the next
@@ -139,14 +145,17 @@ class ParamIntegrityCheck:
         """
         with torch._C.DisableTorchFunctionSubclass():
             for buffer in self._buffers:
-                lasts = buffer.resident and not (buffer.trainable and buffer.master_is_apart)
+                # A write lasts where the parameter is the only copy of its value: no shard it is gathered from, and
+                # no separate master that it is rounded from.
+                lasts = buffer.persistent and buffer.masters.aliases_weights
                 if not lasts and [param._version for param in buffer.params] != buffer.versions:
                     for index, param in enumerate(buffer.params):
                         if param._version != buffer.versions[index] and id(param) not in self._renormed:
                             raise _lost(buffer, index, "an in-place write")
-                home = buffer.full.untyped_storage()._cdata
+                # `param.data = other` changes no version counter, but the storage.
+                storage = buffer.full.untyped_storage()._cdata
                 for index, param in enumerate(buffer.params):
-                    if type(param) is nn.Parameter and param.untyped_storage()._cdata != home:  # whole, elsewhere
+                    if type(param) is nn.Parameter and param.untyped_storage()._cdata != storage:
                         _check_kind(buffer, index)
                         if not lasts:
                             raise _lost(buffer, index, "another tensor as .data")
@@ -155,9 +164,9 @@ class ParamIntegrityCheck:
                         param.data = view
 
     def _check_parameters(self) -> None:
-        """After the model has changed: wrappers around its modules may come and go, trained parameters may not come."""
+        """After the modules changed: wrappers may be added and removed, new trainable parameters may not be added."""
         for fqn, param in self._model.named_parameters():
-            if param.requires_grad and id(param) not in self._kept:
+            if param.requires_grad and id(param) not in self._param_ids:
                 raise EngineStateError(
                     f"parameter {fqn}",
                     expected="one that was there when the engine was made",
@@ -168,7 +177,7 @@ class ParamIntegrityCheck:
         self._structure = _structure(self._model)
 
     def collects_gradients(self) -> bool:
-        """Before a backward: whether this engine's parameters take gradients. False where all of them are frozen.
+        """Before a backward: whether it leaves gradients at this engine's parameters. False where all are frozen.
 
         Raises:
             EngineStateError: some of them have been frozen, or others unfrozen, since the engine was made.
@@ -237,7 +246,7 @@ def _check_kind(buffer: FlatBuffer, index: int) -> None:
 
 
 def _lost(buffer: FlatBuffer, index: int, write: str) -> EngineStateError:
-    when = "update from its master" if buffer.resident else "gather"
+    when = "update from its master" if buffer.persistent else "gather"
     return EngineStateError(
         f"parameter {buffer.layout.slots[index].fqn}",
         expected="to be changed by engine.step() only",

@@ -1,6 +1,13 @@
-"""Which parameters stay fp32, the dtype of inputs, and the fp16 loss scale. Buffers are `precision.py`'s.
+"""Dtypes of a run: fp32 exceptions, the cast of inputs, the dtypes of module buffers, and the fp16 loss scale.
 
-The scale that unscales a step's gradients is the one their backward used; it changes only afterwards.
+The scale that unscales a step's gradients is the one of their backward; it changes only afterwards.
+
+[Note: buffers] A module computes with its buffers and parameters together, so they need one dtype: statistics of a
+BatchNorm, vectors of a power iteration, codebooks. A floating-point buffer follows the parameters of its module, or of
+the nearest module around it that has any, as after `model.bfloat16()`: it is cast where all of these are cast. Where
+one of them had the dtype already, the program made a mixture that it can compute with, and the buffer stays as it is.
+Frequencies and angles of rotary embeddings stay too: positions are multiplied with them, and in bf16 position 257 is
+256.
 """
 
 from __future__ import annotations
@@ -99,7 +106,7 @@ class DynamicLossScale(LossScale):
             self.tolerance = self.hysteresis
 
     def update(self, *, overflow: bool) -> None:
-        """Counts the step and moves the scale.
+        """Counts the step and adjusts the scale.
 
         Raises:
             EngineStateError: an overflow at the minimum scale.
@@ -110,7 +117,7 @@ class DynamicLossScale(LossScale):
         else:
             if self.consecutive_hysteresis:
                 self.tolerance = self.hysteresis
-            good = self.steps - self.last_overflow - 1
+            good = self.steps - self.last_overflow - 1  # an overflow starts the window anew
             if good > 0 and good % self.window == 0:
                 self.tolerance = self.hysteresis
                 self.value *= 2.0
@@ -130,7 +137,7 @@ class DynamicLossScale(LossScale):
         logger.log(logging.INFO, "gradients overflowed; step skipped, loss scale lowered to %g", self.value)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers to resume from; the limits come from the config of the resuming run."""
+        """Plain numbers to resume from; window and limits come from the config of the resuming run."""
         return {
             "value": self.value,
             "tolerance": self.tolerance,
@@ -172,7 +179,7 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     return tree_map(cast, value, is_leaf=lambda node: type(node) not in (tuple, list, dict))
 
 
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # 8 bits are codes, with a scale somewhere
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # 8 bits are codes with a separate scale
 _ROTARY = re.compile(r"Rotary|RoPE|ROPE|Rope(?![a-z])")
 _BUILT_AS = "_built_as"  # an attribute: a weak table would keep torch from swapping the tensor
 
@@ -183,33 +190,33 @@ class BufferDtypes:
 
     Attributes:
         precision: what parameters become.
-        asked: what the config says all buffers become (`data_types.buffer_dtype`); None decides for each.
-        fp32_names: parameters and buffers that are fp32 whatever else is said.
+        forced: dtype of all buffers by the config (`data_types.buffer_dtype`); None decides for each.
+        fp32_names: parameters and buffers that are fp32 in any case.
     """
 
     precision: torch.dtype
-    asked: torch.dtype | None
+    forced: torch.dtype | None
     fp32_names: frozenset[str]
 
     def of(self, model: nn.Module) -> dict[str, torch.dtype]:
-        """fqn -> dtype of every floating-point buffer; to be asked before the engine casts the parameters."""
+        """fqn -> dtype of every floating-point buffer; call it before the engine casts the parameters."""
         follows = self._following(model)
-        found: dict[str, torch.dtype] = {}
+        dtypes: dict[str, torch.dtype] = {}
         for prefix, module in model.named_modules():
             for name, buffer in module._buffers.items():
                 if buffer is None or not buffer.is_floating_point():
                     continue
                 fqn = f"{prefix}.{name}" if prefix else name
                 if fqn in self.fp32_names:
-                    found[fqn] = torch.float32
-                elif self.asked is not None:
-                    found[fqn] = self.asked
+                    dtypes[fqn] = torch.float32
+                elif self.forced is not None:
+                    dtypes[fqn] = self.forced
                 elif buffer.dtype not in _FLOATS or _holds_angles(module, name):
-                    found[fqn] = buffer.dtype
+                    dtypes[fqn] = buffer.dtype
                 else:
                     around = next((at for at in _outwards(prefix) if at in follows), None)
-                    found[fqn] = self.precision if around is not None and follows[around] else buffer.dtype
-        return found
+                    dtypes[fqn] = self.precision if around is not None and follows[around] else buffer.dtype
+        return dtypes
 
     def _following(self, model: nn.Module) -> dict[str, bool]:
         """Prefix -> whether all floating parameters of a module are cast: its own, if it has any, else those below."""
@@ -218,17 +225,17 @@ class BufferDtypes:
             if param.is_floating_point() and name not in self.fp32_names:
                 prefix = name.rpartition(".")[0]
                 own[prefix] = own.get(prefix, True) and dtype_before(param) is not self.precision
-        found = dict(own)
+        follows = dict(own)
         for prefix, is_cast in own.items():
             for outer in _outwards(prefix):
                 if outer not in own:
-                    found[outer] = found.get(outer, True) and is_cast
-        return found
+                    follows[outer] = follows.get(outer, True) and is_cast
+        return follows
 
 
 def cast_buffers(model: nn.Module, device: torch.device, dtypes: Mapping[str, torch.dtype]) -> None:
     """Moves buffers to the device, and gives those named in `dtypes` their dtype."""
-    moved: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # a buffer that modules share stays one
+    moved: dict[tuple[int, torch.dtype], torch.Tensor] = {}  # a buffer that modules share stays one tensor
     for prefix, module in model.named_modules():
         for name, buffer in module._buffers.items():
             if buffer is None:
@@ -250,19 +257,19 @@ def broadcast_buffers(model: nn.Module, collectives: Collectives) -> None:
 
 
 def note_cast(param: nn.Parameter, dtype: torch.dtype) -> None:
-    """The parameter, which the program made in `dtype`, is cast before there is an engine."""
+    """Records that the program made this parameter in `dtype`, before it is cast ahead of the engine."""
     vars(param).setdefault(_BUILT_AS, dtype)
 
 
 def forget_cast(param: nn.Parameter) -> None:
-    """An engine has taken the parameter over, and cast the buffers beside it."""
+    """Drops that record: an engine has cast the parameter and the buffers of its module."""
     vars(param).pop(_BUILT_AS, None)
 
 
 def dtype_before(param: nn.Parameter) -> torch.dtype:
     """The dtype that the program made a parameter in, whatever it was cast to while it was built or loaded."""
-    found: torch.dtype = vars(param).get(_BUILT_AS, param.dtype)
-    return found
+    dtype: torch.dtype = vars(param).get(_BUILT_AS, param.dtype)
+    return dtype
 
 
 def _holds_angles(module: nn.Module, name: str) -> bool:

@@ -1,10 +1,11 @@
-"""When units are made whole and given up: the order of one pass, recorded once and then replayed.
-
-Pure Python: units are names with a size, and what comes out are printable actions, so that a schedule can be read,
-compared between ranks and tested without a process group. Acting on it is `coordinator.py`'s.
+"""The prefetch trace: the order in which one pass uses the units, recorded once and then replayed.
 
 A pass is one forward and the backward after it (or one forward without gradients). The first pass is recorded:
-nothing is prefetched and every unit is given up after use. From then on the next units are fetched ahead.
+nothing is prefetched and every unit is resharded after use. From then on the next units are gathered ahead, and a unit
+that is needed again soon stays unsharded. (DeepSpeed traces modules in the same way, for its `stage3_*` limits.)
+
+Pure Python: units are names with a size, and decisions are printable actions, so that a trace can be read, compared
+between ranks and tested without a process group. `coordinator.py` carries the actions out.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ __all__ = ["PrefetchLimits", "PrefetchTrace"]
 
 @dataclass(frozen=True)
 class PrefetchLimits:
-    """How much may be whole at a time, in elements (the `stage3_*` keys of the same names)."""
+    """Bounds on unsharded and prefetched parameters, in elements (the `stage3_*` keys of the same names)."""
 
     prefetch_bucket_size: int = 50_000_000
     max_live_parameters: int = 1_000_000_000
@@ -27,14 +28,16 @@ class PrefetchLimits:
 
 
 @dataclass
-class _Trace:
+class _Recording:
+    """The uses of one pass, in order."""
+
     order: list[str] = field(default_factory=list)
     complete: bool = False
     next_use: list[int | None] = field(default_factory=list)
     """Elements needed from position i on until the unit of position i is needed again, that unit included."""
 
     def seal(self, numels: Mapping[str, int]) -> None:
-        """Works out the reuse distances, back to front."""
+        """Computes the reuse distances, back to front: `ahead` is the number of elements used after position i."""
         ahead = 0
         last: dict[str, int] = {}
         self.next_use = [None] * len(self.order)
@@ -48,24 +51,35 @@ class _Trace:
 
 
 class PrefetchTrace:
-    """Order and limits of the fetches of one engine.
+    """Decides what to prefetch and what to keep unsharded, by the recorded order and the limits.
 
-    1. `begin(kind)` at the start of a pass, 2. `need(unit)` each time a unit must be whole; the answer is what to fetch
-    ahead, 3. `keep(unit)` after each use: whether to leave it whole, 4. `end()`.
+    1. `begin(kind)` at the start of a pass, 2. `need(unit)` each time a unit must be unsharded; it returns the units to
+    prefetch, 3. `keep(unit)` after each use: whether to leave it unsharded, 4. `end()`.
+
+    Example:
+        >>> trace = PrefetchTrace({"a": 10, "b": 10}, PrefetchLimits(max_reuse_distance=0))
+        >>> for _ in range(2):  # the first pass records, the second prefetches
+        ...     trace.begin("eval")
+        ...     ahead = [trace.need("a", {"a": 10}), trace.need("b", {"b": 10})]
+        ...     trace.end()
+        >>> ahead
+        [['b'], []]
+        >>> trace.actions
+        ['UNSHARD a', 'PREFETCH b', 'UNSHARD b']
     """
 
     def __init__(self, numels: Mapping[str, int], limits: PrefetchLimits) -> None:
         self._numels = dict(numels)
         self._limits = limits
-        self._traces: dict[str, _Trace] = {}
+        self._traces: dict[str, _Recording] = {}
         self._kind = ""
-        self._trace = _Trace()
+        self._trace = _Recording()
         self._position = -1
         self._last_use: dict[str, int] = {}
         self._warned = False
-        self._early: set[str] = set()  # fetched ahead, and not needed yet
+        self._prefetched: set[str] = set()  # and not needed yet
         self.actions: list[str] = []
-        """What the pass has asked for so far, e.g. ``"UNSHARD layers.3"``."""
+        """The actions of the pass so far, e.g. ``"UNSHARD layers.3"``."""
 
     @property
     def in_pass(self) -> bool:
@@ -75,22 +89,22 @@ class PrefetchTrace:
     def begin(self, kind: str) -> None:
         """Starts a pass; passes of one kind ("train", "eval") share a recording."""
         self._kind = kind
-        self._trace = self._traces.setdefault(kind, _Trace())
+        self._trace = self._traces.setdefault(kind, _Recording())
         if not self._trace.complete:
             self._trace.order.clear()
         self._position = -1
         self._last_use.clear()
-        self._early.clear()
+        self._prefetched.clear()
         self.actions = []
 
     def need(self, name: str, live: Mapping[str, int]) -> list[str]:
-        """Notes that `name` must be whole now; returns the units to fetch ahead, in order.
+        """Records that `name` must be unsharded now; returns the units to prefetch, in order.
 
         Args:
-            live: the units that are whole or on their way, `name` among them, with their sizes.
+            live: the units that are unsharded or gathering, `name` among them, with their sizes.
         """
         self.actions.append(f"UNSHARD {name}")
-        self._early.discard(name)
+        self._prefetched.discard(name)
         if not self.in_pass:
             return []  # a module called by itself, outside the model's forward
         if not self._trace.complete:
@@ -103,24 +117,24 @@ class PrefetchTrace:
         return ahead
 
     def keep(self, name: str, live_numel: int) -> bool:
-        """Whether a unit that was just used stays whole because it is needed again soon enough."""
+        """Whether a unit that was just used stays unsharded because it is needed again soon enough."""
         position = self._last_use.get(name)
         if not self.in_pass or not self._trace.complete or position is None:
             return False
-        kept = self._is_needed_soon(position) and live_numel <= self._limits.max_live_parameters
-        self.actions.append(f"{'KEEP' if kept else 'RESHARD'} {name}")
-        return kept
+        keeps = self._is_needed_soon(position) and live_numel <= self._limits.max_live_parameters
+        self.actions.append(f"{'KEEP' if keeps else 'RESHARD'} {name}")
+        return keeps
 
     def end(self) -> None:
-        """Ends the pass; a first recording becomes the schedule."""
+        """Ends the pass; a first recording is replayed from now on."""
         if self._kind and not self._trace.complete and self._trace.order:
             self._trace.seal(self._numels)
         self._kind = ""
 
     def forget(self) -> None:
-        """Drops all recordings, e.g. after an exception in the middle of a pass."""
+        """Invalidates all recordings, e.g. after an exception in the middle of a pass."""
         self._traces.clear()
-        self._trace = _Trace()
+        self._trace = _Recording()
         self._kind = ""
 
     def _advance_to(self, name: str) -> bool:
@@ -134,6 +148,8 @@ class PrefetchTrace:
             self._position = 0
             self._last_use = {name: 0}
             return True
+        # Another order: what is in flight stays valid, only prefetching stops until the new order has been recorded.
+        # One warning per engine: a model with random depth would log one per step.
         expected = order[self._position + 1] if self._position + 1 < len(order) else "the end of the pass"
         if not self._warned:
             self._warned = True
@@ -143,7 +159,7 @@ class PrefetchTrace:
                 name,
                 expected,
             )
-        self._trace = self._traces[self._kind] = _Trace(order=[*order[: self._position + 1], name])
+        self._trace = self._traces[self._kind] = _Recording(order=[*order[: self._position + 1], name])
         return False
 
     def _is_needed_soon(self, position: int) -> bool:
@@ -151,21 +167,25 @@ class PrefetchTrace:
         return distance is not None and distance <= self._limits.max_reuse_distance
 
     def _ahead(self, live: Mapping[str, int]) -> list[str]:
+        """The next units in recorded order, as far as both limits allow."""
+        # Prefetched units that were not used yet count against the bucket: it bounds the memory that is gathered ahead
+        # at any time, not what one call may add to it.
         room = self._limits.max_live_parameters - sum(live.values())
-        budget = self._limits.prefetch_bucket_size - sum(self._numels[name] for name in self._early)
-        chosen: list[str] = []
+        budget = self._limits.prefetch_bucket_size - sum(self._numels[name] for name in self._prefetched)
+        ahead: list[str] = []
         for name in self._trace.order[self._position + 1 :]:
-            if name in self._early:
+            if name in self._prefetched:
                 continue
             if name in live:
                 used = self._last_use.get(name)
                 if used is None or self._is_needed_soon(used):
                     continue
-                break  # it will be given up first, and what comes after it should not come before it
+                break  # it is resharded before; gathering what comes after it first would only hold memory longer
             numel = self._numels[name]
+            # No look past a unit that does not fit: a smaller one further on would take its memory.
             if numel > budget or numel > room:
                 break
             budget, room = budget - numel, room - numel
-            chosen.append(name)
-            self._early.add(name)
-        return chosen
+            ahead.append(name)
+            self._prefetched.add(name)
+        return ahead

@@ -1,8 +1,9 @@
 """The optimizer over fp32 masters: any `torch.optim` class steps on what this rank has of them.
 
-A buffer's shard is cut into pieces: one per run of parameters of one param group for an elementwise rule, one per
-parameter, in its shape, for a rule that looks at whole tensors (`OptimizerKind`). The optimizer's `param_groups` keep
-their dictionaries (schedulers and loggers that hold them go on working); only their `params` become the pieces.
+A buffer's masters are cut into pieces (`storage/masters.py`): one per run of parameters of one param group for an
+elementwise rule, one per parameter, in its shape, for a rule that looks at whole tensors (`OptimizerKind`). The
+optimizer's `param_groups` keep their dictionaries (schedulers and loggers that refer to them go on working); only their
+`params` become the pieces. Where masters, states and weights live is the storages' business.
 
 [Note: equal pieces] A replicated optimizer (nothing sharded) steps W pieces of S elements where a sharded one steps
 one of them, so that every kernel sees vectors of the same length with the same contents, and even an implementation
@@ -11,54 +12,26 @@ whose vector tail rounds differently gives the same bits.
 
 from __future__ import annotations
 
-import bisect
-import math
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroaccel.errors import OffloadError
-from zeroaccel.offload.tier import Fetch, TierElements
+from zeroaccel.ops.moments import exponents_name
 from zeroaccel.ops.shard_step import ShardOptimizer, ShardStep
-from zeroaccel.optim.optimizer_kinds import (
-    OptimizerKind,
-    OptimizerKinds,
-    StepCounters,
-    batches,
-    renew_state,
-    restricted,
-)
+from zeroaccel.optim.optimizer_kinds import OptimizerKind, OptimizerKinds, StepCounters, batches, restricted
 from zeroaccel.zero.grad_reducer import GradientBuffer
+from zeroaccel.zero.layout import FlatTensor
 from zeroaccel.zero.param_unit import FlatBuffer
 from zeroaccel.zero.storage.copy_stream import CopyStream
-from zeroaccel.zero.storage.state_swapper import StateTier, SubGroup
+from zeroaccel.zero.storage.masters import MasterPiece, MasterStorage
 
-__all__ = ["Piece", "ShardedOptimizer"]
-
-
-@dataclass(frozen=True, eq=False)
-class Piece:
-    """A run of one buffer's master that one param group updates.
-
-    Attributes:
-        master: (L,) fp32 leaf, a view into the buffer's master; of the parameter's shape for an optimizer that is
-            not elementwise. NaN while its sub-group is away.
-        start, end: its place in the flat buffer, in elements.
-        sub_group: what it is fetched with; None where masters are in memory.
-    """
-
-    buffer: FlatBuffer
-    master: nn.Parameter
-    start: int
-    end: int
-    group: int
-    sub_group: SubGroup | None = None
+__all__ = ["ShardedOptimizer", "followers"]
 
 
 class EarlierUpdates(Protocol):
@@ -74,6 +47,18 @@ class EarlierUpdates(Protocol):
         """Returns when all are done."""
 
 
+def followers(buffers: Sequence[FlatBuffer]) -> dict[int, MasterStorage]:
+    """id(buffer) -> the masters that are stepped after its own, so that they can be swapped in meanwhile."""
+    found: dict[int, MasterStorage] = {}
+    following: MasterStorage | None = None
+    for buffer in reversed(buffers):
+        if following is not None:
+            found[id(buffer)] = following
+        if buffer.masters.pieces:  # an owner layout leaves some ranks without any
+            following = buffer.masters
+    return found
+
+
 class ShardedOptimizer:
     """Steps the optimizer on this rank's masters and writes the new weights to the parameters' shards.
 
@@ -82,17 +67,12 @@ class ShardedOptimizer:
         kinds: what its rules look at; buffers of per-tensor groups have owner layouts.
         groups: id(parameter) -> index of its param group, taken before the parameters were sharded.
         buffers: every trainable buffer, in a fixed order.
-        replicated: every rank steps everything (stage 0) instead of its shard.
         sub_group_numel: fp32 gradients made at a time for optimizers without a kernel of their own, in elements.
-        states: the tier of masters and states, where they are not in memory.
-        keys: id(buffer) -> its key in `states`.
         copies: moves weights to the device from masters in host memory, where the two are not one.
 
     Attributes:
-        pieces: id(buffer) -> its pieces that this rank steps.
-        states: as given.
-        update_seconds, waited_seconds, hidden_seconds: of all steps so far: in all, of it for a tier, and of it beside
-            other work.
+        buffers: as given.
+        update_seconds, hidden_seconds: of all steps so far: in all, and of it during other work.
         group_of: fqn -> index of its param group, of every trainable parameter.
         is_stepping: within a call of the optimizer's own `step`.
     """
@@ -104,84 +84,58 @@ class ShardedOptimizer:
         groups: Mapping[int, int],
         buffers: Sequence[FlatBuffer],
         *,
-        replicated: bool,
         sub_group_numel: int = 1_000_000_000,
-        states: StateTier | None = None,
-        keys: Mapping[int, str] | None = None,
         copies: CopyStream | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.kinds = kinds
+        self.buffers = tuple(buffers)
+        self.is_stepping = False
+        self.update_seconds = self.hidden_seconds = 0.0
         self._calls_together = OptimizerKind.COUPLED in kinds.groups
         self._counters: StepCounters | None = None
-        self.is_stepping = False
-        self.states = states
-        self.update_seconds = self.waited_seconds = self.hidden_seconds = 0.0
+        self._settled_seconds = 0.0
         self._copies = copies
         self._sub_group_numel = sub_group_numel
-        self._buffers = {id(buffer): buffer for buffer in buffers}
-        self.pieces: dict[int, list[Piece]] = {key: [] for key in self._buffers}
-        self._sub_groups: dict[int, tuple[SubGroup, ...]] = {}
         self.group_of = {
             slot.fqn: groups[id(param)]
             for buffer in buffers
             for slot, param in zip(buffer.layout.slots, buffer.params, strict=True)
         }
-        for buffer in buffers:
-            if states is not None and keys is not None:
-                self._add_tiered(buffer, states.sub_groups[keys[id(buffer)]])
-                continue
-            by_parameter = buffer.layout.has_owners or (self._calls_together and replicated)
-            cut = _by_parameter if by_parameter else _by_run
-            for start, end, shape, group in cut(buffer, groups, replicated=replicated):
-                self._add(buffer, start, end, shape, group, replicated=replicated)
         self._point_groups()
-        if optimizer.state and states is not None:
-            states.renews = True
-            optimizer.state.clear()
-        elif optimizer.state:
-            renew_state(optimizer)
+        makes_states = bool(optimizer.state)  # of the model's parameters, as the constructor of Adagrad does
+        optimizer.state.clear()
+        for buffer in buffers:
+            buffer.masters.bind(optimizer, makes_states=makes_states)
 
     def _point_groups(self) -> None:
         """Replaces the model's parameters in the param groups by the pieces, in the order of those parameters.
 
         A rule that sums over several parameters gives the bits of that order.
         """
-        places = {
-            id(param): place for held in self.optimizer.param_groups for place, param in enumerate(held["params"])
+        order = {
+            id(param): place for group in self.optimizer.param_groups for place, param in enumerate(group["params"])
         }
-        first_of: dict[int, int] = {}
-        for cut in self.pieces.values():
-            for piece in cut:
-                first_of[id(piece.master)] = places[id(piece.buffer.params[_first_slot(piece)])]
-        for index, held in enumerate(self.optimizer.param_groups):
-            masters = [p.master for cut in self.pieces.values() for p in cut if p.group == index]
-            held["params"] = sorted(masters, key=lambda master: first_of[id(master)])
+        pieces: list[list[tuple[int, MasterPiece]]] = [[] for _ in self.optimizer.param_groups]
+        for buffer in self.buffers:
+            params = {slot.fqn: param for slot, param in zip(buffer.layout.slots, buffer.params, strict=True)}
+            for piece in buffer.masters.pieces:
+                first, _ = next(buffer.layout.slots_in(piece.range, padded=True))
+                pieces[piece.group].append((order[id(params[first.fqn])], piece))
+        for group, own in zip(self.optimizer.param_groups, pieces, strict=True):
+            group["params"] = [piece.param for _, piece in sorted(own, key=lambda item: item[0])]
 
-    def _add(
-        self, buffer: FlatBuffer, start: int, end: int, shape: tuple[int, ...], group: int, *, replicated: bool
-    ) -> None:
-        assert buffer.master is not None, f"a trainable buffer without a master: {buffer.layout.slots[0].fqn}"
-        origin = 0 if replicated else buffer.layout.bounds(buffer.rank)[0]
-        master = nn.Parameter(buffer.master[start - origin : end - origin].view(shape))
-        self.pieces[id(buffer)].append(Piece(buffer, master, start, end, group))
-
-    def _add_tiered(self, buffer: FlatBuffer, sub_groups: Sequence[SubGroup]) -> None:
-        self._sub_groups[id(buffer)] = tuple(sub_groups)
-        for sub_group in sub_groups:
-            if sub_group.is_split:
-                sub_group.weights = buffer.stored_shard
-            for run in sub_group.pieces:
-                master = nn.Parameter(torch.full((), math.nan).expand(run.shape))
-                sub_group.masters.append(master)
-                self.pieces[id(buffer)].append(Piece(buffer, master, run.start, run.end, run.group, sub_group))
+    @property
+    def waited_seconds(self) -> float:
+        """Of all updates so far, for a tier."""
+        return self._settled_seconds + sum(buffer.masters.waited_seconds for buffer in self.buffers)
 
     def step(
         self,
         gradients: Sequence[GradientBuffer],
         grad_scale: float,
         done: Callable[[FlatBuffer], None] = lambda buffer: None,
-        beside: EarlierUpdates | None = None,
+        earlier: EarlierUpdates | None = None,
     ) -> None:
         """One update of all masters and of the parameters' own copies.
 
@@ -189,7 +143,7 @@ class ShardedOptimizer:
             gradients: the reduced gradients of every buffer.
             grad_scale: unscaling and clipping, multiplied into the gradients.
             done: called after each buffer, so that its gather can start while the next is stepped.
-            beside: has updated some buffers already, or is about to; their gradients are not looked at.
+            earlier: has updated some buffers already, or is about to; their gradients are not looked at.
 
         Raises:
             OffloadError: a tier failed. `done` has been called for every buffer all the same, since the other ranks
@@ -199,45 +153,150 @@ class ShardedOptimizer:
         if self._calls_together:
             with self._timed():
                 self._step_together(gradients, grad_scale, done)
-        else:
-            self._step_in_turn(gradients, grad_scale, done, beside)
+            return
 
-    def _step_in_turn(
-        self,
-        gradients: Sequence[GradientBuffer],
-        grad_scale: float,
-        done: Callable[[FlatBuffer], None],
-        beside: EarlierUpdates | None,
-    ) -> None:
+        own = [gradient.buffer for gradient in gradients if earlier is None or not earlier.has(gradient.buffer)]
+        following = followers(own)
         failure: OffloadError | None = None
-        arrivals = self.arrivals([held.buffer for held in gradients if beside is None or not beside.has(held.buffer)])
-        for held in gradients:
+        for gradient in gradients:
+            buffer = gradient.buffer
             try:
-                if beside is not None and beside.has(held.buffer):
-                    beside.install(held.buffer)
+                if earlier is not None and earlier.has(buffer):
+                    earlier.install(buffer)
                 elif failure is None:
-                    if beside is not None:
-                        beside.wait()  # one at a time at the tiers
+                    if earlier is not None:
+                        earlier.wait()  # one update at a time at the tiers
                     with self._timed():
-                        self._step_buffer(held, grad_scale, arrivals)
+                        self._step_buffer(buffer, _reduced(gradient), grad_scale, following)
             except OffloadError as error:
+                # The other ranks go on to the gathers of this step: so does this one, and raises after the last.
                 failure = failure or error
-                arrivals.close()
-                if held.buffer.home is not None:
-                    held.buffer.home.abandon()
-            if self._copies is not None:
-                self._copies.wait()
-            done(held.buffer)
+                _break_off(buffer, own)
+            self._finish(buffer, done)
         try:
-            with self._timed(), self._waiting():
-                for home in [held.buffer.home for held in gradients if held.buffer.home is not None][:1]:
-                    home.tier.settle()
-                if self.states is not None:
-                    self.states.settle()
+            with self._timed():
+                self._settle([gradient.buffer for gradient in gradients])
         except OffloadError as error:
             failure = failure or error
         if failure is not None:
             raise failure
+
+    def _step_buffer(
+        self, buffer: FlatBuffer, grad: FlatTensor, grad_scale: float, following: Mapping[int, MasterStorage]
+    ) -> None:
+        out = buffer.masters.stage_weights()
+        self.update(buffer, grad, grad_scale, following.get(id(buffer)), out, self.optimizer.param_groups)
+        if out is not None:
+            buffer.shard.commit()
+
+    def update(
+        self,
+        buffer: FlatBuffer,
+        grad: FlatTensor,
+        grad_scale: float,
+        following: MasterStorage | None,
+        out: FlatTensor | None,
+        groups: Sequence[dict[str, Any]],
+    ) -> None:
+        """Updates the masters of one buffer.
+
+        Args:
+            grad: of the range of the masters.
+            following: the masters that are updated next; see `followers`.
+            out: gets the new weights in its dtype; None where the masters are enough.
+            groups: the hyperparameters, by param group.
+        """
+        for pieces in buffer.masters.chunks(following):
+            if isinstance(self.optimizer, ShardStep):
+                self._step_native(self.optimizer, pieces, grad, grad_scale, out, groups)
+            else:
+                self._step_generic(pieces, grad, grad_scale, out)
+
+    def _step_native(
+        self,
+        kernel: ShardStep,
+        pieces: Sequence[MasterPiece],
+        grad: FlatTensor,
+        grad_scale: float,
+        out: FlatTensor | None,
+        groups: Sequence[dict[str, Any]],
+    ) -> None:
+        """One pass over memory per piece: unscale, update and round, by the optimizer's own kernel."""
+        for piece in pieces:
+            with self._rounded(piece, out) as rounded:
+                kernel.step_shard(
+                    groups[piece.group], piece.param, grad[piece.range], grad_scale=grad_scale, out=rounded
+                )
+
+    def _step_generic(
+        self, pieces: Sequence[MasterPiece], grad: FlatTensor, grad_scale: float, out: FlatTensor | None
+    ) -> None:
+        """The optimizer's own `step`, with the pieces of a batch as all it sees: fp32 gradients of one at a time."""
+        for batch in batches(pieces, self._sub_group_numel, lambda piece: piece.range.numel):
+            for piece in batch:
+                _set_grad(piece, grad, grad_scale)
+            with restricted(self.optimizer, [piece.param for piece in batch]):
+                self._call_again(self._call_step)
+            for piece in batch:
+                self._take_weights(piece, out)
+
+    def _step_together(
+        self, gradients: Sequence[GradientBuffer], grad_scale: float, done: Callable[[FlatBuffer], None]
+    ) -> None:
+        """One call of a coupled optimizer with all pieces: all gradients are in fp32 at once."""
+        for gradient in gradients:
+            for piece in gradient.buffer.masters.pieces:
+                _set_grad(piece, _reduced(gradient), grad_scale)
+        self._call_step()
+        for gradient in gradients:
+            buffer = gradient.buffer
+            out = buffer.masters.stage_weights()
+            for piece in buffer.masters.pieces:
+                self._take_weights(piece, out)
+            if out is not None:
+                buffer.shard.commit()
+            self._finish(buffer, done)
+
+    def change_masters(self, call: Callable[[], object], done: Callable[[FlatBuffer], None]) -> None:
+        """Lets a method of the optimizer that is no step, such as its `eval`, change masters and states.
+
+        Args:
+            call: the method; called for a part of the masters at a time, as `step` is.
+            done: called after each buffer, whose shard has the new weights.
+
+        Raises:
+            OffloadError: a tier failed. `done` has been called for every buffer all the same; masters and parameters
+                are a mixture of old and new.
+        """
+        self._counters = None
+        if self._calls_together:
+            call()
+        following = followers(self.buffers)
+        failure: OffloadError | None = None
+        for buffer in self.buffers:
+            try:
+                if failure is None:
+                    self._change_buffer(buffer, call, following.get(id(buffer)))
+            except OffloadError as error:
+                failure = error
+                _break_off(buffer, self.buffers)
+            self._finish(buffer, done)
+        if failure is not None:
+            raise failure
+        if self._counters is None and not self._calls_together:  # this rank owns nothing
+            with restricted(self.optimizer, ()):
+                call()
+
+    def _change_buffer(self, buffer: FlatBuffer, call: Callable[[], object], following: MasterStorage | None) -> None:
+        out = buffer.masters.stage_weights()
+        for pieces in buffer.masters.chunks(following):
+            if pieces and not self._calls_together:
+                with restricted(self.optimizer, [piece.param for piece in pieces]):
+                    self._call_again(call)
+            for piece in pieces:
+                self._take_weights(piece, out)
+        if out is not None:
+            buffer.shard.commit()
 
     def count_step(self) -> None:
         """Lets the optimizer, its schedulers and its hooks take note of a step in which its `step` was not called."""
@@ -262,142 +321,69 @@ class ShardedOptimizer:
             self._counters.restore()
         call()
 
-    def change_masters(self, call: Callable[[], object], done: Callable[[FlatBuffer], None]) -> None:
-        """Lets a method of the optimizer that is no step, such as its `eval`, change masters and states.
+    # -- new weights
 
-        Args:
-            call: the method; called for a part of the masters at a time, as `step` is.
-            done: called after each buffer, whose shard has the new weights.
-
-        Raises:
-            OffloadError: a tier failed. `done` has been called for every buffer all the same; masters and parameters
-                are a mixture of old and new.
-        """
-        self._counters = None
-        if self._calls_together:
-            call()
-        failure: OffloadError | None = None
-        arrivals = self.arrivals(list(self._buffers.values()))
-        for buffer in self._buffers.values():
-            try:
-                if failure is None:
-                    self._change_buffer(buffer, call, arrivals)
-            except OffloadError as error:
-                failure = error
-                arrivals.close()
-                if buffer.home is not None:
-                    buffer.home.abandon()
-            if self._copies is not None:
-                self._copies.wait()
-            done(buffer)
-        if failure is not None:
-            raise failure
-        if self._counters is None and not self._calls_together:  # this rank owns nothing
-            with restricted(self.optimizer, ()):
-                call()
-
-    def _change_buffer(self, buffer: FlatBuffer, call: Callable[[], object], arrivals: Generator[Tensor]) -> None:
-        targets = self._targets(buffer)
-        for sub_group, pieces in self._cut(buffer):
-            with self._here(sub_group, arrivals):
-                if pieces and not self._calls_together:
-                    with restricted(self.optimizer, [piece.master for piece in pieces]):
-                        self._call_again(call)
-                for piece in pieces:
-                    self._finish_piece(piece, targets)
-        if buffer.home is not None:
-            buffer.home.commit()
-
-    @contextmanager
-    def _here(self, sub_group: SubGroup | None, arrivals: Generator[Tensor]) -> Iterator[None]:
-        """Has a sub-group's masters and states in memory; there is nothing to do where they always are."""
-        if sub_group is None or self.states is None:
-            yield
-            return
-        slab = next(arrivals)
-        self.states.attach(sub_group, slab, self.optimizer)
-        yield
-        with self._waiting():
-            self.states.detach(sub_group, slab, self.optimizer)
-
-    def _step_together(
-        self, gradients: Sequence[GradientBuffer], grad_scale: float, done: Callable[[FlatBuffer], None]
-    ) -> None:
-        """One call of a coupled optimizer with all pieces: all gradients are in fp32 at once."""
-        for held in gradients:
-            grad, origin = self._gradient(held)
-            for piece in self.pieces[id(held.buffer)]:
-                _lay_gradient(piece, grad, origin, grad_scale)
-        self._call_step()
-        for held in gradients:
-            targets = self._targets(held.buffer)
-            for piece in self.pieces[id(held.buffer)]:
-                self._finish_piece(piece, targets)
-            if held.buffer.home is not None:
-                held.buffer.home.commit()
-            if self._copies is not None:
-                self._copies.wait()
-            done(held.buffer)
-
-    @staticmethod
-    def _gradient(held: GradientBuffer) -> tuple[Tensor, int]:
-        """(the reduced gradient to step with, the place of its first element in the flat buffer)."""
-        if held.full is not None:
-            return held.full, 0
-        assert held.shard is not None, f"{held.name} is stepped without a gradient"
-        return held.shard, held.buffer.layout.bounds(held.buffer.rank)[0]
-
-    def _step_buffer(self, held: GradientBuffer, grad_scale: float, arrivals: Generator[Tensor]) -> None:
-        grad, _ = self._gradient(held)
-        targets = self._targets(held.buffer)
-        self.update(held.buffer, grad, grad_scale, arrivals, targets, self.optimizer.param_groups)
-        if held.buffer.home is not None:
-            held.buffer.home.commit()
-
-    def update(
-        self,
-        buffer: FlatBuffer,
-        grad: Tensor,
-        grad_scale: float,
-        arrivals: Generator[Tensor],
-        targets: Tensor | None,
-        groups: Sequence[dict[str, Any]],
-    ) -> None:
-        """Updates the masters of one buffer.
-
-        Args:
-            grad: (S,), or (N,) where masters are whole.
-            arrivals: of `arrivals`, of an order in which this buffer is next.
-            targets: (S,) or (N,), gets the new weights in its dtype; None where the masters are enough.
-            groups: the hyperparameters, by param group.
-        """
-        origin = buffer.layout.bounds(buffer.rank)[0] if grad.numel() != buffer.layout.numel else 0
-        for sub_group, pieces in self._cut(buffer):
-            with self._here(sub_group, arrivals):
-                if isinstance(self.optimizer, ShardStep):
-                    self._step_native(self.optimizer, pieces, grad, origin, grad_scale, targets, groups)
-                else:
-                    self._step_generic(pieces, grad, origin, grad_scale, targets)
-
-    def staging(self, buffer: FlatBuffer) -> Tensor | None:
-        """(S,) host memory for new weights beside the old ones; None where the masters do as well."""
-        if buffer.master is not None and buffer.master.dtype is buffer.dtype:
+    def stage_aside(self, buffer: FlatBuffer) -> FlatTensor | None:
+        """Host memory for new weights while the old ones are computed with; None where the masters do as well."""
+        if buffer.masters.as_weights(buffer.dtype) is not None:
             return None
         pinned = self._copies is not None and self._copies.pinned
-        return torch.empty(buffer.layout.shard_numel(buffer.rank), dtype=buffer.dtype, pin_memory=pinned)
+        return FlatTensor(buffer.own, torch.empty(buffer.own.numel, dtype=buffer.dtype, pin_memory=pinned))
 
-    def install(self, buffer: FlatBuffer, weights: Tensor | None) -> None:
-        """Puts weights that `update` wrote to `staging` into the shard."""
-        new = buffer.master if weights is None else weights
-        target = self._targets(buffer)
-        assert new is not None and target is not None, "masters that are not apart from the parameters"
+    def install(self, buffer: FlatBuffer, weights: FlatTensor | None) -> None:
+        """Puts weights that `update` wrote to `stage_aside` into the shard."""
+        new = buffer.masters.as_weights(buffer.dtype) if weights is None else weights.values
+        staged = buffer.masters.stage_weights()
+        assert new is not None and staged is not None, "masters that are the weights that forward computes with"
+        target = staged[buffer.masters.range]
         if target.device == new.device or target.device.type == "cpu":
             target.copy_(new)
         else:
-            assert self._copies is not None, "masters in another memory than the parameters, and nobody to copy"
-            self._copies.to_device(target, new)
-        if buffer.home is not None:
-            buffer.home.commit()
+            self._copy_stream().to_device(target, new)
+        buffer.shard.commit()
+
+    @contextmanager
+    def _rounded(self, piece: MasterPiece, out: FlatTensor | None) -> Iterator[Tensor | None]:
+        """A piece's part of `out`, in the memory of its masters; its values are in `out` afterwards."""
+        if out is None:
+            yield None
+            return
+        target, device = out[piece.range], piece.param.device
+        if target.device == device:
+            yield target
+        elif target.device.type == "cpu":  # masters on the device, shards on the host
+            staged = torch.empty_like(target, device=device)
+            yield staged
+            target.copy_(staged)
+        else:
+            staged = torch.empty(target.shape, dtype=target.dtype, pin_memory=self._copy_stream().pinned)
+            yield staged
+            self._copy_stream().to_device(target, staged)
+
+    def _take_weights(self, piece: MasterPiece, out: FlatTensor | None) -> None:
+        """After the optimizer's own `step`: drops the gradient and rounds the masters into `out`."""
+        piece.param.grad = None
+        with self._rounded(piece, out) as rounded:
+            if rounded is not None:
+                rounded.copy_(piece.param.detach().flatten())
+
+    def _copy_stream(self) -> CopyStream:
+        assert self._copies is not None, "masters in another memory than the parameters, and no stream to copy them"
+        return self._copies
+
+    def _finish(self, buffer: FlatBuffer, done: Callable[[FlatBuffer], None]) -> None:
+        if self._copies is not None:
+            self._copies.wait()  # its gather, which `done` may start, reads the new weights
+        done(buffer)
+
+    def _settle(self, buffers: Sequence[FlatBuffer]) -> None:
+        begun = time.perf_counter()
+        try:
+            for buffer in buffers:
+                buffer.shard.settle()
+                buffer.masters.settle()
+        finally:
+            self._settled_seconds += time.perf_counter() - begun
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -407,180 +393,50 @@ class ShardedOptimizer:
         finally:
             self.update_seconds += time.perf_counter() - begun
 
-    def _cut(self, buffer: FlatBuffer) -> Iterator[tuple[SubGroup | None, Sequence[Piece]]]:
-        """The pieces of a buffer, by what they are fetched with."""
-        pieces = self.pieces[id(buffer)]
-        if self.states is None:
-            yield None, pieces
-            return
-        cursor = 0
-        for sub_group in self._sub_groups[id(buffer)]:
-            count = len(sub_group.pieces)
-            yield sub_group, pieces[cursor : cursor + count]
-            cursor += count
+    # -- what it has
 
-    def arrivals(self, buffers: Sequence[FlatBuffer]) -> Generator[Tensor]:
-        """The slabs of all sub-groups of buffers, in order; the next is under way while one is stepped."""
-        states = self.states
-        if states is None:
-            return
-        order = [sub_group for buffer in buffers for sub_group in self._sub_groups[id(buffer)]]
-        ahead: Fetch | None = None
-        try:
-            for index, sub_group in enumerate(order):
-                fetch, ahead = ahead or states.fetch(sub_group), None
-                with self._waiting():
-                    slab = fetch.wait()
-                if states.pipeline_read and index + 1 < len(order):
-                    ahead = states.fetch(order[index + 1])
-                yield slab
-        finally:
-            if ahead is not None:  # the step broke off
-                with suppress(OffloadError):
-                    states.tier.release(ahead.wait())
+    def state_of(self, piece: MasterPiece) -> tuple[list[str], dict[str, Any]]:
+        """(names of its states with one value per element, what else there is); both empty before a step.
 
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        begun = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.waited_seconds += time.perf_counter() - begun
-
-    def _targets(self, buffer: FlatBuffer) -> Tensor | None:
-        """(S,) or (N,): where the new weights go besides the master; None where the parameters are the master."""
-        if buffer.home is not None:
-            return buffer.home.open()
-        if not buffer.master_is_apart:
-            return None
-        whole = buffer.master is not None and buffer.master_is_replicated
-        return buffer.full if whole and buffer.resident else buffer.shard
-
-    @contextmanager
-    def _target(self, piece: Piece, targets: Tensor | None) -> Iterator[Tensor | None]:
-        """A piece's part of the new weights, in the memory of its master; it is where it belongs afterwards."""
-        if targets is None:
-            yield None
-            return
-        whole = targets.numel() == piece.buffer.layout.numel
-        origin = 0 if whole else piece.buffer.layout.bounds(piece.buffer.rank)[0]
-        part = targets[piece.start - origin : piece.end - origin]
-        if part.device == piece.master.device:
-            yield part
-            return
-        assert self._copies is not None, "masters in another memory than the parameters, and nobody to copy"
-        if part.device.type == "cpu":  # masters on the device, shards on the host
-            staged = torch.empty_like(part, device=piece.master.device)
-            yield staged
-            part.copy_(staged)
-            return
-        staged = torch.empty(part.shape, dtype=part.dtype, pin_memory=self._copies.pinned)
-        yield staged
-        self._copies.to_device(part, staged)
-
-    def _step_native(
-        self,
-        kernel: ShardStep,
-        pieces: Sequence[Piece],
-        grad: Tensor,
-        origin: int,
-        grad_scale: float,
-        targets: Tensor | None,
-        groups: Sequence[dict[str, Any]],
-    ) -> None:
-        for piece in pieces:
-            group = groups[piece.group]
-            part = grad[piece.start - origin : piece.end - origin]
-            with self._target(piece, targets) as out:
-                kernel.step_shard(group, piece.master, part, grad_scale=grad_scale, out=out)
-
-    def _step_generic(
-        self, pieces: Sequence[Piece], grad: Tensor, origin: int, grad_scale: float, targets: Tensor | None
-    ) -> None:
-        for batch in batches(pieces, self._sub_group_numel, lambda piece: piece.master.numel()):
-            for piece in batch:
-                _lay_gradient(piece, grad, origin, grad_scale)
-            with restricted(self.optimizer, [piece.master for piece in batch]):
-                self._call_again(self._call_step)
-            for piece in batch:
-                self._finish_piece(piece, targets)
-
-    def _finish_piece(self, piece: Piece, targets: Tensor | None) -> None:
-        piece.master.grad = None
-        with self._target(piece, targets) as out:
-            if out is not None:
-                out.copy_(piece.master.detach().flatten())
-
-    def is_away(self, buffer: FlatBuffer) -> bool:
-        """Whether a buffer's masters and states are in a tier, where only `stored` and `change` reach them."""
-        return id(buffer) in self._sub_groups
-
-    def splits_masters(self, buffer: FlatBuffer) -> bool:
-        """Whether its masters are kept as residuals of the weights, and cannot be told without those."""
-        return any(sub_group.is_split for sub_group in self._sub_groups.get(id(buffer), ()))
-
-    def stored(self, buffer: FlatBuffer, name: str | None, start: int, end: int) -> TierElements:
-        """See `StateTier.stored`; for a buffer that is away."""
-        assert self.states is not None, "nothing is away"
-        return self.states.stored(self._sub_groups[id(buffer)], name, start, end)
-
-    def change(self, buffer: FlatBuffer, name: str | None, start: int, values: Tensor) -> None:
-        """See `StateTier.change`; for a buffer that is away."""
-        assert self.states is not None, "nothing is away"
-        self.states.change(self._sub_groups[id(buffer)], name, start, values)
-
-    def sub_groups(self, buffer: FlatBuffer) -> Sequence[SubGroup]:
-        """The sub-groups of a buffer that is away."""
-        return self._sub_groups[id(buffer)]
-
-    def state_of(self, piece: Piece) -> dict[str, Any]:
-        """The optimizer's state of a piece, tensors of elements with one number per element; empty before a step."""
-        state: dict[str, Any] = self.optimizer.state.get(piece.master, {})
-        return self.optimizer.portable(state) if isinstance(self.optimizer, ShardOptimizer) else state
+        Values are read through the masters, in one form whatever the optimizer keeps them in.
+        """
+        state: Mapping[str, Any] = self.optimizer.state.get(piece.param, {})
+        inner = self.optimizer
+        hidden = {exponents_name(name) for name in inner.moments} if isinstance(inner, ShardOptimizer) else set()
+        names = [
+            name
+            for name, value in state.items()
+            if isinstance(value, Tensor) and value.shape == piece.param.shape and (value.dim() > 0 or name != "step")
+        ]  # of a parameter without dimensions, a count of steps looks like a value per element
+        return names, {name: value for name, value in state.items() if name not in hidden and name not in names}
 
     def nbytes(self) -> int:
         """Bytes in memory of masters that are not the parameters themselves, and of the optimizer's state tensors."""
-        masters = sum(
-            piece.master.numel() * 4
-            for pieces in self.pieces.values()
-            for piece in pieces
-            if piece.buffer.master is not None and piece.buffer.master_is_apart
-        )
+        masters = sum(tensor.nbytes for buffer in self.buffers for tensor in buffer.masters.tensors())
         states = sum(
             value.numel() * value.itemsize
             for state in self.optimizer.state.values()
             for value in state.values()
-            if isinstance(value, Tensor) and value.dim() > 0 and value.stride() != (0,)
+            if isinstance(value, Tensor) and value.dim() > 0 and any(value.stride())  # a stand-in has no strides
         )
         return masters + states
 
 
-def _by_run(
-    buffer: FlatBuffer, groups: Mapping[int, int], *, replicated: bool
-) -> Iterator[tuple[int, int, tuple[int, ...], int]]:
-    """(start, end, shape, param group) of each run of one group inside each shard that this rank steps."""
-    of_slots = [groups[id(param)] for param in buffer.params]
-    for rank in range(buffer.layout.world_size) if replicated else (buffer.rank,):
-        for start, end, group in buffer.layout.group_runs(of_slots, rank):
-            yield start, end, (end - start,), group
+def _reduced(gradient: GradientBuffer) -> FlatTensor:
+    """The reduced gradient to step with: of all elements where the optimizer is replicated, else of the shard."""
+    if gradient.full is not None:
+        return FlatTensor(gradient.buffer.layout.range, gradient.full)
+    assert gradient.shard is not None, f"{gradient.name} is stepped without a gradient"
+    return FlatTensor(gradient.buffer.own, gradient.shard)
 
 
-def _by_parameter(
-    buffer: FlatBuffer, groups: Mapping[int, int], *, replicated: bool
-) -> Iterator[tuple[int, int, tuple[int, ...], int]]:
-    """Whole parameters in their own shapes, of this rank's shard or all of them, for rules that look at the shape."""
-    layout = buffer.layout
-    for index, (slot, param) in enumerate(zip(layout.slots, buffer.params, strict=True)):
-        if slot.numel and (replicated or layout.owners[index] == buffer.rank):  # norms of nothing divide by zero
-            yield slot.start, slot.end, slot.shape, groups[id(param)]
+def _set_grad(piece: MasterPiece, grad: FlatTensor, grad_scale: float) -> None:
+    scaled = grad[piece.range].to(torch.float32, copy=True).mul_(grad_scale)
+    piece.param.grad = scaled.view(piece.param.shape)
 
 
-def _first_slot(piece: Piece) -> int:
-    """Index of the first parameter that a piece has elements, or padding, of."""
-    starts = [slot.start for slot in piece.buffer.layout.slots]
-    return max(bisect.bisect_right(starts, piece.start) - 1, 0)
-
-
-def _lay_gradient(piece: Piece, grad: Tensor, origin: int, grad_scale: float) -> None:
-    part = grad[piece.start - origin : piece.end - origin].to(torch.float32, copy=True)
-    piece.master.grad = part.mul_(grad_scale).view(piece.master.shape)
+def _break_off(buffer: FlatBuffer, others: Sequence[FlatBuffer]) -> None:
+    """After a tier has failed: nothing is staged or prefetched any more."""
+    buffer.shard.discard()
+    for other in others:
+        other.masters.release()

@@ -1,8 +1,15 @@
-"""What of a parameter is on this rank where another library splits it: the local tensors of DTensors.
+"""Parameters that are more than an `nn.Parameter`: DTensors, and parameters while they are sharded.
 
-Tensor parallelism (`torch.distributed.tensor.parallel`) makes a parameter a DTensor over its axis of the mesh; ZeRO
-then keeps, gathers and updates the local tensor, among the ranks of the other axis. An ordinary parameter is its own
-local tensor. Told apart by its attributes, so that nothing is imported for who does without.
+**DTensors.** Tensor parallelism (`torch.distributed.tensor.parallel`) makes a parameter a DTensor over its axis of the
+mesh; ZeRO shards, gathers and updates the local tensor, among the ranks of the other axis. An ordinary parameter is its
+own local tensor. DTensors are recognised by their attributes, so that `torch.distributed.tensor` is imported only by
+programs that use it.
+
+[Note: sharded parameters] Between uses a parameter shows one NaN in its shape (`param_unit.py`). torch refuses most
+writes to that without naming the parameter, and accepts others, such as `fill_`, which would be lost. So while it is
+sharded the object's class is `ShardedParameter`, which checks what is done with it. Reads go through; results that
+share the storage, such as `param.data`, are checked for writes too. The object stays the same, and is an ordinary
+`nn.Parameter` while it is unsharded, so that computing with it costs nothing.
 """
 
 from __future__ import annotations
@@ -33,13 +40,13 @@ def _split(tensor: Tensor) -> Any:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part."""
+    """This rank's local tensor."""
     split = _split(tensor)
     return tensor.detach() if split is None else split._local_tensor
 
 
 def set_local(param: nn.Parameter, data: Tensor) -> None:
-    """Makes `data` this rank's part of the parameter, which stays the object it is."""
+    """Makes `data` the local tensor of the parameter; the object stays the same."""
     split = _split(param)
     if split is None:
         param.data = data
@@ -48,25 +55,25 @@ def set_local(param: nn.Parameter, data: Tensor) -> None:
 
 
 def is_split(param: Tensor) -> bool:
-    """Whether other ranks have other parts of it; a DTensor that is whole everywhere is not split."""
+    """Whether ranks of another axis have other parts of it; a replicated DTensor is not split."""
     split = _split(param)
     return split is not None and any(placement.is_shard() for placement in split.placements)
 
 
 def local_grad(param: nn.Parameter, grad: Tensor) -> Tensor:
-    """This rank's part of a gradient, once it is split as the parameter is. (ranks of its axis, if it was not)"""
+    """The local gradient, redistributed to the parameter's placements if it has others (collective on its axis)."""
     split, target = _split(grad), _split(param)
     if split is None:
         return grad
     if target is not None and tuple(split.placements) != tuple(target.placements):
         split = split.redistribute(placements=target.placements)
     part: Tensor = split.to_local()
-    wait = getattr(part, "wait", None)
+    wait = getattr(part, "wait", None)  # an AsyncCollectiveTensor: the redistribution may still be running
     return wait() if wait is not None and type(part) is not Tensor else part
 
 
 def check_split(named: Sequence[tuple[str, nn.Parameter]], dtype_of: Any) -> None:
-    """A DTensor keeps the dtype and the equal parts it came with.
+    """Refuses DTensors that would have to change dtype, or whose local tensors differ in size.
 
     Args:
         dtype_of: (name, parameter) -> the dtype it is to have.
@@ -78,13 +85,13 @@ def check_split(named: Sequence[tuple[str, nn.Parameter]], dtype_of: Any) -> Non
         split = _split(param)
         if split is None:
             continue
-        wanted: torch.dtype = dtype_of(fqn, param)
-        if param.dtype is not wanted:
+        dtype: torch.dtype = dtype_of(fqn, param)
+        if param.dtype is not dtype:
             raise UsageError(
                 f"parameter {fqn}, a DTensor",
-                expected=f"{wanted}, as the config's precision says",
+                expected=f"{dtype}, as the config's precision says",
                 got=str(param.dtype),
-                fix=f"call model.to({wanted}) before parallelize_module",
+                fix=f"call model.to({dtype}) before parallelize_module",
             )
         for axis, placement in enumerate(split.placements):
             size = split.device_mesh.size(axis)
@@ -104,14 +111,14 @@ _OPERATORS = frozenset(f"__i{name}__" for name in _ARITHMETIC.split()) | {"__set
 
 
 def as_sharded(param: nn.Parameter, fqn: str) -> None:
-    """Has writes to an ordinary parameter refused; others, such as DTensors, are let alone."""
+    """Makes writes to an ordinary parameter errors; of others, such as DTensors, the class is left as it is."""
     if type(param) is nn.Parameter:
         vars(param)[_FQN] = fqn
         _change_class(param, ShardedParameter)
 
 
 def as_ordinary(param: nn.Parameter) -> None:
-    """Takes `as_sharded` back."""
+    """Undoes `as_sharded`."""
     if type(param) is ShardedParameter:
         _change_class(param, nn.Parameter)
         del vars(param)[_FQN]
@@ -178,7 +185,7 @@ class _ShardedValues(Tensor):
 
 
 def _call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunctionSubclass():  # else the calls below would come back here
         call = _name(func)
         target = next(_targets(func, call, args, kwargs), None)
         if target is not None:
@@ -193,36 +200,36 @@ def _call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, An
             detached = result.as_subclass(ShardedParameter)
             vars(detached)[_FQN] = _fqn(args[0])
             return detached
-        return _watched(result, args)
+        return _checked(result, args)
 
 
 def _targets(
     func: Callable[..., Any], call: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Iterator[ShardedParameter | _ShardedValues]:
-    """What of the arguments is sharded and would be written."""
-    written: list[Any] = [kwargs.get("out")]
+    """The sharded tensors among the arguments that the call would write."""
+    targets: list[Any] = [kwargs.get("out")]
     if call == "data":
         if func.__name__ == "__set__" and _is_other_storage(*args[:2]):
-            written.append(args[0])
+            targets.append(args[0])
     elif call in _OPERATORS or (call.endswith("_") and not call.endswith("__") and call not in _NO_WRITES):
-        written.append(args[0] if args else kwargs.get("tensor", kwargs.get("input")))
-    for value in written:
+        targets.append(args[0] if args else kwargs.get("tensor", kwargs.get("input")))
+    for value in targets:
         for tensor in value if isinstance(value, (list, tuple)) else (value,):
             if isinstance(tensor, (ShardedParameter, _ShardedValues)):
                 yield tensor
 
 
 def _is_other_storage(param: Tensor, data: Tensor) -> bool:
-    """Whether new data are other values; another dtype or device is a conversion, which the engine tells by itself."""
+    """Whether new data are other values; another dtype or device is a conversion, which `param_check.py` reports."""
     if (data.dtype, data.device) != (param.dtype, param.device):
         return False
     return bool(data.untyped_storage()._cdata != param.untyped_storage()._cdata)
 
 
-def _watched(result: Any, args: Sequence[Any]) -> Any:
+def _checked(result: Any, args: Sequence[Any]) -> Any:
     """A result, as `_ShardedValues` where it is a view of the first argument."""
     if isinstance(result, (list, tuple)) and result and isinstance(result[0], Tensor):
-        return type(result)([_watched(item, args) for item in result]) if type(result) in (list, tuple) else result
+        return type(result)([_checked(item, args) for item in result]) if type(result) in (list, tuple) else result
     source = args[0] if args else None
     if type(result) is not Tensor or not isinstance(source, (ShardedParameter, _ShardedValues)):
         return result

@@ -87,7 +87,7 @@ class WeightUpdate:
             self._seen_a_step = True
             return None
         agree()
-        order = [held.buffer for held in self._reducer.gradients if not self._reducer.comes_twice(held)]
+        order = [held.buffer for held in self._reducer.gradients if not self._reducer.accumulates_twice(held)]
         self._beside.begin(order, 1.0)
         return self._beside.add
 
@@ -187,7 +187,7 @@ class WeightUpdate:
         def stepped(buffer: FlatBuffer) -> None:
             unit = self._unit_of[id(buffer)]
             left[id(unit)] -= 1
-            if not (self._gathers and unit.resident and left[id(unit)] == 0):
+            if not (self._gathers and unit.persistent and left[id(unit)] == 0):
                 return
             while waiting and sum(u.numel for u in waiting) + unit.numel > self._gather_numel:
                 waiting.pop(0).wait()

@@ -1,7 +1,7 @@
-"""Which parameters travel together: cuts a model into units by its module tree.
+"""The wrap policy: which parameters form a unit, and so are gathered and reduced together.
 
 A unit is, by default, one repeated block (a child of a ModuleList, ModuleDict or Sequential), a large leaf outside the
-blocks (an embedding, a head), or what is left at the root. Only decides; `param_unit.py` builds, `hooks.py` attaches.
+blocks (an embedding, a head), or the remainder at the root. Only decides; `param_unit.py` builds, `hooks.py` attaches.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _CONTAINERS = (*_LISTS, nn.Sequential)
 
 @dataclass(frozen=True)
 class LeafRules:
-    """Modules that must be fetched whole because ranks may use different parts of them (`leaf_module` of the config).
+    """Modules that are one unit because ranks may run different parts of them (`leaf_module` of the config).
 
     `classes` are class names, bare or dotted; `names` are module fqns; `name_suffixes` their endings.
     `granularity` makes a leaf of any module with fewer elements per module than this; 0 turns that off.
@@ -59,7 +59,7 @@ class LeafRules:
 
 @dataclass
 class UnitSpec:
-    """A unit to be: its name, the modules whose forward needs it, and its parameters in order."""
+    """A planned unit: its name, the modules whose forward needs it, and its parameters in order."""
 
     name: str
     modules: list[nn.Module]
@@ -116,14 +116,14 @@ class _Owner:
 def _home(
     param: nn.Parameter, owners: Sequence[_Owner], root: nn.Module, persistent: set[int]
 ) -> tuple[object, str, list[nn.Module]]:
-    """The unit a parameter belongs to: (key, name, modules whose forward must find it whole)."""
+    """The unit a parameter belongs to: (key, name, modules that need it unsharded in their forward)."""
     if id(param) in persistent:
         return "persistent", "persistent", [root]
     boundaries = {id(owner.boundary): owner for owner in owners}
     if len(boundaries) == 1:
         owner = owners[0]
         return id(owner.boundary), owner.boundary_fqn or "root", [owner.boundary]
-    # Tied across units: it needs to be whole in each of its owners, so it forms a unit that hooks all of them.
+    # Tied across units: it must be unsharded in each of its owners, so it forms a unit that hooks all of them.
     modules = list({id(owner.module): owner.module for owner in owners}.values())
     name = "+".join(owner.fqn or "root" for owner in owners)
     return tuple(sorted(id(module) for module in modules)), f"tied({name})", modules
@@ -131,14 +131,14 @@ def _home(
 
 def _owners(model: nn.Module, boundaries: dict[int, str]) -> dict[int, list[_Owner]]:
     """Every registration of every parameter, tied ones several times."""
-    found: dict[int, list[_Owner]] = {}
+    owners: dict[int, list[_Owner]] = {}
 
     def walk(module: nn.Module, fqn: str, boundary: nn.Module, boundary_fqn: str, seen: set[int]) -> None:
         if id(module) in boundaries and id(module) not in seen:
             boundary, boundary_fqn = module, fqn
         for param in module._parameters.values():
             if param is not None:
-                found.setdefault(id(param), []).append(_Owner(fqn, module, boundary_fqn, boundary))
+                owners.setdefault(id(param), []).append(_Owner(fqn, module, boundary_fqn, boundary))
         if id(module) in seen:
             return
         seen.add(id(module))
@@ -146,7 +146,7 @@ def _owners(model: nn.Module, boundaries: dict[int, str]) -> dict[int, list[_Own
             walk(child, f"{fqn}.{name}" if fqn else name, boundary, boundary_fqn, seen)
 
     walk(model, "", model, "", set())
-    return found
+    return owners
 
 
 def _boundaries(model: nn.Module, rules: LeafRules) -> Iterator[tuple[int, str]]:
@@ -162,11 +162,15 @@ def _walk_boundaries(module: nn.Module, fqn: str, rules: LeafRules, *, inside: b
         if not any(True for _ in child.parameters()):
             continue
         if rules.match(child_fqn, child) or (not inside and is_mixture(name, child)):
-            yield id(child), child_fqn  # whole: nothing below it is a unit of its own
+            # Experts: ranks route to different ones, and a gather that only some ranks start would hang. So all of a
+            # mixture is one unit, and nothing below it starts another.
+            yield id(child), child_fqn
             continue
         if isinstance(child, _LISTS) and _EXPERTS.search(name):
-            yield from _walk_boundaries(child, child_fqn, rules, inside=True)  # theirs is the unit of what picks one
+            yield from _walk_boundaries(child, child_fqn, rules, inside=True)  # they belong to the unit of their router
             continue
+        # One unit per block balances the size of a gather against overlap: the next block is gathered while one
+        # computes (FSDP's guidance for transformers as well). Small leaves would each cost a latency-bound collective.
         block = not inside and repeated and not isinstance(child, _CONTAINERS)
         leaf = not inside and next(child.children(), None) is None
         large = leaf and sum(p.numel() for p in child.parameters()) >= LARGE_LEAF_NUMEL
@@ -178,8 +182,8 @@ def _walk_boundaries(module: nn.Module, fqn: str, rules: LeafRules, *, inside: b
 def is_mixture(name: str, module: nn.Module) -> bool:
     """Whether a module routes inputs to experts, so that ranks may run different children of it.
 
-    Told by a child called experts, by a list of like children beside something called a gate or a router, or by its
-    own name or class, unless something below it is called so too: then it is a model of such blocks.
+    Recognised by a child called experts, by a list of equal children next to a gate or router, or by its own name or
+    class, unless a module below it is called so too: then it is a model of such blocks.
     """
     children = dict(module.named_children())
     if isinstance(module, _CONTAINERS) or not children:
@@ -202,16 +206,17 @@ def _shapes(module: nn.Module) -> tuple[tuple[int, ...], ...]:
 
 
 def _persistent(model: nn.Module, threshold: int, model_threshold: int | None) -> set[int]:
-    chosen: set[int] = set()
+    """id() of the parameters that are never resharded: norms and biases, whose gathers are all latency."""
+    persistent: set[int] = set()
     total = 0
     for param in model.parameters():
         if param.numel() > threshold or threshold <= 0:
             continue
         if model_threshold is not None and total + param.numel() > model_threshold:
             break
-        chosen.add(id(param))
+        persistent.add(id(param))
         total += param.numel()
-    return chosen
+    return persistent
 
 
 def _check_rules(model: nn.Module, rules: LeafRules) -> None:

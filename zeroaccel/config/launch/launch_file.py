@@ -217,7 +217,7 @@ def _without_nothing(tree: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _without(values: Mapping[str, Any], tree: dict[Any, Any]) -> dict[Any, Any]:
-    """Without the keys of settings that somebody else decides, who may have had to: a file may leave blanks to fill."""
+    """Without the keys of settings that a flag or a variable decides; the file may have blanks to be filled there."""
     kept = {key: value for key, value in tree.items() if key not in values or key == "distributed_type"}
     for section in _SECTIONS:
         if isinstance(kept.get(section), dict):

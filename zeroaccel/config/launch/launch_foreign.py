@@ -84,8 +84,8 @@ def translate_fsdp(fsdp: Mapping[str, Any], num_machines: int = 1) -> FsdpTransl
         elif key == "fsdp_cpu_ram_efficient_loading":
             _at_stage_3(key, value, "zero3_init_flag", _is_true(value), stage, made)
         elif key == "fsdp_state_dict_type":
-            whole = str(value).upper() in ("FULL_STATE_DICT", "1")
-            _at_stage_3(key, value, "zero3_save_16bit_model", whole, stage, made)
+            is_full = str(value).upper() in ("FULL_STATE_DICT", "1")
+            _at_stage_3(key, value, "zero3_save_16bit_model", is_full, stage, made)
         elif key in _LEFT_OUT:
             made.notes.append((key, f"left out, {_LEFT_OUT[key]}"))
         elif key not in (_STRATEGY, _RESHARD):
@@ -98,7 +98,7 @@ def _stage(given: Mapping[str, Any], written: Mapping[str, str], num_machines: i
     is_second = str(given.get("fsdp_version", "")) == "2" and _RESHARD in given
     key = _RESHARD if is_second or _STRATEGY not in given else _STRATEGY
     said = str(given.get(key, "FULL_SHARD")).upper().removeprefix("SHARDINGSTRATEGY.").removeprefix("_")
-    # Parameters that stay whole between forward and backward are stage 2.
+    # FSDP2 without reshard_after_forward keeps parameters unsharded between forward and backward, as stage 2 does.
     word = {"TRUE": "FULL_SHARD", "FALSE": "SHARD_GRAD_OP"}.get(said, _NUMBERED.get(said, said))
     if word not in _STAGES:
         expected = " or ".join(_STAGES) if key == _STRATEGY else "true or false"
@@ -328,7 +328,7 @@ def _translate(made: ForeignKeys, typed: Mapping[str, Any]) -> None:
 
 
 def _drop_zero(made: ForeignKeys, kind: str) -> None:
-    """A DeepSpeed section beside a kind of training without ZeRO; what it says of the machines counts here."""
+    """Drops a DeepSpeed section where distributed_type does without ZeRO, but for its settings of the machines."""
     section = made.tree.get(_SECTION)
     if not isinstance(section, dict) or not section:
         return

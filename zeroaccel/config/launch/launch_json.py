@@ -50,10 +50,10 @@ def _existing(path: Path, given: ExplicitSettings) -> Path:
         return path
     # As in accelerate, the path counts from the working directory; people often think of the launch file's folder.
     file = given.sources["deepspeed_config_file"].rpartition(":")[0].rpartition(":")[0]
-    beside = Path(file).parent / path
-    if file and beside.is_file():
+    next_to_file = Path(file).parent / path
+    if file and next_to_file.is_file():
         where = given.where("deepspeed_config_file")
-        raise ConfigError(f"{where}: {path} does not exist in {Path.cwd()}", fix=f"write {beside}")
+        raise ConfigError(f"{where}: {path} does not exist in {Path.cwd()}", fix=f"write {next_to_file}")
     return path
 
 

@@ -307,7 +307,7 @@ class LaunchSettings(ProcessSettings, ZeroSettings, HostSettings, DynamoSettings
 
     @property
     def rendezvous(self) -> Rendezvous:
-        """How the machines meet. A port that somebody chose becomes MASTER_PORT only by the static way."""
+        """The rendezvous backend. An explicit port becomes MASTER_PORT with static rendezvous only."""
         if self.num_machines == 1 and not self.main_process_port:
             return "c10d"  # at a port that the agent finds; on one machine the ranks are fixed either way
         if self.rdzv_backend is None and (self.max_restarts or self.min_machines):
@@ -316,22 +316,22 @@ class LaunchSettings(ProcessSettings, ZeroSettings, HostSettings, DynamoSettings
 
     @property
     def machine(self) -> int:
-        """The number of this machine."""
+        """The rank of this machine."""
         return self.machine_rank or 0
 
     @property
     def is_main_machine(self) -> bool:
-        """Whether the meeting point is on this machine."""
+        """Whether this machine hosts the rendezvous store."""
         return self.machine == 0
 
     @property
     def starts_hosts(self) -> bool:
-        """Whether this launcher starts the job on the machines of a hostfile, rather than its own part of it."""
+        """Whether this launcher starts the job on all machines of a hostfile, rather than on this one."""
         return self.hostfile is not None and self.multinode_launcher != "standard"
 
     @property
     def uses_zero(self) -> bool:
-        """Whether the launch sets the ZeRO engine up, by name or by any of its settings."""
+        """Whether the launch asks for the ZeRO engine, by distributed_type or by any of its settings."""
         if self.distributed_type is not None:
             return self.distributed_type == "DEEPSPEED"
         return bool(self.zero_settings)
@@ -383,7 +383,7 @@ def typed_settings(values: Mapping[str, Any], address: Callable[[str], str] = st
 
 
 def idle_settings(values: Mapping[str, Any]) -> dict[str, str]:
-    """Settings that do nothing beside the others -> why. What a JSON config says is not known here.
+    """Settings without effect, given the others -> why. What a JSON config says is not known here.
 
     Args:
         values: setting -> value, of those that were given; they need not be right.
@@ -457,7 +457,7 @@ def _problems_between_machines(settings: LaunchSettings) -> Iterator[Problem]:
     machines = settings.num_machines
     if settings.starts_hosts:
         yield from _problem_of_division(settings)
-        return  # each machine is told its number and the meeting point by the one that starts the job
+        return  # `ssh` gives each machine its rank and the address of machine 0
     arrives = settings.rendezvous == "c10d"  # then the numbers are given out in some order
     if (settings.machine_rank is None and not arrives) or (settings.machine_rank or 0) >= machines:
         got = NOTHING if settings.machine_rank is None else settings.machine_rank
@@ -496,7 +496,7 @@ def _problems_of_zero(settings: LaunchSettings) -> Iterator[Problem]:
         if getattr(settings, name) is not None and settings.hostfile is None:
             yield Problem((name,), text="a filter of the hostfile, and there is none", fix="set hostfile too")
     if settings.deepspeed_config_file is not None:
-        return  # the stage may be said there; the whole is checked once the file has been read
+        return  # it may set the stage; `load_config` checks the merged settings
     stage = DEFAULT_STAGE if settings.zero_stage is None else settings.zero_stage
     said = f"the stage is {stage}" + ("" if settings.zero_stage is not None else ", as none is given")
     if settings.offload_param_device not in (None, "none") and stage < 3:

@@ -65,7 +65,7 @@ class LaunchedSettings:
         zero3_init_flag: shard parameters while the model is built.
         zero3_save_16bit_model: gather the weights when a model is saved.
         deepspeed_config_file: the JSON file.
-        deepspeed_moe_layer_cls_names: classes of modules that travel whole, separated by commas.
+        deepspeed_moe_layer_cls_names: classes of leaf modules (gathered at once), separated by commas.
         use_cpu: compute on the CPU although there are accelerators.
         dynamo_backend, dynamo_mode, dynamo_use_fullgraph, dynamo_use_dynamic, dynamo_use_regional_compilation:
             arguments of torch.compile; a backend of "no" compiles nothing.
@@ -236,8 +236,8 @@ _STAYS: Mapping[str, tuple[str, object]] = {
     "gpu_ids": ("CUDA_VISIBLE_DEVICES", "all"),
 }
 _RANK_SETTINGS = tuple(name for name, setting in SETTINGS.items() if setting.rank_variable)
-# What people write into --rdzv_conf beside its own settings -> why it does nothing, where it does nothing.
-_MEETING: Mapping[str, str] = {
+# Keys of torchrun's --rdzv_conf that are settings of their own here -> why they have no effect, where they have none.
+_RDZV_SETTINGS: Mapping[str, str] = {
     "rdzv_backend": "",
     "rdzv_endpoint": "",
     "rdzv_id": "the meeting point is enough",
@@ -250,10 +250,10 @@ _YES, _NO = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 
 @dataclass(frozen=True)
 class ExplicitSettings:
-    """Settings that somebody gave.
+    """Settings that a flag, a variable or a file sets, each with its source.
 
     Attributes:
-        values: setting -> value; those that nobody gave are absent.
+        values: setting -> value; those left to their defaults are absent.
         sources: setting -> who said it: "--zero_stage", "environment ZEROACCEL_ZERO_STAGE", "zeroaccel.yaml:12:3".
         notes: one line for each thing that was said and has no effect, or stands for something else here.
     """
@@ -269,7 +269,7 @@ class ExplicitSettings:
         )
 
     def effective(self) -> ExplicitSettings:
-        """These settings without those that have no effect beside the others, each of which leaves a note.
+        """These settings without those that have no effect, given the others; each leaves a note.
 
         They are settings that accelerate and DeepSpeed take and do nothing with, as offload of parameters at stage 2.
         """
@@ -282,7 +282,7 @@ class ExplicitSettings:
         )
 
     def where(self, name: str) -> str:
-        """The address of a setting for a message; one that nobody gave is called by the flag that would give it."""
+        """The address of a setting for a message: its source, or the flag that would set it."""
         source = self.sources.get(name, f"--{name}")
         return source if source.startswith("--") else f"{source}: {name}"
 
@@ -301,7 +301,7 @@ def gather(flags: ExplicitSettings, environ: Mapping[str, str], file: ExplicitSe
     Raises:
         ConfigError: a variable of the environment cannot be read.
     """
-    return _meeting(file.under(settings_from_environment(environ)).under(flags))
+    return _with_rendezvous(file.under(settings_from_environment(environ)).under(flags))
 
 
 def settings_from_environment(environ: Mapping[str, str]) -> ExplicitSettings:
@@ -386,13 +386,13 @@ def _streams(text: str) -> int | dict[int, int]:
 def _pairs(text: str) -> dict[str, int | str]:
     pairs = (part.split("=") for part in text.split(","))
     named = {key.strip(): value.strip() for key, value in pairs}
-    return {key: value if key in _MEETING else int(value) for key, value in named.items()}
+    return {key: value if key in _RDZV_SETTINGS else int(value) for key, value in named.items()}
 
 
-def _meeting(given: ExplicitSettings) -> ExplicitSettings:
-    """With what torchrun's --rdzv_conf says of the meeting itself as the settings that say it here."""
+def _with_rendezvous(given: ExplicitSettings) -> ExplicitSettings:
+    """With the rendezvous keys of torchrun's --rdzv_conf moved to the settings that they are here."""
     pairs = given.values.get("rdzv_conf")
-    if not isinstance(pairs, Mapping) or not set(pairs) & set(_MEETING):
+    if not isinstance(pairs, Mapping) or not set(pairs) & set(_RDZV_SETTINGS):
         return given
     source = given.sources.get("rdzv_conf", "--rdzv_conf")
     said: dict[str, Any] = {}
@@ -413,8 +413,8 @@ def _meeting(given: ExplicitSettings) -> ExplicitSettings:
             if is_other
             else f"{source} -> {name} {value}"
         )
-    notes += [f"{source}: {key}: does nothing, {why}" for key, why in _MEETING.items() if key in pairs and why]
-    kept = {key: value for key, value in pairs.items() if key not in _MEETING}
+    notes += [f"{source}: {key}: does nothing, {why}" for key, why in _RDZV_SETTINGS.items() if key in pairs and why]
+    kept = {key: value for key, value in pairs.items() if key not in _RDZV_SETTINGS}
     values = {**given.values, "rdzv_conf": kept}
     return ExplicitSettings(said, dict.fromkeys(said, source)).under(
         ExplicitSettings(values, given.sources, (*given.notes, *notes))

@@ -25,7 +25,7 @@ class Setting:
         flag: its flag, where that is not "--" and the name.
         short: its flag in the `deepspeed` command or in torchrun.
         takes_value: a switch whose flag takes true or false, as in accelerate.
-        variables: of the launcher's environment, beside ZEROACCEL_ and the name.
+        variables: further names in the launcher's environment, after ZEROACCEL_ and the name.
         rank_variable: by which ranks, and scripts for accelerate, receive it.
         json_path: dotted path of the same setting in the JSON config, in the schema's names.
         fact: field of `Facts` that it fills.

@@ -33,8 +33,9 @@ from zeroaccel.zero.build import float64_error, initial_values
 from zeroaccel.zero.from_config import DTYPES
 from zeroaccel.zero.hooks import watch_construction
 from zeroaccel.zero.layout import FlatLayout
-from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit, Places
+from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
 from zeroaccel.zero.precision import dtype_before, note_cast
+from zeroaccel.zero.storage.shards import MemoryShard
 
 __all__ = ["Init", "ModuleShards", "ShardTarget", "destination"]
 
@@ -136,7 +137,7 @@ class ModuleShards:
             for param, before in zip(params, built_as, strict=True):
                 note_cast(param, before)
             buffer = self._buffer(layout, params, dtype)
-            buffer.adopt(source, Places(shard=self.destination.empty(layout.shard_numel(buffer.rank), dtype)))
+            buffer.adopt(source, self._storage(buffer))
             buffers.append(buffer)
         unit = ParamUnit(self._label(module), [module], buffers, self.collectives)
         unit.reshard()
@@ -156,7 +157,8 @@ class ModuleShards:
                 _leave_meta(param, dtype, self.destination.device)
             buffer = self._buffer(layout, [param for _, param in same], dtype)
             buffer.free()  # nobody has touched its pages: they were never memory
-            buffer.shard = self.destination.empty(layout.shard_numel(buffer.rank), dtype).zero_()
+            buffer.store_in(self._storage(buffer))
+            buffer.shard.stage().values.zero_()
             buffers.append(buffer)
         if buffers:
             self._take(ParamUnit(self._label(module), [module], buffers, self.collectives, sharded=True))
@@ -189,10 +191,9 @@ class ModuleShards:
         self.keeper.drop(replaced)
         for buffer in unit.buffers:
             self.collectives.broadcast(buffer.full, 0, f"values of {unit.name}")
-            low, high = buffer.layout.bounds(buffer.rank)
-            buffer.shard.copy_(buffer.full[low:high])
+            buffer.shard.replace(buffer.full[buffer.own.at(0)])
         given = [(param, param.data) for param in replaced]
-        unit.reshard(leave=True)
+        unit.reshard(keep_views=True)
         for param, data in given:
             param.data = data
         if given:  # into a unit of their own, as they may have another shape
@@ -207,7 +208,7 @@ class ModuleShards:
 
     @_unnoticed
     def _unpin(self, unit: ParamUnit) -> None:
-        unit.reshard(leave=True)
+        unit.reshard(keep_views=True)
 
     def _lay_out(self, module: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> FlatLayout:
         entries = [(self._name(module, name), tuple(param.shape)) for name, param in named]
@@ -215,7 +216,10 @@ class ModuleShards:
 
     def _buffer(self, layout: FlatLayout, params: Sequence[nn.Parameter], dtype: torch.dtype) -> FlatBuffer:
         device, rank = self.destination.device, self.collectives.rank
-        return FlatBuffer(layout, params, dtype=dtype, device=device, rank=rank, trainable=False, resident=False)
+        return FlatBuffer(layout, params, dtype=dtype, device=device, rank=rank, trainable=False, persistent=False)
+
+    def _storage(self, buffer: FlatBuffer) -> MemoryShard:
+        return MemoryShard(buffer.place(), self.destination.empty(buffer.own.numel, buffer.dtype))
 
     def _take(self, unit: ParamUnit) -> None:
         self.keeper.add([unit])

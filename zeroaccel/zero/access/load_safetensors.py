@@ -257,9 +257,9 @@ def _load_module(module: nn.Module, names: Mapping[str, str], folder: Safetensor
 
 
 def _fill(place: ParamHandle, name: str, folder: SafetensorsFolder) -> None:
-    start, end = place.reach(place.buffer.rank)
-    low, _ = place.buffer.layout.bounds(place.buffer.rank)
-    folder.read(name, start - place.slot.start, place.buffer.shard[start - low : end - low])
+    own = place.reach(place.buffer.rank)
+    folder.read(name, own.start - place.slot.start, place.buffer.shard.stage()[own])
+    place.buffer.shard.commit()
 
 
 def _load_buffer(module: nn.Module, own: str, name: str, folder: SafetensorsFolder, device: torch.device) -> None:

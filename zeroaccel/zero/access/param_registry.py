@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import EngineStateError
 from zeroaccel.zero.grad_reducer import GradReducer
-from zeroaccel.zero.layout import Slot
+from zeroaccel.zero.layout import FlatRange, Slot
 from zeroaccel.zero.param_check import WriteDetector
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
 from zeroaccel.zero.precision import LossScale
@@ -79,11 +79,9 @@ class ParamHandle:
         """The parameter itself."""
         return self.buffer.params[self.index]
 
-    def reach(self, rank: int) -> tuple[int, int]:
-        """[start, end) of the parameter's elements in the flat buffer that are in the shard of `rank`; may be empty."""
-        low, high = self.buffer.layout.bounds(rank)
-        start = min(max(self.slot.start, low), self.slot.end)
-        return start, max(start, min(self.slot.end, high))
+    def reach(self, rank: int) -> FlatRange:
+        """The parameter's elements that are in the shard of `rank`; may be empty."""
+        return self.slot.range & self.buffer.layout.shard(rank)
 
     @property
     def replaced(self) -> bool:
@@ -151,7 +149,7 @@ class ParamRegistry:
             place = self._places.pop(param, None)
             if place is not None:
                 _, buffer, index, (_, number, _) = place
-                buffer.abandon(index)
+                buffer.drop_parameter(index)
                 self._left[number] -= 1
                 if not self._left[number]:
                     del self._units[number], self._left[number]

@@ -6,24 +6,27 @@ that no engine keeps gives None, and setting it is an error. (Interface: DeepSpe
 three differences: gradients come without the loss scale; setters renew the 16-bit copies too; there are local calls at
 every stage.)
 
-[Note: parts] A parameter's values of one kind lie in parts: (tensor, first element, one past the last) of this rank.
-They are sharded, each rank having its own, or replicated, each having all. Everything here is written once over parts.
+Masters and states are read and written through `MasterStorage`, gradients in the reducer's buffers, all by ranges of
+the flat buffer: everything here is written once over those, and does not know where values live.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from zeroaccel.comm.agree import agreed
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.zero.access.param_registry import ParamHandle, Training, place_of
 from zeroaccel.zero.grad_reducer import GradientBuffer
+from zeroaccel.zero.layout import FlatRange, FlatTensor
 from zeroaccel.zero.param_check import fingerprint
+from zeroaccel.zero.storage.masters import MasterPiece
 
 __all__ = [
     "safe_get_full_fp32_param",
@@ -44,26 +47,17 @@ _GATHERED_NUMEL = 1 << 22  # of each rank at a time
 
 
 @dataclass(frozen=True)
-class _Part:
-    """Elements [start, end) of the flat buffer: a (end - start,) view, or a copy where `change` writes them."""
-
-    values: Tensor
-    start: int
-    end: int
-    change: Callable[[int, Tensor], None] | None = None
-
-
-@dataclass(frozen=True)
 class _Values:
-    """One kind of values of a parameter on this rank.
+    """One kind of values of a parameter, read and written by ranges of its flat buffer on this rank.
 
     Attributes:
-        replicated: the parts cover the whole parameter, on every rank.
+        is_replicated: every rank has all of the parameter's, rather than those of its shard.
         factor: a value that a caller sees is a stored one times this.
     """
 
-    parts: tuple[_Part, ...]
-    replicated: bool
+    read: Callable[[FlatRange], Tensor]
+    write: Callable[[FlatRange, Tensor], None]
+    is_replicated: bool
     factor: float = 1.0
 
 
@@ -96,14 +90,14 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """
     place = _required(param, "safe_set_full_fp32_param")
     flat = _checked(place, value, "safe_set_full_fp32_param")
-    _fill(place, _masters(place), flat, place.slot.start)
+    values = FlatTensor(place.slot.range, flat)
+    _write(place, _masters(place), values)
     with torch.no_grad():  # after the master: in fp32 that is part of these already
-        own = place.reach(_rank(place))
-        buffer, origin = place.buffer, place.slot.start
-        buffer.set_shard(own[0], flat[own[0] - origin : own[1] - origin])
-        place.unit.drop_second()
+        buffer, own = place.buffer, _own(place)
+        buffer.shard.write(own, values[own])
+        place.unit.drop_secondary()
         if buffer.full.untyped_storage().nbytes():
-            buffer.full[place.slot.start : place.slot.end].copy_(flat)
+            buffer.full[place.slot.range.at(0)].copy_(flat)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
@@ -120,8 +114,8 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     """
     place = _required(param, "safe_set_local_fp32_param")
     own = _checked_local(place, value, "safe_set_local_fp32_param")
-    whole = _assembled(place, own, f"set {place.slot.fqn}")
-    safe_set_full_fp32_param(param, whole.view(place.slot.shape))
+    full = _assembled(place, own, f"set {place.slot.fqn}")
+    safe_set_full_fp32_param(param, full.view(place.slot.shape))
 
 
 # -- gradients
@@ -148,7 +142,7 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
         UsageError: as `safe_set_full_fp32_param`.
     """
     place, values = _required_gradient(param, "safe_set_full_grad")
-    _fill(place, values, _checked(place, value, "safe_set_full_grad"), place.slot.start)
+    _write(place, values, FlatTensor(place.slot.range, _checked(place, value, "safe_set_full_grad")))
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
@@ -161,7 +155,7 @@ def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     """Replaces this rank's elements of the gradient."""
     place, values = _required_gradient(param, "safe_set_local_grad")
-    _fill(place, values, _checked_local(place, value, "safe_set_local_grad"), place.reach(_rank(place))[0])
+    _write(place, values, FlatTensor(_own(place), _checked_local(place, value, "safe_set_local_grad")))
 
 
 # -- optimizer states
@@ -181,7 +175,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
     """Replaces one tensor of the optimizer's state. (all ranks, with the same value)"""
     place = _required(param, "safe_set_full_optimizer_state")
     flat = _checked(place, value, "safe_set_full_optimizer_state")
-    _fill(place, _states(place, optim_state_key), flat, place.slot.start)
+    _write(place, _states(place, optim_state_key), FlatTensor(place.slot.range, flat))
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
@@ -195,38 +189,25 @@ def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_sta
     place = _required(param, "safe_set_local_optimizer_state")
     own = _checked_local(place, value, "safe_set_local_optimizer_state")
     values = _states(place, optim_state_key)
-    if values.replicated:
-        _fill(place, values, _assembled(place, own, f"set {optim_state_key} of {place.slot.fqn}"), place.slot.start)
+    if values.is_replicated:
+        full = _assembled(place, own, f"set {optim_state_key} of {place.slot.fqn}")
+        _write(place, values, FlatTensor(place.slot.range, full))
     else:
-        _fill(place, values, own, place.reach(_rank(place))[0])
+        _write(place, values, FlatTensor(_own(place), own))
 
 
 # -- where values are
 
 
+def _own(place: ParamHandle) -> FlatRange:
+    """The parameter's elements in this rank's shard; may be empty."""
+    return place.slot.range & place.buffer.own
+
+
 def _masters(place: ParamHandle) -> _Values:
-    buffer, slot = place.buffer, place.slot
-    low, _ = buffer.layout.bounds(_rank(place))
-    start, end = place.reach(_rank(place))
-    optimizer = None if place.keeper.training is None else place.keeper.training.optimizer
     _require_settled(place, "the master")
-    if optimizer is not None and optimizer.is_away(buffer):
-        away = optimizer.stored(buffer, None, start, end).copy()
-        return _Values((_Part(away, start, end, partial(optimizer.change, buffer, None)),), replicated=False)
-    if buffer.master is None and buffer.home is not None:
-        return _Values((_Part(buffer.home.stored(start - low, end - low).copy(), start, end),), replicated=False)
-    if buffer.master is not None:
-        source, origin = buffer.master, 0 if buffer.master_is_replicated else low
-    elif buffer.resident:
-        source, origin = buffer.full, 0
-    else:
-        source, origin = buffer.values(), low
-    replicated = buffer.layout.world_size == 1 or (
-        buffer.resident if buffer.master is None else buffer.master_is_replicated
-    )
-    if replicated:
-        start, end = slot.start, slot.end
-    return _Values((_Part(source[start - origin : end - origin], start, end),), replicated)
+    masters = place.buffer.masters
+    return _Values(masters.read, masters.write, masters.is_replicated)
 
 
 def _require_settled(place: ParamHandle, what: str) -> None:
@@ -237,64 +218,59 @@ def _require_settled(place: ParamHandle, what: str) -> None:
 
 def _gradients(place: ParamHandle, call: str) -> _Values | None:
     training = place.keeper.training
-    held = None if training is None else _held(place, training)
-    if training is None or held is None or (held.shard is None and held.flat is None):
+    gradient = None if training is None else _gradient_buffer(place, training)
+    if training is None or gradient is None or (gradient.shard is None and gradient.flat is None):
         return None
-    if held.shard is None or held.flat is not None:
+    if gradient.shard is None or gradient.flat is not None:
         raise EngineStateError(
             f"{call}({place.slot.fqn}): gradients are not summed over the ranks before the accumulation boundary",
             fix="call it between the last backward of a step and engine.step()",
         )
-    if held.shard.dtype is not torch.float32:  # so that a value that is set keeps its bits
-        held.shard = held.shard.float()
-    low, _ = place.buffer.layout.bounds(_rank(place))
-    start, end = place.reach(_rank(place))
-    scale = training.loss_scale().value
-    return _Values(
-        (_Part(held.shard[start - low : end - low], start, end),), place.keeper.collectives.world_size == 1, 1.0 / scale
-    )
+    if gradient.shard.dtype is not torch.float32:  # so that a value that is set keeps its bits
+        gradient.shard = gradient.shard.float()
+    reduced = FlatTensor(place.buffer.own, gradient.shard)
+
+    def write(part: FlatRange, values: Tensor) -> None:
+        reduced[part].copy_(values)
+
+    alone = place.keeper.collectives.world_size == 1
+    return _Values(reduced.__getitem__, write, alone, 1.0 / training.loss_scale().value)
 
 
-def _held(place: ParamHandle, training: Training) -> GradientBuffer | None:
-    return next((held for held in training.reducer.gradients if held.buffer is place.buffer), None)
+def _gradient_buffer(place: ParamHandle, training: Training) -> GradientBuffer | None:
+    return next((gradient for gradient in training.reducer.gradients if gradient.buffer is place.buffer), None)
 
 
 def _states(place: ParamHandle, key: str) -> _Values:
-    collectives, slot = place.keeper.collectives, place.slot
-    parts: list[_Part] = []
     _require_settled(place, f"state {key!r}")
+    masters = place.buffer.masters
     optimizer = None if place.keeper.training is None else place.keeper.training.optimizer
-    replicated = place.buffer.master is not None and (
-        place.buffer.master_is_replicated or place.buffer.layout.world_size == 1
-    )
-    with agreed(collectives, f"optimizer state {key} of {slot.fqn}"):
-        if optimizer is None or slot.fqn not in optimizer.group_of:
-            raise UsageError(f"parameter {slot.fqn}", expected="one that an optimizer updates", got="none does")
-        for piece in optimizer.pieces[id(place.buffer)]:
-            start, end = max(slot.start, piece.start), min(slot.end, piece.end)
-            if start >= end:
-                continue
-            state = optimizer.optimizer.state.get(piece.master, {})
-            value = state.get(key)
-            if isinstance(value, Tensor) and value.dtype is torch.uint8:
-                raise UsageError(
-                    f"{type(optimizer.optimizer).__name__}, state {key!r} of {slot.fqn}",
-                    expected="one number per element",
-                    got='8-bit blocks (moments_dtype "int8")',
-                    fix='set moments_dtype to "bf16" or "fp32", or read it from a checkpoint',
-                )
-            if not isinstance(value, Tensor) or value.numel() != piece.master.numel():
-                names = [n for n, v in state.items() if isinstance(v, Tensor) and v.numel() == piece.master.numel()]
-                raise UsageError(
-                    f"{type(optimizer.optimizer).__name__}, state {key!r} of {slot.fqn}",
-                    expected=f"one of {names}" if names else "a step before it: there is no state yet",
-                )
-            if optimizer.is_away(place.buffer):
-                away = optimizer.stored(place.buffer, key, start, end).copy()
-                parts.append(_Part(away, start, end, partial(optimizer.change, place.buffer, key)))
-                continue
-            parts.append(_Part(value.detach().view(-1)[start - piece.start : end - piece.start], start, end))
-    return _Values(tuple(parts), replicated)
+    with agreed(place.keeper.collectives, f"optimizer state {key} of {place.slot.fqn}"):
+        if optimizer is None or place.slot.fqn not in optimizer.group_of:
+            raise UsageError(f"parameter {place.slot.fqn}", expected="one that an optimizer updates", got="none does")
+        for piece in masters.pieces:
+            if piece.range & place.slot.range:
+                _check_state(piece, key, optimizer.optimizer, place.slot.fqn)
+    return _Values(partial(masters.read, state=key), partial(masters.write, state=key), masters.is_replicated)
+
+
+def _check_state(piece: MasterPiece, key: str, optimizer: Optimizer, fqn: str) -> None:
+    """Raises UsageError where a state is not there, or has no value per element."""
+    state = optimizer.state.get(piece.param, {})
+    value = state.get(key)
+    if isinstance(value, Tensor) and value.dtype is torch.uint8:
+        raise UsageError(
+            f"{type(optimizer).__name__}, state {key!r} of {fqn}",
+            expected="one number per element",
+            got='8-bit blocks (moments_dtype "int8")',
+            fix='set moments_dtype to "bf16" or "fp32", or read it from a checkpoint',
+        )
+    if not isinstance(value, Tensor) or value.numel() != piece.param.numel():
+        names = [n for n, v in state.items() if isinstance(v, Tensor) and v.numel() == piece.param.numel()]
+        raise UsageError(
+            f"{type(optimizer).__name__}, state {key!r} of {fqn}",
+            expected=f"one of {names}" if names else "a step before it: there is no state yet",
+        )
 
 
 # -- reading and writing them
@@ -302,28 +278,28 @@ def _states(place: ParamHandle, key: str) -> _Values:
 
 def _local(place: ParamHandle, values: _Values) -> Tensor:
     """(n,) fp32: a copy of this rank's elements."""
-    start, end = place.reach(_rank(place))
-    out = torch.empty(end - start, dtype=torch.float32, device=place.buffer.full.device)
-    for part, low, high in _within(values.parts, start, end):
-        out[low - start : high - start].copy_(part.values[low - part.start : high - part.start])
-    return out.mul_(values.factor) if values.factor != 1.0 else out
+    return _copied(place, values, _own(place))
 
 
 def _full(place: ParamHandle, values: _Values, what: str) -> Tensor:
     """fp32, of the parameter's shape: a copy, equal on all ranks."""
-    if not values.replicated:
-        return _assembled(place, _local(place, values), f"{what} {place.slot.fqn}").view(place.slot.shape)
-    out = torch.empty(place.slot.numel, dtype=torch.float32, device=place.buffer.full.device)
-    for part in values.parts:
-        out[part.start - place.slot.start : part.end - place.slot.start].copy_(part.values)
-    return (out.mul_(values.factor) if values.factor != 1.0 else out).view(place.slot.shape)
+    if values.is_replicated:
+        return _copied(place, values, place.slot.range).view(place.slot.shape)
+    return _assembled(place, _local(place, values), f"{what} {place.slot.fqn}").view(place.slot.shape)
+
+
+def _copied(place: ParamHandle, values: _Values, part: FlatRange) -> Tensor:
+    out = torch.empty(part.numel, dtype=torch.float32, device=place.buffer.full.device)
+    if part:
+        out.copy_(values.read(part))
+    return out.mul_(values.factor) if values.factor != 1.0 else out
 
 
 def _assembled(place: ParamHandle, own: Tensor, label: str) -> Tensor:
     """(numel,) fp32 from each rank's elements. Sends as many as the rank with most of them has, to each other rank."""
     slot, ranks = place.slot, place.buffer.layout.world_size
     reaches = [place.reach(rank) for rank in range(ranks)]
-    longest = max(end - start for start, end in reaches)
+    longest = max(reach.numel for reach in reaches)
     out = torch.empty(slot.numel, dtype=torch.float32, device=own.device)
     for first in range(0, longest, _GATHERED_NUMEL):
         count = min(_GATHERED_NUMEL, longest - first)
@@ -331,36 +307,21 @@ def _assembled(place: ParamHandle, own: Tensor, label: str) -> Tensor:
         part = own[first : first + count]
         mine[: part.numel()] = part
         place.keeper.collectives.all_gather(rows, mine, label).wait()
-        for rank, (start, end) in enumerate(reaches):
-            found = rows[rank * count : rank * count + max(0, min(count, end - start - first))]
-            at = start + first - slot.start
-            out[at : at + found.numel()] = found
+        for rank, reach in enumerate(reaches):
+            arrived = FlatRange(reach.start + first, reach.start + first + count) & reach
+            out[arrived.at(slot.start)] = rows[rank * count : rank * count + arrived.numel]
     return out
 
 
-def _fill(place: ParamHandle, values: _Values, flat: Tensor, start: int) -> None:
-    """Writes `flat`, which are the elements from `start` of the flat buffer on, wherever this rank keeps them."""
+def _write(place: ParamHandle, values: _Values, new: FlatTensor) -> None:
+    """Writes those of `new` that this rank has."""
+    part = new.range if values.is_replicated else new.range & _own(place)
     with torch.no_grad():
-        for part, low, high in _within(values.parts, start, start + flat.numel()):
-            new = flat[low - start : high - start] / values.factor
-            if part.change is not None:
-                part.change(low, new)
-            else:
-                part.values[low - part.start : high - part.start].copy_(new)
-
-
-def _within(parts: Sequence[_Part], start: int, end: int) -> Iterator[tuple[_Part, int, int]]:
-    for part in parts:
-        low, high = max(part.start, start), min(part.end, end)
-        if low < high:
-            yield part, low, high
+        if part:
+            values.write(part, new[part] / values.factor)
 
 
 # -- what a caller may ask for
-
-
-def _rank(place: ParamHandle) -> int:
-    return place.buffer.rank
 
 
 def _required(param: nn.Parameter, call: str) -> ParamHandle:
@@ -397,9 +358,8 @@ def _checked(place: ParamHandle, value: Tensor, call: str) -> Tensor:
 
 
 def _checked_local(place: ParamHandle, value: Tensor, call: str) -> Tensor:
-    start, end = place.reach(_rank(place))
-    where = f"{call}({place.slot.fqn})"
+    own, where = _own(place), f"{call}({place.slot.fqn})"
     with agreed(place.keeper.collectives, f"{where}: shape"):
-        if value.numel() != end - start:
-            raise UsageError(f"{where}: the value", expected=f"{end - start} elements on this rank", got=value.numel())
+        if value.numel() != own.numel:
+            raise UsageError(f"{where}: the value", expected=f"{own.numel} elements on this rank", got=value.numel())
     return value.detach().to(device=place.buffer.full.device, dtype=torch.float32).contiguous().view(-1)

@@ -1,18 +1,19 @@
-"""From the offload sections of a config and the planned buffers to tiers, and to the places of every buffer.
+"""From the offload sections of a config and the planned buffers to tiers, and to the storages of every buffer.
 
-The one file that knows which tier holds what. Tiers are made, and NVMe space is reserved, before the first weight
-moves; the ranks agree on errors (`initialization.py`).
+The one file that chooses: two tables map how a buffer's weights and masters are placed to the classes that keep them.
+Tiers are made, and NVMe space is reserved, before the first weight moves; the ranks agree on errors
+(`initialization.py`).
 """
 
 from __future__ import annotations
 
 import math
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from zeroaccel.config.schema import Config
@@ -26,24 +27,85 @@ from zeroaccel.offload.nvme import NvmeTier
 from zeroaccel.offload.offload_folder import OffloadFolder, examine_folder
 from zeroaccel.offload.tier import HostTier, Tier
 from zeroaccel.optim.optimizer_kinds import element_states
-from zeroaccel.zero.build import BufferPlan
-from zeroaccel.zero.param_unit import Places
+from zeroaccel.zero.layout import FlatLayout
 from zeroaccel.zero.storage.copy_stream import CopyStream
-from zeroaccel.zero.storage.nvme_shard import NvmeShard
-from zeroaccel.zero.storage.state_swapper import (
-    SPLIT_SUB_GROUP_NUMEL,
+from zeroaccel.zero.storage.masters import (
+    AliasedMasters,
+    MasterPiece,
+    MasterPlace,
+    MasterStorage,
+    NoMasters,
+    SeparateMasters,
+    cut_pieces,
+)
+from zeroaccel.zero.storage.shards import Int8Shard, MemoryShard, NvmeShard, ShardPlace, ShardStorage
+from zeroaccel.zero.storage.swapped_masters import (
+    RESIDUAL_SUB_GROUP_NUMEL,
     SUB_GROUP_NUMEL,
-    StateTier,
+    ResidualMasters,
+    StateSwapper,
     SubGroup,
-    TieredPiece,
+    SwappedMasters,
     cut_sub_groups,
+    fp32_nbytes,
     pack_sub_groups,
-    slab_nbytes,
+    residual_nbytes,
 )
 
-__all__ = ["OffloadRules", "SpaceNeed", "TierSet"]
+__all__ = ["MASTER_STORAGES", "SHARD_STORAGES", "BufferPlan", "OffloadRules", "SpaceNeed", "TierSet"]
+
+SHARD_STORAGES: dict[str, Callable[[ShardPlace], ShardStorage]] = {
+    "persistent": MemoryShard.persistent,  # unsharded all the time
+    "device": MemoryShard.on_device,
+    "host": MemoryShard.on_host,  # offload_param.device "cpu", and the first shards of "nvme" (max_in_cpu)
+    "nvme": NvmeShard,  # offload_param.device "nvme"
+    "int8": Int8Shard,  # zero_quantized_nontrainable_weights
+}
+
+MASTER_STORAGES: dict[str, Callable[[MasterPlace, StateSwapper], MasterStorage]] = {
+    "none": lambda place, swapper: NoMasters(place),  # frozen
+    "aliased": lambda place, swapper: AliasedMasters(place),  # fp32 parameters in the memory where they are stepped
+    "separate": lambda place, swapper: SeparateMasters(place),
+    "swapped": SwappedMasters,  # offload_optimizer.device "nvme"
+    "residual": ResidualMasters,  # data_types.master_weights "residual"
+}
 
 _HOST = torch.device("cpu")
+_NO_SWAPPER = StateSwapper(HostTier({}, pinned=False), {})  # of masters that are in memory
+
+
+@dataclass(frozen=True, eq=False)
+class BufferPlan:
+    """One flat buffer to be made: index arithmetic, before any weight is moved.
+
+    Attributes:
+        key: its name in tiers: "layers.0/1".
+        param_groups: of each slot; empty where no optimizer updates it.
+        persistent: unsharded on every rank all the time.
+        replicated: every rank steps all of it.
+        by_parameter: it is stepped parameter by parameter, in their shapes.
+        as_int8: its shard is stored as int8 codes.
+    """
+
+    key: str
+    layout: FlatLayout
+    params: tuple[nn.Parameter, ...]
+    dtype: torch.dtype
+    param_groups: tuple[int, ...]
+    persistent: bool
+    replicated: bool = False
+    by_parameter: bool = False
+    as_int8: bool = False
+
+    @property
+    def trainable(self) -> bool:
+        """Whether an optimizer updates it."""
+        return bool(self.param_groups)
+
+    def pieces(self, rank: int) -> list[MasterPiece]:
+        """What a rank steps of it."""
+        replicated, by_parameter = self.replicated, self.by_parameter
+        return cut_pieces(self.layout, self.param_groups, rank, replicated=replicated, by_parameter=by_parameter)
 
 
 @dataclass(frozen=True)
@@ -117,9 +179,9 @@ class TierSet:
         optimizer: None for inference.
 
     Attributes:
-        states: of masters and optimizer states, where they are in files.
-        shards: of the parameters that come and go: "host" and "nvme", as far as they are used.
-        copies: see `build.Tiers`.
+        swapper: of masters and optimizer states, where they are in a tier; None where they stay in memory.
+        shards: tiers of the parameters that are sharded: "host" and "nvme", as far as they are used.
+        copies: between host memory and the device, where they are two and anything is on the host.
 
     Raises:
         ConfigError: a folder will not do, or the optimizer cannot step in host memory.
@@ -134,9 +196,10 @@ class TierSet:
         device: torch.device,
     ) -> None:
         self._rules = rules
+        self._rank = rank
         self._device = device
         self.copies: CopyStream | None = None
-        self.states: StateTier | None = None
+        self.swapper: StateSwapper | None = None
         self.shards: dict[Residence, Tier] = {}
         self._sub_groups: dict[str, list[SubGroup]] = {}
         self._state_file: _FilePlan | None = None
@@ -146,7 +209,7 @@ class TierSet:
         if offloads and device.type == "cuda":
             pinned = rules.param_section.pin_memory and rules.optimizer_section.pin_memory
             self.copies = CopyStream(device, pinned=pinned)
-        self._host_states: dict[str, int] = {}  # keys and bytes of slabs in host memory
+        self._host_states: dict[str, int] = {}  # keys and bytes of state buffers in host memory
         if optimizer is not None and (rules.optimizer != "device" or rules.splits_masters):
             states = _HostStates(optimizer)
             for group, shape in _examples(plans).items():
@@ -155,9 +218,9 @@ class TierSet:
                 _check_one_memory(rules, device)
             if rules.optimizer == "nvme" or rules.splits_masters:
                 _check_one_number_per_element(optimizer, rules)
-                self._plan_states([plan for plan in plans if plan.trainable], states, rank)
+                self._plan_states([plan for plan in plans if plan.trainable], states)
         if rules.param != "device":
-            self._plan_shards([plan for plan in plans if not plan.resident], rank)
+            self._plan_shards([plan for plan in plans if not plan.persistent])
 
     def needs(self) -> list[SpaceNeed]:
         """What the files of this rank will take."""
@@ -180,9 +243,9 @@ class TierSet:
             self.shards["nvme"] = self._file_tier(self._shard_file)
         if self._host_states:
             pinned = self._pins(section.pin_memory)
-            self.states = StateTier(HostTier(self._host_states, pinned=pinned), self._sub_groups)
+            self.swapper = StateSwapper(HostTier(self._host_states, pinned=pinned), self._sub_groups)
         if self._state_file is not None:
-            self.states = StateTier(
+            self.swapper = StateSwapper(
                 self._file_tier(self._state_file),
                 self._sub_groups,
                 pipeline_read=section.pipeline_read,
@@ -192,9 +255,9 @@ class TierSet:
     @property
     def tiers(self) -> dict[str, Tier]:
         """Every tier, by what is in it and where."""
-        found = {f"params, {residence}": tier for residence, tier in self.shards.items()}
+        tiers = {f"params, {residence}": tier for residence, tier in self.shards.items()}
         where = "nvme" if self._state_file is not None else "host"
-        return found | ({f"optimizer, {where}": self.states.tier} if self.states is not None else {})
+        return tiers | ({f"optimizer, {where}": self.swapper.tier} if self.swapper is not None else {})
 
     @property
     def is_used(self) -> bool:
@@ -211,20 +274,48 @@ class TierSet:
         """Whether anything is in files, which fail on one rank alone."""
         return self._state_file is not None or self._shard_file is not None
 
-    def places(self, plan: BufferPlan, rank: int, *, replicated: bool) -> Places:
-        """See `build.Tiers.places`."""
-        places = Places(replicated=replicated)
+    def storages(self, plan: BufferPlan, place: ShardPlace) -> tuple[ShardStorage, MasterStorage]:
+        """Where the shard and the masters of a buffer live; nothing is in them yet.
+
+        Args:
+            place: of the buffer's shard, without a tier.
+        """
+        kind = self._shard_kind(plan)
+        tier = self.shards.get("nvme" if kind == "nvme" else "host")
+        shard = SHARD_STORAGES[kind](replace(place, tier=tier, copies=self.copies))
+        masters = MasterPlace(
+            plan.key,
+            plan.layout,
+            self._rank,
+            shard,
+            plan.pieces(self._rank) if plan.trainable else (),
+            self._device if self._rules.optimizer == "device" else _HOST,
+            plan.replicated,
+        )
+        swapper = self.swapper if self.swapper is not None else _NO_SWAPPER
+        return shard, MASTER_STORAGES[self._master_kind(plan, shard, masters.device)](masters, swapper)
+
+    def _shard_kind(self, plan: BufferPlan) -> str:
+        if plan.persistent:
+            return "persistent"
+        if plan.as_int8:
+            return "int8"
         if plan.key in self._on_host:
-            places = replace(places, shard=self.shards["host"].take(plan.key).view(plan.dtype))
-        elif self._shard_file is not None and plan.key in self._shard_file.sizes:
-            places = replace(places, home=NvmeShard(self.shards["nvme"], plan.key, plan.dtype))
+            return "host"
+        return "device" if self._shard_file is None else "nvme"
+
+    def _master_kind(self, plan: BufferPlan, shard: ShardStorage, device: torch.device) -> str:
         if not plan.trainable:
-            return places
-        if self.states is not None:
-            origin = plan.layout.bounds(rank)[0]
-            return replace(places, adopt_master=partial(self.states.adopt, plan.key, origin=origin))
+            return "none"
+        if self.swapper is not None:
+            return "residual" if self._keeps_residuals(plan) else "swapped"
+        # An update beside forward and backward must not change the weights that these compute with.
         apart = self._rules.optimizer_section.update_during != "step"
-        return replace(places, master=self._device if self._rules.optimizer == "device" else _HOST, apart=apart)
+        in_place = isinstance(shard, MemoryShard) and shard.device == device and not apart
+        return "aliased" if plan.dtype is torch.float32 and in_place else "separate"
+
+    def _keeps_residuals(self, plan: BufferPlan) -> bool:
+        return self._rules.splits_masters and plan.dtype is torch.bfloat16
 
     def settle(self) -> None:
         """Returns when every store is done; raises OffloadError if one failed."""
@@ -241,32 +332,32 @@ class TierSet:
     def _pins(self, pin_memory: bool) -> bool:
         return pin_memory and self._device.type == "cuda"
 
-    def _plan_states(self, plans: Sequence[BufferPlan], states: _HostStates, rank: int) -> None:
+    def _plan_states(self, plans: Sequence[BufferPlan], states: _HostStates) -> None:
         section, where = self._rules.optimizer_section, f"{self._rules.where}.offload_optimizer"
         for plan in plans:
-            is_split = self._rules.splits_masters and plan.dtype is torch.bfloat16
+            nbytes_of = residual_nbytes if self._keeps_residuals(plan) else fp32_nbytes
             limit = self._rules.sub_group_numel
             starts = () if limit else {slot.start for slot in plan.layout.slots}  # 0 is one parameter at a time
             if self._rules.optimizer != "nvme":
-                limit = min(limit or SPLIT_SUB_GROUP_NUMEL, SPLIT_SUB_GROUP_NUMEL)
+                limit = min(limit or RESIDUAL_SUB_GROUP_NUMEL, RESIDUAL_SUB_GROUP_NUMEL)
             if plan.layout.has_owners:
-                pieces = _owned_pieces(plan, rank)
+                pieces = plan.pieces(self._rank)
                 kept = [states.of(piece.group, piece.shape) for piece in pieces]
                 most = 0 if starts else limit
-                self._sub_groups[plan.key] = pack_sub_groups(plan.key, pieces, kept, most, is_split=is_split)
+                self._sub_groups[plan.key] = pack_sub_groups(plan.key, pieces, kept, most, master_nbytes=nbytes_of)
                 continue
-            runs = plan.layout.group_runs(plan.param_groups, rank)
-            elementwise = {group for _, _, group in runs}  # others may not be able to step what is flat
+            runs = plan.layout.group_runs(plan.param_groups, self._rank)
+            elementwise = {group for _, group in runs}  # others may not be able to step what is flat
             flat = [
                 states.of(group, (_TRIED_NUMEL,)) if group in elementwise else {}
                 for group in range(len(states.optimizer.param_groups))
             ]
             self._sub_groups[plan.key] = cut_sub_groups(
-                plan.key, runs, flat, limit or SUB_GROUP_NUMEL, starts=starts, is_split=is_split
+                plan.key, runs, flat, limit or SUB_GROUP_NUMEL, starts=starts, master_nbytes=nbytes_of
             )
         groups = [group for of_buffer in self._sub_groups.values() for group in of_buffer]
         if self._rules.optimizer != "nvme":
-            self._host_states = {group.key: slab_nbytes(group) for group in groups}
+            self._host_states = {group.key: group.nbytes for group in groups}
             return
         tensors = 1 + max((len(group.states) for group in groups), default=0)
         if section.buffer_count < tensors:
@@ -276,13 +367,13 @@ class TierSet:
                 got=section.buffer_count,
             )
         at_a_time = 1 + section.pipeline_read + section.pipeline_write
-        budget = section.buffer_count * 4 * max((group.numel for group in groups), default=0) * at_a_time
-        sizes = {group.key: slab_nbytes(group) for group in groups}
+        budget = section.buffer_count * 4 * max((group.range.numel for group in groups), default=0) * at_a_time
+        sizes = {group.key: group.nbytes for group in groups}
         self._state_file = self._file_plan(f"{where}.nvme_path", section.nvme_path, sizes, budget, section.pin_memory)
 
-    def _plan_shards(self, plans: Sequence[BufferPlan], rank: int) -> None:
+    def _plan_shards(self, plans: Sequence[BufferPlan]) -> None:
         section, where = self._rules.param_section, f"{self._rules.where}.offload_param"
-        sizes = {plan.key: plan.layout.shard_numel(rank) * plan.dtype.itemsize for plan in plans}
+        sizes = {plan.key: plan.layout.shard_numel(self._rank) * plan.dtype.itemsize for plan in plans}
         if self._rules.param == "host":
             self._on_host = sizes
             return
@@ -356,15 +447,6 @@ def _check_space(needs: Sequence[SpaceNeed]) -> None:
                 got=f"{free} bytes free",
                 fix="free some space, or name a folder on a larger disk; nothing was written",
             )
-
-
-def _owned_pieces(plan: BufferPlan, rank: int) -> list[TieredPiece]:
-    slots = zip(plan.layout.slots, plan.layout.owners, plan.param_groups, strict=True)
-    return [
-        TieredPiece(slot.start, slot.end, group, slot.shape)
-        for slot, owner, group in slots
-        if owner == rank and slot.numel
-    ]
 
 
 def _examples(plans: Sequence[BufferPlan]) -> dict[int, tuple[int, ...]]:

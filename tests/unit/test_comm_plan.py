@@ -1,0 +1,158 @@
+"""Communication plans: which rank holds which shard, in how many bits it is sent, and the formulas of the traffic."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from zeroaccel.comm.mesh_layout import MeshLayout
+from zeroaccel.config import CommPlan, comm_plan, load_config
+from zeroaccel.config.comm_plan import StepTraffic, code_nbytes, step_traffic
+from zeroaccel.errors import ConfigError
+from zeroaccel.logs import logger
+
+
+def _plan(world_size: int, **zero: Any) -> CommPlan:
+    return comm_plan(load_config({"train_batch_size": 24, "zero_optimization": {"stage": 3, **zero}}), world_size)
+
+
+def _message(**zero: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        comm_plan(load_config({"train_batch_size": 24, "zero_optimization": {"stage": 3, **zero}}), 6)
+    return str(caught.value)
+
+
+def test_a_config_that_asks_for_nothing_is_plain() -> None:
+    assert _plan(6).plain
+    assert _plan(6, mics_shard_size=6).plain
+    assert _plan(6, mics_shard_size=-1, zero_hpz_partition_size=1).plain
+    for asked in ({"mics_shard_size": 2}, {"zero_hpz_partition_size": 3}, {"zero_quantized_weights": True}):
+        assert not _plan(6, **asked).plain
+
+
+def test_a_partition_larger_than_the_job_is_the_job() -> None:
+    """A template for machines of 8 runs on one rank; a line says what of it does not apply."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger.addHandler(handler)
+    try:
+        assert _plan(3, zero_hpz_partition_size=77).secondary_size == 3
+    finally:
+        logger.removeHandler(handler)
+    assert lines == ["zero_optimization.zero_hpz_partition_size: no second copy is kept: 77 ranks are more than the 3"]
+
+
+@pytest.mark.parametrize(
+    ("zero", "key", "says"),
+    [
+        ({"mics_shard_size": 4}, "mics_shard_size", "a divisor of the 6 ranks: 1, 2, 3, 6"),
+        ({"zero_hpz_partition_size": 4}, "zero_hpz_partition_size", "a divisor of the 6 ranks: 1, 2, 3, 6"),
+        (
+            {"mics_shard_size": 3, "zero_hpz_partition_size": 2},
+            "zero_hpz_partition_size",
+            "a divisor of mics_shard_size 3: 1, 3",
+        ),
+        ({"zeropp": {"node_size": 5}}, "zeropp.node_size", "a divisor of the 6 ranks"),
+        ({"zero_hpz_partition_size": 0}, "zero_hpz_partition_size", "a number above 0; 1 is off"),
+        ({"mics_shard_size": 0}, "mics_shard_size", "a number above 0, or -1 for all"),
+        ({"mics_shard_size": -2}, "mics_shard_size", "a number above 0, or -1 for all"),
+        (
+            {"mics_shard_size": 3, "zero_quantized_gradients": True},
+            "zero_quantized_gradients",
+            "summed across replicas (mics_shard_size) are not quantised",
+        ),
+    ],
+)
+def test_mistakes_have_an_address(zero: dict[str, Any], key: str, says: str) -> None:
+    message = _message(**zero)
+    assert f"zero_optimization.{key}: " in message
+    assert says in message
+
+
+_OF_STAGE_3 = {
+    "zero_hpz_partition_size": 2,
+    "zero_quantized_weights": True,
+    "zero_quantized_nontrainable_weights": True,
+    "zero_quantized_gradients": True,
+}
+
+
+@pytest.mark.parametrize("key", _OF_STAGE_3)
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_below_stage_3_each_is_a_note_and_changes_nothing(key: str, stage: int) -> None:
+    config = load_config({"train_batch_size": 6, "zero_optimization": {"stage": stage, key: _OF_STAGE_3[key]}})
+    assert config.notes == (
+        f"zero_optimization.{key}: parameters are sharded at stage 3 only, and the stage is {stage}",
+    )
+    assert comm_plan(config, 6).plain
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_replicas_need_stage_3(stage: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_config({"zero_optimization": {"stage": stage, "mics_shard_size": 2}})
+    assert f"mics_shard_size: parameters are sharded at stage 3 only, and the stage is {stage}" in str(caught.value)
+
+
+ALL = (tuple(range(8)),)
+
+
+def test_groups_of_a_layout() -> None:
+    plan = _plan(8, mics_shard_size=4, zero_hpz_partition_size=2)
+    layout = MeshLayout.of(plan, ALL, ((0, 1), (2, 3), (4, 5), (6, 7)))
+    assert layout.shard_groups == ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert layout.replicate_groups == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert layout.secondary_groups == ((0, 1), (2, 3), (4, 5), (6, 7))
+    assert layout.hops is None
+
+
+def test_hops_follow_the_nodes() -> None:
+    plan = _plan(8, zero_quantized_gradients=True)
+    layout = MeshLayout.of(plan, ALL, ((0, 2, 4, 6), (1, 3, 5, 7)))  # ranks need not be numbered node by node
+    assert layout.hops == (((0, 2, 4, 6), (1, 3, 5, 7)), ((0, 1), (2, 3), (4, 5), (6, 7)))
+
+
+def test_a_grid_has_hops_of_its_own_in_each_column() -> None:
+    plan = _plan(4, zero_quantized_gradients=True)
+    layout = MeshLayout.of(plan, ((0, 2, 4, 6), (1, 3, 5, 7)), ((0, 1, 2, 3), (4, 5, 6, 7)))
+    assert layout.hops == (((0, 2), (4, 6), (1, 3), (5, 7)), ((0, 4), (2, 6), (1, 5), (3, 7)))
+
+
+def test_where_four_bits_are_pointless_or_impossible() -> None:
+    plan, forced = _plan(8, zero_quantized_gradients=True), {"quantize_gradients_on_one_node": True}
+    alone = MeshLayout.of(plan, ALL, ALL)
+    assert alone.hops is None
+    assert "one node" in alone.exact_reason
+    uneven = MeshLayout.of(plan, ALL, ((0, 1, 2), (3, 4, 5, 6, 7)))
+    assert uneven.hops is None
+    assert "different numbers of ranks (3, 5)" in uneven.exact_reason
+    plan = _plan(8, zero_quantized_gradients=True, zeropp=forced)
+    assert MeshLayout.of(plan, ALL, ALL).hops == (ALL, tuple((rank,) for rank in range(8)))
+    assert MeshLayout.of(plan, ALL, ((0, 1, 2), (3, 4, 5, 6, 7))).hops == (tuple((rank,) for rank in range(8)), ALL)
+
+
+def test_the_formulas_of_the_paper() -> None:
+    """In units of the model's 2 bytes per element, across nodes, for many large units: scales and padding vanish."""
+    numel, per_node, ranks = 1 << 24, 4, 64
+    unit = 2 * numel * (ranks - per_node) / ranks
+
+    def across(**zero: Any) -> float:
+        return step_traffic(_plan(ranks, **zero), [numel], per_node).across / unit
+
+    hpz, qwz, qgz = {"zero_hpz_partition_size": 4}, {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
+    assert across() == 3
+    assert across(**hpz) == 2
+    assert across(**qwz) == pytest.approx(2, rel=0.01)
+    assert across(**qwz, **hpz) == pytest.approx(1.5, rel=0.01)
+    assert across(**qwz, **hpz, **qgz) == pytest.approx(0.5 + 0.25 / per_node, rel=0.02)
+    assert across(mics_shard_size=4) < 1  # only sums cross, and of those a fourth
+
+
+def test_everything_inside_one_node_crosses_nothing() -> None:
+    traffic = step_traffic(_plan(8, zero_quantized_weights=True), [4096], 8, accumulation=3)
+    assert traffic.across == 0
+    assert traffic.inside == 7 * (6 * code_nbytes(512, 8, 512) + 3 * 512 * 2)
+    assert StepTraffic(1.0, 2.0).times(2) + StepTraffic(1.0, 1.0) == StepTraffic(3.0, 5.0)

@@ -1,0 +1,121 @@
+"""The flight recorder: sequence numbers, hashes that ranks compare, and what a watchdog reads from it."""
+
+from __future__ import annotations
+
+from zeroaccel.comm.hangs.flight_recorder import Call, CollectiveRecord, FlightRecorder, Kind
+
+TAG_OF_THREE_GATHERS = 493260237
+
+
+def _issue(flight_recorder: FlightRecorder, kind: Kind, label: str, numel: int = 8) -> CollectiveRecord:
+    return flight_recorder.issue(kind, "all_gather", label, numel, "float32")
+
+
+def test_calls_are_numbered_within_their_kind() -> None:
+    flight_recorder = FlightRecorder()
+    calls = [_issue(flight_recorder, kind, "x").call for kind in ("gather", "reduce", "gather", "control")]
+    assert [(call.kind, call.seq) for call in calls] == [("gather", 1), ("reduce", 1), ("gather", 2), ("control", 1)]
+    assert flight_recorder.issued() == {"gather": 2, "reduce": 1, "control": 1}
+
+
+def test_equal_histories_have_equal_digests_and_tags_in_every_process() -> None:
+    journals = FlightRecorder(), FlightRecorder()
+    entries = [[_issue(flight_recorder, "gather", f"unshard {i}") for i in range(3)] for flight_recorder in journals]
+    assert journals[0].digest() == journals[1].digest()
+    assert [entry.tag for entry in entries[0]] == [entry.tag for entry in entries[1]]
+    # A constant, because a hash that is salted per process would pass everything above.
+    assert entries[0][-1].tag == TAG_OF_THREE_GATHERS
+
+
+def test_every_fact_of_a_call_changes_the_digest() -> None:
+    variants = [
+        ("gather", "all_gather", "a", 8, "float32"),
+        ("reduce", "all_gather", "a", 8, "float32"),
+        ("gather", "broadcast", "a", 8, "float32"),
+        ("gather", "all_gather", "b", 8, "float32"),
+        ("gather", "all_gather", "a", 9, "float32"),
+        ("gather", "all_gather", "a", 8, "bfloat16"),
+    ]
+    digests = set()
+    for variant in variants:
+        flight_recorder = FlightRecorder()
+        flight_recorder.issue(*variant)  # type: ignore[arg-type]
+        digests.add(flight_recorder.digest())
+    assert len(digests) == len(variants)
+
+
+def test_order_matters_within_a_kind_and_not_between_kinds() -> None:
+    def digest_of(*calls: tuple[Kind, str]) -> int:
+        flight_recorder = FlightRecorder()
+        for kind, label in calls:
+            _issue(flight_recorder, kind, label)
+        return flight_recorder.digest()
+
+    assert digest_of(("gather", "a"), ("gather", "b")) != digest_of(("gather", "b"), ("gather", "a"))
+    assert digest_of(("gather", "a"), ("reduce", "b")) == digest_of(("reduce", "b"), ("gather", "a"))
+
+
+def test_a_difference_is_never_forgotten() -> None:
+    journals = FlightRecorder(), FlightRecorder()
+    for flight_recorder, label in zip(journals, "ab", strict=True):
+        _issue(flight_recorder, "gather", label)
+        for _ in range(1000):
+            _issue(flight_recorder, "gather", "same")
+    assert journals[0].digest() != journals[1].digest()
+
+
+def test_digests_are_exact_in_a_double() -> None:
+    flight_recorder = FlightRecorder()
+    for number in range(200):
+        _issue(flight_recorder, "gather", str(number))
+        assert 0 <= flight_recorder.digest() < 2**52
+        assert int(float(-flight_recorder.digest())) == -flight_recorder.digest()
+
+
+def test_the_phase_is_remembered_but_not_compared() -> None:
+    forward, backward = FlightRecorder(), FlightRecorder()
+    forward.phase, backward.phase = "forward", "backward"
+    calls = [_issue(flight_recorder, "gather", "a").call for flight_recorder in (forward, backward)]
+    assert [call.phase for call in calls] == ["forward", "backward"]
+    assert calls[0].same_as(calls[1])
+    assert forward.digest() == backward.digest()
+
+
+def test_the_longest_wait_is_the_one_that_began_first() -> None:
+    flight_recorder = FlightRecorder()
+    assert flight_recorder.longest_wait is None
+    first, second = _issue(flight_recorder, "gather", "a"), _issue(flight_recorder, "reduce", "b")
+    flight_recorder.begin_wait(second)
+    flight_recorder.begin_wait(first)
+    assert flight_recorder.longest_wait is second
+    flight_recorder.end_wait(second)
+    assert flight_recorder.longest_wait is first
+
+
+def test_the_last_finished_call_is_the_last_to_finish() -> None:
+    flight_recorder = FlightRecorder()
+    assert flight_recorder.last_finished is None
+    first, second = _issue(flight_recorder, "gather", "a"), _issue(flight_recorder, "gather", "b")
+    flight_recorder.finish(second)
+    flight_recorder.finish(first)
+    assert flight_recorder.last_finished is first
+
+
+def test_recent_calls_are_kept_per_kind_and_bounded() -> None:
+    flight_recorder = FlightRecorder(capacity=10)
+    for number in range(20):
+        _issue(flight_recorder, "gather", str(number))
+    _issue(flight_recorder, "control", "c")
+    recent = flight_recorder.recent(per_kind=3)
+    assert [(call.kind, call.label) for call in recent] == [
+        ("gather", "17"),
+        ("gather", "18"),
+        ("gather", "19"),
+        ("control", "c"),
+    ]
+    assert len(flight_recorder.recent(per_kind=100)) == 10
+
+
+def test_a_call_reads_as_a_sentence_part() -> None:
+    call = Call("gather", 412, "all_gather", "unshard layers.3", 4096, "bfloat16", "backward")
+    assert str(call) == 'gather #412 all_gather "unshard layers.3" (4096 x bfloat16, backward)'

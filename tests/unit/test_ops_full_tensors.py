@@ -1,0 +1,154 @@
+"""Muon and LAMB: the numbers of their papers, and of the optimizers that they replace."""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from zeroaccel.errors import UsageError
+from zeroaccel.ops import Lamb, Muon
+from zeroaccel.ops.tensorwise import orthogonalized
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def trained(optimizer: torch.optim.Optimizer, steps: int = 5) -> list[Tensor]:
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for step in range(steps):
+        for index, param in enumerate(params):
+            param.grad = normal(*param.shape, seed=100 * step + index)
+        optimizer.step()
+    return [param.detach() for param in params]
+
+
+def test_lamb_is_its_formula() -> None:
+    start = normal(6, 4)
+    (mine,) = trained(Lamb([Parameter(start.clone())], lr=0.1, weight_decay=0.2, max_coeff=3.0))
+    x, m, v = start.double(), torch.zeros(6, 4).double(), torch.zeros(6, 4).double()
+    for step in range(5):
+        grad = normal(6, 4, seed=100 * step).double()
+        m, v = 0.9 * m + 0.1 * grad, 0.999 * v + 0.001 * grad**2
+        update = m / (v.sqrt() + 1e-8) + 0.2 * x
+        rate = 0.1 * math.sqrt(1 - 0.999 ** (step + 1)) / (1 - 0.9 ** (step + 1))
+        x = x - rate * (x.norm() / update.norm()).clamp(0.01, 3.0) * update
+    torch.testing.assert_close(mine.double(), x, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"max_coeff": 0.25}, 0.25),  # the ratio is 1 for one weight of 1 and one first moment of a root
+        ({"min_coeff": 4.0}, 4.0),
+        ({"bias_correction": False, "betas": (0.0, 0.0)}, 1.0),
+        ({"eps_inside_sqrt": True, "eps": 3.0, "bias_correction": False, "betas": (0.0, 0.0)}, 2.0 * 0.5),
+    ],
+)
+def test_lambs_settings(settings: dict[str, Any], expected: float) -> None:
+    param = Parameter(torch.ones(1))
+    param.grad = torch.ones(1)
+    Lamb([param], lr=0.125, **{"betas": (0.0, 0.0), "eps": 0.0, "max_coeff": 100.0, **settings}).step()
+    assert 1 - param.item() == pytest.approx(0.125 * expected)
+
+
+@pytest.mark.parametrize(("weight", "grad"), [(0.0, 1.0), (1.0, 0.0)])
+def test_lamb_steps_plainly_where_a_norm_is_zero(weight: float, grad: float) -> None:
+    param = Parameter(torch.full((3,), weight))
+    param.grad = torch.full((3,), grad)
+    Lamb([param], lr=0.25, betas=(0.0, 0.0)).step()
+    torch.testing.assert_close(param.detach(), torch.full((3,), weight - 0.25 * grad))
+
+
+@pytest.mark.parametrize(("method", "rounding"), [("standard", 0.06), ("gram", 1e-4)])  # bfloat16 and float32
+@pytest.mark.parametrize("shape", [(16, 64), (64, 16), (32, 32), (3, 8, 40), (1, 5)])
+def test_a_matrix_is_orthogonalised(shape: tuple[int, ...], method: str, rounding: float) -> None:
+    matrices = normal(*shape)
+    before = matrices.clone()
+    found = orthogonalized(matrices, method=method)
+    assert torch.equal(matrices, before)
+    values = torch.linalg.svdvals(found)
+    assert 0.6 < values.min() <= values.max() < 1.3
+    left, _, right = torch.linalg.svd(matrices, full_matrices=False)
+    off = left.mT @ found @ right.mT
+    assert (off - torch.diag_embed(torch.diagonal(off, dim1=-2, dim2=-1))).abs().max() < rounding
+    torch.testing.assert_close(found, orthogonalized(matrices, method="gram"), rtol=rounding, atol=rounding)
+
+
+def test_nothing_to_orthogonalise_is_zero() -> None:
+    assert not orthogonalized(torch.zeros(3, 4)).any()
+
+
+def test_muon_is_torchs_but_for_rounding() -> None:
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("this torch has no Muon")
+    settings: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.1}
+    for shape in ((16, 64), (64, 16)):
+        start = normal(*shape)
+        (mine,) = trained(Muon([{"params": [Parameter(start.clone())], "use_muon": True}], **settings))
+        (theirs,) = trained(torch.optim.Muon([Parameter(start.clone())], **settings))
+        assert (mine - theirs).norm() < 0.02 * (mine - start).norm()
+        plain = [{"params": [Parameter(start.clone())], "use_muon": True, "nesterov": False}]
+        assert (trained(Muon(plain, **settings))[0] - theirs).norm() > 0.05 * (mine - start).norm()
+
+
+def test_the_other_groups_are_torchs_adamw() -> None:
+    starts = [normal(5, 3), normal(7, seed=1)]
+    settings: dict[str, Any] = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}
+    groups = [{"params": [Parameter(start.clone()) for start in starts], "use_muon": False}]
+    mine = trained(Muon(groups, **settings))
+    theirs = trained(torch.optim.AdamW([Parameter(s.clone()) for s in starts], foreach=False, **settings))
+    assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
+
+
+def test_convolutions_are_one_matrix_and_stacks_are_many() -> None:
+    kernel, stack = normal(4, 2, 3, 3), normal(2, 4, 6)
+    flat = [{"params": [Parameter(kernel.flatten(1).clone())], "use_muon": True}]
+    (one,) = trained(Muon([{"params": [Parameter(kernel.clone())], "use_muon": True}]), 1)
+    param = flat[0]["params"][0]  # type: ignore[index]
+    param.grad = normal(4, 2, 3, 3, seed=0).flatten(1)
+    Muon(flat).step()
+    assert torch.equal(one.flatten(1), param.detach())
+    (both,) = trained(Muon([{"params": [Parameter(stack.clone())], "use_muon": True}]), 1)
+    for index in range(2):
+        single = Parameter(stack[index].clone())
+        single.grad = normal(2, 4, 6, seed=0)[index]
+        Muon([{"params": [single], "use_muon": True}]).step()
+        torch.testing.assert_close(both[index], single.detach())
+
+
+def test_groups_have_the_settings_of_their_rule() -> None:
+    matrix, vector = Parameter(normal(4, 4)), Parameter(normal(4))
+    optimizer = Muon([{"params": [matrix], "use_muon": True}, {"params": [vector], "use_muon": False}], momentum=0.5)
+    first, second = optimizer.param_groups
+    assert (first["lr"], first["momentum"], second["lr"], second["betas"]) == (0.02, 0.5, 3e-4, (0.9, 0.95))
+    assert "betas" not in first
+    assert "momentum" not in second
+    trained(optimizer, 2)
+    again = Muon(copy.deepcopy(optimizer.param_groups))
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert torch.equal(trained(again, 1)[0], trained(optimizer, 1)[0])
+
+
+@pytest.mark.parametrize(
+    ("group", "settings", "words"),
+    [
+        ({}, {}, 'Muon, param group 0: expected "use_muon": True or False, got None'),
+        ({"use_muon": True, "params": [Parameter(torch.ones(3))]}, {}, "parameter 0: expected at least two dimensions"),
+        ({"use_muon": True}, {"lr": -1.0}, "lr: expected a number of at least 0, got -1.0"),
+        ({"use_muon": True}, {"momentum": 1.0}, "momentum"),
+        ({"use_muon": True}, {"ns_steps": 0}, "ns_steps"),
+        ({"use_muon": True}, {"ns_method": "fast"}, '"standard" or "gram"'),
+        ({"use_muon": False}, {"betas": (0.9, 1.0)}, "betas"),
+    ],
+)
+def test_what_muon_cannot_take_is_told(group: dict[str, Any], settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Muon([{"params": [Parameter(torch.ones(3, 3))], **group}], **settings)
+    assert words in str(caught.value)

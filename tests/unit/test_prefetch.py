@@ -1,0 +1,186 @@
+"""The prefetch trace alone: what is unsharded ahead, what stays unsharded, and what a changed order does."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zeroaccel.zero.prefetch import PrefetchLimits, PrefetchTrace
+
+SIZES = {"root": 5, "a": 10, "b": 20, "c": 30}
+FORWARD = ["root", "a", "b", "c"]
+PASS = [*FORWARD, "root", "c", "b", "a"]
+KEEP_NOTHING = {"max_reuse_distance": 0}
+
+
+class Player:
+    """Does what a residency does: fetches, uses and gives up, in forward one after the other, the root around all."""
+
+    def __init__(self, sizes: dict[str, int] = SIZES, **limits: int) -> None:
+        self.sizes = sizes
+        self.schedule = PrefetchTrace(sizes, PrefetchLimits(**limits))
+        self.live: dict[str, int] = {}
+        self.most_live = 0
+
+    def use(self, name: str, give_up: bool = True) -> list[str]:
+        self.live[name] = self.sizes[name]
+        ahead = self.schedule.need(name, self.live)
+        self.live |= {fetched: self.sizes[fetched] for fetched in ahead}
+        self.most_live = max(self.most_live, sum(self.live.values()))
+        if give_up:
+            self.give_up(name)
+        return ahead
+
+    def give_up(self, name: str) -> None:
+        if not self.schedule.keep(name, sum(self.live.values())):
+            self.live.pop(name, None)
+
+    def play(self, order: list[str] = PASS, kind: str = "train") -> list[list[str]]:
+        self.schedule.begin(kind)
+        forward = order[: len(order) // 2] if kind == "train" else order
+        seen = []
+        for index, name in enumerate(order):
+            seen.append(self.use(name, give_up=name != "root"))
+            if index == len(forward) - 1:
+                self.give_up("root")
+        self.live.clear()
+        self.schedule.end()
+        return seen
+
+
+def test_the_first_pass_fetches_nothing_ahead_and_keeps_nothing() -> None:
+    player = Player()
+    assert player.play() == [[]] * 8
+    assert not any(action.startswith(("PREFETCH", "KEEP")) for action in player.schedule.actions)
+
+
+def test_actions_can_be_read() -> None:
+    player = Player(prefetch_bucket_size=10, **KEEP_NOTHING)
+    player.play()
+    player.play()
+    assert player.schedule.actions[:4] == ["UNSHARD root", "PREFETCH a", "UNSHARD a", "RESHARD a"]
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [(0, []), (9, []), (10, ["a"]), (29, ["a"]), (30, ["a", "b"]), (60, ["a", "b", "c"]), (10**6, ["a", "b", "c"])],
+)
+def test_the_prefetch_budget(budget: int, expected: list[str]) -> None:
+    player = Player(prefetch_bucket_size=budget, **KEEP_NOTHING)
+    player.play()
+    assert player.play()[0] == expected
+
+
+def test_what_is_still_to_come_counts_against_the_budget() -> None:
+    player = Player(prefetch_bucket_size=30, **KEEP_NOTHING)
+    player.play()
+    ahead = player.play()
+    assert ahead[0] == ["a", "b"]
+    assert ahead[1] == []  # b is on its way: 20 of 30 are taken, and c needs 30
+    assert ahead[2] == ["c"]
+
+
+def test_nothing_is_fetched_past_a_unit_that_is_given_up_first() -> None:
+    player = Player(**KEEP_NOTHING)
+    player.play()
+    ahead = player.play()
+    assert ahead[3] == []  # next are the root and c, which are here and will go
+    assert ahead[4] == ["c", "b", "a"]
+
+
+def test_no_more_than_the_live_limit_is_fetched_ahead() -> None:
+    player = Player(max_live_parameters=36, **KEEP_NOTHING)
+    player.play()
+    assert player.play()[0] == ["a", "b"]
+    assert player.most_live <= 36
+
+
+def test_a_unit_needed_soon_is_kept() -> None:
+    player = Player(max_reuse_distance=35)
+    player.play()
+    player.play()
+    # Between its uses c waits for the root and itself: 5 + 30. For b it is 30 + 5 + 30 + 20.
+    assert "KEEP c" in player.schedule.actions
+    assert "RESHARD b" in player.schedule.actions
+    assert player.schedule.actions.count("RESHARD a") == 2
+
+
+def test_nothing_is_kept_above_the_live_limit() -> None:
+    player = Player(max_live_parameters=0)
+    player.play()
+    player.play()
+    assert not any(action.startswith(("KEEP", "PREFETCH")) for action in player.schedule.actions)
+
+
+def test_a_changed_order_warns_once_and_is_recorded_anew(caplog: pytest.LogCaptureFixture) -> None:
+    player = Player()
+    player.play()
+    other = ["root", "b", "a", "c", "root", "c", "a", "b"]
+    assert player.play(other)[1:] == [[]] * 7
+    assert any(player.play(other))
+    player.play()
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 1
+    assert "b came where a was expected" in warnings[0]
+
+
+def test_passes_of_different_kinds_have_their_own_order() -> None:
+    player = Player(**KEEP_NOTHING)
+    player.play()
+    assert player.play(FORWARD, "eval") == [[]] * 4
+    assert player.play()[0] == ["a", "b", "c"]
+    assert player.play(FORWARD, "eval")[0] == ["a", "b", "c"]
+
+
+def test_a_pass_cut_short_leaves_the_schedule_intact() -> None:
+    player = Player(**KEEP_NOTHING)
+    player.play()
+    player.schedule.begin("train")
+    player.use("root")
+    player.use("a")
+    player.live.clear()
+    assert player.play()[0] == ["a", "b", "c"]
+
+
+def test_forgetting_starts_over() -> None:
+    player = Player()
+    player.play()
+    player.schedule.forget()
+    assert player.play() == [[]] * 8
+    assert any(player.play())
+
+
+def test_outside_a_pass_nothing_is_recorded_or_fetched() -> None:
+    player = Player()
+    player.play()
+    player.schedule.actions.clear()
+    assert player.use("b") == []
+    assert not player.schedule.in_pass
+
+
+@given(
+    st.lists(st.sampled_from(sorted(SIZES)), min_size=1, max_size=12),
+    st.integers(0, 80),
+    st.integers(0, 80),
+    st.integers(0, 80),
+)
+def test_the_limits_hold_for_any_order(order: list[str], budget: int, live: int, reuse: int) -> None:
+    schedule = PrefetchTrace(
+        SIZES, PrefetchLimits(prefetch_bucket_size=budget, max_live_parameters=live, max_reuse_distance=reuse)
+    )
+    for _ in range(3):
+        schedule.begin("train")
+        whole: dict[str, int] = {}
+        early: set[str] = set()
+        for name in order:
+            whole[name] = SIZES[name]
+            ahead = schedule.need(name, whole)
+            assert not set(ahead) & whole.keys()
+            early = (early - {name}) | set(ahead)
+            whole |= {unit: SIZES[unit] for unit in ahead}
+            assert sum(SIZES[unit] for unit in early) <= budget
+            assert sum(whole.values()) <= live or not ahead
+            if not schedule.keep(name, sum(whole.values())):
+                whole.pop(name)
+        schedule.end()

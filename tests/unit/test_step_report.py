@@ -1,0 +1,302 @@
+"""Log lines and events of a run: their text, when and on which rank they appear, and no cost when they are off."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from zeroaccel.logs import logger
+from zeroaccel.telemetry import step_report
+from zeroaccel.telemetry.step_report import (
+    MemoryUse,
+    PhaseClock,
+    StepFacts,
+    StepReport,
+    format_memory,
+    format_phases,
+    format_step,
+    memory_now,
+    step_events,
+)
+from zeroaccel.zero.precision import LossScale, StaticLossScale
+
+CPU = torch.device("cpu")
+GIB = 2**30
+
+
+class FakeEngine:
+    """One step of 8 samples at a time."""
+
+    def __init__(self, loss_scale: LossScale | None = None) -> None:
+        self.global_steps = self.skipped_steps = self.global_samples = 0
+        self.loss_scale = loss_scale or LossScale()
+
+    def get_lr(self) -> list[float]:
+        return [0.1 / self.global_steps]
+
+    def get_global_grad_norm(self) -> float | None:
+        return 2.0
+
+    def advance(self, report: StepReport, steps: int = 1) -> None:
+        for _ in range(steps):
+            self.global_steps += 1
+            self.global_samples += 8
+            report.step(self)
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def __len__(self) -> int:
+        return 1
+
+    def write(self, events: Sequence[tuple[str, float, int]]) -> None:
+        self.told.append({name: (value, step) for name, value, step in events})
+
+    def flush(self) -> None:
+        self.told.append("flush")
+
+    def close(self) -> None:
+        self.told.append("close")
+
+
+@pytest.fixture
+def lines() -> Iterator[list[str]]:
+    """The lines that zeroaccel's logger would show."""
+    shown: list[str] = []
+
+    class Keep(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            shown.append(record.getMessage())
+
+    keep = Keep()
+    logger.addHandler(keep)
+    yield shown
+    logger.removeHandler(keep)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, in its one element, which stands still until it is set."""
+    now = [100.0]
+    monkeypatch.setattr("time.perf_counter", lambda: now[0])
+    return now
+
+
+# -- text
+
+
+def test_a_step_line_has_all_there_is() -> None:
+    facts = StepFacts(100, 2, 6400, [1e-4, 5e-5], grad_norm=0.512, loss_scale=65536.0)
+    assert format_step(facts, 123.44) == (
+        "step 100 | skipped 2 | lr 1.000e-04, 5.000e-05 | grad norm 0.5120 | loss scale 65536 | 123.4 samples/s"
+    )
+
+
+def test_a_step_line_leaves_out_what_is_not_known() -> None:
+    assert format_step(StepFacts(1, 0, 8, [0.0]), None) == "step 1 | skipped 0 | lr 0.000e+00"
+
+
+def test_a_skipped_step_shows_an_infinite_norm() -> None:
+    assert "grad norm inf" in format_step(StepFacts(1, 1, 8, [0.0], grad_norm=math.inf), None)
+
+
+def test_phases_and_memory_as_lines() -> None:
+    assert format_phases({"forward": 12.3, "step": 4.2}, 10) == "ms per step over 10 steps: forward 12.30 | step 4.20"
+    assert format_phases({"forward": 12.3}, 1) == "ms per step over 1 step: forward 12.30"
+    after = {"forward": MemoryUse(2 * GIB, 3 * GIB), "step": MemoryUse(GIB, 5 * GIB)}
+    assert format_memory(after, "allocated") == "allocated GiB after: forward 2.00 | step 1.00 | peak 5.00"
+
+
+def test_events_count_in_samples_and_leave_out_what_is_not_known() -> None:
+    assert step_events(StepFacts(1, 0, 8, [0.1, 0.2], grad_norm=2.0, loss_scale=4.0, loss=3.0)) == [
+        ("Train/loss", 3.0, 8),
+        ("Train/lr", 0.1, 8),
+        ("Train/lr/group1", 0.2, 8),
+        ("Train/grad_norm", 2.0, 8),
+        ("Train/loss_scale", 4.0, 8),
+    ]
+    assert step_events(StepFacts(1, 0, 8, [0.1])) == [("Train/lr", 0.1, 8)]
+
+
+# -- time and memory
+
+
+def test_phases_are_averaged_over_steps_and_start_anew(clock: list[float]) -> None:
+    phases = PhaseClock(CPU)
+    for seconds in (1.0, 3.0):
+        phases.begin("forward")
+        clock[0] += seconds
+        phases.end("forward")
+    assert phases.mean_milliseconds(2) == {"forward": 2000.0}
+    assert phases.mean_milliseconds(2) == {}
+
+
+def test_phases_nest(clock: list[float]) -> None:
+    phases = PhaseClock(CPU)
+    phases.begin("backward")
+    clock[0] += 1
+    phases.begin("reduce")
+    clock[0] += 2
+    phases.end("reduce")
+    clock[0] += 4
+    phases.end("backward")
+    assert phases.mean_milliseconds(1) == {"reduce": 2000.0, "backward": 7000.0}
+
+
+def test_a_phase_that_was_left_open_starts_again(clock: list[float]) -> None:
+    phases = PhaseClock(CPU)
+    phases.begin("forward")
+    clock[0] += 50
+    phases.begin("forward")
+    clock[0] += 1
+    phases.end("forward")
+    phases.end("forward")
+    phases.end("step")
+    assert phases.mean_milliseconds(1) == {"forward": 1000.0}
+
+
+@pytest.mark.parametrize(("device", "waits"), [("cpu", 0), ("cuda:0", 2)])
+def test_only_a_cuda_device_is_waited_for(device: str, waits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
+    phases = PhaseClock(torch.device(device))
+    phases.begin("forward")
+    phases.end("forward")
+    assert waited == [torch.device(device)] * waits
+
+
+def test_memory_on_the_cpu_sees_what_is_taken_and_remembers_it() -> None:
+    before = memory_now(CPU)
+    taken = torch.ones(64 * 2**20, dtype=torch.uint8)
+    held = memory_now(CPU)
+    assert held.current - before.current > 48 * 2**20
+    del taken
+    after = memory_now(CPU)
+    assert after.current < held.current
+    assert after.peak > held.current - 8 * 2**20  # the kernel counts the two a few pages apart
+    assert after.peak < 2**40
+
+
+def test_memory_on_cuda_is_what_torch_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
+    assert memory_now(torch.device("cuda", 0)) == MemoryUse(5, 7)
+
+
+# -- the report
+
+
+def test_step_lines_come_every_so_many_steps_with_the_rate_between(lines: list[str], clock: list[float]) -> None:
+    report, engine = StepReport(steps_per_print=3), FakeEngine()
+    for _ in range(6):
+        clock[0] += 2.0 if engine.global_steps < 3 else 4.0
+        engine.advance(report)
+    # the first rate leaves the first step out: two steps of 8 samples in 4 s
+    assert lines == [
+        "step 3 | skipped 0 | lr 3.333e-02 | grad norm 2.0000 | 4.0 samples/s",
+        "step 6 | skipped 0 | lr 1.667e-02 | grad norm 2.0000 | 2.0 samples/s",
+    ]
+
+
+def test_a_line_at_the_first_step_has_no_rate(lines: list[str], clock: list[float]) -> None:
+    report, engine = StepReport(steps_per_print=1), FakeEngine(StaticLossScale(1.0))
+    engine.advance(report)
+    clock[0] += 1
+    engine.advance(report)
+    assert lines == [
+        "step 1 | skipped 0 | lr 1.000e-01 | grad norm 2.0000 | loss scale 1",
+        "step 2 | skipped 0 | lr 5.000e-02 | grad norm 2.0000 | loss scale 1 | 8.0 samples/s",
+    ]
+
+
+def test_lines_show_at_the_default_log_level(lines: list[str]) -> None:
+    assert logger.level == logging.WARNING
+    FakeEngine().advance(StepReport(steps_per_print=1))
+    assert len(lines) == 1
+
+
+def test_wall_clock_breakdown_is_per_step_over_the_interval(lines: list[str], clock: list[float]) -> None:
+    report, engine = StepReport(steps_per_print=2, wall_clock_breakdown=True), FakeEngine()
+    for _ in range(4):
+        for seconds in (0.001, 0.003):  # two micro-steps
+            report.begin("forward")
+            clock[0] += seconds
+            report.end("forward")
+        engine.advance(report)
+    assert [line for line in lines if line.startswith("ms")] == ["ms per step over 2 steps: forward 4.00"] * 2
+
+
+def test_breakdowns_alone_come_every_ten_steps(
+    lines: list[str], clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_report, "memory_now", lambda device: MemoryUse(GIB, 2 * GIB))
+    report, engine = StepReport(wall_clock_breakdown=True, memory_breakdown=True), FakeEngine()
+    for _ in range(10):
+        for phase in ("forward", "backward"):
+            report.begin(phase)
+            clock[0] += 0.002
+            report.end(phase)
+        engine.advance(report)
+    assert lines == [
+        "ms per step over 10 steps: forward 2.00 | backward 2.00",
+        "resident GiB after: forward 1.00 | backward 1.00 | peak 2.00",
+    ]
+
+
+def test_nothing_is_measured_when_nothing_is_on(lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*args: Any) -> Any:
+        raise AssertionError("measured something")
+
+    monkeypatch.setattr(step_report, "memory_now", never)
+    monkeypatch.setattr(PhaseClock, "_now", never)
+    monkeypatch.setattr(FakeEngine, "get_global_grad_norm", never)
+    report = StepReport()
+    report.begin("forward")
+    report.end("forward")
+    report.loss(torch.zeros(()))
+    FakeEngine().advance(report, 20)
+    report.close()
+    assert lines == []
+
+
+def test_other_ranks_say_nothing(lines: list[str]) -> None:
+    sink = Sink()
+    report = StepReport(rank=1, steps_per_print=1, wall_clock_breakdown=True, memory_breakdown=True, monitors=sink)
+    report.begin("forward")
+    report.end("forward")
+    FakeEngine().advance(report, 10)
+    report.close()
+    assert (lines, sink.told) == ([], [])
+
+
+def test_monitors_get_every_step_with_the_mean_loss_of_its_micro_steps() -> None:
+    sink = Sink()
+    report, engine = StepReport(steps_per_print=2, monitors=sink), FakeEngine(StaticLossScale(64.0))
+    for losses in ((1.0, 2.0), (5.0,), ()):
+        for loss in losses:
+            report.loss(torch.tensor(loss, requires_grad=True))
+        engine.advance(report)
+    report.close()
+    report.close()
+    rest = {"Train/grad_norm": 2.0, "Train/loss_scale": 64.0}
+    assert sink.told == [
+        {name: (value, 8) for name, value in {"Train/loss": 1.5, "Train/lr": 0.1, **rest}.items()},
+        {name: (value, 16) for name, value in {"Train/loss": 5.0, "Train/lr": 0.05, **rest}.items()},
+        "flush",
+        {name: (value, 24) for name, value in {"Train/lr": pytest.approx(0.1 / 3), **rest}.items()},
+        "close",
+    ]
+
+
+def test_a_loss_is_kept_without_its_graph() -> None:
+    report = StepReport(monitors=Sink())
+    loss = torch.ones((), requires_grad=True) * 2
+    report.loss(loss)
+    assert not report._losses[0].requires_grad

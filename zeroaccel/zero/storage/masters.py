@@ -1,0 +1,394 @@
+"""Where the fp32 masters of a flat buffer and the optimizer's states of them live: one class per way to keep them.
+
+`FlatBuffer` has one `MasterStorage`. The optimizer step goes through its `chunks`; checkpoints and `safe_get_full_*`
+read and write ranges of masters and states; none of them knows which class it is. Here are those in memory;
+`swapped_masters.py` has those in a tier. `placement.py` has the table that chooses.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from zeroaccel.ops.shard_step import ShardOptimizer
+from zeroaccel.ops.updates import BLOCK_NUMEL
+from zeroaccel.optim.optimizer_kinds import renew_state
+from zeroaccel.zero.layout import FlatLayout, FlatRange, FlatTensor
+from zeroaccel.zero.storage.shards import Elements, FillRange, ShardStorage, in_memory
+
+__all__ = [
+    "AliasedMasters",
+    "MasterPiece",
+    "MasterPlace",
+    "MasterStorage",
+    "NoMasters",
+    "SeparateMasters",
+    "cut_pieces",
+    "make_states",
+    "stand_in",
+]
+
+
+def stand_in(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
+    """One NaN (0 of an integer) in a shape: what is shown of a tensor that is not in memory."""
+    return torch.full((), math.nan if dtype.is_floating_point else 0, dtype=dtype).expand(tuple(shape))
+
+
+@dataclass(eq=False)
+class MasterPiece:
+    """A run of masters that one param group updates, one parameter to the optimizer.
+
+    Attributes:
+        group: index of the param group.
+        shape: (range.numel,) for an elementwise rule, that of the parameter for a rule that looks at whole tensors.
+        param: fp32 leaf of that shape, a view of the masters; a NaN stand-in while they are not in memory.
+    """
+
+    range: FlatRange
+    group: int
+    shape: tuple[int, ...]
+    param: nn.Parameter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.param = nn.Parameter(stand_in(self.shape))
+
+
+def cut_pieces(
+    layout: FlatLayout, param_groups: Sequence[int], rank: int, *, replicated: bool, by_parameter: bool
+) -> list[MasterPiece]:
+    """The pieces that a rank steps of one buffer.
+
+    Args:
+        param_groups: of each slot.
+        replicated: of all shards, see [Note: equal pieces], rather than of this rank's.
+        by_parameter: whole parameters in their own shapes, rather than runs of one group.
+    """
+    if by_parameter:
+        return [
+            MasterPiece(slot.range, group, slot.shape)
+            for index, (slot, group) in enumerate(zip(layout.slots, param_groups, strict=True))
+            if slot.numel and (replicated or layout.owners[index] == rank)  # norms of nothing divide by zero
+        ]
+    ranks = range(layout.world_size) if replicated else (rank,)
+    runs = (run for each in ranks for run in layout.group_runs(param_groups, each))
+    return [MasterPiece(run, group, (run.numel,)) for run, group in runs]
+
+
+def make_states(optimizer: Optimizer, pieces: Sequence[MasterPiece]) -> None:
+    """Makes the states of some pieces that the optimizer's constructor makes, as that of torch's Adagrad does."""
+    before, params = dict(optimizer.state), [group["params"] for group in optimizer.param_groups]
+    try:
+        for index, group in enumerate(optimizer.param_groups):
+            group["params"] = [piece.param for piece in pieces if piece.group == index]
+        renew_state(optimizer)
+    finally:
+        for group, own in zip(optimizer.param_groups, params, strict=True):
+            group["params"] = own
+    for param, state in before.items():
+        optimizer.state.setdefault(param, state)
+
+
+@dataclass(frozen=True)
+class MasterPlace:
+    """What a storage is made for.
+
+    Attributes:
+        key: of the buffer, in tiers.
+        shard: the weights in the parameters' dtype that belong to the masters.
+        pieces: that this rank steps.
+        device: where masters in memory of their own live.
+        replicated: every rank has the masters of all N elements.
+    """
+
+    key: str
+    layout: FlatLayout
+    rank: int
+    shard: ShardStorage
+    pieces: Sequence[MasterPiece]
+    device: torch.device
+    replicated: bool = False
+
+    @property
+    def range(self) -> FlatRange:
+        """The elements whose masters this rank has."""
+        return self.layout.range if self.replicated else self.layout.shard(self.rank)
+
+
+class MasterStorage(ABC):
+    """The fp32 weights of one flat buffer that the optimizer updates, and its states of them.
+
+    A new way to keep them implements the abstract methods and, where masters are not in memory all the time,
+    `prefetch`, `release` and `settle`. Then it needs a line in `placement.MASTER_STORAGES`.
+
+    1. `initialize` with the first weights. 2. `bind` to the optimizer. 3. At every step the optimizer goes through
+    `chunks`, and writes what they round to into `stage_weights()`. In between, ranges are read and written; writing
+    masters leaves the weights alone, which are the caller's to write too.
+
+    Attributes:
+        range: the elements whose masters are here: this rank's S, or all N of a replicated optimizer.
+        is_replicated: every rank has all N, by intent (the shard of an owner may happen to be all).
+        pieces: that this rank steps, in the order of the buffer.
+        shard: the weights that belong to them.
+        aliases_weights: masters and weights are the same memory.
+        reads_weights: masters can be read only while the weights are those they round to.
+        waited_seconds: for a tier, in all steps so far.
+    """
+
+    aliases_weights = False
+    reads_weights = False
+
+    def __init__(self, place: MasterPlace) -> None:
+        self.range = place.range
+        self.is_replicated = place.replicated or place.layout.world_size == 1
+        self.pieces: Sequence[MasterPiece] = tuple(place.pieces)
+        self.shard = place.shard
+        self.waited_seconds = 0.0
+        self._bound_to: Optimizer | None = None
+        self._makes_states = False
+
+    # -- what a way to keep masters implements
+
+    @abstractmethod
+    def initialize(self, source: Tensor) -> None:
+        """Takes the first masters, (range.numel,) of any floating dtype; before the weights can be read."""
+
+    @abstractmethod
+    def elements(self, part: FlatRange, state: str | None = None) -> Elements:
+        """Masters of `part`, or its values of an optimizer state that has one per element: a live view, or a reader."""
+
+    @abstractmethod
+    def write(self, part: FlatRange, values: Tensor, state: str | None = None) -> None:
+        """Replaces masters, or values of a state, and returns when they are stored.
+
+        Raises:
+            OffloadError: they cannot be read back or stored.
+        """
+
+    @abstractmethod
+    def chunks(self, following: MasterStorage | None = None) -> Iterator[Sequence[MasterPiece]]:
+        """The pieces in step order, some at a time, masters and states in memory until the next are asked for.
+
+        Args:
+            following: is stepped next, so that it can be prefetched while the last chunk is stepped.
+
+        Raises:
+            OffloadError: a tier failed.
+        """
+
+    @abstractmethod
+    def load(self, fill: FillRange, flush: Callable[[], None]) -> None:
+        """Has masters filled, all or in part; `flush` makes it happen where memory is only on loan."""
+
+    @abstractmethod
+    def load_states(self, state_of: Callable[[MasterPiece], dict[str, Any]], flush: Callable[[], None]) -> None:
+        """Replaces the optimizer's state of each piece, by none where the dictionary is empty; `flush` as in `load`."""
+
+    @abstractmethod
+    def publish(self) -> None:
+        """After `load`: makes the weights those that the masters round to."""
+
+    def prefetch(self) -> None:
+        """Starts to bring what `chunks` yields first."""
+        return None
+
+    def release(self) -> None:
+        """Gives up what was prefetched: the step broke off. Idempotent."""
+        return None
+
+    def settle(self) -> None:
+        """Returns when every store is done; raises OffloadError if one failed."""
+        return None
+
+    def tensors(self) -> Iterator[Tensor]:
+        """The memory of masters that are not the weights themselves."""
+        return iter(())
+
+    def as_weights(self, dtype: torch.dtype) -> Tensor | None:
+        """(range.numel,) the masters, if they are in memory and in this dtype; None where they would be rounded."""
+        return None
+
+    # -- what follows from that
+
+    def bind(self, optimizer: Optimizer, *, makes_states: bool) -> None:
+        """Names the optimizer that has the states.
+
+        Args:
+            makes_states: its constructor makes states, which it therefore does not make at its first step.
+        """
+        self._bound_to, self._makes_states = optimizer, makes_states
+
+    def stage_weights(self) -> FlatTensor | None:
+        """Where a step writes the new weights besides the masters; None where those are the weights."""
+        return self.shard.stage()
+
+    def read(self, part: FlatRange, state: str | None = None) -> Tensor:
+        """(n,) as `elements`, in memory.
+
+        Raises:
+            OffloadError: they cannot be read back.
+        """
+        return in_memory(self.elements(part, state))
+
+    def follow_weights(self, part: FlatRange, weights: Tensor, before: Tensor | None = None) -> None:
+        """Makes masters those of new weights; where these are what a master rounds to, it keeps its fp32 bits.
+
+        Args:
+            weights: (n,) that are in force already.
+            before: the masters as they were, where `reads_weights`.
+        """
+        masters = self.read(part) if before is None else before
+        new = weights.to(masters.device)
+        if new.dtype is not torch.float32:
+            same = masters.to(new.dtype).view(torch.int16) == new.view(torch.int16)
+            new = torch.where(same, masters, new.float())
+        self.write(part, new)
+
+    @property
+    def _optimizer(self) -> Optimizer:
+        assert self._bound_to is not None, "states of masters that no optimizer updates"
+        return self._bound_to
+
+
+class NoMasters(MasterStorage):
+    """Of weights that no optimizer updates: the weights themselves are read, and are the shard's to write."""
+
+    aliases_weights = True
+
+    def __init__(self, place: MasterPlace) -> None:
+        super().__init__(place)
+        self.range = place.shard.range
+        self.is_replicated = place.shard.range == place.layout.range
+
+    def initialize(self, source: Tensor) -> None:
+        return None
+
+    def elements(self, part: FlatRange, state: str | None = None) -> Elements:
+        assert state is None, f"state {state} of weights without an optimizer"
+        return self.shard.elements(part)
+
+    def write(self, part: FlatRange, values: Tensor, state: str | None = None) -> None:
+        return None
+
+    def chunks(self, following: MasterStorage | None = None) -> Iterator[Sequence[MasterPiece]]:
+        return iter(())
+
+    def load(self, fill: FillRange, flush: Callable[[], None]) -> None:
+        self.shard.load(fill, flush)
+
+    def load_states(self, state_of: Callable[[MasterPiece], dict[str, Any]], flush: Callable[[], None]) -> None:
+        return None
+
+    def publish(self) -> None:
+        return None
+
+    def follow_weights(self, part: FlatRange, weights: Tensor, before: Tensor | None = None) -> None:
+        return None
+
+
+class SeparateMasters(MasterStorage):
+    """Masters in memory of their own, where the optimizer steps: on the device or in host memory."""
+
+    def __init__(self, place: MasterPlace) -> None:
+        super().__init__(place)
+        self._device = place.device
+        self._masters = FlatTensor(self.range, stand_in((self.range.numel,)))
+
+    def initialize(self, source: Tensor) -> None:
+        # From the original weights, so that an fp32 model keeps the bits that 16-bit parameters drop.
+        self._point_at(source.to(self._device, torch.float32, copy=True))
+
+    def _point_at(self, values: Tensor) -> None:
+        self._masters = FlatTensor(self.range, values)
+        for piece in self.pieces:
+            piece.param.data = self._masters[piece.range].view(piece.shape)
+
+    def bind(self, optimizer: Optimizer, *, makes_states: bool) -> None:
+        super().bind(optimizer, makes_states=makes_states)
+        if makes_states and self.pieces:
+            make_states(optimizer, self.pieces)
+
+    def elements(self, part: FlatRange, state: str | None = None) -> Tensor:
+        if state is None:
+            return self._masters[part]
+        parts = [self._state(piece, state, both) for piece in self.pieces if (both := piece.range & part)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _state(self, piece: MasterPiece, name: str, part: FlatRange) -> Tensor:
+        within = part.at(piece.range.start)
+        entries: Mapping[str, Any] = self._optimizer.state[piece.param]
+        if isinstance(self._optimizer, ShardOptimizer) and entries[name].dtype is torch.uint8:
+            cut = {key: _block_part(value, piece.range.numel, within) for key, value in entries.items()}
+            entries, within = self._optimizer.portable(cut), slice(None)
+        flat: Tensor = entries[name].detach().contiguous().view(-1)
+        return flat[within]
+
+    def write(self, part: FlatRange, values: Tensor, state: str | None = None) -> None:
+        if state is None:
+            self._masters[part].copy_(values)
+            return
+        for piece in self.pieces:
+            both = piece.range & part
+            if both:
+                flat = self._optimizer.state[piece.param][state].detach().view(-1)
+                flat[both.at(piece.range.start)].copy_(values[both.at(part.start)])
+
+    def chunks(self, following: MasterStorage | None = None) -> Iterator[Sequence[MasterPiece]]:
+        if following is not None:
+            following.prefetch()
+        yield self.pieces
+
+    def load(self, fill: FillRange, flush: Callable[[], None]) -> None:
+        fill(self.range, self._masters.values)  # what stays in memory can wait for a flush of many
+
+    def load_states(self, state_of: Callable[[MasterPiece], dict[str, Any]], flush: Callable[[], None]) -> None:
+        for piece in self.pieces:
+            self._optimizer.state.pop(piece.param, None)
+            if state := state_of(piece):
+                self._optimizer.state[piece.param] = state
+
+    def publish(self) -> None:
+        self.shard.stage()[self.range].copy_(self._masters.values)
+        self.shard.commit()
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield self._masters.values
+
+    def as_weights(self, dtype: torch.dtype) -> Tensor | None:
+        return self._masters.values if self._masters.values.dtype is dtype else None
+
+
+class AliasedMasters(SeparateMasters):
+    """Masters of fp32 parameters that are the weights themselves, in one memory: an update writes only once."""
+
+    aliases_weights = True
+
+    def initialize(self, source: Tensor) -> None:
+        self._point_at(self.shard.stage()[self.range])
+
+    def stage_weights(self) -> FlatTensor | None:
+        return None
+
+    def follow_weights(self, part: FlatRange, weights: Tensor, before: Tensor | None = None) -> None:
+        return None
+
+    def publish(self) -> None:
+        return None
+
+    def tensors(self) -> Iterator[Tensor]:
+        return iter(())
+
+
+def _block_part(value: Any, numel: int, part: slice) -> Any:
+    """Elements of a state's tensor, or the exponents of the 8-bit blocks that they make up."""
+    if not isinstance(value, Tensor) or value.dim() == 0:
+        return value
+    if value.numel() == numel:
+        return value.reshape(-1)[part]
+    return value.reshape(-1)[part.start // BLOCK_NUMEL : -(-part.stop // BLOCK_NUMEL)]

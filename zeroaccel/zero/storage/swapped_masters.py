@@ -1,0 +1,484 @@
+"""Masters and optimizer states that are in a tier between steps: swapped in sub-group by sub-group (ZeRO-Infinity).
+
+A sub-group is a run of one buffer's shard, the unit of what is read, stepped and written back. All its tensors lie in
+one state buffer, under one key of a tier, so that a step reads and writes sequentially:
+
+    [ master: L fp32                          | first state: L elements | second state | ... ]    SwappedMasters
+    [ residuals: L int16 | ties: L bits | pad | first state: L elements | second state | ... ]    ResidualMasters
+
+While it is swapped out, pieces and their states show NaN stand-ins in their true shapes, so that the optimizer's own
+dictionaries stay. What a state holds besides one number per element (a step count, factored moments, a preconditioner)
+stays in memory.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from zeroaccel.errors import OffloadError, UsageError
+from zeroaccel.offload.tier import Fetch, StoredElements, Tier
+from zeroaccel.ops.residual import join, split, ties_nbytes
+from zeroaccel.zero.layout import ALIGN_NUMEL, FlatRange, round_up
+from zeroaccel.zero.storage.masters import MasterPiece, MasterPlace, MasterStorage, make_states, stand_in
+from zeroaccel.zero.storage.shards import Elements, FillRange
+
+__all__ = [
+    "RESIDUAL_SUB_GROUP_NUMEL",
+    "SUB_GROUP_NUMEL",
+    "ResidualMasters",
+    "StateSwapper",
+    "SubGroup",
+    "SwappedMasters",
+    "cut_sub_groups",
+    "fp32_nbytes",
+    "pack_sub_groups",
+    "residual_nbytes",
+]
+
+SUB_GROUP_NUMEL = 1 << 23
+"""Elements of a sub-group, whatever more `sub_group_size` allows: 32 MiB per fp32 tensor keep any disk busy."""
+
+RESIDUAL_SUB_GROUP_NUMEL = 1 << 20
+"""As many at most of residual masters in host memory: 4 MiB of joined masters stay in the cores' caches."""
+
+_GRAIN_NUMEL = 64  # sub-groups are multiples of it, so that every tensor of a state buffer starts on a cache line
+_LINE_NBYTES = 64
+
+
+def fp32_nbytes(numel: int) -> int:
+    """Bytes of so many masters."""
+    return 4 * numel
+
+
+def residual_nbytes(numel: int) -> int:
+    """Bytes of residuals and ties of so many masters, up to where the states begin."""
+    return -(-(2 * numel + ties_nbytes(numel)) // _LINE_NBYTES) * _LINE_NBYTES
+
+
+@dataclass(eq=False)
+class SubGroup:
+    """A run of a buffer's shard; L is its `range.numel`.
+
+    Attributes:
+        key: of its state buffer in the tier.
+        pieces: what it is made of, in order and without gaps.
+        states: name -> dtype of the states its param groups keep per element.
+        master_nbytes: of the state buffer up to its states.
+        has_states: whether the states in the state buffer are any: before the first step there are none.
+    """
+
+    key: str
+    pieces: tuple[MasterPiece, ...]
+    states: Mapping[str, torch.dtype]
+    master_nbytes: int
+    has_states: bool = False
+
+    @property
+    def range(self) -> FlatRange:
+        """Its elements, with the padding behind the last piece."""
+        return FlatRange(self.pieces[0].range.start, round_up(self.pieces[-1].range.end, ALIGN_NUMEL))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the masters and all states."""
+        return self.master_nbytes + self.range.numel * sum(dtype.itemsize for dtype in self.states.values())
+
+    @property
+    def filled_nbytes(self) -> int | None:
+        """Bytes of the state buffer that have values so far; None for all."""
+        return None if self.has_states else self.master_nbytes
+
+    def masters(self, buffer: Tensor) -> Tensor:
+        """(L,) fp32, at the beginning of the state buffer."""
+        return buffer[: 4 * self.range.numel].view(torch.float32)
+
+    def state(self, buffer: Tensor, name: str) -> Tensor:
+        """(L,) a state in the state buffer."""
+        dtype, offset = self.states[name], self.offset(name)
+        return buffer[offset : offset + self.range.numel * dtype.itemsize].view(dtype)
+
+    def offset(self, name: str) -> int:
+        """Byte at which a state begins."""
+        offset = self.master_nbytes
+        for other, dtype in self.states.items():
+            if other == name:
+                return offset
+            offset += dtype.itemsize * self.range.numel
+        raise KeyError(name)
+
+
+def cut_sub_groups(
+    key: str,
+    runs: Sequence[tuple[FlatRange, int]],
+    states: Sequence[Mapping[str, torch.dtype]],
+    limit_numel: int,
+    *,
+    starts: Collection[int] = (),
+    master_nbytes: Callable[[int], int] = fp32_nbytes,
+) -> list[SubGroup]:
+    """Sub-groups of at most `limit_numel` elements over the runs of a shard.
+
+    Args:
+        key: of the buffer; sub-groups are `key/0`, `key/1`, ...
+        runs: (range, param group) in order and without gaps.
+        states: per param group what it keeps per element.
+        starts: elements, multiples of `ALIGN_NUMEL`, at which another sub-group begins whatever room is left.
+        master_nbytes: of so many masters in the state buffer.
+    """
+    limit = max(min(limit_numel, SUB_GROUP_NUMEL) // _GRAIN_NUMEL, 1) * _GRAIN_NUMEL
+    cuts: list[list[MasterPiece]] = []
+    room = 0
+    ordered = sorted(starts)
+    for run, group in runs:
+        start = run.start
+        while start < run.end:
+            following = bisect_right(ordered, start)
+            if room == 0 or (following and ordered[following - 1] == start):
+                cuts.append([])
+                room = limit
+            stop = min(run.end, start + room, *ordered[following : following + 1])
+            cuts[-1].append(MasterPiece(FlatRange(start, stop), group, (stop - start,)))
+            room -= stop - start
+            start = stop
+    return [
+        _sub_group(f"{key}/{index}", pieces, [states[piece.group] for piece in pieces], master_nbytes)
+        for index, pieces in enumerate(cuts)
+    ]
+
+
+def pack_sub_groups(
+    key: str,
+    pieces: Sequence[MasterPiece],
+    states: Sequence[Mapping[str, torch.dtype]],
+    limit_numel: int,
+    *,
+    master_nbytes: Callable[[int], int] = fp32_nbytes,
+) -> list[SubGroup]:
+    """Sub-groups of whole parameters, of at most `limit_numel` elements together; a larger parameter goes alone.
+
+    Args:
+        key, master_nbytes: as of `cut_sub_groups`.
+        pieces: in order.
+        states: of each piece what its optimizer keeps per element.
+    """
+    limit = min(limit_numel, SUB_GROUP_NUMEL)
+    packed: list[SubGroup] = []
+    begin = 0
+    for index in range(1, len(pieces) + 1):
+        if index == len(pieces) or pieces[index].range.end - pieces[begin].range.start > limit:
+            name = f"{key}/{len(packed)}"
+            packed.append(_sub_group(name, pieces[begin:index], states[begin:index], master_nbytes))
+            begin = index
+    return packed
+
+
+def _sub_group(
+    key: str,
+    pieces: Sequence[MasterPiece],
+    states: Sequence[Mapping[str, torch.dtype]],
+    master_nbytes: Callable[[int], int],
+) -> SubGroup:
+    names: dict[str, torch.dtype] = {}
+    for of_piece in states:
+        names.update(of_piece)
+    group = SubGroup(key, tuple(pieces), names, 0)
+    group.master_nbytes = master_nbytes(group.range.numel)
+    return group
+
+
+class StateSwapper:
+    """The tier of one rank's masters and states, and how it is used; all its `SwappedMasters` share one.
+
+    Args:
+        tier: with one key per sub-group, of `SubGroup.nbytes`.
+        sub_groups: key of a buffer -> its sub-groups.
+        pipeline_read: swap the next sub-group in while one is stepped.
+        pipeline_write: go on while one is written back.
+    """
+
+    def __init__(
+        self,
+        tier: Tier,
+        sub_groups: Mapping[str, Sequence[SubGroup]],
+        *,
+        pipeline_read: bool = False,
+        pipeline_write: bool = False,
+    ) -> None:
+        self.tier = tier
+        self.sub_groups = {key: tuple(groups) for key, groups in sub_groups.items()}
+        self.pipeline_read = pipeline_read
+        self.pipeline_write = pipeline_write
+        self._scratch = torch.empty(0)
+
+    def fetch(self, group: SubGroup) -> Fetch:
+        """Starts to read what there is of a sub-group."""
+        return self.tier.fetch(group.key, group.filled_nbytes)
+
+    def store(self, group: SubGroup, buffer: Tensor) -> None:
+        """Sends a state buffer back as it is."""
+        self.tier.store(group.key, buffer, group.filled_nbytes)
+        if not self.pipeline_write:
+            self.tier.settle()
+
+    def scratch(self, numel: int) -> Tensor:
+        """(numel,) fp32 for the masters of the sub-group in memory; one is at a time."""
+        if self._scratch.numel() < numel:
+            self._scratch = torch.empty(numel)
+        return self._scratch[:numel]
+
+
+class SwappedMasters(MasterStorage):
+    """Masters and states of one buffer in a tier, in host memory only while their sub-group is stepped.
+
+    Args:
+        swapper: has the sub-groups under `place.key`; they have the pieces.
+    """
+
+    def __init__(self, place: MasterPlace, swapper: StateSwapper) -> None:
+        super().__init__(place)
+        self._swapper = swapper
+        self._groups = swapper.sub_groups[place.key]
+        self._ahead: Fetch | None = None
+        self.pieces = tuple(piece for group in self._groups for piece in group.pieces)
+
+    def initialize(self, source: Tensor) -> None:
+        tier = self._swapper.tier
+        for group in self._groups:  # one at a time: no fp32 copy of the shard is ever in memory
+            buffer = tier.take(group.key)
+            self._write_masters(group, buffer, source[group.range.at(self.range.start)])
+            tier.store(group.key, buffer, group.master_nbytes)
+
+    # -- a step
+
+    def prefetch(self) -> None:
+        if self._swapper.pipeline_read and self._ahead is None and self._groups:
+            self._ahead = self._swapper.fetch(self._groups[0])
+
+    def release(self) -> None:
+        if self._ahead is not None:
+            ahead, self._ahead = self._ahead, None
+            with suppress(OffloadError):  # the step has failed already, and the next fetch meets it too
+                self._swapper.tier.release(ahead.wait())
+
+    def chunks(self, following: MasterStorage | None = None) -> Iterator[Sequence[MasterPiece]]:
+        for index, group in enumerate(self._groups):
+            fetch, self._ahead = self._ahead or self._swapper.fetch(group), None
+            with self._waiting():
+                buffer = fetch.wait()
+            if index + 1 < len(self._groups) and self._swapper.pipeline_read:
+                self._ahead = self._swapper.fetch(self._groups[index + 1])
+            elif index + 1 == len(self._groups) and following is not None:
+                following.prefetch()
+            masters = self._unpack(group, buffer)
+            self._attach(group, buffer, masters)
+            yield group.pieces
+            with self._waiting():
+                self._pack(group, buffer, masters)
+                self._swap_out(group, buffer)
+
+    def settle(self) -> None:
+        self._swapper.tier.settle()
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        begun = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waited_seconds += time.perf_counter() - begun
+
+    def _attach(self, group: SubGroup, buffer: Tensor, masters: Tensor) -> None:
+        """Points pieces and states at their places in memory; makes the states that a constructor makes."""
+        state = self._optimizer.state
+        for piece in group.pieces:
+            part = piece.range.at(group.range.start)
+            piece.param.data = masters[part].view(piece.shape)
+            if group.has_states:
+                for name, _ in _element_states(self._optimizer, piece):
+                    state[piece.param][name] = group.state(buffer, name)[part].view(piece.shape)
+        if self._makes_states and not group.has_states:
+            make_states(self._optimizer, group.pieces)
+
+    def _swap_out(self, group: SubGroup, buffer: Tensor) -> None:
+        """Stores states, with what else is in the state buffer; pieces and states are stand-ins afterwards.
+
+        Raises:
+            UsageError: the optimizer made a state that it did not make when it was tried.
+        """
+        optimizer = self._optimizer
+        for piece in group.pieces:
+            for name, value in _element_states(optimizer, piece):
+                if group.states.get(name) != value.dtype:
+                    raise UsageError(
+                        f"optimizer {type(optimizer).__name__}, state {name!r}",
+                        expected=f"the states it had at its first step: {sorted(group.states)}",
+                        got=f"one of {value.dtype}",
+                        fix='do not change what it keeps during training, or set offload_optimizer.device to "cpu"',
+                    )
+                place = group.state(buffer, name)[piece.range.at(group.range.start)].view(piece.shape)
+                if value.data_ptr() != place.data_ptr():  # made by this step
+                    place.copy_(value)
+        for piece in group.pieces:
+            for name, value in _element_states(optimizer, piece):
+                optimizer.state[piece.param][name] = stand_in(value.shape, value.dtype)
+            piece.param.data = stand_in(piece.shape)
+        group.has_states = bool(group.states) and any(optimizer.state.get(piece.param) for piece in group.pieces)
+        self._swapper.store(group, buffer)
+
+    # -- the form of masters in a state buffer
+
+    def _unpack(self, group: SubGroup, buffer: Tensor) -> Tensor:
+        """(L,) the masters of a sub-group in memory."""
+        return group.masters(buffer)
+
+    def _pack(self, group: SubGroup, buffer: Tensor, masters: Tensor) -> None:
+        """Puts what `_unpack` returned back, where that is not the state buffer itself."""
+
+    def _write_masters(self, group: SubGroup, buffer: Tensor, values: Tensor, first: int = 0) -> None:
+        """Replaces masters from element `first` of the sub-group on."""
+        group.masters(buffer)[first : first + values.numel()].copy_(values)
+
+    def _stored_masters(self, group: SubGroup, part: FlatRange) -> StoredElements:
+        start = 4 * (part.start - group.range.start)
+        return StoredElements.under(self._swapper.tier, group.key, start, part.numel, torch.float32)
+
+    # -- ranges
+
+    def elements(self, part: FlatRange, state: str | None = None) -> Elements:
+        if state is not None and (resident := self._in_memory(part, state)) is not None:
+            return resident
+        dtype = torch.float32
+        ranges: list[StoredElements] = []
+        for group in self._groups:
+            both = group.range & part
+            if both and state is None:
+                ranges.append(self._stored_masters(group, both))
+            elif both and state is not None:
+                dtype = group.states[state]
+                start = group.offset(state) + (both.start - group.range.start) * dtype.itemsize
+                ranges.append(StoredElements.under(self._swapper.tier, group.key, start, both.numel, dtype))
+        return StoredElements.joined(ranges, dtype)
+
+    def write(self, part: FlatRange, values: Tensor, state: str | None = None) -> None:
+        if state is not None and (resident := self._in_memory(part, state)) is not None:
+            resident.copy_(values)
+            return
+        for group in self._groups:
+            both = group.range & part
+            if not both:
+                continue
+            buffer = self._swapper.fetch(group).wait()
+            new, first = values[both.at(part.start)], both.start - group.range.start
+            if state is None:
+                self._write_masters(group, buffer, new, first)
+            else:
+                group.state(buffer, state)[first : first + both.numel].copy_(new)
+            self._swapper.store(group, buffer)
+        self._swapper.tier.settle()
+
+    def _in_memory(self, part: FlatRange, state: str) -> Tensor | None:
+        """(1,) the state of a parameter without dimensions, which looks like a counter and so stays in memory."""
+        for piece in self.pieces:
+            if not piece.shape and part.start in piece.range:
+                value: Tensor = self._optimizer.state[piece.param][state]
+                return value.detach().view(-1)
+        return None
+
+    # -- loading
+
+    def load(self, fill: FillRange, flush: Callable[[], None]) -> None:
+        staged = self.shard.stage()
+        try:
+            for group in self._groups:
+                buffer = self._swapper.fetch(group).wait()
+                try:
+                    masters = self._unpack(group, buffer)
+                    fill(group.range, masters)
+                    flush()
+                    staged[group.range].copy_(masters)
+                    self._pack(group, buffer, masters)
+                except BaseException:
+                    self._swapper.tier.release(buffer)
+                    raise
+                self._swapper.store(group, buffer)
+        except BaseException:
+            self.shard.discard()
+            raise
+        self.shard.commit()
+
+    def publish(self) -> None:
+        return None  # `load` had the masters in memory, and wrote the weights too
+
+    def load_states(self, state_of: Callable[[MasterPiece], dict[str, Any]], flush: Callable[[], None]) -> None:
+        state = self._optimizer.state
+        for group in self._groups:
+            loaded = [(piece, state_of(piece)) for piece in group.pieces]
+            flush()
+            buffer = self._swapper.fetch(group).wait()
+            for piece, entries in loaded:
+                state.pop(piece.param, None)
+                if entries:
+                    state[piece.param] = {name: _cast(value, group.states.get(name)) for name, value in entries.items()}
+            self._swap_out(group, buffer)
+
+
+class ResidualMasters(SwappedMasters):
+    """Masters of bfloat16 weights, kept as what rounding to those took: 17 bits beside the 16 (`ops/residual.py`).
+
+    The other part of each master is the weight itself: masters are read before weights change, and written with them.
+    """
+
+    reads_weights = True
+
+    def _unpack(self, group: SubGroup, buffer: Tensor) -> Tensor:
+        residuals, ties = _residuals(group, buffer)
+        masters = self._swapper.scratch(group.range.numel)
+        join(self.shard.read(group.range), residuals, ties, masters)
+        return masters
+
+    def _pack(self, group: SubGroup, buffer: Tensor, masters: Tensor) -> None:
+        self._write_masters(group, buffer, masters)
+
+    def _write_masters(self, group: SubGroup, buffer: Tensor, values: Tensor, first: int = 0) -> None:
+        residuals, ties = _residuals(group, buffer)
+        split(values.float().contiguous(), residuals[first : first + values.numel()], ties, first)
+
+    def _stored_masters(self, group: SubGroup, part: FlatRange) -> StoredElements:
+        tier, numel = self._swapper.tier, group.range.numel
+
+        def read(first: int, count: int) -> Tensor:
+            now = FlatRange(part.start + first, part.start + first + count)
+            low, high = now.start - group.range.start, now.end - group.range.start
+            residuals = tier.read(group.key, 2 * low, 2 * count).view(torch.int16)
+            ties = tier.read(group.key, 2 * numel + low // 8, ties_nbytes(high) - low // 8)
+            masters = torch.empty(count)
+            join(self.shard.read(now), residuals, ties, masters, low % 8)
+            return masters
+
+        return StoredElements(part.numel, torch.float32, read)
+
+
+def _residuals(group: SubGroup, buffer: Tensor) -> tuple[Tensor, Tensor]:
+    end = 2 * group.range.numel
+    return buffer[:end].view(torch.int16), buffer[end : end + ties_nbytes(group.range.numel)]
+
+
+def _element_states(optimizer: Optimizer, piece: MasterPiece) -> Iterator[tuple[str, Tensor]]:
+    """The states of a piece that have one value per element."""
+    state = optimizer.state.get(piece.param)
+    for name, value in list(state.items()) if state else ():
+        if isinstance(value, Tensor) and value.dim() > 0 and value.shape == piece.param.shape:
+            yield name, value
+
+
+def _cast(value: Any, dtype: torch.dtype | None) -> Any:
+    return value.to(dtype) if dtype is not None and isinstance(value, Tensor) and value.dim() > 0 else value
