@@ -103,14 +103,14 @@ def ask_plan(prompts: Prompts, model: Model | None, machine: Machine, answers: M
 
 def memory_summary(model: Model, machine: Machine, answers: Mapping[str, Any]) -> str:
     """What the final answers take, in one line."""
-    from zeroaccel.estimate import estimate, verdict
+    from zeroaccel.estimate import check_capacity, estimate
 
     if "deepspeed_config_file" in answers or "zero_stage" not in answers:
         return ""
     workload, capacity = _question(model, machine, answers)
     plan = (answers["zero_stage"], *(answers.get(name, "none") for name in PLANNED[1:]))
     one = estimate(model.name, workload, [plan], on_cpu=capacity.on_cpu)[0]
-    fits, short_of = verdict(one, workload, capacity)
+    fits, short_of = check_capacity(one, workload, capacity)
     words = {True: "which fits", False: f"which does not fit: {short_of}", None: "of unknown room"}[fits]
     return f"{model.name} takes {_sizes(one, workload)}, {words}"
 

@@ -15,8 +15,7 @@ from typing import Any
 
 import click
 
-from zeroaccel.compat.finder import real_location
-from zeroaccel.compat.inherit import inherited_environment
+from zeroaccel.compat.finder import inherited_environment, real_location
 from zeroaccel.config.launch.launch_file import find_launch_file, read_launch_file
 from zeroaccel.config.launch.launch_foreign import translate_fsdp
 from zeroaccel.config.launch.launch_json import check_json
