@@ -16,8 +16,8 @@ from zeroaccel.comm.hangs.peer_processes import PeerProcesses, own_process
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
-OBEYS = "import time; time.sleep(600)"
-REFUSES = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: print('woken', flush=True)); " + OBEYS
+OBEYS = "import time"
+REFUSES = "import signal, time; signal.signal(signal.SIGTERM, lambda *_: print('woken', flush=True))"
 
 
 @pytest.fixture
@@ -25,7 +25,9 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[list[subprocess.Popen[str]
     """Two processes; the second handles SIGTERM in its own way."""
     pipe = subprocess.PIPE
     processes = [
-        subprocess.Popen([sys.executable, "-c", f"print(0, flush=True); {source}"], stdout=pipe, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", f"{source}; print(0, flush=True); time.sleep(600)"], stdout=pipe, text=True
+        )
         for source in (OBEYS, REFUSES)
     ]
     for process in processes:
