@@ -108,6 +108,7 @@ class AsyncStep:
         Raises:
             OffloadError: a tier failed.
         """
+        # Waiting is the part of the update that forward and backward did not hide.
         job = self._jobs.pop(id(buffer))
         begun = time.perf_counter()
         try:
@@ -226,6 +227,7 @@ class WeightUpdate:
         """
         if self._during != "backward":
             return None
+        # The first step only watches which gradients come twice: an update of half a gradient could not be undone.
         if not self._seen_a_step:
             self._seen_a_step = True
             return None
@@ -243,6 +245,7 @@ class WeightUpdate:
             EngineStateError: the updates that began earlier went by other settings.
         """
         if self._during == "next_step":
+            # The weights of the step before first: its updates read the same masters that these are about to change.
             self.finish()
             gradients = self._reducer.gradients
             self._async.begin([gradient.buffer for gradient in gradients], grad_scale)
@@ -302,6 +305,8 @@ class WeightUpdate:
 
     def _replace(self, grad_scale: float) -> None:
         """Steps or installs buffer by buffer."""
+        # A program may change a learning rate between backward and step. Updates that have begun went by the old one:
+        # the step is carried out all the same, so that the ranks stay together, and then refused on all of them.
         failure: Exception | None = None
         early = self.is_early
         changed = self._async.changed_settings() if early else None

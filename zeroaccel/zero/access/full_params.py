@@ -103,6 +103,7 @@ class GatheredParameters:
                 registry.release(_units(own))
 
     def _settle(self, registry: ParamRegistry, handles: Sequence[ParamHandle], raised: BaseException | None) -> None:
+        # Errors may differ between ranks: all agree before the broadcast, so that none waits there for one that raised.
         error = raised if isinstance(raised, Exception) else None
         if raised is None:
             error = _replaced(handles) or (None if self._rank is not None else _written(registry, handles))
@@ -147,6 +148,7 @@ def gathered(registry: ParamRegistry, coordinator: ParamCoordinator, budget: int
             raise UsageError("engine.gathered(budget)", expected="a number of bytes, or None", got=budget)
         if coordinator.on_demand is not None:
             raise UsageError("engine.gathered()", expected="not to be nested")
+    # Another budget on one rank would be another list of units, and gathers in another order.
     budgets = collectives.gather_objects(budget, "engine.gathered: budget")
     if len(set(budgets)) > 1:
         raise UsageError("engine.gathered(budget)", expected="the same on all ranks", got=budgets)
@@ -184,7 +186,7 @@ def store(handle: ParamHandle, before: Tensor | None = None) -> None:
     buffer = handle.buffer
     own = handle.slot.range & buffer.own
     with torch.no_grad():
-        if not buffer.persistent:
+        if not buffer.persistent:  # whose shard is the full buffer itself
             buffer.shard.write(own, buffer.full[own.at(0)])
             handle.unit.drop_secondary()
         _require_settled(handle)
