@@ -85,6 +85,7 @@ def check_split(named: Sequence[tuple[str, nn.Parameter]], dtype_of: Any) -> Non
         split = _split(param)
         if split is None:
             continue
+        # A DTensor's spec records the dtype, and stays as `parallelize_module` made it.
         dtype: torch.dtype = dtype_of(fqn, param)
         if param.dtype is not dtype:
             raise UsageError(

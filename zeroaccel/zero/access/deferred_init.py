@@ -324,6 +324,7 @@ class Init:
                 settings, topology.device, dtype=dtype, remote_device=remote_device, nvme_path=nvme_path
             )
             self._shards = ModuleShards(collectives or Collectives(topology), where)
+            # An existing model is sharded module by module too, so that it is never in memory twice.
             for part in module.modules() if module is not None else ():
                 self._shards.shard(part)
 
@@ -389,6 +390,7 @@ def destination(
         raise UsageError("zero.Init(remote_device)", expected='"cpu" or "nvme"', got=remote_device)
     offload = None if settings is None else settings.zero_optimization.offload_param
     place = remote_device or (None if offload is None else offload.device)
+    # Files are only mapped memory here: the engine's own tiers take the shards over, with their own files.
     folder = None
     if place == "nvme":
         path = nvme_path or (None if offload is None else offload.nvme_path)
