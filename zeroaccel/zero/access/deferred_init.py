@@ -39,6 +39,7 @@ from zeroaccel.zero.layout import FlatLayout
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
 from zeroaccel.zero.precision import dtype_before, note_cast
 from zeroaccel.zero.storage.shards import MemoryShard
+from zeroaccel.zero.tensor_subclasses import function_name
 
 __all__ = ["Init", "ModuleShards", "ShardTarget", "destination"]
 
@@ -129,13 +130,10 @@ class ModuleShards:
                 dtype = self.destination.dtype_of(self._name(module, name), param)
                 param.data = param.data.to(self.destination.device, dtype)
             return
-        kinds: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
-        for name, param in named:
-            kinds.setdefault(self.destination.dtype_of(self._name(module, name), param), []).append((name, param))
         buffers = []
         # One buffer per dtype, as in the units of an engine. Only this module's own parameters are in full now, besides
         # the shards of all modules before it.
-        for dtype, same in kinds.items():
+        for dtype, same in self._by_dtype(module, named).items():
             params = [param for _, param in same]
             built_as = [dtype_before(param) for param in params]
             layout = self._lay_out(module, same)
@@ -153,11 +151,8 @@ class ModuleShards:
     def reserve(self, module: nn.Module, names: Sequence[str]) -> None:
         """Shards the module's own parameters of these names that are on the meta device; the values are zeros."""
         buffers: list[FlatBuffer] = []
-        kinds: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
-        for name, param in _to_shard(module, meta=True):
-            if name in names:
-                kinds.setdefault(self.destination.dtype_of(self._name(module, name), param), []).append((name, param))
-        for dtype, same in kinds.items():
+        named = [(name, param) for name, param in _to_shard(module, meta=True) if name in names]
+        for dtype, same in self._by_dtype(module, named).items():
             layout = self._lay_out(module, same)
             for _, param in same:
                 _leave_meta(param, dtype, self.destination.device)
@@ -220,6 +215,14 @@ class ModuleShards:
     @_without_modes
     def _unpin(self, unit: ParamUnit) -> None:
         unit.reshard(keep_views=True)
+
+    def _by_dtype(
+        self, module: nn.Module, named: Sequence[tuple[str, nn.Parameter]]
+    ) -> dict[torch.dtype, list[tuple[str, nn.Parameter]]]:
+        groups: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
+        for name, param in named:
+            groups.setdefault(self.destination.dtype_of(self._name(module, name), param), []).append((name, param))
+        return groups
 
     def _lay_out(self, module: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> FlatLayout:
         entries = [(self._name(module, name), tuple(param.shape)) for name, param in named]
@@ -426,7 +429,7 @@ class _UseMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _name(func) not in _METADATA:
+        if function_name(func) not in _METADATA:
             params = list(_parameters_in([*args, *kwargs.values()]))
             if params:
                 for active in _ACTIVE:
@@ -441,12 +444,6 @@ _METADATA_NAMES = """
     _backward_hooks is_same_size retains_grad output_nr is_nested is_inference is_mkldnn is_xla is_vulkan
 """
 _METADATA = frozenset(_METADATA_NAMES.split())
-
-
-def _name(func: Callable[..., Any]) -> str:
-    """Of a function, or of the attribute that a getter or setter is for."""
-    name = getattr(func, "__name__", "")
-    return str(func.__self__.__name__) if name in ("__get__", "__set__") else name  # type: ignore[attr-defined]
 
 
 def _parameters_in(values: Iterable[Any]) -> Iterable[nn.Parameter]:
