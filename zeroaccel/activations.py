@@ -73,6 +73,7 @@ class Activations:
         calls: int | None = None,
     ) -> None:
         self.section = section = section or ActivationCheckpointing()
+        # A contiguous buffer is sized by the number of checkpointed calls: counted for wrapped blocks, else configured.
         slots = (section.number_checkpoints or calls) if section.contiguous_memory_optimization else None
         if section.contiguous_memory_optimization and not slots:
             raise UsageError(
@@ -130,6 +131,7 @@ class Activations:
         again = torch._C._current_graph_task_id() != -1
         device = next((tensor.device for tensor in tensors if tensor.device.type == "cuda"), None)
         waits = device is not None and (section.profile or section.synchronize_checkpoint_boundary)
+        # A forward after recomputation is that of the next micro-batch, so the profile of the last one is complete.
         if not again and self.profile.recompute_seconds:
             self._log()
         if waits:

@@ -306,6 +306,7 @@ def _plan(
     kind: OptimizerKind | str | None,
 ) -> _TrainingPlan:
     """Builds optimizer and scheduler, and decides what is sharded how. Nothing is allocated."""
+    # The optimizer first, as the roles of parameters follow from its groups; sharding it is decided with its kind.
     plan = shard_plan(settings)
     built = _optimizer(model, optimizer, params, settings)
     batch = _batch(settings, world_size, training=built is not None)

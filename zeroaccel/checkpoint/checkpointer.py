@@ -112,6 +112,8 @@ class Checkpointer:
             exclude_frozen,
             CommitRules(save_latest, self._settings.keep_last),
         )
+        # After `prepare` the ranks have agreed on everything, so that writing needs no collectives and can go on in the
+        # background while training issues its own.
         save = prepare(request, self.state(), self._progress(), engine.collectives, self._staging)
         if self._settings.background:
             self._saving = BackgroundSave(save)
@@ -155,6 +157,7 @@ class Checkpointer:
         engine.require_states_loaded()
         self.wait()
         self._finish_update()
+        # Gradients and unsharded weights of before would survive the load; shards and masters are what is written.
         engine.reset()
         for unit in engine.units:
             if not unit.persistent:

@@ -293,6 +293,17 @@ class WarmupLR(GroupSchedule):
 
     Raises:
         ConfigError: a value is of the wrong kind, or a list does not fit the groups.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+        >>> schedule = WarmupLR(optimizer, warmup_num_steps=4, warmup_type="linear")
+        >>> rates = []
+        >>> for _ in range(5):
+        ...     schedule.step()
+        ...     rates.append(round(schedule.get_last_lr()[0], 3))
+        >>> rates
+        [0.0, 0.025, 0.05, 0.075, 0.1]
     """
 
     def __init__(
@@ -462,6 +473,7 @@ class OneCycle(GroupSchedule):
         self._decay_mom_rate = number("decay_mom_rate", decay_mom_rate)
         self._max_lrs = self._spread("cycle_max_lr", cycle_max_lr)
         self._min_lrs = self._spread("cycle_min_lr", cycle_min_lr)
+        # A group with its own rate keeps it as its peak; its minimum is scaled alike, so its cycle has the same shape.
         own = self._own_groups("cycle_max_lr", cycle_max_lr)
         if not isinstance(cycle_min_lr, (list, tuple)):
             self._min_lrs = self._scaled("cycle_min_lr", self._min_lrs, own, self._max_lrs)

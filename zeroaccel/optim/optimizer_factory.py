@@ -56,6 +56,7 @@ def muon_groups(params: Iterable[Any], settings: Mapping[str, Any], model: nn.Mo
     split: list[dict[str, Any]] = []
     for group in groups:
         members = [group["params"]] if isinstance(group["params"], Tensor) else list(group["params"])
+        # A group that says itself what it is for, e.g. one made by a script for DeepSpeed's Muon, is not split again.
         if "use_muon" in group:
             halves = {bool(group["use_muon"]): members}
         else:
@@ -198,6 +199,7 @@ def build_optimizer(
         return _built(kind, Muon, groups, settings)
     if name in _OWN:
         build, signature, extra = _OWN[name]
+        # torch's own knobs of speed mean nothing to a kernel, so scripts that set them keep running.
         if not settings.get("torch_adam"):
             settings = {key: value for key, value in settings.items() if key not in {"foreach", "fused"}}
             _apply_state_dtype(settings)

@@ -252,6 +252,8 @@ def _shell(optimizer: Any, memo: dict[int, Any], copies: list[tuple[Any, Any]]) 
     for name, value in vars(optimizer).items():
         if name == "state":
             memo[id(value)] = defaultdict(dict)
+    # Walked by hand ahead of `deepcopy`: tensors of the optimizer are copied to host memory, and inner optimizers (a
+    # Lookahead's base, for instance) get shells of their own instead of being copied with their parameters.
     pending = [value for name, value in vars(optimizer).items() if name != "state"]
     seen: set[int] = set()
     while pending:

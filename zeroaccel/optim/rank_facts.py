@@ -135,6 +135,7 @@ def _number(value: Any) -> float | bool | str:
 
 def _named(value: Any, depth: int) -> _Text:
     """What is neither a number nor a text nor a container of them."""
+    # No id() and no default repr anywhere below: addresses differ from rank to rank.
     if isinstance(value, functools.partial):
         function, *args = (_shown(canonical(item, depth + 1)) for item in (value.func, *value.args))
         return _with_names(f"partial of {function}", value.keywords, depth, args)

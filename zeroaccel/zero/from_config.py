@@ -60,7 +60,6 @@ class EngineSettings:
         loss_scaled: fp16, where a plain `loss.backward()` would miss the scale.
         autocast_dtype: cast floating inputs of forward to this; None leaves them.
         gather_numel: elements of all-gathers in flight after a step (`allgather_bucket_size`).
-        sub_group_numel: fp32 gradients made at a time by optimizers without an own kernel, in elements.
         update_during: when masters on the host are updated.
         limits: bounds on unsharded and prefetched parameters.
         rules: how gradients are summed.
@@ -76,7 +75,6 @@ class EngineSettings:
     loss_scaled: bool = False
     autocast_dtype: torch.dtype | None = None
     gather_numel: int = 500_000_000
-    sub_group_numel: int = 1_000_000_000
     update_during: UpdateTime = "step"
     limits: PrefetchLimits = field(default_factory=PrefetchLimits)
     rules: ReduceRules = field(default_factory=ReduceRules)

@@ -27,6 +27,7 @@ __all__ = [
     "as_ordinary",
     "as_sharded",
     "check_split",
+    "function_name",
     "is_split",
     "local",
     "local_grad",
@@ -85,6 +86,7 @@ def check_split(named: Sequence[tuple[str, nn.Parameter]], dtype_of: Any) -> Non
         split = _split(param)
         if split is None:
             continue
+        # A DTensor's spec records the dtype, and stays as `parallelize_module` made it.
         dtype: torch.dtype = dtype_of(fqn, param)
         if param.dtype is not dtype:
             raise UsageError(
@@ -188,7 +190,7 @@ class _ShardedValues(Tensor):
 
 def _call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():  # else the calls below would come back here
-        call = _name(func)
+        call = function_name(func)
         target = next(_targets(func, call, args, kwargs), None)
         if target is not None:
             raise EngineStateError(
@@ -248,7 +250,7 @@ def _fqn(tensor: ShardedParameter | _ShardedValues) -> str:
     return tensor.fqn if isinstance(tensor, _ShardedValues) else vars(tensor)[_FQN]
 
 
-def _name(func: Callable[..., Any]) -> str:
-    """Of a function, or of the attribute that a getter or setter is for."""
+def function_name(func: Callable[..., Any]) -> str:
+    """The name of a torch function, or of the attribute that a getter or setter is for."""
     name = str(getattr(func, "__name__", ""))
     return str(func.__self__.__name__) if name in ("__get__", "__set__") else name  # type: ignore[attr-defined]

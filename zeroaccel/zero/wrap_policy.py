@@ -88,6 +88,11 @@ def group_parameters(
 
     Raises:
         ConfigError: a leaf rule names a module that does not exist.
+
+    Example:
+        >>> blocks = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        >>> [(spec.name, spec.numel) for spec in group_parameters(blocks)]
+        [('0', 20), ('1', 20)]
     """
     rules = rules or LeafRules()
     _check_rules(model, rules)

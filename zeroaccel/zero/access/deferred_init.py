@@ -39,6 +39,7 @@ from zeroaccel.zero.layout import FlatLayout
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
 from zeroaccel.zero.precision import dtype_before, note_cast
 from zeroaccel.zero.storage.shards import MemoryShard
+from zeroaccel.zero.tensor_subclasses import function_name
 
 __all__ = ["Init", "ModuleShards", "ShardTarget", "destination"]
 
@@ -129,13 +130,10 @@ class ModuleShards:
                 dtype = self.destination.dtype_of(self._name(module, name), param)
                 param.data = param.data.to(self.destination.device, dtype)
             return
-        kinds: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
-        for name, param in named:
-            kinds.setdefault(self.destination.dtype_of(self._name(module, name), param), []).append((name, param))
         buffers = []
         # One buffer per dtype, as in the units of an engine. Only this module's own parameters are in full now, besides
         # the shards of all modules before it.
-        for dtype, same in kinds.items():
+        for dtype, same in self._by_dtype(module, named).items():
             params = [param for _, param in same]
             built_as = [dtype_before(param) for param in params]
             layout = self._lay_out(module, same)
@@ -153,11 +151,8 @@ class ModuleShards:
     def reserve(self, module: nn.Module, names: Sequence[str]) -> None:
         """Shards the module's own parameters of these names that are on the meta device; the values are zeros."""
         buffers: list[FlatBuffer] = []
-        kinds: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
-        for name, param in _to_shard(module, meta=True):
-            if name in names:
-                kinds.setdefault(self.destination.dtype_of(self._name(module, name), param), []).append((name, param))
-        for dtype, same in kinds.items():
+        named = [(name, param) for name, param in _to_shard(module, meta=True) if name in names]
+        for dtype, same in self._by_dtype(module, named).items():
             layout = self._lay_out(module, same)
             for _, param in same:
                 _leave_meta(param, dtype, self.destination.device)
@@ -220,6 +215,14 @@ class ModuleShards:
     @_without_modes
     def _unpin(self, unit: ParamUnit) -> None:
         unit.reshard(keep_views=True)
+
+    def _by_dtype(
+        self, module: nn.Module, named: Sequence[tuple[str, nn.Parameter]]
+    ) -> dict[torch.dtype, list[tuple[str, nn.Parameter]]]:
+        groups: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
+        for name, param in named:
+            groups.setdefault(self.destination.dtype_of(self._name(module, name), param), []).append((name, param))
+        return groups
 
     def _lay_out(self, module: nn.Module, named: Sequence[tuple[str, nn.Parameter]]) -> FlatLayout:
         entries = [(self._name(module, name), tuple(param.shape)) for name, param in named]
@@ -324,6 +327,7 @@ class Init:
                 settings, topology.device, dtype=dtype, remote_device=remote_device, nvme_path=nvme_path
             )
             self._shards = ModuleShards(collectives or Collectives(topology), where)
+            # An existing model is sharded module by module too, so that it is never in memory twice.
             for part in module.modules() if module is not None else ():
                 self._shards.shard(part)
 
@@ -389,6 +393,7 @@ def destination(
         raise UsageError("zero.Init(remote_device)", expected='"cpu" or "nvme"', got=remote_device)
     offload = None if settings is None else settings.zero_optimization.offload_param
     place = remote_device or (None if offload is None else offload.device)
+    # Files are only mapped memory here: the engine's own tiers take the shards over, with their own files.
     folder = None
     if place == "nvme":
         path = nvme_path or (None if offload is None else offload.nvme_path)
@@ -424,7 +429,7 @@ class _UseMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _name(func) not in _METADATA:
+        if function_name(func) not in _METADATA:
             params = list(_parameters_in([*args, *kwargs.values()]))
             if params:
                 for active in _ACTIVE:
@@ -439,12 +444,6 @@ _METADATA_NAMES = """
     _backward_hooks is_same_size retains_grad output_nr is_nested is_inference is_mkldnn is_xla is_vulkan
 """
 _METADATA = frozenset(_METADATA_NAMES.split())
-
-
-def _name(func: Callable[..., Any]) -> str:
-    """Of a function, or of the attribute that a getter or setter is for."""
-    name = getattr(func, "__name__", "")
-    return str(func.__self__.__name__) if name in ("__get__", "__set__") else name  # type: ignore[attr-defined]
 
 
 def _parameters_in(values: Iterable[Any]) -> Iterable[nn.Parameter]:
