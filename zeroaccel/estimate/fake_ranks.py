@@ -17,7 +17,7 @@ from zeroaccel.comm.hangs.flight_recorder import FlightRecorder
 
 __all__ = ["FakeRanks"]
 
-_KEPT = 2  # blocks that `comm.scratch` keeps
+_POOL_CAPACITY = 2  # blocks that a `BufferPool` of `comm.transport` keeps
 
 
 class FakeRanks(Collectives):
@@ -64,7 +64,7 @@ class FakeRanks(Collectives):
 
 
 class _Loan:
-    """A reduction under way and its receive buffer, which goes back as in `comm.scratch.BufferPool`."""
+    """A reduction under way and its receive buffer, which goes back as in a `BufferPool` of `comm.transport`."""
 
     def __init__(self, free: list[Tensor], nbytes: int) -> None:
         self._free = free
@@ -76,7 +76,7 @@ class _Loan:
         if self._block is not None:
             self._free.append(self._block)
             self._free.sort(key=Tensor.numel)
-            del self._free[:-_KEPT]
+            del self._free[:-_POOL_CAPACITY]
             self._block = None
 
     def is_completed(self) -> bool:
