@@ -195,7 +195,7 @@ def _described(folder: Path, manifest: Manifest) -> list[str]:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 @click.pass_context
 def zero_to_fp32(ctx: click.Context, arguments: tuple[str, ...]) -> None:
-    """Make whole weights of a sharded checkpoint, on one machine without a GPU."""
+    """Make full weights of a sharded checkpoint, on one machine without a GPU."""
     try:
         program.run(arguments, ctx.command_path, open_source)
     except program.ArgumentsError as error:

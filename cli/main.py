@@ -87,7 +87,7 @@ SUB_COMMANDS: Mapping[str, LazyCommand] = {
         "launch": ("launch.launch_command", "Run a script as several processes, on this machine or on several."),
         "test": ("verify", "Train a small model at every stage on this machine."),
         "verify": ("verify", "Compare a script's first steps at stage 0 and as configured."),
-        "zero-to-fp32": ("checkpoint", "Make whole weights of a sharded checkpoint."),
+        "zero-to-fp32": ("checkpoint", "Make full weights of a sharded checkpoint."),
     }.items()
 }
 

@@ -28,7 +28,6 @@ __all__ = [
     "Quit",
     "Walk",
     "accept",
-    "as_text",
     "complete",
     "parse",
     "with_answer",
@@ -177,11 +176,6 @@ def complete(
         else:
             missing.append(question)
     return Answers(state, tuple(missing))
-
-
-def as_text(value: Any) -> str:
-    """An answer as it is written on a command line."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _is_fine(question: Question, value: Any, state: WizardState) -> bool:

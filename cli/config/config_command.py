@@ -148,9 +148,8 @@ def _in_file(path: str | None) -> list[tuple[str, str, str]]:
         return []
     from zeroaccel.config.diagnostics import closest
     from zeroaccel.config.launch.launch_file import text_of_file
+    from zeroaccel.config.section import as_text
     from zeroaccel.config.yaml_text import parse_yaml
-
-    from .answers import as_text
 
     parsed = parse_yaml(text_of_file(path, "--answers"), path)
     if not isinstance(parsed.value, dict):

@@ -24,10 +24,11 @@ from zeroaccel.config.launch.launch_file import LaunchConfig, blanks, parse_laun
 from zeroaccel.config.launch.launch_json import check_json
 from zeroaccel.config.launch.launch_settings import file_path
 from zeroaccel.config.launch.launch_sources import ExplicitSettings
+from zeroaccel.config.section import as_text
 from zeroaccel.config.yaml_text import parse_yaml
 from zeroaccel.errors import ConfigError
 
-from .answers import BACK, Answers, Quit, Walk, as_text, complete
+from .answers import BACK, Answers, Quit, Walk, complete
 from .memory_plan import PLANNED, Model, Plan, ask_plan, best_plan, memory_summary
 from .questions import AUTO, QUESTIONS, by_key
 

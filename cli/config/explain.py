@@ -25,7 +25,7 @@ from zeroaccel.config.launch.launch_sources import (
     variables_of,
 )
 from zeroaccel.config.schema import Config
-from zeroaccel.config.section import ConfigSection, nested_section, spellings
+from zeroaccel.config.section import ConfigSection, as_text, nested_section, spellings
 from zeroaccel.config.support import KEYS, Kind
 from zeroaccel.errors import ConfigError
 
@@ -169,11 +169,7 @@ def _value(config: Config, key: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    if value is None:
-        return "-"
-    return (
-        str(value).lower() if isinstance(value, bool) else ",".join(value) if isinstance(value, tuple) else str(value)
-    )
+    return "-" if value is None else as_text(value)
 
 
 def _table(heading: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:

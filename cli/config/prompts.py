@@ -14,7 +14,9 @@ from typing import Any
 import questionary
 from prompt_toolkit.output import Output, create_output
 
-from .answers import BACK, InvalidAnswer, Quit, accept, as_text, parse
+from zeroaccel.config.section import as_text
+
+from .answers import BACK, InvalidAnswer, Quit, accept, parse
 from .questions import Question, WizardState
 
 __all__ = ["Option", "Prompts"]

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import yaml
 
-from zeroaccel.cli.config.answers import BACK, InvalidAnswer, Walk, accept, as_text, complete, parse
+from zeroaccel.cli.config.answers import BACK, InvalidAnswer, Walk, accept, complete, parse
 from zeroaccel.cli.config.config_file import answers_of, checked, command_line, render
 from zeroaccel.cli.config.memory_plan import Model, best_plan
 from zeroaccel.cli.config.questions import AUTO, QUESTIONS, Question, WizardState, by_key
 from zeroaccel.cli.machine import Device, Disk, Machine
 from zeroaccel.config.launch.launch_settings import LaunchSettings
+from zeroaccel.config.section import as_text
 from zeroaccel.errors import ConfigError
 
 OLD_DEVICE = Device("Old", 2**34, has_bf16=False)

@@ -42,6 +42,7 @@ __all__ = [
     "Texts",
     "UnreadSection",
     "as_integer",
+    "as_text",
     "field_paths",
     "lowered",
     "nested_section",
@@ -165,6 +166,13 @@ def wrong(expected: str, fix: str = "") -> PydanticCustomError:
 
 def _unquoted(value: object) -> str:
     return "write it without quotes" if isinstance(value, str) else ""
+
+
+def as_text(value: object) -> str:
+    """A value as it is written on a command line, in a variable or in a file: true, 3, cpu, A,B."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
 def as_integer(value: object) -> int | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from zeroaccel.config.diagnostics import KeyPath, Problem, closest
 from zeroaccel.config.launch.launch_settings import DeepSpeedSection, HostSettings, LaunchFile
-from zeroaccel.config.section import spellings
+from zeroaccel.config.section import as_text, spellings
 
 __all__ = ["FSDP_KEYS", "ForeignKeys", "FsdpTranslation", "settle_foreign_keys", "translate_fsdp"]
 
@@ -108,7 +108,7 @@ def _stage(
         return 3
     stage = _STAGES[word]
     translation.say("zero_stage", stage, key if key in settings else "")
-    text = f"{_shown(settings[key])} -> " if key in settings else "not given, which shards everything -> "
+    text = f"{as_text(settings[key])} -> " if key in settings else "not given, which shards everything -> "
     translation.notes.append((key if key in settings else _STRATEGY, f"{text}zero_stage {stage}"))
     other = _STRATEGY if key == _RESHARD else _RESHARD
     if other in settings:
@@ -139,7 +139,7 @@ def _offload(enabled: bool, stage: int, translation: FsdpTranslation) -> None:
 def _at_stage_3(key: str, value: Any, name: str, meaning: bool, stage: int, translation: FsdpTranslation) -> None:
     if stage == 3:
         translation.say(name, meaning, key)
-        translation.notes.append((key, f"{_shown(value)} -> {name} {_shown(meaning)}"))
+        translation.notes.append((key, f"{as_text(value)} -> {name} {as_text(meaning)}"))
     else:
         translation.notes.append((key, f"left out, every rank has whole parameters at stage {stage}"))
 
@@ -154,10 +154,6 @@ def _unknown(key: str, written: str, translation: FsdpTranslation) -> None:
 
 def _is_true(value: Any) -> bool:
     return str(value).lower() in ("true", "1", "yes", "y", "on", "t")
-
-
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 _SECTION = "deepspeed_config"

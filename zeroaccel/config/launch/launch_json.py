@@ -17,6 +17,7 @@ from zeroaccel.config.launch.launch_sources import ExplicitSettings
 from zeroaccel.config.launch.setting_table import SETTINGS
 from zeroaccel.config.load_config_file import load_config
 from zeroaccel.config.schema import Config
+from zeroaccel.config.section import as_text
 from zeroaccel.errors import ConfigError, compose
 
 __all__ = ["JSON_PATHS", "JsonFacts", "check_json", "json_facts"]
@@ -84,7 +85,7 @@ def _line(
     in_file = _is_file(explicit.sources[name])
     if same and not in_file:
         return
-    here, there = f"{explicit.where(name)} {_shown(value)}", f"{config.where(key)} {_shown(decided)}"
+    here, there = f"{explicit.where(name)} {as_text(value)}", f"{config.where(key)} {as_text(decided)}"
     fix = 'remove it here, or write "auto" there to let this one decide'
     yield compose(f"{here}: {'the same is' if same else 'something else is'} said by {there}", fix=fix)
 
@@ -102,12 +103,6 @@ def _value(config: Config, key: str) -> Any:
     for part in key.split("."):
         value = getattr(value, part)
     return value
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return ",".join(value) if isinstance(value, tuple) else str(value)
 
 
 @dataclass(frozen=True)

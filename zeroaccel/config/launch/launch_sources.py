@@ -19,7 +19,7 @@ from zeroaccel.config.bounds import parse_plain_json
 from zeroaccel.config.diagnostics import Problem, closest
 from zeroaccel.config.launch.launch_settings import LaunchSettings, idle_settings, launch_settings, wrong_settings
 from zeroaccel.config.launch.setting_table import SETTINGS
-from zeroaccel.config.section import as_integer, spellings
+from zeroaccel.config.section import as_integer, as_text, spellings
 from zeroaccel.errors import ConfigError, compose
 
 __all__ = [
@@ -166,7 +166,7 @@ def to_environment(settings: LaunchedSettings, sources: Mapping[str, str]) -> di
             "default". Whatever is neither a flag, nor a variable, nor "default" counts as the launch config file.
     """
     values = {field.name: value for field in fields(settings) if (value := getattr(settings, field.name)) is not None}
-    environment = {variable_of(name): _text(value) for name, value in values.items()}
+    environment = {variable_of(name): as_text(value) for name, value in values.items()}
     named = {name: sources[name] for name in values if name in sources}
     in_file = [name for name, source in named.items() if not source.startswith(_NOT_IN_FILE)]
     if in_file:
@@ -219,10 +219,6 @@ def _named_sources(environ: Mapping[str, str]) -> dict[str, str]:
             fix="unset it; launchers set it",
         )
     return named
-
-
-def _text(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 SettingKind = Literal["switch", "count", "number", "streams", "pairs", "text"]
