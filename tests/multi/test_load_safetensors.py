@@ -100,7 +100,7 @@ def _mistakes(folder: str) -> list[str]:
 
     with torch.device("meta"):
         model = Seen()
-    attempt(lambda: zero.load_safetensors(model, folder))  # the buffer nobody sets
+    attempt(lambda: zero.load_safetensors(model, folder))  # the buffer that is never set
     attempt(lambda: zeroaccel.initialize(model, config=config(3)))
     half = Path(folder, "half.safetensors")
     attempt(lambda: zero.load_safetensors(model, half))

@@ -64,7 +64,7 @@ def train(engine: Any, steps: int = 3) -> Run:
     return run
 
 
-def whole_elements(model: nn.Module) -> int:
+def full_elements(model: nn.Module) -> int:
     """Elements of parameters that are in this rank's memory as they are."""
     found = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() // p.element_size() for p in model.parameters()}
     return sum(found.values())
@@ -94,7 +94,7 @@ def _same(stage: int, precision: str, how: str, folder: str) -> Run:
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(3, "fp32"), (3, "bf16"), (1, "bf16")])
-def test_the_same_as_a_model_that_was_built_whole(ranks: Ranks, stage: int, precision: str, tmp_path: Path) -> None:
+def test_the_same_as_a_model_that_was_built_unsharded(ranks: Ranks, stage: int, precision: str, tmp_path: Path) -> None:
     expected = ranks(2).run(_same, stage, precision, "plain", "")
     for how in ("init", "cpu", "nvme") if (stage, precision) == (3, "bf16") else ("init",):
         found = ranks(2).run(_same, stage, precision, how, str(tmp_path))
@@ -131,7 +131,7 @@ def _sizes() -> None:
     assert {param.dtype for param in model.parameters()} == {torch.bfloat16} == {p.dtype for p in outer.parameters()}
     assert inner.part.weight.dtype is torch.float32
     assert model[0].weight.shape == (512, 512)
-    assert whole_elements(model) <= 8
+    assert full_elements(model) <= 8
     assert place_of(loose.weight) is not None
     assert meta.weight.is_meta
     held = sum(b.shard.range.numel for b in {place_of(p).buffer for p in model.parameters()})  # type: ignore[union-attr]

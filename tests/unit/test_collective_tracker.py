@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 
 
 class Message:
-    """What a backend returns, complete when told."""
+    """What a backend returns; the test completes it."""
 
     def __init__(self, flight_recorder: FlightRecorder) -> None:
         self.flight_recorder = flight_recorder

@@ -29,7 +29,7 @@ NUMEL = 5000
 
 
 class Mirror:
-    """A device that is not there: tiles are copied, updated by the CPU's kernel beside the host's part, copied back."""
+    """Simulated device: tiles are copied, stepped by the CPU's kernel while the host updates its part, copied back."""
 
     def __init__(self, pause: float = 0.0) -> None:
         self.pause = pause

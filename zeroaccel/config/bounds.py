@@ -11,14 +11,22 @@ import json
 import os
 import stat
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
-__all__ = ["MOST_LEVELS", "levels_of", "parse_plain_json", "read_at_most"]
+__all__ = ["LARGEST_SIZE", "MOST_LEVELS", "is_size", "levels_of", "parse_plain_json", "read_at_most"]
 
 MOST_LEVELS = 100
 """How deep plain data may be nested: each level costs its readers some frames of Python's stack."""
 
+LARGEST_SIZE = (1 << 63) - 1
+"""The largest size, offset or number of elements that a file may state: what a C `int64` has room for."""
+
 _CHUNK_NBYTES = 1 << 20
+
+
+def is_size(number: object) -> TypeGuard[int]:
+    """Whether a value from a file is an integer (no bool, no float) of 0 to LARGEST_SIZE."""
+    return type(number) is int and 0 <= number <= LARGEST_SIZE
 
 
 def read_at_most(path: str | os.PathLike[str], most_nbytes: int, *, regular: bool = False) -> bytes:

@@ -68,6 +68,7 @@ def export_dcp(checkpoint_dir: str | os.PathLike[str], out: str | os.PathLike[st
             file.flush()
             new.publish()
         remove_abandoned(target / _FILE_NAME)
+        # Last, as DCP itself does: without its `.metadata` a folder is no checkpoint.
         write_durably(target / DCP_METADATA_NAME, pickle.dumps(metadata))
     except OSError as error:
         raise CheckpointError(
