@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry, place_of
+from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry, handle_of
 from zeroaccel.zero.param_unit import ShardState
 
 __all__ = ["ParameterOffload", "ZeroParamStatus", "attach", "detach"]
@@ -37,9 +37,9 @@ _STATUS = {
 _KEEPERS: weakref.WeakSet[ParamRegistry] = weakref.WeakSet()
 
 
-def attach(keeper: ParamRegistry) -> None:
-    """Shows the members on the parameters of this keeper."""
-    _KEEPERS.add(keeper)
+def attach(registry: ParamRegistry) -> None:
+    """Shows the members on the parameters of this registry."""
+    _KEEPERS.add(registry)
     for name, read in _MEMBERS.items():
         setattr(nn.Parameter, name, property(_member(name, read)))
     nn.Module.ds_external_parameters = _no_parameters  # type: ignore[attr-defined]
@@ -72,8 +72,8 @@ class ParameterOffload:
 
 def _member(name: str, read: Callable[[ParamHandle], Any]) -> Callable[[nn.Parameter], Any]:
     def member(param: nn.Parameter) -> Any:
-        place = place_of(param)
-        if place is None or place.keeper not in _KEEPERS:
+        place = handle_of(param)
+        if place is None or place.registry not in _KEEPERS:
             raise AttributeError(f"{name}: not a parameter of a model at stage 3")
         return read(place)
 
@@ -86,8 +86,8 @@ def _own_part(place: ParamHandle) -> Tensor:
 
 
 def _identity(place: ParamHandle) -> int:
-    keeper, unit, index = place.order
-    return (keeper << 40) + (unit << 20) + index
+    registry, unit, index = place.order
+    return (registry << 40) + (unit << 20) + index
 
 
 def _status(place: ParamHandle) -> ZeroParamStatus:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from zeroaccel.comm.agree import agree_or_raise, agreed
 from zeroaccel.errors import UsageError
-from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry, place_of
+from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry, handle_of
 from zeroaccel.zero.coordinator import OnDemandUnshard, ParamCoordinator
 from zeroaccel.zero.layout import FlatTensor
 from zeroaccel.zero.param_unit import ParamUnit
@@ -71,45 +71,45 @@ class GatheredParameters:
         listed = [params] if isinstance(params, Tensor) else list(params or ())
         self._params = listed if enabled else []
         self._rank = modifier_rank
-        self._places: list[ParamHandle] = []
+        self._handles: list[ParamHandle] = []
         self._masters: dict[int, Tensor] = {}
 
     def __enter__(self) -> None:
         # In the order of the units, which is the same on all ranks: each is gathered by a collective.
-        unique = {id(place.param): place for param in self._params if (place := place_of(param)) is not None}
-        self._places = sorted(unique.values(), key=lambda place: place.order)
-        for registry, places in _by_registry(self._places):
+        unique = {id(handle.param): handle for param in self._params if (handle := handle_of(param)) is not None}
+        self._handles = sorted(unique.values(), key=lambda handle: handle.order)
+        for registry, handles in _by_registry(self._handles):
             ranks = registry.collectives.world_size
             if self._rank is not None and not (type(self._rank) is int and 0 <= self._rank < ranks):
                 raise UsageError("GatheredParameters(modifier_rank)", expected=f"0 to {ranks - 1}", got=self._rank)
-            registry.hold(_units(places))
-            for place in places:
-                registry.prints.enter(place.buffer, place.index, writes=self._rank is not None)
-                if self._rank is not None and place.buffer.masters.reads_weights:
-                    _require_settled(place)  # these masters can be read only while the weights are as they are
-                    self._masters[id(place)] = place.buffer.masters.read(place.reach(place.buffer.rank))
+            registry.acquire(_units(handles))
+            for handle in handles:
+                registry.write_detector.enter(handle.buffer, handle.index, writes=self._rank is not None)
+                if self._rank is not None and handle.buffer.masters.reads_weights:
+                    _require_settled(handle)  # these masters can be read only while the weights are as they are
+                    self._masters[id(handle)] = handle.buffer.masters.read(handle.reach(handle.buffer.rank))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        places, self._places = self._places, []
-        for registry, own in _by_registry(places):
+        handles, self._handles = self._handles, []
+        for registry, own in _by_registry(handles):
             try:
                 self._settle(registry, own, error)
             finally:
-                for place in own:
-                    registry.prints.leave(place.buffer, place.index, writes=self._rank is not None)
-                    place.buffer.accept_write(place.index)
+                for handle in own:
+                    registry.write_detector.leave(handle.buffer, handle.index, writes=self._rank is not None)
+                    handle.buffer.accept_write(handle.index)
                 registry.release(_units(own))
 
-    def _settle(self, registry: ParamRegistry, places: Sequence[ParamHandle], raised: BaseException | None) -> None:
+    def _settle(self, registry: ParamRegistry, handles: Sequence[ParamHandle], raised: BaseException | None) -> None:
         # Errors may differ between ranks: all agree before the broadcast, so that none waits there for one that raised.
         error = raised if isinstance(raised, Exception) else None
         if raised is None:
-            error = _replaced(places) or (None if self._rank is not None else _written(registry, places))
+            error = _replaced(handles) or (None if self._rank is not None else _written(registry, handles))
         elif error is None:
             return  # the program is ending (KeyboardInterrupt, SystemExit): no collective any more
-        label = f"GatheredParameters({places[0].slot.fqn}, {len(places)} in all)"
+        label = f"GatheredParameters({handles[0].slot.fqn}, {len(handles)} in all)"
         try:
             agree_or_raise(registry.collectives, error, label)
         except Exception:
@@ -118,11 +118,11 @@ class GatheredParameters:
             return  # this rank's own exception goes on as it is; the others have raised a CollectiveError
         if self._rank is None:
             return
-        for place in places:
-            view = place.buffer.view(place.index).detach()
-            registry.collectives.broadcast(view.view(-1), self._rank, f"new values of {place.slot.fqn}")
-            store(place, self._masters.get(id(place)))
-            registry.prints.refresh(place.buffer, place.index)
+        for handle in handles:
+            view = handle.buffer.view(handle.index).detach()
+            registry.collectives.broadcast(view.view(-1), self._rank, f"new values of {handle.slot.fqn}")
+            store(handle, self._masters.get(id(handle)))
+            registry.write_detector.refresh(handle.buffer, handle.index)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -154,7 +154,7 @@ def gathered(registry: ParamRegistry, coordinator: ParamCoordinator, budget: int
         raise UsageError("engine.gathered(budget)", expected="the same on all ranks", got=budgets)
     sharded = [unit for unit in registry.units if not unit.persistent]
     pinned = _that_fit(sharded, budget)
-    registry.hold(pinned)
+    registry.acquire(pinned)
     coordinator.end_step()  # a unit left unsharded on some ranks only would be gathered by the others alone
     coordinator.on_demand = on_demand = OnDemandUnshard(sharded, collectives)
     try:
@@ -168,7 +168,7 @@ def gathered(registry: ParamRegistry, coordinator: ParamCoordinator, budget: int
 def iter_named_full_params(registry: ParamRegistry) -> Iterator[tuple[str, Tensor]]:
     """See `Engine.iter_named_full_params`."""
     for unit in registry.units:
-        registry.hold([unit])
+        registry.acquire([unit])
         try:
             for buffer in unit.buffers:
                 for index, slot in enumerate(buffer.layout.slots):
@@ -177,58 +177,58 @@ def iter_named_full_params(registry: ParamRegistry) -> Iterator[tuple[str, Tenso
             registry.release([unit])
 
 
-def store(place: ParamHandle, before: Tensor | None = None) -> None:
+def store(handle: ParamHandle, before: Tensor | None = None) -> None:
     """Takes the values in the unsharded parameter, equal on all ranks, into the shard and the master.
 
     Args:
         before: the masters as they were, where they can no longer be read.
     """
-    buffer = place.buffer
-    own = place.slot.range & buffer.own
+    buffer = handle.buffer
+    own = handle.slot.range & buffer.own
     with torch.no_grad():
         if not buffer.persistent:  # whose shard is the full buffer itself
             buffer.shard.write(own, buffer.full[own.at(0)])
-            place.unit.drop_secondary()
-        _require_settled(place)
-        part = place.slot.range & buffer.masters.range
+            handle.unit.drop_secondary()
+        _require_settled(handle)
+        part = handle.slot.range & buffer.masters.range
         buffer.masters.follow_weights(part, buffer.full[part.at(0)], before)
 
 
-def overwrite(place: ParamHandle, value: Tensor) -> None:
+def overwrite(handle: ParamHandle, value: Tensor) -> None:
     """Gives a parameter, which must be unsharded, another value: here, in the shard and in the master.
 
     Args:
         value: of the parameter's shape, any dtype, equal on all ranks; the master keeps bits that 16 bits drop.
     """
-    buffer, slot = place.buffer, place.slot
+    buffer, slot = handle.buffer, handle.slot
     own = slot.range & buffer.own
-    _require_settled(place)
+    _require_settled(handle)
     with torch.no_grad():
         flat = value.detach().reshape(-1).to(buffer.full.device)
         new = FlatTensor(slot.range, flat.float() if flat.dtype is torch.float64 else flat)
         buffer.full[slot.range.at(0)].copy_(new.values)
-        buffer.accept_write(place.index)
+        buffer.accept_write(handle.index)
         if not buffer.persistent:
             buffer.shard.write(own, buffer.full[own.at(0)])
         part = slot.range & buffer.masters.range
         buffer.masters.write(part, new[part])
 
 
-def _require_settled(place: ParamHandle) -> None:
-    training = place.keeper.training
+def _require_settled(handle: ParamHandle) -> None:
+    training = handle.registry.training
     if training is not None and training.updates is not None:
-        training.updates.require_settled(f"new values of {place.slot.fqn}")
+        training.updates.require_settled(f"new values of {handle.slot.fqn}")
 
 
-def _by_registry(places: Sequence[ParamHandle]) -> list[tuple[ParamRegistry, list[ParamHandle]]]:
+def _by_registry(handles: Sequence[ParamHandle]) -> list[tuple[ParamRegistry, list[ParamHandle]]]:
     groups: dict[int, tuple[ParamRegistry, list[ParamHandle]]] = {}
-    for place in places:
-        groups.setdefault(place.order[0], (place.keeper, []))[1].append(place)
+    for handle in handles:
+        groups.setdefault(handle.order[0], (handle.registry, []))[1].append(handle)
     return list(groups.values())
 
 
-def _units(places: Sequence[ParamHandle]) -> list[ParamUnit]:
-    return list({id(place.unit): place.unit for place in places}.values())
+def _units(handles: Sequence[ParamHandle]) -> list[ParamUnit]:
+    return list({id(handle.unit): handle.unit for handle in handles}.values())
 
 
 def _that_fit(units: Sequence[ParamUnit], budget: int | None) -> list[ParamUnit]:
@@ -241,8 +241,8 @@ def _that_fit(units: Sequence[ParamUnit], budget: int | None) -> list[ParamUnit]
     return chosen
 
 
-def _replaced(places: Sequence[ParamHandle]) -> UsageError | None:
-    names = [place.slot.fqn for place in places if place.replaced]
+def _replaced(handles: Sequence[ParamHandle]) -> UsageError | None:
+    names = [handle.slot.fqn for handle in handles if handle.replaced]
     if not names:
         return None
     return UsageError(
@@ -253,11 +253,11 @@ def _replaced(places: Sequence[ParamHandle]) -> UsageError | None:
     )
 
 
-def _written(registry: ParamRegistry, places: Sequence[ParamHandle]) -> UsageError | None:
-    names = [place.slot.fqn for place in places if registry.prints.changed(place.buffer, place.index)]
+def _written(registry: ParamRegistry, handles: Sequence[ParamHandle]) -> UsageError | None:
+    names = [handle.slot.fqn for handle in handles if registry.write_detector.changed(handle.buffer, handle.index)]
     if not names:
         return None
-    differs = any(place.buffer.persistent for place in places)
+    differs = any(handle.buffer.persistent for handle in handles)
     return UsageError(
         f"GatheredParameters: {', '.join(names)} written without a modifier_rank",
         fix="pass the rank whose values count: GatheredParameters(params, modifier_rank=0)"
