@@ -12,8 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader, Dataset
 
-from zeroaccel import Accelerator
-from zeroaccel.seeds import set_seed
+from zeroaccel import Accelerator, set_seed
 
 SIZE = 24
 

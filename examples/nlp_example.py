@@ -17,8 +17,7 @@ from torch.optim import AdamW
 from torch.utils.data import DataLoader
 from transformers import BertConfig, BertForSequenceClassification, get_linear_schedule_with_warmup
 
-from zeroaccel import Accelerator
-from zeroaccel.seeds import set_seed
+from zeroaccel import Accelerator, set_seed
 
 PYTHON, ENGLISH = 0, 1
 PADDING = 256  # the token after the 256 bytes

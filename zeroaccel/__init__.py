@@ -6,18 +6,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zeroaccel.accelerate.accelerator import Accelerator, GradientAccumulationPlugin
+    from zeroaccel.accelerate.accelerator import Accelerator
+    from zeroaccel.accelerate.accelerator_arguments import GradientAccumulationPlugin, ProfileKwargs
     from zeroaccel.accelerate.accelerator_state import DistributedType, PartialState
     from zeroaccel.accelerate.dummies import DummyOptim, DummyScheduler
     from zeroaccel.accelerate.launchers import debug_launcher, notebook_launcher
-    from zeroaccel.accelerate.profiler import ProfileKwargs
+    from zeroaccel.accelerate.project import ProjectConfiguration
     from zeroaccel.accelerate.zero_plugin import DeepSpeedPlugin, ZeroPlugin
     from zeroaccel.data import DataLoaderConfiguration, skip_first_batches
     from zeroaccel.initialization import initialize
     from zeroaccel.ops.coupled import CoupledOptimizer, Reductions
-    from zeroaccel.project import ProjectConfiguration
     from zeroaccel.seeds import set_seed
-    from zeroaccel.trackers import GeneralTracker
+    from zeroaccel.telemetry.trackers import GeneralTracker
     from zeroaccel.zero.engine import Engine
 
 __all__ = [
@@ -54,11 +54,11 @@ _HOMES = {
     "DummyOptim": "zeroaccel.accelerate.dummies",
     "DummyScheduler": "zeroaccel.accelerate.dummies",
     "Engine": "zeroaccel.zero.engine",
-    "GeneralTracker": "zeroaccel.trackers",
-    "GradientAccumulationPlugin": "zeroaccel.accelerate.accelerator",
+    "GeneralTracker": "zeroaccel.telemetry.trackers",
+    "GradientAccumulationPlugin": "zeroaccel.accelerate.accelerator_arguments",
     "PartialState": "zeroaccel.accelerate.accelerator_state",
-    "ProfileKwargs": "zeroaccel.accelerate.profiler",
-    "ProjectConfiguration": "zeroaccel.project",
+    "ProfileKwargs": "zeroaccel.accelerate.accelerator_arguments",
+    "ProjectConfiguration": "zeroaccel.accelerate.project",
     "Reductions": "zeroaccel.ops.coupled",
     "ZeroPlugin": "zeroaccel.accelerate.zero_plugin",
     "debug_launcher": "zeroaccel.accelerate.launchers",

@@ -51,8 +51,8 @@ from zeroaccel.optim.lr_schedules import build_scheduler
 from zeroaccel.optim.optimizer_factory import build_optimizer
 from zeroaccel.optim.optimizer_kinds import OptimizerKind, OptimizerKinds, check_steppable, classify
 from zeroaccel.optim.rank_facts import training_facts
-from zeroaccel.telemetry.monitors import build_monitors
 from zeroaccel.telemetry.step_report import EventSink, StepReport
+from zeroaccel.telemetry.trackers import build_monitors
 from zeroaccel.telemetry.verification import RecordingReport, Verification, verification
 from zeroaccel.zero.build import (
     build_units,
@@ -133,6 +133,17 @@ def initialize(
     Raises:
         ConfigError: the config is wrong or contradicts the arguments.
         UsageError: the model or the optimizer does not fit.
+
+    Example:
+        >>> import torch
+        >>> import zeroaccel
+        >>> config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": 3}}
+        >>> model = torch.nn.Linear(8, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> engine, optimizer, _, _ = zeroaccel.initialize(model, optimizer, config=config)
+        >>> loss = engine(torch.randn(4, 8)).square().mean()
+        >>> loss = engine.backward(loss)
+        >>> engine.step()
     """
     # 1. The ranks: which processes train together, on which cores and which axis of the mesh.
     ranks = _join_ranks(collectives, mesh)

@@ -1,24 +1,24 @@
-"""Collectives on what scripts hold: tensors in nested tuples, lists, mappings and dataclass-like outputs.
+"""Collectives on nested containers of tensors, as accelerate's `utils.operations`.
 
-`Accelerator` offers them as methods; they work in any process of a job, also before there is an engine. What differs
-between ranks in a way that would garble the result is told on every rank before anything is sent. The moves themselves
-are `comm.Collectives`'.
+`Accelerator` has them as methods; they work in any process of a job, also without an engine. Shapes, dtypes and the
+form of containers are compared between the ranks first, so that a mismatch raises on every rank instead of hanging or
+mixing up bytes. The collectives themselves are `comm.Collectives`'.
 
 Letters: W = world size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from zeroaccel.accelerate.nested import map_tensors, to_device
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import Topology, init_process_group
 from zeroaccel.errors import UsageError
+from zeroaccel.nested import leaves_of, map_tensors, tensors_of
 
 __all__ = [
     "broadcast",
@@ -26,17 +26,17 @@ __all__ = [
     "collectives_of_process",
     "concatenate",
     "gather",
+    "gather_for_metrics",
     "gather_object",
     "pad_across_processes",
     "reduce",
-    "send_to_device",
 ]
 
 _cached: tuple[Topology, Collectives] | None = None
 
 
 def collectives_of_process() -> Collectives:
-    """The collectives that scripts' own calls go through; joins the job at the first call. (all ranks)"""
+    """The collectives over all ranks that calls of scripts use; joins the job at the first call. (all ranks)"""
     global _cached
     topology = init_process_group()
     if _cached is None or _cached[0] is not topology:
@@ -44,35 +44,31 @@ def collectives_of_process() -> Collectives:
     return _cached[1]
 
 
-def send_to_device(data: Any, device: torch.device | str, *, non_blocking: bool = False) -> Any:
-    """`data` with every tensor on `device`; objects with a `to` of their own, as batches of tokens, use that."""
-    return to_device(data, device, non_blocking=non_blocking)
-
-
-def _require_tensors(data: Any, call: str, path: str = "") -> Iterator[Tensor]:
-    """The tensors in `data`; anything else in it is an error, as it would silently stay this rank's own."""
-    if isinstance(data, Tensor):
-        yield data
-    elif isinstance(data, Mapping):
-        for key, item in data.items():
-            yield from _require_tensors(item, call, f"{path}[{key!r}]")
-    elif isinstance(data, (tuple, list)):
-        for index, item in enumerate(data):
-            yield from _require_tensors(item, call, f"{path}[{index}]")
-    else:
-        raise UsageError(
-            f"{call}: the value at {path or 'the top'}",
-            expected="tensors, or tuples, lists and mappings of them",
-            got=type(data).__name__,
-            fix="gather other objects with gather_object",
-        )
+def _require_tensors(data: Any, call: str) -> Iterator[Tensor]:
+    """The tensors in `data`; any other leaf is an error, as it would silently stay this rank's own."""
+    for path, leaf in leaves_of(data):
+        if not isinstance(leaf, Tensor):
+            raise UsageError(
+                f"{call}: the value at {path or 'the top'}",
+                expected="tensors, or tuples, lists and mappings of them",
+                got=type(leaf).__name__,
+                fix="gather other objects with gather_object",
+            )
+        yield leaf
 
 
 def gather(data: Any) -> Any:
-    """Every tensor of shape (n, ...) becomes (W*n, ...), the ranks one after the other; a 0-dim one (W,). (all ranks)
+    """All-gather along dim 0: (n, ...) becomes (W*n, ...), in the order of the ranks; a 0-dim tensor (W,). (all ranks)
 
     Raises:
-        UsageError: something is no tensor, or the ranks' shapes or dtypes differ; on every rank.
+        UsageError: a leaf is no tensor, or the ranks' shapes or dtypes differ; on every rank.
+
+    Example:
+        >>> import torch
+        >>> from zeroaccel.operations import gather
+        >>> batch = {"predictions": torch.tensor([1, 0]), "labels": torch.tensor([1, 1])}
+        >>> gather(batch)["predictions"]  # of one rank; of W ranks (2*W,)
+        tensor([1, 0])
     """
     _require_alike(data, "gather", "pad_across_processes makes them equal; gather_object takes anything")
 
@@ -84,12 +80,19 @@ def gather(data: Any) -> Any:
 
 
 def reduce(data: Any, reduction: Literal["mean", "sum", "none"] = "mean", scale: float = 1.0) -> Any:
-    """Every tensor becomes its sum or mean over the ranks, the same bits on all of them, times `scale`. (all ranks)
+    """All-reduce: the sum or mean of each tensor over the ranks, times `scale`; the same bits on all. (all ranks)
 
-    Sums run in the order of the ranks; means of integers are floating.
+    Means of integers are floating.
 
     Raises:
         UsageError: another reduction, or the ranks' shapes or dtypes differ; on every rank.
+
+    Example:
+        >>> import torch
+        >>> from zeroaccel.operations import reduce
+        >>> loss = torch.tensor(0.5)
+        >>> reduce(loss, "mean").item()
+        0.5
     """
     if reduction not in ("mean", "sum", "none"):
         raise UsageError("reduce: reduction", expected='"mean", "sum" or "none"', got=reduction)
@@ -98,6 +101,8 @@ def reduce(data: Any, reduction: Literal["mean", "sum", "none"] = "mean", scale:
     def of_all(tensor: Tensor) -> Tensor:
         if reduction == "none":
             return tensor
+        # An all-gather and sums in the order of the ranks: the order in which a backend's all-reduce adds depends on
+        # its algorithm, and so do the last bits.
         first, *others = _rows(tensor, "reduce").unbind(0)
         total = first.clone()
         for other in others:
@@ -109,7 +114,14 @@ def reduce(data: Any, reduction: Literal["mean", "sum", "none"] = "mean", scale:
 
 
 def broadcast(data: Any, from_process: int = 0) -> Any:
-    """Every tensor becomes that of one rank; the ranks must hold the same shapes and dtypes. (all ranks)"""
+    """Every tensor becomes that of one rank; shapes and dtypes must be the same on all. (all ranks)
+
+    Example:
+        >>> import torch
+        >>> from zeroaccel.operations import broadcast
+        >>> broadcast(torch.arange(3), from_process=0)
+        tensor([0, 1, 2])
+    """
     _require_rank("broadcast", from_process)
     _require_alike(data, "broadcast", "broadcast_object_list takes anything")
 
@@ -122,7 +134,13 @@ def broadcast(data: Any, from_process: int = 0) -> Any:
 
 
 def broadcast_object_list(objects: list[Any], from_process: int = 0) -> list[Any]:
-    """Replaces the list's contents by those of one rank. Pickled. (all ranks)"""
+    """Replaces the list's contents by those of one rank, pickled. (all ranks)
+
+    Example:
+        >>> from zeroaccel.operations import broadcast_object_list
+        >>> broadcast_object_list(["run-1", 3])
+        ['run-1', 3]
+    """
     _require_rank("broadcast_object_list", from_process)
     collectives = collectives_of_process()
     mine = list(objects) if collectives.rank == from_process else None
@@ -131,32 +149,62 @@ def broadcast_object_list(objects: list[Any], from_process: int = 0) -> list[Any
 
 
 def gather_object(data: Any) -> list[Any]:
-    """The objects of all ranks, by rank, on every rank; lists are strung together. Pickled. (all ranks)"""
-    everyone = collectives_of_process().gather_objects(data, "gather_object")
-    if all(isinstance(item, list) for item in everyone):
-        return [item for items in everyone for item in items]
-    return everyone
+    """The objects of all ranks, pickled, in the order of the ranks; lists are concatenated. (all ranks)
+
+    Example:
+        >>> from zeroaccel.operations import gather_object
+        >>> gather_object(["a text of this rank"])
+        ['a text of this rank']
+    """
+    objects = collectives_of_process().gather_objects(data, "gather_object")
+    if all(isinstance(item, list) for item in objects):
+        return [item for items in objects for item in items]
+    return objects
+
+
+def gather_for_metrics(data: Any, num_samples: int, *, use_gather_object: bool = False) -> Any:
+    """As `gather`, cut to the first `num_samples` rows; what is not all tensors is gathered as objects. (all ranks)
+
+    Args:
+        num_samples: samples of the global batch that are not repetitions; negative for all.
+        use_gather_object: gather tensors as objects too, which may differ in shape.
+    """
+    as_objects = use_gather_object or not all(isinstance(leaf, Tensor) for _, leaf in leaves_of(data))
+    gathered = gather_object(data) if as_objects else gather(data)
+    if num_samples < 0:
+        return gathered
+    if as_objects:
+        return gathered[:num_samples]
+    dims = iter([tensor.dim() for tensor in tensors_of(data)])
+    # A 0-dim tensor per rank, such as a loss, has no rows of samples.
+    return map_tensors(lambda tensor: tensor[:num_samples] if next(dims) > 0 else tensor, gathered)
 
 
 def pad_across_processes(data: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-    """Every tensor is padded along `dim` to the largest size any rank has, so that `gather` takes it. (all ranks)
+    """Every tensor padded along `dim` to the largest size of any rank, so that `gather` takes it. (all ranks)
 
     A tensor with too few dims for `dim` stays as it is.
 
     Args:
         pad_index: the value of the padding.
         pad_first: padding goes before the data rather than behind it.
+
+    Example:
+        >>> import torch
+        >>> from zeroaccel.operations import gather, pad_across_processes
+        >>> tokens = torch.ones(2, 7)  # another length on each rank
+        >>> gather(pad_across_processes(tokens, dim=1)).shape
+        torch.Size([2, 7])
     """
-    found = _require_tensors(data, "pad_across_processes")
-    sizes = [tensor.shape[dim] if -tensor.dim() <= dim < tensor.dim() else None for tensor in found]
-    everyone = collectives_of_process().gather_objects(sizes, "pad_across_processes")
-    counts = [len(theirs) for theirs in everyone]
+    tensors = _require_tensors(data, "pad_across_processes")
+    sizes = [tensor.shape[dim] if -tensor.dim() <= dim < tensor.dim() else None for tensor in tensors]
+    sizes_by_rank = collectives_of_process().gather_objects(sizes, "pad_across_processes")
+    counts = [len(row) for row in sizes_by_rank]
     _require(len(set(counts)) == 1, "pad_across_processes", counts, "number of tensors")
-    widest = [None if None in column else max(column) for column in zip(*everyone, strict=True)]
-    wanted = iter(widest)
+    target_sizes = iter([None if None in column else max(column) for column in zip(*sizes_by_rank, strict=True)])
 
     def padded(tensor: Tensor) -> Tensor:
-        size = next(wanted)
+        size = next(target_sizes)
         if size is None or size == tensor.shape[dim]:
             return tensor
         shape = list(tensor.shape)
@@ -170,7 +218,7 @@ def pad_across_processes(data: Any, dim: int = 0, pad_index: float = 0, pad_firs
 
 
 def concatenate(data: Sequence[Any], dim: int = 0) -> Any:
-    """One nested structure from several of the same form, their tensors strung together along `dim`."""
+    """Several nested containers of the same form as one, their tensors concatenated along `dim`."""
     columns = zip(*(_require_tensors(item, "concatenate") for item in data), strict=True)
     joined = iter([torch.cat(column, dim=dim) for column in columns])
     return map_tensors(lambda _: next(joined), data[0])
@@ -189,27 +237,27 @@ def _rows(tensor: Tensor, call: str) -> Tensor:
 
 
 def _require_alike(data: Any, call: str, fix: str = "") -> None:
-    """All ranks must hold the same shapes and dtypes: a backend would mix up bytes, or wait, without a word."""
-    held: list[str] = []
+    """All ranks must have the same shapes and dtypes: a backend would mix up bytes, or wait, without a word."""
+    shapes: list[str] = []
     error: UsageError | None = None
     try:
-        held = [f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in _require_tensors(data, call)]
+        shapes = [f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in _require_tensors(data, call)]
     except UsageError as raised:
         error = raised
-    everyone = collectives_of_process().gather_objects(str(error) if error else held, f"{call}: shapes")
+    shapes_by_rank = collectives_of_process().gather_objects(str(error) if error else shapes, f"{call}: shapes")
     if error is not None:
         raise error
-    told = [text for text in everyone if isinstance(text, str)]
-    if told:
-        raise UsageError(told[0])
-    _require(all(theirs == everyone[0] for theirs in everyone), call, everyone, "shapes and dtypes", fix)
+    errors = [text for text in shapes_by_rank if isinstance(text, str)]
+    if errors:
+        raise UsageError(errors[0])
+    alike = all(row == shapes_by_rank[0] for row in shapes_by_rank)
+    _require(alike, call, shapes_by_rank, "shapes and dtypes", fix)
 
 
-def _require(right: bool, call: str, everyone: Sequence[Any], what: str, fix: str = "") -> None:
-    if not right:
+def _require(alike: bool, call: str, by_rank: Sequence[Any], what: str, fix: str = "") -> None:
+    if not alike:
         got = "; ".join(
-            f"rank {rank}: {', '.join(theirs) if isinstance(theirs, list) else theirs}"
-            for rank, theirs in enumerate(everyone)
+            f"rank {rank}: {', '.join(row) if isinstance(row, list) else row}" for rank, row in enumerate(by_rank)
         )
         raise UsageError(call, expected=f"the same {what} on every rank", got=got, fix=fix)
 

@@ -18,8 +18,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, get_scheduler
 
-from zeroaccel import Accelerator, DummyOptim, DummyScheduler
-from zeroaccel.seeds import set_seed
+from zeroaccel import Accelerator, DummyOptim, DummyScheduler, set_seed
 
 
 def parse_args(argv):

@@ -13,8 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from zeroaccel import Accelerator
-from zeroaccel.seeds import set_seed
+from zeroaccel import Accelerator, set_seed
 
 
 def points(count=256):

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from zeroaccel import Accelerator, ZeroPlugin
-from zeroaccel.seeds import set_seed
+from zeroaccel import Accelerator, ZeroPlugin, set_seed
 
 
 class Teacher(nn.Module):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.multi.pool import Pool
 from zeroaccel import Accelerator, ZeroPlugin
-from zeroaccel.accelerate.compilation import Compilation, compilation_of
+from zeroaccel.accelerate.accelerator_arguments import Compilation, compilation_of
 from zeroaccel.config.launch.launch_sources import LaunchedSettings
 from zeroaccel.errors import ConfigError
 

@@ -12,9 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.multi.pool import Pool
-from zeroaccel import Accelerator, DataLoaderConfiguration, ProjectConfiguration, ZeroPlugin
+from zeroaccel import Accelerator, DataLoaderConfiguration, GeneralTracker, ProjectConfiguration, ZeroPlugin
 from zeroaccel.errors import ZeroAccelError
-from zeroaccel.trackers import GeneralTracker
 
 
 class Stream(IterableDataset[Any]):

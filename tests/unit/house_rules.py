@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 LAYERS = (
-    ("errors", "logs", "templates"),
+    ("errors", "logs", "nested", "templates"),
     ("config",),
     ("comm", "ops", "offload"),
     ("optim", "telemetry"),
@@ -58,7 +58,7 @@ ENVIRONMENT_READERS = {
     "zeroaccel/comm/environment.py": "what the launcher says of the job, and the limit for hangs",
     "zeroaccel/compat/__main__.py": "hands the facade on to the processes that a script starts",
     "zeroaccel/compat/startup/sitecustomize.py": "whether the facade was handed on to this process",
-    "zeroaccel/accelerate/launched.py": "what the launcher says of training",
+    "zeroaccel/accelerate/zero_plugin.py": "what the launcher says of training",
     "zeroaccel/accelerate/launchers.py": "inside the ranks it starts, to tell them their places",
     "zeroaccel/telemetry/verification.py": "the order of `zeroaccel verify`, which reaches a script no other way",
     "zeroaccel/logs.py": "RANK, known before there is a process group, and the log level",
@@ -67,6 +67,7 @@ ENVIRONMENT_READERS = {
 MAX_LINES = 900
 # Which files may be longer, and why.
 LONG_FILES = {
+    "zeroaccel/accelerate/accelerator.py": "what scripts call, each method with its documentation and often an example",
     "zeroaccel/zero/engine.py": "one class: the training step, and the documented calls of programs, which delegate",
     "zeroaccel/checkpoint/zero_to_fp32.py": "a whole program, copied beside checkpoints; it may import no other file",
 }

@@ -13,10 +13,10 @@ from torch.utils.data import BatchSampler, SequentialSampler
 from zeroaccel.data.batch_sharding import (
     RankBatch,
     ShardingRules,
+    batches_of_rank,
     count_rounds,
-    deal_batches,
-    deal_items,
-    turns_of_rank,
+    shard_batches,
+    shard_items,
 )
 
 
@@ -27,7 +27,7 @@ def order(length: int, size: int, *, drop_last: bool = False) -> list[list[int]]
 
 def sharded_batches(batches: list[list[int]], rules: ShardingRules) -> list[list[RankBatch[int]]]:
     """By rank, its batches; each rank's computed independently, as ranks do."""
-    return [list(turns_of_rank(deal_batches(batches, rules), rank)) for rank in range(rules.world_size)]
+    return [list(batches_of_rank(shard_batches(batches, rules), rank)) for rank in range(rules.world_size)]
 
 
 def samples(turns: list[RankBatch[int]]) -> list[list[int]]:
@@ -58,7 +58,7 @@ def test_batches_of_their_own_sizes_are_sharded_as_they_are() -> None:
     batches = [[0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10]]
     turns = sharded_batches(batches, ShardingRules(2))
     assert [samples(part) for part in turns] == [[[0, 1, 2], [4, 5], [10]], [[3], [6, 7, 8, 9], [0, 1, 2]]]
-    assert [turn.real for turn in turns[0]] == [None, None, 1]
+    assert [turn.num_real for turn in turns[0]] == [None, None, 1]
     assert [samples(part) for part in sharded_batches(batches, ShardingRules(2, drop_last=True))] == [
         [[0, 1, 2], [4, 5]],
         [[3], [6, 7, 8, 9]],
@@ -92,9 +92,9 @@ def test_a_round_gathered_by_rank_is_the_single_process_order(case: dict[str, in
     for round_ in range(max(map(len, of_ranks))):
         turns = [turns[round_] for turns in of_ranks if round_ < len(turns)]
         taken = list(chain.from_iterable(turn.samples for turn in turns))
-        assert len({turn.real for turn in turns}) == 1
-        gathered += taken[: turns[0].real]
-        if turns[0].real is not None:
+        assert len({turn.num_real for turn in turns}) == 1
+        gathered += taken[: turns[0].num_real]
+        if turns[0].num_real is not None:
             assert all(turn.last for turn in turns)
     everything = list(chain.from_iterable(batches))
     dropped = len(everything) - len(gathered)
@@ -129,7 +129,7 @@ def test_the_same_as_accelerate_deals(case: dict[str, int]) -> None:
 def test_items_are_sharded_as_accelerate_shards_an_iterable(case: dict[str, int]) -> None:
     _, rules = rules_of({**case, "even": True})
     for rank in range(rules.world_size):
-        turns = turns_of_rank(deal_items(range(case["length"]), rules), rank)
+        turns = batches_of_rank(shard_items(range(case["length"]), rules), rank)
         theirs = IterableDatasetShard(
             range(case["length"]), rules.batch_size or 1, rules.drop_last, rules.world_size, rank, rules.split
         )
@@ -137,5 +137,5 @@ def test_items_are_sharded_as_accelerate_shards_an_iterable(case: dict[str, int]
 
 
 def test_an_endless_order_is_sharded_lazily() -> None:
-    turns = turns_of_rank(deal_items(cycle(range(3)), ShardingRules(2, batch_size=2)), 1)
+    turns = batches_of_rank(shard_items(cycle(range(3)), ShardingRules(2, batch_size=2)), 1)
     assert [turn.samples for turn in islice(turns, 3)] == [[2, 0], [0, 1], [1, 2]]

@@ -15,8 +15,8 @@ from packaging.version import parse
 
 from tests import time_limits
 from zeroaccel import compat
-from zeroaccel.compat.dicts import from_library
-from zeroaccel.compat.inherit import inherited_environment
+from zeroaccel.compat.deepspeed_init import from_library
+from zeroaccel.compat.finder import inherited_environment
 from zeroaccel.compat.surface import ABSENT, SURFACE
 from zeroaccel.errors import UsageError
 

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from zeroaccel.errors import ConfigError, UsageError, ZeroAccelError
 from zeroaccel.estimate import Capacity, Estimate, Workload, estimate, plan_table, subject
-from zeroaccel.estimate.extrapolate import MemoryTrace, Moment, lengthen
+from zeroaccel.estimate.extrapolate import MemoryTrace, Moment, extrapolate_depth
 from zeroaccel.estimate.simulate import simulate
-from zeroaccel.estimate.stand_in import Decoder, Shape, shape_of
-from zeroaccel.estimate.subject import Step, Subject, predict_tokens
+from zeroaccel.estimate.subject import Decoder, Shape, Step, Subject, predict_tokens, shape_of
 
 PLAIN = [(stage, "none", "none") for stage in range(4)]
 TINY = {
@@ -304,8 +303,8 @@ def test_models_that_do_not_grow_evenly_are_not_lengthened() -> None:
     def course(*totals: int) -> MemoryTrace:
         return MemoryTrace(len(totals), tuple(Moment(0, total, 0, 0, 0) for total in totals), ((1, 2),), (1,))
 
-    even = lengthen([course(1, 2, 3), course(1, 2, 3, 4), course(1, 2, 3, 4, 5)], more=2)
+    even = extrapolate_depth([course(1, 2, 3), course(1, 2, 3, 4), course(1, 2, 3, 4, 5)], more=2)
     assert even is not None
     assert (even.numel, max(even.moments).total) == (7, 7)
-    assert lengthen([course(1, 2, 3), course(1, 2, 3, 4), course(1, 2, 3, 4, 9)], more=2) is None
-    assert lengthen([course(1, 2, 3), course(1, 2, 3, 4), course(1, 2, 3, 4)], more=2) is None
+    assert extrapolate_depth([course(1, 2, 3), course(1, 2, 3, 4), course(1, 2, 3, 4, 9)], more=2) is None
+    assert extrapolate_depth([course(1, 2, 3), course(1, 2, 3, 4), course(1, 2, 3, 4)], more=2) is None

@@ -22,7 +22,7 @@ def test_ranks_are_listed_in_spans(ranks: list[int], text: str) -> None:
     assert rank_list(ranks) == text
 
 
-def test_a_position_survives_the_wire() -> None:
+def test_a_state_survives_the_wire() -> None:
     position = RankState(
         rank=3,
         waiting=_call(5, "unshard a"),

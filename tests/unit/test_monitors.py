@@ -5,56 +5,45 @@ from __future__ import annotations
 import importlib.util
 import logging
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from zeroaccel.config import Config, load_config
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.logs import logger
-from zeroaccel.telemetry.monitors import CsvMonitor, Event, Monitors, TensorBoardMonitor, WandbMonitor, build_monitors
+from zeroaccel.telemetry.trackers import (
+    CsvTracker,
+    GeneralTracker,
+    Monitors,
+    TensorBoardTracker,
+    build_monitors,
+)
 
 
-@dataclass
-class Files:
-    enabled: bool = False
-    output_path: str = ""
-    job_name: str = "job"
+def sections(**named: dict[str, Any]) -> Config:
+    """A config in which these sections are on."""
+    return load_config({name: {"enabled": True, **keys} for name, keys in named.items()})
 
 
-@dataclass
-class Project:
-    enabled: bool = False
-    group: str | None = None
-    team: str | None = None
-    project: str = "zeroaccel"
-
-
-@dataclass
-class Sections:
-    tensorboard: Files = field(default_factory=Files)
-    csv_monitor: Files = field(default_factory=Files)
-    wandb: Project = field(default_factory=Project)
-
-
-class Recorder:
+class Recorder(GeneralTracker):
     def __init__(self, fails: bool = False) -> None:
         self.calls: list[Any] = []
         self.fails = fails
 
-    def write(self, events: Sequence[Event]) -> None:
+    def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
         if self.fails:
             raise OSError("disk is full")
-        self.calls.append(list(events))
+        self.calls.append((dict(values), step))
 
     def flush(self) -> None:
         self.calls.append("flush")
 
-    def close(self) -> None:
-        self.calls.append("close")
+    def finish(self) -> None:
+        self.calls.append("finish")
 
 
 @pytest.fixture
@@ -78,9 +67,9 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_csv_has_one_file_per_metric(tmp_path: Path) -> None:
-    monitor = CsvMonitor(Files(output_path=str(tmp_path), job_name="run"))
-    monitor.write([("Train/loss", 2.5, 8), ("Train/lr", 1e-3, 8)])
-    monitor.write([("Train/loss", 0.1, 16), ("my metric", float("inf"), 16)])
+    monitors = Monitors([CsvTracker("run", tmp_path)])
+    monitors.write([("Train/loss", 2.5, 8), ("Train/lr", 1e-3, 8)])
+    monitors.write([("Train/loss", 0.1, 16), ("my metric", float("inf"), 16)])
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == [
         "Train_loss.csv",
         "Train_lr.csv",
@@ -88,36 +77,36 @@ def test_csv_has_one_file_per_metric(tmp_path: Path) -> None:
     ]
     # read before close: rows do not wait in a buffer
     assert (tmp_path / "run/Train_loss.csv").read_bytes() == b"step,loss\n8,2.5\n16,0.1\n"
-    monitor.close()
-    monitor.close()
+    monitors.close()
+    monitors.close()
 
 
 def test_csv_continues_a_file_with_one_header(tmp_path: Path) -> None:
     for step in (1, 2):
-        monitor = CsvMonitor(Files(output_path=str(tmp_path)))
-        monitor.write([("Train/loss", 0.5, step)])
-        monitor.close()
+        tracker = CsvTracker("job", tmp_path)
+        tracker.log({"Train/loss": 0.5}, step)
+        tracker.finish()
     assert (tmp_path / "job/Train_loss.csv").read_text().split() == ["step,loss", "1,0.5", "2,0.5"]
 
 
 def test_csv_keeps_every_digit(tmp_path: Path) -> None:
-    monitor = CsvMonitor(Files(output_path=str(tmp_path)))
-    monitor.write([("x", 0.1 + 0.2, 1)])
-    monitor.close()
+    tracker = CsvTracker("job", tmp_path)
+    tracker.log({"x": 0.1 + 0.2}, 1)
+    tracker.finish()
     assert float((tmp_path / "job/x.csv").read_text().split(",")[-1]) == 0.1 + 0.2
 
 
 def test_csv_refuses_two_metrics_in_one_file(tmp_path: Path) -> None:
-    monitor = CsvMonitor(Files(output_path=str(tmp_path)))
-    monitor.write([("a/b", 1.0, 1)])
+    tracker = CsvTracker("job", tmp_path)
+    tracker.log({"a/b": 1.0}, 1)
     with pytest.raises(UsageError, match="metric 'a_b': expected a name whose file is not that of 'a/b'"):
-        monitor.write([("a_b", 1.0, 1)])
-    monitor.close()
+        tracker.log({"a_b": 1.0}, 1)
+    tracker.finish()
 
 
 def test_an_empty_output_path_is_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    CsvMonitor(Files())
+    build_monitors(sections(csv_monitor={"job_name": "job"}), rank=0).close()
     assert (tmp_path / "job").is_dir()
 
 
@@ -128,19 +117,19 @@ def test_an_empty_output_path_is_the_working_directory(tmp_path: Path, monkeypat
 def test_tensorboard_scalars_can_be_read_back(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    monitor = TensorBoardMonitor(Files(output_path=str(tmp_path), job_name="run"))
-    monitor.write([("Train/loss", 2.5, 8), ("Train/loss", 0.5, 16)])
-    monitor.flush()
+    monitors = Monitors([TensorBoardTracker("run", tmp_path, flush_each_log=False)])
+    monitors.write([("Train/loss", 2.5, 8), ("Train/loss", 0.5, 16)])
+    monitors.flush()
     read = EventAccumulator(str(tmp_path / "run"))
     read.Reload()
     assert [(event.step, event.value) for event in read.Scalars("Train/loss")] == [(8, 2.5), (16, 0.5)]
-    monitor.close()
+    monitors.close()
 
 
 def test_wandb_gets_the_project_and_one_log_per_step(wandb: list[Any]) -> None:
-    monitor = WandbMonitor(Project(group="g", team="t", project="p"))
-    monitor.write([("Train/loss", 1.0, 8), ("Train/lr", 0.1, 8), ("Train/loss", 0.5, 16)])
-    monitor.close()
+    monitors = build_monitors(sections(wandb={"group": "g", "team": "t", "project": "p"}), rank=0)
+    monitors.write([("Train/loss", 1.0, 8), ("Train/lr", 0.1, 8), ("Train/loss", 0.5, 16)])
+    monitors.close()
     assert wandb == [
         ("init", {"project": "p", "group": "g", "entity": "t"}),
         ("log", {"Train/loss": 1.0, "Train/lr": 0.1}, 8),
@@ -153,11 +142,11 @@ def test_wandb_gets_the_project_and_one_log_per_step(wandb: list[Any]) -> None:
 
 
 def test_nothing_is_built_when_nothing_is_on() -> None:
-    assert not build_monitors(Sections(), rank=0)
+    assert not build_monitors(sections(), rank=0)
 
 
 def test_what_is_on_is_built_on_rank_0_only(tmp_path: Path, wandb: list[Any]) -> None:
-    config = Sections(csv_monitor=Files(True, str(tmp_path)), wandb=Project(True))
+    config = sections(csv_monitor={"output_path": str(tmp_path), "job_name": "job"}, wandb={})
     assert not build_monitors(config, rank=1)
     assert (wandb, list(tmp_path.iterdir())) == ([], [])
     monitors = build_monitors(config, rank=0)
@@ -175,7 +164,7 @@ def test_a_missing_package_is_an_error_on_every_rank(
 ) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
-    config = Sections(tensorboard=Files(package == "tensorboard", str(tmp_path)), wandb=Project(package == "wandb"))
+    config = sections(**{package: {"output_path": str(tmp_path)} if package == "tensorboard" else {}})
     with pytest.raises(ConfigError, match=rf"^{package}\.enabled: expected the package .*pip install.*to false"):
         build_monitors(config, rank)
 
@@ -186,13 +175,13 @@ def test_a_folder_of_a_packages_name_is_not_the_package(tmp_path: Path, monkeypa
     (tmp_path / "wandb").mkdir()
     importlib.invalidate_caches()
     with pytest.raises(ConfigError, match=r"wandb\.enabled"):
-        build_monitors(Sections(wandb=Project(True)), rank=0)
+        build_monitors(sections(wandb={}), rank=0)
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"csv_monitor\.output_path: expected a folder that can be written"):
-        build_monitors(Sections(csv_monitor=Files(True, str(tmp_path / "file"))), rank=0)
+        build_monitors(sections(csv_monitor={"output_path": str(tmp_path / "file")}), rank=0)
 
 
 # -- several as one
@@ -205,7 +194,7 @@ def test_monitors_pass_everything_on_and_close_once() -> None:
     monitors.flush()
     monitors.close()
     monitors.close()
-    assert one.calls == two.calls == [[("a", 1.0, 1)], "flush", "close"]
+    assert one.calls == two.calls == [({"a": 1.0}, 1), "flush", "finish"]
     assert not monitors
 
 
@@ -222,5 +211,5 @@ def test_a_monitor_that_fails_is_said_and_left_out(monkeypatch: pytest.MonkeyPat
     finally:
         logger.removeHandler(handler)
         monitors.close()
-    assert good.calls[:2] == [[("a", 1.0, 1)], [("a", 2.0, 2)]]
+    assert good.calls[:2] == [({"a": 1.0}, 1), ({"a": 2.0}, 2)]
     assert said == ["Recorder failed to write and is switched off for this run: disk is full"]

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from zeroaccel.errors import CheckpointError, ConfigError
-from zeroaccel.project import (
+from zeroaccel.accelerate.project import (
     STATE_NAME,
     ProjectConfiguration,
     next_state_folder,
     prune_states,
     saved_states,
 )
+from zeroaccel.errors import CheckpointError, ConfigError
 
 
 def make(root: Path, *numbers: int, complete: bool = True) -> None:

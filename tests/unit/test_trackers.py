@@ -16,7 +16,7 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from zeroaccel.errors import ConfigError, UsageError
-from zeroaccel.trackers import GeneralTracker, Trackers
+from zeroaccel.telemetry.trackers import GeneralTracker, Trackers
 
 
 class Notes(GeneralTracker):

@@ -1,8 +1,8 @@
-"""`Accelerator`: the face in the manner of Hugging Face's accelerate, over the same engine as `zeroaccel.initialize`.
+"""`Accelerator`: the interface of Hugging Face's accelerate, over the same engine as `zeroaccel.initialize`.
 
-It knows the process, the plugins and what was prepared, and is put together from mixins, one for each of what scripts
-call it for: `TrainingLoop`, `ModelSaving`, `RunSaving`, `RunTracking`, `ProcessControl`. Two accelerators share
-nothing but the process group.
+Every public method is here with its documentation. The work is done by parts, each with one job: `AcceleratorState`
+(process, plugins, configs), `Preparation` (objects to engines), `TrainingLoop` (accumulation, backward, clipping),
+`ModelSaving` (weights for other programs), `RunSaving` (states to resume from), `Trackers` and `operations`.
 """
 
 from __future__ import annotations
@@ -10,105 +10,94 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from zeroaccel import operations
-from zeroaccel.accelerate.accelerator_state import (
-    AcceleratorState,
-    ConfigView,
-    DistributedType,
-    GradientState,
-    PartialState,
+from zeroaccel.accelerate.accelerator_arguments import (
+    GradientAccumulationPlugin,
+    ProfileKwargs,
+    accumulation_of,
+    compilation_of,
+    plugins_of,
+    precision_of,
+    profile,
+    profile_settings_of,
 )
-from zeroaccel.accelerate.compilation import compilation_of
-from zeroaccel.accelerate.dummies import DummyScheduler
-from zeroaccel.accelerate.launched import launched
-from zeroaccel.accelerate.matching import Sorted, pair, sort
-from zeroaccel.accelerate.model_saving import ModelSaving
-from zeroaccel.accelerate.preparation import Prepared, PrepareRules, check_same_objects, prepare_job, schedule_facts
-from zeroaccel.accelerate.prepared_optimizer import PreparedOptimizer
-from zeroaccel.accelerate.prepared_scheduler import PreparedScheduler
-from zeroaccel.accelerate.process_control import ProcessControl
-from zeroaccel.accelerate.profiler import ProfileKwargs, profile
-from zeroaccel.accelerate.run_saving import RunSaving
-from zeroaccel.accelerate.run_tracking import RunTracking
+from zeroaccel.accelerate.accelerator_state import AcceleratorState, DistributedType, PartialState, Prepared
+from zeroaccel.accelerate.model_saving import ModelSaving, unwrap_model
+from zeroaccel.accelerate.preparation import Preparation, PrepareRules, sort_objects
+from zeroaccel.accelerate.prepared_optimizer import GradientState, PreparedScheduler
+from zeroaccel.accelerate.project import ProjectConfiguration, project_of
+from zeroaccel.accelerate.run_state import LoadHook, PathLike, RunSaving, SaveHook
 from zeroaccel.accelerate.training_loop import TrainingLoop
-from zeroaccel.accelerate.zero_plugin import ZeroPlugin, gather_facts
+from zeroaccel.accelerate.zero_plugin import ZeroPlugin, launched
 from zeroaccel.comm.agree import agreed
-from zeroaccel.config import Fact, Facts
-from zeroaccel.config.launch.launch_sources import LaunchedSettings
-from zeroaccel.data import DataLoaderConfiguration, PreparedLoader, prepare_data_loader
-from zeroaccel.errors import ConfigError, UsageError
+from zeroaccel.config import Facts
+from zeroaccel.data import DataLoaderConfiguration, PreparedLoader, prepare_data_loader, skip_first_batches
+from zeroaccel.errors import UsageError
 from zeroaccel.operations import collectives_of_process
-from zeroaccel.project import ProjectConfiguration
+from zeroaccel.telemetry.trackers import GeneralTracker, Trackers
 
-__all__ = ["Accelerator", "GradientAccumulationPlugin"]
+__all__ = ["Accelerator"]
 
-_PRECISIONS: Mapping[str, Literal["fp32", "fp16", "bf16"]] = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
-_NAMES = {precision: name for name, precision in _PRECISIONS.items()}
+_AUTOCAST_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+_MAX_SHARD_SIZE = "10GB"
 
-# kwargs handler of accelerate's -> what does its work here
-_INSTEAD_OF = {
-    "AutocastKwargs": "pass it to accelerator.autocast(...)",
-    "DistributedDataParallelKwargs": "leave it out: parameters that a step does not use are noticed without it",
-    "FP8RecipeKwargs": 'leave it out: there is no 8-bit training; use mixed_precision="bf16"',
-    "GradScalerKwargs": "set loss_scale, initial_scale_power and the like in the config's fp16 section",
-    "InitProcessGroupKwargs": "start with `zeroaccel launch --timeout SECONDS`, or make the process group before",
-}
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-@dataclass
-class GradientAccumulationPlugin:
-    """How gradients are accumulated.
-
-    Attributes:
-        num_steps: micro-steps per update; None leaves it to the config or the launcher.
-        adjust_scheduler: kept for scripts that read it; schedules count updates.
-        sync_with_dataloader: the last batch of a loader updates, however many micro-steps came before.
-        sync_each_batch: reduce gradients in every micro-step, where they are whole: less memory, more traffic.
-    """
-
-    num_steps: int | None = None
-    adjust_scheduler: bool = True
-    sync_with_dataloader: bool = True
-    sync_each_batch: bool = False
-
-
-class Accelerator(TrainingLoop, ModelSaving, RunSaving, RunTracking, ProcessControl):
-    """Prepares models, optimizers, schedules and loaders for ZeRO training, and stands beside the training loop.
+class Accelerator:
+    """Prepares models, optimizers, schedulers and loaders for ZeRO training, and serves the training loop.
 
     Args:
         device_placement: loaders put batches on the device.
         mixed_precision: "no", "fp16" or "bf16"; by default what the launcher or the config says.
-        gradient_accumulation_steps: micro-steps per update; by default what the launcher or the config says, else 1.
-        cpu: compute on the CPU although there are accelerators.
-        dataloader_config: how loaders are dealt out.
-        deepspeed_plugin: a `ZeroPlugin`, or several by name; the first is selected. Without one there is one if the
+        gradient_accumulation_steps: micro-steps per optimizer step; by default what the launcher or the config says,
+            else 1.
+        cpu: compute on the CPU also where there are accelerators.
+        dataloader_config: how loaders are sharded over the ranks.
+        deepspeed_plugin: a `ZeroPlugin`, or several by name; the first is selected. By default there is one if the
             launcher asks for ZeRO; else training is plain data parallelism, which is stage 0.
         zero_plugin: another name for it.
         log_with: trackers: "tensorboard", "wandb", "all", instances of `GeneralTracker`, or a list of these.
-        project_dir: where states and what trackers write go.
-        project_config: the same, with more to choose.
+        project_dir: folder of states and of what trackers write.
+        project_config: the same, with more settings.
         deepspeed_plugins: several by name.
         gradient_accumulation_plugin: instead of the number.
-        step_scheduler_with_optimizer: False makes every call of a schedule's `step` count.
+        step_scheduler_with_optimizer: False makes every call of a scheduler's `step` count.
         kwargs_handlers: a `ProfileKwargs`.
         dynamo_backend: compile models with this backend of `torch.compile`; by default what the launcher says.
-        scheduler_counts_processes: schedules given in code move once per process at each update, and the steps of a
+        scheduler_counts_processes: schedulers made in code step once per process at each update, and the steps of a
             `DummyScheduler` are divided by the processes: for scripts that count the batches of all processes.
 
     Attributes:
         state: the process, the plugins, the resolved configs; printing it shows every value with its source.
-        gradient_state: where training stands between two updates.
-        prepared: every model that went through `prepare`, in order.
+        gradient_state: position within an accumulation.
+        prepared: every prepared model, in order.
+        dataloaders: every prepared loader, in order.
 
     Raises:
-        ConfigError: arguments, launcher and config say different things, or one of them is wrong; on every rank.
+        ConfigError: arguments, launcher and config contradict each other, or one of them is wrong; on every rank.
+
+    Example:
+        >>> import torch
+        >>> from zeroaccel import Accelerator, ZeroPlugin
+        >>> accelerator = Accelerator(zero_plugin=ZeroPlugin(zero_stage=2), gradient_accumulation_steps=4)
+        >>> model = torch.nn.Linear(8, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> loader = torch.utils.data.DataLoader(torch.randn(32, 8), batch_size=2, shuffle=True)
+        >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        >>> for batch in loader:
+        ...     with accelerator.accumulate(model):
+        ...         accelerator.backward(model(batch).square().mean())
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
     """
 
     def __init__(
@@ -134,49 +123,53 @@ class Accelerator(TrainingLoop, ModelSaving, RunSaving, RunTracking, ProcessCont
         settings, sources = launched()
         partial = PartialState(cpu or bool(settings.use_cpu), debug=bool(settings.debug))
         self.collectives = collectives_of_process()
+        # Variables of the launcher may differ between nodes: whatever is wrong on one rank raises on all of them.
         with agreed(self.collectives, "Accelerator: settings"):
-            accumulation = _accumulation(gradient_accumulation_steps, gradient_accumulation_plugin)
-            precision = _precision(mixed_precision, settings, sources)
-            plugins = _plugins([deepspeed_plugin, deepspeed_plugins, zero_plugin], settings)
+            facts = Facts(
+                accumulation=accumulation_of(gradient_accumulation_steps, gradient_accumulation_plugin),
+                precision=precision_of(mixed_precision, settings, sources),
+            )
+            plugins = plugins_of([deepspeed_plugin, deepspeed_plugins, zero_plugin], settings)
             compilation = compilation_of(dynamo_backend, settings, sources)
-            self._profile_settings = _profile_settings(kwargs_handlers or ())
-            self._start_saving(project_dir, project_config)
-            self._start_tracking(log_with, self.logging_dir)
+            self._profile_settings = profile_settings_of(kwargs_handlers or ())
+            project = project_of(project_dir, project_config)
+            self._trackers = Trackers(log_with, project.logging_dir, is_main_process=self.collectives.rank == 0)
         self.dataloader_config = dataloader_config or DataLoaderConfiguration()
         self.device_placement = device_placement
-        self._facts = Facts(accumulation=accumulation, precision=precision)
-        self._rules = PrepareRules(
-            facts=self._facts,
-            split_batches=self.dataloader_config.split_batches,
-            scheduler_follows=step_scheduler_with_optimizer,
-            compilation=compilation,
-            per_update=partial.num_processes if scheduler_counts_processes else 1,
-        )
-        self.prepared: list[Prepared] = []
         self.dataloaders: list[PreparedLoader] = []
-        self.step = 0
-        # Made only where nobody asks for ZeRO: it would contradict a launch that does.
-        plain = next(iter(plugins.values())) if plugins else ZeroPlugin(zero_stage=0)
-        self.state = AcceleratorState(partial, plugins, plain, self._views, self._precision_now)
-        handling = gradient_accumulation_plugin or GradientAccumulationPlugin()
+        # Stage 0 is made only where nothing asks for ZeRO, as it would contradict a launch that does.
+        fallback = next(iter(plugins.values())) if plugins else ZeroPlugin(zero_stage=0)
+        self.state = AcceleratorState(partial, plugins, fallback, facts)
+        accumulation = gradient_accumulation_plugin or GradientAccumulationPlugin()
         self.gradient_state = GradientState(
-            adjust_scheduler=handling.adjust_scheduler,
-            sync_with_dataloader=handling.sync_with_dataloader,
-            sync_each_batch=handling.sync_each_batch,
+            self.state.accumulation,
+            adjust_scheduler=accumulation.adjust_scheduler,
+            sync_with_dataloader=accumulation.sync_with_dataloader,
+            sync_each_batch=accumulation.sync_each_batch,
         )
-        self.gradient_state.num_steps = self._accumulation_now()
+        rules = PrepareRules(
+            facts=facts,
+            split_batches=self.dataloader_config.split_batches,
+            step_with_optimizer=step_scheduler_with_optimizer,
+            steps_per_update=partial.num_processes if scheduler_counts_processes else 1,
+            compilation=compilation,
+        )
+        self._preparation = Preparation(self.state, self.gradient_state, rules, self.collectives)
+        self._loop = TrainingLoop(self.state, self.gradient_state)
+        self._models = ModelSaving(self.state, self.collectives)
+        self._run = RunSaving(self.state, self.dataloaders, self.collectives, project)
         self._triggered = False
 
-    # -- who and where
+    # -- the process: see `PartialState`
 
     @property
     def device(self) -> torch.device:
-        """Where this process computes."""
+        """On which this process computes."""
         return self.state.partial.device
 
     @property
     def num_processes(self) -> int:
-        """Processes of the job, over all machines."""
+        """World size of the job."""
         return self.state.partial.num_processes
 
     @property
@@ -186,13 +179,28 @@ class Accelerator(TrainingLoop, ModelSaving, RunSaving, RunTracking, ProcessCont
 
     @property
     def local_process_index(self) -> int:
-        """This process's rank on its machine."""
+        """This process's rank on its node."""
         return self.state.partial.local_process_index
 
     @property
-    def distributed_type(self) -> DistributedType:
-        """DEEPSPEED with a plugin; else NO, MULTI_CPU or MULTI_GPU."""
-        return self.state.distributed_type
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0 of the job."""
+        return self.state.partial.is_main_process
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first rank of its node."""
+        return self.state.partial.is_local_main_process
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last rank of the job."""
+        return self.state.partial.is_last_process
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self.state.partial.use_distributed
 
     @property
     def multi_device(self) -> bool:
@@ -200,8 +208,75 @@ class Accelerator(TrainingLoop, ModelSaving, RunSaving, RunTracking, ProcessCont
         return self.use_distributed
 
     @property
+    def distributed_type(self) -> DistributedType:
+        """DEEPSPEED with a plugin; else NO, MULTI_CPU or MULTI_GPU."""
+        return self.state.distributed_type
+
+    def on_main_process(self, function: F) -> F:
+        """Decorator: the function runs on rank 0 and returns None elsewhere."""
+        return self.state.partial.on_main_process(function)
+
+    def on_local_main_process(self, function: F) -> F:
+        """Decorator: the function runs on the first rank of each node."""
+        return self.state.partial.on_local_main_process(function)
+
+    def on_last_process(self, function: F) -> F:
+        """Decorator: the function runs on the last rank."""
+        return self.state.partial.on_last_process(function)
+
+    def on_process(self, function: F | None = None, process_index: int | None = None) -> F | Callable[[F], F]:
+        """Decorator: the function runs on one rank; `@on_process(process_index=1)`."""
+        return self.state.partial.on_process(function, process_index)
+
+    def on_local_process(
+        self, function: F | None = None, local_process_index: int | None = None
+    ) -> F | Callable[[F], F]:
+        """Decorator: the function runs on one rank of each node."""
+        return self.state.partial.on_local_process(function, local_process_index)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """`print`, on the first rank of each node."""
+        self.state.partial.print(*args, **kwargs)
+
+    def wait_for_everyone(self) -> None:
+        """A barrier. (all ranks)"""
+        self.state.partial.wait_for_everyone()
+
+    @contextlib.contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Rank 0 runs the block before the other ranks, as to download a dataset once. (all ranks)"""
+        with self.state.partial.main_process_first():
+            yield
+
+    @contextlib.contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """The first rank of each node runs the block before the others. (all ranks)"""
+        with self.state.partial.local_main_process_first():
+            yield
+
+    @contextlib.contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This rank's part of a list, tuple, tensor, dataset, or mapping; see `PartialState.split_between_processes`.
+
+        Example:
+            >>> from zeroaccel import Accelerator
+            >>> accelerator = Accelerator(cpu=True)
+            >>> with accelerator.split_between_processes(["a prompt", "another"]) as prompts:
+            ...     answers = [prompt.upper() for prompt in prompts]
+        """
+        with self.state.partial.split_between_processes(inputs, apply_padding) as part:
+            yield part
+
+    # -- settings
+
+    @property
+    def prepared(self) -> list[Prepared]:
+        """Every prepared model, in order."""
+        return self.state.prepared
+
+    @property
     def mixed_precision(self) -> str:
-        """ "no", "fp16" or "bf16": what models are trained in."""
+        """ "no", "fp16" or "bf16": in which models are trained."""
         return self.state.mixed_precision
 
     @property
@@ -213,13 +288,11 @@ class Accelerator(TrainingLoop, ModelSaving, RunSaving, RunTracking, ProcessCont
 
     @property
     def zero_config(self) -> dict[str, Any]:
-        """The resolved config of the first model that is trained, else of the first.
+        """The resolved config of the first trained model, else of the first model.
 
-        Before `prepare` the selected plugin's, in which "auto" is what only a model or a loader can tell.
+        Before `prepare` that of the selected plugin, in which values stay "auto" that depend on a model or a loader.
         """
-        for item in (*(each for each in self.prepared if each.optimizer is not None), *self.prepared):
-            return item.engine.zero_config
-        return self.state.active_plugin.known(self._facts)[0]
+        return self.state.zero_config
 
     deepspeed_config = zero_config
 
@@ -235,12 +308,12 @@ class Accelerator(TrainingLoop, ModelSaving, RunSaving, RunTracking, ProcessCont
 
     @property
     def dispatch_batches(self) -> bool | None:
-        """Whether rank 0 reads for all; None: where a dataset is only iterable."""
+        """Whether rank 0 reads all batches and sends them; None: where a dataset is only iterable."""
         return self.dataloader_config.dispatch_batches
 
     @property
     def use_seedable_sampler(self) -> bool:
-        """Whether the order of an epoch is drawn from the seed and its number alone."""
+        """Whether the order of an epoch depends on the seed and the epoch's number alone."""
         return self.dataloader_config.use_seedable_sampler
 
     @property
@@ -251,22 +324,32 @@ class Accelerator(TrainingLoop, ModelSaving, RunSaving, RunTracking, ProcessCont
     # -- prepare
 
     def prepare(self, *objects: Any, device_placement: Any = None, optimizer_kind: str | None = None) -> Any:
-        """Models, optimizers, schedules and loaders, in any number and order; anything else comes back as it is.
+        """Prepares models, optimizers, schedulers and loaders, in any number and order. (all ranks)
 
-        A model with its optimizer is trained, one without is for inference. Each model has its own engine, under the
-        plugin that is selected now. (all ranks)
+        A model with its optimizer is trained, one without is for inference. Each model gets an engine of its own, under
+        the plugin that is selected now. Objects of other kinds come back as they are.
 
         Args:
-            device_placement: refused as a list: where parameters are is the engine's matter.
+            device_placement: refused as a list: the engine places parameters.
             optimizer_kind: "elementwise", "per_tensor" or "coupled", of the optimizers among the objects, where the
                 engine is not to find out by trying what their rules look at.
 
         Returns:
-            What was prepared of each object, in their order; a single one bare.
+            The prepared objects, in order; a single one bare.
 
         Raises:
-            ConfigError: config, plugin, launcher and code say different things, or too little; on every rank.
+            ConfigError: config, plugin, launcher and code contradict each other, or say too little; on every rank.
             UsageError: an optimizer without its model, and the like; on every rank.
+
+        Example:
+            >>> import torch
+            >>> from zeroaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> model = torch.nn.Linear(8, 1)
+            >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            >>> scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10)
+            >>> loader = torch.utils.data.DataLoader(torch.randn(16, 8), batch_size=4)
+            >>> model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
         """
         if device_placement is not None and not isinstance(device_placement, bool):
             raise UsageError(
@@ -275,56 +358,50 @@ class Accelerator(TrainingLoop, ModelSaving, RunSaving, RunTracking, ProcessCont
                 got=device_placement,
                 fix="remove it, or set Accelerator(device_placement=False) for the loaders",
             )
-        result = list(objects)
-        found = sort(objects)
-        with agreed(self.collectives, "prepare: objects"):
-            jobs, late = pair(found, [item.engine for item in self.prepared])
-            schedules = schedule_facts(jobs, late)
-        check_same_objects(jobs, [value for _, value in (*late, *found.loaders)], schedules, self.collectives)
-        for job in jobs:
-            plugin = self.state.active_plugin
-            given = [loader for _, loader in found.loaders if not isinstance(loader, PreparedLoader)]
-            item = prepare_job(job, given, plugin, self._rules, self.gradient_state, self.collectives, optimizer_kind)
-            if item.optimizer is not None:
-                self._accumulate_as(item)
-                result[job.optimizer_at] = item.optimizer
-            self.prepared.append(item)
-            result[job.model_at] = item.engine
-            for (index, _), scheduler in zip(job.schedulers, item.schedulers, strict=True):
-                result[index] = scheduler
-        for index, scheduler in late:
-            result[index] = self._late_scheduler(scheduler)
-        self._prepare_loaders(found, result, device_placement)
+        kinds = sort_objects(objects)
+        prepared = self._preparation.prepare(kinds, optimizer_kind)
+        for index, loader in kinds.loaders:
+            prepared[index] = self.prepare_data_loader(loader, device_placement)
+        result = [prepared.get(index, value) for index, value in enumerate(objects)]
         return result[0] if len(result) == 1 else tuple(result)
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """One model, for inference. A model that is trained is prepared together with its optimizer.
+        """Prepares one model for inference; a trained one is prepared together with its optimizer. (all ranks)
 
         Args:
-            device_placement: has nothing to say: where parameters are is the engine's matter.
-            evaluation_mode: likewise: a model without an optimizer is for inference.
+            device_placement: of no effect: the engine places parameters.
+            evaluation_mode: of no effect: a model without an optimizer is for inference.
         """
         return self.prepare(model)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """Not to be called, but for an optimizer that is prepared already, which is returned.
+        """Returns an optimizer that is prepared already.
 
         Raises:
-            UsageError: an optimizer is prepared together with its model, which is laid out for it.
+            UsageError: it is not: an optimizer is prepared together with its model, whose flat buffers are made for it.
         """
         return self.prepare(optimizer)
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
-        """A schedule of an optimizer that is prepared already."""
+        """Prepares a scheduler of an optimizer that is prepared already."""
         prepared: PreparedScheduler = self.prepare(scheduler)
         return prepared
 
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: None = None
     ) -> PreparedLoader:
-        """This process's part of a loader, on its device. (all ranks)"""
+        """This rank's shard of a loader, on its device. (all ranks)
+
+        Example:
+            >>> import torch
+            >>> from zeroaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> loader = torch.utils.data.DataLoader(torch.arange(6), batch_size=2)
+            >>> [batch.tolist() for batch in accelerator.prepare_data_loader(loader)]  # of one rank
+            [[0, 1], [2, 3], [4, 5]]
+        """
         if slice_fn_for_dispatch is not None:
             raise UsageError(
                 "prepare_data_loader(slice_fn_for_dispatch)", expected="nothing: samples are dealt one by one"
@@ -341,65 +418,555 @@ class Accelerator(TrainingLoop, ModelSaving, RunSaving, RunTracking, ProcessCont
             self.dataloaders.append(loader)
         return loader
 
-    def _prepare_loaders(self, found: Sorted, result: list[Any], device_placement: bool | None) -> None:
-        for index, loader in found.loaders:
-            result[index] = self.prepare_data_loader(loader, device_placement)
+    # -- accumulation: see `TrainingLoop`
 
-    def _late_scheduler(self, scheduler: Any) -> PreparedScheduler:
-        inner = (
-            scheduler.optimizer.optimizer if isinstance(scheduler.optimizer, PreparedOptimizer) else scheduler.optimizer
-        )
-        assert not isinstance(scheduler, DummyScheduler), "pairing refuses it"
-        item = next(item for item in self.prepared if item.optimizer is not None and item.optimizer.optimizer is inner)
-        assert item.optimizer is not None, "it was found by its optimizer"
-        wrapper = PreparedScheduler(
-            scheduler,
-            item.optimizer,
-            self.gradient_state,
-            with_optimizer=self._rules.scheduler_follows,
-            per_update=self._rules.per_update,
-        )
-        item.schedulers.append(wrapper)
-        return wrapper
+    @property
+    def step(self) -> int:
+        """Micro-steps that `accumulate` has counted since the last end of a loader."""
+        return self._loop.step
 
-    # -- collectives
+    @step.setter
+    def step(self, value: int) -> None:
+        self._loop.step = value
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether the current micro-step ends with an optimizer step."""
+        return self.gradient_state.sync_gradients
+
+    @sync_gradients.setter
+    def sync_gradients(self, value: bool) -> None:
+        self.gradient_state.sync_gradients = bool(value)
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-steps per optimizer step."""
+        return self.gradient_state.num_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, value: int) -> None:
+        if type(value) is not int or value < 1:
+            raise UsageError("gradient_accumulation_steps", expected="a whole number of at least 1", got=value)
+        self.gradient_state.num_steps = value
+
+    @contextlib.contextmanager
+    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+        """One micro-step. The last of `gradient_accumulation_steps`, and the last of a loader, end with an update.
+
+        Inside, `optimizer.step`, `zero_grad` and `scheduler.step` do nothing but in that last one, so that the loop is
+        written as without accumulation.
+
+        Args:
+            models: those that are trained in it; they only have to be prepared.
+
+        Example:
+            >>> import torch
+            >>> from zeroaccel import Accelerator
+            >>> accelerator = Accelerator(gradient_accumulation_steps=2)
+            >>> model = torch.nn.Linear(4, 1)
+            >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            >>> for batch in torch.randn(4, 8, 4):  # four micro-steps, two updates
+            ...     with accelerator.accumulate(model):
+            ...         accelerator.backward(model(batch).mean())
+            ...         optimizer.step()
+            ...         optimizer.zero_grad()
+        """
+        self._loop.begin_micro_step(models)
+        yield
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Backwards inside accumulate without communication at stages 0 and 1.
+
+        At stages 2 and 3 gradients are reduced as always, as a rank has no room for unreduced ones. The result is the
+        same.
+        """
+        with self._loop.no_sync(model):
+            yield
+
+    @contextlib.contextmanager
+    def trigger_sync_in_backward(self, model: nn.Module) -> Iterator[None]:
+        """The backward inside reduces gradients as the last of its step, although an accumulation goes on."""
+        with self._loop.trigger_sync_in_backward(model):
+            yield
+
+    # -- backward and gradients
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Computes gradients of `loss / gradient_accumulation_steps`, for every prepared model it depends on.
+
+        Args:
+            loss: a scalar; the mean over this rank's micro-batch.
+            kwargs: `retain_graph`.
+
+        Raises:
+            EngineStateError: no model was prepared for training.
+            UsageError: the loss is no scalar with a gradient, depends on none of the prepared models, or under fp16 on
+                several; or there is another keyword.
+
+        Example:
+            >>> import torch
+            >>> from zeroaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> model = torch.nn.Linear(4, 1)
+            >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            >>> accelerator.backward(model(torch.randn(8, 4)).square().mean())
+            >>> optimizer.step()
+        """
+        self._loop.backward(loss, **kwargs)
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0
+    ) -> Tensor | None:
+        """Clips the gradients of the coming update to a global L2 norm of `max_norm`.
+
+        The norm is taken over all given models together. Within an accumulation gradients are incomplete, so nothing
+        happens. Where the config clips too, the smaller of the two norms counts.
+
+        Args:
+            parameters: those of one or more prepared models; all that are trained of each.
+
+        Returns:
+            The norm before clipping, over all ranks, a 0-dim fp32 tensor; None within an accumulation.
+
+        Raises:
+            UsageError: only a part of a model's parameters, parameters of no prepared model, or another norm.
+
+        Example:
+            >>> import torch
+            >>> from zeroaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> model = torch.nn.Linear(4, 1)
+            >>> model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            >>> accelerator.backward(model(torch.full((2, 4), 3.0)).mean())
+            >>> norm = accelerator.clip_grad_norm_(model.parameters(), max_norm=1.0)
+            >>> round(norm.item(), 3)  # before clipping
+            6.083
+            >>> optimizer.step()
+        """
+        return self._loop.clip_grad_norm_(parameters, max_norm, norm_type)
+
+    def clip_grad_value_(self, parameters: Iterable[Tensor] | Tensor, clip_value: float) -> None:
+        """Clamps every element of the coming update's gradients to [-clip_value, clip_value].
+
+        Raises:
+            UsageError: only a part of a model's parameters, or parameters of no prepared model.
+        """
+        self._loop.clip_grad_value_(parameters, clip_value)
+
+    def unscale_gradients(self, optimizer: Any = None) -> None:
+        """Does nothing: the engine unscales as it updates, and its norms are of unscaled gradients."""
+
+    @property
+    def scaler(self) -> None:
+        """None: the loss scale is the engine's (`engine.loss_scale`)."""
+        return None
+
+    @property
+    def optimizer_step_was_skipped(self) -> bool:
+        """Whether an optimizer's last step was skipped because gradients were not finite."""
+        return any(item.optimizer.step_was_skipped for item in self.prepared if item.optimizer is not None)
+
+    @contextlib.contextmanager
+    def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
+        """Mixed precision for computations outside the model; the model itself runs in its precision anyway.
+
+        Args:
+            autocast_handler: an object whose `enabled` says whether to, and `cache_enabled` whether weights that were
+                cast are cached, as accelerate's AutocastKwargs.
+        """
+        dtype = _AUTOCAST_DTYPES.get(self.mixed_precision)
+        enabled = dtype is not None and bool(getattr(autocast_handler, "enabled", True))
+        if not enabled:
+            yield
+            return
+        cache = getattr(autocast_handler, "cache_enabled", None)
+        with torch.autocast(self.device.type, dtype=dtype, cache_enabled=cache):
+            yield
+
+    @contextlib.contextmanager
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+        """Changes nothing: all ranks must do the same number of steps, which prepared loaders ensure.
+
+        Raises:
+            UsageError: `even_batches` is False: processes with fewer batches would leave the others waiting.
+        """
+        if even_batches is False:
+            raise UsageError(
+                "join_uneven_inputs(even_batches)",
+                expected="True: all processes gather and reduce the parts of a model together, in every step",
+                got=False,
+                fix="leave it out; loaders repeat samples at the end, which gather_for_metrics leaves out",
+            )
+        yield
+
+    # -- collectives: see `operations`
 
     def gather(self, tensor: Any) -> Any:
-        """Every tensor of all processes, strung together along dim 0. (all ranks)"""
+        """Every tensor of all ranks, concatenated along dim 0. (all ranks)
+
+        Example:
+            >>> import torch
+            >>> from zeroaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> accelerator.gather({"loss": torch.tensor(0.5)})["loss"]  # (W,) of W ranks
+            tensor([0.5000])
+        """
         return operations.gather(tensor)
 
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As `gather`, without the samples that were repeated to fill the last batches of an epoch. (all ranks)
+
+        To be called in a loop over a prepared loader. What is not all tensors is gathered as objects.
+
+        Args:
+            input_data: tensors of shape (batch, ...) in any nested container; or a list of anything, one per sample.
+            use_gather_object: gather tensors as objects too, which may differ in shape.
+
+        Example:
+            >>> import torch
+            >>> from zeroaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(10), batch_size=4))
+            >>> sum(len(accelerator.gather_for_metrics(batch % 2 == 0)) for batch in loader)
+            10
+        """
+        last = self.gradient_state.end_of_dataloader
+        num_samples = self.gradient_state.remainder if last else -1
+        return operations.gather_for_metrics(input_data, num_samples, use_gather_object=use_gather_object)
+
     def reduce(self, tensor: Any, reduction: Literal["mean", "sum", "none"] = "sum", scale: float = 1.0) -> Any:
-        """Every tensor's sum or mean over the processes. (all ranks)"""
+        """Every tensor's sum or mean over the ranks. (all ranks)
+
+        Example:
+            >>> import torch
+            >>> from zeroaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> accelerator.reduce(torch.tensor([1.0, 3.0]), reduction="mean")
+            tensor([1., 3.])
+        """
         return operations.reduce(tensor, reduction, scale)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Any:
-        """Every tensor padded along `dim` to the largest of all processes. (all ranks)"""
+        """Every tensor padded along `dim` to the largest size of all ranks. (all ranks)"""
         return operations.pad_across_processes(tensor, dim, pad_index, pad_first)
 
     def set_trigger(self) -> None:
-        """Asks all processes for something, which each learns by `check_trigger`."""
+        """Makes the next `check_trigger` return True on every rank.
+
+        Example:
+            >>> from zeroaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> accelerator.set_trigger()  # on one rank, such as one with a loss that is NaN
+            >>> accelerator.check_trigger()  # on every rank
+            True
+        """
         self._triggered = True
 
     def check_trigger(self) -> bool:
-        """Whether any process has called `set_trigger` since the last check. (all ranks)"""
+        """Whether any rank has called `set_trigger` since the last check. (all ranks)"""
         flag = torch.tensor([float(self._triggered)])
         self.collectives.all_reduce(flag, "max", "check_trigger")
         self._triggered = False
         return bool(flag.item())
 
-    # -- the end, and looking on
+    # -- weights for other programs: see `ModelSaving`
+
+    def unwrap_model(self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True) -> Any:
+        """The model that was given to `prepare`; its parameters still are the engine's.
+
+        Args:
+            keep_fp32_wrapper: there is none.
+            keep_torch_compile: False also removes the wrapper of `torch.compile(model)`.
+
+        Example:
+            >>> import torch
+            >>> from zeroaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> model = torch.nn.Linear(4, 1)
+            >>> accelerator.unwrap_model(accelerator.prepare(model)) is model
+            True
+        """
+        return unwrap_model(model, keep_torch_compile=keep_torch_compile)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
+        """The model's full state dict in host memory on rank 0, an empty one on the others. (all ranks)
+
+        At every stage; one unit at a time is gathered. Weights have the dtypes they are computed in; the exact fp32
+        ones are in checkpoints. Tied parameters are one tensor under each of their names.
+
+        Args:
+            unwrap: accepted; names are those of the model itself in either case.
+
+        Example:
+            >>> import torch
+            >>> from zeroaccel import Accelerator, ZeroPlugin
+            >>> accelerator = Accelerator(zero_plugin=ZeroPlugin(zero_stage=3))
+            >>> model = accelerator.prepare(torch.nn.Linear(4, 1))
+            >>> accelerator.get_state_dict(model)["weight"].shape
+            torch.Size([1, 4])
+        """
+        return self._models.get_state_dict(model)
+
+    def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
+        """Writes an object on rank 0: by `torch.save`, or a dict of tensors as safetensors.
+
+        The other ranks return at once; for the weights of a prepared model, call `get_state_dict` first.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        self._models.save(obj, f, safe_serialization=safe_serialization)
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = _MAX_SHARD_SIZE,
+        safe_serialization: bool = True,
+    ) -> list[str]:
+        """Writes the weights as `model.safetensors`, or as several files with an index. (all ranks)
+
+        Weights are streamed from the shards: no rank has more than one unsharded unit of the model at a time.
+
+        Args:
+            max_shard_size: of a file: bytes, "10GB", "512MiB". A larger tensor has a file of its own.
+            safe_serialization: False writes `pytorch_model.bin`, each file of which is built in memory.
+
+        Returns:
+            The names of the files.
+
+        Raises:
+            UsageError: a model that is not prepared, or a size that is none.
+            CheckpointError: the folder cannot be written; on every rank.
+
+        Example:
+            >>> import torch
+            >>> from zeroaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> model = accelerator.prepare(torch.nn.Linear(4, 1))
+            >>> accelerator.save_model(model, "exported", max_shard_size="5GB")
+            ['model.safetensors']
+        """
+        return self._models.save_model(model, save_directory, max_shard_size, safe_serialization=safe_serialization)
+
+    def save_pretrained(
+        self,
+        model: nn.Module,
+        save_directory: str | os.PathLike[str],
+        max_shard_size: int | str = _MAX_SHARD_SIZE,
+        safe_serialization: bool = True,
+    ) -> list[str]:
+        """As `save_model`, with the files beside the weights that `from_pretrained` looks for. (all ranks)
+
+        Those are `config.json`, and `generation_config.json` where the model has one.
+
+        Raises:
+            UsageError: the model has no config that can be saved.
+        """
+        return self._models.save_pretrained(
+            model, save_directory, max_shard_size, safe_serialization=safe_serialization
+        )
+
+    # -- states to resume from: see `RunSaving`
+
+    @property
+    def project_configuration(self) -> ProjectConfiguration:
+        """Folders and limits."""
+        return self._run.project
+
+    @property
+    def project_dir(self) -> str | None:
+        """Folder of states."""
+        return self._run.project.project_dir
+
+    @property
+    def logging_dir(self) -> str | None:
+        """Folder of trackers."""
+        return self._run.project.logging_dir
+
+    @property
+    def save_iteration(self) -> int:
+        """Number of the next state, where they are numbered."""
+        return self._run.project.iteration
+
+    def register_for_checkpointing(self, *objects: Any) -> None:
+        """Makes objects part of every state, in the order of the calls.
+
+        Args:
+            objects: with `state_dict()`, of plain data and tensors, and `load_state_dict()`. Each rank has its own.
+
+        Raises:
+            UsageError: one lacks the methods, or is registered already.
+
+        Example:
+            >>> import torch
+            >>> from zeroaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> average = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(4, 1))
+            >>> accelerator.register_for_checkpointing(average)
+        """
+        for obj in objects:
+            self._run.register(obj)
+
+    def register_save_state_pre_hook(self, hook: SaveHook) -> RemovableHandle:
+        """`hook(models, weights, folder)` is called on every rank before a state is saved; `weights` is empty.
+
+        Weights are sharded then: `accelerator.get_state_dict(model)` gathers them.
+        """
+        return self._run.add_save_hook(hook)
+
+    def register_load_state_pre_hook(self, hook: LoadHook) -> RemovableHandle:
+        """`hook(models, folder)` is called on every rank before a state is loaded."""
+        return self._run.add_load_hook(hook)
+
+    def save_state(self, output_dir: PathLike | None = None, safe_serialization: bool = True) -> str:
+        """Saves everything a resumed run needs: models, optimizers, schedulers, positions of loaders, random generators
+        and registered objects. (all ranks)
+
+        Args:
+            output_dir: a folder that all ranks share; a state in it is replaced. By default the next numbered one of
+                the project, of which the oldest above `total_limit` are removed.
+            safe_serialization: True; nothing is pickled.
+
+        Returns:
+            The folder.
+
+        Raises:
+            CheckpointError: it cannot be written; on every rank.
+            UsageError: an object is not plain data and tensors, which is named; or there is no folder.
+            EngineStateError: in the middle of an accumulation, whose gradients would be lost.
+
+        Example:
+            >>> import torch
+            >>> from zeroaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> model = torch.nn.Linear(4, 1)
+            >>> model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+            >>> folder = accelerator.save_state("runs/first/epoch_1")
+        """
+        if not safe_serialization:
+            raise UsageError(
+                "save_state(safe_serialization)", expected="True, as a state is never pickled", got=safe_serialization
+            )
+        return self._run.save(output_dir, self.step)
+
+    def load_state(self, input_dir: PathLike | None = None) -> str:
+        """Resumes from a state: to be called with the same objects prepared and registered. (all ranks)
+
+        Loaders go on after the last batch they yielded. A loop over epochs starts at `dataloader.epoch`.
+
+        Args:
+            input_dir: the folder; by default the project's newest complete state.
+
+        Returns:
+            The folder.
+
+        Raises:
+            CheckpointError: there is no state, it is damaged, or does not fit; on every rank.
+
+        Example:
+            >>> import torch
+            >>> from zeroaccel import Accelerator, ProjectConfiguration
+            >>> project = ProjectConfiguration("runs/second", automatic_checkpoint_naming=True)
+            >>> accelerator = Accelerator(project_config=project)
+            >>> loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(8), batch_size=2))
+            >>> folder = accelerator.save_state()
+            >>> accelerator.load_state() == folder
+            True
+            >>> for epoch in range(loader.epoch, 3):
+            ...     for batch in loader:
+            ...         pass
+        """
+        folder, self.step = self._run.load(input_dir)
+        return folder
+
+    def skip_first_batches(self, dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
+        """`dataloader` with each of its epochs starting at batch `num_batches`.
+
+        Not needed after `load_state`, which sets positions; no batch is skipped twice with both.
+        """
+        return skip_first_batches(dataloader, num_batches)
+
+    # -- trackers: see `Trackers`
+
+    @property
+    def trackers(self) -> list[GeneralTracker]:
+        """Those that run on this process."""
+        return list(self._trackers)
+
+    def init_trackers(
+        self,
+        project_name: str,
+        config: Mapping[str, Any] | None = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Starts the trackers of `log_with`, on the main process unless they run on all. (all ranks)
+
+        Args:
+            project_name: of the run or project.
+            config: hyperparameters, which the trackers store.
+            init_kwargs: by tracker's name, more arguments of its constructor, e.g. `{"wandb": {"entity": "us"}}`.
+
+        Raises:
+            UsageError: `init_kwargs` names another tracker.
+        """
+        with agreed(self.collectives, "init_trackers"):
+            self._trackers.init(project_name, config, init_kwargs)
+
+    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
+        """The tracker of that name, or the tracking library's object.
+
+        On a process that does not log it is one that does nothing.
+        """
+        return self._trackers.get(name, unwrap)
+
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Logs the values of one step to every tracker.
+
+        Example:
+            >>> from zeroaccel import Accelerator
+            >>> accelerator = Accelerator(log_with="tensorboard", project_dir="runs/first")
+            >>> accelerator.init_trackers("baseline", config={"lr": 1e-3})
+            >>> accelerator.log({"train/loss": 0.25, "epoch": 1}, step=100)
+            >>> accelerator.end_training()
+        """
+        self._trackers.log(values, step, log_kwargs)
+
+    def log_images(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Logs the images of one step to the trackers that take them."""
+        self._trackers.log_images(values, step, log_kwargs)
+
+    # -- profiling and the end
 
     @contextlib.contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
-        """torch's profiler around a block; with `output_trace_dir`, each process writes `profile_<rank>.json` there."""
-        with profile(profile_handler or self._profile_settings, self.process_index, self.device) as running:
-            yield running
+        """torch's profiler around a block; with `output_trace_dir`, each rank writes `profile_<rank>.json` there."""
+        with profile(profile_handler or self._profile_settings, self.process_index, self.device) as profiler:
+            yield profiler
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Takes every engine off its model and forgets all that was prepared. (all ranks)
+        """Destroys every engine and drops everything that was prepared. (all ranks)
 
         Returns:
-            None for each argument: `model = accelerator.free_memory(model)[0]` drops the caller's names too.
+            None for each argument, to drop the caller's references too.
+
+        Example:
+            >>> import torch
+            >>> from zeroaccel import Accelerator
+            >>> accelerator = Accelerator()
+            >>> model = accelerator.prepare(torch.nn.Linear(4, 1))
+            >>> (model,) = accelerator.free_memory(model)
         """
         for item in self.prepared:
             item.engine.destroy()
@@ -416,7 +983,7 @@ class Accelerator(TrainingLoop, ModelSaving, RunSaving, RunTracking, ProcessCont
         return self.free_memory(*objects)
 
     def end_training(self) -> None:
-        """Ends the trackers, waits for everyone, and leaves the job. (all ranks)
+        """Ends the trackers, waits for all ranks, and leaves the job. (all ranks)
 
         The process group is closed if zeroaccel made it.
         """
@@ -424,104 +991,9 @@ class Accelerator(TrainingLoop, ModelSaving, RunSaving, RunTracking, ProcessCont
         self.wait_for_everyone()
         self.state.partial.destroy_process_group()
 
+    def _end_tracking(self) -> None:
+        with agreed(self.collectives, "end_training: trackers"):
+            self._trackers.finish()
+
     def __repr__(self) -> str:
         return f"Accelerator({self.distributed_type.name}, {self.num_processes} processes, {self.mixed_precision})"
-
-    # -- what is known now
-
-    def _views(self) -> list[ConfigView]:
-        if self.prepared:
-            return [item.view() for item in self.prepared]
-        plugins = self.state.plugins or {"plain data parallelism": self.state.active_plugin}
-        return [
-            ConfigView(name if name != "default" else plugin.title, *plugin.known(self._facts))
-            for name, plugin in plugins.items()
-        ]
-
-    def _precision_now(self) -> str:
-        for item in self.prepared:
-            return _NAMES[item.config.precision]
-        plugin = self.state.active_plugin
-        for name in ("fp16", "bf16"):
-            if plugin.get_value(f"{name}.enabled") is True:
-                return name
-        known = self._facts.precision
-        return "no" if known is None else _NAMES[known.value]
-
-    def _accumulation_now(self) -> int:
-        plugin = self.state.active_plugin
-        known = gather_facts(self._facts, plugin.facts()).accumulation
-        configured = plugin.get_value("gradient_accumulation_steps")
-        return configured if isinstance(configured, int) else 1 if known is None else known.value
-
-
-def _accumulation(steps: int | None, plugin: GradientAccumulationPlugin | None) -> Fact[int] | None:
-    if plugin is not None and plugin.num_steps is not None:
-        if steps is not None:
-            raise UsageError(
-                "Accelerator(gradient_accumulation_steps, gradient_accumulation_plugin)",
-                expected="one of the two",
-                fix="leave the number out",
-            )
-        steps, who = plugin.num_steps, "GradientAccumulationPlugin(num_steps"
-    else:
-        who = "Accelerator(gradient_accumulation_steps"
-    if steps is None:
-        return None
-    if type(steps) is not int or steps < 1:
-        raise ConfigError(f"{who})", expected="a whole number of at least 1", got=steps)
-    return Fact(steps, f"{who}={steps})")
-
-
-def _precision(
-    given: str | None, settings: LaunchedSettings, sources: Mapping[str, str]
-) -> Fact[Literal["fp32", "fp16", "bf16"]] | None:
-    """What code and launcher say; a launcher's "no" that nobody wrote is nobody's word."""
-    facts = []
-    said = settings.mixed_precision
-    for name, who, explicit in (
-        (given, f"Accelerator(mixed_precision={given!r})", True),
-        (
-            said,
-            sources.get("mixed_precision", ""),
-            said != "no" or not sources["mixed_precision"].startswith(("env", "default")),
-        ),
-    ):
-        if name is None:
-            continue
-        if str(name).lower() not in _PRECISIONS:
-            fix = "there is no 8-bit training; use bf16" if str(name).lower() == "fp8" else ""
-            raise ConfigError(f"{who}: mixed_precision", expected='"no", "fp16" or "bf16"', got=name, fix=fix)
-        facts.append(Facts(precision=Fact(_PRECISIONS[str(name).lower()], who, explicit)))
-    return gather_facts(*facts).precision
-
-
-def _plugins(
-    given: Sequence[ZeroPlugin | Mapping[str, ZeroPlugin] | None], settings: LaunchedSettings
-) -> dict[str, ZeroPlugin]:
-    said = [value for value in given if value is not None]
-    if len(said) > 1:
-        raise ConfigError(
-            "Accelerator(deepspeed_plugin, deepspeed_plugins, zero_plugin)", expected="one of them", got=len(said)
-        )
-    if not said:
-        asks = settings.use_zero or settings.deepspeed_config_file is not None or settings.zero_stage is not None
-        return {"default": ZeroPlugin()} if asks else {}
-    plugins = dict(said[0]) if isinstance(said[0], Mapping) else {"default": said[0]}
-    for name, plugin in plugins.items():
-        if not isinstance(plugin, ZeroPlugin):
-            raise ConfigError(f"Accelerator: plugin {name!r}", expected="a ZeroPlugin", got=type(plugin).__name__)
-    if not plugins:
-        raise ConfigError("Accelerator(deepspeed_plugins)", expected="at least one plugin", got={})
-    return plugins
-
-
-def _profile_settings(handlers: Sequence[Any]) -> ProfileKwargs:
-    chosen = ProfileKwargs()
-    for handler in handlers:
-        if not isinstance(handler, ProfileKwargs):
-            name = type(handler).__name__
-            fix = _INSTEAD_OF.get(name, "set what it says in the config")
-            raise UsageError("Accelerator(kwargs_handlers)", expected="a ProfileKwargs", got=name, fix=fix)
-        chosen = handler
-    return chosen

@@ -1,33 +1,42 @@
-"""What an `Accelerator` knows: of the process, of accumulation, and of its settings, each value with its source.
+"""State of an `Accelerator`: the process's place in the job, and plugins and configs, each value with its source.
 
-`PartialState` is the process's place in the job, `GradientState` where training stands between two updates, and
-`AcceleratorState` both with the plugins and the resolved configs; printing that one shows everything. They are
-ordinary objects: nothing is shared between two accelerators but the process group itself.
+`PartialState` knows the process, `AcceleratorState` adds the plugins and every prepared model; printing the latter
+shows the resolved configs. Unlike accelerate's these are ordinary objects: two accelerators share the process group
+only.
 """
 
 from __future__ import annotations
 
+import builtins
 import enum
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor
 
-from zeroaccel.accelerate.process_control import ProcessControl
+from zeroaccel.accelerate.prepared_optimizer import PreparedOptimizer, PreparedScheduler
+from zeroaccel.accelerate.zero_plugin import ZeroPlugin, gather_facts
 from zeroaccel.comm.topology import destroy, init_process_group
+from zeroaccel.config import Config, Facts
 from zeroaccel.config.auto_values import shown
 from zeroaccel.errors import UsageError
+from zeroaccel.operations import collectives_of_process
+from zeroaccel.zero.engine import Engine
 
-if TYPE_CHECKING:
-    from zeroaccel.accelerate.zero_plugin import ZeroPlugin
+__all__ = ["PRECISION_NAMES", "AcceleratorState", "ConfigView", "DistributedType", "PartialState", "Prepared"]
 
-__all__ = ["AcceleratorState", "ConfigView", "DistributedType", "GradientState", "PartialState"]
+PRECISION_NAMES = {"fp32": "no", "fp16": "fp16", "bf16": "bf16"}
+"""Precision of a config -> `mixed_precision` as accelerate spells it."""
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class DistributedType(str, enum.Enum):
-    """How processes work together; compares equal to its name, as scripts write it."""
+    """Kind of the job; compares equal to its name, as scripts write it."""
 
     NO = "NO"
     MULTI_CPU = "MULTI_CPU"
@@ -39,16 +48,23 @@ class DistributedType(str, enum.Enum):
         return f"{type(self).__name__}.{self.name}"
 
 
-class PartialState(ProcessControl):
-    """This process's place in the job; joins it when made. (all ranks)
+class PartialState:
+    """This process's place in the job, which it joins when this is made, and control flow by rank. (all ranks)
 
     Args:
-        cpu: compute on the CPU and talk through gloo although there are accelerators.
+        cpu: compute on the CPU, with gloo, also where there are accelerators.
 
     Attributes:
-        device: where this process computes.
-        backend: of the process group, as torch names it.
-        debug: whether the launcher asked for checks of collectives' arguments; they are always made here.
+        device: on which this rank computes.
+        backend: of the process group for tensors of that device, as torch names it.
+        debug: the launcher's debug flag; arguments of collectives are always compared between the ranks.
+
+    Example:
+        >>> from zeroaccel import PartialState
+        >>> state = PartialState(cpu=True)
+        >>> with state.split_between_processes(["a", "b", "c"]) as texts:
+        ...     state.print(texts)
+        ['a', 'b', 'c']
     """
 
     def __init__(self, cpu: bool = False, *, debug: bool = False) -> None:
@@ -59,7 +75,7 @@ class PartialState(ProcessControl):
 
     @property
     def num_processes(self) -> int:
-        """Processes of the job, over all machines."""
+        """World size of the job."""
         return self._topology.world_size
 
     @property
@@ -69,12 +85,12 @@ class PartialState(ProcessControl):
 
     @property
     def local_process_index(self) -> int:
-        """This process's rank on its machine."""
+        """This process's rank on its node."""
         return self._topology.local_rank
 
     @property
     def local_num_processes(self) -> int:
-        """Processes on this machine."""
+        """Processes on this node."""
         return self._topology.local_world_size
 
     @property
@@ -86,7 +102,7 @@ class PartialState(ProcessControl):
 
     @property
     def initialized(self) -> bool:
-        """True: a state that exists has joined."""
+        """True: a state that exists has joined the job."""
         return True
 
     def set_device(self) -> None:
@@ -98,6 +114,131 @@ class PartialState(ProcessControl):
         """Leaves the job; the process group is closed if zeroaccel made it. (all ranks)"""
         destroy()
 
+    # -- ranks
+
+    @property
+    def is_main_process(self) -> bool:
+        """Whether this is rank 0 of the job."""
+        return self.process_index == 0
+
+    @property
+    def is_local_main_process(self) -> bool:
+        """Whether this is the first rank of its node."""
+        return self.local_process_index == 0
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last rank of the job."""
+        return self.process_index == self.num_processes - 1
+
+    @property
+    def use_distributed(self) -> bool:
+        """Whether there is more than one process."""
+        return self.num_processes > 1
+
+    # -- functions that run on some ranks only
+
+    def on_main_process(self, function: F) -> F:
+        """Decorator: the function runs on rank 0 and returns None elsewhere."""
+        return _only(function, lambda: self.is_main_process)
+
+    def on_local_main_process(self, function: F) -> F:
+        """Decorator: the function runs on the first rank of each node."""
+        return _only(function, lambda: self.is_local_main_process)
+
+    def on_last_process(self, function: F) -> F:
+        """Decorator: the function runs on the last rank."""
+        return _only(function, lambda: self.is_last_process)
+
+    def on_process(self, function: F | None = None, process_index: int | None = None) -> F | Callable[[F], F]:
+        """Decorator: the function runs on one rank; `@on_process(process_index=1)`."""
+        if function is None:
+            return functools.partial(self.on_process, process_index=process_index)  # type: ignore[return-value]
+        return _only(function, lambda: self.process_index == self._checked(process_index))
+
+    def on_local_process(
+        self, function: F | None = None, local_process_index: int | None = None
+    ) -> F | Callable[[F], F]:
+        """Decorator: the function runs on one rank of each node."""
+        if function is None:
+            return functools.partial(self.on_local_process, local_process_index=local_process_index)  # type: ignore[return-value]
+        return _only(function, lambda: self.local_process_index == local_process_index)
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """`print`, on the first rank of each node."""
+        if self.is_local_main_process:
+            builtins.print(*args, **kwargs)
+
+    def _checked(self, process_index: int | None) -> int:
+        if process_index is None or not 0 <= process_index < self.num_processes:
+            raise UsageError("on_process: process_index", expected=f"0 to {self.num_processes - 1}", got=process_index)
+        return process_index
+
+    # -- barriers
+
+    def wait_for_everyone(self) -> None:
+        """A barrier. (all ranks)"""
+        collectives_of_process().barrier("wait_for_everyone")
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        """Rank 0 runs the block before the other ranks. (all ranks)"""
+        with _first(self.is_main_process, "main_process_first"):
+            yield
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        """The first rank of each node runs the block before the others. (all ranks)"""
+        with _first(self.is_local_main_process, "local_main_process_first"):
+            yield
+
+    # -- parts of a list
+
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This rank's part of `inputs`: a list, tuple, tensor, dataset, or a mapping of these of equal lengths.
+
+        The first ranks get one item more where the length is not a multiple of the number of processes.
+
+        Args:
+            apply_padding: shorter parts repeat their last item (of all inputs, if they have none), so that all parts
+                are equally long.
+
+        Raises:
+            UsageError: it has no length, or a mapping's values have different ones.
+        """
+        yield self._part(inputs, apply_padding)
+
+    def _part(self, inputs: Any, apply_padding: bool) -> Any:
+        if isinstance(inputs, Mapping):
+            lengths = {key: len(value) for key, value in inputs.items()}
+            if len(set(lengths.values())) > 1:
+                raise UsageError("split_between_processes", expected="values of equal lengths", got=lengths)
+            return {key: self._part(value, apply_padding) for key, value in inputs.items()}
+        if not (isinstance(inputs, Tensor) or (hasattr(inputs, "__len__") and hasattr(inputs, "__getitem__"))):
+            raise UsageError(
+                "split_between_processes",
+                expected="a list, tuple, tensor, dataset, or mapping",
+                got=type(inputs).__name__,
+            )
+        size, remainder = divmod(len(inputs), self.num_processes)
+        index = self.process_index
+        start = index * size + min(index, remainder)
+        end = start + size + (index < remainder)
+        pads = apply_padding and 0 < remainder <= index
+        if isinstance(inputs, Tensor):
+            rows = inputs[start:end]
+            return torch.cat([rows, rows[-1:] if len(rows) else inputs[-1:]]) if pads else rows
+        if isinstance(inputs, (list, tuple)):
+            items: Any = inputs[start:end]
+            return items + (items[-1:] or inputs[-1:]) if pads else items
+        positions = list(range(start, end))
+        if pads:
+            positions.append(end - 1 if end > start else len(inputs) - 1)
+        # `datasets.Dataset.select` gives a dataset, where a list comprehension would give rows as dicts.
+        select = getattr(inputs, "select", None)
+        return select(positions) if callable(select) else [inputs[position] for position in positions]
+
     def __repr__(self) -> str:
         return (
             f"Distributed environment: {self.distributed_type.name}  Backend: {self.backend}\n"
@@ -108,93 +249,40 @@ class PartialState(ProcessControl):
         )
 
 
+def _only(function: F, runs_here: Callable[[], bool]) -> F:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if runs_here() else None
+
+    return cast(F, run)
+
+
+@contextmanager
+def _first(is_first: bool, label: str) -> Iterator[None]:
+    if not is_first:
+        collectives_of_process().barrier(label)
+    try:
+        yield
+    finally:
+        if is_first:  # also after an exception, or the other ranks would wait for this one
+            collectives_of_process().barrier(label)
+
+
 def _backend(config: str, device: torch.device) -> str:
     """The one of "cpu:gloo,cuda:nccl" that tensors of this device travel on."""
     by_device = dict(part.split(":", 1) for part in config.split(",") if ":" in part)
     return by_device.get(device.type, config)
 
 
-class GradientState:
-    """Where training stands between two updates. Loaders and the accelerator write it, wrappers read it.
-
-    Attributes:
-        sync_gradients: whether the micro-step under way ends with an update.
-        num_steps: micro-steps per update.
-        adjust_scheduler: passed on to scripts that ask; schedulers here count updates.
-        sync_with_dataloader: the last batch of a loader ends with an update, however many micro-steps came before.
-        sync_each_batch: reduce gradients in every micro-step.
-    """
-
-    def __init__(
-        self,
-        num_steps: int = 1,
-        *,
-        adjust_scheduler: bool = True,
-        sync_with_dataloader: bool = True,
-        sync_each_batch: bool = False,
-    ) -> None:
-        self.sync_gradients = True
-        self.num_steps = num_steps
-        self.adjust_scheduler = adjust_scheduler
-        self.sync_with_dataloader = sync_with_dataloader
-        self.sync_each_batch = sync_each_batch
-        self._loaders: list[Any] = []
-
-    @property
-    def active_dataloader(self) -> Any:
-        """The innermost loader that is being iterated, or None."""
-        return self._loaders[-1] if self._loaders else None
-
-    @property
-    def in_dataloader(self) -> bool:
-        """Whether a prepared loader is being iterated."""
-        return bool(self._loaders)
-
-    @property
-    def end_of_dataloader(self) -> bool:
-        """Whether the batch at hand is the last of the loader being iterated."""
-        return bool(getattr(self.active_dataloader, "end_of_dataloader", False))
-
-    @property
-    def remainder(self) -> int:
-        """Samples of the last global batch that are not repetitions; -1 where unknown or without a loader."""
-        return int(getattr(self.active_dataloader, "remainder", -1))
-
-    def add_dataloader(self, loader: Any) -> None:
-        """A loader begins to be iterated. It has `end_of_dataloader` and `remainder`."""
-        self._loaders.append(loader)
-
-    def remove_dataloader(self, loader: Any) -> None:
-        """Its iteration is over, or was broken off."""
-        self._loaders = [other for other in self._loaders if other is not loader]
-
-    @contextmanager
-    def iterating(self, loader: Any) -> Iterator[None]:
-        """The two together, around an iteration."""
-        self.add_dataloader(loader)
-        try:
-            yield
-        finally:
-            self.remove_dataloader(loader)
-
-    def __repr__(self) -> str:
-        return (
-            f"Sync gradients: {self.sync_gradients}\n"
-            f"At end of current dataloader: {self.end_of_dataloader}\n"
-            f"Extra samples added: {self.remainder}\n"
-            f"Gradient accumulation steps: {self.num_steps}\n"
-        )
-
-
 @dataclass(frozen=True)
 class ConfigView:
-    """A config as it is shown.
+    """A config for printing.
 
     Attributes:
-        title: of whom: "GPT (trained)", or a plugin's name.
+        title: whose config: "GPT (trained)", or a plugin's name.
         tree: the plain dict.
-        like: a dict whose order of keys is kept, as far as it has them.
         sources: dotted path -> where the value came from.
+        like: a dict whose order of keys is followed.
     """
 
     title: str
@@ -203,7 +291,7 @@ class ConfigView:
     like: Mapping[str, Any] = field(default_factory=dict)
 
     def lines(self) -> list[str]:
-        """One line per value: path, value, source; sections of defaults are not written out."""
+        """One line per value: path, value, source."""
         rows = [
             (path, shown(value), self.sources.get(path, "default")) for path, value in _leaves(self.tree, "", self.like)
         ]
@@ -222,29 +310,54 @@ def _leaves(tree: Mapping[str, Any], above: str, like: Any) -> Iterator[tuple[st
             yield path, value
 
 
+@dataclass
+class Prepared:
+    """One prepared model.
+
+    Attributes:
+        engine: of the model.
+        plugin: with which it was prepared.
+        config: resolved, with the source of every value.
+        optimizer: None for inference.
+        schedulers: of its optimizer.
+    """
+
+    engine: Engine
+    plugin: ZeroPlugin
+    config: Config
+    optimizer: PreparedOptimizer | None = None
+    schedulers: list[PreparedScheduler] = field(default_factory=list)
+
+    def view(self) -> ConfigView:
+        """The resolved config for printing."""
+        role = "trained" if self.optimizer is not None else "inference"
+        name = f"{type(self.engine.module).__name__} ({role})"
+        return ConfigView(name, self.config.resolved, self.config.resolved_sources, self.config.raw)
+
+
 class AcceleratorState:
-    """Everything an accelerator was told, and what became of it; `print` shows it.
+    """Process, plugins, prepared models and their configs; `print` shows all of it.
+
+    Args:
+        fallback: the plugin of plain data parallelism, in use where there are no plugins.
+        facts: the accelerator's own arguments.
 
     Attributes:
         partial: the process's place in the job, whose attributes are this object's too.
         plugins: name -> plugin; empty for plain data parallelism.
+        prepared: every model that went through `prepare`, in order.
     """
 
     def __init__(
-        self,
-        partial: PartialState,
-        plugins: Mapping[str, ZeroPlugin],
-        fallback: ZeroPlugin,
-        views: Callable[[], list[ConfigView]],
-        precision: Callable[[], str],
+        self, partial: PartialState, plugins: Mapping[str, ZeroPlugin], fallback: ZeroPlugin, facts: Facts
     ) -> None:
         self.partial = partial
         self.plugins = dict(plugins)
+        self.prepared: list[Prepared] = []
         self._fallback = fallback
+        self._facts = facts
         self._selected = next(iter(self.plugins), None)
-        self._views = views
-        self._precision = precision
-        self._mark()
+        self._mark_selected()
 
     # -- plugins
 
@@ -257,7 +370,7 @@ class AcceleratorState:
 
     @property
     def deepspeed_plugins(self) -> dict[str, ZeroPlugin]:
-        """All of them, by name."""
+        """All plugins by name."""
         return dict(self.plugins)
 
     @property
@@ -268,34 +381,56 @@ class AcceleratorState:
     def get_deepspeed_plugin(self, name: str) -> ZeroPlugin:
         """The plugin of that name."""
         if name not in self.plugins:
-            known = ", ".join(map(repr, self.plugins)) or "none, as the accelerator has no plugins"
-            raise UsageError("zero plugin", expected=f"one of the names {known}", got=name)
+            names = ", ".join(map(repr, self.plugins)) or "none, as the accelerator has no plugins"
+            raise UsageError("zero plugin", expected=f"one of the names {names}", got=name)
         return self.plugins[name]
 
     get_zero_plugin = get_deepspeed_plugin
 
     def select_deepspeed_plugin(self, name: str) -> None:
-        """From now on `prepare` uses this one; what was prepared before keeps its own."""
+        """Makes `prepare` use this plugin from now on; models that are prepared keep theirs."""
         self.get_deepspeed_plugin(name)
         self._selected = name
-        self._mark()
+        self._mark_selected()
 
     select_zero_plugin = select_deepspeed_plugin
 
-    def _mark(self) -> None:
+    def _mark_selected(self) -> None:
         for name, plugin in self.plugins.items():
             plugin._select(name == self._selected)
 
-    # -- the rest
+    # -- configs
+
+    @property
+    def zero_config(self) -> dict[str, Any]:
+        """The resolved config of the first trained model, else of the first model, else of the selected plugin."""
+        for item in (*(each for each in self.prepared if each.optimizer is not None), *self.prepared):
+            return item.engine.zero_config
+        return self.active_plugin.known(self._facts)[0]
 
     @property
     def mixed_precision(self) -> str:
-        """ "no", "fp16" or "bf16": what the selected config trains in."""
-        return self._precision()
+        """ "no", "fp16" or "bf16": of the first prepared model, else as the selected plugin says."""
+        for item in self.prepared:
+            return PRECISION_NAMES[item.config.precision]
+        for name in ("fp16", "bf16"):
+            if self.active_plugin.get_value(f"{name}.enabled") is True:
+                return name
+        precision = self._facts.precision
+        return "no" if precision is None else PRECISION_NAMES[precision.value]
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-steps per optimizer step as far as the selected plugin and the arguments say."""
+        fact = gather_facts(self._facts, self.active_plugin.facts()).accumulation
+        configured = self.active_plugin.get_value("gradient_accumulation_steps")
+        if isinstance(configured, int):
+            return configured
+        return 1 if fact is None else fact.value
 
     @property
     def distributed_type(self) -> DistributedType:
-        """DEEPSPEED with a plugin, whatever the number of processes, as scripts test for it."""
+        """DEEPSPEED with a plugin, for any number of processes, as scripts test for it."""
         return DistributedType.DEEPSPEED if self.plugins else self.partial.distributed_type
 
     def __getattr__(self, name: str) -> Any:
@@ -310,3 +445,12 @@ class AcceleratorState:
         )
         blocks = ["\n".join(view.lines()) for view in self._views()]
         return "\n".join([f"{head}Mixed precision type: {self.mixed_precision}", *blocks]) + "\n"
+
+    def _views(self) -> list[ConfigView]:
+        if self.prepared:
+            return [item.view() for item in self.prepared]
+        plugins = self.plugins or {"plain data parallelism": self.active_plugin}
+        return [
+            ConfigView(name if name != "default" else plugin.title, *plugin.known(self._facts))
+            for name, plugin in plugins.items()
+        ]

@@ -1,8 +1,11 @@
-"""From a model and what trains it to an engine: the config's share and the code's are told apart, and facts collected.
+"""`Accelerator.prepare`: objects are sorted, matched to their models, checked, and handed to `zeroaccel.initialize`.
 
-One `PrepareGroup` in, one `Prepared` out. The four cases of optimizer and schedule, in the config or in code, are
-judged here, each refusal with both places and both ways out; every "auto" is filled by `config.resolve` from the facts
-gathered here. The engine itself is made by `zeroaccel.initialize`.
+1. `sort_objects`: models, optimizers, schedulers and loaders, in any number and order.
+2. `match`: an optimizer belongs to the model whose parameters it has, a scheduler to its optimizer; by identity.
+3. `_check_cases`: optimizer and scheduler come from the config or from code, never from both; each refusal names both
+   places and both ways out.
+4. `_facts`: what model, loaders, plugin and launcher say, from which `config.resolve` fills every "auto".
+5. `initialize` makes the engine; optimizer, schedulers and loaders are wrapped.
 """
 
 from __future__ import annotations
@@ -14,176 +17,363 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from zeroaccel.accelerate.accelerator_state import ConfigView, GradientState
-from zeroaccel.accelerate.compilation import Compilation
+from zeroaccel.accelerate.accelerator_arguments import Compilation
+from zeroaccel.accelerate.accelerator_state import AcceleratorState, Prepared
 from zeroaccel.accelerate.dummies import DummyOptim, DummyScheduler
-from zeroaccel.accelerate.matching import PrepareGroup
-from zeroaccel.accelerate.nested import batch_size_of
-from zeroaccel.accelerate.prepared_optimizer import PreparedOptimizer
-from zeroaccel.accelerate.prepared_scheduler import PreparedScheduler
+from zeroaccel.accelerate.prepared_optimizer import GradientState, PreparedOptimizer, PreparedScheduler
 from zeroaccel.accelerate.zero_plugin import ZeroPlugin, gather_facts
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.config import Config, Fact, Facts, load_config
+from zeroaccel.config import Fact, Facts, load_config
+from zeroaccel.data import PreparedLoader
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.initialization import initialize
+from zeroaccel.nested import batch_size_of
 from zeroaccel.optim.rank_facts import SAME_OPTIMIZER, difference, scheduler_facts
 from zeroaccel.zero.engine import Engine
 from zeroaccel.zero.from_config import facts_from_model
 
-__all__ = ["PrepareRules", "Prepared", "batch_size_fact", "check_same_objects", "prepare_job", "schedule_facts"]
+__all__ = ["ObjectsByKind", "Preparation", "PrepareGroup", "PrepareRules", "batch_size_fact", "sort_objects"]
 
 _OPTIMIZER, _SCHEDULER = "optimizer", "scheduler"
 
 
+@dataclass
+class ObjectsByKind:
+    """Objects that are not prepared yet, each with its position among the arguments."""
+
+    models: list[tuple[int, nn.Module]] = field(default_factory=list)
+    optimizers: list[tuple[int, Optimizer | DummyOptim]] = field(default_factory=list)
+    schedulers: list[tuple[int, Any]] = field(default_factory=list)
+    loaders: list[tuple[int, Any]] = field(default_factory=list)
+
+
+@dataclass
+class PrepareGroup:
+    """One model with its optimizer and schedulers; without an optimizer it is for inference.
+
+    Attributes:
+        schedulers: each with its position among the arguments.
+        model_at, optimizer_at: positions of the two.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer | DummyOptim | None = None
+    schedulers: list[tuple[int, Any]] = field(default_factory=list)
+    model_at: int = 0
+    optimizer_at: int = 0
+
+    def __str__(self) -> str:
+        parts: list[Any] = [self.model]
+        if self.optimizer is not None:
+            parts += [self.optimizer, *(scheduler for _, scheduler in self.schedulers)]
+        return " with ".join(type(part).__name__ for part in parts)
+
+
 @dataclass(frozen=True)
 class PrepareRules:
-    """What an accelerator says of all its models.
+    """Settings of an accelerator that hold for all its models.
 
     Attributes:
         facts: its own arguments.
-        split_batches: a loader's batch is divided among the processes.
-        scheduler_follows: schedules move with updates of the weights; False: with every call.
-        per_update: how often a schedule moves per update.
+        split_batches: a loader's batch is divided among the ranks.
+        step_with_optimizer: schedulers count optimizer steps; False: every call of `step`.
+        steps_per_update: scheduler steps per optimizer step.
         compilation: None to compile nothing.
     """
 
     facts: Facts = field(default_factory=Facts)
     split_batches: bool = False
-    scheduler_follows: bool = True
-    per_update: int = 1
+    step_with_optimizer: bool = True
+    steps_per_update: int = 1
     compilation: Compilation | None = None
 
 
-@dataclass
-class Prepared:
-    """One model that is prepared.
+class Preparation:
+    """Makes engines and wrappers from what `prepare` is called with, and adds them to `state.prepared`."""
 
-    Attributes:
-        optimizer: None for inference.
-        schedulers: those of the job, in its order.
-        config: resolved, with the source of every value.
+    def __init__(
+        self, state: AcceleratorState, gradient_state: GradientState, rules: PrepareRules, collectives: Collectives
+    ) -> None:
+        self._state = state
+        self._gradient_state = gradient_state
+        self._rules = rules
+        self._collectives = collectives
+
+    def prepare(self, objects: ObjectsByKind, optimizer_kind: str | None) -> dict[int, Any]:
+        """Everything but the loaders, each by its position among the arguments. (all ranks)
+
+        Raises:
+            ConfigError, UsageError: as `Accelerator.prepare`.
+        """
+        with agreed(self._collectives, "prepare: objects"):
+            groups, late = match(objects, [item.engine for item in self._state.prepared])
+            facts = _schedule_facts([scheduler for group in groups for _, scheduler in group.schedulers], late)
+        others = [value for _, value in (*late, *objects.loaders)]
+        _check_same_objects(groups, others, facts, self._collectives)
+        result: dict[int, Any] = {}
+        loaders = [loader for _, loader in objects.loaders if not isinstance(loader, PreparedLoader)]
+        for group in groups:
+            item = self._prepare_group(group, loaders, optimizer_kind)
+            if item.optimizer is not None:
+                self._set_accumulation(item)
+                result[group.optimizer_at] = item.optimizer
+            self._state.prepared.append(item)
+            result[group.model_at] = item.engine
+            for (index, _), scheduler in zip(group.schedulers, item.schedulers, strict=True):
+                result[index] = scheduler
+        for index, scheduler in late:
+            result[index] = self._late_scheduler(scheduler)
+        return result
+
+    def _prepare_group(self, group: PrepareGroup, loaders: Sequence[Any], optimizer_kind: str | None) -> Prepared:
+        rules, plugin = self._rules, self._state.active_plugin
+        # What only one rank may see wrong raises on all of them before the first collective of the engine.
+        with agreed(self._collectives, "prepare: config"):
+            _check_model(group.model)
+            tree, sources = plugin.document(), plugin.sources()
+            _check_cases(group, tree, sources, plugin)
+            if group.optimizer is None:
+                tree.pop(_OPTIMIZER, None)
+                tree.pop(_SCHEDULER, None)
+            facts = _facts(group, loaders, plugin, rules, tree, self._collectives.world_size)
+            config = load_config(tree, sources=sources, facts=facts)
+        optimizer, params, scheduler = _arguments(group)
+        if rules.compilation is not None:
+            rules.compilation.apply(group.model)
+        engine, *_ = initialize(
+            model=group.model,
+            optimizer=optimizer,
+            model_parameters=params,
+            lr_scheduler=scheduler,
+            config=config,
+            collectives=self._collectives,
+            cast_inputs=True,
+            optimizer_kind=optimizer_kind,
+        )
+        # `accelerator.backward` divides the loss by the accumulation steps; a bare `loss.backward()` is not divided,
+        # as in a plain PyTorch loop.
+        engine.divides_direct = False
+        engine.set_gradient_accumulation_boundary(True)
+        del engine.config  # `model.config` is the model's own for transformers; the engine's is `zero_config`
+        item = Prepared(engine, plugin, config)
+        if group.optimizer is not None:
+            item.optimizer = PreparedOptimizer(engine, self._gradient_state)
+            item.schedulers = [self._wrapped(value, item.optimizer) for _, value in group.schedulers]
+        return item
+
+    def _late_scheduler(self, scheduler: Any) -> PreparedScheduler:
+        """A scheduler whose optimizer was prepared in an earlier call."""
+        assert not isinstance(scheduler, DummyScheduler), "match refuses it"
+        inner = _unwrapped(scheduler.optimizer)
+        for item in self._state.prepared:
+            if item.optimizer is not None and item.optimizer.optimizer is inner:
+                wrapper = self._wrapped(scheduler, item.optimizer)
+                item.schedulers.append(wrapper)
+                return wrapper
+        raise AssertionError("match finds late schedulers by a prepared optimizer")
+
+    def _wrapped(self, scheduler: Any, optimizer: PreparedOptimizer) -> PreparedScheduler:
+        if isinstance(scheduler, DummyScheduler):
+            inner = optimizer.engine.lr_scheduler
+            return PreparedScheduler(inner, optimizer, self._gradient_state, engine_driven=True)
+        return PreparedScheduler(
+            scheduler,
+            optimizer,
+            self._gradient_state,
+            with_optimizer=self._rules.step_with_optimizer,
+            steps_per_update=self._rules.steps_per_update,
+        )
+
+    def _set_accumulation(self, item: Prepared) -> None:
+        """Takes the micro-steps per optimizer step from the model's config; all trained models must agree."""
+        steps = item.engine.gradient_accumulation_steps()
+        first = next((other for other in self._state.prepared if other.optimizer is not None), None)
+        if first is not None and steps != self._gradient_state.num_steps:
+            raise ConfigError(
+                f"gradient_accumulation_steps: {steps} from {_accumulation_source(item)}, but "
+                f"{self._gradient_state.num_steps} from {_accumulation_source(first)}",
+                fix="give all models of one accelerator the same, or use an accelerator for each",
+            )
+        self._gradient_state.num_steps = steps
+
+
+def _accumulation_source(item: Prepared) -> str:
+    return item.config.resolved_sources.get("gradient_accumulation_steps", item.plugin.title)
+
+
+# -- which objects belong together
+
+
+def sort_objects(objects: Sequence[Any]) -> ObjectsByKind:
+    """The objects by kind; those that are prepared already, and anything else, are in none of the lists."""
+    kinds = ObjectsByKind()
+    for index, value in enumerate(objects):
+        if isinstance(value, (Engine, PreparedOptimizer, PreparedScheduler)):
+            continue
+        if isinstance(value, DataLoader):
+            kinds.loaders.append((index, value))
+        elif isinstance(value, nn.Module):
+            kinds.models.append((index, value))
+        elif isinstance(value, (Optimizer, DummyOptim)):
+            kinds.optimizers.append((index, value))
+        elif isinstance(value, DummyScheduler) or _is_scheduler(value):
+            kinds.schedulers.append((index, value))
+    return kinds
+
+
+def _is_scheduler(value: Any) -> bool:
+    return all(callable(getattr(value, name, None)) for name in ("step", "state_dict", "get_last_lr"))
+
+
+def match(objects: ObjectsByKind, engines: Iterable[Engine]) -> tuple[list[PrepareGroup], list[tuple[int, Any]]]:
+    """The groups, and the schedulers of optimizers that were prepared before.
+
+    Args:
+        engines: of the models prepared before.
+
+    Raises:
+        UsageError: an optimizer without its model, two for one model, or one for several; a scheduler without its
+            optimizer; a model that is prepared already.
     """
+    earlier = {id(engine.module): engine for engine in engines}
+    for index, model in objects.models:
+        if id(model) in earlier:
+            raise UsageError(
+                f"prepare: argument {index}, {type(model).__name__}, is prepared already",
+                fix="go on with what the first prepare() returned for it",
+            )
+    groups = [PrepareGroup(model, model_at=index) for index, model in objects.models]
+    for index, optimizer in objects.optimizers:
+        group = _group_of_optimizer(index, optimizer, groups, earlier.values())
+        if group.optimizer is not None:
+            raise UsageError(
+                f"prepare: argument {index}, {type(optimizer).__name__}",
+                expected=f"one optimizer for {type(group.model).__name__}",
+                got=f"a second one beside {type(group.optimizer).__name__}, argument {group.optimizer_at}",
+                fix="make one optimizer with a param group for each part of the model",
+            )
+        group.optimizer, group.optimizer_at = optimizer, index
+    late: list[tuple[int, Any]] = []
+    for index, scheduler in objects.schedulers:
+        owner = _group_of_scheduler(index, scheduler, groups, earlier.values())
+        (owner.schedulers if owner is not None else late).append((index, scheduler))
+    return groups, late
 
-    engine: Engine
-    plugin: ZeroPlugin
-    config: Config
-    optimizer: PreparedOptimizer | None = None
-    schedulers: list[PreparedScheduler] = field(default_factory=list)
 
-    def view(self) -> ConfigView:
-        """The resolved config as it is shown."""
-        role = "trained" if self.optimizer is not None else "inference"
-        name = f"{type(self.engine.module).__name__} ({role})"
-        return ConfigView(name, self.config.resolved, self.config.resolved_sources, self.config.raw)
+def _group_of_optimizer(
+    index: int, optimizer: Optimizer | DummyOptim, groups: list[PrepareGroup], engines: Iterable[Engine]
+) -> PrepareGroup:
+    if isinstance(optimizer, DummyOptim):
+        params = {id(param) for param in optimizer.parameters()}
+    else:
+        params = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    where = f"prepare: argument {index}, {type(optimizer).__name__}"
+    owners = [group for group in groups if any(id(param) in params for param in group.model.parameters())]
+    if len(owners) == 1:
+        return owners[0]
+    if len(owners) > 1:
+        raise UsageError(
+            where,
+            expected="an optimizer of one model",
+            got=f"parameters of {', '.join(type(group.model).__name__ for group in owners)}",
+            fix="make one optimizer for each model",
+        )
+    if any(id(param) in params for engine in engines for param in engine.module.parameters()):
+        fix = "prepare the two in one call: what is trained is laid out when the model is prepared"
+        raise UsageError(where, expected="its model in the same prepare()", got="a model prepared before", fix=fix)
+    raise UsageError(
+        where,
+        expected="its model in the same prepare()",
+        got=", ".join(type(group.model).__name__ for group in groups) or "no model",
+        fix="pass the model whose parameters it was made from",
+    )
 
 
-def check_same_objects(
-    jobs: Iterable[PrepareGroup], others: Sequence[Any], schedules: Mapping[str, str], collectives: Collectives
+def _unwrapped(optimizer: Any) -> Any:
+    return optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
+
+
+def _group_of_scheduler(
+    index: int, scheduler: Any, groups: list[PrepareGroup], engines: Iterable[Engine]
+) -> PrepareGroup | None:
+    """The group whose optimizer it schedules; None if that was prepared before."""
+    inner = _unwrapped(getattr(scheduler, "optimizer", None))
+    trained = [group for group in groups if group.optimizer is not None]
+    for group in trained:
+        if group.optimizer is inner:
+            return group
+    if any(engine.optimizer is inner for engine in engines if engine.optimizer is not None):
+        if not isinstance(scheduler, DummyScheduler):
+            return None
+        fix = "prepare the two in one call: the config's schedule is made with its optimizer"
+        raise UsageError(f"prepare: argument {index}, DummyScheduler of an optimizer prepared before", fix=fix)
+    if inner is None and len(trained) == 1:
+        return trained[0]
+    raise UsageError(
+        f"prepare: argument {index}, {type(scheduler).__name__}",
+        expected="its optimizer in the same prepare(), or one prepared before",
+        got=", ".join(type(group.optimizer).__name__ for group in trained) or "no optimizer",
+        fix="pass the optimizer it was made from",
+    )
+
+
+# -- checks
+
+
+def _check_same_objects(
+    groups: Iterable[PrepareGroup], others: Sequence[Any], schedules: Mapping[str, str], collectives: Collectives
 ) -> None:
-    """All ranks prepare the same things, or none does: one with a model more would wait for the others. (all ranks)
+    """All ranks prepare the same objects: a rank with a model more would wait for the others. (all ranks)
 
     Args:
-        others: schedules of earlier optimizers, and loaders.
-        schedules: by `schedule_facts`.
-
-    Raises:
-        UsageError: they do not; on every rank.
+        others: late schedulers, and loaders.
+        schedules: by `_schedule_facts`.
     """
-    held = [*map(_described, jobs), *(type(other).__name__ for other in others)]
-    everyone: list[tuple[list[str], Mapping[str, str]]] = collectives.gather_objects(
-        (held, schedules), "prepare: objects of each rank"
+    names = [*map(str, groups), *(type(other).__name__ for other in others)]
+    by_rank: list[tuple[list[str], Mapping[str, str]]] = collectives.gather_objects(
+        (names, schedules), "prepare: objects of each rank"
     )
-    if any(theirs != held for theirs, _ in everyone):
-        got = "; ".join(f"rank {rank}: {', '.join(theirs) or 'nothing'}" for rank, (theirs, _) in enumerate(everyone))
+    if any(theirs != names for theirs, _ in by_rank):
+        got = "; ".join(f"rank {rank}: {', '.join(theirs) or 'nothing'}" for rank, (theirs, _) in enumerate(by_rank))
         raise UsageError("prepare", expected="the same objects on every rank, in the same order", got=got)
-    if (found := difference([theirs for _, theirs in everyone])) is not None:
-        raise UsageError(f"prepare: {found}", expected="one value on all ranks", fix=SAME_OPTIMIZER)
+    if (mismatch := difference([facts for _, facts in by_rank])) is not None:
+        raise UsageError(f"prepare: {mismatch}", expected="one value on all ranks", fix=SAME_OPTIMIZER)
 
 
-def schedule_facts(jobs: Iterable[PrepareGroup], late: Iterable[tuple[int, Any]]) -> dict[str, str]:
-    """What the schedules of a `prepare` go by, for ranks to compare.
-
-    Args:
-        late: schedules of earlier optimizers, each with its position.
-    """
-    schedules = [scheduler for job in jobs for _, scheduler in job.schedulers] + [scheduler for _, scheduler in late]
-    found: dict[str, str] = {}
-    for number, scheduler in enumerate(schedules):
+def _schedule_facts(schedulers: Sequence[Any], late: Iterable[tuple[int, Any]]) -> dict[str, str]:
+    """The settings of all schedulers, for ranks to compare."""
+    everything = [*schedulers, *(scheduler for _, scheduler in late)]
+    facts: dict[str, str] = {}
+    for number, scheduler in enumerate(everything):
         name = type(scheduler).__name__
-        found |= scheduler_facts(scheduler, name if len(schedules) == 1 else f"schedule {number}, {name}")
-    return found
+        facts |= scheduler_facts(scheduler, name if len(everything) == 1 else f"schedule {number}, {name}")
+    return facts
 
 
-def _described(job: PrepareGroup) -> str:
-    parts = [job.optimizer, *(scheduler for _, scheduler in job.schedulers)] if job.optimizer is not None else []
-    return " with ".join([type(job.model).__name__, *(type(part).__name__ for part in parts)])
+def _check_model(model: nn.Module) -> None:
+    devices = getattr(model, "hf_device_map", None)
+    if isinstance(devices, Mapping) and len(set(devices.values())) > 1:
+        raise UsageError(
+            f"prepare: {type(model).__name__}.hf_device_map",
+            expected="a model on one device, which the engine shards itself",
+            got=dict(devices),
+            fix="load it without device_map",
+        )
 
 
-def prepare_job(
-    job: PrepareGroup,
-    loaders: Sequence[Any],
-    plugin: ZeroPlugin,
-    rules: PrepareRules,
-    gradient_state: GradientState,
-    collectives: Collectives,
-    optimizer_kind: str | None = None,
-) -> Prepared:
-    """Makes the engine of a job, and the wrappers that a script goes on calling. (all ranks)
-
-    Args:
-        loaders: those given in the same call, as the user made them.
-        optimizer_kind: see `initialize`.
-
-    Raises:
-        ConfigError: config, plugin, launcher and code say different things, or too little; on every rank.
-        UsageError: an object cannot be prepared; on every rank.
-    """
-    with agreed(collectives, "prepare: config"):
-        _check_model(job.model)
-        tree, sources = plugin.document(), plugin.sources()
-        _check_cases(job, tree, sources, plugin)
-        if job.optimizer is None:
-            tree.pop(_OPTIMIZER, None)
-            tree.pop(_SCHEDULER, None)
-        facts = _facts(job, loaders, plugin, rules, tree, collectives.world_size)
-        config = load_config(tree, sources=sources, facts=facts)
-    optimizer, params, scheduler = _arguments(job)
-    if rules.compilation is not None:
-        rules.compilation.apply(job.model)
-    engine, *_ = initialize(
-        model=job.model,
-        optimizer=optimizer,
-        model_parameters=params,
-        lr_scheduler=scheduler,
-        config=config,
-        collectives=collectives,
-        cast_inputs=True,
-        optimizer_kind=optimizer_kind,
-    )
-    engine.divides_direct = False  # the accelerator divides, or nobody, as with a plain loop
-    engine.set_gradient_accumulation_boundary(True)
-    del engine.config  # `model.config` is the model's own; the engine's is `zero_config`
-    done = Prepared(engine, plugin, config)
-    if job.optimizer is not None:
-        done.optimizer = PreparedOptimizer(engine, gradient_state)
-        done.schedulers = [_scheduler(value, done.optimizer, gradient_state, rules) for _, value in job.schedulers]
-    return done
-
-
-# -- who makes the optimizer and the schedule
-
-
-def _check_cases(job: PrepareGroup, tree: Mapping[str, Any], sources: Mapping[str, str], plugin: ZeroPlugin) -> None:
+def _check_cases(group: PrepareGroup, tree: Mapping[str, Any], sources: Mapping[str, str], plugin: ZeroPlugin) -> None:
     def section(name: str) -> str:
         return f"{sources.get(name, plugin.title)}: {name}"
 
     named = tree.get(_OPTIMIZER)
+    # A section with `kind` only says how to treat an optimizer that comes from code.
     configured = named is not None and not (isinstance(named, Mapping) and set(named) == {"kind"})
     scheduled = tree.get(_SCHEDULER) is not None
-    optimizer = job.optimizer
+    optimizer = group.optimizer
     if isinstance(optimizer, DummyOptim) and not configured:
         raise ConfigError(
             "prepare: a DummyOptim stands for the config's optimizer, and the config has none",
@@ -194,9 +384,9 @@ def _check_cases(job: PrepareGroup, tree: Mapping[str, Any], sources: Mapping[st
             f"{section(_OPTIMIZER)} {_type_of(tree[_OPTIMIZER])}, and {type(optimizer).__name__} in code",
             fix="remove the section, or pass DummyOptim(params) instead of the optimizer",
         )
-    if len(job.schedulers) > 1 and any(isinstance(value, DummyScheduler) for _, value in job.schedulers):
-        raise UsageError("prepare", expected="one schedule where there is a DummyScheduler", got=len(job.schedulers))
-    for _, scheduler in job.schedulers:
+    if len(group.schedulers) > 1 and any(isinstance(value, DummyScheduler) for _, value in group.schedulers):
+        raise UsageError("prepare", expected="one schedule where there is a DummyScheduler", got=len(group.schedulers))
+    for _, scheduler in group.schedulers:
         _check_scheduler(scheduler, isinstance(optimizer, DummyOptim), scheduled, tree, section, plugin)
 
 
@@ -232,59 +422,47 @@ def _type_of(section: Any) -> str:
     return str(section.get("type", "")) if isinstance(section, Mapping) else ""
 
 
-def _arguments(job: PrepareGroup) -> tuple[Any, Any, Any]:
-    """The optimizer, the params and the schedule that `initialize` is called with."""
-    dummy = next((value for _, value in job.schedulers if isinstance(value, DummyScheduler)), None)
+# -- arguments and facts for `initialize`
+
+
+def _arguments(group: PrepareGroup) -> tuple[Any, Any, Any]:
+    """Optimizer, params and scheduler as arguments of `initialize`."""
+    dummy = next((value for _, value in group.schedulers if isinstance(value, DummyScheduler)), None)
     scheduler = dummy.lr_scheduler_callable if dummy is not None else None
-    if isinstance(job.optimizer, DummyOptim):
-        return None, job.optimizer.params, scheduler
-    return job.optimizer, None, scheduler
-
-
-def _scheduler(
-    value: Any, optimizer: PreparedOptimizer, state: GradientState, rules: PrepareRules
-) -> PreparedScheduler:
-    if isinstance(value, DummyScheduler):
-        return PreparedScheduler(optimizer.engine.lr_scheduler, optimizer, state, engine_driven=True)
-    return PreparedScheduler(
-        value, optimizer, state, with_optimizer=rules.scheduler_follows, per_update=rules.per_update
-    )
-
-
-# -- what is known beside the config
+    if isinstance(group.optimizer, DummyOptim):
+        return None, group.optimizer.params, scheduler
+    return group.optimizer, None, scheduler
 
 
 def _facts(
-    job: PrepareGroup,
+    group: PrepareGroup,
     loaders: Sequence[Any],
     plugin: ZeroPlugin,
     rules: PrepareRules,
     tree: Mapping[str, Any],
     world_size: int,
 ) -> Facts:
-    held = [rules.facts, plugin.facts()]
-    if isinstance(job.optimizer, DummyOptim):
-        held.append(job.optimizer.facts())
-    elif job.optimizer is not None and isinstance(lr := job.optimizer.defaults.get("lr"), float):
-        held.append(Facts(lr=Fact(lr, f"{type(job.optimizer).__name__}(lr={lr})", explicit=False)))
-    for _, scheduler in job.schedulers:
+    several = [rules.facts, plugin.facts()]
+    if isinstance(group.optimizer, DummyOptim):
+        several.append(group.optimizer.facts())
+    elif group.optimizer is not None and isinstance(lr := group.optimizer.defaults.get("lr"), float):
+        several.append(Facts(lr=Fact(lr, f"{type(group.optimizer).__name__}(lr={lr})", explicit=False)))
+    for _, scheduler in group.schedulers:
         if isinstance(scheduler, DummyScheduler) and scheduler.lr_scheduler_callable is None:
-            held.append(scheduler.facts(rules.per_update))
-    known = gather_facts(*held)
-    if known.micro_batch_size is None and job.optimizer is not None:
+            several.append(scheduler.facts(rules.steps_per_update))
+    facts = gather_facts(*several)
+    if facts.micro_batch_size is None and group.optimizer is not None:
         share = world_size if rules.split_batches else 1
-        size = batch_size_fact(loaders, smallest=plugin.is_train_batch_min, share=share, probe=_needs_size(tree))
-        known = replace(known, micro_batch_size=size)
+        # Reading a first batch may be slow, so a loader is probed only where the config cannot do without its size.
+        probe = tree.get("train_micro_batch_size_per_gpu") == "auto" and tree.get("train_batch_size") == "auto"
+        size = batch_size_fact(loaders, smallest=plugin.is_train_batch_min, share=share, probe=probe)
+        facts = replace(facts, micro_batch_size=size)
     return replace(
-        known,
-        hidden_size=facts_from_model(job.model).hidden_size,
+        facts,
+        hidden_size=facts_from_model(group.model).hidden_size,
         world_size=Fact(world_size, "the process group"),
-        training=job.optimizer is not None,
+        training=group.optimizer is not None,
     )
-
-
-def _needs_size(tree: Mapping[str, Any]) -> bool:
-    return tree.get("train_micro_batch_size_per_gpu") == "auto" and tree.get("train_batch_size") == "auto"
 
 
 def batch_size_fact(loaders: Iterable[Any], *, smallest: bool = True, share: int = 1, probe: bool = True) -> Fact[int]:
@@ -292,24 +470,26 @@ def batch_size_fact(loaders: Iterable[Any], *, smallest: bool = True, share: int
 
     Args:
         smallest: of several sizes; else the largest.
-        share: ranks that divide a loader's batch among them.
+        share: ranks among which a loader's batch is divided.
         probe: read a batch of a loader that does not say how large its batches are.
 
     Returns:
-        Binding where all loaders agree; 1 that is not where nothing is known, as only reports use it.
+        Explicit where all loaders agree; without any size 1, which only fills an "auto", as only reports use it.
     """
-    found: list[tuple[int, str]] = []
+    sizes_and_sources: list[tuple[int, str]] = []
     for loader in loaders:
-        size, how = _batch_size(loader, probe=probe)
+        size, source = _batch_size(loader, probe=probe)
         if size:
-            found.append((size // share or 1, how if share == 1 else f"{how} / {share} processes"))
-    if not found:
+            per_rank = size // share or 1
+            sizes_and_sources.append((per_rank, source if share == 1 else f"{source} / {share} processes"))
+    if not sizes_and_sources:
         return Fact(1, "no loader that tells a batch size was prepared with the model", explicit=False)
-    sizes = {size for size, _ in found}
-    size, how = min(found) if smallest else max(found)
+    sizes = {size for size, _ in sizes_and_sources}
+    size, source = min(sizes_and_sources) if smallest else max(sizes_and_sources)
     if len(sizes) > 1:
-        return Fact(size, f"the {'smallest' if smallest else 'largest'} of {sorted(sizes)}, {how}", explicit=False)
-    return Fact(size, how)
+        which = "smallest" if smallest else "largest"
+        return Fact(size, f"the {which} of {sorted(sizes)}, {source}", explicit=False)
+    return Fact(size, source)
 
 
 def _batch_size(loader: Any, *, probe: bool) -> tuple[int | None, str]:
@@ -319,37 +499,25 @@ def _batch_size(loader: Any, *, probe: bool) -> tuple[int | None, str]:
     size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
     if isinstance(size, int):
         return size, f"the loader's {type(loader.batch_sampler).__name__} of batch_size {size}"
-    return (_probed(loader), "the first batch of the loader") if probe else (None, "")
+    return (_size_of_first_batch(loader), "the first batch of the loader") if probe else (None, "")
 
 
-def _probed(loader: Any) -> int | None:
-    """The size of a loader's first batch; the random numbers it takes are given back."""
+def _size_of_first_batch(loader: Any) -> int | None:
+    # Generators are restored afterwards, so that reading a batch here does not change the order of training.
     batches = getattr(loader, "batch_sampler", None)
-    generators = {
-        id(source): source
-        for holder in (loader, batches, getattr(loader, "sampler", None), getattr(batches, "sampler", None))
-        if isinstance(source := getattr(holder, "generator", None), torch.Generator)
-    }
-    before = {key: source.get_state() for key, source in generators.items()}
-    again = loader
+    owners = (loader, batches, getattr(loader, "sampler", None), getattr(batches, "sampler", None))
+    generators = [
+        source for owner in owners if isinstance(source := getattr(owner, "generator", None), torch.Generator)
+    ]
+    states = [generator.get_state() for generator in generators]
+    single = loader
     if isinstance(loader, DataLoader) and loader.num_workers:
-        again = copy.copy(loader)
-        again.__dict__["num_workers"] = 0  # one batch is not worth starting processes for
-        again.__dict__["prefetch_factor"] = None
-        again.__dict__["persistent_workers"] = False
+        single = copy.copy(loader)
+        single.__dict__["num_workers"] = 0  # one batch is not worth starting processes for
+        single.__dict__["prefetch_factor"] = None
+        single.__dict__["persistent_workers"] = False
     with torch.random.fork_rng(devices=[]):
-        batch = next(iter(again), None)
-    for key, source in generators.items():
-        source.set_state(before[key])
+        batch = next(iter(single), None)
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
     return batch_size_of(batch)
-
-
-def _check_model(model: nn.Module) -> None:
-    placed = getattr(model, "hf_device_map", None)
-    if isinstance(placed, Mapping) and len(set(placed.values())) > 1:
-        raise UsageError(
-            f"prepare: {type(model).__name__}.hf_device_map",
-            expected="a model on one device, which the engine shards itself",
-            got=dict(placed),
-            fix="load it without device_map",
-        )

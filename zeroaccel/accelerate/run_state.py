@@ -1,8 +1,12 @@
-"""A whole training run in a folder: engines, schedulers, loaders' positions, random numbers, the user's own objects.
+"""`save_state` and `load_state`: a training run in a folder.
 
-The engines write their own checkpoints into it (`checkpoint/`); this adds one safetensors file per rank for the rest,
-and last `run_state.json`, which makes it a state. Plain data and tensors only: nothing here is pickled. A state loads
-on any number of ranks; what belongs to single ranks (random numbers) then starts anew.
+A run is its engines, schedulers, positions of loaders, random generators and registered objects. The engines write
+their own checkpoints (`checkpoint/`) into the folder; `save_run` adds one safetensors file per rank for the rest, and
+last `run_state.json`, without which the folder is no state. Plain data and tensors only: nothing is pickled. A state
+loads on any number of ranks; generators, which are per rank, are restored on the same number only.
+
+`RunSaving` is the part of an `Accelerator` that collects the parts of the run and chooses folders (`project.py`).
+Weights for other programs are `model_saving.py`'s.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +25,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
+from zeroaccel.accelerate.accelerator_state import AcceleratorState
+from zeroaccel.accelerate.project import (
+    STATE_NAME,
+    ProjectConfiguration,
+    next_state_folder,
+    prune_states,
+    saved_states,
+)
 from zeroaccel.checkpoint.atomic_write import remove_abandoned, write_durably
 from zeroaccel.checkpoint.plain_codec import decode, encode, random_state, restore_random_state
 from zeroaccel.comm.agree import agreed, from_rank_0
@@ -29,11 +43,14 @@ from zeroaccel.config.bounds import parse_plain_json, read_at_most
 from zeroaccel.data import PreparedLoader
 from zeroaccel.errors import CheckpointError, UsageError
 from zeroaccel.logs import logger
-from zeroaccel.project import STATE_NAME
 from zeroaccel.zero.access.safetensors_file import parse_header
 from zeroaccel.zero.engine import Engine
 
-__all__ = ["RunParts", "load_run", "require_stateful", "save_run"]
+__all__ = ["LoadHook", "PathLike", "RunParts", "RunSaving", "SaveHook", "load_run", "save_run"]
+
+PathLike = str | os.PathLike[str]
+SaveHook = Callable[[list[Any], list[Any], str], None]
+LoadHook = Callable[[list[Any], str], None]
 
 _VERSION = 1
 _KEY = "zeroaccel_run_state"
@@ -42,13 +59,13 @@ _MOST_NBYTES = 16 << 30
 
 @dataclass
 class RunParts:
-    """What a run consists of.
+    """Everything that is saved of a run.
 
     Attributes:
         engines: each saves its model, optimizer, scheduler, loss scale and counters.
         schedulers: those that no engine steps.
         loaders: prepared ones.
-        objects: the user's, with `state_dict` and `load_state_dict`.
+        objects: registered ones, with `state_dict` and `load_state_dict`.
         counters: the accelerator's; replaced by `load_run`.
         iteration: number of this state.
     """
@@ -61,7 +78,7 @@ class RunParts:
     iteration: int = 0
 
     def counts(self) -> dict[str, int]:
-        """How many there are of each, for comparing."""
+        """Number of parts of each kind, to compare with a saved state."""
         return {
             "models": len(self.engines),
             "schedulers": len(self.schedulers),
@@ -70,19 +87,122 @@ class RunParts:
         }
 
 
-def require_stateful(obj: Any) -> None:
-    """Raises UsageError unless `obj` has `state_dict()` and `load_state_dict()`."""
-    lacking = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(obj, name, None))]
-    if lacking:
-        raise UsageError(
-            "register_for_checkpointing",
-            expected="objects with state_dict() and load_state_dict()",
-            got=f"{type(obj).__name__} without {' and '.join(lacking)}",
+class RunSaving:
+    """Saves and loads the run of an accelerator; the methods are documented there.
+
+    Args:
+        loaders: every prepared loader; the accelerator's own list.
+
+    Attributes:
+        project: folders and limits.
+    """
+
+    def __init__(
+        self,
+        state: AcceleratorState,
+        loaders: list[PreparedLoader],
+        collectives: Collectives,
+        project: ProjectConfiguration,
+    ) -> None:
+        self._state = state
+        self._loaders = loaders
+        self._collectives = collectives
+        self.project = project
+        self._objects: list[Any] = []
+        self._save_hooks: OrderedDict[int, SaveHook] = OrderedDict()
+        self._load_hooks: OrderedDict[int, LoadHook] = OrderedDict()
+
+    def register(self, obj: Any) -> None:
+        missing = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(obj, name, None))]
+        if missing:
+            raise UsageError(
+                "register_for_checkpointing",
+                expected="objects with state_dict() and load_state_dict()",
+                got=f"{type(obj).__name__} without {' and '.join(missing)}",
+            )
+        where = f"register_for_checkpointing({type(obj).__name__})"
+        if any(obj is other for other in (*self._objects, *self._loaders)):
+            raise UsageError(where, expected="each object once", got="one that is in")
+        prepared = (part for item in self._state.prepared for part in (item.engine, item.optimizer, *item.schedulers))
+        if any(obj is part for part in prepared):
+            raise UsageError(
+                where,
+                expected="an object that prepare() does not know",
+                got="one that it returned, which every state has already",
+            )
+        self._objects.append(obj)
+
+    def add_save_hook(self, hook: SaveHook) -> RemovableHandle:
+        return _added(self._save_hooks, hook)
+
+    def add_load_hook(self, hook: LoadHook) -> RemovableHandle:
+        return _added(self._load_hooks, hook)
+
+    def save(self, folder: PathLike | None, step: int) -> str:
+        target = Path(folder) if folder is not None else self._next_folder()
+        models = [item.engine for item in self._state.prepared]
+        for hook in list(self._save_hooks.values()):
+            hook(models, [], str(target))
+        saved = save_run(target, self._parts(step), self._collectives, self._state.partial.device)
+        if folder is None:
+            self.project.iteration += 1
+            if self._collectives.rank == 0:
+                # A state that is written in the background may still fail, so the one before it must survive.
+                background = any(item.config.checkpoint.async_save for item in self._state.prepared)
+                prune_states(self.project, in_flight=1 if background else 0)
+        return str(saved)
+
+    def load(self, folder: PathLike | None) -> tuple[str, int]:
+        """Returns the folder and the accelerator's `step`."""
+        source = Path(folder) if folder is not None else self._newest_folder()
+        models = [item.engine for item in self._state.prepared]
+        for hook in list(self._load_hooks.values()):
+            hook(models, str(source))
+        parts = self._parts(0)
+        iteration = load_run(source, parts, self._collectives, self._state.partial.device)
+        if self.project.automatic_checkpoint_naming:
+            self.project.iteration = iteration + 1
+        return str(source), parts.counters["step"]
+
+    def _parts(self, step: int) -> RunParts:
+        prepared = self._state.prepared
+        return RunParts(
+            engines=[item.engine for item in prepared],
+            schedulers=[scheduler for item in prepared for scheduler in item.schedulers if not scheduler.engine_driven],
+            loaders=self._loaders,
+            objects=self._objects,
+            counters={"step": step},
+            iteration=self.project.iteration,
         )
+
+    def _next_folder(self) -> Path:
+        if not self.project.automatic_checkpoint_naming:
+            raise UsageError(
+                "save_state()",
+                expected="a folder",
+                got=None,
+                fix="pass one, or make Accelerator(project_config=ProjectConfiguration(project_dir=..., "
+                "automatic_checkpoint_naming=True))",
+            )
+        return from_rank_0(self._collectives, lambda: next_state_folder(self.project), "save_state: next folder")
+
+    def _newest_folder(self) -> Path:
+        def newest() -> Path:
+            if not (states := saved_states(self.project)):
+                raise CheckpointError(f"{self.project.project_dir}/checkpoints: no complete state to load")
+            return states[-1]
+
+        return from_rank_0(self._collectives, newest, "load_state: newest folder")
+
+
+def _added(hooks: OrderedDict[int, Any], hook: Any) -> RemovableHandle:
+    handle = RemovableHandle(hooks)
+    hooks[handle.id] = hook
+    return handle
 
 
 def save_run(folder: str | os.PathLike[str], run: RunParts, collectives: Collectives, device: torch.device) -> Path:
-    """Saves the run into `folder`, which all ranks share. A state that was there is replaced. (all ranks)
+    """Saves the run into `folder`, which all ranks share; a state in it is replaced. (all ranks)
 
     Returns:
         The folder's absolute path.
@@ -94,18 +214,20 @@ def save_run(folder: str | os.PathLike[str], run: RunParts, collectives: Collect
     """
     root = Path(os.path.abspath(folder))
     content, digest = b"", ""
+    # Everything is encoded before anything is written, so that an object that cannot be saved leaves the old state.
     with agreed(collectives, f"save_state {root}: what to save"):
         _check_keep_last(run)
         content = _encoded(run, device)
         digest = hashlib.sha256(content).hexdigest()
     with agreed(collectives, f"save_state {root}: folder"):
         if collectives.rank == 0:
-            _writable(root, lambda: _cleared(root))
+            _writable(root, lambda: _invalidate(root))
     for index, engine in enumerate(run.engines):
         engine.save_checkpoint(root, tag=_tag(index))
     with agreed(collectives, f"save_state {root}: write"):
         _writable(root, lambda: write_durably(root / _rank_name(collectives.rank), content))
         remove_abandoned(root / _rank_name(collectives.rank))
+    # The manifest goes last and has the digest of every rank's file: it is what makes the folder a complete state.
     digests = collectives.gather_objects(digest, f"save_state {root}: parts")
     with agreed(collectives, f"save_state {root}: finish"):
         if collectives.rank == 0:
@@ -123,7 +245,7 @@ def save_run(folder: str | os.PathLike[str], run: RunParts, collectives: Collect
 
 
 def load_run(folder: str | os.PathLike[str], run: RunParts, collectives: Collectives, device: torch.device) -> int:
-    """Puts every part where it was when `folder` was saved. (all ranks)
+    """Restores every part of the run from `folder`. (all ranks)
 
     Returns:
         The state's `iteration`.
@@ -135,6 +257,7 @@ def load_run(folder: str | os.PathLike[str], run: RunParts, collectives: Collect
     manifest: Mapping[str, Any] = from_rank_0(collectives, lambda: _manifest(root), f"load_state {root}: manifest")
     state: dict[str, Any] = {}
     with agreed(collectives, f"load_state {root}: read"):
+        # Before the first engine loads: a run with other parts must not end up half restored.
         _check_counts(root, manifest["counts"], run.counts())
         state = _read(root, manifest, collectives.rank)
     for index, engine in enumerate(run.engines):
@@ -158,26 +281,26 @@ def _encoded(run: RunParts, device: torch.device) -> bytes:
     """This rank's file."""
     tensors: dict[str, Tensor] = {}
 
-    def keep(tensor: Tensor) -> str:
+    def add(tensor: Tensor) -> str:
         key = str(len(tensors))
         tensors[key] = tensor.detach().cpu().contiguous().clone()
         return key
 
     objects = [
-        encode(obj.state_dict(), f"register_for_checkpointing: state of object {index} ({type(obj).__name__})", keep)
+        encode(obj.state_dict(), f"register_for_checkpointing: state of object {index} ({type(obj).__name__})", add)
         for index, obj in enumerate(run.objects)
     ]
     state = {
         "schedulers": [
-            encode(scheduler.state_dict(), f"state of scheduler {index}", keep)
+            encode(scheduler.state_dict(), f"state of scheduler {index}", add)
             for index, scheduler in enumerate(run.schedulers)
         ],
         "loaders": [
-            encode(loader.state_dict(), f"position of loader {index}", keep) for index, loader in enumerate(run.loaders)
+            encode(loader.state_dict(), f"position of loader {index}", add) for index, loader in enumerate(run.loaders)
         ],
         "objects": objects,
-        "counters": encode(run.counters, "counters", keep),
-        "random_state": encode(random_state(device), "random state", keep),
+        "counters": encode(run.counters, "counters", add),
+        "random_state": encode(random_state(device), "random state", add),
     }
     return save_tensors(tensors, metadata={_KEY: json.dumps(state)})
 
@@ -215,8 +338,8 @@ def _manifest(root: Path) -> dict[str, Any]:
     except ValueError as error:
         raise CheckpointError(f"{path}: damaged: not JSON ({error})", fix="load another state") from error
     if not isinstance(manifest, dict) or manifest.get("version") != _VERSION:
-        found = manifest.get("version") if isinstance(manifest, dict) else manifest
-        raise CheckpointError(f"{path}: version", expected=str(_VERSION), got=found)
+        version = manifest.get("version") if isinstance(manifest, dict) else manifest
+        raise CheckpointError(f"{path}: version", expected=str(_VERSION), got=version)
     _check_manifest(path, manifest)
     return manifest
 
@@ -257,7 +380,7 @@ def _check_keep_last(run: RunParts) -> None:
             )
 
 
-def _cleared(root: Path) -> None:
+def _invalidate(root: Path) -> None:
     root.mkdir(parents=True, exist_ok=True)
     (root / STATE_NAME).unlink(missing_ok=True)  # until it is written again there is no state here
 

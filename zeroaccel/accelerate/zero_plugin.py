@@ -1,7 +1,11 @@
-"""`ZeroPlugin`: what a script says about ZeRO, from arguments, a config and the launcher, each value with its source.
+"""`ZeroPlugin`: ZeRO settings from arguments, a config and the launcher, each value with its source.
 
-It collects and does not resolve: `prepare` adds what the model and the loaders say and fills every "auto" then
-(`config.resolve`). One plugin serves any number of models. It holds no process group and builds nothing.
+The plugin collects settings and does not resolve them: `prepare` adds the facts of model and loaders and then fills
+every "auto" (`config.resolve`). One plugin may serve several models. Needs no process group.
+
+With `zero3_init_flag` models are sharded while they are built, each parameter as soon as it exists: in scripts inside
+`zero3_init_context_manager`, and in `from_pretrained` and `from_config` of transformers, which enter `zero.Init` of the
+`deepspeed` they import once a config of stage 3 is registered with them (`HfDeepSpeedConfig`).
 """
 
 from __future__ import annotations
@@ -9,21 +13,22 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
-from zeroaccel.accelerate.launched import launched
-from zeroaccel.accelerate.zero3_init import built_sharded, tell_transformers
 from zeroaccel.config import Fact, Facts, load_config
 from zeroaccel.config.auto_values import after, shown
 from zeroaccel.config.diagnostics import dotted
 from zeroaccel.config.document import key_paths, read_document
 from zeroaccel.config.launch.launch_settings import DEFAULT_STAGE
-from zeroaccel.config.launch.launch_sources import LaunchedSettings
+from zeroaccel.config.launch.launch_sources import LaunchedSettings, from_environment
 from zeroaccel.config.launch.setting_table import SETTINGS
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.logs import log_once, logger
+from zeroaccel.zero.access.deferred_init import Init
 
-__all__ = ["DeepSpeedPlugin", "ZeroPlugin", "gather_facts"]
+__all__ = ["DeepSpeedPlugin", "ZeroPlugin", "gather_facts", "launched"]
 
 _DEVICES = ("none", "cpu", "nvme")
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
@@ -41,7 +46,7 @@ _FACTS: Mapping[str, tuple[str, Any]] = {
     **{name: (setting.fact, _DEFAULTS.get(name)) for name, setting in _OF_LAUNCHES.items()},
     "train_micro_batch_size_per_gpu": ("micro_batch_size", None),
 }
-# fact -> what people call it
+# fact -> its name in messages
 _KEYS = {fact: name for name, (fact, _) in _FACTS.items()} | {"precision": "mixed_precision"}
 _PRECISION_PLACES = {"fp16": "fp16.enabled", "bf16": "bf16.enabled"}
 # argument -> its place in a config; the key for saving as accelerate and its users spell it
@@ -54,8 +59,7 @@ _PLACES = {
 class ZeroPlugin:
     """Settings of ZeRO for an `Accelerator`. Every argument may also come from the launcher, or from the config.
 
-    A value that two places give differently is an error that names both. What nobody says takes the default in
-    brackets.
+    Two sources with different values are an error that names both. Without any source the default in brackets applies.
 
     Args:
         hf_ds_config: the config: a dict, the path of a JSON file, JSON text or base64 text.
@@ -68,9 +72,9 @@ class ZeroPlugin:
         zero3_init_flag: from when the accelerator is made, transformers builds models sharded at stage 3, in processes
             of `zeroaccel launch`. Other models are built inside `zero3_init_context_manager(enable=True)`. [False]
         zero3_save_16bit_model: gather the weights when a checkpoint is saved. `save_model` and `get_state_dict` work
-            whatever it says. [False]
-        transformer_moe_cls_names: classes of modules that travel whole, separated by commas; mixtures of experts are
-            found without being named.
+            with either value. [False]
+        transformer_moe_cls_names: classes of modules whose parameters are gathered together (leaf modules), separated
+            by commas; mixtures of experts are found without being named.
         enable_msamp, msamp_opt_level: refused; there is no 8-bit training.
         train_micro_batch_size_per_gpu: samples per rank and micro-step, where no loader is prepared. [the loader's]
 
@@ -80,6 +84,13 @@ class ZeroPlugin:
 
     Raises:
         ConfigError: an argument, the config or a variable of the launcher is wrong, or two of them disagree.
+
+    Example:
+        >>> from zeroaccel import Accelerator, ZeroPlugin
+        >>> plugin = ZeroPlugin(zero_stage=3, gradient_accumulation_steps=4, offload_optimizer_device="cpu")
+        >>> accelerator = Accelerator(zero_plugin=plugin, mixed_precision="bf16")
+        >>> plugin.deepspeed_config["zero_optimization"]["offload_optimizer"]["device"]
+        'cpu'
     """
 
     def __init__(
@@ -107,10 +118,12 @@ class ZeroPlugin:
                 fix='leave them out, and use mixed_precision="bf16"',
             )
         settings, sources = launched()
-        given = {name: value for name, value in locals().items() if name in _FACTS and not _unsaid(value)}
-        _check_arguments(given)
+        arguments = {
+            name: value for name, value in locals().items() if name in _FACTS and value is not None and value != "auto"
+        }
+        _check_arguments(arguments)
         self.is_train_batch_min = is_train_batch_min
-        self._facts = _merged(given, settings, sources)
+        self._facts = _merged(arguments, settings, sources)
         self._name = "config"
         self._is_own = False
         self._places: dict[str, str] = {}
@@ -118,18 +131,19 @@ class ZeroPlugin:
         self._read(hf_ds_config, settings, sources)
         self._original = {dotted(path): _at(self.deepspeed_config, path) for path in key_paths(self.deepspeed_config)}
         self._leaf_classes(transformer_moe_cls_names, settings, sources)
-        load_config(self.deepspeed_config, sources=self.sources())  # what is wrong already is told here, where it is
+        # Validated now, so that a mistake raises where the plugin is made; resolved only by `prepare`.
+        load_config(self.deepspeed_config, sources=self.sources())
         self._zero3_init = bool(zero3_init_flag if zero3_init_flag is not None else settings.zero3_init_flag)
-        self._told: object | None = None
+        self._transformers_config: object | None = None
         if self._zero3_init and self.zero_stage != 3:
-            logger.warning("zero3_init_flag has no effect at stage %s; models are built whole", self.zero_stage)
+            logger.warning("zero3_init_flag has no effect at stage %s; models are built unsharded", self.zero_stage)
         self.selected = False
 
-    # -- what it says
+    # -- settings
 
     @property
     def hf_ds_config(self) -> ZeroPlugin:
-        """This object, which answers `get_value`, `is_auto` and `config` as scripts ask them."""
+        """This object, which has `get_value`, `is_auto` and `config` as accelerate's HfDeepSpeedConfig."""
         return self
 
     @property
@@ -148,7 +162,7 @@ class ZeroPlugin:
 
     @property
     def zero_stage(self) -> int:
-        """The stage, as far as it is known before `prepare`."""
+        """The stage; 0 where only `prepare` can resolve it."""
         return int(self._known("zero_stage", 0))
 
     @property
@@ -163,12 +177,12 @@ class ZeroPlugin:
 
     @property
     def offload_optimizer_device(self) -> str:
-        """Where masters and optimizer states live."""
+        """Device of master weights and optimizer states between steps."""
         return str(self._known("offload_optimizer_device", "none"))
 
     @property
     def offload_param_device(self) -> str:
-        """Where parameters live."""
+        """Device of parameter shards between uses."""
         return str(self._known("offload_param_device", "none"))
 
     @property
@@ -187,19 +201,29 @@ class ZeroPlugin:
 
     @contextmanager
     def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
-        """Inside, all models are built sharded, if the stage is 3; or all are built whole. (all ranks)"""
+        """With `enable` and stage 3, models built inside are sharded as they are built; else not. (all ranks)
+
+        Example:
+            >>> from torch import nn
+            >>> from zeroaccel import Accelerator, ZeroPlugin
+            >>> plugin = ZeroPlugin(zero_stage=3)
+            >>> accelerator = Accelerator(zero_plugin=plugin)
+            >>> with plugin.zero3_init_context_manager(enable=True):
+            ...     model = nn.Linear(1024, 1024)  # its weight exists in shards only
+            >>> engine = accelerator.prepare(model)
+        """
         before, self._zero3_init = self._zero3_init, enable
         offload = self.get_value("zero_optimization.offload_param", {})
-        self._told = tell_transformers(offload) if self.zero3_init_flag else None
+        self._transformers_config = _register_with_transformers(offload) if self.zero3_init_flag else None
         try:
-            with built_sharded(offload) if self.zero3_init_flag else nullcontext():
+            with _init_of(offload) if self.zero3_init_flag else nullcontext():
                 yield
         finally:
             self._zero3_init = before
             self._select(self.selected)
 
     def select(self, _from_accelerator_state: bool = False) -> None:
-        """Not to be called: the accelerator selects.
+        """Refused: the accelerator selects.
 
         Raises:
             UsageError: always.
@@ -211,42 +235,43 @@ class ZeroPlugin:
         )
 
     def facts(self) -> Facts:
-        """What it says beside the config."""
+        """Settings from arguments and the launcher, beside the config."""
         return self._facts
 
     def sources(self) -> dict[str, str]:
-        """Dotted path as written -> where it was written, of every key of `deepspeed_config` that somebody wrote."""
-        found: dict[str, str] = {}
+        """Dotted path as written -> source, of every explicit key of `deepspeed_config`."""
+        sources: dict[str, str] = {}
         for path in key_paths(self.deepspeed_config):
             name = dotted(path)
-            if self._is_own and _at(self.deepspeed_config, path) == "auto":
-                continue  # nobody wrote it
-            same = name in self._original and self._original[name] == _at(self.deepspeed_config, path)
-            found[name] = self._places.get(name, self._name) if same else "plugin.deepspeed_config in code"
-        return found
+            value = _at(self.deepspeed_config, path)
+            if self._is_own and value == "auto":
+                continue  # from the plugin's own skeleton, so no user has written it
+            unchanged = name in self._original and self._original[name] == value
+            sources[name] = self._places.get(name, self._name) if unchanged else "plugin.deepspeed_config in code"
+        return sources
 
     def document(self) -> dict[str, Any]:
-        """A copy of the config in which a missing size is "auto": nobody decided it."""
+        """A copy of the config in which absent batch sizes, accumulation and clipping are "auto"."""
         tree = read_document(self.deepspeed_config).tree
         for key in _BATCH_KEYS:
             tree.setdefault(key, "auto")
         return tree
 
     def known(self, also: Facts) -> tuple[dict[str, Any], dict[str, str]]:
-        """The config and its sources with every "auto" filled that is known before a model is prepared.
+        """The config and its sources, with every "auto" filled that does not depend on a model.
 
         Args:
             also: the accelerator's own facts.
         """
         tree, sources = read_document(self.deepspeed_config).tree, self.sources()
         facts = gather_facts(also, self._facts)
-        filling = {place: getattr(facts, _FACTS[name][0]) for name, place in _PLACES.items()}
+        fact_at = {place: getattr(facts, _FACTS[name][0]) for name, place in _PLACES.items()}
         if (precision := facts.precision) is not None:
-            filling |= {
+            fact_at |= {
                 place: Fact(precision.value == name, precision.source, precision.explicit)
                 for name, place in _PRECISION_PLACES.items()
             }
-        for place, fact in filling.items():
+        for place, fact in fact_at.items():
             if fact is not None and _at(tree, tuple(place.split("."))) == "auto":
                 _set(tree, place, fact.value)
                 sources[place] = after(sources.get(place), fact.source)
@@ -254,19 +279,21 @@ class ZeroPlugin:
 
     @property
     def title(self) -> str:
-        """What the config is called: a file's path, or how the plugin was made."""
+        """Name of the config in messages: a file's path, or the argument it came from."""
         return self._name
 
     def __repr__(self) -> str:
         return f"ZeroPlugin({self._name}, stage {self.zero_stage}{', selected' if self.selected else ''})"
 
-    # -- making it
+    # -- construction
 
     def _select(self, selected: bool) -> None:
         self.selected = selected
-        wanted = selected and self.zero3_init_flag
-        self._told = tell_transformers(self.get_value("zero_optimization.offload_param", {})) if wanted else None
-        if wanted and self._told is None:
+        self._transformers_config = None
+        if not (selected and self.zero3_init_flag):
+            return
+        self._transformers_config = _register_with_transformers(self.get_value("zero_optimization.offload_param", {}))
+        if self._transformers_config is None:
             log_once(
                 30,
                 "zero3_init_flag: transformers is not there to be told, or the process was not started by `zeroaccel "
@@ -275,12 +302,13 @@ class ZeroPlugin:
 
     def _read(
         self,
-        given: Mapping[str, Any] | str | os.PathLike[str] | None,
+        argument: Mapping[str, Any] | str | os.PathLike[str] | None,
         settings: LaunchedSettings,
         sources: Mapping[str, str],
     ) -> None:
-        source = given if given is not None else settings.deepspeed_config_file
+        source = argument if argument is not None else settings.deepspeed_config_file
         if source is None:
+            # No config: a skeleton in which facts are values and everything else is "auto".
             self._name, self._is_own = "ZeroPlugin", True
             auto = dict.fromkeys(("stage", "stage3_gather_16bit_weights_on_model_save"), "auto")
             self.deepspeed_config = {
@@ -302,8 +330,8 @@ class ZeroPlugin:
         try:
             document = read_document(source)
         except ConfigError as error:
-            who = "ZeroPlugin(hf_ds_config)" if given is not None else sources["deepspeed_config_file"]
-            raise ConfigError(f"{who}: {error}") from None
+            origin = "ZeroPlugin(hf_ds_config)" if argument is not None else sources["deepspeed_config_file"]
+            raise ConfigError(f"{origin}: {error}") from None
         if document.problems:
             load_problems = "; ".join(f"{dotted(problem.path)} {problem.text}" for problem in document.problems)
             raise ConfigError(f"{document.name}: {load_problems}")
@@ -311,65 +339,82 @@ class ZeroPlugin:
         self.deepspeed_config = document.tree
         self._places = {dotted(path): place for path, place in document.places.items()}
 
-    def _leaf_classes(self, given: str | None, settings: LaunchedSettings, sources: Mapping[str, str]) -> None:
-        said = given if given is not None else settings.deepspeed_moe_layer_cls_names
-        if not said:
+    def _leaf_classes(self, argument: str | None, settings: LaunchedSettings, sources: Mapping[str, str]) -> None:
+        text = argument if argument is not None else settings.deepspeed_moe_layer_cls_names
+        if not text:
             return
-        who = "ZeroPlugin(transformer_moe_cls_names)" if given is not None else sources["deepspeed_moe_layer_cls_names"]
-        names = [name.strip() for name in said.split(",") if name.strip()]
+        source = "ZeroPlugin(transformer_moe_cls_names)"
+        if argument is None:
+            source = sources["deepspeed_moe_layer_cls_names"]
+        names = [name.strip() for name in text.split(",") if name.strip()]
         place = "zero_optimization.leaf_module.classes"
-        held = self.get_value(place)
-        if held is not None and list(held) != names:
+        configured = self.get_value(place)
+        if configured is not None and list(configured) != names:
             raise ConfigError(
-                f"{self._places.get(place, self._name)}: {place}: {held} here, but {names} from {who}",
+                f"{self._places.get(place, self._name)}: {place}: {configured} here, but {names} from {source}",
                 fix="keep one of the two",
             )
         _set(self.deepspeed_config, place, names)
-        self._places[place] = who
+        self._places[place] = source
         self._original[place] = names
 
     def _known(self, name: str, default: Any) -> Any:
+        """The value of an argument as far as config, arguments and launcher say."""
         for key in (_PLACES[name], _PLACES[name].replace("stage3_", "")):
             value = _at(self.deepspeed_config, tuple(key.split(".")))
             if value is not None and value != "auto":
                 return value
         fact = getattr(self._facts, _FACTS[name][0])
+        if fact is None:
+            return default
         written = _at(self.deepspeed_config, tuple(_PLACES[name].split("."))) is not None
-        return fact.value if fact is not None and (fact.explicit or written) else default
+        return fact.value if fact.explicit or written else default
 
 
 DeepSpeedPlugin = ZeroPlugin
-"""The name that scripts written for accelerate know."""
+"""accelerate's name of it."""
+
+
+def launched(environ: Mapping[str, str] | None = None) -> tuple[LaunchedSettings, dict[str, str]]:
+    """The launcher's settings of training, from the environment, and field -> source.
+
+    Args:
+        environ: instead of this process's environment.
+
+    Raises:
+        ConfigError: a variable has a value that means nothing.
+    """
+    return from_environment(os.environ if environ is None else environ)
 
 
 def gather_facts(*several: Facts) -> Facts:
-    """One set of facts from several: a binding one comes before one that only fills, else the earlier before the later.
+    """Merges facts: an explicit one precedes one that only fills an "auto", else the earlier precedes the later.
 
     Raises:
-        ConfigError: two binding ones differ; both places are named.
+        ConfigError: two explicit ones differ; both places are named.
     """
     merged: dict[str, Any] = dict(vars(Facts()))
     for facts in several:
         for name, fact in vars(facts).items():
-            held = merged[name]
+            first = merged[name]
             if isinstance(fact, bool):
-                merged[name] = held or fact
-            elif fact is not None and (held is None or (fact.explicit and not held.explicit)):
+                merged[name] = first or fact
+            elif fact is not None and (first is None or (fact.explicit and not first.explicit)):
                 merged[name] = fact
-            elif fact is not None and held.explicit and fact.explicit and held.value != fact.value:
+            elif fact is not None and first.explicit and fact.explicit and first.value != fact.value:
                 raise ConfigError(
-                    f"{_KEYS.get(name, name)}: {shown(held.value)} from {held.source}, but {shown(fact.value)} "
+                    f"{_KEYS.get(name, name)}: {shown(first.value)} from {first.source}, but {shown(fact.value)} "
                     f"from {fact.source}",
-                    fix=f"write {shown(held.value)} in both places, or leave one of them out",
+                    fix=f"write {shown(first.value)} in both places, or leave one of them out",
                 )
     return Facts(**merged)
 
 
-def _merged(given: Mapping[str, Any], settings: LaunchedSettings, sources: Mapping[str, str]) -> Facts:
-    code: dict[str, Any] = {
-        _FACTS[name][0]: Fact(value, f"ZeroPlugin({name}={value!r})") for name, value in given.items()
+def _merged(arguments: Mapping[str, Any], settings: LaunchedSettings, sources: Mapping[str, str]) -> Facts:
+    in_code: dict[str, Any] = {
+        _FACTS[name][0]: Fact(value, f"ZeroPlugin({name}={value!r})") for name, value in arguments.items()
     }
-    said: dict[str, Any] = {
+    by_launcher: dict[str, Any] = {
         _FACTS[name][0]: Fact(getattr(settings, name), sources[name], sources[name] != "default")
         for name in _FACTS
         if getattr(settings, name, None) is not None
@@ -377,25 +422,21 @@ def _merged(given: Mapping[str, Any], settings: LaunchedSettings, sources: Mappi
     default: dict[str, Any] = {
         fact: Fact(value, "default", False) for fact, value in _FACTS.values() if value is not None
     }
-    return gather_facts(Facts(**code), Facts(**said), Facts(**default))
+    return gather_facts(Facts(**in_code), Facts(**by_launcher), Facts(**default))
 
 
-def _unsaid(value: object) -> bool:
-    return value is None or value == "auto"
-
-
-def _check_arguments(given: Mapping[str, Any]) -> None:
-    stage = given.get("zero_stage")
+def _check_arguments(arguments: Mapping[str, Any]) -> None:
+    stage = arguments.get("zero_stage")
     if stage is not None and (type(stage) is not int or stage not in (0, 1, 2, 3)):
         raise ConfigError("ZeroPlugin(zero_stage)", expected="0, 1, 2 or 3", got=stage)
     for name in ("offload_optimizer_device", "offload_param_device"):
-        if given.get(name, "none") not in _DEVICES:
-            raise ConfigError(f"ZeroPlugin({name})", expected='"none", "cpu" or "nvme"', got=given[name])
+        if arguments.get(name, "none") not in _DEVICES:
+            raise ConfigError(f"ZeroPlugin({name})", expected='"none", "cpu" or "nvme"', got=arguments[name])
     for name in ("gradient_accumulation_steps", "train_micro_batch_size_per_gpu"):
-        count = given.get(name, 1)
+        count = arguments.get(name, 1)
         if type(count) is not int or count < 1:
             raise ConfigError(f"ZeroPlugin({name})", expected="a whole number of at least 1", got=count)
-    clipping = given.get("gradient_clipping", 0.0)
+    clipping = arguments.get("gradient_clipping", 0.0)
     if isinstance(clipping, bool) or not isinstance(clipping, (int, float)) or not clipping >= 0:
         raise ConfigError("ZeroPlugin(gradient_clipping)", expected="a number of at least 0", got=clipping)
 
@@ -424,3 +465,36 @@ def _drop(tree: dict[str, Any], place: str) -> None:
     for part in above:
         tree = tree.get(part, {})
     tree.pop(key, None)
+
+
+# -- models that are sharded while they are built
+
+
+def _init_of(offload: Mapping[str, Any]) -> Init:
+    """`zero.Init` with shards where `offload_param` of the config puts them until `prepare`."""
+    device = offload.get("device", "none")
+    return Init(remote_device=None if device in ("none", "auto") else device, nvme_path=offload.get("nvme_path"))
+
+
+def _register_with_transformers(offload: Mapping[str, Any]) -> object | None:
+    """Makes transformers build models sharded for as long as the caller keeps the result, which it refers to weakly.
+
+    Returns:
+        None if that is impossible: transformers is absent, or `import deepspeed` is not zeroaccel in this process.
+    """
+    if not _is_deepspeed_zeroaccel() or find_spec("transformers") is None or find_spec("accelerate") is None:
+        return None
+    keys = {key: value for key, value in offload.items() if value != "auto"}
+    section: dict[str, Any] = {"stage": 3}
+    if keys.get("device", "none") != "none":
+        section["offload_param"] = keys
+    config: object = import_module("transformers.integrations").HfDeepSpeedConfig({"zero_optimization": section})
+    return config
+
+
+def _is_deepspeed_zeroaccel() -> bool:
+    try:
+        spec = find_spec("deepspeed")
+    except ValueError:  # a module without a spec, put into sys.modules by hand
+        return False
+    return spec is not None and spec.origin == "zeroaccel"

@@ -10,8 +10,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from zeroaccel.compat.finder import install
-from zeroaccel.compat.inherit import inherited_environment
+from zeroaccel.compat.finder import inherited_environment, install
 from zeroaccel.errors import ZeroAccelError
 
 __all__ = ["main"]

@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
-"""A file of variables for a launcher over ssh; `accelerate launch` imports the name before it knows if it needs it."""
+"""A file of variables for a launcher over ssh; `accelerate launch` imports the name in any case."""
 
 
 def init_distributed(
@@ -66,14 +66,14 @@ def init_distributed(
         )
     no_cuda = not torch.cuda.is_available()
     init_process_group(None if no_cuda and dist_backend == "nccl" else dist_backend, timeout)
-    _tell_accelerate()
+    _correct_accelerate_state()
 
 
 def require_process_group(call: str, dist_init_required: bool | None) -> None:
-    """Holds a caller to its word that the job has been joined: `dist_init_required` is False.
+    """Checks `dist_init_required=False`, which says that there is a process group.
 
     Raises:
-        UsageError: it has not.
+        UsageError: there is none.
     """
     if dist_init_required is False and not torch.distributed.is_initialized():
         raise UsageError(
@@ -86,15 +86,15 @@ def require_process_group(call: str, dist_init_required: bool | None) -> None:
 
 def is_initialized() -> bool:
     """Whether this process has joined a job."""
-    _tell_accelerate()
+    _correct_accelerate_state()
     return torch.distributed.is_initialized()
 
 
-def _tell_accelerate() -> None:
-    """Corrects the state that accelerate is making when it calls: without an accelerator it has no backend in mind.
+def _correct_accelerate_state() -> None:
+    """Sets the backend of accelerate's PartialState, which has none on a machine without accelerators.
 
-    It would then believe of every rank that it is alone, although it is in a group; its state is made before these
-    calls and asked for its backend after them.
+    It would then take every rank for the only one of its job. PartialState is constructed around these calls: it exists
+    before them, and its backend is read after them.
     """
     if not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1:
         return

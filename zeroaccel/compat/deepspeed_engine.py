@@ -1,7 +1,7 @@
-"""`deepspeed.initialize` and `DeepSpeedEngine`: zeroaccel's engine under the names that libraries call.
+"""`deepspeed.initialize` and `DeepSpeedEngine`: zeroaccel's engine with DeepSpeed's names and arguments.
 
-The engine is `zeroaccel.initialize`'s; here are only the members that accelerate, transformers, PEFT and TRL ask of it
-beyond those it has, and the arguments of DeepSpeed's calls.
+The engine is `zeroaccel.initialize`'s; this file adds the members that accelerate, transformers, PEFT and TRL use
+beyond those it has.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch.utils.data import DataLoader
 from zeroaccel.checkpoint.weights import placeholder_state_dict
 from zeroaccel.compat import transformers_calls
 from zeroaccel.compat.deepspeed_comm import require_process_group
-from zeroaccel.compat.dicts import from_library
+from zeroaccel.compat.deepspeed_init import from_library
 from zeroaccel.compat.finder import VERSION
-from zeroaccel.compat.leaves import marked_names
-from zeroaccel.compat.parameters import ParameterOffload, attach
+from zeroaccel.compat.parameters import ParameterOffload, attach, marked_names
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.initialization import initialize as assemble
 from zeroaccel.logs import logger
+from zeroaccel.nested import map_tensors, to_device
 from zeroaccel.zero.engine import Engine
 
 __all__ = [
@@ -46,7 +46,7 @@ class DeepSpeedEngine(Engine):
     _gathered_state: tuple[int, Callable[[], dict[str, Tensor] | None]] = (0, lambda: None)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """As `Engine.backward`, but for what it returns: the loss that it goes by.
+        """As `Engine.backward`, but with DeepSpeed's result.
 
         Returns:
             `loss` divided by the accumulation steps, with `scale_wrt_gas`; not by the loss scale. `loss` itself
@@ -56,7 +56,7 @@ class DeepSpeedEngine(Engine):
         steps = self.settings.accumulation if scale_wrt_gas else 1
         return loss / steps if steps > 1 else loss
 
-    def load_checkpoint(  # type: ignore[override]  # DeepSpeed's answer where there is nothing has no client state
+    def load_checkpoint(  # type: ignore[override]  # DeepSpeed's result without a checkpoint has no client state
         self, load_dir: str | os.PathLike[str], tag: object = None, *args: Any, **kwargs: Any
     ) -> tuple[str | None, dict[str, Any] | None]:
         """As `Engine.load_checkpoint`; a folder without any checkpoint is no error. (all ranks)
@@ -105,7 +105,7 @@ class DeepSpeedEngine(Engine):
                 raise UsageError(f"engine.compile({name})", expected="to be left out", got=value)
         self.module.compile(backend=backend, **(compile_kwargs or {}))
 
-    # -- what the config says
+    # -- the config
 
     def zero_optimization_stage(self) -> int:
         return int(self.config.get("zero_optimization", {}).get("stage", 0))
@@ -117,7 +117,7 @@ class DeepSpeedEngine(Engine):
         return self.settings.plan.params
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Always: weights are gathered when they are saved, so nothing has to be decided before training."""
+        """True: weights are gathered when they are saved, without a setting before training."""
         return True
 
     def fp16_enabled(self) -> bool:
@@ -126,17 +126,17 @@ class DeepSpeedEngine(Engine):
     def bfloat16_enabled(self) -> bool:
         return bool(self.config.get("bf16", {}).get("enabled", False))
 
-    # -- whole weights
+    # -- full weights
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Tensor]:
         """The model's state dict on the CPU, on rank 0; elsewhere one of meta tensors, without values. (all ranks)
 
-        DeepSpeed gives None elsewhere, for which `save_pretrained` takes the sharded parameters.
+        DeepSpeed returns None there, in whose place `save_pretrained` reads the sharded parameters.
         """
-        whole = self.consolidated_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
-        if whole is None:
-            whole = placeholder_state_dict(self.checkpointer.state(), exclude_frozen=exclude_frozen_parameters)
-        state = OrderedDict(whole)
+        full = self.consolidated_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+        if full is None:
+            full = placeholder_state_dict(self.checkpointer.state(), exclude_frozen=exclude_frozen_parameters)
+        state = OrderedDict(full)
         if not exclude_frozen_parameters:
             self._gathered_state = (self.weights_version, weakref.ref(state))
         return state
@@ -213,17 +213,17 @@ def initialize(
 
 
 def _config_of(config: Any, config_params: Any, from_args: Any) -> Any:
-    """The one config that is given."""
+    """The config of the one argument that has it."""
     sources = {"config": config, "config_params": config_params, "args.deepspeed_config": from_args}
-    given = [name for name, value in sources.items() if value is not None]
-    if len(given) != 1:
+    names = [name for name, value in sources.items() if value is not None]
+    if len(names) != 1:
         raise ConfigError(
             "deepspeed.initialize(config)",
-            expected="a config" if not given else "one config",
-            got=" and ".join(given) or None,
-            fix="pass a dict or a path" if not given else f"keep {given[0]} only",
+            expected="a config" if not names else "one config",
+            got=" and ".join(names) or None,
+            fix="pass a dict or a path" if not names else f"keep {names[0]} only",
         )
-    return sources[given[0]]
+    return sources[names[0]]
 
 
 def _add_leaves(config: dict[str, Any], model: nn.Module) -> None:
@@ -253,38 +253,29 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """A copy of nested lists, tuples and dicts whose tensors have storage of their own size, on `device`.
+    """A copy of nested containers whose tensors have storage of their own size, on `device`.
 
-    What is one tensor under several names, as tied weights are, is one in the copy too, and written once.
+    Names that share a tensor, as tied weights do, share one in the copy too, so that it is written once.
     """
-    return _cloned(item, device, {})
+    clones: dict[Any, Tensor] = {}
 
+    def cloned(tensor: Tensor) -> Tensor:
+        key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        if key not in clones:
+            clones[key] = tensor.detach().clone().to(device)
+        return clones[key]
 
-def _cloned(item: Any, device: torch.device | str, clones: dict[Any, Tensor]) -> Any:
-    if isinstance(item, Tensor):
-        place = (item.untyped_storage()._cdata, item.storage_offset(), item.shape, item.stride(), item.dtype)
-        if place not in clones:
-            clones[place] = item.detach().clone().to(device)
-        return clones[place]
-    if isinstance(item, (list, tuple)):
-        return type(item)(_cloned(value, device, clones) for value in item)
-    if isinstance(item, Mapping):
-        return type(item)({key: _cloned(value, device, clones) for key, value in item.items()})  # type: ignore[call-arg]
-    return item
+    return map_tensors(cloned, item)
 
 
 def move_to_device(item: Any, device: torch.device | str) -> Any:
-    """Nested lists, tuples and dicts with their tensors on `device`."""
-    if isinstance(item, (list, tuple)):
-        return type(item)(move_to_device(value, device) for value in item)
-    if isinstance(item, Mapping):
-        return {key: move_to_device(value, device) for key, value in item.items()}
-    return item.to(device) if hasattr(item, "to") else item
+    """Nested containers with their tensors on `device`."""
+    return to_device(item, device)
 
 
 def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
     """Logs on the given ranks; on all for None or [-1]."""
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    wanted = list(ranks) if ranks is not None else [-1]
-    if -1 in wanted or rank in wanted:
+    selected = list(ranks) if ranks is not None else [-1]
+    if -1 in selected or rank in selected:
         logger.log(level, "%s", message)

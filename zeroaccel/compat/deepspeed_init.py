@@ -1,33 +1,41 @@
-"""`deepspeed.zero` and `deepspeed.runtime.zero.partition_parameters`, where they are more than `zeroaccel.zero`."""
+"""`deepspeed.zero` and `deepspeed.runtime.zero.partition_parameters`, where they are more than `zeroaccel.zero`.
+
+Also `from_library`, which turns config dicts as accelerate, transformers and TRL make them into what the config's
+checks
+accept: these add keys that no user has written, and that the checks would rightly refuse of a user.
+"""
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from zeroaccel.compat.dicts import from_library
 from zeroaccel.compat.parameters import attach
 from zeroaccel.config import load_config
 from zeroaccel.errors import UsageError
 from zeroaccel.zero.access.deferred_init import Init as OwnInit
 
-__all__ = ["DeepSpeedInit", "zero_wrapper_for_fp_tensor_constructor"]
+__all__ = ["DeepSpeedInit", "from_library", "zero_wrapper_for_fp_tensor_constructor"]
+
+_SECTIONS = ("zero_optimization", "optimizer", "scheduler", "fp16", "bf16")
 
 
 class DeepSpeedInit(OwnInit):
-    """`zeroaccel.zero.DeepSpeedInit` with DeepSpeed's arguments; its parameters show the members that libraries read.
+    """`zeroaccel.zero.Init` with DeepSpeed's arguments; its parameters have the members that libraries read.
 
-    Parameters keep the dtype the model gives them unless `dtype` is given: the engine casts them, and its masters then
-    have the bits that they have at the other stages. A config of another stage than 3 makes it do nothing, as the
-    engine would put the parameters together again; without a config they are sharded.
+    Without `dtype` parameters keep the dtype that the model gives them: the engine casts them, and its masters then
+    have the bits that they have at the other stages. With a config of another stage than 3 it does nothing, as the
+    engine would unshard the parameters again; without a config they are sharded.
 
     Args:
-        data_parallel_group: None or the default group. Groups of fewer ranks, as of `mics_shard_size`, are made when
-            the engine is, which takes the parameters over.
-        mem_efficient_linear: of no effect: linear layers are torch's, which keep no copy of a weight.
+        data_parallel_group: None or the default group. Groups of fewer ranks, as of `mics_shard_size`, are made with
+            the engine.
+        mem_efficient_linear: of no effect: linear layers are torch's, which store no copy of a weight.
         mpu, zero_param_parallel_group, sequence_data_parallel_group, param_swapper: must be None.
         zero_quantized_weights, zero_quantized_nontrainable_weights: must be left False, as they are the engine's.
     """
@@ -51,7 +59,7 @@ class DeepSpeedInit(OwnInit):
         param_swapper: Any = None,
     ) -> None:
         _refuse_others(
-            data_parallel_group=None if _is_everyone(data_parallel_group) else data_parallel_group,
+            data_parallel_group=None if _is_default(data_parallel_group) else data_parallel_group,
             mpu=mpu,
             zero_param_parallel_group=zero_param_parallel_group,
             zero_quantized_weights=zero_quantized_weights or None,
@@ -88,14 +96,34 @@ def _refuse_others(**arguments: Any) -> None:
             raise UsageError(f"deepspeed.zero.Init({name})", expected="nothing", got=got, fix=_IN_CONFIG)
 
 
-def _is_everyone(group: Any) -> bool:
+def _is_default(group: Any) -> bool:
     """Whether a process group is the default one."""
     return torch.distributed.is_initialized() and group is torch.distributed.group.WORLD
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
-    """`fn` as it is: `DeepSpeedInit` shards parameters and leaves the dtype of other tensors to the model.
+    """`fn` as it is: `DeepSpeedInit` leaves the dtype of tensors that are no parameters to the model.
 
-    transformers replaces this name for the time of a model's construction, to keep the dtype of position tables.
+    transformers replaces this name while it builds a model, to preserve the dtype of position tables.
     """
     return fn
+
+
+def from_library(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of `config` in the documented format.
+
+    A dotted key at the top, such as "zero_optimization.reduce_bucket_size" from TRL, is the value of that key within
+    its section; `steps_per_print: inf` from accelerate is never.
+    """
+    tree = copy.deepcopy(dict(config))
+    for key in [key for key in tree if "." in key and key.partition(".")[0] in _SECTIONS]:
+        value = tree.pop(key)
+        *parents, last = key.split(".")
+        node = tree
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        if node.get(last, "auto") == "auto":
+            node[last] = int(value) if isinstance(value, float) else value  # sizes, computed as 0.9 * hidden ** 2
+    if tree.get("steps_per_print") == math.inf:
+        del tree["steps_per_print"]
+    return tree

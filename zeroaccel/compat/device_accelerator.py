@@ -1,4 +1,4 @@
-"""`deepspeed.accelerator.get_accelerator()`: the device of this rank, asked by name."""
+"""`deepspeed.accelerator.get_accelerator()`: the device of this rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["DeviceFacts", "get_accelerator"]
 
 
 class DeviceFacts:
-    """What libraries ask of the device they run on: CUDA where there is one, else the CPU."""
+    """Properties of the device that libraries read: CUDA where there is one, else the CPU."""
 
     def __init__(self) -> None:
         self._cuda = torch.cuda.is_available()
@@ -79,5 +79,5 @@ class DeviceFacts:
 
 @functools.cache
 def get_accelerator() -> DeviceFacts:
-    """The one of this process."""
+    """The object of this process."""
     return DeviceFacts()

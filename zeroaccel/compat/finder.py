@@ -1,13 +1,17 @@
-"""The import finder that answers `deepspeed`, and its distribution metadata.
+"""The import finder that provides `deepspeed` and its distribution metadata, in this process and those it starts.
 
-The only file that touches `sys.meta_path` and `sys.modules`, and it undoes what it did. What the modules hold is the
-table in `surface`; nothing of it is imported before it is asked for. Imports no torch.
+The only file that touches `sys.meta_path` and `sys.modules`, and `uninstall` undoes it. The contents of the modules are
+the table in `surface`, whose entries are imported when they are first used. Imports no torch.
+
+Child processes get the finder by variables that Python reads at its start: a folder with a `sitecustomize` goes first
+on PYTHONPATH, which installs the finder and then runs the `sitecustomize` that it hides, if there is one.
 """
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
@@ -19,30 +23,44 @@ from typing import Any
 from zeroaccel.compat.surface import ABSENT, PACKAGE, SURFACE, nearest
 from zeroaccel.errors import UsageError
 
-__all__ = ["SHIM_MARK", "VERSION", "FacadeModule", "install", "is_installed", "real_location", "uninstall"]
+__all__ = [
+    "SHIM_MARK",
+    "VERSION",
+    "FacadeModule",
+    "inherited_environment",
+    "install",
+    "is_installed",
+    "real_location",
+    "uninstall",
+]
 
 VERSION = "0.19.5+zeroaccel"
 """Of the import surface: libraries compare it with the oldest release of DeepSpeed that has what they use."""
 
 SHIM_MARK = "of-zeroaccel"
-"""A file in the package that `zeroaccel compat install` writes; it is no DeepSpeed, and leads here."""
+"""A file in the package that `zeroaccel compat install` writes, which is no DeepSpeed and imports this one."""
+
+SWITCH = "ZEROACCEL_COMPAT"
+"""Variable: "1", or "shadow" where a real DeepSpeed is to be replaced."""
+
+_STARTUP = str(Path(__file__).parent / "startup")
 
 _DECIDED_AT_IMPORT = ("accelerate", "transformers")  # these look for deepspeed once, when they are imported
 
 
 class FacadeModule(ModuleType):
-    """A module of the surface: its names are looked up in the table, and come from zeroaccel when first used."""
+    """A module of the surface; its names are imported from zeroaccel when they are first used."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        whole = f"{self.__name__}.{name}"
-        if whole in SURFACE:
-            return import_module(whole)
-        home = SURFACE[self.__name__].get(name)
-        if home is None:
-            raise AttributeError(_absence(whole))
-        module, _, attribute = home.partition(":")
+        qualified = f"{self.__name__}.{name}"
+        if qualified in SURFACE:
+            return import_module(qualified)
+        target = SURFACE[self.__name__].get(name)
+        if target is None:
+            raise AttributeError(_absence(qualified))
+        module, _, attribute = target.partition(":")
         value = getattr(import_module(module), attribute)
         setattr(self, name, value)
         return value
@@ -52,7 +70,7 @@ class FacadeModule(ModuleType):
         return sorted({*super().__dir__(), *SURFACE[self.__name__], *children})
 
 
-class _Loader(Loader):
+class _FacadeLoader(Loader):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return FacadeModule(spec.name)
 
@@ -72,13 +90,13 @@ class _Distribution(Distribution):
 
 
 class _Finder(DistributionFinder):
-    """Stands before Python's own finders, so that what it answers is never a mixture of two packages."""
+    """Comes before Python's own finders, so that `deepspeed` is never a mixture of two packages."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname in SURFACE:
-            spec = ModuleSpec(fullname, _Loader(), origin="zeroaccel", is_package=True)
+            spec = ModuleSpec(fullname, _FacadeLoader(), origin="zeroaccel", is_package=True)
             spec.submodule_search_locations = []
             return spec
         parent, _, name = fullname.rpartition(".")
@@ -98,7 +116,7 @@ _FINDER = _Finder()
 
 
 def install(*, shadow: bool = False) -> None:
-    """From now on `import deepspeed` gives zeroaccel. Does nothing where that is so already.
+    """Makes `import deepspeed` give zeroaccel; does nothing where it is installed already.
 
     Args:
         shadow: also where a real DeepSpeed is installed.
@@ -106,10 +124,19 @@ def install(*, shadow: bool = False) -> None:
     Raises:
         UsageError: a real DeepSpeed is installed, or loaded already; or a library that decides at its import whether
             there is a DeepSpeed has been imported without one.
+
+    Example:
+        >>> import zeroaccel.compat
+        >>> zeroaccel.compat.install()
+        >>> import deepspeed
+        >>> deepspeed.__version__ == zeroaccel.compat.VERSION
+        True
+        >>> zeroaccel.compat.uninstall()
     """
     if is_installed():
         return
     location = real_location()
+    # accelerate and transformers look for deepspeed once, so a finder that comes later would be without effect.
     loaded = sys.modules.get(PACKAGE)
     if loaded is not None or (location is not None and not shadow):
         raise UsageError(
@@ -131,7 +158,7 @@ def install(*, shadow: bool = False) -> None:
 
 
 def uninstall() -> None:
-    """Takes the finder and the modules it made away; names that were imported from them stay what they are."""
+    """Removes the finder and its modules; names that were imported from them stay what they are."""
     if not is_installed():
         return
     sys.meta_path.remove(_FINDER)
@@ -143,6 +170,12 @@ def uninstall() -> None:
         calls.detach()
     for name in [name for name, module in sys.modules.items() if isinstance(module, FacadeModule)]:
         del sys.modules[name]
+
+
+def inherited_environment(environ: Mapping[str, str], *, shadow: bool = False) -> dict[str, str]:
+    """The variables that give child processes the finder, where they have `environ` otherwise."""
+    paths = [path for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != _STARTUP]
+    return {"PYTHONPATH": os.pathsep.join([_STARTUP, *paths]), SWITCH: "shadow" if shadow else "1"}
 
 
 def is_installed() -> bool:
@@ -161,6 +194,6 @@ def real_location() -> str | None:
 def _absence(name: str) -> str:
     reason = next((text for prefix, text in ABSENT.items() if name == prefix or name.startswith(f"{prefix}.")), None)
     if reason is None:
-        found = nearest(name)
-        reason = f"the nearest it has is {found}" if found else "it is not part of what libraries use"
+        similar = nearest(name)
+        reason = f"the nearest it has is {similar}" if similar else "it is not part of what libraries use"
     return f"{name}: zeroaccel answers for deepspeed here and does not have this; {reason}"

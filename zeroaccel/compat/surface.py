@@ -1,7 +1,7 @@
-"""The table of names that `import deepspeed` offers, and where in zeroaccel each of them lives.
+"""Table of the names that `import deepspeed` provides, each with the "module:attribute" that implements it.
 
-Every module is a row; a name maps to "module:attribute", imported when it is first used. The surface is what
-accelerate, transformers, PEFT and TRL import, and what scripts written for DeepSpeed commonly do. Pure data.
+One row per module; attributes are imported when they are first used. These are the names that accelerate, transformers,
+PEFT and TRL import, and that scripts written for DeepSpeed commonly use. Pure data.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _ACCESS = {
     for what in ("fp32_param", "grad", "optimizer_state")
 }
 _LEAVES = {
-    name: f"zeroaccel.compat.leaves:{name}"
+    name: f"zeroaccel.compat.parameters:{name}"
     for name in ("get_z3_leaf_modules", "set_z3_leaf_modules", "unset_z3_leaf_modules", "z3_leaf_module")
 }
 _COMM = {
@@ -169,16 +169,16 @@ ABSENT: Mapping[str, str] = {
     "deepspeed.utils.groups": "sequence and expert parallel groups are not part of zeroaccel",
     "deepspeed.zero.MiCS_Init": "use deepspeed.zero.Init; mics_shard_size in the config of initialize counts as ever",
 }
-"""What is known to be asked for, is not there, and what does the same."""
+"""Names of DeepSpeed that are not provided -> what does the same."""
 
 
 def nearest(name: str) -> str | None:
     """The name of the surface whose last part is that of `name`, or reads like it; one of the same module first."""
     names = [*SURFACE, *(f"{module}.{name}" for module, names in SURFACE.items() for name in names)]
     parent, _, last = name.rpartition(".")
-    siblings = [found for found in names if found.rpartition(".")[0] == parent]
+    siblings = [candidate for candidate in names if candidate.rpartition(".")[0] == parent]
     by_last: dict[str, str] = {}
-    for found in (*siblings, *names):
-        by_last.setdefault(found.rpartition(".")[2], found)
-    close = [last] if last in by_last else get_close_matches(last, by_last, n=1, cutoff=0.75)
-    return by_last[close[0]] if close else None
+    for candidate in (*siblings, *names):
+        by_last.setdefault(candidate.rpartition(".")[2], candidate)
+    similar = [last] if last in by_last else get_close_matches(last, by_last, n=1, cutoff=0.75)
+    return by_last[similar[0]] if similar else None

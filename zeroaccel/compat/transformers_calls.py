@@ -1,9 +1,10 @@
-"""Two calls of transformers that its own code makes wrongly, or not at all, where parameters are sharded.
+"""Patches of two calls of transformers that fail where parameters are sharded.
 
-`PreTrainedModel.save_pretrained` without a state dict reads the model's own, which is sharded at stage 3: here it
-gathers the weights. `Trainer.train` after `evaluate` goes on with the engine that was made to evaluate, which has no
-optimizer and is destroyed by then: here it starts from the model. Both are changed when an engine is made, and only if
-transformers is imported; `detach()` puts the originals back. Models without an engine are saved as ever.
+`PreTrainedModel.save_pretrained` without a state dict reads the model's own, which is sharded at stage 3: the patch
+gathers the weights. `Trainer.train` after `evaluate` goes on with the engine of the evaluation, which has no optimizer
+and
+is destroyed by then: the patch starts from the model. Both are patched when an engine is made, and only if transformers
+is imported; `detach()` restores the originals. Models without an engine are saved as without the patch.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _ORIGINALS: dict[tuple[type, str], Callable[..., Any]] = {}
 
 
 def attach(engine: Engine) -> None:
-    """Has the two calls look for this engine, until it is destroyed."""
+    """Makes the two calls use this engine until it is destroyed."""
     _ENGINES.add(engine)
     engine.at_destroy(functools.partial(_ENGINES.discard, engine))
     for module, kind, call, change in (
@@ -42,7 +43,7 @@ def attach(engine: Engine) -> None:
 
 
 def detach() -> None:
-    """Puts the original calls back."""
+    """Restores the original calls."""
     _ENGINES.clear()
     while _ORIGINALS:
         (owner, call), original = _ORIGINALS.popitem()
@@ -50,19 +51,19 @@ def detach() -> None:
 
 
 def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
-    """`save_pretrained` that gathers the weights of a sharded model where no state dict is given."""
+    """`save_pretrained` that gathers the weights of a sharded model where no state dict is passed."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def save_pretrained(*args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(*args, **kwargs)
-        model = given.args[0]
-        found = _engine_of(model) if given.arguments.get("state_dict") is None else None
-        if found is None:
+        bound = signature.bind(*args, **kwargs)
+        model = bound.args[0]
+        engine_and_prefix = _engine_of(model) if bound.arguments.get("state_dict") is None else None
+        if engine_and_prefix is None:
             return original(*args, **kwargs)
-        engine, prefix = found
+        engine, prefix = engine_and_prefix
         state = (
-            engine._consolidated_16bit_state_dict() if "is_main_process" in given.arguments else engine.gathered_state
+            engine._consolidated_16bit_state_dict() if "is_main_process" in bound.arguments else engine.gathered_state
         )
         if state is None:
             raise EngineStateError(
@@ -71,16 +72,16 @@ def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
                 "save_pretrained with is_main_process=accelerator.is_main_process",
             )
         if engine.collectives.rank != 0:
-            given.arguments["is_main_process"] = False  # it has no values; rank 0 writes
+            bound.arguments["is_main_process"] = False  # it has no values; rank 0 writes
         inside = {name.removeprefix(prefix): value for name, value in state.items() if name.startswith(prefix)}
-        given.arguments["state_dict"] = inside
-        return original(*given.args, **given.kwargs)
+        bound.arguments["state_dict"] = inside
+        return original(*bound.args, **bound.kwargs)
 
     return save_pretrained
 
 
 def _engine_of(model: nn.Module) -> tuple[Any, str] | None:
-    """The engine that has the model, or a model that it is part of, in shards; and the prefix of its names there."""
+    """The engine that shards the model, or a model that it is part of; and the prefix of its names there."""
     for engine in _ENGINES:
         if engine.settings.plan.params:
             for name, module in engine.module.named_modules():
@@ -105,7 +106,7 @@ def _from_the_model(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _forget_lengths(trainer: Any) -> None:
-    """Makes the schedule's lengths "auto" again, which the evaluation has filled with a training of no steps."""
+    """Resets the scheduler's lengths to "auto", which the evaluation has resolved for a training of no steps."""
     plugin = getattr(trainer.accelerator.state, "deepspeed_plugin", None)
     config = getattr(plugin, "hf_ds_config", None)
     if config is None or not getattr(trainer.args, "deepspeed", None):

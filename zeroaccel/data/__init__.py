@@ -1,13 +1,17 @@
-"""Data: who gets which samples, in which order, and where each loader is.
+"""Data loaders: how samples are sharded over the ranks, in which order, and the position to resume from.
 
-`prepare_data_loader` deals a user's loader out to ranks; `build_dataloader` makes one of a dataset for
-`zeroaccel.initialize`. Below the faces nothing knows of loaders.
+`prepare_data_loader` shards a user's loader; `build_dataloader` makes a loader of a dataset for
+`zeroaccel.initialize(training_data=...)`. The engine knows no loaders.
 """
 
 from __future__ import annotations
 
-from zeroaccel.data.loader_preparation import DataLoaderConfiguration, prepare_data_loader
-from zeroaccel.data.prepared_loader import PreparedLoader, skip_first_batches
+from zeroaccel.data.prepared_loader import (
+    DataLoaderConfiguration,
+    PreparedLoader,
+    prepare_data_loader,
+    skip_first_batches,
+)
 from zeroaccel.data.training_data import build_dataloader
 
 __all__ = [

@@ -1,8 +1,8 @@
-"""Deals one order of samples out to ranks, round by round: what every loader here gives which rank, and nothing else.
+"""Shards one order of samples over the ranks, round by round, as accelerate's BatchSamplerShard does.
 
-No torch, no process group, no state: the same order in makes the same rounds on every rank. A *round* is what all
-ranks take at once. Its parts, one per rank, lie in it in the order of the ranks, so that gathering a round by rank
-gives back the order of a single process, with what was repeated to fill it up at the very end.
+A *round* is one batch of every rank. The ranks' batches are consecutive parts of it, in the order of the ranks, so that
+an all-gather of a round has the order of a single process, with repeated samples at the very end. Pure: no torch, no
+process group; the same order makes the same rounds on every rank.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from dataclasses import dataclass
 from itertools import chain, cycle, islice
 from typing import Any, Generic, TypeVar
 
-__all__ = ["RankBatch", "ShardingRules", "count_rounds", "deal_batches", "deal_items", "turns_of_rank"]
+__all__ = ["RankBatch", "ShardingRules", "batches_of_rank", "count_rounds", "shard_batches", "shard_items"]
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class ShardingRules:
-    """How an order is dealt.
+    """How an order is sharded.
 
     Attributes:
-        world_size: ranks that take part.
-        split: a batch of the order is divided among the ranks; otherwise each rank takes a whole one.
+        world_size: W.
+        split: each batch of the order is divided among the ranks; otherwise each rank gets complete batches.
         even: the last round is filled up with the first samples, so that all ranks get equally many full batches.
-        drop_last: a round that is not full is left out.
-        batch_size: samples per batch of the order; None where batches differ, which are then dealt as they are.
+        drop_last: an incomplete round is dropped.
+        batch_size: samples per batch of the order; None where batches differ, which then stay as they are.
     """
 
     world_size: int
@@ -45,27 +45,27 @@ class ShardingRules:
 
 @dataclass(frozen=True)
 class RankBatch(Generic[T]):
-    """One rank's part of a round.
+    """One rank's batch of a round.
 
     Attributes:
-        samples: what the rank gets.
-        real: samples of the round, all ranks together, that are not repeated ones; None where all are real.
-        last: this rank has no turn after this one.
+        samples: of the batch.
+        num_real: samples of the round, over all ranks, that are not repetitions; None where none is repeated.
+        last: it is this rank's last batch.
     """
 
     samples: list[T]
-    real: int | None
+    num_real: int | None
     last: bool
 
 
 @dataclass(frozen=True)
 class _Round(Generic[T]):
     parts: list[list[T]]
-    real: int | None
+    num_real: int | None
 
 
-def deal_batches(batches: Iterable[Sequence[T]], rules: ShardingRules) -> Iterator[list[RankBatch[T]]]:
-    """Rounds, each a list of the ranks' turns: shorter than the world where the last ranks get nothing.
+def shard_batches(batches: Iterable[Sequence[T]], rules: ShardingRules) -> Iterator[list[RankBatch[T]]]:
+    """Rounds, each a list of the ranks' batches: fewer than W where the last ranks get none.
 
     Args:
         batches: the order, in batches; all of `rules.batch_size` but the last.
@@ -74,21 +74,21 @@ def deal_batches(batches: Iterable[Sequence[T]], rules: ShardingRules) -> Iterat
     return _with_last(rounds)
 
 
-def deal_items(items: Iterable[T], rules: ShardingRules) -> Iterator[list[RankBatch[T]]]:
-    """As `deal_batches`, of an order that is not cut into batches. `rules.batch_size` is needed."""
-    assert rules.batch_size is not None, "items are dealt in batches of a known size"
+def shard_items(items: Iterable[T], rules: ShardingRules) -> Iterator[list[RankBatch[T]]]:
+    """As `shard_batches`, of an order that is not cut into batches. `rules.batch_size` is needed."""
+    assert rules.batch_size is not None, "items are cut into batches of a known size"
     size = rules.batch_size
     source = iter(items)
-    return deal_batches(iter(lambda: list(islice(source, size)), []), rules)
+    return shard_batches(iter(lambda: list(islice(source, size)), []), rules)
 
 
-def turns_of_rank(rounds: Iterable[list[RankBatch[T]]], rank: int) -> Iterator[RankBatch[T]]:
-    """The turns of one rank; it may have one fewer than those before it where rounds are not evened."""
-    return (turns[rank] for turns in rounds if rank < len(turns))
+def batches_of_rank(rounds: Iterable[list[RankBatch[T]]], rank: int) -> Iterator[RankBatch[T]]:
+    """The batches of one rank; without `even` it may have one fewer than the ranks before it."""
+    return (batches[rank] for batches in rounds if rank < len(batches))
 
 
 def count_rounds(batches: int, rules: ShardingRules, *, rank: int = 0, last_size: int | None = None) -> int:
-    """How many turns `rank` gets of an order of that many batches.
+    """How many batches `rank` gets of an order of that many batches.
 
     Args:
         last_size: samples in the order's last batch, where it is known.
@@ -97,16 +97,16 @@ def count_rounds(batches: int, rules: ShardingRules, *, rank: int = 0, last_size
         part = rules.part
         assert part, "batches that are split have a size"
         size = rules.batch_size if last_size is None else last_size
-        left_out = batches > 0 and (
-            (rules.drop_last and size != rules.batch_size)
-            or (not rules.even and not rules.drop_last and size is not None and size <= rank * part)
-        )
-        return batches - left_out
-    full, rest = divmod(batches, rules.world_size)
+        # The last batch may be too small: for a full round, or for this rank to get a part of it.
+        dropped = rules.drop_last and size != rules.batch_size
+        missed = not rules.even and not rules.drop_last and size is not None and size <= rank * part
+        return batches - (batches > 0 and (dropped or missed))
+    full, remainder = divmod(batches, rules.world_size)
     if rules.drop_last:
-        short = rest == 0 and full > 0 and last_size is not None and last_size != rules.batch_size
-        return full - (short and rules.batch_size is not None)
-    return full + (rest > 0 if rules.even else rest > rank)
+        # The last of the full rounds is incomplete in samples where the last batch is small.
+        small = last_size is not None and rules.batch_size is not None and last_size != rules.batch_size
+        return full - (small and remainder == 0 and full > 0)
+    return full + (remainder > 0 if rules.even else remainder > rank)
 
 
 def _with_last(rounds: Iterator[_Round[T]]) -> Iterator[list[RankBatch[T]]]:
@@ -114,8 +114,8 @@ def _with_last(rounds: Iterator[_Round[T]]) -> Iterator[list[RankBatch[T]]]:
     following = next(rounds, None)
     while (current := following) is not None:
         following = next(rounds, None)
-        left = 0 if following is None else len(following.parts)
-        yield [RankBatch(part, current.real, last=rank >= left) for rank, part in enumerate(current.parts)]
+        num_ranks = 0 if following is None else len(following.parts)
+        yield [RankBatch(part, current.num_real, last=rank >= num_ranks) for rank, part in enumerate(current.parts)]
 
 
 def _equal_sizes(batches: Iterable[Sequence[T]], rules: ShardingRules) -> Iterator[_Round[T]]:
@@ -123,16 +123,18 @@ def _equal_sizes(batches: Iterable[Sequence[T]], rules: ShardingRules) -> Iterat
     assert part, "a part has at least one sample"
     full = part * rules.world_size
     first: list[T] = []
-    for samples in _groups(batches, 1 if rules.split else rules.world_size):
-        taken = list(chain.from_iterable(samples))
-        first = first or taken
-        real = len(taken)
-        if real < full and rules.drop_last:
+    for group in _groups(batches, 1 if rules.split else rules.world_size):
+        samples = list(chain.from_iterable(group))
+        first = first or samples
+        num_real = len(samples)
+        if num_real < full and rules.drop_last:
             return
-        if real < full and rules.even:
-            taken += islice(cycle(first), full - real)
-        cut = [taken[start : start + part] for start in range(0, len(taken), part)]
-        yield _Round(cut, real if real < len(taken) else None)
+        if num_real < full and rules.even:
+            # Filled with the first samples of the epoch, as torch's DistributedSampler does; `cycle`, as there may be
+            # fewer of them than are missing.
+            samples += islice(cycle(first), full - num_real)
+        parts = [samples[start : start + part] for start in range(0, len(samples), part)]
+        yield _Round(parts, num_real if num_real < len(samples) else None)
 
 
 def _uneven_sizes(batches: Iterable[Sequence[T]], rules: ShardingRules) -> Iterator[_Round[T]]:
@@ -140,13 +142,13 @@ def _uneven_sizes(batches: Iterable[Sequence[T]], rules: ShardingRules) -> Itera
     for group in _groups(batches, rules.world_size):
         parts = [list(batch) for batch in group]
         first = first or list(parts)
-        real = len(parts)
-        if real < rules.world_size and rules.drop_last:
+        num_real = len(parts)
+        if num_real < rules.world_size and rules.drop_last:
             return
-        if real < rules.world_size and rules.even:
-            parts += islice(cycle(first), rules.world_size - real)
-        repeated = len(parts) > real
-        yield _Round(parts, sum(map(len, parts[:real])) if repeated else None)
+        if num_real < rules.world_size and rules.even:
+            parts += islice(cycle(first), rules.world_size - num_real)
+        repeated = len(parts) > num_real
+        yield _Round(parts, sum(map(len, parts[:num_real])) if repeated else None)
 
 
 def _groups(batches: Iterable[Any], size: int) -> Iterator[list[Any]]:

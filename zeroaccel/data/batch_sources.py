@@ -1,103 +1,237 @@
-"""Where a prepared loader's batches come from: torch's own loader, over the part of the order that a rank is dealt.
+"""Where a prepared loader's batches come from: an order that all ranks share, and torch's loader over a rank's part.
 
-A source reads an epoch from any of its rounds on. It wraps torch's `DataLoader` with the user's settings of workers,
-collation and pinned memory; orders and parts are `order.py`'s and `batch_sharding.py`'s matter, positions
+`Order` makes the epochs of a sampler the same on all ranks, and again on request: the generator it draws from gets rank
+0's state at the start of every epoch, and the state is remembered. A sampler without a generator is drawn under a seed
+that all ranks share.
+
+A `BatchSource` reads an epoch of that order from any of its rounds on, by torch's `DataLoader` with the user's settings
+of workers, collation and pinned memory. Which samples a rank gets is `batch_sharding.py`'s, the position in an epoch
 `prepared_loader.py`'s.
 """
 
 from __future__ import annotations
 
+import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from zeroaccel.accelerate.nested import map_tensors
+from zeroaccel.checkpoint.plain_codec import random_state, restore_random_state
 from zeroaccel.comm.agree import from_rank_0
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.data.batch_sharding import (
     RankBatch,
     ShardingRules,
+    batches_of_rank,
     count_rounds,
-    deal_batches,
-    deal_items,
-    turns_of_rank,
+    shard_batches,
+    shard_items,
 )
-from zeroaccel.data.order import Order, undisturbed
+from zeroaccel.nested import map_tensors
 
-__all__ = ["BatchSource", "DispatchedSource", "IndexedSource", "StreamSource", "TakenBatch"]
+__all__ = [
+    "BatchSource",
+    "DispatchedSource",
+    "IndexedSource",
+    "LoadedBatch",
+    "Order",
+    "Share",
+    "StreamSource",
+    "indexed_length",
+    "stream_length",
+]
+
+Share = Callable[[Tensor, str], None]
+"""Broadcasts a tensor from rank 0; the text says what it is."""
+
+_CPU = torch.device("cpu")
 
 
-class TakenBatch(NamedTuple):
-    """A batch of one rank, with what its `RankBatch` says of it."""
+# -- the order of an epoch
+
+
+@dataclass(frozen=True)
+class _Epoch:
+    """One epoch before it is drawn.
+
+    Attributes:
+        batches: lists of indices, or what the sampler yields.
+        worker_seed: of the loader's workers.
+    """
+
+    batches: Iterable[Any]
+    worker_seed: int
+
+
+class Order:
+    """The epochs of one sampler.
+
+    Args:
+        sampler: a batch sampler or a sampler; one whose `generator` is None gets a generator.
+        seed: the same on all ranks.
+        seedable: draw epoch e of a `RandomSampler` from the seed `seed + e` alone.
+        share: how ranks get rank 0's state of a generator; None where there are no other ranks.
+        worker_generator: from which torch's loader draws the seed of its workers.
+        stream: `sampler` is an iterable dataset, in an order of its own.
+    """
+
+    def __init__(
+        self,
+        sampler: Any,
+        *,
+        seed: int,
+        seedable: bool = False,
+        share: Share | None = None,
+        worker_generator: torch.Generator | None = None,
+        stream: bool = False,
+    ) -> None:
+        self._sampler = sampler
+        self._chain = _chain(sampler)
+        self._seed = seed
+        self._stream = stream
+        self._share = share
+        self._owner = next((sampler for sampler in self._chain if hasattr(sampler, "generator")), None)
+        self._seedable = seedable and isinstance(self._owner, RandomSampler)
+        self._start: Tensor | None = None
+        if self._owner is not None and self._owner.generator is None:
+            self._owner.generator = torch.Generator().manual_seed(seed)
+        self._worker_generator: torch.Generator | None = None
+        if self._owner is not None and worker_generator is self._owner.generator:
+            self._worker_generator = worker_generator
+
+    def begin(self, number: int) -> _Epoch:
+        """Epoch `number`. (all ranks, where there is `share`)"""
+        for sampler in self._chain:
+            if callable(set_epoch := getattr(sampler, "set_epoch", None)):
+                set_epoch(number)
+        seed = self._seed + number
+        if self._owner is None:
+            return _Epoch(self._drawn(seed), seed)
+        generator: torch.Generator = self._owner.generator
+        if self._seedable:
+            generator.manual_seed(seed)
+        elif self._share is not None:
+            state = generator.get_state()
+            self._share(state, f"generator of epoch {number}")
+            generator.set_state(state)
+        self._start = generator.get_state()
+        if self._worker_generator is not None:
+            # torch's loader draws its workers' seed before the order; a shared generator has to advance the same way.
+            seed = int(torch.empty((), dtype=torch.int64).random_(generator=generator).item())
+        return _Epoch(self._sampler, seed)
+
+    def state(self, *, started: bool) -> Tensor | None:
+        """The generator's state from which the epoch that has begun, or else the next one, is drawn."""
+        if self._owner is None or self._seedable:
+            return None
+        return self._start if started else self._owner.generator.get_state()
+
+    def restore(self, state: Tensor | None) -> None:
+        """The next epoch to begin is drawn from `state`."""
+        if state is not None and self._owner is not None and not self._seedable:
+            self._owner.generator.set_state(state)
+
+    def _drawn(self, seed: int) -> Iterable[Any]:
+        sequential = all(type(sampler) in (BatchSampler, SequentialSampler) for sampler in self._chain)
+        if self._stream or sequential or not isinstance(self._sampler, Sized):
+            return self._sampler  # type: ignore[no-any-return]
+        # A sampler of the user's may draw from any global generator: it runs at once, with all of them seeded alike.
+        with _preserved_rng():
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            torch.default_generator.manual_seed(seed)
+            return list(self._sampler)  # type: ignore[call-overload, no-any-return]
+
+
+@contextmanager
+def _preserved_rng() -> Iterator[None]:
+    """Restores the generators of Python, NumPy and torch (on the CPU) afterwards."""
+    state = random_state(_CPU)
+    try:
+        yield
+    finally:
+        restore_random_state(state, _CPU)
+
+
+def _chain(sampler: Any) -> list[Any]:
+    """A batch sampler, the sampler in it, and so on."""
+    chain: list[Any] = []
+    while sampler is not None and sampler not in chain:
+        chain.append(sampler)
+        sampler = getattr(sampler, "sampler", None)
+    return chain
+
+
+# -- sources
+
+
+class LoadedBatch(NamedTuple):
+    """A collated batch of one rank, with the fields of its `RankBatch`."""
 
     batch: Any
-    real: int | None
+    num_real: int | None
     last: bool
 
 
 class BatchSource(Protocol):
     """Reads epochs."""
 
-    def epoch(self, number: int, skip: int) -> Iterator[TakenBatch]:
+    def epoch(self, number: int, skip: int) -> Iterator[LoadedBatch]:
         """This rank's batches of an epoch, from round `skip` on."""
 
     def state(self, *, started: bool) -> Tensor | None:
-        """What the order of the epoch that has begun, or else of the next one, is drawn from; None for nothing."""
+        """Generator state from which the epoch that has begun, or else the next one, is drawn; None without one."""
 
     def restore(self, state: Tensor | None) -> None:
         """The next epoch is drawn from `state`."""
 
     def __len__(self) -> int:
-        """Batches of this rank per epoch; TypeError where nobody knows."""
+        """Batches of this rank per epoch; TypeError where that is unknown."""
 
 
-@dataclass(frozen=True)
-class _Seat:
-    """Whose turns are read: one rank's, or with None those of all, in their order."""
-
-    rank: int | None
-
-    def turns(self, rounds: Iterable[list[RankBatch[Any]]]) -> Iterator[RankBatch[Any]]:
-        return chain.from_iterable(rounds) if self.rank is None else turns_of_rank(rounds, self.rank)
+def _of_rank(rounds: Iterable[list[RankBatch[Any]]], rank: int | None) -> Iterator[RankBatch[Any]]:
+    """The batches of one rank, or with None those of all ranks in their order."""
+    return chain.from_iterable(rounds) if rank is None else batches_of_rank(rounds, rank)
 
 
 class IndexedSource:
     """A dataset with indices.
 
     Args:
-        given: the user's loader.
+        loader: the user's.
         order: of its sampler.
         rank: whose batches; None for those of all ranks, one after another.
     """
 
-    def __init__(self, given: DataLoader[Any], rules: ShardingRules, order: Order, rank: int | None) -> None:
-        self._given, self._rules, self._order, self._seat = given, rules, order, _Seat(rank)
-        self._single = given.batch_sampler is None
-        self._tags: deque[tuple[int | None, bool]] = deque()
-        self._turns: Iterator[RankBatch[Any]] = iter(())
-        part = _Indices(self._next_indices)
-        how = {"batch_size": None, "sampler": part} if self._single else {"batch_sampler": part}
-        self._inner: DataLoader[Any] = DataLoader(given.dataset, **how, **_reading(given))
+    def __init__(self, loader: DataLoader[Any], rules: ShardingRules, order: Order, rank: int | None) -> None:
+        self._loader, self._rules, self._order, self._rank = loader, rules, order, rank
+        self._single = loader.batch_sampler is None
+        self._fields: deque[tuple[int | None, bool]] = deque()
+        self._batches: Iterator[RankBatch[Any]] = iter(())
+        indices = _Indices(self._next_indices)
+        sampling = {"batch_size": None, "sampler": indices} if self._single else {"batch_sampler": indices}
+        self._reader: DataLoader[Any] = DataLoader(loader.dataset, **sampling, **_settings_of(loader))
 
-    def epoch(self, number: int, skip: int) -> Iterator[TakenBatch]:
-        """As `BatchSource.epoch`; what is skipped is not read."""
-        if callable(set_epoch := getattr(self._given.dataset, "set_epoch", None)):
+    def epoch(self, number: int, skip: int) -> Iterator[LoadedBatch]:
+        """As `BatchSource.epoch`; skipped batches are not read."""
+        if callable(set_epoch := getattr(self._loader.dataset, "set_epoch", None)):
             set_epoch(number)
         epoch = self._order.begin(number)
         batches = ([index] for index in epoch.batches) if self._single else epoch.batches
-        self._turns = self._seat.turns(islice(deal_batches(batches, self._rules), skip, None))
-        self._tags.clear()
-        assert self._inner.generator is not None, "_reading gives one"
-        self._inner.generator.manual_seed(epoch.worker_seed)
-        for batch in self._inner:
-            yield TakenBatch(batch, *self._tags.popleft())
+        self._batches = _of_rank(islice(shard_batches(batches, self._rules), skip, None), self._rank)
+        self._fields.clear()
+        assert self._reader.generator is not None, "_settings_of makes one"
+        self._reader.generator.manual_seed(epoch.worker_seed)
+        for batch in self._reader:
+            yield LoadedBatch(batch, *self._fields.popleft())
 
     def state(self, *, started: bool) -> Tensor | None:
         return self._order.state(started=started)
@@ -106,46 +240,49 @@ class IndexedSource:
         self._order.restore(state)
 
     def __len__(self) -> int:
-        return indexed_length(self._given, self._rules, self._seat.rank or 0)
+        return indexed_length(self._loader, self._rules, self._rank or 0)
 
     def _next_indices(self) -> Iterator[Any]:
-        for turn in self._turns:
-            self._tags.append((turn.real, turn.last))
-            yield turn.samples[0] if self._single else turn.samples
+        # The reader may prefetch, so the fields wait in a queue for the batch that they belong to.
+        for batch in self._batches:
+            self._fields.append((batch.num_real, batch.last))
+            yield batch.samples[0] if self._single else batch.samples
 
 
 class StreamSource:
-    """A dataset that is only iterable. To skip, it reads and drops: only the dataset knows what comes later.
+    """An iterable dataset. Skipped rounds are read and dropped, as only the dataset knows what comes later.
 
     Args:
-        given: the user's loader.
+        loader: the user's.
         rank: whose batches; None for those of all ranks, one after another.
     """
 
-    def __init__(self, given: DataLoader[Any], rules: ShardingRules, order: Order, rank: int | None, seed: int) -> None:
-        self._given, self._rules, self._order, self._seed = given, rules, order, seed
+    def __init__(
+        self, loader: DataLoader[Any], rules: ShardingRules, order: Order, rank: int | None, seed: int
+    ) -> None:
+        self._loader, self._rules, self._order, self._seed = loader, rules, order, seed
         self._rank = rank
-        single = given.batch_size is None
-        assert isinstance(given.dataset, IterableDataset), "a stream"
-        stream = _TurnStream(given.dataset, rules, rank)
-        settings = _reading(given)
-        settings["collate_fn"] = _CollateTurns(given.collate_fn, single=single)
-        self._inner: DataLoader[Any] = DataLoader(stream, batch_size=None, **settings)
+        single = loader.batch_size is None
+        assert isinstance(loader.dataset, IterableDataset), "a stream"
+        stream = _BatchStream(loader.dataset, rules, rank)
+        settings = _settings_of(loader)
+        settings["collate_fn"] = _CollateBatches(loader.collate_fn, single=single)
+        self._reader: DataLoader[Any] = DataLoader(stream, batch_size=None, **settings)
 
-    def epoch(self, number: int, skip: int) -> Iterator[TakenBatch]:
+    def epoch(self, number: int, skip: int) -> Iterator[LoadedBatch]:
         """As `BatchSource.epoch`."""
         self._order.begin(number)
-        assert self._inner.generator is not None, "_reading gives one"
-        self._inner.generator.manual_seed(self._seed + number)
-        rounds: Iterator[list[TakenBatch]] = iter(self._inner)
-        # What the dataset draws while it is read for nothing was drawn before the state was saved.
-        with undisturbed() if skip and self._inner.num_workers == 0 else nullcontext():
+        assert self._reader.generator is not None, "_settings_of makes one"
+        self._reader.generator.manual_seed(self._seed + number)
+        rounds: Iterator[list[LoadedBatch]] = iter(self._reader)
+        # Random numbers that the dataset draws for skipped rounds were drawn before the state was saved already.
+        with _preserved_rng() if skip and self._reader.num_workers == 0 else nullcontext():
             for _ in islice(rounds, skip):
                 pass
-        if self._inner.num_workers:  # each worker knows its own last round only; they read ahead anyway
-            rounds = _marked(rounds)
-        for turns in rounds:
-            yield from (TakenBatch(*turn) for turn in turns)
+        if self._reader.num_workers:  # each worker knows its own last round only
+            rounds = _with_last_of_all(rounds)
+        for batches in rounds:
+            yield from (LoadedBatch(*batch) for batch in batches)
 
     def state(self, *, started: bool) -> Tensor | None:
         return self._order.state(started=started)
@@ -154,14 +291,15 @@ class StreamSource:
         self._order.restore(state)
 
     def __len__(self) -> int:
-        return stream_length(self._given, self._rules, self._rank or 0)
+        return stream_length(self._loader, self._rules, self._rank or 0)
 
 
 class DispatchedSource:
-    """Rank 0 reads, and every rank gets its batch of what rank 0 has read. The others' datasets are never touched.
+    """Rank 0 reads the batches of all ranks and sends them; the other ranks' datasets are never touched.
 
     Args:
-        source: of all ranks' turns; read on rank 0 only.
+        source: of all ranks' batches; read on rank 0 only.
+        length: batches of this rank per epoch.
     """
 
     def __init__(self, source: BatchSource, collectives: Collectives, length: Callable[[], int]) -> None:
@@ -169,14 +307,14 @@ class DispatchedSource:
         self._collectives = collectives
         self._length = length
 
-    def epoch(self, number: int, skip: int) -> Iterator[TakenBatch]:
+    def epoch(self, number: int, skip: int) -> Iterator[LoadedBatch]:
         """As `BatchSource.epoch`. (all ranks, round by round)"""
         rank, world_size = self._collectives.rank, self._collectives.world_size
-        taken = self._source.epoch(number, skip) if rank == 0 else iter(())
+        loaded = self._source.epoch(number, skip) if rank == 0 else iter(())
         label = f"batches of epoch {number} from rank 0"
-        while turns := from_rank_0(self._collectives, lambda: [*map(_compact, islice(taken, world_size))], label):
-            if rank < len(turns):
-                yield TakenBatch(*turns[rank])
+        while batches := from_rank_0(self._collectives, lambda: [*map(_compact, islice(loaded, world_size))], label):
+            if rank < len(batches):
+                yield LoadedBatch(*batches[rank])
 
     def state(self, *, started: bool) -> Tensor | None:
         return self._source.state(started=started) if self._collectives.rank == 0 else None
@@ -189,88 +327,89 @@ class DispatchedSource:
         return self._length()
 
 
-def indexed_length(given: DataLoader[Any], rules: ShardingRules, rank: int) -> int:
+def indexed_length(loader: DataLoader[Any], rules: ShardingRules, rank: int) -> int:
     """Batches of `rank` per epoch; TypeError where the sampler has no length."""
-    sampler: Any = given.batch_sampler if given.batch_sampler is not None else given.sampler
+    sampler: Any = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
     batches, last_size = len(sampler), None
     if rules.batch_size is not None and batches:
         try:
-            samples = batches if given.batch_sampler is None else len(sampler.sampler)
+            samples = batches if loader.batch_sampler is None else len(sampler.sampler)
             last_size = rules.batch_size if samples >= batches * rules.batch_size else samples % rules.batch_size
         except (AttributeError, TypeError):
             last_size = None  # a batch sampler of the user's own
     return count_rounds(batches, rules, rank=rank, last_size=last_size)
 
 
-def stream_length(given: DataLoader[Any], rules: ShardingRules, rank: int) -> int:
+def stream_length(loader: DataLoader[Any], rules: ShardingRules, rank: int) -> int:
     """Batches of `rank` per epoch; TypeError where the dataset does not know its length."""
-    items: int = len(given.dataset)  # type: ignore[arg-type]
-    assert rules.batch_size, "streams are dealt in batches of a known size"
+    items: int = len(loader.dataset)  # type: ignore[arg-type]
+    assert rules.batch_size, "streams are cut into batches of a known size"
     batches = -(-items // rules.batch_size)
     return count_rounds(batches, rules, rank=rank, last_size=items - (batches - 1) * rules.batch_size)
 
 
 class _Indices:
-    """A sampler that gives what it is told."""
+    """A sampler over the current epoch of a source."""
 
-    def __init__(self, following: Callable[[], Iterator[Any]]) -> None:
-        self._following = following
+    def __init__(self, start: Callable[[], Iterator[Any]]) -> None:
+        self._start = start
 
     def __iter__(self) -> Iterator[Any]:
-        return self._following()
+        return self._start()
 
 
-class _TurnStream(IterableDataset[Any]):
-    """Lists of turns: one rank's, singly, or all ranks' of a round."""
+class _BatchStream(IterableDataset[Any]):
+    """Lists of rank batches: one rank's, singly, or all ranks' of a round."""
 
     def __init__(self, items: Iterable[Any], rules: ShardingRules, rank: int | None) -> None:
         self._items, self._rules, self._rank = items, rules, rank
 
     def __iter__(self) -> Iterator[list[RankBatch[Any]]]:
-        rounds = deal_items(self._items, self._rules)
+        rounds = shard_items(self._items, self._rules)
         if self._rank is None:
             return rounds
-        return ([turn] for turn in turns_of_rank(rounds, self._rank))
+        return ([batch] for batch in batches_of_rank(rounds, self._rank))
 
 
-class _CollateTurns:
-    """Collates each turn of a list; an object of its own, for it travels to workers."""
+class _CollateBatches:
+    """Collates each batch of a list; a class, because workers pickle it."""
 
     def __init__(self, collate: Callable[[Any], Any], *, single: bool) -> None:
         self._collate, self._single = collate, single
 
-    def __call__(self, turns: list[RankBatch[Any]]) -> list[tuple[Any, int | None, bool]]:
+    def __call__(self, batches: list[RankBatch[Any]]) -> list[tuple[Any, int | None, bool]]:
         return [
-            (self._collate(turn.samples[0] if self._single else turn.samples), turn.real, turn.last) for turn in turns
+            (self._collate(batch.samples[0] if self._single else batch.samples), batch.num_real, batch.last)
+            for batch in batches
         ]
 
 
-def _reading(given: DataLoader[Any]) -> dict[str, Any]:
-    """How the user's loader reads. The generator is a new one: torch draws from it, or else from the run's own."""
+def _settings_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """The user's settings of reading, with a new generator: torch's loader would else draw from the global one."""
     settings: dict[str, Any] = {
-        "num_workers": given.num_workers,
-        "collate_fn": given.collate_fn,
-        "pin_memory": given.pin_memory,
-        "timeout": given.timeout,
-        "worker_init_fn": given.worker_init_fn,
-        "multiprocessing_context": given.multiprocessing_context,
-        "persistent_workers": given.persistent_workers,
+        "num_workers": loader.num_workers,
+        "collate_fn": loader.collate_fn,
+        "pin_memory": loader.pin_memory,
+        "timeout": loader.timeout,
+        "worker_init_fn": loader.worker_init_fn,
+        "multiprocessing_context": loader.multiprocessing_context,
+        "persistent_workers": loader.persistent_workers,
         "generator": torch.Generator(),
     }
-    return settings | ({"prefetch_factor": given.prefetch_factor} if given.num_workers else {})
+    return settings | ({"prefetch_factor": loader.prefetch_factor} if loader.num_workers else {})
 
 
-def _marked(rounds: Iterator[Any]) -> Iterator[Any]:
-    """With `last` on the turns of the last round and no other."""
+def _with_last_of_all(rounds: Iterator[Any]) -> Iterator[Any]:
+    """Rounds with `last` true in the last of all rounds only; workers read ahead anyway, so that this costs nothing."""
     following = next(rounds, None)
     while (current := following) is not None:
         following = next(rounds, None)
-        yield [(batch, real, following is None) for batch, real, _ in current]
+        yield [(batch, num_real, following is None) for batch, num_real, _ in current]
 
 
-def _compact(taken: TakenBatch) -> TakenBatch:
-    """A tensor that is a small view of a large storage would be sent with all of it."""
-    return TakenBatch(map_tensors(_own_storage, taken.batch), taken.real, taken.last)
+def _compact(loaded: LoadedBatch) -> LoadedBatch:
+    # Pickle sends the storage of a tensor, all of it also for a small view.
+    return LoadedBatch(map_tensors(_own_storage, loaded.batch), loaded.num_real, loaded.last)
 
 
 def _own_storage(tensor: Tensor) -> Tensor:

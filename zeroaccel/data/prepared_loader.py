@@ -1,43 +1,58 @@
-"""The loader that a training loop iterates over after `prepare`: this rank's batches, on its device, and where it is.
+"""The loader that a training loop iterates over after `prepare`: this rank's batches, on its device, with a position.
 
-Every iteration is the next epoch. The position (epoch, batches of it already given) is plain data: a loader that loads
-it goes on with the very next batch. What a batch consists of is the source's matter.
+`prepare_data_loader` checks a user's `DataLoader` and makes a `PreparedLoader` of it. Its position (epoch, batches
+yielded) is plain data: a loader that loads it goes on with the very next batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from zeroaccel.accelerate.nested import batch_size_of
-from zeroaccel.data.batch_sources import BatchSource, TakenBatch
+from zeroaccel.comm.agree import agreed
+from zeroaccel.comm.collectives import Collectives
+from zeroaccel.data.batch_sharding import ShardingRules
+from zeroaccel.data.batch_sources import (
+    BatchSource,
+    DispatchedSource,
+    IndexedSource,
+    LoadedBatch,
+    Order,
+    Share,
+    StreamSource,
+    indexed_length,
+    stream_length,
+)
 from zeroaccel.errors import CheckpointError, UsageError
 from zeroaccel.logs import logger
+from zeroaccel.nested import batch_size_of, to_device
 
-__all__ = ["LoaderProgress", "PreparedLoader", "skip_first_batches"]
+__all__ = ["DataLoaderConfiguration", "LoaderProgress", "PreparedLoader", "prepare_data_loader", "skip_first_batches"]
 
 
 class LoaderProgress(Protocol):
-    """Who wants to know which loaders are being iterated over: an accelerator's `GradientState`."""
+    """Registers the loaders that are being iterated: an accelerator's `GradientState`."""
 
     def add_dataloader(self, loader: Any) -> None:
         """An iteration over `loader` begins."""
 
     def remove_dataloader(self, loader: Any) -> None:
-        """It has ended, or nobody goes on with it."""
+        """The iteration has ended or was abandoned."""
 
 
 @dataclass
 class _Position:
-    """Where in which epoch.
+    """A position in the data.
 
     Attributes:
         epoch: counts iterations over the loader.
-        batches: of the epoch, given so far.
-        next_: the next iteration begins here; False once one has begun, for the next is then another epoch.
+        batches: of the epoch, yielded so far.
+        next_: the next iteration begins here; False once one has begun, as the next is then another epoch.
     """
 
     epoch: int = 0
@@ -46,41 +61,41 @@ class _Position:
 
 
 class PreparedLoader(DataLoader[Any]):
-    """One rank's batches. Made by `prepare_data_loader`.
+    """One rank's batches, made by `prepare_data_loader`. Every iteration is the next epoch.
 
-    A `DataLoader` by type, for code that asks; attributes that are not listed here are those of the loader that was
-    given (`dataset`, `batch_size`, `collate_fn`...), whose settings it reads with.
+    A `DataLoader` by type; attributes that are not listed here (`dataset`, `batch_size`, `collate_fn`...) are those of
+    the user's loader, with whose settings it reads.
 
     Args:
-        given: the user's loader.
+        loader: the user's.
         source: of the batches.
-        world_size: ranks that share the data.
+        world_size: W.
         samples_per_round: samples of all ranks' batches together; None where batches differ.
-        place: puts a batch where it is computed with.
-        watch: told of every iteration.
+        place: moves a batch to its device.
+        progress: registers every iteration.
 
     Attributes:
-        end_of_dataloader: whether the batch given last was this rank's last of the epoch.
-        remainder: how many samples of the last round are not repeated ones, over all ranks; -1 where all count.
+        end_of_dataloader: whether the batch yielded last was this rank's last of the epoch.
+        remainder: samples of the last round, over all ranks, that are not repetitions; -1 where none is repeated.
     """
 
     def __init__(
         self,
-        given: DataLoader[Any],
+        loader: DataLoader[Any],
         source: BatchSource,
         *,
         world_size: int,
         samples_per_round: int | None,
         place: Callable[[Any], Any],
-        watch: LoaderProgress | None = None,
+        progress: LoaderProgress | None = None,
     ) -> None:
-        # Not initialised as a DataLoader: it has no settings of its own.
-        self._given = given
+        # No super().__init__: a DataLoader checks and stores settings, of which this has none.
+        self._loader = loader
         self._source = source
         self._world_size = world_size
         self._samples_per_round = samples_per_round
         self._place = place
-        self._watch = watch
+        self._progress = progress
         self._position = _Position()
         self.end_of_dataloader = False
         self.remainder = -1
@@ -93,10 +108,10 @@ class PreparedLoader(DataLoader[Any]):
         return len(self._source)
 
     def __getattr__(self, name: str) -> Any:
-        given = self.__dict__.get("_given")
-        if given is None or name.startswith("__"):
+        loader = self.__dict__.get("_loader")
+        if loader is None or name.startswith("__"):
             raise AttributeError(name)
-        return getattr(given, name)
+        return getattr(loader, name)
 
     @property
     def epoch(self) -> int:
@@ -105,7 +120,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def batches_given(self) -> int:
-        """Batches of `epoch` that have been given."""
+        """Batches of `epoch` that have been yielded."""
         return self._position.batches
 
     @property
@@ -125,8 +140,8 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def total_dataset_length(self) -> int:
-        """Items of the dataset, whoever gets them; TypeError where it has no length."""
-        return len(self._given.dataset)  # type: ignore[arg-type]
+        """Items of the dataset, over all ranks; TypeError where it has no length."""
+        return len(self._loader.dataset)  # type: ignore[arg-type]
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is this epoch, from its first batch, unless a position in it has been loaded."""
@@ -135,7 +150,7 @@ class PreparedLoader(DataLoader[Any]):
             self._position = _Position(epoch)
 
     def iterate(self, start: int | None) -> Iterator[Any]:
-        """The next epoch from batch `start` on; with None from where the position says."""
+        """The next epoch from batch `start` on; with None from the position."""
         position = self._position
         if not position.next_:
             position.epoch, position.batches = position.epoch + 1, 0
@@ -143,27 +158,28 @@ class PreparedLoader(DataLoader[Any]):
             position.batches = start
         position.next_ = False
         self.end_of_dataloader, self.remainder = False, -1
-        if self._watch is not None:
-            self._watch.add_dataloader(self)
-        taken: TakenBatch | None = None
+        if self._progress is not None:
+            self._progress.add_dataloader(self)
+        loaded: LoadedBatch | None = None
         try:
-            for taken in self._source.epoch(position.epoch, position.batches):
-                self._note(taken, position)
-                yield self._place(taken.batch)
+            for loaded in self._source.epoch(position.epoch, position.batches):
+                self._advance(loaded, position)
+                yield self._place(loaded.batch)
         finally:
-            if self._watch is not None:
-                self._watch.remove_dataloader(self)
-        if taken is None and position is self._position:  # an epoch of which nothing was left
+            if self._progress is not None:
+                self._progress.remove_dataloader(self)
+        if loaded is None and position is self._position:  # the position was at the end of the epoch
             position.epoch, position.batches, position.next_ = position.epoch + 1, 0, True
 
-    def _note(self, taken: TakenBatch, position: _Position) -> None:
-        self.end_of_dataloader = taken.last
+    def _advance(self, loaded: LoadedBatch, position: _Position) -> None:
+        self.end_of_dataloader = loaded.last
         self.remainder = -1
-        if taken.real is not None:
-            single = self._given.batch_size is None and self._given.batch_sampler is None
-            self.remainder = taken.real * ((batch_size_of(taken.batch) or 1) if single else 1)
+        if loaded.num_real is not None:
+            # Without a batch size the dataset makes the batches, and `num_real` counts batches.
+            single = self._loader.batch_size is None and self._loader.batch_sampler is None
+            self.remainder = loaded.num_real * ((batch_size_of(loaded.batch) or 1) if single else 1)
         position.batches += 1
-        if taken.last:  # what is saved in the last batch's turn goes on with the next epoch
+        if loaded.last:  # a state that is saved during the last batch resumes with the next epoch
             position.epoch, position.batches, position.next_ = position.epoch + 1, 0, True
 
     def state_dict(self) -> dict[str, Any]:
@@ -179,10 +195,10 @@ class PreparedLoader(DataLoader[Any]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The next iteration goes on behind the batch that was given last when `state` was made.
+        """The next iteration goes on after the batch that was yielded last when `state` was made.
 
-        Where other ranks' numbers share the data now, it starts at the same sample if a round starts there, else at
-        the start of the round before, with a warning.
+        On another number of ranks it starts at the same sample if a round starts there, else at the start of the round
+        before, with a warning.
 
         Raises:
             CheckpointError: it is not the state of a loader of this length.
@@ -214,13 +230,13 @@ class PreparedLoader(DataLoader[Any]):
                 expected="the number of ranks it was saved with, as batches have no common size",
                 fix="resume on as many ranks, or from the end of an epoch",
             )
-        rounds, between = divmod(batches * samples_then, now)
-        if between:
+        rounds, repeated = divmod(batches * samples_then, now)
+        if repeated:
             logger.warning(
                 "loader: saved after %d samples, which is no multiple of %d; the last %d of them come again",
                 batches * samples_then,
                 now,
-                between,
+                repeated,
             )
         return rounds
 
@@ -232,7 +248,7 @@ class PreparedLoader(DataLoader[Any]):
 
 
 class _SkippingLoader(DataLoader[Any]):
-    """A loader whose every epoch starts at a later batch; otherwise the loader itself."""
+    """A loader whose epochs start at a later batch; otherwise the loader itself."""
 
     def __init__(self, loader: DataLoader[Any], skipped: int) -> None:
         self._loader, self._skipped = loader, skipped
@@ -265,10 +281,190 @@ class _SkippingLoader(DataLoader[Any]):
 def skip_first_batches(dataloader: DataLoader[Any], num_batches: int = 0) -> DataLoader[Any]:
     """`dataloader` with each of its epochs starting at batch `num_batches`.
 
-    Of a prepared loader this shares the position. It says where an epoch starts, not how far to go from there: a loader
-    whose position was loaded, and which is told to skip as many batches again, skips them once.
+    Of a prepared loader this shares the position, and sets where an epoch starts: a loader whose position was loaded
+    and which skips as many batches again skips them once.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> from zeroaccel import skip_first_batches
+        >>> loader = DataLoader(range(8), batch_size=2)
+        >>> [batch.tolist() for batch in skip_first_batches(loader, 2)]
+        [[4, 5], [6, 7]]
     """
     if num_batches < 0:
         raise UsageError("skip_first_batches(num_batches)", expected="0 or more", got=num_batches)
     loader = dataloader._loader if isinstance(dataloader, _SkippingLoader) else dataloader
     return _SkippingLoader(loader, num_batches)
+
+
+# -- from the user's loader
+
+
+@dataclass
+class DataLoaderConfiguration:
+    """How loaders are sharded over the ranks.
+
+    Attributes:
+        split_batches: each batch of the loader is divided among the ranks; otherwise each rank gets batches of the
+            loader's size, and a global batch is W times as large.
+        dispatch_batches: rank 0 reads all batches and sends them; by default for iterable datasets.
+        even_batches: the last round is filled up with the first samples, so that all ranks get equally many full
+            batches. Without it a rank may get a batch fewer, and must not wait for the others.
+        use_seedable_sampler: the order of epoch e is drawn from `data_seed + e` alone.
+        data_seed: of the order of samples; by default rank 0's `torch.initial_seed()`.
+        non_blocking: copy to the device without waiting, which needs `pin_memory`.
+        use_stateful_dataloader: that a loader has `state_dict()` and `load_state_dict()`. All have them.
+
+    Example:
+        >>> from zeroaccel import Accelerator, DataLoaderConfiguration
+        >>> settings = DataLoaderConfiguration(use_seedable_sampler=True, data_seed=42)
+        >>> accelerator = Accelerator(dataloader_config=settings)
+        >>> accelerator.use_seedable_sampler
+        True
+    """
+
+    split_batches: bool = False
+    dispatch_batches: bool | None = None
+    even_batches: bool = True
+    use_seedable_sampler: bool = False
+    data_seed: int | None = None
+    non_blocking: bool = False
+    use_stateful_dataloader: bool = False
+
+
+def prepare_data_loader(
+    loader: DataLoader[Any],
+    settings: DataLoaderConfiguration | None = None,
+    *,
+    collectives: Collectives | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    device: torch.device | str | None = None,
+    watch: LoaderProgress | None = None,
+) -> PreparedLoader:
+    """This rank's shard of a loader; a prepared one is returned as it is. (all ranks, where there are collectives)
+
+    Args:
+        loader: yields the batches of a single process; the same on all ranks.
+        settings: by default `DataLoaderConfiguration()`.
+        collectives: for sharing a random order, and for dispatching.
+        rank, world_size: of the shard; by default those of `collectives`, or 0 of 1.
+        device: to which batches are moved; None leaves them.
+        watch: registers every iteration.
+
+    Raises:
+        UsageError: it is no loader, is sharded already, or cannot be sharded in the way the settings ask for.
+    """
+    if isinstance(loader, PreparedLoader):
+        return loader
+    settings = settings or DataLoaderConfiguration()
+    if rank is None:
+        rank = collectives.rank if collectives is not None else 0
+    if world_size is None:
+        world_size = collectives.world_size if collectives is not None else 1
+    with nullcontext() if collectives is None else agreed(collectives, "prepare: dataloader"):
+        _check(loader)
+        rules = _rules(loader, settings, world_size)
+    stream = isinstance(loader.dataset, IterableDataset)
+    dispatches = stream if settings.dispatch_batches is None else settings.dispatch_batches
+    dispatches = dispatches and world_size > 1
+    share = _share(collectives) if collectives is not None and world_size > 1 else None
+    seed = _seed(settings.data_seed, share)
+    sampler = loader.batch_sampler if loader.batch_sampler is not None else loader.sampler
+    # Under dispatch only rank 0 draws the order, so there is no state to share.
+    order = Order(
+        loader.dataset if stream else sampler,
+        seed=seed,
+        seedable=settings.use_seedable_sampler,
+        share=None if dispatches else share,
+        worker_generator=loader.generator,
+        stream=stream,
+    )
+    of_rank = None if dispatches else rank
+    source: BatchSource
+    if stream:
+        source = StreamSource(loader, rules, order, of_rank, seed)
+    else:
+        source = IndexedSource(loader, rules, order, of_rank)
+    if dispatches:
+        if collectives is None:
+            raise UsageError("prepare_data_loader(collectives)", expected="a way from rank 0 to the others", got=None)
+        source = DispatchedSource(source, collectives, lambda: _length(loader, rules, rank))
+    return PreparedLoader(
+        loader,
+        source,
+        world_size=world_size,
+        samples_per_round=_samples_per_round(loader, rules),
+        place=lambda batch: to_device(batch, device, non_blocking=settings.non_blocking) if device else batch,
+        progress=watch,
+    )
+
+
+def _check(loader: Any) -> None:
+    where = "prepare: dataloader"
+    if not isinstance(loader, DataLoader):
+        raise UsageError(where, expected="a torch.utils.data.DataLoader", got=type(loader).__name__)
+    own = type(loader).__iter__ is not DataLoader.__iter__
+    if own and not type(loader).__module__.startswith("torchdata."):
+        raise UsageError(
+            where,
+            expected="a loader that iterates as torch's does, as it is taken apart and read in another order",
+            got=f"{type(loader).__name__}, with an __iter__ of its own",
+            fix="move what it does into the dataset or collate_fn, or do not prepare it and deal the data out yourself",
+        )
+    samplers = (loader.sampler, getattr(loader.batch_sampler, "sampler", None))
+    if any(isinstance(sampler, DistributedSampler) for sampler in samplers):
+        raise UsageError(
+            where,
+            expected="a loader of the whole dataset, which prepare() deals out to the ranks",
+            got="one with a DistributedSampler, which has dealt it out already",
+            fix="leave the sampler out (shuffle=True if it shuffled), or do not prepare this loader",
+        )
+    if loader.num_workers and not getattr(loader, "in_order", True):
+        raise UsageError(
+            where, expected="batches in their order, as a position is a count of them", got="in_order=False"
+        )
+
+
+def _rules(loader: DataLoader[Any], settings: DataLoaderConfiguration, world_size: int) -> ShardingRules:
+    batches: Any = loader.batch_sampler
+    if loader.batch_size is not None:
+        size: int | None = loader.batch_size
+    elif batches is None:  # the dataset makes the batches
+        size = 1
+    else:
+        size = getattr(batches, "batch_size", None)
+    split = settings.split_batches and world_size > 1
+    if split and (size is None or (batches is None and loader.batch_size is None) or size % world_size):
+        raise UsageError(
+            "split_batches=True: the loader's batch size",
+            expected=f"a multiple of the {world_size} ranks, which share each batch",
+            got=size if batches is not None or loader.batch_size is not None else "batches that the dataset makes",
+            fix="choose another batch_size, or set split_batches to False",
+        )
+    # A batch sampler of the user's own says itself what it drops.
+    drop_last = bool(loader.drop_last or getattr(batches, "drop_last", False))
+    return ShardingRules(world_size, split, settings.even_batches, drop_last, size)
+
+
+def _length(loader: DataLoader[Any], rules: ShardingRules, rank: int) -> int:
+    if isinstance(loader.dataset, IterableDataset):
+        return stream_length(loader, rules, rank)
+    return indexed_length(loader, rules, rank)
+
+
+def _samples_per_round(loader: DataLoader[Any], rules: ShardingRules) -> int | None:
+    if rules.batch_size is None or (loader.batch_sampler is None and loader.batch_size is None):
+        return None
+    return rules.batch_size * (1 if rules.split else rules.world_size)
+
+
+def _share(collectives: Collectives) -> Share:
+    return lambda tensor, what: collectives.broadcast(tensor, 0, f"loader: {what}")
+
+
+def _seed(data_seed: int | None, share: Share | None) -> int:
+    seed = torch.tensor((torch.initial_seed() if data_seed is None else data_seed) % 2**62)
+    if share is not None:
+        share(seed, "seed of the order")
+    return int(seed.item())

@@ -1,6 +1,6 @@
-"""The loader that `zeroaccel.initialize(training_data=...)` makes: each rank's part of a dataset, in micro-batches.
+"""The loader of `zeroaccel.initialize(training_data=...)`: each rank's shard of a dataset, in micro-batches.
 
-Every rank gets the same number of batches, whatever the dataset's length: a rank with one batch fewer would leave the
+Every rank gets the same number of batches for any length of the dataset: a rank with one batch fewer would leave the
 others waiting in a collective. Knows no process group and no device; batches are on the CPU as `collate_fn` makes them.
 """
 
@@ -31,18 +31,18 @@ def build_dataloader(
     num_workers: int = 0,
     pin_memory: bool = False,
 ) -> DataLoader[Any]:
-    """A loader of this rank's part of `dataset`.
+    """A loader of this rank's shard of `dataset`.
 
     A dataset with indices is shuffled, differently in each epoch: every new iteration over the loader is the next one
-    (`loader.sampler.set_epoch(n)` chooses another, as on resuming). A dataset that is only iterable is dealt out item
-    by item, item i to rank i mod world_size, so all ranks must see the same order in it; if it has `set_epoch`, that is
-    called before each iteration. Where the length is not a multiple of the world size, ranks that come up short repeat
-    an earlier item; with `drop_last` an iterable's last incomplete round is left out instead.
+    (`loader.sampler.set_epoch(n)` chooses another, as on resuming). Of an iterable dataset, item i goes to rank
+    i mod world_size, so all ranks must see the same order in it; if it has `set_epoch`, that is called before each
+    iteration. Where the length is not a multiple of the world size, the last ranks repeat an earlier item; with
+    `drop_last` an iterable's last incomplete round is dropped instead.
 
     Args:
         dataset: has `__getitem__` and `__len__` (indices), or `__iter__`.
         micro_batch_size: items per batch.
-        rank, world_size: which part.
+        rank, world_size: of the shard.
         collate_fn: makes a batch of a list of items; torch's default stacks tensors.
         drop_last: leave out a last batch that is not full.
         seed: of the shuffling, the same on all ranks.
@@ -53,6 +53,12 @@ def build_dataloader(
     Raises:
         UsageError: the dataset cannot be read in one of the two ways, or has no batch for this rank; or an argument is
             out of range.
+
+    Example:
+        >>> from zeroaccel.data import build_dataloader
+        >>> loader = build_dataloader(range(10), micro_batch_size=2, rank=0, world_size=2, shuffle=False)
+        >>> [batch.tolist() for batch in loader]
+        [[0, 2], [4, 6], [8]]
     """
     if micro_batch_size < 1:
         raise UsageError("build_dataloader: micro_batch_size", expected="at least 1", got=micro_batch_size)
@@ -66,7 +72,7 @@ def build_dataloader(
         _check_length(dataset, len(sampler), micro_batch_size, drop_last)
     else:
         _check_iterable(dataset, num_workers)
-        part = _Dealt(dataset, rank, world_size, drop_last)
+        part = _RoundRobin(dataset, rank, world_size, drop_last)
     # A generator of its own, as the loader otherwise draws from torch's and shifts the run's random numbers.
     generator = torch.Generator().manual_seed(seed + rank)
     return DataLoader(
@@ -82,7 +88,7 @@ def build_dataloader(
 
 
 class _EpochSampler(DistributedSampler[Any]):
-    """Goes on to the next epoch, that is another order, each time it has given one."""
+    """Advances to the next epoch, and so to another order, with every iteration."""
 
     def __init__(self, dataset: Any, world_size: int, rank: int, *, shuffle: bool, seed: int) -> None:
         super().__init__(dataset, num_replicas=world_size, rank=rank, shuffle=shuffle, seed=seed)
@@ -93,7 +99,7 @@ class _EpochSampler(DistributedSampler[Any]):
         return order
 
 
-class _Dealt(IterableDataset[Any]):
+class _RoundRobin(IterableDataset[Any]):
     """Every `world_size`-th item of an iterable, equally many on each rank."""
 
     def __init__(self, items: Iterable[Any], rank: int, world_size: int, drop_last: bool) -> None:
@@ -109,10 +115,10 @@ class _Dealt(IterableDataset[Any]):
         self.epoch += 1
         items = iter(self._items)
         first: list[Any] = []
-        while deal := list(islice(items, self._world_size)):
-            first = first or deal
-            if self._rank < len(deal) and (len(deal) == self._world_size or not self._drop_last):
-                yield deal[self._rank]
+        while group := list(islice(items, self._world_size)):
+            first = first or group
+            if self._rank < len(group) and (len(group) == self._world_size or not self._drop_last):
+                yield group[self._rank]
             elif not self._drop_last:
                 yield first[self._rank % len(first)]
 

@@ -1,17 +1,29 @@
-"""How much memory training takes, before anything is started: per rank, on device, host and disk, for every plan.
+"""Memory and traffic of training, before anything is started: per rank, on device, host and disk, for every plan.
 
-    from zeroaccel.estimate import Capacity, Workload, plan_table
-    rows = plan_table("7b", Workload(ranks=8, sequence=4096), Capacity(device=80 * 2**30, host=1000 * 2**30))
+Exact for the memory of tensors, since the engine itself is run on tensors without data (`simulate`). Needs no process
+group, no accelerator and no weights. Importing it imports torch.
 
-Exact for what tensors take, since the engine itself is run on tensors without data (`simulate`). A face beside
-`initialize`: it needs no process group, no accelerator and no weights. Importing it imports torch.
+Example:
+    >>> from zeroaccel.estimate import Capacity, Workload, plan_table
+    >>> machine = Capacity(device=80 * 2**30, host=1000 * 2**30)
+    >>> rows = plan_table("1m", Workload(ranks=8, sequence=128), machine)
+    >>> rows[0].recommended, rows[0].estimate.name
+    (True, 'stage 1')
 """
 
 from __future__ import annotations
 
-from zeroaccel.estimate.plans import HEADROOM, PLANS, PlanRow, estimate, plan_table, verdict
+from zeroaccel.estimate.plans import (
+    HEADROOM,
+    PLANS,
+    PlanRow,
+    TrafficRow,
+    check_capacity,
+    estimate,
+    plan_table,
+    traffic_table,
+)
 from zeroaccel.estimate.subject import Subject, subject
-from zeroaccel.estimate.traffic_table import TrafficRow, traffic_table
 from zeroaccel.estimate.workload import Capacity, Estimate, MemoryByKind, Offload, OptimizerName, Precision, Workload
 
 __all__ = [
@@ -27,9 +39,9 @@ __all__ = [
     "Subject",
     "TrafficRow",
     "Workload",
+    "check_capacity",
     "estimate",
     "plan_table",
     "subject",
     "traffic_table",
-    "verdict",
 ]

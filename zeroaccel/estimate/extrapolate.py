@@ -1,10 +1,10 @@
-"""The step of a long model from those of three short ones: blocks that are alike take alike, so a few tell of all.
+"""Extrapolates the memory of one step over depth: the trace of a deep model from those of three shallow ones.
 
-[Note: lengthening] Three models that have the same blocks, one more each, take steps of the same operations, one block
-more of them each. What is held at an operation, counted from the nearer end of its phase, grows from the first to the
-second model as from the second to the third; that is checked for every operation, and then it grows on like this. At
-operations between those that are looked at something between their amounts is held, so that the peak is at one of them.
-Only what is padded grows in steps, by less than a part in `_ROUNDING`. Pure arithmetic, without torch.
+[Note: extrapolation over depth] Three models of n, n + 1 and n + 2 equal blocks run steps of the same operations, with
+one block more of them each. At every operation, counted from the nearer end of its phase, the memory must grow from the
+first to the second model as from the second to the third; if it does at all of them, it is taken to grow on linearly.
+The operations in between have amounts between those of their neighbours, so the peak is at one of the operations
+compared. Only padding grows in steps, by less than one part in `_ROUNDING`. Pure arithmetic, without torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby, zip_longest
 from typing import NamedTuple, TypeVar
 
-__all__ = ["MemoryTrace", "Moment", "lengthen"]
+__all__ = ["MemoryTrace", "Moment", "extrapolate_depth"]
 
 _ROUNDING = 10**5
 
@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 
 class Moment(NamedTuple):
-    """What is held after one operation, in bytes.
+    """Live memory after one operation, in bytes.
 
     Attributes:
-        phase: how many parts of the step are over.
+        phase: number of phases of the step that are complete.
     """
 
     phase: int
@@ -37,11 +37,11 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryTrace:
-    """One step of a model.
+    """Memory over one step of a model.
 
     Attributes:
         numel: parameters of the model.
-        moments: in order.
+        moments: in the order of the operations.
         shards, trained: as in `simulate.Simulated`.
     """
 
@@ -51,35 +51,35 @@ class MemoryTrace:
     trained: tuple[int, ...]
 
 
-def lengthen(courses: Sequence[MemoryTrace], more: int) -> MemoryTrace | None:
-    """The step of a model with `more` blocks than the last of three; None if they do not grow evenly.
+def extrapolate_depth(traces: Sequence[MemoryTrace], more: int) -> MemoryTrace | None:
+    """The trace of a model with `more` blocks than the last of three; None if they do not grow evenly.
 
     Args:
-        courses: of models with n, n + 1 and n + 2 blocks.
+        traces: of models with n, n + 1 and n + 2 blocks.
     """
-    phases = [[list(part) for _, part in groupby(one.moments, lambda moment: moment.phase)] for one in courses]
+    phases = [[list(group) for _, group in groupby(trace.moments, lambda moment: moment.phase)] for trace in traces]
     moments: list[Moment] = []
-    for parts in zip_longest(*phases, fillvalue=[]):
-        grown = _grown(parts, more)
+    for groups in zip_longest(*phases, fillvalue=[]):
+        grown = _grow(groups, more)
         if grown is None:
             return None
         moments += (Moment(*amounts) for amounts in grown)
-    shards = _grown([one.shards for one in courses], more, repeat=True)
-    trained = _grown([[(numel,) for numel in one.trained] for one in courses], more, repeat=True)
-    numel = _grown([[(one.numel,)] for one in courses], more)
+    shards = _grow([trace.shards for trace in traces], more, repeat=True)
+    trained = _grow([[(numel,) for numel in trace.trained] for trace in traces], more, repeat=True)
+    numel = _grow([[(trace.numel,)] for trace in traces], more)
     if shards is None or trained is None or numel is None:
         return None
     pairs = tuple((elements, nbytes) for elements, nbytes in shards)
-    return MemoryTrace(numel[0][0], tuple(moments), pairs, tuple(one for (one,) in trained))
+    return MemoryTrace(numel[0][0], tuple(moments), pairs, tuple(count for (count,) in trained))
 
 
-def _grown(
+def _grow(
     sequences: Sequence[Sequence[tuple[int, ...]]], more: int, *, repeat: bool = False
 ) -> list[tuple[int, ...]] | None:
     """The amounts of the third of three sequences, grown `more` times again; None if they do not grow evenly.
 
     Args:
-        repeat: put in the amounts of `more` blocks, too, and not only those of the blocks at the ends.
+        repeat: insert the amounts of `more` blocks, too, beside those of the blocks at both ends.
     """
     first, second, third = sequences
     size = len(third) - len(second)
@@ -88,13 +88,17 @@ def _grown(
     grown = []
     largest = max(map(max, third))
     for index, amounts in enumerate(third):
-        before, earlier = (other[_nearer(index, third, other)] for other in (second, first))
-        for now, then, once in zip(amounts, before, earlier, strict=True):
-            if abs((now - then) - (then - once)) * _ROUNDING > largest:
+        in_second, in_first = (shorter[_nearer(index, third, shorter)] for shorter in (second, first))
+        for three, two, one in zip(amounts, in_second, in_first, strict=True):
+            # The second difference is zero but for padding.
+            if abs((three - two) - (two - one)) * _ROUNDING > largest:
                 return None
-        grown.append(tuple(now + round(more * (now - once) / 2) for now, once in zip(amounts, earlier, strict=True)))
+        grown.append(
+            tuple(three + round(more * (three - one) / 2) for three, one in zip(amounts, in_first, strict=True))
+        )
     middle = len(third) // 2
-    return [*grown[:middle], *(grown[middle - size : middle] * more if repeat else ()), *grown[middle:]]
+    inserted = grown[middle - size : middle] * more if repeat else []
+    return [*grown[:middle], *inserted, *grown[middle:]]
 
 
 def _nearer(index: int, long: Sequence[T], short: Sequence[T]) -> int:

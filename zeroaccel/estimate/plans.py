@@ -1,7 +1,9 @@
-"""Every stage with every offload as a row: what it takes, whether it fits, and which one to take.
+"""Tables of plans: memory of every stage with every offload and which one to take, and traffic between machines.
 
-What a rank holds on the device comes from `simulate`; what offload moves away from there, and what stays to stage it,
-is worked out here. The order of `PLANS` is the advice: the first that fits moves the least data.
+The memory on the device comes from `simulate`; here offload moves parts of it to the host or to disk, with the staging
+buffers that it needs. The order of `PLANS` is the recommendation: the first that fits moves the least data. Traffic is
+by the formulas of `config/comm_plan.py`, for the model as one unit that is gathered for forward and again for
+backward in each micro-step.
 """
 
 from __future__ import annotations
@@ -12,16 +14,18 @@ from typing import Any
 
 from torch import nn
 
+from zeroaccel.config import CommPlan
+from zeroaccel.config.comm_plan import step_traffic
 from zeroaccel.config.schema_zero import OffloadOptimizer, OffloadParam
 from zeroaccel.estimate.simulate import Simulated, simulate
 from zeroaccel.estimate.subject import Subject, subject
 from zeroaccel.estimate.workload import Capacity, Estimate, MemoryByKind, Offload, Workload
 from zeroaccel.zero.storage.swapped_masters import SUB_GROUP_NUMEL, residual_nbytes
 
-__all__ = ["HEADROOM", "PLANS", "PlanRow", "estimate", "plan_table", "verdict"]
+__all__ = ["HEADROOM", "PLANS", "PlanRow", "TrafficRow", "check_capacity", "estimate", "plan_table", "traffic_table"]
 
 HEADROOM = 0.1
-"""The part of each memory that a plan must leave free: for the backend itself, allocators' gaps, other programs."""
+"""Fraction of each memory that a plan must leave free: for the backend, fragmentation, other programs."""
 
 PLANS: tuple[tuple[int, Offload, Offload], ...] = (
     # Stage 1 takes less memory than stage 0 for the same traffic and fewer updates; so 0 is no advice but for one rank.
@@ -37,12 +41,12 @@ PLANS: tuple[tuple[int, Offload, Offload], ...] = (
     (1, "cpu", "none"),
     (0, "none", "none"),
 )
-"""(stage, where the optimizer is, where the parameters' shards are), the best first."""
+"""(stage, device of the optimizer, device of the parameters' shards), the best first."""
 
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One plan and what is to be said of it.
+    """One plan with its estimate.
 
     Attributes:
         fits: None where the capacity is not known.
@@ -79,14 +83,14 @@ def estimate(
         UsageError: the model's forward needs values.
     """
     what = model if isinstance(model, Subject) else subject(model)
-    seen: dict[int, Simulated] = {}
+    simulated: dict[int, Simulated] = {}
     rows = []
     for stage, optimizer, param in plans:
         # Without accumulation there is nothing between micro-steps that stage 2 could shard.
         kind = 1 if stage == 2 and workload.accumulation == 1 else stage
-        if kind not in seen:
-            seen[kind] = simulate(what, workload, kind, on_cpu=on_cpu)
-        rows.append(_placed(seen[kind], workload, stage, optimizer, param))
+        if kind not in simulated:
+            simulated[kind] = simulate(what, workload, kind, on_cpu=on_cpu)
+        rows.append(_with_offload(simulated[kind], workload, stage, optimizer, param))
     return rows
 
 
@@ -95,7 +99,7 @@ def plan_table(
 ) -> list[PlanRow]:
     """`estimate` of all plans against what a machine has: the recommended row first, then in the order of `PLANS`."""
     rows = [
-        PlanRow(one, *verdict(one, workload, capacity))
+        PlanRow(one, *check_capacity(one, workload, capacity))
         for one in estimate(model, workload, _plans_for(workload), on_cpu=capacity.on_cpu)
     ]
     best = next((index for index, row in enumerate(rows) if row.fits), None)
@@ -104,16 +108,19 @@ def plan_table(
     return [replace(rows[best], recommended=True), *rows[:best], *rows[best + 1 :]]
 
 
-def verdict(one: Estimate, workload: Workload, capacity: Capacity) -> tuple[bool | None, str]:
-    """(whether it fits, what it is short of). Host and disk are shared by the ranks of a machine."""
-    known = False
-    for name, needed, there in _needs(one, workload, capacity):
-        if there is None:
+def check_capacity(one: Estimate, workload: Workload, capacity: Capacity) -> tuple[bool | None, str]:
+    """(whether it fits, None where no capacity is known; which memory is too small).
+
+    Host and disk are shared by the ranks of a machine.
+    """
+    fits: bool | None = None
+    for name, nbytes, available in _needs(one, workload, capacity):
+        if available is None:
             continue
-        known = True
-        if needed > there * (1 - HEADROOM):
+        fits = True
+        if nbytes > available * (1 - HEADROOM):
             return False, name
-    return (True if known else None), ""
+    return fits, ""
 
 
 def _needs(one: Estimate, workload: Workload, capacity: Capacity) -> Iterator[tuple[str, int, int | None]]:
@@ -127,47 +134,91 @@ def _needs(one: Estimate, workload: Workload, capacity: Capacity) -> Iterator[tu
 
 
 def _plans_for(workload: Workload) -> Sequence[tuple[int, Offload, Offload]]:
-    """Alone there is nothing to shard, and no stage is simpler than 0."""
+    """One rank has nothing to shard, so that stage 0 comes first."""
     return sorted(PLANS, key=lambda plan: plan != (0, "none", "none")) if workload.ranks == 1 else PLANS
 
 
-def _placed(held: Simulated, workload: Workload, stage: int, optimizer: Offload, param: Offload) -> Estimate:
-    """Moves what offload moves from the device to the host or to files, as `zero.tiers` does it by default."""
-    device, host, disk = held.peak, MemoryByKind(), MemoryByKind()
-    masters = 4 * sum(held.trained)
+def _with_offload(step: Simulated, workload: Workload, stage: int, optimizer: Offload, param: Offload) -> Estimate:
+    """Moves what offload moves from the device to the host or to files, as `zero.storage` does by default."""
+    device, host, disk = step.peak, MemoryByKind(), MemoryByKind()
+    masters = 4 * sum(step.trained)
     if workload.residual_masters and stage > 0:
-        masters = sum(map(residual_nbytes, held.trained))
-        device = replace(device, optimizer=device.optimizer - 4 * sum(held.trained) + masters)
+        masters = sum(map(residual_nbytes, step.trained))
+        device = replace(device, optimizer=device.optimizer - 4 * sum(step.trained) + masters)
     if optimizer != "none":
-        # A master of its own also for fp32 weights: the device keeps those it computes with.
-        away = masters + 4 * workload.states_per_element * sum(held.trained)
+        # fp32 weights get a separate master too, as the device computes with its own copy.
+        states = masters + 4 * workload.states_per_element * sum(step.trained)
         device = replace(device, optimizer=0)
         if optimizer == "cpu":
-            host = replace(host, optimizer=away)
+            host = replace(host, optimizer=states)
         else:
-            largest = min(max(held.trained, default=0), SUB_GROUP_NUMEL)
-            host = replace(host, optimizer=min(away, 4 * OffloadOptimizer().buffer_count * largest))
-            disk = replace(disk, optimizer=away)
+            largest = min(max(step.trained, default=0), SUB_GROUP_NUMEL)
+            host = replace(host, optimizer=min(states, 4 * OffloadOptimizer().buffer_count * largest))
+            disk = replace(disk, optimizer=states)
     if param != "none":
-        shards = sum(nbytes for _, nbytes in held.shards)
-        kept = shards if param == "cpu" else _kept_in_memory(held.shards)
+        shards = sum(nbytes for _, nbytes in step.shards)
+        in_memory = shards if param == "cpu" else _in_host_memory(step.shards)
         device = replace(device, params=device.params - shards)
-        host = replace(host, params=kept + min(shards - kept, _read_ahead(held.shards)))
-        disk = replace(disk, params=shards - kept)
-    return Estimate(stage, optimizer, param, held.numel, device, host, disk, held.when)
+        host = replace(host, params=in_memory + min(shards - in_memory, _read_ahead(step.shards)))
+        disk = replace(disk, params=shards - in_memory)
+    return Estimate(stage, optimizer, param, step.numel, device, host, disk, step.when)
 
 
-def _kept_in_memory(shards: Sequence[tuple[int, int]]) -> int:
-    """Bytes of the first shards, which `max_in_cpu` keeps in memory although files are asked for."""
-    room, kept = OffloadParam().max_in_cpu, 0
+def _in_host_memory(shards: Sequence[tuple[int, int]]) -> int:
+    """Bytes of the first shards, which `max_in_cpu` places in memory although files are configured."""
+    numel_left, total = OffloadParam().max_in_cpu, 0
     for numel, nbytes in shards:
-        if numel > room:
+        if numel > numel_left:
             break
-        room, kept = room - numel, kept + nbytes
-    return kept
+        numel_left, total = numel_left - numel, total + nbytes
+    return total
 
 
 def _read_ahead(shards: Sequence[tuple[int, int]]) -> int:
     """Bytes of the buffers for shards that are read from files."""
     itemsize = max((nbytes // numel for numel, nbytes in shards if numel), default=0)
     return OffloadParam().buffer_count * OffloadParam().buffer_size * itemsize
+
+
+# -- traffic
+
+
+@dataclass(frozen=True)
+class TrafficRow:
+    """Bytes that one rank sends per step.
+
+    Attributes:
+        name: "stage 3", or what is added to it.
+        inside, across: to ranks on its own machine, and on others.
+    """
+
+    name: str
+    inside: int
+    across: int
+
+
+def traffic_table(numel: int, workload: Workload) -> list[TrafficRow]:
+    """A row per arrangement; empty where all ranks are on one machine.
+
+    Args:
+        numel: parameters of the model, all trained.
+    """
+    ranks, local = workload.ranks, workload.local_ranks
+    if local == ranks:
+        return []
+    plans = {
+        "stage 3": CommPlan(ranks, ranks, ranks),
+        "hpZ": CommPlan(ranks, ranks, local if local > 1 else ranks),
+        "qwZ + hpZ": CommPlan(ranks, ranks, local if local > 1 else ranks, quantized_weights=True),
+        "qwZ + hpZ + qgZ": CommPlan(
+            ranks, ranks, local if local > 1 else ranks, quantized_weights=True, quantized_gradients=True
+        ),
+        "replicas of one machine": CommPlan(ranks, local, local),
+    }
+    itemsize = 4 if workload.precision == "fp32" else 2
+    rows = []
+    for name, plan in plans.items():
+        padded = -(-numel // (32 * ranks)) * 32 * ranks
+        sent = step_traffic(plan, [padded], local, itemsize=itemsize, accumulation=workload.accumulation)
+        rows.append(TrafficRow(name, round(sent.inside), round(sent.across)))
+    return rows

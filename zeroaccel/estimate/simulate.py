@@ -1,32 +1,36 @@
-"""One optimizer step on tensors without data, with the engine itself, to see how much memory a rank needs.
+"""Peak memory of a rank, measured by running the engine for two optimizer steps on tensors without data.
 
 [Note: fake step] The model is built under `FakeTensorMode`, so that every tensor has a shape, a dtype and no values;
-units, residency, reducer and optimizer shard are the engine's own, with ranks that are not there. Two steps are taken
-since the first records the order of fetches; the second is the one that repeats. Only two things are replaced: the
+units, coordinator, reducer and optimizer are the engine's own, over ranks that do not exist (`FakeRanks`). The first
+step records the prefetch trace; the second is the one that repeats, and is measured. Only two things are replaced: the
 gradients' norm, which needs values, and the optimizer's arithmetic.
 
-Seen: every tensor that an operation returns. Not seen: what a kernel allocates inside itself, what allocators round
-up or keep, and the backend's own memory.
+Counted: every tensor that an operation returns (`MemoryTracker`). Not counted: what a kernel allocates inside itself,
+what allocators round up or cache, and the backend's own memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedFakeTensorException
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedFakeTensorException
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from zeroaccel.comm.collective_tracker import DONE
+from zeroaccel.comm.collectives import Collectives, Work
+from zeroaccel.comm.hangs.flight_recorder import FlightRecorder
 from zeroaccel.config import BatchSizes, Fact, load_config, shard_plan, tier_plan
 from zeroaccel.errors import UsageError
-from zeroaccel.estimate.extrapolate import MemoryTrace, Moment, lengthen
-from zeroaccel.estimate.fake_ranks import FakeRanks
-from zeroaccel.estimate.memory_tracker import MemoryTracker
+from zeroaccel.estimate.extrapolate import MemoryTrace, Moment, extrapolate_depth
 from zeroaccel.estimate.subject import Step, Subject
 from zeroaccel.estimate.workload import MemoryByKind, Workload
 from zeroaccel.optim.optimizer_kinds import classify
@@ -46,12 +50,15 @@ from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
 from zeroaccel.zero.storage.placement import OffloadRules, TierSet
 from zeroaccel.zero.wrap_policy import group_parameters
 
-__all__ = ["Simulated", "simulate"]
+__all__ = ["FakeRanks", "MemoryTracker", "Simulated", "simulate"]
+
+_POOLED_BLOCKS = 2  # that `comm.buffer_pool.BufferPool` retains
+_DEVICE = torch.ops.prim.device.default
 
 
 @dataclass(frozen=True)
 class Simulated:
-    """What a simulated step showed.
+    """Memory of a simulated step.
 
     Attributes:
         numel: parameters of the model, without padding.
@@ -69,9 +76,9 @@ class Simulated:
 
 
 def simulate(subject: Subject, workload: Workload, stage: int, *, on_cpu: bool = False) -> Simulated:
-    """Takes two optimizer steps on tensors without data.
+    """Runs two optimizer steps on tensors without data.
 
-    A model of many blocks that are all alike is taken with a few of them, of which the whole follows; see `lengthen`.
+    A model of many equal blocks is run with a few of them, from which it is extrapolated; see `extrapolate_depth`.
 
     Args:
         on_cpu: the ranks compute in host memory and talk through gloo, which needs buffers to receive into.
@@ -82,39 +89,41 @@ def simulate(subject: Subject, workload: Workload, stage: int, *, on_cpu: bool =
     shortest = _EDGES + -(-_WINDOW_NUMEL // max(subject.layer_numel, 1))
     if subject.build_short is not None and shortest + 2 < subject.layers // 2:
         lengths = range(shortest, shortest + 3)
-        courses = [
-            _course(partial(subject.build_short, layers), subject.name, workload, stage, on_cpu=on_cpu, whole=True)
+        traces = [
+            _trace(
+                partial(subject.build_short, layers), subject.name, workload, stage, on_cpu=on_cpu, every_moment=True
+            )
             for layers in lengths
         ]
-        if (course := lengthen(courses, subject.layers - lengths[-1])) is not None:
-            return _simulated(course)
-    return _simulated(_course(subject.build, subject.name, workload, stage, on_cpu=on_cpu))
+        if (trace := extrapolate_depth(traces, subject.layers - lengths[-1])) is not None:
+            return _simulated(trace)
+    return _simulated(_trace(subject.build, subject.name, workload, stage, on_cpu=on_cpu))
 
 
 _EDGES = 4  # blocks at both ends that may be treated in another way than those between
-_WINDOW_NUMEL = 10**9  # elements that the engine looks ahead, or keeps whole, by default
+_WINDOW_NUMEL = 10**9  # elements that the engine prefetches, or reuses without resharding, by default
 
 
-def _simulated(course: MemoryTrace) -> Simulated:
-    moment = max(course.moments, key=lambda one: one.total)  # the first of several
-    known = moment.params + moment.optimizer + moment.gradients
-    peak = MemoryByKind(moment.params, moment.optimizer, moment.gradients, max(0, moment.total - known))
-    return Simulated(course.numel, peak, _PHASES[moment.phase % len(_PHASES)], course.shards, course.trained)
+def _simulated(trace: MemoryTrace) -> Simulated:
+    moment = max(trace.moments, key=lambda moment: moment.total)  # the first of several
+    states = moment.params + moment.optimizer + moment.gradients
+    peak = MemoryByKind(moment.params, moment.optimizer, moment.gradients, max(0, moment.total - states))
+    return Simulated(trace.numel, peak, _PHASES[moment.phase % len(_PHASES)], trace.shards, trace.trained)
 
 
-def _course(
+def _trace(
     build: Callable[[], tuple[nn.Module, Step]],
     name: str,
     workload: Workload,
     stage: int,
     *,
     on_cpu: bool,
-    whole: bool = False,
+    every_moment: bool = False,
 ) -> MemoryTrace:
-    """What is held in the second of two steps, moment by moment; only up to each new peak unless `whole`."""
+    """Memory over the second of two steps: at every operation, or without `every_moment` at every new peak."""
     with FakeTensorMode() as fake:
         try:
-            return _take_two_steps(build, workload, stage, on_cpu=on_cpu, whole=whole)
+            return _run_two_steps(build, workload, stage, on_cpu=on_cpu, every_moment=every_moment)
         except (UnsupportedFakeTensorException, torch._subclasses.fake_tensor.DataDependentOutputException) as error:
             raise UsageError(
                 f"{name}: its forward depends on values, which an estimate does not have: {error}",
@@ -124,23 +133,23 @@ def _course(
             fake.fake_tensor_converter.meta_converter.describer.lookup_storage.clear()
 
 
-def _take_two_steps(
-    build: Callable[[], tuple[nn.Module, Step]], workload: Workload, stage: int, *, on_cpu: bool, whole: bool
+def _run_two_steps(
+    build: Callable[[], tuple[nn.Module, Step]], workload: Workload, stage: int, *, on_cpu: bool, every_moment: bool
 ) -> MemoryTrace:
-    watch = _Watch(whole=whole)
-    with MemoryTracker(watch.note) as ledger:
+    recorder = _PeakRecorder(every_moment=every_moment)
+    with MemoryTracker(recorder.record) as tracker:
         model, step = build()
         numel = sum(param.numel() for param in model.parameters())
         collectives = FakeRanks(workload.ranks, receives_in_host_memory=on_cpu)
         engine = _engine(model, workload, stage, collectives)
-        ledger.follow(buffer.full for unit in engine.units for buffer in unit.buffers)
-        # The first step records the order of fetches, and leaves receive buffers behind.
+        tracker.follow(buffer.full for unit in engine.units for buffer in unit.buffers)
+        # The first step records the prefetch trace, and leaves receive buffers in the pool.
         for _ in range(2):
-            watch.begin(engine)
-            ledger.look()
-            _take_step(engine, step, workload, watch)
-        moments = watch.moments
-        watch.engine = None
+            recorder.begin(engine)
+            tracker.measure()
+            _run_step(engine, step, workload, recorder)
+        moments = recorder.moments
+        recorder.engine = None
         buffers = [buffer for unit in engine.units for buffer in unit.buffers]
         shards = tuple((b.own.numel, b.own.numel * b.dtype.itemsize) for b in buffers if not b.persistent)
         trained = tuple(b.masters.range.numel for b in buffers if b.trainable)
@@ -151,15 +160,15 @@ def _take_two_steps(
 _PHASES = ("forward", "backward", "step")
 
 
-class _Watch:
-    """Writes down what is held, and for what, at every new peak of a step, or at every moment of it.
+class _PeakRecorder:
+    """Records memory by kind at every new peak of a step, or at every operation.
 
     Attributes:
-        phase: how many parts of the step are over.
+        phase: number of phases of the step that are complete.
     """
 
-    def __init__(self, *, whole: bool) -> None:
-        self._whole = whole
+    def __init__(self, *, every_moment: bool) -> None:
+        self._every_moment = every_moment
         self.engine: _EngineWithoutValues | None = None
         self.phase = 0
         self.moments: list[Moment] = []
@@ -168,28 +177,153 @@ class _Watch:
     def begin(self, engine: _EngineWithoutValues) -> None:
         self.engine, self.phase, self.moments, self._highest = engine, 0, [], 0
 
-    def note(self, total: int) -> None:
-        if self.engine is not None and (self._whole or total > self._highest):
+    def record(self, total: int) -> None:
+        if self.engine is not None and (self._every_moment or total > self._highest):
             self._highest = max(self._highest, total)
-            self.moments.append(Moment(self.phase, total, *self.engine.held()))
+            self.moments.append(Moment(self.phase, total, *self.engine.memory_by_kind()))
 
 
-def _take_step(engine: Engine, step: Step, workload: Workload, watch: _Watch) -> None:
-    kept: Any = None
-    # More micro-steps than two only repeat the second.
+def _run_step(engine: Engine, step: Step, workload: Workload, recorder: _PeakRecorder) -> None:
+    output: Any = None
+    # `output` lives until the next micro-step's replaces it, as in a training loop.
     for number in range(engine.gradient_accumulation_steps()):
-        watch.phase = len(_PHASES) * number
-        kept = step(engine, workload.batch, workload.sequence)
-        loss = kept[0] if isinstance(kept, tuple) else kept
-        watch.phase += 1
+        recorder.phase = len(_PHASES) * number
+        output = step(engine, workload.batch, workload.sequence)
+        loss = output[0] if isinstance(output, tuple) else output
+        recorder.phase += 1
         engine.backward(loss)
-        watch.phase += 1
+        recorder.phase += 1
         engine.step()
-    del kept
+    del output
+
+
+# -- what is replaced
+
+
+class FakeRanks(Collectives):
+    """Collectives of rank 0 of a job whose other ranks do not exist: nothing is sent, but memory is allocated as it
+    would be. What a backend allocates inside itself is not modelled.
+
+    Args:
+        receives_in_host_memory: reductions receive the parts of all ranks in a buffer and add them there, as on gloo;
+            NCCL needs no buffer of ours.
+    """
+
+    def __init__(self, world_size: int, *, receives_in_host_memory: bool) -> None:
+        # No super().__init__: there is no topology.
+        self.rank = self.shard_rank = self.secondary_rank = 0
+        self.world_size = self.shard_world_size = self.secondary_world_size = world_size
+        self.replica = 0
+        self.quantized_weights = False
+        self.job, self.is_first_data_group = self, True
+        self.nodes = [list(range(world_size))]
+        self.meter = None
+        self.flight_recorder = FlightRecorder()
+        self._receives = receives_in_host_memory and world_size > 1
+        self._free: list[Tensor] = []
+
+    def all_gather(self, out: Tensor, shard: Tensor, label: str, split_sizes: Sequence[int] = ()) -> Work:
+        out.detach_()  # an operation without effect, so that the tracker sees what is unsharded now
+        return DONE
+
+    def reduce_scatter(
+        self, out: Tensor, flat: Tensor, label: str, scale: float = 1.0, split_sizes: Sequence[int] = ()
+    ) -> Work:
+        return _PendingReduction(self._free, self.world_size * out.nbytes) if self._receives and flat.numel() else DONE
+
+    def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"], label: str) -> None:
+        pass
+
+    def broadcast(self, tensor: Tensor, src: int, label: str) -> None:
+        pass
+
+    def gather_objects(self, obj: Any, label: str) -> list[Any]:
+        return [obj] * self.world_size
+
+    def barrier(self, label: str) -> None:
+        pass
+
+
+class _PendingReduction:
+    """A reduction in flight and its receive buffer, which is reused as in a `BufferPool` of `comm.transport`."""
+
+    def __init__(self, free: list[Tensor], nbytes: int) -> None:
+        self._free = free
+        large_enough = [index for index, block in enumerate(free) if block.numel() >= nbytes]
+        block = free.pop(large_enough[0]) if large_enough else torch.empty(nbytes, dtype=torch.uint8)
+        self._block: Tensor | None = block
+
+    def wait(self) -> None:
+        if self._block is not None:
+            self._free.append(self._block)
+            self._free.sort(key=Tensor.numel)
+            del self._free[:-_POOLED_BLOCKS]
+            self._block = None
+
+    def is_completed(self) -> bool:
+        return self._block is None
+
+
+class MemoryTracker(TorchDispatchMode):
+    """Counts the bytes of the storages that are allocated inside it, of fake tensors as of real ones.
+
+    A result of an operation is added when the operation returns, and subtracted when the last reference to its storage
+    is dropped. Storages that are resized are measured whenever another one is added. What a kernel allocates and frees
+    within one operation is not seen.
+
+    Args:
+        on_change: called after every operation, with the bytes that are alive then.
+    """
+
+    def __init__(self, on_change: Callable[[int], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._on_change = on_change
+        self._nbytes: dict[int, int] = {}
+        self._fixed = 0
+        self._resizable: list[torch.UntypedStorage] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].fake_device  # two of three calls, so it takes the shortest way
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._add(leaf.untyped_storage())
+        self.measure()
+        return result
+
+    def follow(self, tensors: Iterable[Tensor]) -> None:
+        """From now on these tensors' storages are measured each time, as they are resized."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._subtract(storage._cdata)
+            self._nbytes[storage._cdata] = 0  # not to be added again
+            self._resizable.append(storage)
+
+    @property
+    def total(self) -> int:
+        """Bytes that are alive now."""
+        return self._fixed + sum(storage.nbytes() for storage in self._resizable)
+
+    def measure(self) -> None:
+        """Calls `on_change` with the bytes that are alive now."""
+        self._on_change(self.total)
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key not in self._nbytes:
+            self._nbytes[key] = nbytes = storage.nbytes()
+            self._fixed += nbytes
+            weakref.finalize(storage, self._subtract, key)
+
+    def _subtract(self, key: int) -> None:
+        self._fixed -= self._nbytes.pop(key, 0)
 
 
 class _StatesOnly(torch.optim.Optimizer):
-    """Makes the states an optimizer would keep, and computes nothing."""
+    """Allocates the states of an optimizer, and computes nothing."""
 
     def __init__(self, params: Sequence[nn.Parameter], states_per_element: int) -> None:
         super().__init__(params, {"lr": 0.0})
@@ -206,8 +340,8 @@ class _StatesOnly(torch.optim.Optimizer):
 
 
 class _EngineWithoutValues(Engine):
-    def held(self) -> tuple[int, int, int]:
-        """Bytes of parameters, of the optimizer and of gradients, those on their way among them."""
+    def memory_by_kind(self) -> tuple[int, int, int]:
+        """Bytes of parameters, of the optimizer and of gradients, in-flight ones included."""
         states = self.model_state_nbytes()
         return states["params"], states["optimizer"], states["gradients"] + self.grad_reducer.in_flight_nbytes()
 
@@ -217,16 +351,16 @@ class _EngineWithoutValues(Engine):
 
 
 def _engine(model: nn.Module, workload: Workload, stage: int, collectives: FakeRanks) -> _EngineWithoutValues:
-    """As `assembly.initialize` does it, up to what needs a process group or values."""
+    """As `initialize`, without what needs a process group or values."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": workload.batch,
-        "gradient_accumulation_steps": min(workload.accumulation, 2),
+        "gradient_accumulation_steps": min(workload.accumulation, 2),  # a third micro-step repeats the second
         "zero_optimization": {"stage": stage},
     }
     if workload.precision != "fp32":
         config[workload.precision] = {"enabled": True}
-    known = replace(facts_from_model(model), world_size=Fact(workload.ranks, "the ranks"), training=True)
-    settings = load_config(config, facts=known)
+    facts = replace(facts_from_model(model), world_size=Fact(workload.ranks, "the ranks"), training=True)
+    settings = load_config(config, facts=facts)
     check_dtypes(model, DTYPES[settings.precision])
     plan = shard_plan(settings)
     params = [param for param in model.parameters() if param.requires_grad]
@@ -260,12 +394,12 @@ def _engine(model: nn.Module, workload: Workload, stage: int, collectives: FakeR
 
 
 def _recompute(model: nn.Module) -> None:
-    """Makes each block keep its inputs only: the model's own way where it has one, else around the units."""
-    how = {"use_reentrant": False, "preserve_rng_state": False}  # a fake random state cannot be set
+    """Checkpoints every block: by the model's own method where it has one, else around the units' modules."""
+    settings = {"use_reentrant": False, "preserve_rng_state": False}  # a fake random state cannot be set
     for name in ("activation_checkpointing_enable", "gradient_checkpointing_enable"):  # the newer one first
         own: Callable[..., Any] | None = getattr(model, name, None)
         if own is not None:
-            own(**{name.replace("enable", "kwargs"): how})
+            own(**{name.replace("enable", "kwargs"): settings})
             model.train()
             return
     for spec in group_parameters(model):

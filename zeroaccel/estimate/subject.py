@@ -1,7 +1,8 @@
-"""What MODEL means: a number of parameters, a Hugging Face config or folder, or a function of the user's.
+"""The MODEL of an estimate: a number of parameters, a Hugging Face config or folder, or a function of the user's.
 
-Each becomes a `Subject`, which can build the model, without weights where it is called under fake tensors, and run
-one forward of it. transformers is imported only for its own configs.
+Each becomes a `Subject`, which builds the model (without weights under fake tensors) and runs one forward of it. A
+number of parameters stands for a `Decoder` of today's open shape: gated MLP, heads of 128, RMS norms, an untied head.
+Only its sizes matter; it is never trained. transformers is imported only for its own configs.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -22,14 +24,13 @@ from torch import Tensor, nn
 
 from zeroaccel.config.bounds import parse_plain_json, read_at_most
 from zeroaccel.errors import ConfigError, UsageError
-from zeroaccel.estimate.stand_in import Decoder, shape_of
 
 _MOST_NBYTES = 4 << 20
 
-__all__ = ["Step", "Subject", "subject"]
+__all__ = ["Decoder", "Shape", "Step", "Subject", "predict_tokens", "shape_of", "subject"]
 
 Step = Callable[[nn.Module, int, int], Any]
-"""(model, batch, sequence) -> the loss, or a tuple that begins with it and is kept until the next step."""
+"""(model, batch, sequence) -> the loss, or a tuple that begins with it and lives until the next step."""
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kmbt]?)", re.IGNORECASE)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
@@ -41,13 +42,12 @@ class Subject:
     """A model to estimate.
 
     Attributes:
-        name: for people.
-        note: what stands in for what; empty for the model itself.
-        build: makes the model and the step that is taken with it.
-        layers: how many blocks in a row it has that are all alike, and nothing else that grows with them; 0 where that
-            is not known.
+        name: for reports.
+        note: what represents the model; empty for the model itself.
+        build: makes the model and its step.
+        layers: number of equal blocks in a row, with nothing else that grows with them; 0 where that is unknown.
         build_short: makes the same model with another number of these blocks.
-        layer_numel: parameters of one.
+        layer_numel: parameters of one block.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Subject:
 
 
 def subject(text: str | nn.Module | Callable[[], Any]) -> Subject:
-    """Finds out what `text` names.
+    """The subject that `text` names.
 
     Args:
         text: see `_EXPECTED`; a function that returns a model, or a model and a `Step`, may be given itself.
@@ -142,8 +142,8 @@ def _transformers_model(file: Path, architectures: list[str]) -> tuple[nn.Module
 
     try:
         config = transformers.AutoConfig.from_pretrained(str(file))
-        found = getattr(transformers, architectures[0], None) if architectures else None
-        make: Any = found._from_config if found else transformers.AutoModelForCausalLM.from_config
+        architecture = getattr(transformers, architectures[0], None) if architectures else None
+        make: Any = architecture._from_config if architecture else transformers.AutoModelForCausalLM.from_config
         model: nn.Module = make(config)
     except (ValueError, KeyError, ImportError) as error:
         raise ConfigError(f"{file}: transformers cannot build this model: {error}") from error
@@ -196,14 +196,97 @@ def _imported(text: str) -> Callable[[], Any]:
 
 def _of_function(name: str, function: Callable[[], Any]) -> Subject:
     def build() -> tuple[nn.Module, Step]:
-        made = function()
-        model, step = made if isinstance(made, tuple) and len(made) == 2 else (made, predict_tokens)
+        result = function()
+        model, step = result if isinstance(result, tuple) and len(result) == 2 else (result, predict_tokens)
         if not isinstance(model, nn.Module) or not callable(step):
             raise ConfigError(
                 f"{name}()",
                 expected="a torch.nn.Module, or one and a function (model, batch, sequence) -> loss",
-                got=type(made).__name__,
+                got=type(result).__name__,
             )
         return model, step
 
     return Subject(name, "", build)
+
+
+# -- a decoder of a given number of parameters
+
+# Parameters -> layers (Brown et al. 2020, table 2.1); the nearest by its logarithm.
+_DEPTHS = {125e6: 12, 350e6: 24, 1.3e9: 24, 2.7e9: 32, 6.7e9: 32, 13e9: 40, 30e9: 48, 66e9: 64, 175e9: 96}
+_VOCABULARY = 32_000
+_HEAD_DIM = 128
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a `Decoder`."""
+
+    layers: int
+    width: int
+    inner: int
+    vocabulary: int
+
+    @property
+    def block_numel(self) -> int:
+        """Parameters of one layer."""
+        return 4 * self.width**2 + 3 * self.width * self.inner + 2 * self.width
+
+    @property
+    def numel(self) -> int:
+        """Parameters of the decoder."""
+        return self.layers * self.block_numel + 2 * self.vocabulary * self.width + self.width
+
+
+def shape_of(numel: int) -> Shape:
+    """The shape whose number of parameters is nearest to `numel`, up to columns of the MLPs."""
+    vocabulary = min(_VOCABULARY, max(256, numel // 1000))
+    layers = _depth(numel)
+    head = _HEAD_DIM if numel > 50e6 else 16
+    # 4 d^2 of attention and 8 d^2 of MLP per layer, beside two tables of the vocabulary.
+    width = (math.sqrt(vocabulary**2 + 12 * layers * numel) - vocabulary) / (12 * layers)
+    width = max(head, round(width / head) * head)
+    mlp_numel = numel - Shape(layers, width, 0, vocabulary).numel
+    return Shape(layers, width, max(1, round(mlp_numel / (3 * layers * width))), vocabulary)
+
+
+def _depth(numel: int) -> int:
+    nearest = min(_DEPTHS, key=lambda count: abs(math.log(count / numel)))
+    return _DEPTHS[nearest] if numel > 50e6 else max(1, min(12, round(math.log10(max(numel, 10)) * 3 - 12)))
+
+
+class _Block(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        width, inner = shape.width, shape.inner
+        self.heads = max(1, width // (_HEAD_DIM if width % _HEAD_DIM == 0 else 16))
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q, self.k, self.v, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = nn.Linear(width, inner, bias=False), nn.Linear(width, inner, bias=False)
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.attention_norm(x)
+        q, k, v = (part(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        mixed = F.scaled_dot_product_attention(q * 1.0, k * 1.0, v, is_causal=True)  # * 1.0 for the rotation
+        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
+        normed = self.mlp_norm(x)
+        out: Tensor = x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+        return out
+
+
+class Decoder(nn.Module):
+    """(batch, length) integers -> (batch, length, vocabulary) logits in fp32."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
+        self.blocks = nn.ModuleList(_Block(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.width)
+        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits.to(torch.float32)

@@ -1,4 +1,4 @@
-"""What is asked of an estimate and what it answers: plain data, without torch.
+"""Inputs and results of an estimate: plain data, without torch.
 
 `simulate` fills the answers in, `plans` compares them with a `Capacity`, the command line prints them.
 """
@@ -53,10 +53,9 @@ class Workload:
         local = self.ranks_per_machine
         if local is not None and (local < 1 or self.ranks % local):
             raise UsageError("Workload.ranks_per_machine", expected=f"a divisor of the {self.ranks} ranks", got=local)
-        for name, known in (("precision", ("fp32", "fp16", "bf16")), ("optimizer", tuple(_STATES))):
-            if getattr(self, name) not in known:
-                raise UsageError(f"Workload.{name}", expected=f"one of {', '.join(known)}", got=getattr(self, name))
-
+        for name, choices in (("precision", ("fp32", "fp16", "bf16")), ("optimizer", tuple(_STATES))):
+            if getattr(self, name) not in choices:
+                raise UsageError(f"Workload.{name}", expected=f"one of {', '.join(choices)}", got=getattr(self, name))
         if self.residual_masters and self.precision != "bf16":
             raise UsageError("Workload.residual_masters", expected='precision "bf16"', got=self.precision)
 
@@ -67,7 +66,7 @@ class Workload:
 
     @property
     def states_per_element(self) -> int:
-        """fp32 numbers that the optimizer keeps per weight, beside the master."""
+        """fp32 optimizer states per weight, without the master."""
         return _STATES[self.optimizer]
 
 
@@ -76,9 +75,9 @@ class MemoryByKind:
     """Bytes at the moment of the peak, by what they are for.
 
     Attributes:
-        params: weights: shards, and whole units while they are whole.
-        optimizer: fp32 masters and the optimizer's states.
-        gradients: on their way, and kept.
+        params: weights: shards, and units while they are unsharded.
+        optimizer: fp32 masters and optimizer states.
+        gradients: in flight, and accumulated.
         activations: all the rest: what backward needs, temporaries, the model's buffers.
     """
 
@@ -98,7 +97,7 @@ class Estimate:
 
     Attributes:
         stage: 0 to 3.
-        offload_optimizer, offload_param: where states and shards live between uses.
+        offload_optimizer, offload_param: device of states and of shards between uses.
         numel: parameters of the model, without padding.
         device: at the peak of a step, on the device that computes.
         host: in host memory, by offload; where the device is the CPU, this comes on top of `device`.

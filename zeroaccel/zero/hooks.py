@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from zeroaccel.errors import EngineStateError
+from zeroaccel.nested import leaves_of
 from zeroaccel.zero.access.full_params import overwrite
 from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry
 from zeroaccel.zero.coordinator import ForwardUse, ParamCoordinator
@@ -340,21 +341,16 @@ class WatchedParameters(dict[str, "nn.Parameter | None"]):
 
 
 def tensors_in(value: Any, *, within_object: bool = False) -> Iterator[Tensor]:
-    """All tensors in nested tuples, lists, mappings and dataclasses, and in the attributes of one other object."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item, within_object=within_object)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item, within_object=within_object)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from tensors_in(getattr(value, field.name), within_object=within_object)
-    elif hasattr(value, "__dict__") and not within_object and not isinstance(value, (type, nn.Module)):
-        for item in vars(value).values():  # objects in objects are not followed: they may hold anything
-            yield from tensors_in(item, within_object=True)
+    """All tensors in nested containers and dataclasses, and in the attributes of one other object."""
+    for _, leaf in leaves_of(value):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif is_dataclass(leaf) and not isinstance(leaf, type):
+            for field in fields(leaf):
+                yield from tensors_in(getattr(leaf, field.name), within_object=within_object)
+        elif hasattr(leaf, "__dict__") and not within_object and not isinstance(leaf, (type, nn.Module)):
+            for item in vars(leaf).values():  # objects in objects are not followed: they may refer to anything
+                yield from tensors_in(item, within_object=True)
 
 
 def _producers(output: Any) -> list[Any]:

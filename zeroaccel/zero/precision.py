@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import EngineStateError
@@ -172,14 +173,12 @@ def _contains(name: str, part: str) -> bool:
 
 
 def cast_floats(value: Any, dtype: torch.dtype) -> Any:
-    """Casts the floating-point tensors in nested tuples, lists and dictionaries; everything else passes unchanged."""
-    if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if type(value) in (tuple, list):
-        return type(value)(cast_floats(item, dtype) for item in value)
-    if type(value) is dict:
-        return {key: cast_floats(item, dtype) for key, item in value.items()}
-    return value
+    """Casts the floating-point tensors in nested tuples, lists and dicts; every other object is passed as it is."""
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+    return tree_map(cast, value, is_leaf=lambda node: type(node) not in (tuple, list, dict))
 
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # 8 bits are codes with a separate scale

@@ -52,6 +52,12 @@ def export_dcp(checkpoint_dir: str | os.PathLike[str], out: str | os.PathLike[st
 
     Raises:
         CheckpointError: there is no such checkpoint, it is damaged, or the disk is full. UsageError: `out` is taken.
+
+    Example::
+
+        export_dcp("checkpoints", "dcp", tag="global_step1000")
+        model_state, optim_state = get_state_dict(model, optimizer)  # of torch.distributed.checkpoint.state_dict
+        dcp.load({"model": model_state, "optim": optim_state}, checkpoint_id="dcp")
     """
     folder, manifest = find_checkpoint(Path(checkpoint_dir), tag)
     target = Path(out)

@@ -1,1 +1,1 @@
-"""Holds the `sitecustomize` that carries the facade into child processes; see `zeroaccel.compat.inherit`."""
+"""Holds the `sitecustomize` that carries the facade into child processes; see `zeroaccel.compat.finder`."""

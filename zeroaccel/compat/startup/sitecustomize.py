@@ -1,4 +1,4 @@
-"""Run by Python at its start in processes that inherited the facade; see `zeroaccel.compat.inherit`."""
+"""Run by Python at the start of processes that inherit the facade; see `zeroaccel.compat.finder`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def _install() -> None:
 
 def _run_hidden() -> None:
     """The `sitecustomize` that would have been found without this folder."""
-    elsewhere = [path for path in sys.path if Path(path or ".").resolve() != _HERE.resolve()]
-    spec = PathFinder.find_spec("sitecustomize", elsewhere)
+    paths = [path for path in sys.path if Path(path or ".").resolve() != _HERE.resolve()]
+    spec = PathFinder.find_spec("sitecustomize", paths)
     if spec is not None and spec.loader is not None:
         spec.loader.exec_module(module_from_spec(spec))
 

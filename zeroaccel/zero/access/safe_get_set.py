@@ -68,16 +68,15 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     """The weights the optimizer works on, or of a frozen parameter its values. (all ranks)
 
     Example:
+        >>> import torch
         >>> import zeroaccel
-        >>> model = nn.Linear(2, 1, bias=False)
-        >>> config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
-        >>> engine, *_ = zeroaccel.initialize(model, config=config)
-        >>> safe_get_full_fp32_param(model.weight).shape
-        torch.Size([1, 2])
-        >>> safe_set_full_fp32_param(model.weight, torch.ones(1, 2))  # master, shard and full copy
-        >>> model.weight.detach()
-        tensor([[1., 1.]])
-        >>> engine.destroy()
+        >>> from zeroaccel.zero import safe_get_full_fp32_param
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> config = {"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}, "zero_optimization": {"stage": 3}}
+        >>> engine, *_ = zeroaccel.initialize(model, optimizer, config=config)
+        >>> safe_get_full_fp32_param(model.weight).dtype
+        torch.float32
     """
     handle = handle_of(param)
     return None if handle is None else _full(handle, _masters(handle), "fp32 values of")

@@ -538,7 +538,7 @@ def share_updates(optimizer: Optimizer, ratio: float | None, device: torch.devic
         missing = "CuPy: pip install zeroaccel[cuda]"
     if missing is None:
         assert isinstance(optimizer, Adam), "checked above"
-        optimizer.split = HybridUpdate(CupyAdamLane(device), ratio)
+        optimizer.hybrid = HybridUpdate(CupyAdamLane(device), ratio)
     elif ratio is not None:
         raise ConfigError(f"{where}.ratio", expected="1.0", got=ratio, fix=f"a share for the device needs {missing}")
 

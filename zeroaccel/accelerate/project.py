@@ -1,6 +1,6 @@
-"""Where a project keeps its states and logs, and which of its states it keeps.
+"""Folders of a project: where states and logs are written, and how many states are kept.
 
-Names folders, finds and removes them; what is in a state is `accelerate/run_state.py`'s matter.
+Names, finds and removes folders of states; their contents are `run_state.py`'s.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from zeroaccel.errors import CheckpointError, ConfigError
+from zeroaccel.errors import CheckpointError, ConfigError, UsageError
 from zeroaccel.logs import logger
 
-__all__ = ["STATE_NAME", "ProjectConfiguration", "next_state_folder", "prune_states", "saved_states"]
+__all__ = ["STATE_NAME", "ProjectConfiguration", "next_state_folder", "project_of", "prune_states", "saved_states"]
 
 STATE_NAME = "run_state.json"
 """The file of a state that is written last; a folder without it is no state."""
@@ -27,12 +27,19 @@ class ProjectConfiguration:
     """Folders of a project.
 
     Attributes:
-        project_dir: what is saved goes here.
-        logging_dir: what trackers write goes here; `project_dir` by default.
+        project_dir: for states.
+        logging_dir: for trackers; `project_dir` by default.
         automatic_checkpoint_naming: states are `project_dir/checkpoints/checkpoint_0`, `_1` and so on.
         total_limit: how many of these are kept; None for all.
         iteration: number of the next one; set by `load_state` to follow the state that was loaded.
         save_on_each_node: refused if set: all ranks write into one folder, which they must share.
+
+    Example:
+        >>> from zeroaccel import Accelerator, ProjectConfiguration
+        >>> project = ProjectConfiguration("runs/first", automatic_checkpoint_naming=True, total_limit=3)
+        >>> accelerator = Accelerator(project_config=project)
+        >>> accelerator.logging_dir
+        'runs/first'
     """
 
     project_dir: str | None = None
@@ -64,6 +71,27 @@ class ProjectConfiguration:
             self.logging_dir = self.project_dir
 
 
+def project_of(
+    project_dir: str | os.PathLike[str] | None, configuration: ProjectConfiguration | None
+) -> ProjectConfiguration:
+    """The project that two arguments of `Accelerator` describe.
+
+    Raises:
+        UsageError: they name different folders.
+    """
+    project = configuration or ProjectConfiguration()
+    if project_dir is not None:
+        if project.project_dir not in (None, os.fspath(project_dir)):
+            raise UsageError(
+                "Accelerator(project_dir, project_config)",
+                expected="one project folder",
+                got=f"{os.fspath(project_dir)} and {project.project_dir}",
+                fix="leave one of them out",
+            )
+        project.set_directories(project_dir)
+    return project
+
+
 def next_state_folder(project: ProjectConfiguration) -> Path:
     """The folder that `iteration` names.
 
@@ -82,22 +110,22 @@ def next_state_folder(project: ProjectConfiguration) -> Path:
 
 
 def saved_states(project: ProjectConfiguration) -> list[Path]:
-    """The project's complete states, by number; one that is not complete is told of.
+    """The project's complete states, by number; an incomplete one is logged.
 
     Raises:
         ConfigError: there is no project folder.
     """
     root = _states_folder(project)
-    found: list[tuple[int, Path]] = []
+    states: list[tuple[int, Path]] = []
     for path in root.iterdir() if root.is_dir() else ():
         number = _FOLDER.fullmatch(path.name)
         if number is None:
             continue
         if (path / STATE_NAME).exists():
-            found.append((int(number[1]), path))
+            states.append((int(number[1]), path))
         else:
             logger.warning("%s: saving was not finished; it is left out", path)
-    return [path for _, path in sorted(found)]
+    return [path for _, path in sorted(states)]
 
 
 def prune_states(project: ProjectConfiguration, *, in_flight: int = 0) -> None:

@@ -1,0 +1,58 @@
+"""Runs every `>>>` example of the package, one after the other, in one process of a job of one rank.
+
+A program of its own, which `test_docstring_examples.py` starts in an empty folder: examples make process groups, write
+files and install import finders. Prints one line per example, and what doctest says of those that fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import doctest
+import gc
+import importlib
+import io
+import pkgutil
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+
+import zeroaccel
+from zeroaccel.comm.topology import destroy
+from zeroaccel.logs import logger
+
+# The command line is documented by its help, and `__main__` and `sitecustomize` are programs.
+_NOT_IMPORTED = ("cli", "templates", "__main__", "sitecustomize")
+
+
+def modules() -> Iterator[ModuleType]:
+    """Every module of the package that can be imported without running a program."""
+    yield zeroaccel
+    for found in pkgutil.walk_packages(zeroaccel.__path__, "zeroaccel."):
+        if not set(found.name.split(".")) & set(_NOT_IMPORTED):
+            yield importlib.import_module(found.name)
+
+
+def examples() -> Iterator[doctest.DocTest]:
+    """Every docstring with `>>>`, by the name of its object."""
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    for module in modules():
+        yield from (test for test in finder.find(module, module.__name__) if test.examples)
+
+
+def main() -> int:
+    """Exit status 0 if all pass."""
+    logger.setLevel("ERROR")
+    failures = 0
+    for example in list(examples()):
+        output = io.StringIO()
+        with contextlib.redirect_stderr(io.StringIO()):
+            result = doctest.DocTestRunner(verbose=False).run(example, out=output.write)
+        print(f"{'FAILED' if result.failed else 'passed'} {example.name}\n{output.getvalue()}".rstrip())
+        failures += bool(result.failed)
+        gc.collect()
+        destroy()
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,493 @@
+"""Trackers: where the metrics of a run are written. TensorBoard, Weights & Biases, CSV files, or a class of the user's.
+
+They have two users. `Trackers` serves `Accelerator.log`: scripts choose trackers by name or pass their own, and log on
+every rank without asking which one writes. `Monitors` serves the engine: the config's sections tensorboard, csv_monitor
+and wandb choose trackers, which get the engine's events on rank 0; a tracker that fails is switched off with an error
+in the log, as a disk or a server must not stop training.
+"""
+
+from __future__ import annotations
+
+import atexit
+import csv
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+import yaml
+
+from zeroaccel.config import Config
+from zeroaccel.errors import ConfigError, UsageError
+from zeroaccel.logs import logger
+
+__all__ = [
+    "CsvTracker",
+    "Event",
+    "GeneralTracker",
+    "Monitors",
+    "TensorBoardTracker",
+    "Trackers",
+    "WandBTracker",
+    "build_monitors",
+]
+
+Event = tuple[str, float, int]
+"""Name, as "Train/loss"; value; step, which the engine counts in samples over all ranks."""
+
+
+class GeneralTracker:
+    """Base class of trackers, which does nothing; subclass it for another service, and pass an instance as `log_with`.
+
+    Attributes:
+        name: by which `get_tracker` finds it.
+        requires_logging_directory: whether it needs a `logging_dir`.
+        main_process_only: False for one that logs on every rank.
+
+    Example:
+        >>> from zeroaccel import Accelerator, GeneralTracker
+        >>> class Lines(GeneralTracker):
+        ...     name = "lines"
+        ...
+        ...     def log(self, values, step=None, **kwargs):
+        ...         print(step, values)
+        >>> accelerator = Accelerator(log_with=Lines())
+        >>> accelerator.init_trackers("run")
+        >>> accelerator.log({"loss": 0.5}, step=10)
+        10 {'loss': 0.5}
+    """
+
+    name: str = "nothing"
+    requires_logging_directory: bool = False
+    main_process_only: bool = True
+
+    @property
+    def tracker(self) -> Any:
+        """The tracking library's object."""
+        return None
+
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+        """Stores the hyperparameters of a run."""
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Writes the values of one step."""
+
+    def flush(self) -> None:
+        """Brings what was logged to where a reader sees it."""
+
+    def finish(self) -> None:
+        """Ends the run; nothing is logged after it."""
+
+
+class TensorBoardTracker(GeneralTracker):
+    """Event files under `logging_dir/run_name`.
+
+    Args:
+        flush_each_log: flush after every `log`; else SummaryWriter's own interval and `flush` decide.
+        kwargs: for `torch.utils.tensorboard.SummaryWriter`.
+    """
+
+    name = "tensorboard"
+    requires_logging_directory = True
+
+    def __init__(
+        self, run_name: str, logging_dir: str | os.PathLike[str], *, flush_each_log: bool = True, **kwargs: Any
+    ) -> None:
+        self._folder = Path(logging_dir, run_name)
+        self._flush_each_log = flush_each_log
+        module = importlib.import_module("torch.utils.tensorboard")
+        self._writer: Any = module.SummaryWriter(log_dir=str(self._folder), **kwargs)
+
+    @property
+    def tracker(self) -> Any:
+        """The `SummaryWriter`."""
+        return self._writer
+
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+        """As hyperparameters of the run, and in `hparams.yml` beside the events."""
+        plain = {
+            key: value if isinstance(value, (int, float, str, bool)) else str(value) for key, value in values.items()
+        }
+        self._writer.add_hparams(plain, metric_dict={}, run_name=".")
+        self._writer.flush()
+        (self._folder / "hparams.yml").write_text(yaml.safe_dump(plain), encoding="utf-8")
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Numbers become scalars, texts text, and a mapping of numbers several lines of one chart."""
+        for key, value in values.items():
+            if isinstance(value, str):
+                self._writer.add_text(key, value, global_step=step, **kwargs)
+            elif isinstance(value, Mapping):
+                self._writer.add_scalars(key, value, global_step=step, **kwargs)
+            else:
+                self._writer.add_scalar(key, _number(key, value), global_step=step, **kwargs)
+        if self._flush_each_log:
+            self._writer.flush()
+
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Batches of images, (n, height, width, channels) unless `dataformats` says otherwise."""
+        for key, images in values.items():
+            self._writer.add_images(key, images, global_step=step, **({"dataformats": "NHWC"} | kwargs))
+
+    def flush(self) -> None:
+        """Writes pending values to the files."""
+        self._writer.flush()
+
+    def finish(self) -> None:
+        """Flushes and closes the files."""
+        self._writer.close()
+
+
+class WandBTracker(GeneralTracker):
+    """A run of the Weights & Biases project `run_name`.
+
+    Args:
+        kwargs: for `wandb.init`.
+    """
+
+    name = "wandb"
+
+    def __init__(self, run_name: str, **kwargs: Any) -> None:
+        self._wandb: Any = importlib.import_module("wandb")
+        self._run: Any = self._wandb.init(**({"project": run_name} | kwargs))
+
+    @property
+    def tracker(self) -> Any:
+        """The run."""
+        return self._run
+
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+        """As the run's config."""
+        self._run.config.update(dict(values), allow_val_change=True)
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """As `wandb.Run.log`."""
+        self._run.log(dict(values), step=step, **kwargs)
+
+    def log_images(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Lists of images, made into `wandb.Image`."""
+        for key, images in values.items():
+            self._run.log({key: [self._wandb.Image(image, **kwargs) for image in images]}, step=step)
+
+    def log_table(
+        self,
+        table_name: str,
+        columns: list[str] | None = None,
+        data: list[list[Any]] | None = None,
+        dataframe: Any = None,
+        step: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """A table of rows or of a data frame."""
+        table = self._wandb.Table(columns=columns, data=data, dataframe=dataframe)
+        self._run.log({table_name: table}, step=step, **kwargs)
+
+    def finish(self) -> None:
+        """Ends the run."""
+        self._run.finish()
+
+
+class CsvTracker(GeneralTracker):
+    """One file per metric, `logging_dir/run_name/Train_loss.csv` for "Train/loss", with the columns step and loss.
+
+    Files are line-buffered, so that rows are on disk once they are logged. An existing file, as after a restart, is
+    continued.
+    """
+
+    name = "csv"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str]) -> None:
+        self._folder = Path(logging_dir, run_name)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._files: dict[str, tuple[str, TextIO]] = {}
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Appends a row per metric.
+
+        Raises:
+            UsageError: two metrics have names that make the same file name.
+        """
+        for name, value in values.items():
+            csv.writer(self._file(name), lineterminator="\n").writerow([step, value])
+
+    def finish(self) -> None:
+        """Closes the files."""
+        for _, file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _file(self, name: str) -> TextIO:
+        stem = name.replace("/", "_").replace(" ", "_")
+        if stem not in self._files:
+            file: TextIO = (self._folder / f"{stem}.csv").open("a", buffering=1, encoding="utf-8", newline="")
+            self._files[stem] = (name, file)
+            if file.tell() == 0:
+                csv.writer(file, lineterminator="\n").writerow(["step", name.rsplit("/", 1)[-1]])
+        owner, file = self._files[stem]
+        if owner != name:
+            raise UsageError(f"metric {name!r}", expected=f"a name whose file is not that of {owner!r}", got=stem)
+        return file
+
+
+# -- trackers of scripts
+
+_BY_NAME: Mapping[str, type[TensorBoardTracker] | type[WandBTracker]] = {
+    "tensorboard": TensorBoardTracker,
+    "wandb": WandBTracker,
+}
+
+
+class Trackers:
+    """The trackers of one accelerator: chosen when it is made, started by `init`, ended by `finish`.
+
+    Args:
+        log_with: names, "all" for those that are installed, or instances of `GeneralTracker`; one or several.
+        logging_dir: for those that need one.
+        is_main_process: whether this process logs for all.
+
+    Raises:
+        ConfigError: a name is unknown, its package is not installed, or it needs a folder; on every rank alike.
+    """
+
+    def __init__(self, log_with: Any, logging_dir: str | os.PathLike[str] | None, *, is_main_process: bool) -> None:
+        requested = log_with if isinstance(log_with, (list, tuple)) else [] if log_with is None else [log_with]
+        chosen: list[Any] = [
+            item if isinstance(item, GeneralTracker) else getattr(item, "value", item) for item in requested
+        ]
+        if "all" in chosen:
+            others = [item for item in chosen if item != "all"]
+            chosen = [*others, *(name for name in _BY_NAME if name not in others and _installed(name))]
+        self._logging_dir = logging_dir
+        self._is_main = is_main_process
+        self._chosen: list[str | GeneralTracker] = [self._checked(item) for item in chosen]
+        self._running: list[GeneralTracker] = []
+
+    def __iter__(self) -> Iterator[GeneralTracker]:
+        return iter(self._running)
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def init(
+        self,
+        project_name: str,
+        config: Mapping[str, Any] | None = None,
+        init_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Starts the trackers and passes them the run's hyperparameters.
+
+        Args:
+            init_kwargs: by tracker's name, more arguments of its constructor.
+
+        Raises:
+            UsageError: `init_kwargs` names a tracker that is not among them.
+            ConfigError: a tracker's folder cannot be written.
+        """
+        kwargs = dict(init_kwargs or {})
+        if unknown := sorted(set(kwargs) - set(self._names)):
+            raise UsageError("init_trackers(init_kwargs)", expected=f"trackers among {self._names}", got=unknown)
+        self.finish()
+        for item in self._chosen:
+            if isinstance(item, GeneralTracker):
+                if self._is_main or not item.main_process_only:
+                    self._running.append(item)
+            elif self._is_main:
+                self._running.append(self._started(item, project_name, kwargs.get(item, {})))
+        if config is not None:
+            for tracker in self._running:
+                tracker.store_init_configuration(config)
+
+    def _started(self, name: str, project_name: str, kwargs: Mapping[str, Any]) -> GeneralTracker:
+        kind = _BY_NAME[name]
+        folder: dict[str, Any] = {"logging_dir": self._logging_dir} if kind.requires_logging_directory else {}
+        try:
+            return kind(project_name, **folder, **kwargs)
+        except OSError as error:
+            got = f"{error.filename or self._logging_dir} ({error.strerror})"
+            raise ConfigError(f"init_trackers: {name}", expected="a folder to write to", got=got) from error
+
+    @property
+    def _names(self) -> list[str]:
+        return [item if isinstance(item, str) else item.name for item in self._chosen]
+
+    def get(self, name: str, unwrap: bool = False) -> Any:
+        """The tracker of that name, or its library's object; on a rank that does not log, one that does nothing.
+
+        Raises:
+            UsageError: there is none of that name.
+        """
+        for tracker in self._running:
+            if tracker.name == name:
+                return tracker.tracker if unwrap else tracker
+        names = self._names
+        if name in names and not self._is_main:
+            return GeneralTracker()
+        fix = "call init_trackers first" if name in names else "add it to Accelerator(log_with=...)"
+        raise UsageError("get_tracker(name)", expected=f"one of the trackers {names}", got=name, fix=fix)
+
+    def log(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Logs values to every tracker that runs on this rank.
+
+        Args:
+            log_kwargs: by tracker's name, more arguments of its `log`.
+        """
+        for tracker in self._running:
+            tracker.log(values, step=step, **dict((log_kwargs or {}).get(tracker.name, {})))
+
+    def log_images(
+        self,
+        values: Mapping[str, Any],
+        step: int | None = None,
+        log_kwargs: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        """Logs images to every tracker that takes them."""
+        for tracker in self._running:
+            if callable(log_images := getattr(tracker, "log_images", None)):
+                log_images(values, step=step, **dict((log_kwargs or {}).get(tracker.name, {})))
+
+    def finish(self) -> None:
+        """Ends every tracker, also when one of them fails."""
+        running, self._running = self._running, []
+        failure: Exception | None = None
+        for tracker in running:
+            try:
+                tracker.finish()
+            except Exception as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+
+    def _checked(self, item: str | GeneralTracker) -> str | GeneralTracker:
+        where = "Accelerator(log_with)"
+        if isinstance(item, str):
+            if item not in _BY_NAME:
+                raise ConfigError(
+                    where,
+                    expected=f'"all", {", ".join(map(repr, _BY_NAME))}, or an instance of a GeneralTracker subclass',
+                    got=item,
+                    fix="for other services write such a subclass; it needs name, log and finish",
+                )
+            if not _installed(item):
+                raise ConfigError(
+                    where,
+                    expected=f"the package {item} to be installed",
+                    fix=f"pip install 'zeroaccel[track]' (or {item}), or log with something else",
+                )
+        elif not isinstance(item, GeneralTracker):
+            raise ConfigError(where, expected="names or instances of GeneralTracker", got=type(item).__name__)
+        kind: Any = _BY_NAME[item] if isinstance(item, str) else item
+        if kind.requires_logging_directory and self._logging_dir is None:
+            raise ConfigError(
+                f"{where}: {kind.name}",
+                expected="a folder to write to",
+                got=None,
+                fix='pass Accelerator(project_dir="...") or ProjectConfiguration(logging_dir="...")',
+            )
+        return item
+
+
+# -- trackers of the engine
+
+
+class Monitors:
+    """The engine's trackers; false when there are none, so that their metrics need not be computed.
+
+    1. `write` logs events to each. One that fails is logged with its traceback and left out from then on.
+    2. `close`, which also happens when the process ends normally, finishes each once.
+    """
+
+    def __init__(self, trackers: Iterable[GeneralTracker] = ()) -> None:
+        self._trackers = list(trackers)
+        if self._trackers:
+            atexit.register(self.close)
+
+    def __len__(self) -> int:
+        return len(self._trackers)
+
+    def write(self, events: Sequence[Event]) -> None:
+        """Logs events, those of one step together, to each tracker."""
+        for step, group in groupby(events, key=lambda event: event[2]):
+            values = {name: value for name, value, _ in group}
+            self._each("write", lambda tracker, values=values, step=step: tracker.log(values, step=step))
+
+    def flush(self) -> None:
+        """Flushes each tracker."""
+        self._each("flush", lambda tracker: tracker.flush())
+
+    def close(self) -> None:
+        """Finishes each tracker and drops it."""
+        atexit.unregister(self.close)
+        self._each("close", lambda tracker: tracker.finish())
+        self._trackers.clear()
+
+    def _each(self, verb: str, call: Callable[..., None]) -> None:
+        for tracker in tuple(self._trackers):
+            try:
+                call(tracker)
+            except Exception:  # of any kind: training goes on, and the log says what is lost
+                self._trackers.remove(tracker)
+                logger.exception("%s failed to %s and is switched off for this run", type(tracker).__name__, verb)
+
+
+def build_monitors(config: Config, rank: int) -> Monitors:
+    """The trackers that a config switches on; none on ranks other than 0.
+
+    Raises:
+        ConfigError: a section is on and its package is not installed (on every rank), or its folder cannot be made
+            (on rank 0, so ranks must agree on it before they go on).
+    """
+    for name, section in (("tensorboard", config.tensorboard), ("wandb", config.wandb)):
+        if section.enabled and not _installed(name):
+            raise ConfigError(
+                f"{name}.enabled",
+                expected=f"the package {name} to be installed",
+                fix=f"pip install 'zeroaccel[track]' (or {name}), or set {name}.enabled to false",
+            )
+    if rank != 0:
+        return Monitors()
+    trackers: list[GeneralTracker] = []
+    for key, files, kind in (
+        # The engine logs every step of training: TensorBoard is flushed when it reports, not each time.
+        ("tensorboard", config.tensorboard, partial(TensorBoardTracker, flush_each_log=False)),
+        ("csv_monitor", config.csv_monitor, CsvTracker),
+    ):
+        if files.enabled:
+            try:
+                trackers.append(kind(files.job_name, files.output_path))
+            except OSError as error:
+                folder = str(Path(files.output_path, files.job_name))
+                raise ConfigError(
+                    f"{key}.output_path",
+                    expected="a folder that can be written",
+                    got=folder,
+                    fix=f"choose another ({error})",
+                ) from error
+    if config.wandb.enabled:
+        wandb = config.wandb
+        trackers.append(WandBTracker(wandb.project, group=wandb.group, entity=wandb.team))
+    return Monitors(trackers)
+
+
+def _installed(package: str) -> bool:
+    if (spec := importlib.util.find_spec(package)) is None:
+        return False
+    return spec.origin is not None  # a folder of that name, such as wandb leaves behind, has none
+
+
+def _number(key: str, value: Any) -> float:
+    if isinstance(value, torch.Tensor) or hasattr(value, "item"):
+        value = value.item()
+    if not isinstance(value, (int, float)):
+        raise UsageError(f"log: value of {key!r}", expected="a number, a text or a mapping of numbers", got=value)
+    return value
