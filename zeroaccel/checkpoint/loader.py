@@ -51,6 +51,8 @@ def load_weights(holdings: EngineState, store: TensorStore) -> None:
     for buffer in holdings.buffers():
         keys = {slot.fqn: _weight_key(slot, store) for slot in buffer.layout.slots}
         absent += [fqn for fqn, key in keys.items() if key is None]
+        # Memory is filled by one read of all buffers below, in the order of the files; a storage that has memory only
+        # on loan from a tier has its part read at once.
         buffer.masters.load(partial(_fill_weights, buffer, keys, store), store.read)
     buffers = {}
     for name, value in persistent_buffers(holdings.model):
@@ -89,6 +91,7 @@ def refresh_copies(units: Sequence[ParamUnit]) -> None:
         for buffer in unit.buffers:
             buffer.masters.publish()
             stale |= buffer.trainable and not buffer.masters.is_replicated
+        # Each rank has rounded its own masters; what is persistent is read by all of them.
         if unit.persistent and stale:
             unit.reshard()
             unit.unshard()
@@ -121,6 +124,7 @@ def load_optimizer(optimizer: ShardedOptimizer, store: TensorStore, where: str) 
         group.update(
             {name: value for name, value in settings.items() if is_same_class or name in group or name == "initial_lr"}
         )
+    # States of anything but pieces, as `train()` of some classes leaves them, do not outlive the load.
     inner.state.clear()
     inner.state.update(loaded)
     # As torch's own load_state_dict ends: the class brings an older or foreign form of its state up to date.
@@ -177,7 +181,7 @@ def _fill_state(
     if tuple(record.shape) == slot.shape:
         if kind not in state:
             state[kind] = torch.zeros(shape, dtype=dtype_of(record.dtype), device=device)
-        part = slot.range & piece.range
+        part = slot.range & piece.range  # a piece may have a part of a slot, parts of several, or only padding
         if part:
             store.fill(key, part.start - slot.start, state[kind].view(-1)[part.at(piece.range.start)])
     elif shape == slot.shape:

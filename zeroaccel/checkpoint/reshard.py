@@ -40,18 +40,18 @@ from zeroaccel.checkpoint.rank_file import (
 )
 from zeroaccel.errors import CheckpointError, UsageError
 from zeroaccel.zero.access.safetensors_file import ITEMSIZE, FileLayout
+from zeroaccel.zero.layout import FlatRange
 
 __all__ = ["reshard", "rewrite"]
 
 
 @dataclass(frozen=True)
 class _WriteItem:
-    """Elements [start, start + length) of a tensor, for one rank's file."""
+    """A range of a tensor's elements, for one rank's file."""
 
     key: str
     tensor: TensorRecord
-    start: int
-    length: int
+    elements: FlatRange
 
 
 def reshard(source: Path, out: Path, world_size: int, tag: str | None = None) -> Path:
@@ -95,7 +95,9 @@ def rewrite(manifest: Manifest, files: Sequence[CheckedFile], out: Path, world_s
         target.mkdir(parents=True, exist_ok=True)
         # All layouts before any file: the offsets follow from the sizes alone, so each file is written front to back.
         plans = list(_plan_ranks(manifest, world_size))
-        layouts = [lay_out_rank_file([(item.key, item.tensor.dtype, item.length) for item in plan]) for plan in plans]
+        layouts = [
+            lay_out_rank_file([(item.key, item.tensor.dtype, item.elements.numel) for item in plan]) for plan in plans
+        ]
         records = []
         for rank, (plan, layout) in enumerate(zip(plans, layouts, strict=True)):
             path = target / rank_file_name(rank, world_size, save_id)
@@ -122,10 +124,9 @@ def _plan_ranks(manifest: Manifest, world_size: int) -> Iterator[list[_WriteItem
         for key, tensor in tensors.items():
             sharded = key.startswith(("master/", "value/", "state/"))
             shard_numel = -(-tensor.numel // world_size) if sharded else tensor.numel
-            start = min(rank * shard_numel, tensor.numel)
-            length = min(shard_numel, tensor.numel - start)
-            if length or rank == 0:
-                items.append(_WriteItem(key, tensor, start, length))
+            elements = FlatRange(0, tensor.numel) & FlatRange(rank * shard_numel, (rank + 1) * shard_numel)
+            if elements or rank == 0:
+                items.append(_WriteItem(key, tensor, elements))
         yield sorted(items, key=lambda item: -ITEMSIZE[item.tensor.dtype])
 
 
@@ -148,10 +149,10 @@ def _contents(layout: FileLayout, plan: list[_WriteItem], files: Sequence[Checke
         itemsize = ITEMSIZE[item.tensor.dtype]
         most = CHUNK_NBYTES // itemsize
         for file, start, length, offset in item.tensor.pieces:
-            first, end = max(start, item.start), min(start + length, item.start + item.length)
-            for low in range(first, end, most):
+            part = item.elements & FlatRange(start, start + length)
+            for low in range(part.start, part.end, most):
                 chunks: list[Bytes] = []
-                nbytes = (min(low + most, end) - low) * itemsize
+                nbytes = (min(low + most, part.end) - low) * itemsize
                 files[file].read([ReadRequest(offset + (low - start) * itemsize, nbytes, chunks.append)])
                 yield from chunks
 
@@ -191,8 +192,8 @@ def _resharded(
     for rank, (plan, layout) in enumerate(zip(plans, layouts, strict=True)):
         for item in plan:
             own = pieces.setdefault(item.key, [])
-            if item.length:
-                own.append((rank, item.start, item.length, layout.offsets[item.key]))
+            if item.elements:
+                own.append((rank, item.elements.start, item.elements.numel, layout.offsets[item.key]))
     return replace(
         manifest,
         id=save_id,

@@ -231,7 +231,7 @@ def _encode_client_state(state: Mapping[str, Any], plan: SavePlan | None) -> Any
 def _common(request: SaveRequest, engine_state: EngineState, progress: Progress, plan: SavePlan) -> dict[str, Any]:
     buffers = list(persistent_buffers(engine_state.model))
     for name, buffer in buffers:
-        plan.add_whole(f"buffer/{name}", buffer.clone())  # the next forward may change it
+        plan.add_full(f"buffer/{name}", buffer.clone())  # the next forward may change it
     parameters = describe_parameters(engine_state, exclude_frozen=request.exclude_frozen)
     return {
         "world_size": engine_state.world_size,

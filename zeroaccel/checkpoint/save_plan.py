@@ -101,10 +101,10 @@ class SavePlan:
         """Saves a small tensor that belongs to plain data; it is copied now. Returns its key."""
         key = f"plain/{self.rank}/{self._plain_count}"
         self._plain_count += 1
-        self.add_whole(key, tensor.detach().clone())
+        self.add_full(key, tensor.detach().clone())
         return key
 
-    def add_whole(self, key: str, tensor: Tensor) -> None:
+    def add_full(self, key: str, tensor: Tensor) -> None:
         """Adds a tensor that this rank saves alone."""
         data = tensor.detach().contiguous().view(-1)
         self.entries.append(SaveItem(key, dtype_name(tensor.dtype), tuple(tensor.shape), 0, data))
@@ -117,6 +117,7 @@ class SavePlan:
                 continue
             if part:
                 self._add(f"{kind}/{slot.fqn}", slot, part, buffer.masters.elements(part))
+            # A parameter without elements has a shape and a dtype all the same, which a full state dict needs.
             elif slot.numel == 0 and buffer.rank == 0:
                 none = FlatRange(buffer.own.start, buffer.own.start)
                 self._add(f"{kind}/{slot.fqn}", slot, slot.range, buffer.masters.elements(none))
@@ -139,15 +140,15 @@ class SavePlan:
                         key = self._state_key(name, slot.fqn, optimizer)
                         self._add(key, slot, part, buffer.masters.elements(part, name))
                 if reached.start in buffer.own and reached.start in (slot.start, buffer.own.start):
-                    is_whole = piece.range == slot.range and piece.shape == slot.shape
-                    self._add_rest(rest, slot, optimizer, alone=is_whole)
+                    is_full_parameter = piece.range == slot.range and piece.shape == slot.shape
+                    self._add_rest(rest, slot, optimizer, alone=is_full_parameter)
 
     def _add_rest(self, rest: dict[str, Any], slot: Slot, optimizer: ShardedOptimizer, *, alone: bool) -> None:
         """State that does not have one value per element."""
         scalars: dict[str, Any] = {}
         for name, value in rest.items():
             if isinstance(value, Tensor) and value.dim() > 0 and alone:
-                self.add_whole(self._state_key(name, slot.fqn, optimizer), value)
+                self.add_full(self._state_key(name, slot.fqn, optimizer), value)
             elif isinstance(value, Tensor) and value.numel() > 1:
                 raise CheckpointError(
                     f"optimizer {type(optimizer.optimizer).__name__}, state {name!r} of {slot.fqn}",

@@ -167,6 +167,7 @@ class FlatBuffer:
 
     def free(self) -> None:
         """Frees the full buffer's storage; the storage object and all views of it stay."""
+        # Resized, not replaced: autograd's saved views share this storage object, and see the values gathered next.
         storage = self.full.untyped_storage()
         if storage.resizable():
             storage.resize_(0)

@@ -84,6 +84,7 @@ class AsyncStep:
             grad_scale: multiplied into the gradients.
         """
         assert not self._jobs, "updates begin while others are pending"
+        # A copy of the settings: the program's scheduler steps while the thread still updates.
         self._order, self._following = tuple(order), followers(order)
         self._groups = _hyperparameters(self._optimizer.optimizer.param_groups)
         self._grad_scale = grad_scale
@@ -294,6 +295,7 @@ class WeightUpdate:
     def forget(self) -> None:
         """After a backward that broke off."""
         if self.is_early:
+            # Masters of some buffers are a step further than the weights, and no gradients are left to finish it with.
             self._async.drop()
             self.broken = "an update was dropped half way, so the masters are ahead of the weights"
 
@@ -340,7 +342,7 @@ class WeightUpdate:
             # Behind the update of the next unit, but within `allgather_bucket_size`: receive buffers are memory too.
             while gathering and sum(u.numel for u in gathering) + unit.numel > self._gather_numel:
                 gathering.pop(0).wait()
-            unit.reshard()
+            unit.reshard()  # says that it is stale; its storage stays
             unit.unshard()
             gathering.append(unit)
 
@@ -353,6 +355,7 @@ class WeightUpdate:
         # A disk fails on one rank alone, which has come along this far since the others wait in the same gathers. Only
         # now can all raise; and until they know that none failed, the weights may be a mixture.
         if early or (self._tiers is not None and self._tiers.can_fail):
+            # Set before the ranks agree, so that it stays where that collective itself fails.
             self.broken = "a step failed half way, so the weights are a mixture of old and new"
             agree_or_raise(self._collectives, failure, "offloaded update")
             self.broken = None

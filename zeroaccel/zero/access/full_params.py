@@ -190,6 +190,7 @@ def store(handle: ParamHandle, before: Tensor | None = None) -> None:
             buffer.shard.write(own, buffer.full[own.at(0)])
             handle.unit.drop_secondary()
         _require_settled(handle)
+        # A replicated optimizer has the masters of the full parameter on every rank, and so all of them follow.
         part = handle.slot.range & buffer.masters.range
         buffer.masters.follow_weights(part, buffer.full[part.at(0)], before)
 
@@ -204,6 +205,7 @@ def overwrite(handle: ParamHandle, value: Tensor) -> None:
     own = slot.range & buffer.own
     _require_settled(handle)
     with torch.no_grad():
+        # The master takes the value itself, not what the shard rounds it to: fp32 values keep their bits.
         flat = value.detach().reshape(-1).to(buffer.full.device)
         new = FlatTensor(slot.range, flat.float() if flat.dtype is torch.float64 else flat)
         buffer.full[slot.range.at(0)].copy_(new.values)

@@ -166,6 +166,19 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
     Raises:
         UsageError: there is no state of that name, or not before the first step; on every rank.
+
+    Example:
+        >>> import zeroaccel
+        >>> model = nn.Linear(2, 1, bias=False)
+        >>> config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}}
+        >>> engine, *_ = zeroaccel.initialize(model, config=config)
+        >>> loss = engine.backward(engine(torch.ones(1, 2)).sum())
+        >>> safe_get_full_grad(model.weight)  # reduced over the ranks, until the step
+        tensor([[1., 1.]])
+        >>> engine.step()
+        >>> safe_get_full_optimizer_state(model.weight, "exp_avg")
+        tensor([[0.1000, 0.1000]])
+        >>> engine.destroy()
     """
     handle = handle_of(param)
     return None if handle is None else _full(handle, _states(handle, optim_state_key), f"{optim_state_key} of")
@@ -233,6 +246,7 @@ def _gradients(handle: ParamHandle, call: str) -> _Values | None:
     def write(part: FlatRange, values: Tensor) -> None:
         reduced[part].copy_(values)
 
+    # Reduced gradients have the loss scale in them until the step: a caller sees them without.
     alone = handle.registry.collectives.world_size == 1
     return _Values(reduced.__getitem__, write, alone, 1.0 / training.loss_scale().value)
 
@@ -245,6 +259,7 @@ def _states(handle: ParamHandle, key: str) -> _Values:
     _require_settled(handle, f"state {key!r}")
     masters = handle.buffer.masters
     optimizer = None if handle.registry.training is None else handle.registry.training.optimizer
+    # A rank without elements of the parameter has no state to look at: all agree, so that all raise or none does.
     with agreed(handle.registry.collectives, f"optimizer state {key} of {handle.slot.fqn}"):
         if optimizer is None or handle.slot.fqn not in optimizer.group_of:
             raise UsageError(f"parameter {handle.slot.fqn}", expected="one that an optimizer updates", got="none does")
@@ -299,6 +314,8 @@ def _assembled(handle: ParamHandle, own: Tensor, label: str) -> Tensor:
     """(numel,) fp32 from each rank's elements. Sends as many as the rank with most of them has, to each other rank."""
     slot, ranks = handle.slot, handle.buffer.layout.world_size
     reaches = [handle.reach(rank) for rank in range(ranks)]
+    # Rounds of equal size, though shards of an owner layout are not: one rank may have the full parameter, so rounds
+    # bound the receive buffer to W times `_GATHERED_NUMEL`.
     longest = max(reach.numel for reach in reaches)
     out = torch.empty(slot.numel, dtype=torch.float32, device=own.device)
     for first in range(0, longest, _GATHERED_NUMEL):
@@ -351,6 +368,7 @@ def _checked(handle: ParamHandle, value: Tensor, call: str) -> Tensor:
         if tuple(value.shape) != handle.slot.shape:
             raise UsageError(f"{where}: the value", expected=f"shape {handle.slot.shape}", got=tuple(value.shape))
         flat = value.detach().to(device=handle.buffer.full.device, dtype=torch.float32).contiguous().view(-1)
+    # Different values would leave shards, masters and persistent copies of the ranks apart, and no later check sees it.
     digest = fingerprint(torch.cat([flat, flat.new_zeros(flat.numel() % 2)]))
     if len(set(collectives.gather_objects(digest, f"{where}: value"))) > 1:
         raise UsageError(f"{where}: the value", expected="the same on all ranks", got="different ones")

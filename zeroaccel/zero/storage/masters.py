@@ -267,6 +267,7 @@ class NoMasters(MasterStorage):
 
     def __init__(self, place: MasterPlace) -> None:
         super().__init__(place)
+        # Of a persistent buffer every rank can read all of it, without a collective.
         self.range = place.shard.range
         self.is_replicated = place.shard.range == place.layout.range
 

@@ -441,7 +441,7 @@ def _check_one_number_per_element(optimizer: Optimizer, rules: OffloadRules) -> 
             "optimizer.params.moments_dtype",
             expected=f'"fp32" or "bf16" with {other}',
             got="int8",
-            fix='8-bit blocks do not go into slabs: use "bf16", or remove the other key',
+            fix='8-bit blocks do not go into state buffers: use "bf16", or remove the other key',
         )
 
 

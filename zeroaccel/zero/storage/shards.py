@@ -276,6 +276,7 @@ class NvmeShard(ShardStorage):
             self._fetch = self._tier.fetch(self._key)
 
     def swap_in(self) -> None:
+        # A prefetch is used once: the next gather reads again, since a step may have replaced the shard.
         self.prefetch()
         fetch, self._fetch = self._fetch, None
         assert fetch is not None and self._loan is None, f"{self._key}: swapped in twice"
@@ -293,6 +294,7 @@ class NvmeShard(ShardStorage):
         self.discard()
 
     def stage(self) -> FlatTensor:
+        # A new buffer, not the one read for the gather: what is staged replaces all of the shard.
         assert self._loan is None, f"{self._key}: staged while it is in use"
         self._loan = self._tier.take(self._key)
         return FlatTensor(self.range, self._loan.view(self.dtype))
@@ -335,6 +337,7 @@ class Int8Shard(ShardStorage):
 
     def __init__(self, place: ShardPlace) -> None:
         super().__init__(place)
+        # On the compute device: the codes are what is sent, and `offload_param` is refused with them.
         self._code = place.full.new_empty(INT8.nbytes(self.range.numel), dtype=torch.uint8)
         self._staged: Tensor | None = None
 

@@ -460,7 +460,7 @@ class ResidualMasters(SwappedMasters):
 
     def _write_masters(self, group: SubGroup, buffer: Tensor, values: Tensor, first: int = 0) -> None:
         residuals, ties = _residuals(group, buffer)
-        split(values.float().contiguous(), residuals[first : first + values.numel()], ties, first)
+        split(values.to("cpu", torch.float32).contiguous(), residuals[first : first + values.numel()], ties, first)
 
     def _stored_masters(self, group: SubGroup, part: FlatRange) -> StoredElements:
         tier, numel = self._swapper.tier, group.range.numel
