@@ -1,4 +1,4 @@
-"""How fast checkpoints are saved, loaded and made whole, and what that takes of memory; with DeepSpeed beside it.
+"""How fast checkpoints are saved, loaded and consolidated, and how much memory that takes; compared with DeepSpeed.
 
     python benchmarks/checkpoint.py FOLDER [--ranks 2] [--layers 8] [--deepspeed-python PYTHON] [--json FILE]
 
@@ -237,7 +237,7 @@ def as_rank(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def held_up(engine: Any, folder: Path, forward_and_backward: Callable[[], None]) -> float:
-    """Seconds that a save beside training takes from the main thread: the call, and the wait before weights change."""
+    """Seconds that a background save takes from the main thread: the call, and the wait before weights change."""
     from zeroaccel.checkpoint.background_save import BackgroundSave
 
     call = timed(engine, lambda: engine.save_checkpoint(folder, tag="beside"))

@@ -1,9 +1,9 @@
-"""What a checkpoint of many gigabytes takes of time, and of memory beside the engine's own.
+"""Time of a checkpoint of many gigabytes, and its memory in addition to the engine's own.
 
     python benchmarks/checkpoint_large.py FOLDER [--billions 1.5] [--ranks 2] [--loads 3]
 
 An engine that is built in parts (`zero.Init`, stage 3, fp32) and has taken no step yet: its shards are the masters, and
-all it has. So the checkpoint is as large as the engine, and whatever saving and loading take beside it is seen. The sum
+all it has. So the checkpoint is as large as the engine, and what saving and loading take in addition is seen. The sum
 of all weights' bits must be the same after loading on another number of ranks. Memory as of `checkpoint.py`.
 """
 

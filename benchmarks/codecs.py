@@ -1,4 +1,4 @@
-"""How fast codes are made and read, beside a plain copy of the same bytes.
+"""How fast codes are made and read, compared with a plain copy of the same bytes.
 
     python benchmarks/codecs.py --markdown result.md
 

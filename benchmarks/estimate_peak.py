@@ -1,4 +1,4 @@
-"""The peak memory that `zeroaccel.estimate` predicts, beside the one that a real run has.
+"""The peak memory that `zeroaccel.estimate` predicts, compared with that of a real run.
 
     python benchmarks/estimate_peak.py                     # all stages, two ranks each; about three minutes
     zeroaccel launch --cpu --num_processes 2 benchmarks/estimate_peak.py --stage 3    # one of them, as JSON

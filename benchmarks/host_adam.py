@@ -1,4 +1,4 @@
-"""One contender of `offload.py adam`, in a process of its own: steps when it is told to, and answers with the seconds.
+"""One contender of `offload.py adam`, in a process of its own: steps on request, and answers with the seconds.
 
     python benchmarks/host_adam.py CONTENDER NUMEL THREADS
 

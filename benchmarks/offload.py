@@ -1,4 +1,4 @@
-"""What training with states on the host costs, part by part, beside others that do the same.
+"""The cost of training with states on the host, part by part, compared with others that do the same.
 
     python benchmarks/offload.py adam
     python benchmarks/offload.py adam --deepspeed-python /path/to/env/bin/python --check

@@ -57,7 +57,7 @@ def main() -> None:
 def step(
     rounds: int, steps: int, stage: tuple[str, ...], deepspeed_python: str | None, json_path: Path | None, check: bool
 ) -> None:
-    """The optimizer on the host beside ours without offload, and beside DeepSpeed's."""
+    """The optimizer on the host, compared with ours without offload and with DeepSpeed's."""
     if deepspeed_python is None and importlib.util.find_spec("deepspeed") is not None:
         deepspeed_python = sys.executable
     names = [name for bar in _STEP_BARS for name in bar[:2] if any(f"-{number}" in name for number in stage)]
@@ -124,13 +124,13 @@ def stream(folder: str, layers: int, rounds: int, block_size: int, json_path: Pa
 @click.option("--rounds", default=5)
 @click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Write the results here.")
 def beside(folder: str, device: str, layers: int, batch: int, rounds: int, json_path: Path | None) -> None:
-    """Seconds of a step with the update in it, during backward, and beside the next step; in turn."""
+    """Seconds of a step with the update in it, during backward, and during the next step; in turn."""
     engines = {during: _engine(folder, layers, 1 << 20, device, during) for during in ("step", "backward", "next_step")}
     rows = torch.ones(batch, 2048, dtype=torch.bfloat16)
     seconds: dict[str, list[tuple[float, float, float]]] = {during: [] for during in engines}
     for turn in range(rounds + 2):
         for during, engine in engines.items():
-            for _ in range(2):  # of two steps in a row the second has its predecessor's update beside it
+            for _ in range(2):  # of two steps in a row the second overlaps its predecessor's update
                 shard, begun = engine.sharded_optimizer, time.perf_counter()
                 update, hidden = shard.update_seconds, shard.hidden_seconds
                 engine.backward(engine(rows))

@@ -3,8 +3,8 @@
     python benchmarks/optimizer_table.py --markdown result.md
     python benchmarks/optimizer_table.py --only AdamW,Muon --worlds 2
 
-Every optimizer trains a small model for some steps through the engine. Beside it, the same class, made by itself over
-a copy of the whole model, takes the engine's reduced gradients, `safe_get_full_grad`, and steps as torch does. A cell
+Every optimizer trains a small model for some steps through the engine. For comparison, the same class over a copy of
+the unsharded model takes the engine's reduced gradients, `safe_get_full_grad`, and steps as torch does. A cell
 says whether all weights have the same bits at the end, on all ranks; by how many units in the last place they differ
 otherwise; or the reason why the engine refuses. Optimizers of packages are there where the package is importable:
 `--packages` names a folder to look in.

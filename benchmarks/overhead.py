@@ -91,7 +91,7 @@ class Timed(Collectives):
         start = time.thread_time()
         work = call(*args)
         if work is not None:
-            work.wait()  # nobody is waited for; it only has to be counted
+            work.wait()  # a finished work; it only has to be counted
         self.seconds += time.thread_time() - start
         return work
 

@@ -1,4 +1,4 @@
-"""How evenly owners share a model whose optimizer looks at whole tensors: computed, nothing is trained.
+"""How evenly owners share a model whose optimizer needs full tensors: computed, nothing is trained.
 
     python benchmarks/owners.py
 

@@ -96,7 +96,7 @@ def race(
     """Runs all rounds.
 
     Args:
-        say: told what is going on.
+        say: called with progress messages.
 
     Raises:
         ContenderFailed: one that had started well broke off.

@@ -63,7 +63,7 @@ _OTHER_TRAINING = ("bare", "ddp-bf16")
 # What is held against what. A name with variants stands for the fastest of them.
 _DDP = ("ddp-master", "ddp-autocast")
 _DEEPSPEED_2 = ("deepspeed-2", "deepspeed-2-torch-adam")
-# Not fsdp2-keep, which is sharded in backward only: the table has it beside them.
+# Not fsdp2-keep, which is sharded in backward only: the table shows it too.
 _STAGE_3 = ("fsdp2", "fsdp2-fp32-reduce", "deepspeed-3", "deepspeed-3-lean", "deepspeed-3-torch-adam")
 _SPEED_BARS = (
     ("zeroaccel-3-lean", _STAGE_3, 0.6),
@@ -72,7 +72,7 @@ _SPEED_BARS = (
     ("zeroaccel-2", _DDP, 1.0),
 )
 _MEMORY_BARS = (("zeroaccel-3-lean", "fsdp2", 1.1), ("zeroaccel-3", "fsdp2", 1.1), ("zeroaccel-3", "fsdp2-keep", 1.1))
-# Gathers and reductions of the whole model. Stage 3 with the default reuse distance keeps so small a model whole.
+# Gathers and reductions of the model. Stage 3 with the default reuse distance keeps so small a model unsharded.
 _TRAFFIC = {"zeroaccel-0": 2, "zeroaccel-1": 2, "zeroaccel-2": 2, "zeroaccel-3": 2, "zeroaccel-3-lean": 3}
 
 

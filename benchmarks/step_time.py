@@ -1,4 +1,4 @@
-"""Step time, memory and traffic of zeroaccel beside DDP, FSDP2 and DeepSpeed, on this machine.
+"""Step time, memory and traffic of zeroaccel, DDP, FSDP2 and DeepSpeed, on this machine.
 
     python benchmarks/step_time.py
     python benchmarks/step_time.py --only zeroaccel-3-lean,fsdp2 --rounds 5 --json result.json

@@ -1,4 +1,4 @@
-"""Step times, memory and start-up of this tree beside another checkout of it, in one interleaved run.
+"""Step times, memory and start-up of this tree and of another checkout of it, in one interleaved run.
 
     git worktree add ../older <commit>
     python benchmarks/two_trees.py ../older

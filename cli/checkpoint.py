@@ -110,8 +110,8 @@ def verify(folder: Path, tag: str | None) -> None:
 @_TAG
 def reshard_command(folder: Path, out: Path, world_size: int, tag: str | None) -> None:
     """Write the checkpoint of DIR into OUT as files of another number of ranks, bit by bit the same values."""
-    made = reshard(folder, out, world_size, tag)
-    click.echo(f"{made}: {world_size} files, {read_manifest(made).nbytes} bytes")
+    folder_written = reshard(folder, out, world_size, tag)
+    click.echo(f"{folder_written}: {world_size} files, {read_manifest(folder_written).nbytes} bytes")
 
 
 @checkpoint.command("import")
@@ -132,8 +132,8 @@ def import_command(
 
     pairs = dict(_pair(tie) for tie in ties)
     name = tag or folder.resolve().name
-    made = import_dcp(folder, out, tag=name, world_size=world_size, ties=pairs, buffers=buffers)
-    click.echo(f"{made}: {world_size} files, {read_manifest(made).nbytes} bytes")
+    folder_written = import_dcp(folder, out, tag=name, world_size=world_size, ties=pairs, buffers=buffers)
+    click.echo(f"{folder_written}: {world_size} files, {read_manifest(folder_written).nbytes} bytes")
 
 
 @checkpoint.command("export")
@@ -157,11 +157,11 @@ def _pair(tie: str) -> tuple[str, str]:
 def _chosen(folder: Path, tag: str | None) -> list[Path]:
     if (folder / MANIFEST_NAME).exists() and tag is None:
         return [folder]
-    found = [each for each in checkpoint_folders(folder) if tag in (None, each.name)]
-    if not found:
+    folders = [each for each in checkpoint_folders(folder) if tag in (None, each.name)]
+    if not folders:
         what = "a checkpoint" if tag is None else f"a checkpoint {tag}"
         raise UsageError(f"{folder}", expected=f"a folder with {what} in it")
-    return found
+    return folders
 
 
 def _described(folder: Path, manifest: Manifest) -> list[str]:
@@ -169,12 +169,12 @@ def _described(folder: Path, manifest: Manifest) -> list[str]:
     numel = sum(manifest.tensors[key].numel for fqn in manifest.order if (key := manifest.weight_key(fqn)) is not None)
     frozen = sum(not parameter.trainable for parameter in manifest.parameters.values())
     kinds: Counter[str] = Counter()
-    held: Counter[int] = Counter()
+    nbytes_by_file: Counter[int] = Counter()
     for key, tensor in manifest.tensors.items():
         kind = "/".join(key.split("/")[: 2 if key.startswith("state/") else 1])
         kinds[kind] += tensor.numel * ITEMSIZE[tensor.dtype]
         for file, _, length, _ in tensor.pieces:
-            held[file] += length * ITEMSIZE[tensor.dtype]
+            nbytes_by_file[file] += length * ITEMSIZE[tensor.dtype]
     optimizer = manifest.optimizer["type"] if manifest.optimizer else "none"
     return [
         f"{folder.name}: zero stage {stage}, world_size {manifest.world_size}, step {manifest.global_steps}, "
@@ -183,7 +183,7 @@ def _described(folder: Path, manifest: Manifest) -> list[str]:
         f"{len(manifest.buffers)} buffers",
         *(f"  {kind}: {nbytes} bytes" for kind, nbytes in sorted(kinds.items())),
         *(
-            f"  rank {record.rank}: {record.name}, {record.nbytes} bytes, {held[index]} of tensors"
+            f"  rank {record.rank}: {record.name}, {record.nbytes} bytes, {nbytes_by_file[index]} of tensors"
             for index, record in enumerate(manifest.files)
         ),
     ]

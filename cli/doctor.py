@@ -45,7 +45,7 @@ class Finding:
 
     Attributes:
         verdict: BROKEN if it was asked for, or training needs it.
-        detail: what was seen, or what is used instead.
+        detail: what was measured, or what is used instead.
         fix: one line that mends it; empty where nothing is to be done.
     """
 
@@ -161,15 +161,15 @@ def _variables(environ: Mapping[str, str]) -> Finding:
 
 
 def _launch_file(environ: Mapping[str, str], folder: Path) -> Finding:
-    found = find_launch_file(None, environ, folder)
-    if found is None:
+    source = find_launch_file(None, environ, folder)
+    if source is None:
         return Finding("launch file", "missing", "none, so flags and defaults count", "zeroaccel config")
     try:
-        read_launch_file(*found).effective().settings()
+        read_launch_file(*source).effective().settings()
     except ConfigError as error:
-        fix = f"zeroaccel config validate {found[0]}"
+        fix = f"zeroaccel config validate {source[0]}"
         return Finding("launch file", "BROKEN", str(error).replace("\n", " "), fix)
-    return Finding("launch file", "works", f"{found[0]} ({found[1]})")
+    return Finding("launch file", "works", f"{source[0]} ({source[1]})")
 
 
 def _copies() -> Iterator[Finding]:
@@ -279,9 +279,9 @@ def env(as_json: bool) -> None:
     for heading, content in look(os.environ).lines():
         if heading != "torch":
             facts[heading] = f"{facts[heading]}; {content}" if heading in facts else content
-    found = find_launch_file(None, os.environ, Path.cwd())
-    facts["launch file"] = "none" if found is None else f"{found[0]} ({found[1]})"
-    if found is not None and not found[0].is_file():
+    source = find_launch_file(None, os.environ, Path.cwd())
+    facts["launch file"] = "none" if source is None else f"{source[0]} ({source[1]})"
+    if source is not None and not source[0].is_file():
         facts["launch file"] += ", which is no file"
     facts |= {
         name: "(set)" if any(word in name for word in _SECRET) else value

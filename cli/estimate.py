@@ -94,26 +94,27 @@ def estimate(
 
     from .machine import devices, memory_nbytes
 
-    found = () if cpu else devices()
-    if found and device_memory is None:
-        device_memory = min(device.memory_nbytes for device in found)
-    if (found or cpu) and host_memory is None:
+    # Defaults are this machine's, where the ranks would run here; elsewhere nothing is known, and "fits" stays open.
+    accelerators = () if cpu else devices()
+    if accelerators and device_memory is None:
+        device_memory = min(device.memory_nbytes for device in accelerators)
+    if (accelerators or cpu) and host_memory is None:
         host_memory = memory_nbytes()
     try:
-        asked = Workload(ranks=ranks or max(1, len(found)), **workload)
+        requested = Workload(ranks=ranks or max(1, len(accelerators)), **workload)
     except UsageError as error:
         raise ConfigError(str(error).replace("Workload.", "--")) from None
     what = subject(model)
     capacity = Capacity(device=device_memory, host=host_memory, disk=disk, on_cpu=cpu)
-    rows = plan_table(what, asked, capacity)
+    rows = plan_table(what, requested, capacity)
     if what.note:
         click.echo(f"zeroaccel: {what.note}", err=True)
     if as_json:
-        click.echo(json.dumps(_report(model, asked, capacity, rows), indent=2))
+        click.echo(json.dumps(_report(model, requested, capacity, rows), indent=2))
     else:
-        _show(model, asked, capacity, rows)
+        _show(model, requested, capacity, rows)
     if plot is not None:
-        draw(Path(plot), _title(model, asked, rows), rows, capacity)
+        draw(Path(plot), _title(model, requested, rows), rows, capacity)
         click.echo(f"zeroaccel: chart written to {plot}", err=True)
 
 
@@ -134,13 +135,13 @@ def _report(model: str, workload: Workload, capacity: Capacity, rows: list[PlanR
 
     plans = []
     for row in rows:
-        held = asdict(row.estimate)
+        plan = asdict(row.estimate)
         for place in ("device", "host", "disk"):
-            held[place]["total"] = getattr(row.estimate, place).total
-        plans.append({**held, "fits": row.fits, "short_of": row.short_of, "recommended": row.recommended})
+            plan[place]["total"] = getattr(row.estimate, place).total
+        plans.append({**plan, "fits": row.fits, "short_of": row.short_of, "recommended": row.recommended})
     traffic = [asdict(sent) for sent in traffic_table(rows[0].estimate.numel, workload)]
-    told = {"model": model, "workload": asdict(workload), "capacity": asdict(capacity), "plans": plans}
-    return told | ({"traffic": traffic} if traffic else {})
+    report = {"model": model, "workload": asdict(workload), "capacity": asdict(capacity), "plans": plans}
+    return report | ({"traffic": traffic} if traffic else {})
 
 
 def _title(model: str, workload: Workload, rows: list[PlanRow]) -> str:
@@ -282,11 +283,11 @@ def _draw_png(path: Path, title: str, rows: Sequence[PlanRow], limit: int | None
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(title=title, xlabel="GB per rank on the device, at the peak of a step")
     names = [row.estimate.name + (" (recommended)" if row.recommended else "") for row in rows]
-    left = [0.0] * len(rows)
+    offsets = [0.0] * len(rows)
     for part, colour in _COLOURS.items():
         widths = [getattr(row.estimate.device, part) / 1e9 for row in rows]
-        axes.barh(names, widths, left=left, color=colour, label=part)
-        left = [x + width for x, width in zip(left, widths, strict=True)]
+        axes.barh(names, widths, offsets=offsets, color=colour, label=part)
+        offsets = [x + width for x, width in zip(offsets, widths, strict=True)]
     if limit:
         axes.axvline(limit / 1e9, color="black", linestyle="--", label="on the device")
     axes.invert_yaxis()

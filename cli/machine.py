@@ -136,7 +136,7 @@ def look(environ: Mapping[str, str]) -> Machine:
     """Looks at this machine.
 
     Args:
-        environ: tells of a scheduler's job.
+        environ: for the job of a scheduler.
     """
     return Machine(
         devices=devices(),
@@ -156,9 +156,9 @@ def devices() -> tuple[Device, ...]:
 
     if not torch.cuda.is_available():
         return ()
-    found = (torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))
+    each = (torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))
     by_rocm = torch.version.hip is not None
-    return tuple(Device(one.name, int(one.total_memory), by_rocm or one.major >= _FIRST_WITH_BF16) for one in found)
+    return tuple(Device(one.name, int(one.total_memory), by_rocm or one.major >= _FIRST_WITH_BF16) for one in each)
 
 
 def memory_nbytes(cgroup: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
@@ -171,7 +171,7 @@ def memory_nbytes(cgroup: Path = Path("/sys/fs/cgroup/memory.max")) -> int:
 
 
 def local_disks() -> Iterator[Disk]:
-    """The writable folders of people's disks: mount points, the home folder and the folder for temporary files."""
+    """The writable folders of local disks: mount points, the home folder and the folder for temporary files."""
     seen: set[int] = set()
     mounts = [part.mountpoint for part in psutil.disk_partitions() if part.fstype in _LOCAL]
     for folder in [*mounts, os.path.expanduser("~"), tempfile.gettempdir()]:
@@ -241,7 +241,7 @@ def _version(package: str) -> str:
 
 
 def gib(nbytes: int) -> str:
-    """A number of bytes for people."""
+    """A number of bytes, in GiB, for messages."""
     return f"{nbytes / _GIB:.0f} GiB" if nbytes >= 10 * _GIB else f"{nbytes / _GIB:.1f} GiB"
 
 

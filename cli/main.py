@@ -125,8 +125,8 @@ def _fail(message: str, code: int) -> int:
     return code
 
 
-def _show_version(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
-    if wanted:
+def _show_version(ctx: click.Context, _: click.Parameter, requested: bool) -> None:
+    if requested:
         torch = metadata.version("torch")  # the package's metadata, not the package
         click.echo(f"zeroaccel {zeroaccel.__version__} (torch {torch}, Python {platform.python_version()})")
         ctx.exit()

@@ -80,9 +80,9 @@ def test(num_processes: int | None, cpu: bool) -> int:
     results, trouble = run_job([*flags, "zeroaccel.cli.smoke"], os.environ, _SECONDS)
     failed = bool(trouble)
     for result in results:
-        name, told, is_wrong = _told(result, on_cpu=on_cpu or not devices)
+        name, outcome, is_wrong = _told(result, on_cpu=on_cpu or not devices)
         failed = failed or is_wrong
-        click.echo(f"{name:<40} {told}")
+        click.echo(f"{name:<40} {outcome}")
     if trouble:
         click.echo(f"zeroaccel: the job failed:\n{trouble}", err=True)
     return int(failed)
@@ -143,9 +143,12 @@ def verify(steps: int, arguments: tuple[str, ...]) -> int:
                 fix="it must call engine.step(), or Accelerator's, before it ends",
             )
         _show(plain, chosen)
+        # As text too, since NaN is not equal to NaN.
         if plain == chosen or _values(plain) == _values(chosen):
             click.echo("the same to the last bit")
             return 0
+
+        # Before the engine is blamed: does the script repeat itself? Without seeds no two of its runs are equal.
         again, code = _run(Path(folder, "again"), steps, arguments, baseline=True)
         if code:
             return code
@@ -167,11 +170,11 @@ def _run(
     )
     try:
         code = process.wait()
-    except KeyboardInterrupt:  # the terminal has told the job too
+    except KeyboardInterrupt:  # the terminal sends it to the job as well
         process.wait()
         return {}, 128 + signal.SIGINT
-    found = {path.stem: _read(path) for path in sorted(folder.glob("*.jsonl"))} if folder.is_dir() else {}
-    return {name: records for name, records in found.items() if records}, code
+    records = {path.stem: _read(path) for path in sorted(folder.glob("*.jsonl"))} if folder.is_dir() else {}
+    return {name: steps for name, steps in records.items() if steps}, code
 
 
 def _read(path: Path) -> list[Record]:

@@ -139,7 +139,7 @@ def ds_config(args: argparse.Namespace) -> dict[str, Any]:
                 "cos_min_ratio": 0.05,
             },
         },
-        # The threshold keeps biases and norms whole on every rank; all that is larger travels.
+        # The threshold keeps biases and norms unsharded on every rank; larger ones are gathered for use.
         "zero_optimization": {"stage": args.stage, "stage3_param_persistence_threshold": 4 * args.dim},
     }
     if args.precision != "fp32":
@@ -156,7 +156,7 @@ def ds_config(args: argparse.Namespace) -> dict[str, Any]:
 
 def zero_formula(numel: int, stage: int, ranks: int, precision: str) -> float:
     """Bytes of weights, gradients and Adam's state per rank (Rajbhandari et al., arXiv:1910.02054, section 5)."""
-    # Adam has two fp32 moments; 16-bit weights have an fp32 master beside these, fp32 weights are their own.
+    # Adam has two fp32 moments; 16-bit weights also have an fp32 master, fp32 weights are their own.
     weights, gradients, optimizer = (4, 4, 8) if precision == "fp32" else (2, 2, 12)
     shared = [ranks if stage >= first else 1 for first in (3, 2, 1)]
     return numel * (weights / shared[0] + gradients / shared[1] + optimizer / shared[2])
@@ -179,7 +179,7 @@ def train(engine: zeroaccel.Engine, text: Tensor, args: argparse.Namespace, cons
             logits = engine(inputs.to(device))
             loss = F.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())
             engine.backward(loss)
-            # The gradients are there and reduced; the whole ones of stages 0 and 1, which the formula counts, are gone.
+            # The gradients are reduced; the unsharded ones of stages 0 and 1, which the formula counts, are freed.
             state = engine.model_state_nbytes()
             engine.step()
 

@@ -65,7 +65,7 @@ def ranks(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory)
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """For plain loops beside ranks: threads that wait for each other's processor take many times as long."""
+    """For plain loops while ranks run: threads that wait for each other's processor take many times as long."""
     import torch
 
     threads = torch.get_num_threads()

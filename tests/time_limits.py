@@ -1,7 +1,7 @@
 """Time limits of tests, in seconds of a quiet machine: on a slower or busier one they last longer.
 
 A factor says how much: how much slower this process computes than on the machine the limits were written on, times how
-many processes share its core. It is measured when the session starts, told to every process of the tests by a variable
+many processes share its core. It is measured at the session's start, passed to all processes of the tests in a variable
 of the environment, and measured anew when a limit is about to strike, so that a load that came later counts too. It is
 ten at most: what hangs is red in the end, and a promise in seconds can be broken.
 """
@@ -18,7 +18,7 @@ CAP = 10.0
 
 _LOOPS = 20_000
 _REFERENCE_SECONDS = 0.00088  # of processor time for that many loops: CPython 3.11, a core of the 2-core machine, quiet
-_ENOUGH_SECONDS = 0.06  # of processor time; a scheduler deals out a few milliseconds at a time
+_ENOUGH_SECONDS = 0.06  # of processor time; a scheduler assigns a few milliseconds at a time
 _PATIENCE_SECONDS = 0.6
 _NOISE = 1.3  # a quiet machine measures up to this
 _OWN_LOAD = 1.5  # per core, of the tests themselves

@@ -88,7 +88,7 @@ class Activations:
                 fix="call zeroaccel.activations.configure(tensor_parallel_group=...) first, or remove the key",
             )
         shares = PartitionedTensors(group) if section.partition_activations and group is not None else None
-        self.store = ActivationStore(on_host=section.cpu_checkpointing, shares=shares, slots=slots)
+        self.store = ActivationStore(on_host=section.cpu_checkpointing, partition=shares, slots=slots)
         self.profile = Profile()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Activations:
@@ -121,7 +121,7 @@ class Activations:
         return result
 
     def _pack(self, tensor: Tensor) -> Any:
-        return self.store.keep(tensor) if tensor.numel() else tensor
+        return self.store.save(tensor) if tensor.numel() else tensor
 
     @contextmanager
     def _around(self, tensors: tuple[Tensor, ...]) -> Iterator[None]:
@@ -146,7 +146,7 @@ class Activations:
             else:
                 self.profile.calls += 1
                 self.profile.forward_seconds += seconds
-            self.profile.kept_nbytes = max(self.profile.kept_nbytes, self.store.kept_nbytes)
+            self.profile.kept_nbytes = max(self.profile.kept_nbytes, self.store.stored_nbytes)
 
     def _log(self) -> None:
         profile, self.profile = self.profile, Profile()

@@ -74,11 +74,10 @@ from zeroaccel.zero.from_config import (
     placement_of,
     unit_specs_of,
 )
-from zeroaccel.zero.hybrid_step import check_update_time, share_updates
 from zeroaccel.zero.param_unit import ParamUnit
 from zeroaccel.zero.precision import broadcast_buffers, cast_buffers
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
-from zeroaccel.zero.storage.placement import BufferPlan, OffloadRules, TierSet
+from zeroaccel.zero.storage.placement import BufferPlan, OffloadRules, TierSet, check_update_time, share_updates
 from zeroaccel.zero.wrap_policy import UnitSpec
 
 if TYPE_CHECKING:

@@ -131,7 +131,7 @@ def with_answer(state: WizardState, question: Question, value: Any) -> WizardSta
 
 
 def complete(
-    given: Mapping[str, Any],
+    explicit: Mapping[str, Any],
     machine: Machine,
     *,
     sources: Mapping[str, str] | None = None,
@@ -143,8 +143,8 @@ def complete(
     """Goes through the table in order, taking the answer that is given, else the former one, else the default.
 
     Args:
-        given: setting -> answer; each has to apply.
-        sources: setting -> where its answer was given, for messages; its flag where nothing is said.
+        explicit: setting -> answer; each has to apply.
+        sources: setting -> source of its answer, for messages; by default its flag.
         former: answers of an earlier file; those that no longer apply are dropped.
         needs: as in `WizardState`.
         questions: the table, or its first part.
@@ -158,18 +158,19 @@ def complete(
         key = question.key
         where = (sources or {}).get(key, question.flag)
         if not question.applies(state):
-            if key in given:
+            # An explicit answer must not be dropped in silence; one of a former file, or a default, is.
+            if key in explicit:
                 raise ConfigError(f"{where}: it does not apply: {question.why_not(state)}", fix="leave it out")
             continue
-        if key in given:
+        if key in explicit:
             try:
-                accept(question, given[key], state)
+                accept(question, explicit[key], state)
             except InvalidAnswer as wrong:
                 raise ConfigError(f"{where}: {wrong.words}", fix=wrong.fix) from None
-            state = with_answer(state, question, given[key])
+            state = with_answer(state, question, explicit[key])
         elif former is not None and key in former and _is_fine(question, former[key], state):
             state = with_answer(state, question, former[key])
-        elif question.gate:
+        elif question.gate:  # optional: "no" is its default
             continue
         elif with_defaults and (value := question.default(state)) is not None:
             state = with_answer(state, question, value)
@@ -200,7 +201,7 @@ BACK: Final = object()
 
 
 class Quit(Exception):
-    """The person wants to leave, and nothing is to be written."""
+    """The user quits: nothing is written."""
 
 
 class Asker(Protocol):
@@ -227,7 +228,7 @@ class Walk:
     """How far the questions have been answered.
 
     Args:
-        given: answers by flags, which are not asked again.
+        explicit: answers by flags, which are not asked again.
         proposals: answers to propose, as those of an earlier file.
         needs: as in `WizardState`.
         assumed: answers that are taken without asking wherever they apply, as those of a plan.
@@ -236,13 +237,13 @@ class Walk:
     def __init__(
         self,
         machine: Machine,
-        given: Mapping[str, Any],
+        explicit: Mapping[str, Any],
         proposals: Mapping[str, Any],
         needs: Mapping[str, int] | None = None,
         assumed: Mapping[str, Any] | None = None,
     ) -> None:
-        self._machine, self._given, self._needs = machine, given, needs
-        self._assumed = {key: value for key, value in (assumed or {}).items() if key not in given}
+        self._machine, self._given, self._needs = machine, explicit, needs
+        self._assumed = {key: value for key, value in (assumed or {}).items() if key not in explicit}
         self._proposals = dict(proposals)
         self._answers: dict[str, Any] = {}  # of the steps behind us only: those that do not apply are never among them
         self._open_gates: set[str] = set()
@@ -287,9 +288,9 @@ class Walk:
         return self._settle(len(QUESTIONS))
 
     def _settle(self, number: int) -> Answers:
-        said = {**self._answers, **self._given}
+        answers = {**self._answers, **self._given}
         return complete(
-            said,
+            answers,
             self._machine,
             former=self._assumed,
             needs=self._needs,

@@ -1,6 +1,6 @@
 """`zeroaccel config` itself: a flag for each question, and the sub-commands by name, imported when used.
 
-Gathers what flags, `--answers` and `--set` say into answers with their sources. Reads the environment for all
+Parses flags, `--answers` and `--set` into answers with their sources. Reads the environment for all
 sub-commands: whether there is a terminal to ask on, and where the user's files are. Imports neither torch nor pydantic
 before a command runs, so that help is immediate.
 """
@@ -41,7 +41,7 @@ class FlagAnswers:
 
     Attributes:
         answers: setting -> answer.
-        sources: setting -> who said it.
+        sources: setting -> its flag, or its place in a file.
         extras: path of a key of the file -> value, for keys that no question is about.
     """
 
@@ -69,8 +69,8 @@ class TypedFlags:
     no_input: bool
     dry_run: bool
 
-    def said(self) -> FlagAnswers:
-        """What they say.
+    def parse(self) -> FlagAnswers:
+        """The answers behind them.
 
         Raises:
             ConfigError: something cannot be read, or is no answer.
@@ -108,7 +108,7 @@ def question_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _gathered(typed: Mapping[str, str | None], answers_file: str | None, sets: Sequence[str]) -> FlagAnswers:
-    """What was said by flags, before `--set`, before `--answers`."""
+    """All answers: a flag counts more than `--set`, and that more than `--answers`."""
     from zeroaccel.config.launch.launch_settings import file_path
 
     texts: dict[str, tuple[str, str]] = {}
@@ -123,8 +123,8 @@ def _gathered(typed: Mapping[str, str | None], answers_file: str | None, sets: S
         else:
             texts[question.key] = text, f"--set {'.'.join(path)}"
     for question in QUESTIONS:
-        if (said := typed.get(question.key)) is not None:
-            texts[question.key] = said, question.flag
+        if (typed_text := typed.get(question.key)) is not None:
+            texts[question.key] = typed_text, question.flag
     return FlagAnswers(*_parsed(texts), extras)
 
 
@@ -155,16 +155,16 @@ def _in_file(path: str | None) -> list[tuple[str, str, str]]:
     parsed = parse_yaml(text_of_file(path, "--answers"), path)
     if not isinstance(parsed.value, dict):
         raise ConfigError(path, expected="answers as in `zero_stage: 3`", got=parsed.value)
-    known = [question.key for question in QUESTIONS]
-    found = []
+    keys = [question.key for question in QUESTIONS]
+    answers = []
     for key, value in parsed.value.items():
         place = parsed.places[(key,)]
-        if key not in known:
-            meant = closest(str(key), known)
+        if key not in keys:
+            meant = closest(str(key), keys)
             raise ConfigError(f"{place}: {key}: no such question", fix=f"did you mean {meant}?" if meant else "")
         text = ",".join(map(str, value)) if isinstance(value, list) else as_text(value)
-        found.append((key, text, f"{place}: {key}"))
-    return found
+        answers.append((key, text, f"{place}: {key}"))
+    return answers
 
 
 def _path_and_text(word: str) -> tuple[tuple[str, ...], str]:
@@ -244,6 +244,7 @@ def config(
     What a flag answers is not asked. Every step can be left backwards; nothing is written before the end.
     """
     ctx.obj = os.environ
+    # A flag before the sub-command's name would belong to this command, and have no effect on the sub-command.
     if ctx.invoked_subcommand is not None:
         for param in ctx.command.params:
             if ctx.get_parameter_source(str(param.name)) is ParameterSource.COMMANDLINE:
@@ -253,17 +254,17 @@ def config(
     from .config_file import ConfigRequest, make_config_file, why_not_ask
     from .memory_plan import Model
 
-    said = typed.said()
+    flags = typed.parse()
     no_asking = why_not_ask(os.environ, yes=typed.yes, no_input=typed.no_input)
     machine = look(os.environ)
-    if not no_asking:
+    if not no_asking:  # measuring takes seconds, and the speeds are for the user to see
         machine = machine.with_disks(tuple(measure_disk(disk) for disk in machine.disks))
     make_config_file(
         ConfigRequest(
             path=Path(typed.config_file or "zeroaccel.yaml"),
-            given=said.answers,
-            sources=said.sources,
-            extras=said.extras,
+            answers=flags.answers,
+            sources=flags.sources,
+            extras=flags.extras,
             model=None if model is None else Model(model, sequence, batch, checkpointing),
             yes=typed.yes,
             dry_run=typed.dry_run,

@@ -80,14 +80,14 @@ def write_file(path: Path, text: str) -> Path | None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise ConfigError(f"{path} is a folder", fix="name a file")
-        kept = None
+        backup = None
         if path.is_file() and path.read_bytes() != text.encode():
-            kept = backup_of(path)
-            _replace(kept, path.read_bytes(), path.stat().st_mode)
+            backup = backup_of(path)
+            _replace(backup, path.read_bytes(), path.stat().st_mode)
         _replace(path, text.encode(), path.stat().st_mode if path.is_file() else None)
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error.strerror or error}", fix="--config_file PATH") from None
-    return kept
+    return backup
 
 
 def _replace(path: Path, content: bytes, mode: int | None) -> None:
@@ -140,22 +140,24 @@ def checked(text: str, name: str) -> ExplicitSettings:
     empty = blanks(tree) if isinstance(tree, dict) else ()
     machines = {"num_machines": 2} if "num_machines" in empty else {}
     over = ExplicitSettings({**dict.fromkeys(empty), **machines}, dict.fromkeys(empty, "to be filled in"))
-    given = parse_launch_file(text, name, over=over).under(ExplicitSettings(machines)).effective()
+    settings = parse_launch_file(text, name, over=over).under(ExplicitSettings(machines)).effective()
     lacking = list(empty)
-    if given.values.get("num_machines", 1) != 1 and not _starts_hosts(given):
-        needed = [key for key in _OF_A_MACHINE if key != "machine_rank" or given.values.get("rdzv_backend") != "c10d"]
-        lacking += [key for key in needed if key not in given.values and key not in lacking]
+    if settings.values.get("num_machines", 1) != 1 and not _starts_hosts(settings):
+        needed = [
+            key for key in _OF_A_MACHINE if key != "machine_rank" or settings.values.get("rdzv_backend") != "c10d"
+        ]
+        lacking += [key for key in needed if key not in settings.values and key not in lacking]
     filled = {key: value for key, value in _OF_A_MACHINE.items() if key in lacking}
-    given.under(ExplicitSettings(filled)).settings()
-    check_json(given)
+    settings.under(ExplicitSettings(filled)).settings()
+    check_json(settings)
     if not lacking:
-        return given
+        return settings
     note = f"{name}: to be completed by {' and '.join(f'--{key}' for key in lacking)} of `zeroaccel launch`"
-    return ExplicitSettings(given.values, given.sources, (*given.notes, note))
+    return ExplicitSettings(settings.values, settings.sources, (*settings.notes, note))
 
 
-def _starts_hosts(given: ExplicitSettings) -> bool:
-    return given.values.get("hostfile") is not None and given.values.get("multinode_launcher") != "standard"
+def _starts_hosts(settings: ExplicitSettings) -> bool:
+    return settings.values.get("hostfile") is not None and settings.values.get("multinode_launcher") != "standard"
 
 
 def answers_of(file: LaunchConfig) -> tuple[dict[str, Any], dict[tuple[str, ...], Any]]:
@@ -212,16 +214,16 @@ class ConfigRequest:
 
     Attributes:
         path: where the file goes.
-        given: setting -> answer, by flags and the like.
-        sources: setting -> who said it, for messages.
+        answers: setting -> answer, by flags and the like.
+        sources: setting -> its source, for messages.
         extras: path of a key of the file -> value, for keys that no question is about.
         former: answers of the file as it is, for an update.
-        model: what will be trained, where a flag says it.
+        model: what will be trained, where --model names it.
         no_asking: why no question is asked; empty if questions are.
     """
 
     path: Path
-    given: Mapping[str, Any] = field(default_factory=dict)
+    answers: Mapping[str, Any] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
     extras: Mapping[tuple[str, ...], Any] = field(default_factory=dict)
     former: Mapping[str, Any] | None = None
@@ -254,7 +256,7 @@ def make_config_file(request: ConfigRequest, machine: Machine) -> None:
     Raises:
         ConfigError: an answer is wrong, or the file cannot be written.
         click.UsageError: answers are missing, and no question can be asked.
-        click.Abort: the person does not want it after all.
+        click.Abort: the user quits.
     """
     if request.no_asking:
         completed = _without_asking(request, machine)
@@ -273,22 +275,22 @@ def make_config_file(request: ConfigRequest, machine: Machine) -> None:
 
 
 def log(message: str = "") -> None:
-    """To the person, on stderr."""
+    """To the terminal, on stderr: stdout is for data."""
     click.echo(message, err=True)
 
 
 def _without_asking(request: ConfigRequest, machine: Machine) -> Answers:
     former, needs = request.former, None
-    if request.model is not None and not {*PLANNED, "deepspeed_config_file"} & set(request.given):
-        plan = best_plan(request.model, machine, request.given)
+    if request.model is not None and not {*PLANNED, "deepspeed_config_file"} & set(request.answers):
+        plan = best_plan(request.model, machine, request.answers)
         former, needs = {**(former or {}), **(plan.answers or {})}, plan.needs
-    completed = complete(request.given, machine, sources=request.sources, former=former, needs=needs)
+    completed = complete(request.answers, machine, sources=request.sources, former=former, needs=needs)
     if completed.missing:
         flags = ", ".join(question.flag for question in completed.missing)
         raise click.UsageError(f"{request.no_asking}, and there is no default for {flags}: give a value.")
     if request.yes or request.former is not None:
         return completed
-    if open_keys := [key for key in completed.answers if key not in request.given]:
+    if open_keys := [key for key in completed.answers if key not in request.answers]:
         flags = ", ".join(f"{by_key(key).flag} ({as_text(completed.answers[key])})" for key in open_keys)
         raise click.UsageError(
             f"{request.no_asking}, so nobody is asked: give {flags}, or --yes for what is in brackets."
@@ -301,8 +303,8 @@ def _by_asking(request: ConfigRequest, machine: Machine, prompts: Prompts) -> An
     # An update is about a file that is there; what it trains was planned when it was made.
     has_plan = request.former is None or request.model is not None
     while True:
-        plan = ask_plan(prompts, request.model, machine, request.given) if has_plan else Plan()
-        walk = Walk(machine, request.given, request.former or {}, plan.needs, plan.answers)
+        plan = ask_plan(prompts, request.model, machine, request.answers) if has_plan else Plan()
+        walk = Walk(machine, request.answers, request.former or {}, plan.needs, plan.answers)
         while walk.run(prompts, back=has_plan):
             completed = walk.result()
             if _is_wanted(request, completed, plan, machine, prompts):
@@ -332,8 +334,8 @@ def _finish(request: ConfigRequest, answers: Mapping[str, Any], text: str) -> No
         click.echo(text, nl=False)
         log(f"dry run: {request.path} is not written")
         return
-    kept = write_file(request.path, text)
-    log(f"written: {request.path}" + (f" (what was there is in {kept})" if kept else ""))
+    backup = write_file(request.path, text)
+    log(f"written: {request.path}" + (f" (what was there is in {backup})" if backup else ""))
     log(f"start:   {launch_line(request.path, Path.cwd())}")
     log(f"again:   {command_line(answers, request.extras, request.path)}")
 

@@ -65,8 +65,8 @@ def convert(file: str, output: str | None, drop_unknown: bool) -> None:
     if output is None:
         click.echo(result, nl=False)
         return
-    kept = write_file(Path(output), result)
-    log(f"written: {output}" + (f" (what was there is in {kept})" if kept else ""))
+    backup = write_file(Path(output), result)
+    log(f"written: {output}" + (f" (what was there is in {backup})" if backup else ""))
 
 
 def convert_json(file: str, *, drop_unknown: bool = False) -> tuple[dict[str, Any], list[str]]:
@@ -97,7 +97,7 @@ def convert_json(file: str, *, drop_unknown: bool = False) -> tuple[dict[str, An
     try:
         refused = {_key_of(problem.path) for problem in refusals(Config(**normalized.tree), set(normalized.unresolved))}
     except ValidationError:
-        load_config(file, unknown_keys="lenient")  # tells every wrong value
+        load_config(file, unknown_keys="lenient")  # raises with every wrong value
         raise
     for key, status in KEYS.items():
         written = normalized.written.get(tuple(key.split(".")))
@@ -133,7 +133,7 @@ def convert_launch(text: str, name: str) -> tuple[dict[str, Any], list[str]]:
     tree = {key: value for key, value in foreign.tree.items() if value not in ({}, [])}
     notes = [f"{dotted(path)}: {text}" for path, text in foreign.notes]
     for key in (*(key for key in LaunchFile.model_fields if key.startswith("tpu_")), "downcast_bf16"):
-        tree.pop(key, None)  # what is left of them says nothing
+        tree.pop(key, None)  # what is left of them has no effect
     tree.pop("main_training_function", None)
     for key in _NO_COUNTERPART:
         if tree.pop(key, None):
@@ -230,9 +230,9 @@ def _structured(path: Path, text: str, unknown_keys: UnknownKeys) -> tuple[str, 
         for words in commands:
             _check_words(str(path), words)
         return f"Kubernetes {tree['kind']}", ()
-    found = checked(text, str(path))
-    named = found.values.get("deepspeed_config_file")
-    return "launch file", (*found.notes, *(() if named is None else _json(Path(named), unknown_keys)))
+    settings = checked(text, str(path))
+    named = settings.values.get("deepspeed_config_file")
+    return "launch file", (*settings.notes, *(() if named is None else _json(Path(named), unknown_keys)))
 
 
 def _json(path: Path, unknown_keys: UnknownKeys) -> tuple[str, ...]:
@@ -266,17 +266,17 @@ def _container_commands(tree: Any) -> Iterator[list[str]]:
 
 
 def _check_script(name: str, text: str) -> None:
-    known = known_variables()
-    found = False
+    known_names = known_variables()
+    has_launch = False
     for number, line in _whole_lines(text):
         where = f"{name}:{number}"
         for variable in _VARIABLE.findall(line):
-            if variable not in known:
+            if variable not in known_names:
                 raise ConfigError(f"{where}: {unknown_variable(variable)}")
         if (command := _LAUNCH.search(line)) is not None:
-            found = True
+            has_launch = True
             _check_words(where, shlex.split(command.group(1)))
-    if not found:
+    if not has_launch:
         raise ConfigError(f"{name}: no line of it runs `zeroaccel launch`")
 
 

@@ -42,24 +42,24 @@ __all__ = ["explain", "schema", "show"]
 @click.pass_obj
 def show(environ: Mapping[str, str], config_file: str | None, resolve: bool, as_json: bool) -> None:
     """Print the launch file, or what a launch would run with."""
-    found = find_launch_file(config_file, environ, Path.cwd())
-    if found is None and not resolve:
+    source = find_launch_file(config_file, environ, Path.cwd())
+    if source is None and not resolve:
         raise ConfigError("there is no launch file", fix="make one: `zeroaccel config`")
-    file = ExplicitSettings() if found is None else read_launch_file(*found)
-    if found is not None:
-        click.echo(f"{found[0]} ({found[1]})", err=True)
+    file = ExplicitSettings() if source is None else read_launch_file(*source)
+    if source is not None:
+        click.echo(f"{source[0]} ({source[1]})", err=True)
     if not resolve:
-        assert found is not None, "its absence was an error"
-        click.echo(json.dumps(dict(file.values), indent=2) if as_json else found[0].read_text().rstrip("\n"))
+        assert source is not None, "its absence was an error"
+        click.echo(json.dumps(dict(file.values), indent=2) if as_json else source[0].read_text().rstrip("\n"))
         return
     check_variables(environ)
-    given = gather(ExplicitSettings(), environ, file).effective()
-    settings = given.settings()
-    config = check_json(given)
+    explicit = gather(ExplicitSettings(), environ, file).effective()
+    settings = explicit.settings()
+    config = check_json(explicit)
     names = [name for group in GROUPS.values() for name in group]
-    rows = [(name, getattr(settings, name), given.sources.get(name, "default")) for name in names]
+    rows = [(name, getattr(settings, name), explicit.sources.get(name, "default")) for name in names]
     if config is not None:
-        path = given.values["deepspeed_config_file"]
+        path = explicit.values["deepspeed_config_file"]
         rows += [(f"{path}: {key}", _value(config, key), source) for key, source in config.sources.items()]
     if as_json:
         click.echo(json.dumps({name: {"value": value, "source": source} for name, value, source in rows}, indent=2))
@@ -71,12 +71,12 @@ def show(environ: Mapping[str, str], config_file: str | None, resolve: bool, as_
 @click.argument("key")
 def explain(key: str) -> None:
     """Say what KEY means: a setting of a launch, or a key of the JSON config as zero_optimization.stage."""
-    found = [*_about_settings(key), *_about_json(key)]
-    if not found:
-        known = [*LaunchSettings.model_fields, *_json_names()]
-        meant = closest(key, [*known, *(name.rpartition(".")[2] for name in known)])
+    texts = [*_about_settings(key), *_about_json(key)]
+    if not texts:
+        names = [*LaunchSettings.model_fields, *_json_names()]
+        meant = closest(key, [*names, *(name.rpartition(".")[2] for name in names)])
         raise ConfigError(f"{key}: no such key", fix=f"did you mean {meant}?" if meant else "")
-    click.echo("\n\n".join("\n".join(lines) for lines in found))
+    click.echo("\n\n".join("\n".join(lines) for lines in texts))
 
 
 @click.command(context_settings=CONTEXT)

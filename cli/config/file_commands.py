@@ -1,7 +1,7 @@
 """`zeroaccel config default`, `update` and `template`: launch files without questions.
 
 `default` and `update` call `make_config_file` with every answer given: by this machine, or by the file as it is. The
-templates are in `templates/`, with a table that says what each is for.
+templates are in `templates/`, with a table of what each is for.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def default(environ: Mapping[str, str], /, typed: TypedFlags) -> None:
         raise ConfigError(
             f"{path} exists", fix="--yes replaces it and keeps a copy; `zeroaccel config update` changes it"
         )
-    said = typed.said()
+    flags = typed.parse()
     request = ConfigRequest(
-        path, said.answers, said.sources, said.extras, yes=True, dry_run=typed.dry_run, no_asking="nobody is asked"
+        path, flags.answers, flags.sources, flags.extras, yes=True, dry_run=typed.dry_run, no_asking="nobody is asked"
     )
     make_config_file(request, look(environ))
 
@@ -51,17 +51,17 @@ def update(environ: Mapping[str, str], /, typed: TypedFlags) -> None:
 
     Answers that no longer apply are left out; keys that no question is about stay. A copy of the file is kept.
     """
-    found = find_launch_file(typed.config_file, environ, Path.cwd())
-    if found is None:
+    source = find_launch_file(typed.config_file, environ, Path.cwd())
+    if source is None:
         raise ConfigError("there is no launch file", fix="name one by --config_file, or make one: `zeroaccel config`")
-    former, extras = answers_of(read_launch_file(*found))
-    said = typed.said()
-    by_flags = "the answers are given" if said.answers or said.extras else ""
+    former, extras = answers_of(read_launch_file(*source))
+    flags = typed.parse()
+    by_flags = "the answers are given" if flags.answers or flags.extras else ""
     request = ConfigRequest(
-        found[0],
-        said.answers,
-        said.sources,
-        {**extras, **said.extras},
+        source[0],
+        flags.answers,
+        flags.sources,
+        {**extras, **flags.extras},
         former=former,
         yes=typed.yes,
         dry_run=typed.dry_run,
@@ -81,10 +81,10 @@ def template(name: str | None, output: str | None, yes: bool) -> None:
     """Print a template; without NAME, list them."""
     names = template_names()
     if name is None:
-        for known, words in _about().items():
-            click.echo(f"{known}\t{words}")
+        for each, words in _about().items():
+            click.echo(f"{each}\t{words}")
         return
-    chosen = next((known for known in names if name in (known, Path(known).stem)), None)
+    chosen = next((each for each in names if name in (each, Path(each).stem)), None)
     if chosen is None:
         meant = closest(name, names)
         raise ConfigError(
@@ -97,8 +97,8 @@ def template(name: str | None, output: str | None, yes: bool) -> None:
     path = Path(output) / chosen if Path(output).is_dir() else Path(output)
     if path.exists() and not yes:
         raise ConfigError(f"{path} exists", fix="--yes replaces it and keeps a copy")
-    kept = write_file(path, text)
-    log(f"written: {path}" + (f" (what was there is in {kept})" if kept else ""))
+    backup = write_file(path, text)
+    log(f"written: {path}" + (f" (what was there is in {backup})" if backup else ""))
 
 
 def template_names() -> list[str]:

@@ -62,13 +62,13 @@ class Plan:
     needs: Mapping[str, int] | None = None
 
 
-def best_plan(model: Model, machine: Machine, given: Mapping[str, Any]) -> Plan:
+def best_plan(model: Model, machine: Machine, answers: Mapping[str, Any]) -> Plan:
     """The recommended plan.
 
     Raises:
         ConfigError: the model cannot be found, or no plan fits.
     """
-    workload, capacity = _question(model, machine, given)
+    workload, capacity = _question(model, machine, answers)
     rows = _rows(model, workload, capacity)
     chosen = next((row for row in rows if row.recommended), None)
     if chosen is None:
@@ -80,23 +80,23 @@ def best_plan(model: Model, machine: Machine, given: Mapping[str, Any]) -> Plan:
     return _plan(model, chosen, workload)
 
 
-def ask_plan(prompts: Prompts, model: Model | None, machine: Machine, given: Mapping[str, Any]) -> Plan:
+def ask_plan(prompts: Prompts, model: Model | None, machine: Machine, answers: Mapping[str, Any]) -> Plan:
     """Asks what will be trained and which line of the table it shall be.
 
     Args:
-        model: what a flag says; None asks.
-        given: answers by flags; those in PLANNED, or a JSON config, leave nothing to plan.
+        model: that of --model; None asks.
+        answers: answers by flags; those in PLANNED, or a JSON config, leave nothing to plan.
     """
-    if {*PLANNED, "deepspeed_config_file"} & set(given) or given.get("use_deepspeed") is False:
+    if {*PLANNED, "deepspeed_config_file"} & set(answers) or answers.get("use_deepspeed") is False:
         return Plan(model)
-    asked = model
+    chosen = model
     while True:
         if model is None:
-            asked = _ask_model(prompts)
-            if asked is None:
+            chosen = _ask_model(prompts)
+            if chosen is None:
                 return Plan()
-        assert asked is not None, "a flag or the person has said it"
-        plan = _choose(prompts, asked, machine, given, back=model is None)
+        assert chosen is not None, "a flag or the person has said it"
+        plan = _choose(prompts, chosen, machine, answers, back=model is None)
         if plan is not None:
             return plan
 
@@ -144,11 +144,11 @@ def _positive(text: str) -> str:
     return "" if text.isdigit() and int(text) > 0 else "expected a whole number of at least 1"
 
 
-def _choose(prompts: Prompts, model: Model, machine: Machine, given: Mapping[str, Any], *, back: bool) -> Plan | None:
+def _choose(prompts: Prompts, model: Model, machine: Machine, answers: Mapping[str, Any], *, back: bool) -> Plan | None:
     """The line that is chosen; None to go back."""
     from .prompts import Option
 
-    workload, capacity = _question(model, machine, given)
+    workload, capacity = _question(model, machine, answers)
     rows = _rows(model, workload, capacity)
     options = [
         Option(
@@ -167,19 +167,19 @@ def _choose(prompts: Prompts, model: Model, machine: Machine, given: Mapping[str
     return Plan(model) if reply is None else _plan(model, reply, workload)
 
 
-def _question(model: Model, machine: Machine, given: Mapping[str, Any]) -> tuple[Workload, Capacity]:
+def _question(model: Model, machine: Machine, answers: Mapping[str, Any]) -> tuple[Workload, Capacity]:
     """What is to be estimated, from the answers that are there and the defaults of the others."""
     from zeroaccel.estimate import Capacity, Workload
 
-    on_cpu = given.get("use_cpu", not machine.devices)
-    state = WizardState({"use_cpu": on_cpu, **given}, machine)
-    ranks = given.get("num_processes") or by_key("num_processes").default(state)
-    precision = given.get("mixed_precision") or by_key("mixed_precision").default(state)
-    steps = given.get("gradient_accumulation_steps", 1)
+    on_cpu = answers.get("use_cpu", not machine.devices)
+    state = WizardState({"use_cpu": on_cpu, **answers}, machine)
+    ranks = answers.get("num_processes") or by_key("num_processes").default(state)
+    precision = answers.get("mixed_precision") or by_key("mixed_precision").default(state)
+    steps = answers.get("gradient_accumulation_steps", 1)
     try:
         workload = Workload(
             ranks=ranks,
-            ranks_per_machine=ranks // (given.get("num_machines") or 1),
+            ranks_per_machine=ranks // (answers.get("num_machines") or 1),
             precision="fp32" if precision == "no" else precision,
             batch=model.batch,
             sequence=model.sequence,
@@ -198,7 +198,7 @@ def _question(model: Model, machine: Machine, given: Mapping[str, Any]) -> tuple
     )
 
 
-@functools.lru_cache(maxsize=8)  # of a person who goes back and forth
+@functools.lru_cache(maxsize=8)  # of a user who goes back and forth
 def _rows(model: Model, workload: Workload, capacity: Capacity) -> list[PlanRow]:
     from zeroaccel.estimate import plan_table
 

@@ -33,10 +33,10 @@ class Option:
 
 
 class Prompts:
-    """Asks the person at the terminal.
+    """Asks the user at the terminal.
 
     Raises, from every method:
-        Quit: the person wants to leave.
+        Quit: the user quits.
         KeyboardInterrupt: Ctrl-C.
         EOFError: Ctrl-D.
     """
@@ -104,8 +104,8 @@ class Prompts:
             return check(text) or True
 
         ways = f"{_BACK_TEXT} goes back, {_QUIT_TEXT} quits" if back else f"{_QUIT_TEXT} quits"
-        asked = prompt(f"{words} ({ways})", default=proposal, validate=validate, output=self._output)
-        text: str = asked.unsafe_ask().strip()
+        question = prompt(f"{words} ({ways})", default=proposal, validate=validate, output=self._output)
+        text: str = question.unsafe_ask().strip()
         if text == _QUIT_TEXT:
             raise Quit
         return BACK if text == _BACK_TEXT else text

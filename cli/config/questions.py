@@ -29,7 +29,7 @@ class WizardState:
     """What is known when a question comes up: the answers so far, the machine, the JSON config if one is named.
 
     Attributes:
-        needs: setting -> bytes per machine that have to fit in the folder it names, where a plan has said so.
+        needs: setting -> bytes per machine that have to fit in the folder it names, from a memory plan.
     """
 
     answers: Mapping[str, Any]
@@ -51,7 +51,7 @@ class WizardState:
         return stage
 
     def leaves_open(self, key: str) -> bool:
-        """Whether the launch has to say this, and not a JSON config."""
+        """Whether the launch sets this, rather than the JSON config."""
         return self.json is None or key in self.json.open_keys
 
 
@@ -71,7 +71,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Condition:
-    """When a question applies, and what is to be said where it does not."""
+    """When a question applies, and the message where it does not."""
 
     holds: Callable[[WizardState], bool]
     otherwise: str
@@ -83,7 +83,7 @@ class Question:
 
     Attributes:
         words: the question.
-        default: the answer when nothing else is said; None where there is none. With a gate, what is proposed.
+        default: the answer by default; None where there is none. With a gate, the proposal.
         gate: a question that is asked first, to which "no", the default, leaves the setting out.
         check: what is wrong with an answer that has the right form, and what to do.
     """

@@ -171,10 +171,9 @@ class JobEnd:
 
 
 class RankFiles(DefaultLogsSpecs):
-    """The files of each process: its output, its error report. Asked for whenever the processes are started.
+    """The files of each rank, its output and its error report; torch's agent asks for them at each start.
 
-    Also gives each process what `additions` adds to its environment, tells why the processes are started again, and
-    finds what each of them left behind.
+    Adds `additions` to the environment of each rank, logs why the ranks are started again, and reads their reports.
     """
 
     def __init__(
@@ -223,12 +222,12 @@ class RankFiles(DefaultLogsSpecs):
         )
 
     def ends(self) -> tuple[RankEnd, ...]:
-        """What the processes have said of their ends themselves, where the agent cannot say it."""
-        found = []
+        """The ends that the ranks have reported themselves, where the agent cannot."""
+        ends = []
         for local_rank, (rank, path) in enumerate(zip(self._ranks, self._reports, strict=True)):
             if (report := _report_at(path)) is not None:
-                found.append(RankEnd(rank, local_rank, report.pid, report.exit_code, report.time, report))
-        return tuple(found)
+                ends.append(RankEnd(rank, local_rank, report.pid, report.exit_code, report.time, report))
+        return tuple(ends)
 
     def _why_again(self) -> str:
         reports = {rank: report for rank, path in enumerate(self._reports) if (report := _report_at(path)) is not None}
@@ -242,7 +241,7 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
     """Starts the processes, waits for all of them, and leaves none behind unless all succeeded.
 
     Args:
-        say: tells the user something while the job runs.
+        log: prints a line for the user while the job runs.
         arrival_seconds: how long the other machines may take to come; by default as long as torch's rendezvous waits.
 
     Raises:
@@ -283,7 +282,7 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
             return JobEnd(signal=int(error.sigval))
         except (RendezvousError, DistError) as error:
             if ends := files.ends():
-                return JobEnd(ends)  # the agent has lost the store, after its processes have told why they end
+                return JobEnd(ends)  # the agent has lost the store, but the ranks have reported why they end
             raise CollectiveError(_did_not_meet(plan, error)) from error
         finally:
             if not succeeded:
@@ -332,7 +331,7 @@ def _launch_config(plan: LaunchPlan, files: RankFiles) -> LaunchConfig:
         conf["rank"] = settings.machine
     elif settings.machine_rank is not None or settings.num_machines == 1:
         conf["is_host"] = settings.is_main_machine  # otherwise torch compares addresses
-    known = {field.name for field in fields(LaunchConfig)}
+    parameters = {field.name for field in fields(LaunchConfig)}
     # Not in every release that is supported. Without them the agent waits for 30 s, and handles all signals itself.
     newer: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_SECONDS, "signals_to_handle": "SIGQUIT"}
     return LaunchConfig(
@@ -349,7 +348,7 @@ def _launch_config(plan: LaunchPlan, files: RankFiles) -> LaunchConfig:
         monitor_interval=settings.monitor_interval,
         log_line_prefix_template=f"[{settings.role} ${{rank}}] ",
         local_addr=plan.address,
-        **{name: value for name, value in newer.items() if name in known},
+        **{name: value for name, value in newer.items() if name in parameters},
     )
 
 

@@ -1,4 +1,4 @@
-"""What a cluster's scheduler says of the machines of this job, read from the variables it sets. Pure.
+"""The machines of a job as the cluster's scheduler has them, read from the variables it sets. Pure.
 
 Known are SLURM (inside a step of srun), OpenMPI's mpirun and the operators of Kubernetes that set torchrun's PET_
 variables, or MASTER_ADDR with RANK and WORLD_SIZE per pod. Each starts the same command on every machine; the settings
@@ -17,7 +17,7 @@ __all__ = ["cluster_environment", "expand_nodelist"]
 
 
 _Settings = dict[str, int | str]
-_Found = tuple[_Settings, str] | None  # settings, and who says them
+_Found = tuple[_Settings, str] | None  # settings, and their source
 
 
 def cluster_environment(environ: Mapping[str, str]) -> ExplicitSettings:
@@ -46,13 +46,13 @@ def _slurm(environ: Mapping[str, str]) -> _Found:
             f"SLURM: srun has started {tasks} launchers on {nodes} machines",
             fix="start one per machine, as in: srun --ntasks-per-node=1 zeroaccel launch ...",
         )
-    found: _Settings = {"num_machines": int(nodes), "machine_rank": int(environ.get("SLURM_NODEID", "0"))}
+    settings: _Settings = {"num_machines": int(nodes), "machine_rank": int(environ.get("SLURM_NODEID", "0"))}
     names = expand_nodelist(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", ""))
     if names:
-        found["main_process_ip"] = names[0]
+        settings["main_process_ip"] = names[0]
     if environ.get("SLURM_JOB_ID", "").isdigit():
-        found["main_process_port"] = 20000 + int(environ["SLURM_JOB_ID"]) % 10000  # of jobs that share a machine
-    return found, f"SLURM job {environ.get('SLURM_JOB_ID', '')}".rstrip()
+        settings["main_process_port"] = 20000 + int(environ["SLURM_JOB_ID"]) % 10000  # of jobs that share a machine
+    return settings, f"SLURM job {environ.get('SLURM_JOB_ID', '')}".rstrip()
 
 
 def _open_mpi(environ: Mapping[str, str]) -> _Found:
@@ -64,40 +64,45 @@ def _open_mpi(environ: Mapping[str, str]) -> _Found:
             f"OpenMPI: mpirun has started {environ['OMPI_COMM_WORLD_LOCAL_SIZE']} launchers on this machine",
             fix="start one per machine, as in: mpirun --map-by ppr:1:node zeroaccel launch ...",
         )
-    found: _Settings = {"num_machines": int(size), "machine_rank": int(rank)}
-    return _with_address(found, environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")), "OpenMPI"
+    settings: _Settings = {"num_machines": int(size), "machine_rank": int(rank)}
+    return _with_address(settings, environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")), "OpenMPI"
 
 
 def _torchrun_variables(environ: Mapping[str, str]) -> _Found:
     nodes, rank = environ.get("PET_NNODES", ""), environ.get("PET_NODE_RANK", "")
     if not (nodes.isdigit() and rank.isdigit()):
         return None
-    found: _Settings = {"num_machines": int(nodes), "machine_rank": int(rank)}
+    settings: _Settings = {"num_machines": int(nodes), "machine_rank": int(rank)}
     local = environ.get("PET_NPROC_PER_NODE", "")
     if local.isdigit():
-        found["num_processes"] = int(local) * int(nodes)
+        settings["num_processes"] = int(local) * int(nodes)
     host = environ.get("PET_MASTER_ADDR") or environ.get("MASTER_ADDR")
-    return _with_address(found, host, environ.get("PET_MASTER_PORT") or environ.get("MASTER_PORT")), "PET_ variables"
+    return _with_address(settings, host, environ.get("PET_MASTER_PORT") or environ.get("MASTER_PORT")), "PET_ variables"
 
 
 def _pods(environ: Mapping[str, str]) -> _Found:
     size, rank = environ.get("WORLD_SIZE", ""), environ.get("RANK", "")
     if "KUBERNETES_SERVICE_HOST" not in environ or not (size.isdigit() and rank.isdigit()):
         return None
-    found: _Settings = {"num_machines": int(size), "machine_rank": int(rank)}
-    return _with_address(found, environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")), "the pods of Kubernetes"
+    settings: _Settings = {"num_machines": int(size), "machine_rank": int(rank)}
+    return _with_address(settings, environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")), "the pods of Kubernetes"
 
 
-def _with_address(found: _Settings, host: str | None, port: str | None) -> _Settings:
+def _with_address(settings: _Settings, host: str | None, port: str | None) -> _Settings:
     if host:
-        found["main_process_ip"] = host
+        settings["main_process_ip"] = host
     if port and port.isdigit():
-        found["main_process_port"] = int(port)
-    return found
+        settings["main_process_port"] = int(port)
+    return settings
 
 
 def expand_nodelist(text: str) -> list[str]:
-    """The names in SLURM's short form: "gpu[01-03,7],login" is gpu01, gpu02, gpu03, gpu7, login."""
+    """The names in SLURM's short form.
+
+    Example:
+        >>> expand_nodelist("gpu[01-03,7],login")
+        ['gpu01', 'gpu02', 'gpu03', 'gpu7', 'login']
+    """
     return [name for word in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text) for name in _expand(word.strip())]
 
 

@@ -34,13 +34,13 @@ _CONNECTION_WORDS = re.compile(
     r"|(recv|send)(Value|Bytes) failed|failed to connect|wait timeout after",
     re.IGNORECASE,
 )
-# Ours say which rank is to blame; that rank has a report of its own, unless all of them have this one.
+# Ours name the rank that failed; that rank has a report of its own, unless all of them have this one.
 _COLLECTIVE_ERRORS = re.compile(r"^Collective\w*Error\b")
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a process said of its own end.
+    """The report of a rank on its own end.
 
     Attributes:
         kind: an uncaught exception, one of `zeroaccel.errors`, a `sys.exit`, or Ctrl-C.
@@ -48,8 +48,8 @@ class Report:
         traceback: in full, without a final newline; empty for `sys.exit`.
         exit_code: what it was about to exit with.
         time: seconds since the epoch.
-        told: it is on the terminal already.
-        pid: of the process; 0 where it does not say.
+        printed: it is on the terminal already.
+        pid: of the process; 0 where that is not known.
     """
 
     kind: ReportKind
@@ -68,7 +68,7 @@ class RankEnd:
     Attributes:
         status: its exit code, negative for a signal.
         noticed: when the launcher noticed, in seconds since the epoch, as an integer.
-        report: what it said itself, if it could.
+        report: its own report, if it could write one.
         fault: the Python stack a crash in native code left.
     """
 
@@ -143,10 +143,10 @@ def explain_failure(
     is_plain = report is not None and (report.kind == "on_purpose" or (report.kind == "exit" and len(alike) > 1))
     if report is not None and is_plain and not (debug and report.traceback):
         named = alike
-        said = report.headline
+        message = report.headline
         if report.printed:
-            said = f"{report.headline.partition(':')[0]} (exit code {exit_code(first)}); the message is above"
-        lines = [f"on {_all_or_some(alike, ranks, several_machines)}: {said}"]
+            message = f"{report.headline.partition(':')[0]} (exit code {exit_code(first)}); the message is above"
+        lines = [f"on {_all_or_some(alike, ranks, several_machines)}: {message}"]
     else:
         lines = [f"{_describe_rank(first, host)} failed first{_cause(first)}"]
     if others := [rank for rank in ranks if rank not in named]:

@@ -2,7 +2,7 @@
 
 Each is brought into our settings, or does nothing here as there, which is a note. What needs to know the machines or
 the devices, as `--include` and `--num_gpus`, is resolved by `resolve_devices` once the other settings are known. What a
-setting is called here is said in the hints for torchrun's flags.
+setting is called here is in the hints for torchrun's flags.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class ForeignFlags:
         notes: one line for each that does nothing.
         fsdp: FSDP's settings.
         num_gpus: processes per machine.
-        pass_local_rank: what was said of --local_rank; None leaves it to the script.
+        pass_local_rank: whether ranks get --local_rank; None leaves it to the script.
         is_fsdp: --use_fsdp was typed.
         no_ssh: the command is run on each machine.
     """
@@ -155,44 +155,44 @@ class ForeignFlags:
         Raises:
             ConfigError: a value has not the form of its setting, or a flag has no counterpart.
         """
-        found = {name: typed.pop(name, None) for name in _names()}
-        given = {name: value for name, value in found.items() if value not in (None, False)}
-        flags = cls(pass_local_rank=found["pass_local_rank"])
+        all_flags = {name: typed.pop(name, None) for name in _names()}
+        typed_flags = {name: value for name, value in all_flags.items() if value not in (None, False)}
+        flags = cls(pass_local_rank=all_flags["pass_local_rank"])
         for name, (reason, fix) in _REFUSED_VALUES.items():
-            if name in given:
-                raise ConfigError(f"--{name} {given[name]}: {reason}", fix=fix)
+            if name in typed_flags:
+                raise ConfigError(f"--{name} {typed_flags[name]}: {reason}", fix=fix)
         for name, reason in {**_IDLE_SWITCHES, **_IDLE_VALUES}.items():
-            if name in given:
+            if name in typed_flags:
                 flags.notes.append(f"--{name}: does nothing, {reason}")
         for name in _SIZES:
-            if name in given and "_dp_" not in name and given[name] not in ("0", "1"):
+            if name in typed_flags and "_dp_" not in name and typed_flags[name] not in ("0", "1"):
                 reason = "tensor, context and sequence parallelism are not available"
-                raise ConfigError(f"--{name} {given[name]}: {reason}", fix="leave it out")
-            if name in given:
+                raise ConfigError(f"--{name} {typed_flags[name]}: {reason}", fix="leave it out")
+            if name in typed_flags:
                 flags.notes.append(f"--{name}: does nothing, there is data parallelism only, over all ranks")
-        flags.fsdp = {name: given[name] for name in FSDP_KEYS if name in given}
-        flags.is_fsdp, flags.no_ssh = _FSDP in given, "no_ssh" in given
-        flags._take_settings(given)
+        flags.fsdp = {name: typed_flags[name] for name in FSDP_KEYS if name in typed_flags}
+        flags.is_fsdp, flags.no_ssh = _FSDP in typed_flags, "no_ssh" in typed_flags
+        flags._take_settings(typed_flags)
         return flags
 
-    def _take_settings(self, given: Mapping[str, Any]) -> None:
+    def _take_settings(self, typed_flags: Mapping[str, Any]) -> None:
         for name, setting in _SAME.items():
-            if name in given:
+            if name in typed_flags:
                 flag = f"--{name}"
-                self._log(setting, from_text(setting, given[name], {setting: flag}.__getitem__), flag)
-        if "num_gpus" in given:
-            count = from_text("num_processes", given["num_gpus"], lambda _: "--num_gpus")
+                self._log(setting, from_text(setting, typed_flags[name], {setting: flag}.__getitem__), flag)
+        if "num_gpus" in typed_flags:
+            count = from_text("num_processes", typed_flags["num_gpus"], lambda _: "--num_gpus")
             if count == 0 or count < -1:
                 raise ConfigError("--num_gpus", expected="a number above 0, or -1 for all", got=count)
             self.num_gpus = None if count == -1 else count
-        if "bind_cores_to_rank" in given:
+        if "bind_cores_to_rank" in typed_flags:
             self._log("enable_cpu_affinity", True, "--bind_cores_to_rank")
-        if "enable_each_rank_log" in given:
-            self._log("log_dir", given["enable_each_rank_log"], "--enable_each_rank_log")
+        if "enable_each_rank_log" in typed_flags:
+            self._log("log_dir", typed_flags["enable_each_rank_log"], "--enable_each_rank_log")
             self._log("redirects", 3, "--enable_each_rank_log")
-        if "launcher" in given:
-            self._log("multinode_launcher", given["launcher"].lower(), "--launcher")
-        if "launcher_args" in given:
+        if "launcher" in typed_flags:
+            self._log("multinode_launcher", typed_flags["launcher"].lower(), "--launcher")
+        if "launcher_args" in typed_flags:
             self.notes.append("--launcher_args: does nothing; arguments for ssh are in ZEROACCEL_SSH")
         if self.no_ssh:
             self._log("multinode_launcher", "standard", "--no_ssh")
@@ -204,7 +204,7 @@ class ForeignFlags:
         """These flags together with those that have our own names.
 
         Raises:
-            ConfigError: two names of one setting say different things.
+            ConfigError: two names of one setting have different values.
         """
         for name, value in self.values.items():
             if flags.values.get(name, value) != value:
@@ -219,69 +219,75 @@ def _names() -> tuple[str, ...]:
     return (*_OPTIONS, *more, *FSDP_KEYS, *_IDLE_VALUES, *_REFUSED_VALUES, *_IDLE_SWITCHES, *_SIZES)
 
 
-def resolve_devices(given: ExplicitSettings, flags: ForeignFlags) -> ExplicitSettings:
+def resolve_devices(explicit: ExplicitSettings, flags: ForeignFlags) -> ExplicitSettings:
     """Brings processes per machine, filters without a hostfile and hostfiles without ssh into the other settings.
 
     Raises:
         ConfigError: a filter names another machine than this one, or devices that it lacks, or counts contradict.
     """
-    if given.values.get("hostfile") is not None:
-        return _by_hostfile(given, flags)
-    given = _without_hostfile(_by_filter(given), flags)
+    if explicit.values.get("hostfile") is not None:
+        return _by_hostfile(explicit, flags)
+    explicit = _without_hostfile(_by_filter(explicit), flags)
     if flags.num_gpus is None:
-        return given
-    num_processes = flags.num_gpus * (given.values.get("num_machines") or 1)
-    return _with_processes(given, num_processes, "--num_gpus")
+        return explicit
+    num_processes = flags.num_gpus * (explicit.values.get("num_machines") or 1)
+    return _with_processes(explicit, num_processes, "--num_gpus")
 
 
-def _without_hostfile(given: ExplicitSettings, flags: ForeignFlags) -> ExplicitSettings:
+def _without_hostfile(explicit: ExplicitSettings, flags: ForeignFlags) -> ExplicitSettings:
     """What reaches other machines means nothing where no file names them."""
-    launcher = given.values.get("multinode_launcher")
-    if launcher in (None, "ssh", "standard") and given.sources.get("multinode_launcher") != "--launcher":
-        return given
-    kept = {name: value for name, value in given.values.items() if name != "multinode_launcher"}
-    note = f"{given.where('multinode_launcher')} {launcher}: does nothing, as there is no hostfile"
-    return ExplicitSettings(kept, given.sources, (*given.notes, note))
+    launcher = explicit.values.get("multinode_launcher")
+    if launcher in (None, "ssh", "standard") and explicit.sources.get("multinode_launcher") != "--launcher":
+        return explicit
+    values = {name: value for name, value in explicit.values.items() if name != "multinode_launcher"}
+    note = f"{explicit.where('multinode_launcher')} {launcher}: does nothing, as there is no hostfile"
+    return ExplicitSettings(values, explicit.sources, (*explicit.notes, note))
 
 
-def _with_processes(given: ExplicitSettings, num_processes: int, flag: str) -> ExplicitSettings:
-    said = given.values.get("num_processes", num_processes)
-    if said != num_processes and given.sources["num_processes"].startswith("--"):
+def _with_processes(explicit: ExplicitSettings, num_processes: int, flag: str) -> ExplicitSettings:
+    count = explicit.values.get("num_processes", num_processes)
+    if count != num_processes and explicit.sources["num_processes"].startswith("--"):
         raise ConfigError(
-            f"{flag}: {num_processes} processes in all, and {given.sources['num_processes']} says {said}",
+            f"{flag}: {num_processes} processes in all, and {explicit.sources['num_processes']} says {count}",
             fix="keep one of the two",
         )
-    return given.under(ExplicitSettings({"num_processes": num_processes}, {"num_processes": flag}))
+    return explicit.under(ExplicitSettings({"num_processes": num_processes}, {"num_processes": flag}))
 
 
-def _by_filter(given: ExplicitSettings) -> ExplicitSettings:
+def _by_filter(explicit: ExplicitSettings) -> ExplicitSettings:
     """A filter that names this machine: the devices it leaves, a process each."""
-    name = next((one for one in ("inclusion_filter", "exclusion_filter") if given.values.get(one) is not None), None)
+    name = next((one for one in ("inclusion_filter", "exclusion_filter") if explicit.values.get(one) is not None), None)
     if name is None:
-        return given
-    text, where = str(given.values[name]), given.where(name)
+        return explicit
+    text, where = str(explicit.values[name]), explicit.where(name)
     host, _, slots = text.partition(":")
     if "@" in text or not (host == "localhost" or is_own_host(host)):
         raise ConfigError(
             f"{where} {text}: a filter of the hostfile, and there is none",
             fix="set hostfile too, or name this machine, as in localhost:0,1",
         )
+
+    # As the `deepspeed` command has it: without a hostfile, --include localhost:0,2 chooses devices of this machine.
     numbers = _numbers(slots, where, text)
-    found = 0 if given.values.get("use_cpu") else len(devices())
+    num_devices = 0 if explicit.values.get("use_cpu") else len(devices())
     if name == "exclusion_filter":
-        left = [number for number in range(found) if number not in (numbers or range(found))]
-        if not left:
-            expected = f"to leave one of the {found} devices of this machine" if found else "devices to leave out"
+        numbers_left = [number for number in range(num_devices) if number not in (numbers or range(num_devices))]
+        if not numbers_left:
+            expected = (
+                f"to leave one of the {num_devices} devices of this machine" if num_devices else "devices to leave out"
+            )
             raise ConfigError(where, expected=expected, got=text)
-        numbers = left
-    values = {key: value for key, value in given.values.items() if key not in ("inclusion_filter", "exclusion_filter")}
-    sources, notes = dict(given.sources), list(given.notes)
-    if numbers and found:
+        numbers = numbers_left
+    values = {
+        key: value for key, value in explicit.values.items() if key not in ("inclusion_filter", "exclusion_filter")
+    }
+    sources, notes = dict(explicit.sources), list(explicit.notes)
+    if numbers and num_devices:
         values["gpu_ids"], sources["gpu_ids"] = ",".join(map(str, numbers)), sources[name]
     elif numbers:
         notes.append(f"{where} {text}: {len(numbers)} on the CPU, as no accelerator is used here")
-    given = ExplicitSettings(values, sources, tuple(notes))
-    return _with_processes(given, len(numbers), sources[name]) if numbers else given
+    explicit = ExplicitSettings(values, sources, tuple(notes))
+    return _with_processes(explicit, len(numbers), sources[name]) if numbers else explicit
 
 
 def _numbers(slots: str, where: str, text: str) -> list[int]:
@@ -291,15 +297,15 @@ def _numbers(slots: str, where: str, text: str) -> list[int]:
         raise ConfigError(where, expected="the form localhost:0,1", got=text) from None
 
 
-def _by_hostfile(given: ExplicitSettings, flags: ForeignFlags) -> ExplicitSettings:
+def _by_hostfile(explicit: ExplicitSettings, flags: ForeignFlags) -> ExplicitSettings:
     """The first machines and slots of a hostfile, as an inclusion filter; for each machine by itself without ssh."""
-    values, sources = dict(given.values), dict(given.sources)
+    values, sources = dict(explicit.values), dict(explicit.sources)
     num_nodes = values.get("num_machines") if sources.get("num_machines") == "--num_nodes" else None
     if num_nodes is not None or flags.num_gpus is not None:
         flag = "--num_nodes" if num_nodes is not None else "--num_gpus"
         for name in ("inclusion_filter", "exclusion_filter"):
             if values.get(name) is not None:
-                raise ConfigError(f"{flag}: given beside {given.where(name)}", fix="keep one of the two")
+                raise ConfigError(f"{flag}: given beside {explicit.where(name)}", fix="keep one of the two")
         hosts = read_hostfile(values["hostfile"])
         if num_nodes is not None and num_nodes > len(hosts):
             expected = f"at most the {len(hosts)} machines of {values['hostfile']}"
@@ -309,8 +315,8 @@ def _by_hostfile(given: ExplicitSettings, flags: ForeignFlags) -> ExplicitSettin
         sources["inclusion_filter"] = flag
         if num_nodes is not None:
             del values["num_machines"]
-    given = ExplicitSettings(values, sources, given.notes)
-    return _by_hand(given) if flags.no_ssh else given
+    explicit = ExplicitSettings(values, sources, explicit.notes)
+    return _by_hand(explicit) if flags.no_ssh else explicit
 
 
 def _chosen(host: Host, num_gpus: int | None) -> str:
@@ -321,16 +327,18 @@ def _chosen(host: Host, num_gpus: int | None) -> str:
     return f"{host.name}:{','.join(map(str, host.slots[:num_gpus]))}"
 
 
-def _by_hand(given: ExplicitSettings) -> ExplicitSettings:
+def _by_hand(explicit: ExplicitSettings) -> ExplicitSettings:
     """--no_ssh: the hostfile only says how many machines and processes there are, and which machine is the first."""
-    include, exclude = given.values.get("inclusion_filter"), given.values.get("exclusion_filter")
-    hosts = select_hosts(read_hostfile(given.values["hostfile"]), include, exclude)
+    include, exclude = explicit.values.get("inclusion_filter"), explicit.values.get("exclusion_filter")
+    hosts = select_hosts(read_hostfile(explicit.values["hostfile"]), include, exclude)
     filters = ("inclusion_filter", "exclusion_filter")
-    kept = {name: value for name, value in given.values.items() if name not in filters}
-    said = {
+    others = {name: value for name, value in explicit.values.items() if name not in filters}
+    by_hostfile = {
         "num_machines": len(hosts),
         "num_processes": sum(len(host.slots) for host in hosts),
         "main_process_ip": hosts[0].address,
     }
-    source = f"hostfile {given.values['hostfile']}"
-    return ExplicitSettings(said, dict.fromkeys(said, source)).under(ExplicitSettings(kept, given.sources, given.notes))
+    source = f"hostfile {explicit.values['hostfile']}"
+    return ExplicitSettings(by_hostfile, dict.fromkeys(by_hostfile, source)).under(
+        ExplicitSettings(others, explicit.sources, explicit.notes)
+    )

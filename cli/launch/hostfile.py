@@ -86,54 +86,56 @@ def select_hosts(hosts: Iterable[Host], include: str | None, exclude: str | None
         ConfigError: a filter names a machine or a slot that is not there, or leaves nothing, or machines are left with
             different numbers of processes.
     """
-    known = {host.name: host for host in hosts}
-    kept = list(known.values())
+    by_name = {host.name: host for host in hosts}
+    selected = list(by_name.values())
     if include is not None:
-        wanted = _parse(include, known, "--inclusion_filter")
-        kept = [_with(host, wanted[host.name] or host.slots) for host in kept if host.name in wanted]
+        included = _parse(include, by_name, "--inclusion_filter")
+        selected = [_with(host, included[host.name] or host.slots) for host in selected if host.name in included]
     if exclude is not None:
-        unwanted = _parse(exclude, known, "--exclusion_filter")
-        left = [
-            _with(host, tuple(slot for slot in host.slots if slot not in (unwanted[host.name] or host.slots)))
-            if host.name in unwanted
+        excluded = _parse(exclude, by_name, "--exclusion_filter")
+        remaining = [
+            _with(host, tuple(slot for slot in host.slots if slot not in (excluded[host.name] or host.slots)))
+            if host.name in excluded
             else host
-            for host in kept
+            for host in selected
         ]
-        kept = [host for host in left if host.slots]
-        if not kept:
+        selected = [host for host in remaining if host.slots]
+        if not selected:
             raise ConfigError("--exclusion_filter: leaves no machine", fix="exclude fewer")
-    counts = {len(host.slots): host.name for host in kept}
+
+    # Ranks are machine * ranks per machine + local rank, and torch's agent starts as many on each machine.
+    counts = {len(host.slots): host.name for host in selected}
     if len(counts) > 1:
         (most, one), (least, other) = max(counts.items()), min(counts.items())
         raise ConfigError(
             f"--hostfile: {one} has {most} processes and {other} {least}, and all machines must have the same number",
             fix="change slots=, or choose some of them with --inclusion_filter, as in node1:0,1@node2:0,1",
         )
-    return kept
+    return selected
 
 
 def _with(host: Host, slots: tuple[int, ...]) -> Host:
     return Host(host.name, slots, all_slots=slots == host.slots)
 
 
-def _parse(text: str, known: Mapping[str, Host], where: str) -> dict[str, tuple[int, ...]]:
+def _parse(text: str, by_name: Mapping[str, Host], where: str) -> dict[str, tuple[int, ...]]:
     """Machine -> its slots, empty for all. The @ of user@name belongs to the name."""
     named: dict[str, tuple[int, ...]] = {}
     words = text.split("@")
     while words:
         word = words.pop(0).strip()
-        if words and word not in known and f"{word}@{words[0].partition(':')[0]}" in known:
+        if words and word not in by_name and f"{word}@{words[0].partition(':')[0]}" in by_name:
             word = f"{word}@{words.pop(0)}"
         name, _, numbers = word.partition(":")
-        if name not in known:
-            near = closest(name, known, cutoff=0.6)
-            fix = f"did you mean {near}?" if near else f"it has {', '.join(known)}"
+        if name not in by_name:
+            near = closest(name, by_name, cutoff=0.6)
+            fix = f"did you mean {near}?" if near else f"it has {', '.join(by_name)}"
             raise ConfigError(where, expected="machines of the hostfile", got=name, fix=fix)
         try:
             slots = tuple(sorted({int(number) for number in numbers.split(",")})) if numbers else ()
         except ValueError:
             raise ConfigError(where, expected="the form node1@node2:0,2", got=word) from None
-        if beyond := [slot for slot in slots if slot not in known[name].slots]:
-            raise ConfigError(where, expected=f"slots 0 to {len(known[name].slots) - 1} of {name}", got=beyond[0])
+        if beyond := [slot for slot in slots if slot not in by_name[name].slots]:
+            raise ConfigError(where, expected=f"slots 0 to {len(by_name[name].slots) - 1} of {name}", got=beyond[0])
         named[name] = slots
     return named

@@ -1,7 +1,7 @@
-"""`zeroaccel launch`: flags, environment and launch file, read and handed on.
+"""`zeroaccel launch`: from flags, environment and launch file to a `LaunchPlan`, and to its exit code.
 
 What was given becomes `LaunchSettings`, those a `LaunchPlan`; a dry run prints the plan, otherwise `agent` carries it
-out and `failures` says what went wrong. The only file of the command line that reads the launcher's environment.
+out and `failures` explains what went wrong. The only file of the command line that reads the launcher's environment.
 """
 
 from __future__ import annotations
@@ -77,38 +77,46 @@ def launch(
     """
     if module and no_python:
         raise click.UsageError("--module and --no_python exclude each other.", click.get_current_context())
+    # Flags of other launchers first: what is left in `typed` are settings of ours.
     others = ForeignFlags.take_from(typed)
     flags = others.above(settings_from_flags(typed))
-    check_variables(os.environ)
-    found = find_launch_file(config_file, os.environ, Path.cwd())
-    given = resolve_devices(_gathered(flags, others, found), others).effective()
-    config = check_json(given)
-    given = _with_folders(given, config)
-    settings = given.settings()
-    if not settings.starts_hosts:
-        _check_folders(given, config)
+    check_variables(os.environ)  # a misspelt variable would be passed over in silence
+
+    # Merge the sources, then compare with the JSON config, so that a contradiction is found before any rank starts.
+    source = find_launch_file(config_file, os.environ, Path.cwd())
+    explicit = resolve_devices(_gathered(flags, others, source), others).effective()
+    config = check_json(explicit)
+    explicit = _with_folders(explicit, config)
+    settings = explicit.settings()
+    if not settings.starts_hosts:  # else the folders are on other machines, and each `node` checks its own
+        _check_folders(explicit, config)
     kind: ProgramKind = "module" if module else "executable" if no_python else "script"
     program = Program(script, script_args, kind, _local_rank_option(script, script_args, kind, others.pass_local_rank))
-    bf16_by = _bf16_by(given, config)
-    for note in given.notes:
+    bf16_by = _bf16_by(explicit, config)
+    for note in explicit.notes:
         _log(f"note: {note}")
-    if found is not None:
-        _log(f"settings from {found[0]} ({found[1]})")
-    child_env = {**launched_environment(settings, given.sources), **_facade(settings.engine, given.where("engine"))}
+    if source is not None:
+        _log(f"settings from {source[0]} ({source[1]})")
+
+    # What ranks and `Accelerator` read, with the source of each setting; and which engine `import deepspeed` gives.
+    child_env = {
+        **launched_environment(settings, explicit.sources),
+        **_facade(settings.engine, explicit.where("engine")),
+    }
     if settings.starts_hosts:
-        return _launch_hosts(given, program, child_env, bf16_by, dry_run=dry_run)
+        return _launch_hosts(explicit, program, child_env, bf16_by, dry_run=dry_run)
     return _launch_here(settings, program, child_env, bf16_by, dry_run=dry_run)
 
 
-def _gathered(flags: ExplicitSettings, others: ForeignFlags, found: tuple[Path, str] | None) -> ExplicitSettings:
-    """All settings, from flags, environment, what a scheduler says, and the file."""
+def _gathered(flags: ExplicitSettings, others: ForeignFlags, source: tuple[Path, str] | None) -> ExplicitSettings:
+    """All settings, from flags, environment, scheduler and file."""
     # A scheduler knows this machine better than a file that all machines may share.
     above = gather(flags, os.environ, cluster_environment(os.environ))
-    if found is not None:
+    if source is not None:
         over = above
         if others.is_fsdp:
             over = ExplicitSettings({"distributed_type": "FSDP"}).under(above)
-        file: ExplicitSettings = read_launch_file(*found, over=over, fsdp_flags=others.fsdp)
+        file: ExplicitSettings = read_launch_file(*source, over=over, fsdp_flags=others.fsdp)
     elif others.is_fsdp or others.fsdp:
         file = _of_fsdp_flags(above, others)
     else:
@@ -116,29 +124,31 @@ def _gathered(flags: ExplicitSettings, others: ForeignFlags, found: tuple[Path, 
     return gather(flags, os.environ, file.under(cluster_environment(os.environ)))
 
 
-def _of_fsdp_flags(given: ExplicitSettings, others: ForeignFlags) -> ExplicitSettings:
+def _of_fsdp_flags(explicit: ExplicitSettings, others: ForeignFlags) -> ExplicitSettings:
     """What FSDP's flags stand for where there is no file."""
     if not others.is_fsdp:
         names = ", ".join(f"--{name}" for name in others.fsdp)
         return ExplicitSettings(notes=(f"{names}: nothing is done with it, as there is no --use_fsdp",))
-    machines = given.values.get("num_machines", 1)
-    made = translate_fsdp(others.fsdp, machines if isinstance(machines, int) else 1)
-    if made.problems:
-        raise wrong_settings(made.problems, lambda key: f"--{key}")
-    sources = {name: f"--{key or 'use_fsdp'}" for name, key in made.said_by.items()}
+    machines = explicit.values.get("num_machines", 1)
+    translation = translate_fsdp(others.fsdp, machines if isinstance(machines, int) else 1)
+    if translation.problems:
+        raise wrong_settings(translation.problems, lambda key: f"--{key}")
+    sources = {name: f"--{key or 'use_fsdp'}" for name, key in translation.said_by.items()}
     notes = ["--use_fsdp: FSDP -> DEEPSPEED, whose stages shard the same way"]
-    notes += [f"--{key}: {text}" for key, text in made.notes]
+    notes += [f"--{key}: {text}" for key, text in translation.notes]
     return ExplicitSettings(
-        {**made.values, "distributed_type": "DEEPSPEED"}, {**sources, "distributed_type": "--use_fsdp"}, tuple(notes)
+        {**translation.values, "distributed_type": "DEEPSPEED"},
+        {**sources, "distributed_type": "--use_fsdp"},
+        tuple(notes),
     )
 
 
-def _local_rank_option(script: str, arguments: tuple[str, ...], kind: ProgramKind, wanted: bool | None) -> str:
-    """What the script is given its local rank by, if at all: what it declares, where nothing else was asked for."""
-    if wanted is False or any(word.partition("=")[0] in ("--local_rank", "--local-rank") for word in arguments):
+def _local_rank_option(script: str, arguments: tuple[str, ...], kind: ProgramKind, requested: bool | None) -> str:
+    """The option by which the script gets its local rank, if at all: by default the one it declares."""
+    if requested is False or any(word.partition("=")[0] in ("--local_rank", "--local-rank") for word in arguments):
         return ""
     if kind == "executable":
-        if wanted:
+        if requested:
             text = "--pass_local_rank: a program of --no_python is started as it is"
             raise ConfigError(text, fix="it finds LOCAL_RANK in its environment")
         return ""
@@ -146,7 +156,7 @@ def _local_rank_option(script: str, arguments: tuple[str, ...], kind: ProgramKin
     if kind == "module":
         place = Path(*script.split("."))
         path = next((one for one in (place.with_suffix(".py"), place / "__main__.py") if one.is_file()), place)
-    return (local_rank_option(path) or ("--local_rank" if wanted else "")) if path.is_file() or wanted else ""
+    return (local_rank_option(path) or ("--local_rank" if requested else "")) if path.is_file() or requested else ""
 
 
 def _launch_here(
@@ -161,53 +171,53 @@ def _launch_here(
     return _run(plan)
 
 
-def _with_folders(given: ExplicitSettings, config: Config | None) -> ExplicitSettings:
+def _with_folders(explicit: ExplicitSettings, config: Config | None) -> ExplicitSettings:
     """A folder for each "nvme" without one: on the local disk with the most room, which is logged.
 
     Not with a hostfile: what disks the other machines have is not known here.
     """
-    lacking = [f"{what}_nvme_path" for what, (path, _) in _on_nvme(given, config).items() if path is None]
-    disks = () if "hostfile" in given.values or not lacking else local_disks()
+    lacking = [f"{what}_nvme_path" for what, (path, _) in _on_nvme(explicit, config).items() if path is None]
+    disks = () if "hostfile" in explicit.values or not lacking else local_disks()
     disk = max(disks, key=lambda one: one.free_nbytes, default=None)
     if disk is None:
-        return given
+        return explicit
     room = f"{disk.folder} ({disk.file_system}, {gib(disk.free_nbytes)} free)"
     _log(f"no --{' and no --'.join(lacking)}: files go to {room}, the local disk with the most room")
     source = "the local disk with the most room"
-    return ExplicitSettings(dict.fromkeys(lacking, disk.folder), dict.fromkeys(lacking, source)).under(given)
+    return ExplicitSettings(dict.fromkeys(lacking, disk.folder), dict.fromkeys(lacking, source)).under(explicit)
 
 
-def _bf16_by(given: ExplicitSettings, config: Config | None) -> str:
+def _bf16_by(explicit: ExplicitSettings, config: Config | None) -> str:
     """The source that asks for bf16: a setting, or the JSON config; empty where none does."""
-    if given.values.get("mixed_precision") == "bf16":
-        return f"{given.where('mixed_precision')} bf16"
+    if explicit.values.get("mixed_precision") == "bf16":
+        return f"{explicit.where('mixed_precision')} bf16"
     if config is not None and "bf16.enabled" not in config.unresolved and config.bf16.enabled:
         return config.where("bf16.enabled")
     return ""
 
 
-def _check_folders(given: ExplicitSettings, config: Config | None) -> None:
+def _check_folders(explicit: ExplicitSettings, config: Config | None) -> None:
     """Looks at the folders for "nvme", which every process would find wrong otherwise, once the model is there."""
-    for what, (path, where) in _on_nvme(given, config).items():
+    for what, (path, where) in _on_nvme(explicit, config).items():
         if path is None:
             raise ConfigError(f'{where}: missing, and {what}_device is "nvme"', fix="give a folder on a local disk")
         examine_folder(path, where)
 
 
-def _on_nvme(given: ExplicitSettings, config: Config | None) -> dict[str, tuple[str | None, str]]:
+def _on_nvme(explicit: ExplicitSettings, config: Config | None) -> dict[str, tuple[str | None, str]]:
     """What is offloaded to files -> its explicit folder, or None, and the address of that setting."""
-    found: dict[str, tuple[str | None, str]] = {}
+    folders: dict[str, tuple[str | None, str]] = {}
     for what in ("offload_optimizer", "offload_param"):
         name = f"{what}_nvme_path"
         in_json = getattr(config.zero_optimization, what) if config is not None else None
-        device = given.values.get(f"{what}_device") or (in_json.device if in_json is not None else "none")
+        device = explicit.values.get(f"{what}_device") or (in_json.device if in_json is not None else "none")
         if str(device).lower() != "nvme":
             continue
-        if name not in given.values and config is not None and in_json is not None and in_json.nvme_path is not None:
-            found[what] = in_json.nvme_path, config.where(f"zero_optimization.{what}.nvme_path")
+        if name not in explicit.values and config is not None and in_json is not None and in_json.nvme_path is not None:
+            folders[what] = in_json.nvme_path, config.where(f"zero_optimization.{what}.nvme_path")
         else:
-            found[what] = given.values.get(name), given.where(name)
-    return found
+            folders[what] = explicit.values.get(name), explicit.where(name)
+    return folders
 
 
 def _facade(engine: str | None, where: str) -> dict[str, str]:
@@ -221,10 +231,10 @@ def _facade(engine: str | None, where: str) -> dict[str, str]:
 
 
 def _launch_hosts(
-    given: ExplicitSettings, program: Program, child_env: Mapping[str, str], bf16_by: str, *, dry_run: bool
+    explicit: ExplicitSettings, program: Program, child_env: Mapping[str, str], bf16_by: str, *, dry_run: bool
 ) -> int:
     ssh = ssh_words(os.environ.get("ZEROACCEL_SSH", ""))
-    jobs = plan_node_jobs(given, program, child_env, os.environ, ssh, bf16_by)
+    jobs = plan_node_jobs(explicit, program, child_env, os.environ, ssh, bf16_by)
     if is_only_this_machine(jobs):
         return _launch_here(launch_settings(jobs[0].order["settings"]), program, child_env, bf16_by, dry_run=dry_run)
     python_path = os.environ.get("PYTHONPATH")
@@ -233,7 +243,7 @@ def _launch_hosts(
         return 0
     num_local = len(jobs[0].ranks)
     _log(f"{len(jobs)} machines, {num_local} process{'es' if num_local > 1 else ''} each")
-    return run_node_jobs(jobs, ssh, python_path, _log, debug=given.settings().debug)
+    return run_node_jobs(jobs, ssh, python_path, _log, debug=explicit.settings().debug)
 
 
 def _run(plan: LaunchPlan) -> int:
@@ -262,5 +272,5 @@ def _run(plan: LaunchPlan) -> int:
 
 
 def _log(message: str) -> None:
-    """To the person, on stderr: stdout belongs to the script."""
+    """To the terminal, on stderr: stdout belongs to the script."""
     click.echo(f"zeroaccel: {message}", err=True)

@@ -48,7 +48,7 @@ _REFUSED_BEGINNINGS: Mapping[str, str] = {
 
 
 class LaunchCommand(click.Command):
-    """Shows its options in groups, and says why accelerate's others do not exist here."""
+    """Shows its options in groups, and explains which of accelerate's do not exist here."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:

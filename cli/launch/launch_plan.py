@@ -83,11 +83,11 @@ class LaunchPlan:
         environment: variables that every process here gets on top of the launcher's own.
         host, port: where the processes of the job meet; port 0 is a free one, chosen at the start.
         address: of this machine, as the others reach it.
-        headline: one line that says what is started.
+        headline: one line on what is started.
         warnings: one line each, for what is allowed but seldom meant.
         cores: per process the cores it is bound to, as "0,1"; empty when none is.
-        program: what was asked for; `command` runs it.
-        told: the part of `environment` that tells the processes what the launch says about training.
+        program: the user's; `command` runs it.
+        child_env: the part of `environment` with the settings of training.
     """
 
     settings: LaunchSettings
@@ -151,7 +151,7 @@ def plan_launch(
 
     Args:
         environ: the launcher's environment.
-        told: variables that tell the processes what the launch says about training.
+        child_env: variables of the ranks with the settings of training.
         here: False for a machine like this one, whose ports and folders cannot be looked at.
         bf16_by: the source that asks for bf16, as the start of a message; empty where none does.
 
@@ -159,13 +159,16 @@ def plan_launch(
         ConfigError: the program is not there, the port is taken, the address is unknown, counts do not fit, or an
             accelerator has no bf16.
     """
+    # What can be wrong for every rank alike is one message here, rather than the same traceback from each of them.
     _check_program(program, environ)
     host, port, about_host = _meeting_point(settings, here=here)
     _check_log_dir(settings)
-    found = () if settings.use_cpu else devices()
-    num_devices = _num_devices(settings, environ, len(found))
-    if bf16_by and (without := [device.name for device in found if not device.has_bf16]):
+    visible = () if settings.use_cpu else devices()
+    num_devices = _num_devices(settings, environ, len(visible))
+    if bf16_by and (without := [device.name for device in visible if not device.has_bf16]):
         raise ConfigError(f"{bf16_by}: {without[0]} has no bf16", fix="use fp16")
+
+    # One rank per accelerator; on CPU a single one, since more of them only share its cores.
     num_processes = settings.num_processes
     num_local = (num_devices or 1) if num_processes is None else num_processes // settings.num_machines
     _check_local_ranks(settings, num_local)
@@ -227,14 +230,14 @@ def _check_script(path: Path) -> None:
 def _check_module(name: str) -> None:
     # The parts below the first would have to be imported to be found, which is for the processes to do.
     top = name.partition(".")[0]
-    found = importlib.machinery.PathFinder.find_spec(top, [os.getcwd()]) or (top and importlib.util.find_spec(top))
-    if not found:
+    spec = importlib.machinery.PathFinder.find_spec(top, [os.getcwd()]) or (top and importlib.util.find_spec(top))
+    if not spec:
         fix = "a script is given without --module" if name.endswith(".py") or "/" in name else ""
         raise ConfigError(f"--module {name}: there is no module {top!r} here or among the installed ones", fix=fix)
 
 
 def _meeting_point(settings: LaunchSettings, *, here: bool) -> tuple[str, int, tuple[str, ...]]:
-    """Host and port, checked where this machine is the one to listen there; and what is to be said about them."""
+    """Host and port, checked where this machine is the one to listen there; and warnings about them."""
     several = settings.num_machines > 1
     host = settings.main_process_ip or LOOPBACK
     notes: tuple[str, ...] = ()
@@ -276,33 +279,33 @@ def _check_local_ranks(settings: LaunchSettings, num_local: int) -> None:
             raise ConfigError(name, expected=f"local ranks 0 to {num_local - 1}", got=beyond[0])
 
 
-def _num_devices(settings: LaunchSettings, environ: Mapping[str, str], found: int) -> int:
+def _num_devices(settings: LaunchSettings, environ: Mapping[str, str], num_visible: int) -> int:
     """How many accelerators the processes of this machine will see, of those that this one sees."""
     if settings.use_cpu or settings.gpu_ids == "all":
-        return found
-    wanted = settings.gpu_ids.split(",")
+        return num_visible
+    ids = settings.gpu_ids.split(",")
     # Where some are hidden, the numbers go beyond those that are visible; names of devices are for CUDA to find.
     hidden = "CUDA_VISIBLE_DEVICES" in environ
-    if not hidden and any(name.isdigit() and int(name) >= found for name in wanted):
-        there = f"devices 0 to {found - 1}" if found else "no device, as this machine has none"
+    if not hidden and any(name.isdigit() and int(name) >= num_visible for name in ids):
+        there = f"devices 0 to {num_visible - 1}" if num_visible else "no device, as this machine has none"
         raise ConfigError("--gpu_ids", expected=there, got=settings.gpu_ids, fix="or leave it out for all")
-    return len(wanted)
+    return len(ids)
 
 
-def _threads(num_local: int, wanted: int | None, environ: Mapping[str, str]) -> tuple[str | None, str]:
-    """OMP_NUM_THREADS, or None where the user has set it; and what is said about it.
+def _threads(num_local: int, requested: int | None, environ: Mapping[str, str]) -> tuple[str | None, str]:
+    """OMP_NUM_THREADS, or None where the user has set it; and its part of the headline.
 
     Never 1 by default, as torchrun has it: on CPU that leaves all cores but one per process idle.
     """
-    if wanted is not None:
-        return str(wanted), f"{_count(wanted, 'thread')} each"
+    if requested is not None:
+        return str(requested), f"{_count(requested, 'thread')} each"
     cores = usable_cores()
     fair = max(1, cores // num_local)
-    given = environ.get("OMP_NUM_THREADS")
-    if given is None:
+    in_environment = environ.get("OMP_NUM_THREADS")
+    if in_environment is None:
         return str(fair), f"{_count(fair, 'thread')} each"
-    about = f"OMP_NUM_THREADS={given}"
-    if given != str(fair):
+    about = f"OMP_NUM_THREADS={in_environment}"
+    if in_environment != str(fair):
         about += f" from the environment ({_count(cores, 'core')} / {_count(num_local, 'process')} would be {fair})"
     return None, about
 
@@ -351,7 +354,7 @@ def _count(number: int, noun: str) -> str:
 
 _SPELLINGS = ("--local_rank", "--local-rank")
 _DECLARING = ("add_argument", "option")
-_MAX_FILES = 60  # of a script's own modules; a declaration lies near it
+_MAX_FILES = 60  # of a script's own modules; the option is declared in one of the first
 _MAX_NBYTES = 2_000_000
 
 

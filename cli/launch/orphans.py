@@ -67,7 +67,7 @@ def _signal(process: psutil.Process, *, kill: bool) -> None:
 
 
 _LOOK_SECONDS = 0.5
-_OTHERS_SECONDS = 6.0  # after the limit, for the other ranks to say who waits for whom
+_OTHERS_SECONDS = 6.0  # after the limit, for the other ranks' hang report
 _BLIND_SECONDS = 4.0  # that an ended process may stay unnoticed; the agent looks ten times a second
 
 
@@ -80,7 +80,7 @@ class ProcessWatch:
         port: of the store on the main machine. Connections to it are broken when the thread that runs the agent has
             not noticed the end of a process for a while.
         monitor_interval: seconds between two looks of the agent.
-        say: tells the user what is done.
+        log: prints a line for the user.
     """
 
     def __init__(self, limit: float, port: int, monitor_interval: float, log: Callable[[str], None]) -> None:

@@ -33,13 +33,13 @@ __all__ = ["FAULT_FILE", "main"]
 FAULT_FILE = "fault.txt"
 """In the folder of the error report: where a crash in native code leaves the Python stack."""
 
-_SIBLING_GRACE_SECONDS = 1.0  # for processes that fail alike to say so, before the launcher ends them
+_SIBLING_GRACE_SECONDS = 1.0  # for ranks that fail alike to report it, before the launcher ends them
 _PR_SET_PDEATHSIG = 1
 _LOCAL_RANK_AS = "--local_rank_as="
 
 
 class Reporter:
-    """Says how this process ended, in a file that the launcher reads.
+    """Reports how this process ended, in a file that the launcher reads.
 
     Args:
         path: of the file; the other processes of this machine have theirs in sibling folders, under the same name.
@@ -75,7 +75,7 @@ class Reporter:
         except Exception:  # of the hook; the interpreter prints it, and so do we
             traceback.print_exc()
         if self._error is not None:
-            if not self._reached:  # some hook has told it in its own way
+            if not self._reached:  # some hook has printed it in its own way
                 self._write(report | {"printed": True})
             self._wait_for_siblings()
         return code

@@ -372,7 +372,7 @@ def ssh_words(text: str) -> list[str]:
 
 
 def plan_node_jobs(
-    given: ExplicitSettings,
+    explicit: ExplicitSettings,
     program: Program,
     child_env: Mapping[str, str],
     environ: Mapping[str, str],
@@ -382,14 +382,14 @@ def plan_node_jobs(
     """One job per machine of the hostfile.
 
     Args:
-        given: all settings of the launch, `hostfile` among them.
+        explicit: all settings of the launch, `hostfile` among them.
         child_env: variables of the ranks with the settings of training.
         bf16_by: as for `plan_launch`.
 
     Raises:
         ConfigError: the hostfile or a filter is wrong, a machine is unknown, or counts do not fit.
     """
-    settings = given.settings()
+    settings = explicit.settings()
     assert settings.hostfile is not None, "a launch without a hostfile has no node jobs"
     hosts = select_hosts(read_hostfile(settings.hostfile), settings.inclusion_filter, settings.exclusion_filter)
     for host in hosts:
@@ -406,7 +406,7 @@ def plan_node_jobs(
             {
                 "folder": str(Path.cwd()),
                 "environment": variables,
-                "settings": _settings_of(given, hosts, number, num_local),
+                "settings": _settings_of(explicit, hosts, number, num_local),
                 "program": asdict(program),
                 "child_env": dict(child_env),
                 "bf16_by": bf16_by,
@@ -449,8 +449,8 @@ def _processes_each(settings: LaunchSettings, hosts: Sequence[Host]) -> int:
     return each
 
 
-def _settings_of(given: ExplicitSettings, hosts: Sequence[Host], number: int, num_local: int) -> dict[str, Any]:
-    settings = {name: value for name, value in given.values.items() if name not in _HOST_SETTINGS}
+def _settings_of(explicit: ExplicitSettings, hosts: Sequence[Host], number: int, num_local: int) -> dict[str, Any]:
+    settings = {name: value for name, value in explicit.values.items() if name not in _HOST_SETTINGS}
     host = hosts[number]
     settings["num_processes"] = num_local * len(hosts)
     settings["num_machines"] = len(hosts)

@@ -70,7 +70,7 @@ def test_ranks_meet_and_get_what_the_dry_run_shows(tmp_path: Path) -> None:
         assert {name: facts["environment"][name] for name in promised} == promised | {"CUDA_VISIBLE_DEVICES": ""}
 
 
-def test_the_first_failure_is_told_last_and_once(tmp_path: Path) -> None:
+def test_the_first_failure_is_reported_last_and_once(tmp_path: Path) -> None:
     script = _script(
         tmp_path,
         "import torch, torch.distributed as dist\n"
@@ -193,7 +193,7 @@ def test_a_signal_to_the_launcher_leaves_nothing_running(tmp_path: Path, number:
     with _running(script, ["0", "1", "child"]) as (launcher, processes):
         launcher.send_signal(number)
         _, said = launcher.communicate(timeout=time_limits.seconds(40))
-        if number == signal.SIGKILL:  # nobody is left who could end the child
+        if number == signal.SIGKILL:  # no process is left that could end the child
             processes.pop().kill()
             psutil.wait_procs(processes, timeout=time_limits.seconds(10))
         else:

@@ -1,6 +1,6 @@
 """One job on two "machines": started from one place by a hostfile, and by the same command on each.
 
-Ranks import torch only where it is torch that must meet; the launchers' own meeting always does.
+Ranks import torch only where torch's rendezvous is tested; the launchers' preflight rendezvous always does.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def test_a_rank_is_killed_and_the_job_from_a_hostfile_completes(tmp_path: Path) 
     assert "zeroaccel: 127.0.0.2: machine 1 of 2: 1 of 2 processes on cpu" in result.stderr
 
 
-def test_the_failure_is_told_last_and_once_with_its_host(tmp_path: Path) -> None:
+def test_the_failure_is_reported_last_and_once_with_its_host(tmp_path: Path) -> None:
     result = launch(tmp_path, write_script(tmp_path, FAIL))
     assert result.returncode == 1
     assert result.stderr.count("Traceback") == 1
@@ -202,7 +202,7 @@ def test_mistakes_start_no_rank(
     assert not (tmp_path / "0").exists()
 
 
-def test_a_script_that_is_not_there_is_told_once(tmp_path: Path) -> None:
+def test_a_script_that_is_not_there_is_reported_once(tmp_path: Path) -> None:
     result = launch(tmp_path, "nothing.py")
     assert result.returncode == 2
     last = result.stderr.splitlines()[-1]

@@ -66,7 +66,7 @@ def test_the_state_it_prints_is_what_the_zero_formula_says(launched: JobResult) 
     assert found is not None, launched.stdout
     state, formula = (int(number.replace(",", "")) for number in found.groups())
     assert formula == 16 * NUMEL / 2
-    # Norms and biases are whole on both ranks, 2 bytes each; and shards are padded a little.
+    # Norms and biases are unsharded on both ranks, 2 bytes each; and shards are padded a little.
     whole = 2 * 64 + 2 * (4 * 64 + (3 + 1 + 4 + 1) * 64)
     assert whole <= state - formula < whole + 1000
 

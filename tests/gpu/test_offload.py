@@ -35,7 +35,7 @@ def test_a_device_gives_the_bits_of_the_host(ratio: float | None, dtype: torch.d
     for split in (None, HybridUpdate(CupyAdamLane(torch.device("cuda", 0)), ratio)):
         master, out = start.clone().pin_memory(), torch.zeros(numel, dtype=dtype).pin_memory()
         optimizer = Adam([master], weight_decay=0.1)
-        optimizer.split = split
+        optimizer.hybrid = split
         for _ in range(3):
             group = optimizer.param_groups[0]
             optimizer.step_shard(group, master, gradient.to(dtype), grad_scale=0.3, out=out)
@@ -60,7 +60,7 @@ def test_a_pinned_slab_is_pinned_and_of_the_exact_size() -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_share_for_the_device_changes_nothing(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cupy")
-    monkeypatch.setattr(hybrid_update, "_LEAST_NUMEL", 64)
+    monkeypatch.setattr(hybrid_update, "_MIN_NUMEL", 64)
 
     def run(ratio: float | None) -> Any:
         section = {"device": "cpu", **({} if ratio is None else {"ratio": ratio})}

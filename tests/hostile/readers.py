@@ -68,7 +68,7 @@ class Reader:
 
 
 def apply_edits(content: bytes, edits: Sequence[Edit]) -> bytes:
-    """The content after edits, each of which replaces up to 8 bytes, or a whole stretch where it says so."""
+    """The content after edits, each of which replaces up to 8 bytes, or a longer stretch where it says so."""
     for where, length, instead in edits:
         at = where % (len(content) + 1)
         gone = length % 9 if length % 5 else length % (len(content) + 1)

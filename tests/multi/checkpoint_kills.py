@@ -42,7 +42,7 @@ def warm_up() -> None:
 
 
 def digest(engine: Any) -> str:
-    """Of all weights; the engine must be on one rank, or at a stage where they are whole."""
+    """Of all weights; the engine must be on one rank, or at a stage where they are not sharded."""
     text = hashlib.sha256()
     for param in engine.module.parameters():
         text.update(param.detach().numpy().tobytes())
@@ -108,7 +108,7 @@ def _send(writing: int, value: Any) -> None:
 
 
 def reference() -> list[str]:
-    """The weights' digest after each step of a job that nobody kills; that after 0 steps first."""
+    """The weights' digest after each step of a job that is not killed; that after 0 steps first."""
     engine = make_engine(1)
     found = [digest(engine)]
     for batch in batches(0, STEPS):

@@ -1,4 +1,4 @@
-"""The environment a rank is started with, in one place for the pool's ranks and for whole scripts.
+"""The environment a rank is started with, in one place for the pool's ranks and for scripts.
 
 What the surrounding shell says of other jobs (RANK, MASTER_PORT, TORCHELASTIC_...) is taken out first.
 """
@@ -26,7 +26,7 @@ _JOB_VARIABLES = (
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that nobody listens on now."""
+    """A TCP port of the loopback interface that no process listens on now."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Whole programs in fresh processes: for what a pool cannot show, such as a job that has to end by itself.
+"""Complete programs in fresh processes: for what a pool cannot show, such as a job that has to end by itself.
 
 Output goes to files, so that a program that prints much never waits for its reader. A job that outlives its limit is
 killed, and with it every process descended from it.

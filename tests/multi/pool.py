@@ -4,7 +4,7 @@
 
 The function is pickled by reference, so it is a module-level function of an importable test module. Each call starts
 from the same random seeds. A call that fails, hangs or loses a rank ends the pool's processes, and the next call
-starts new ones: what a failed test left in a process group is nobody's guess. `worker.py` is the other end.
+starts new ones: the state of a process group after a failed test is unknown. `worker.py` is the other end.
 """
 
 from __future__ import annotations

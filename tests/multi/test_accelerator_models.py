@@ -271,7 +271,7 @@ def _mistakes() -> list[str]:
     return told
 
 
-def test_mistakes_are_told_on_every_rank(ranks: Ranks) -> None:
+def test_mistakes_are_reported_on_every_rank(ranks: Ranks) -> None:
     expected = [
         "accelerator.backward(loss): expected a model prepared with its optimizer, got 'nothing prepared'; call model",
         "zero plugin: expected one of the names 'first', 'second', got 'fourth'",
@@ -340,7 +340,7 @@ def _changed_behind(stage: int) -> list[str]:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_what_is_changed_behind_the_engine_is_told(ranks: Ranks, stage: int) -> None:
+def test_what_is_changed_behind_the_engine_is_reported(ranks: Ranks, stage: int) -> None:
     expected = [
         "parameter layers.1.up.weight: expected to be trained, as when the engine was made, got 'requires_grad=False",
         "parameter frozen: expected to be frozen, as when the engine was made, got 'requires_grad=True'",

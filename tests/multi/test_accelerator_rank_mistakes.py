@@ -63,7 +63,7 @@ def _placed_model(rank: int) -> None:
     Accelerator().prepare(model, _sgd(model))
 
 
-def _dealt_loader(rank: int) -> None:
+def _sharded_loader(rank: int) -> None:
     Accelerator().prepare(DataLoader(DATA, batch_size=2, sampler=DistributedSampler(DATA) if rank else None))
 
 
@@ -141,7 +141,7 @@ CASES: dict[str, tuple[Callable[..., object], str]] = {
     ),
     "another model": (_other_model, "expected its model in the same prepare(), got 'Sequential'"),
     "placed model": (_placed_model, "expected a model on one device"),
-    "dealt loader": (_dealt_loader, "one with a DistributedSampler"),
+    "dealt loader": (_sharded_loader, "one with a DistributedSampler"),
     "indivisible loader": (_indivisible_loader, "a multiple of the 2 ranks"),
     "precision": (lambda rank: Accelerator(mixed_precision="fp8" if rank else "no"), "there is no 8-bit training"),
     "plugins": (lambda rank: Accelerator(deepspeed_plugins={"one": 3} if rank else None), "'one': expected a ZeroPl"),  # type: ignore[dict-item]
@@ -178,7 +178,7 @@ def _all_said() -> dict[str, str]:
     return {name: _said(function) for name, (function, _) in CASES.items()}
 
 
-def test_a_mistake_of_one_rank_is_told_to_both(ranks: Ranks) -> None:
+def test_a_mistake_of_one_rank_raises_on_both(ranks: Ranks) -> None:
     zero, one = ranks(2).run(_all_said)
     for name, (_, words) in CASES.items():
         assert words in zero[name], (name, zero[name])
@@ -191,7 +191,7 @@ def _different_said(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_ranks_that_prepare_different_things_are_told(ranks: Ranks, name: str) -> None:
+def test_ranks_that_prepare_different_things_raise(ranks: Ranks, name: str) -> None:
     zero, one = ranks(2).run(_different_said, name)
     assert zero == one
     assert "rank 1" in zero

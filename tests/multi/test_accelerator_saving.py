@@ -109,7 +109,7 @@ def test_a_small_model_is_one_file(ranks: Ranks, tmp_path: Path) -> None:
 
 
 def _peak(folder: Path) -> tuple[int, int]:
-    """The most elements that were whole at a time while saving, and the elements of the largest unit."""
+    """The most unsharded elements at a time while saving, and the elements of the largest unit."""
     accelerator, model = _trained(3)
     seen = []
     original = weights.StreamedWeights.add
@@ -128,7 +128,7 @@ def _peak(folder: Path) -> tuple[int, int]:
     return max(seen, default=0), largest
 
 
-def test_one_unit_at_a_time_is_whole(ranks: Ranks, tmp_path: Path) -> None:
+def test_one_unit_at_a_time_is_unsharded(ranks: Ranks, tmp_path: Path) -> None:
     (most, largest), (elsewhere, _) = ranks(2).run(_peak, tmp_path)
     assert 0 < most <= largest
     assert elsewhere == 0  # rank 0 writes

@@ -143,7 +143,7 @@ def _uneven(sync_with_dataloader: bool) -> tuple[int, int]:
     return steps
 
 
-def test_the_end_of_a_loader_updates_unless_told_otherwise(ranks: Ranks) -> None:
+def test_the_end_of_a_loader_updates_unless_configured_otherwise(ranks: Ranks) -> None:
     assert ranks(2).run(_uneven, True) == [(2, 0)] * 2
     assert ranks(2).run(_uneven, False) == [(1, 4)] * 2
 

@@ -78,7 +78,7 @@ def _shares(on_host: bool) -> tuple[list[Tensor], list[Tensor], int, int]:
         whole = 3 * y.numel() * 4
         for block in blocks:
             y = call(block, y)
-        kept = shared.store.kept_nbytes
+        kept = shared.store.stored_nbytes
         y.square().sum().backward()
         results.append([x.grad, *(param.grad for block in blocks for param in block.parameters())])
     return results[0], results[1], kept, whole
@@ -127,7 +127,7 @@ def _kept_is_the_share() -> bool:
     init_process_group()
     shared = Activations(ActivationCheckpointing(partition_activations=True), group=dist.group.WORLD)
     tensor = torch.arange(7.0, requires_grad=True)  # not a multiple of the group
-    kept = shared.store.keep(tensor)
+    kept = shared.store.save(tensor)
     assert isinstance(kept, SavedActivation)
     assert kept.data is not None
     return kept.data.numel() == 4 and torch.equal(shared.store.fetch(kept), tensor.detach())

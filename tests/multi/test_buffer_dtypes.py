@@ -45,7 +45,7 @@ def _equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
     return [n for n, value in one.items() if value.dtype != other[n].dtype or not torch.equal(value, other[n])]
 
 
-def _beside_plain(stage: int, precision: str) -> dict[str, str]:
+def _against_plain(stage: int, precision: str) -> dict[str, str]:
     """What differs between the engine and the same model after `model.to(dtype)`, by name of the model."""
     found, dtype = {}, DTYPES[precision]
     for name in MODELS:
@@ -67,7 +67,7 @@ def _beside_plain(stage: int, precision: str) -> dict[str, str]:
 
 @pytest.mark.parametrize(("stage", "precision"), [(0, "fp16"), (3, "bf16")])
 def test_models_compute_as_plain_ones_do(ranks: Ranks, stage: int, precision: str) -> None:
-    for found in ranks(2).run(_beside_plain, stage, precision):
+    for found in ranks(2).run(_against_plain, stage, precision):
         assert found.keys() == {"rotary"}  # whose frequencies are more exact than those of the plain model
         assert found["rotary"].endswith("['1.inv_freq']")
 
@@ -105,7 +105,7 @@ def test_stages_agree_on_buffers_too(ranks: Ranks, precision: str) -> None:
 
 
 def _curves(name: str) -> tuple[list[float], list[float]]:
-    """Losses of an engine, and of a plain model in bf16 beside fp32 masters that torch's AdamW updates."""
+    """Losses of an engine, and of a plain model in bf16 with fp32 masters that torch's AdamW updates."""
     adamw = {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": 0.1}}
     engine, *_ = zeroaccel.initialize(_made(name), config=config(3, "bf16", optimizer=adamw))
     plain, masters = _made(name).bfloat16(), _made(name)

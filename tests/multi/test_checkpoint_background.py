@@ -59,7 +59,7 @@ def never_saved() -> list[float]:
     return train(engine, batches(0, 4))[2:]
 
 
-def test_a_save_beside_training_holds_the_state_of_its_call(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_background_save_has_the_state_of_its_call(ranks: Ranks, tmp_path: Path) -> None:
     before = ranks(2).run(train_while_saving, tmp_path)
     after = ranks(3).run(resume, tmp_path, "kept", 3, "bf16")
     expected = {key: value for rank in before for key, value in rank[0].items()}

@@ -91,7 +91,7 @@ def test_every_stage_and_tier_to_every_other(ranks: Ranks, saves_of_all: Saves, 
 
 
 @pytest.mark.parametrize("saved", [1, 2, 3, 4])
-def test_whole_weights_are_those_the_ranks_held(saves: Saves, saved: int) -> None:
+def test_full_weights_are_those_of_the_ranks(saves: Saves, saved: int) -> None:
     root, before = saves(saved)
     names = Toy().state_dict().keys()
     for tag, ranks_held in before.items():

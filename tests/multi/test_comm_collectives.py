@@ -241,7 +241,7 @@ def _go_through_different_labels() -> tuple[bool, str]:
     return extremes[0].item() == -extremes[1].item(), disagreement_report(collectives)
 
 
-def test_ranks_that_parted_without_hanging_are_told_where(ranks: Ranks) -> None:
+def test_ranks_that_desynced_without_hanging_are_reported(ranks: Ranks) -> None:
     for same, report in ranks(2).run(_go_through_different_labels):
         assert not same
         assert re.fullmatch(

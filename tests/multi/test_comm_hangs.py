@@ -184,7 +184,7 @@ def test_a_rank_that_is_killed(ended: Ended, name: str) -> None:
 
 @ends("name", ["killed_first"])
 def test_the_rank_that_keeps_the_store_is_killed(ended: Ended, name: str) -> None:
-    # Nobody is left to ask, so each survivor says for itself what it knows.
+    # No store is left to ask, so each survivor reports by itself what it knows.
     result = ended(name)
     assert "rank 1 failed in gather #3" in result.stderr
     assert "rank 0: no answer" in result.stderr

@@ -88,8 +88,8 @@ def _settings(stage: int, precision: str, **changes: Any) -> dict[str, Any]:
     return settings
 
 
-def _beside_torch(rule: str, stage: int) -> tuple[Run, Run]:
-    """A run of the engine, and the optimizer itself on the whole model with the gradients of that run."""
+def _against_torch(rule: str, stage: int) -> tuple[Run, Run]:
+    """A run of the engine, and the optimizer itself on the unsharded model with the gradients of that run."""
     torch.manual_seed(7)
     masters = {name: nn.Parameter(param.detach().clone()) for name, param in Toy().named_parameters()}
     reference = RULES[rule]([master for name, master in masters.items() if name != "frozen"])
@@ -110,13 +110,13 @@ def _beside_torch(rule: str, stage: int) -> tuple[Run, Run]:
 
 @pytest.mark.parametrize("rule", sorted(RULES))
 def test_stage_0_gives_the_bits_of_torch(ranks: Callable[[int], Pool], rule: str) -> None:
-    for ours, theirs in ranks(2).run(_beside_torch, rule, 0):
+    for ours, theirs in ranks(2).run(_against_torch, rule, 0):
         assert differences(ours, theirs) == []
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_sums_over_the_shards_give_the_bits_of_one_process(ranks: Callable[[int], Pool], stage: int) -> None:
-    for ours, theirs in ranks(3).run(_beside_torch, "EstimatesStepSize", stage):
+    for ours, theirs in ranks(3).run(_against_torch, "EstimatesStepSize", stage):
         assert differences(ours, theirs) == []
 
 

@@ -89,7 +89,7 @@ def test_training_goes_on(
         assert rank.losses == pytest.approx(plain_losses(), rel=1e-6 if precision == "fp32" else 5e-3)
 
 
-def test_auto_takes_the_newest_whole_one_whoever_wrote_it(ranks: Callable[[int], Pool], tmp_path: Path) -> None:
+def test_auto_takes_the_newest_complete_one_of_any_format(ranks: Callable[[int], Pool], tmp_path: Path) -> None:
     with tarfile.open(DATA / "stage3_fp32_w3.tar.xz") as archive:
         archive.extractall(tmp_path, filter="data")
     root = tmp_path / "stage3_fp32_w3"

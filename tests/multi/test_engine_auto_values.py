@@ -61,12 +61,12 @@ def test_autos_become_the_numbers_one_would_have_written(ranks: Ranks) -> None:
     assert filled == ranks(2).run(_settings, WRITTEN)
     _, bucket, prefetch, resident = filled[0]
     assert (bucket, prefetch) == (WIDTH**2, int(0.9 * WIDTH**2))
-    assert set(resident) == {True, False}  # the default threshold would keep the whole toy
+    assert set(resident) == {True, False}  # the default threshold would make all of the toy persistent
     pairs = zip(ranks(2).run(_train, AUTO), ranks(2).run(_train, WRITTEN), strict=True)
     assert [differences(one, other) for one, other in pairs] == [[], []]
 
 
-def test_what_nothing_fills_is_told_on_every_rank(ranks: Ranks) -> None:
+def test_what_nothing_fills_is_reported_on_every_rank(ranks: Ranks) -> None:
     tree = {
         "train_micro_batch_size_per_gpu": "auto",
         "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},

@@ -100,7 +100,7 @@ def test_consecutive_hysteresis_forgives(ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_the_step_on_which_the_scale_grows_is_a_whole_one(ranks: Ranks, stage: int) -> None:
+def test_the_step_on_which_the_scale_grows_is_a_full_one(ranks: Ranks, stage: int) -> None:
     for history in ranks(2).run(_run, _fp16(stage, loss_scale_window=2), [False] * 5):
         assert history.scales == [16, 16, 32, 32, 64]
         assert history.norms == [pytest.approx(40**0.5)] * 5

@@ -70,7 +70,7 @@ def test_in_fp32_the_parameters_are_the_master(ranks: Ranks, stage: int) -> None
             assert after == {"params": params, "gradients": 0, "optimizer": states}
 
 
-def _whole_in_forward(settings: dict[str, Any]) -> tuple[int, int]:
+def _unsharded_in_forward(settings: dict[str, Any]) -> tuple[int, int]:
     engine, *_ = zeroaccel.initialize(Trained(), config=settings)
     batch = batches(engine.collectives.rank, 1)[0]
     seen = []
@@ -82,6 +82,6 @@ def _whole_in_forward(settings: dict[str, Any]) -> tuple[int, int]:
     return seen[0], resting
 
 
-def test_whole_parameters_are_counted_while_they_are_whole(ranks: Ranks) -> None:
-    for whole, resting in ranks(2).run(_whole_in_forward, config(3, "bf16", stage3_max_reuse_distance=0)):
+def test_full_parameters_are_counted_while_they_are_unsharded(ranks: Ranks) -> None:
+    for whole, resting in ranks(2).run(_unsharded_in_forward, config(3, "bf16", stage3_max_reuse_distance=0)):
         assert whole > resting

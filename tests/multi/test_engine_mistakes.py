@@ -178,7 +178,7 @@ def _malformed(path: str) -> str:
     return str(caught.value)
 
 
-def test_a_malformed_file_is_told_by_line_and_column(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_malformed_file_is_reported_by_line_and_column(ranks: Ranks, tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
     path.write_text(json.dumps(config(1), indent=1).replace('"stage": 1,', '"stage": 1'))
     one, other = ranks(2).run(_malformed, str(path))
@@ -186,7 +186,7 @@ def test_a_malformed_file_is_told_by_line_and_column(ranks: Ranks, tmp_path: Pat
     assert f"{path}:5:" in one or f"{path}:6:" in one
 
 
-# -- optimizers that need whole parameters
+# -- optimizers that need full parameters
 
 
 class Matrices(nn.Module):
@@ -200,7 +200,7 @@ class Matrices(nn.Module):
         return x.float().square().mean()
 
 
-def _whole_optimizer(kind: str, stage: int, lr: float) -> tuple[str, bool]:
+def _full_tensor_optimizer(kind: str, stage: int, lr: float) -> tuple[str, bool]:
     """(the error, whether training moved the weights as in one process)."""
     torch.manual_seed(3)
     model, plain = Matrices(), Matrices()
@@ -225,14 +225,14 @@ def _whole_optimizer(kind: str, stage: int, lr: float) -> tuple[str, bool]:
 
 @pytest.mark.parametrize("lr", [1e-2, 1e-6])
 @pytest.mark.parametrize("kind", ["Adafactor", "Muon"])
-def test_an_optimizer_that_looks_at_whole_parameters_steps_as_in_torch(ranks: Ranks, kind: str, lr: float) -> None:
+def test_an_optimizer_that_needs_full_parameters_steps_as_in_torch(ranks: Ranks, kind: str, lr: float) -> None:
     for stage in (0, 1, 2, 3):
-        assert ranks(2).run(_whole_optimizer, kind, stage, lr) == [("", True)] * 2
+        assert ranks(2).run(_full_tensor_optimizer, kind, stage, lr) == [("", True)] * 2
 
 
 def test_an_optimizer_that_needs_a_closure_is_refused(ranks: Ranks) -> None:
     for stage in (0, 3):
-        one, other = ranks(2).run(_whole_optimizer, "LBFGS", stage, 1e-2)
+        one, other = ranks(2).run(_full_tensor_optimizer, "LBFGS", stage, 1e-2)
         assert one == other
         assert "LBFGS" in one[0]
         assert "closure" in one[0]
@@ -276,7 +276,7 @@ class TwoRules(torch.optim.SGD):
 
 
 def _mixed_rules(stage: int) -> tuple[list[tuple[int, ...]], bool]:
-    """(shapes of the masters on both ranks, whether the weights are those of the optimizer on the whole model)."""
+    """(shapes of the masters on both ranks, whether the weights are those of the optimizer on the unsharded model)."""
     torch.manual_seed(3)
     model, plain = Matrices(), Matrices()
     plain.load_state_dict(model.state_dict())
@@ -383,7 +383,7 @@ def test_wrong_calls_say_what_to_do_and_break_nothing(ranks: Ranks, stage: int) 
         assert "gradient" in messages["detached"]
 
 
-def test_half_a_job_is_told_at_once() -> None:
+def test_half_a_job_is_reported_at_once() -> None:
     program = "import torch, zeroaccel\nzeroaccel.initialize(torch.nn.Linear(2, 2), config={'train_batch_size': 2})"
     result = run_command([sys.executable, "-c", program], env={"WORLD_SIZE": "2", "RANK": "0"})
     assert result.returncode == 1

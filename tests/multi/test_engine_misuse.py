@@ -224,7 +224,7 @@ def _write(engine: Engine) -> None:
         engine.module.get_parameter(FQN).mul_(0.5)
 
 
-def _writes_while_whole(stage: int, precision: str, how: str) -> str:
+def _writes_while_unsharded(stage: int, precision: str, how: str) -> str:
     engine, *_ = zeroaccel.initialize(Toy(), config=config(stage, precision))
     _step(engine)
     try:
@@ -269,7 +269,7 @@ def _writes_while_whole(stage: int, precision: str, how: str) -> str:
     ],
 )
 def test_writes_that_do_not_last_are_named(ranks: Ranks, stage: int, precision: str, how: str, says: str) -> None:
-    for said in ranks(2).run(_writes_while_whole, stage, precision, how):
+    for said in ranks(2).run(_writes_while_unsharded, stage, precision, how):
         assert says in said
         assert says == "nothing" or said.startswith(f"parameter {FQN}: expected ")
 
@@ -302,7 +302,7 @@ def _allowed(stage: int) -> bool:
     with pytest.raises(ZeroAccelError, match="written without a modifier_rank"):
         _add_one(model.frozen)
     _step(engine)
-    if stage < 3:  # nobody else writes there
+    if stage < 3:  # no other code writes there
         with torch.no_grad():
             model.frozen.fill_(2)
         _step(engine)

@@ -153,7 +153,7 @@ def _asked_for_fp32() -> str:
     return dtype
 
 
-def test_init_casts_what_it_is_told_to(ranks: Ranks) -> None:
+def test_init_casts_what_it_is_configured_to(ranks: Ranks) -> None:
     assert ranks(2).run(_asked_for_fp32) == ["torch.float32"] * 2
 
 
@@ -178,7 +178,7 @@ def test_frozen_parameters_that_are_not_floating(ranks: Ranks) -> None:
         assert other.weights["layers.1.table"].tolist() == list(range(WIDTH))
 
 
-# -- modules that are gathered whole
+# -- modules that are unsharded as one (leaf modules)
 
 
 class Gated(nn.Module):
@@ -222,7 +222,7 @@ def _units(settings: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("leaf", LEAVES)
-def test_a_leaf_module_travels_whole(ranks: Ranks, leaf: str) -> None:
+def test_a_leaf_module_is_one_unit(ranks: Ranks, leaf: str) -> None:
     assert "chooser.halves.0" in ranks(2).run(_units, config(3))[0]
     settings = config(3, "bf16", **LEAVES[leaf])
     names = ranks(2).run(_units, settings)[0]

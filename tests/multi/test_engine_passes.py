@@ -93,7 +93,7 @@ def eval_before_step(engine: Engine, batch: Tensor) -> Tensor:
 
 
 def forward_before_step(engine: Engine, batch: Tensor) -> Tensor:
-    """With gradients on, and no backward after it: nothing it made whole may outlive the update."""
+    """With gradients on, and no backward after it: nothing it unsharded may outlive the update."""
     engine.backward(engine(batch))
     seen = engine(batch)
     engine.step()
@@ -208,7 +208,7 @@ class Answer:
 
 
 class Hidden:
-    """Holds a tensor where nobody finds it without asking."""
+    """Has a tensor where no walk over containers finds it."""
 
     __slots__ = ("_get",)
 
@@ -280,7 +280,7 @@ def test_outputs_may_be_objects(ranks: Ranks, kind: str) -> None:
 
 
 class Failing(Toy):
-    """Raises in the middle of a forward or of its backward when told to."""
+    """Raises in the middle of a forward or of its backward, on demand."""
 
     failing = ""
 

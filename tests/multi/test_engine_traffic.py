@@ -101,7 +101,7 @@ def test_traffic_of_a_step(
         assert sent == {"all_gather bfloat16": gathers * part, "reduce_scatter bfloat16": reductions * part}
 
 
-def test_a_model_that_stays_whole_until_backward_is_gathered_once(ranks: Ranks) -> None:
+def test_a_model_that_stays_unsharded_until_backward_is_gathered_once(ranks: Ranks) -> None:
     for elements, _, (numel, _) in ranks(2).run(_measure, config(3, "bf16"), Trained):
         assert elements == {"all_gather bfloat16": numel, "reduce_scatter bfloat16": numel}
 
@@ -178,7 +178,7 @@ class InFlight(RecordingCollectives):
 
 
 def _peaks(settings: dict[str, Any]) -> tuple[dict[str, int], dict[str, int], int]:
-    """(most elements under way by operation, elements of each unit, most elements whole at a time)."""
+    """(most elements under way by operation, elements of each unit, most unsharded elements at a time)."""
     watched = InFlight(recording().inner)
     engine, *_ = zeroaccel.initialize(Trained(), config=settings, collectives=watched)
     data = batches(engine.collectives.rank, 3)
@@ -236,7 +236,7 @@ def test_units_are_fetched_ahead_within_the_prefetch_limit(ranks: Ranks) -> None
             assert (peaks["all_gather"] > needed) is (ahead > 0)
 
 
-def test_little_is_whole_at_a_time(ranks: Ranks) -> None:
+def test_little_is_unsharded_at_a_time(ranks: Ranks) -> None:
     settings = config(3, "bf16", stage3_max_live_parameters=0, stage3_max_reuse_distance=0)
     for _, sizes, whole in ranks(2).run(_peaks, settings):
         # What runs needs the root and one unit more; nothing else is here.

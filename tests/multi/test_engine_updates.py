@@ -160,7 +160,7 @@ def _misuse_no_sync(stage: int) -> int:
     return reductions
 
 
-def test_no_sync_saves_reductions_where_gradients_are_whole(ranks: Ranks) -> None:
+def test_no_sync_saves_reductions_where_gradients_are_unsharded(ranks: Ranks) -> None:
     assert ranks(2).run(_misuse_no_sync, 1) == [0, 0]
     assert all(count > 0 for count in ranks(2).run(_misuse_no_sync, 3))
 

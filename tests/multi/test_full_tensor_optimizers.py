@@ -1,6 +1,6 @@
 """Optimizers whose rules need full tensors: owners step them, and every stage, tier and number of ranks agrees.
 
-The reference is the optimizer itself on the whole model, in a plain loop that is fed the same reduced gradients.
+The reference is the optimizer itself on the unsharded model, in a plain loop that is fed the same reduced gradients.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _run(stage: int, rule: str, precision: str, accumulation: int, changes: dict
 
 
 def _plain(rule: str, steps: int = 8, *, precision: str = "fp32", clipping: float = 0.0) -> tuple[Run, Run]:
-    """A run of the engine at stage 1, and the optimizer itself on the whole model with the gradients of that run."""
+    """A run of the engine at stage 1, and the optimizer itself on the unsharded model with its gradients."""
     torch.manual_seed(7)
     whole = Toy()
     masters = {name: nn.Parameter(param.detach().clone()) for name, param in whole.named_parameters()}
@@ -135,7 +135,7 @@ def _plain(rule: str, steps: int = 8, *, precision: str = "fp32", clipping: floa
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("rule", sorted(RULES))
-def test_the_bits_are_those_of_torch_on_the_whole_model(
+def test_the_bits_are_those_of_torch_on_the_unsharded_model(
     ranks: Callable[[int], Pool], rule: str, world_size: int
 ) -> None:
     for ours, theirs in ranks(world_size).run(_plain, rule):

@@ -153,7 +153,7 @@ class InPlaceOnInput(Toy):
 
 
 class Nested(Toy):
-    """Inputs and outputs inside dictionaries, tuples and keywords; one output nobody uses."""
+    """Inputs and outputs inside dictionaries, tuples and keywords; one unused output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,7 +181,7 @@ class Encoder(Toy):
 
 
 class MixtureOfExperts(Toy):
-    """Ranks use different experts, and one expert is used by nobody."""
+    """Ranks use different experts, and no rank uses one of them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -143,7 +143,7 @@ def _differ(settings: dict[str, Any], name: str) -> tuple[list[str], bool, bool,
 
 
 @pytest.mark.parametrize(("stage", "name"), [*((stage, "lr") for stage in (0, 1, 3)), *((2, name) for name in SET)])
-def test_a_group_that_differs_on_one_rank_is_told_before_the_update(ranks: Ranks, stage: int, name: str) -> None:
+def test_a_group_that_differs_on_one_rank_is_reported_before_the_update(ranks: Ranks, stage: int, name: str) -> None:
     one, other = ranks(2).run(_differ, _plain(config(stage)), name, timeout=40)
     assert one == other
     (said, norm_said), unchanged, same, counts = one
@@ -357,7 +357,7 @@ def test_updates_in_backward_take_one_collective_more(ranks: Ranks, tmp_path: Pa
         assert issued["control"] == 2
 
 
-# -- faces
+# -- frontends
 
 
 def _plateau(stage: int, clips: bool, shared: bool) -> tuple[str, bool, list[float]]:
@@ -390,7 +390,7 @@ def _plateau(stage: int, clips: bool, shared: bool) -> tuple[str, bool, list[flo
 
 @pytest.mark.parametrize("clips", [False, True])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_plateau_of_each_ranks_own_loss_is_told(ranks: Ranks, stage: int, clips: bool) -> None:
+def test_a_plateau_of_each_ranks_own_loss_is_reported(ranks: Ranks, stage: int, clips: bool) -> None:
     told = ranks(2).run(_plateau, stage, clips, False)
     assert len({said for said, *_ in told}) == 1
     for rank, (said, unchanged, rates) in enumerate(told):

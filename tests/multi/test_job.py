@@ -1,4 +1,4 @@
-"""Whole programs as jobs: their output and exit codes, and that no process of a killed job survives."""
+"""Complete programs as jobs: their output and exit codes, and that no process of a killed job survives."""
 
 from __future__ import annotations
 

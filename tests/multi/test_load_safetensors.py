@@ -20,7 +20,7 @@ from tests.multi.test_zero_init import train
 from tests.multi.training import SGD, WIDTH, Run, Toy, config, differences
 from zeroaccel import zero
 from zeroaccel.errors import ZeroAccelError
-from zeroaccel.zero.access.param_registry import place_of
+from zeroaccel.zero.access.param_registry import handle_of
 
 Ranks = Callable[[int], Pool]
 SIDE = 3072  # tensors that malloc gives back to the system when they are freed
@@ -71,7 +71,7 @@ def _loaded(how: str, folder: str, settings: dict[str, Any]) -> tuple[Run, int]:
     assert model.head.weight is model.embed.weight
     assert float(model.offset[0]) == 0.5
     assert how != "meta" or model.inverse.tolist() == [0.0, 1.0, 2.0, 3.0]
-    assert (place_of(model.layers[0].up.weight) is None) == (how == "whole")
+    assert (handle_of(model.layers[0].up.weight) is None) == (how == "whole")
     engine, *_ = zeroaccel.initialize(model, config=settings)
     return train(engine), read
 
@@ -100,7 +100,7 @@ def _mistakes(folder: str) -> list[str]:
 
     with torch.device("meta"):
         model = Seen()
-    attempt(lambda: zero.load_safetensors(model, folder))  # the buffer nobody sets
+    attempt(lambda: zero.load_safetensors(model, folder))  # the buffer that is never set
     attempt(lambda: zeroaccel.initialize(model, config=config(3)))
     half = Path(folder, "half.safetensors")
     attempt(lambda: zero.load_safetensors(model, half))
@@ -154,7 +154,7 @@ def _partly(folder: str) -> list[Tensor]:
         rename=lambda name: name.replace("body", "encoder"),
         initialize_missing=fill,
     )
-    return [zero.safe_get_full_fp32_param(param) if place_of(param) else param.float() for param in model.parameters()]  # type: ignore[misc]
+    return [zero.safe_get_full_fp32_param(param) if handle_of(param) else param.float() for param in model.parameters()]  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
@@ -184,7 +184,7 @@ def _peak(how: str, folder: str) -> float:
         with zero.Init():
             model = nn.Sequential(*(nn.Linear(SIDE, SIDE, bias=False) for _ in range(4)))
     peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    assert place_of(model[3].weight) is not None
+    assert handle_of(model[3].weight) is not None
     return int(peak.split()[1]) * 1024 - before
 
 

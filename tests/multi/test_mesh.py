@@ -63,7 +63,7 @@ def _cut(model: Network, mesh: DeviceMesh) -> None:
 
 
 def _run(settings: Mapping[str, Any], dp: int, tp: int, dtype: torch.dtype) -> Run:
-    """Six steps; with tp of 1 the whole model on each rank. Data parallel rank d sees batch d."""
+    """Six steps; with tp of 1 the full model on each rank. Data parallel rank d sees batch d."""
     mesh = _mesh(dp, tp)
     torch.manual_seed(7)
     model = Network().to(dtype)
@@ -87,7 +87,7 @@ def _run(settings: Mapping[str, Any], dp: int, tp: int, dtype: torch.dtype) -> R
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.float32), ("bf16", torch.bfloat16)])
-def test_zero_beside_tensor_parallelism(ranks: Ranks, precision: str, dtype: torch.dtype) -> None:
+def test_zero_with_tensor_parallelism(ranks: Ranks, precision: str, dtype: torch.dtype) -> None:
     """The same bits at every stage, and the same training as without tensor parallelism."""
     clipped = {"gradient_clipping": 0.05, "optimizer": SGD}
     settings = [config(stage, precision, **clipped) for stage in (0, 2, 3)]

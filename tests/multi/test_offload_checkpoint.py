@@ -64,8 +64,8 @@ def test_any_tier_to_any_other(
             assert [n for n, value in weights.items() if not torch.equal(value, saves[0][0].weights[n])] == [], pair
 
 
-def _beside_training(root: Path, swap: Path) -> tuple[list[float], list[float]]:
-    """Losses after a save in the background that training went on beside, and of a resumed run."""
+def _during_training(root: Path, swap: Path) -> tuple[list[float], list[float]]:
+    """Losses after a background save during which training continued, and of a resumed run."""
     files = offloaded(swap, "nvme", "nvme")
     engine = make_engine(3, "bf16", checkpoint={"async_save": True}, **files)
     train(engine, batches(0, 2))
@@ -80,8 +80,8 @@ def _beside_training(root: Path, swap: Path) -> tuple[list[float], list[float]]:
     return losses, again
 
 
-def test_a_save_in_the_background_reads_the_tier_beside_training(ranks: Ranks, tmp_path: Path) -> None:
-    for losses, again in ranks(2).run(_beside_training, tmp_path / "saved", tmp_path):
+def test_a_background_save_reads_the_tier_during_training(ranks: Ranks, tmp_path: Path) -> None:
+    for losses, again in ranks(2).run(_during_training, tmp_path / "saved", tmp_path):
         assert losses == again
 
 

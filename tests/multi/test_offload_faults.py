@@ -67,7 +67,7 @@ def _fails(call: str, bad_rank: int, error: OSError, settings: dict[str, Any], r
 
 @pytest.mark.parametrize("pipelined", [True, False])
 @pytest.mark.parametrize("call", ["pwritev", "preadv"])
-def test_a_disk_that_fails_in_a_step_is_told_on_every_rank(
+def test_a_disk_that_fails_in_a_step_is_reported_on_every_rank(
     ranks: Ranks, tmp_path: Path, call: str, pipelined: bool
 ) -> None:
     files = offloaded(tmp_path, "nvme", pipeline_read=pipelined, pipeline_write=pipelined)
@@ -81,7 +81,7 @@ def test_a_disk_that_fails_in_a_step_is_told_on_every_rank(
         assert went_on
 
 
-def test_a_shard_that_cannot_be_read_is_told_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_shard_that_cannot_be_read_is_reported_on_every_rank(ranks: Ranks, tmp_path: Path) -> None:
     files = offloaded(tmp_path, "none", "nvme")
     error = OSError(errno.EIO, "Input/output error")
     found = ranks(2).run(_fails, "preadv", 0, error, config(3, "bf16", **files), tmp_path / "saved")
@@ -117,7 +117,7 @@ def _mistakes(cases: list[dict[str, Any]], missing_on: int) -> list[str]:
     return told
 
 
-def test_mistakes_are_told_on_every_rank_before_training(ranks: Ranks, tmp_path: Path) -> None:
+def test_mistakes_are_reported_on_every_rank_before_training(ranks: Ranks, tmp_path: Path) -> None:
     def case(states: str = "none", params: str = "none", stage: int = 3, **keys: Any) -> dict[str, Any]:
         folder = keys.pop("folder", tmp_path)
         return config(stage, "bf16", **offloaded(folder, states, params, **keys))

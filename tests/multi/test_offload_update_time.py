@@ -161,7 +161,7 @@ def _contradicted(folder: Path, root: Path) -> dict[str, str]:
     return said
 
 
-def test_who_changes_gradients_or_settings_too_late_is_told(ranks: Ranks, tmp_path: Path) -> None:
+def test_changing_gradients_or_settings_too_late_raises(ranks: Ranks, tmp_path: Path) -> None:
     for said in ranks(2).run(_contradicted, tmp_path, tmp_path / "saved"):
         for name in ("scale", "cut", "zero", "backward", "master", "gradient"):
             assert (

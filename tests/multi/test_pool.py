@@ -126,7 +126,7 @@ def test_the_tracebacks_of_all_ranks_are_shown_with_their_variables(bare: Pool) 
         assert f"measured = {rank + 40}" in caught.value.reports[rank]
 
 
-def test_a_rank_left_waiting_is_shown_beside_the_one_that_failed(bare: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_waiting_rank_is_shown_with_the_one_that_failed(bare: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.multi.pool.GRACE_SECONDS", 0.2)
     with pytest.raises(RankFailure, match="1 of 2 ranks failed") as caught:
         bare.run(_fail_on_one_and_sleep_on, 1)
@@ -164,7 +164,7 @@ def test_a_result_that_cannot_travel_is_the_failure_of_its_rank(bare: Pool) -> N
         bare.run(_return_a_lambda)
 
 
-def test_a_function_that_cannot_travel_costs_nobody_a_process(bare: Pool) -> None:
+def test_a_function_that_cannot_be_pickled_costs_no_process(bare: Pool) -> None:
     before = bare.run(_process_id)
     with pytest.raises((AttributeError, pickle.PicklingError)):
         bare.run(lambda: None)

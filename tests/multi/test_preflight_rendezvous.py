@@ -17,7 +17,7 @@ FACTS = {"zeroaccel": "1", "mixed_precision": "bf16"}
 
 
 def _meet(nodes: Mapping[int, NodeInfo], count: int, seconds: float | None = None) -> dict[int, object]:
-    """What each of the machines that came got out of it, a Meeting or an error."""
+    """The result of each machine that arrived: a PreflightRendezvous or an error."""
     port = free_port()
     patience = time_limits.seconds(20.0) if seconds is None else seconds
     results: dict[int, object] = {}

@@ -19,7 +19,7 @@ from tests.multi.training import SGD, WIDTH, Run, Toy, batches, config, differen
 from zeroaccel import zero
 from zeroaccel.comm.recording import RecordingCollectives
 from zeroaccel.errors import EngineStateError, UsageError
-from zeroaccel.zero.access.param_registry import place_of
+from zeroaccel.zero.access.param_registry import handle_of
 
 Ranks = Callable[[int], Pool]
 
@@ -64,7 +64,7 @@ def train(engine: Any, steps: int = 3) -> Run:
     return run
 
 
-def whole_elements(model: nn.Module) -> int:
+def full_elements(model: nn.Module) -> int:
     """Elements of parameters that are in this rank's memory as they are."""
     found = {p.untyped_storage()._cdata: p.untyped_storage().nbytes() // p.element_size() for p in model.parameters()}
     return sum(found.values())
@@ -80,7 +80,7 @@ def _same(stage: int, precision: str, how: str, folder: str) -> Run:
         device: Any = how if how in ("cpu", "nvme") else None
         with zero.Init(remote_device=device, nvme_path=folder if how == "nvme" else None):
             model = Elaborate()
-        assert all(place_of(param) is not None for param in model.parameters())
+        assert all(handle_of(param) is not None for param in model.parameters())
         assert bool(model.layers[1].up.weight.isnan().all())
         if how == "nvme":
             assert list(Path(folder).iterdir()) == []  # unlinked: gone with the process
@@ -94,7 +94,7 @@ def _same(stage: int, precision: str, how: str, folder: str) -> Run:
 
 
 @pytest.mark.parametrize(("stage", "precision"), [(3, "fp32"), (3, "bf16"), (1, "bf16")])
-def test_the_same_as_a_model_that_was_built_whole(ranks: Ranks, stage: int, precision: str, tmp_path: Path) -> None:
+def test_the_same_as_a_model_that_was_built_unsharded(ranks: Ranks, stage: int, precision: str, tmp_path: Path) -> None:
     expected = ranks(2).run(_same, stage, precision, "plain", "")
     for how in ("init", "cpu", "nvme") if (stage, precision) == (3, "bf16") else ("init",):
         found = ranks(2).run(_same, stage, precision, how, str(tmp_path))
@@ -131,10 +131,10 @@ def _sizes() -> None:
     assert {param.dtype for param in model.parameters()} == {torch.bfloat16} == {p.dtype for p in outer.parameters()}
     assert inner.part.weight.dtype is torch.float32
     assert model[0].weight.shape == (512, 512)
-    assert whole_elements(model) <= 8
-    assert place_of(loose.weight) is not None
+    assert full_elements(model) <= 8
+    assert handle_of(loose.weight) is not None
     assert meta.weight.is_meta
-    held = sum(b.shard.range.numel for b in {place_of(p).buffer for p in model.parameters()})  # type: ignore[union-attr]
+    held = sum(b.shard.range.numel for b in {handle_of(p).buffer for p in model.parameters()})  # type: ignore[union-attr]
     assert held <= 2 * (512 * 512 + 512) // 2 + 4 * 64
     there = nn.Linear(16, 16)
     values = there.weight.detach().clone()
@@ -145,7 +145,7 @@ def _sizes() -> None:
     with zero.GatheredParameters(model[0].weight, modifier_rank=1), torch.no_grad():
         model[0].weight.fill_(float(torch.distributed.get_rank()))
     assert float(zero.safe_get_full_fp32_param(model[0].weight).sum()) == 512 * 512  # type: ignore[union-attr]
-    kept = place_of(loose.weight).keeper  # type: ignore[union-attr]
+    kept = handle_of(loose.weight).registry  # type: ignore[union-attr]
     before = len(kept.units)
     zeroaccel.initialize(loose, config=config(3))[0].destroy()
     assert len(kept.units) == before - 1  # its shards are gone
@@ -165,7 +165,7 @@ def _undone() -> list[str]:
         nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3 // 0))
     assert [len(table) for table in hooks] == [0, 0]
     assert torch.overrides._get_current_function_mode() is None
-    assert place_of(nn.Sequential(nn.Linear(3, 3))[0].weight) is None
+    assert handle_of(nn.Sequential(nn.Linear(3, 3))[0].weight) is None
     found = []
 
     def attempt(error: type[Exception], action: Callable[[], object]) -> None:
@@ -206,7 +206,7 @@ def test_nothing_is_left_and_mistakes_are_named(ranks: Ranks) -> None:
 def _alone() -> list[Tensor]:
     with zero.Init(dtype=torch.bfloat16):
         model = nn.Sequential(nn.Linear(4, 4))
-    assert place_of(model[0].weight) is None
+    assert handle_of(model[0].weight) is None
     assert bool(model[0].weight.isfinite().all())
     return [param.detach() for param in model.parameters()]
 

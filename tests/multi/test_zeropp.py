@@ -236,9 +236,9 @@ def _watched(changes: dict[str, Any]) -> tuple[Run, list[QuantError], list[str]]
 
     def keep(engine: Engine) -> None:
         assert isinstance(engine.collectives, HierarchicalCollectives)
-        assert engine.collectives.quant_error_monitor is not None
+        assert engine.collectives.watch is not None
         nonlocal seen
-        seen = engine.collectives.quant_error_monitor.errors
+        seen = engine.collectives.watch.seen
 
     try:
         run = train(config(3, "bf16", **changes), steps=8, before=keep)

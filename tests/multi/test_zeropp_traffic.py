@@ -24,7 +24,7 @@ QWZ, QGZ = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
 
 
 class Wide(Toy):
-    """Everything is trained, and wide enough for scales to be few beside what they scale."""
+    """Everything is trained, and wide enough that scales are few compared with what they scale."""
 
     def __init__(self) -> None:
         super().__init__(layers=2, width=151)

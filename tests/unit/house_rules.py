@@ -30,6 +30,7 @@ __all__ = [
     "process_groups_are_made_in_one_file",
     "public_modules_have_all",
     "stages_are_compared_in_config_only",
+    "storages_are_asked_for_their_kind_rarely",
     "the_environment_is_read_where_the_table_says",
 ]
 
@@ -70,6 +71,10 @@ LONG_FILES = {
     "zeroaccel/zero/engine.py": "one class: the training step, and the documented calls of programs, which delegate",
     "zeroaccel/checkpoint/zero_to_fp32.py": "a whole program, copied beside checkpoints; it may import no other file",
 }
+STORAGE_FOLDER = "zeroaccel/zero/storage"
+# What distinguishes storages from each other, and how many functions outside their folder may ask for it.
+STORAGE_KINDS = {"aliases_weights", "is_replicated", "is_swapped", "reads_weights"}
+MAX_STORAGE_QUESTIONS = 15
 NAMELESS = {"util", "utils", "helper", "helpers", "manager", "misc", "common"}
 COLLECTIVES = re.compile(
     r"(all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|reduce|gather|scatter|i?send|i?recv|batch_isend|barrier"
@@ -221,6 +226,25 @@ def stages_are_compared_in_config_only(package: Mapping[str, Source]) -> Iterato
                 yield source.at(node, "asks for the stage; a stage is data: ask ShardPlan or TierPlan")
 
 
+def storages_are_asked_for_their_kind_rarely(package: Mapping[str, Source]) -> Iterator[str]:
+    asking: list[str] = []
+    for source in package.values():
+        if source.path.is_relative_to(STORAGE_FOLDER):
+            continue
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.FunctionDef) and any(map(_asks_for_a_storage_kind, ast.walk(node))):
+                asking.append(source.at(node, node.name))
+    if len(asking) > MAX_STORAGE_QUESTIONS:
+        listed = "; ".join(asking)
+        yield f"{len(asking)} functions ask which storage they have, more than {MAX_STORAGE_QUESTIONS}: {listed}"
+
+
+def _asks_for_a_storage_kind(node: ast.AST) -> bool:
+    if isinstance(node, ast.Call) and _last_name(node.func) == "isinstance":
+        return bool(re.search(r"[a-z0-9](Shard|Masters)\b", ast.unparse(node.args[-1])))
+    return isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node.attr in STORAGE_KINDS
+
+
 def files_stay_short(files: Mapping[str, Source]) -> Iterator[str]:
     for source in files.values():
         if (length := len(source.text.splitlines())) > MAX_LINES and str(source.path) not in LONG_FILES:
@@ -307,5 +331,6 @@ PACKAGE_RULES: tuple[Rule, ...] = (
     every_environment_reader_in_the_table_is_one,
     public_modules_have_all,
     stages_are_compared_in_config_only,
+    storages_are_asked_for_their_kind_rarely,
 )
 TREE_RULES: tuple[Rule, ...] = (files_stay_short, names_say_something, nothing_is_left_open)

@@ -49,7 +49,7 @@ def _tree(**sections: Any) -> dict[str, Any]:
 
 
 def _prepare(optimizer: str, scheduler: str, tree: dict[str, Any]) -> tuple[Accelerator, list[Any]]:
-    """Prepares a model with what the two words say, in an order that nobody would choose."""
+    """Prepares a model with what the two words say, in an unusual order."""
     model = _model()
     made: Any = {"code": lambda: torch.optim.SGD(model.parameters(), lr=0.1), "dummy": lambda: _dummy(model)}[
         optimizer
@@ -368,7 +368,7 @@ def test_a_probed_batch_takes_no_random_numbers() -> None:
         ),
     ],
 )
-def test_two_meanings_are_told_with_both_places(
+def test_two_meanings_are_reported_with_both_places(
     plugin: dict[str, Any], arguments: dict[str, Any], loader: int, message: tuple[str, ...]
 ) -> None:
     def prepare() -> None:

@@ -78,11 +78,11 @@ class Mirror:
     def allocate(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def send(self, target: Tensor, source: Tensor) -> None:
+    def copy_to_host(self, target: Tensor, source: Tensor) -> None:
         self.sent += source.numel()
         target.copy_(source)
 
-    def bring(self, source: Tensor, device: torch.device) -> Any:
+    def copy_to_device(self, source: Tensor, device: torch.device) -> Any:
         self.brought += source.numel()
         mirror, blocks_before = self, Block.calls
 
@@ -167,9 +167,9 @@ def test_what_is_kept_is_the_inputs_and_nothing_else(monkeypatch: pytest.MonkeyP
     recomputation.apply()
     loss = model(torch.randn(7, 5))
     store = recomputation._activations.store
-    assert (store.count, store.kept_nbytes) == (5, 5 * 7 * 12 * 4)
+    assert (store.count, store.stored_nbytes) == (5, 5 * 7 * 12 * 4)
     loss.backward()
-    assert (store.count, store.kept_nbytes, store.peak_nbytes) == (0, 0, 5 * 7 * 12 * 4)
+    assert (store.count, store.stored_nbytes, store.peak_nbytes) == (0, 0, 5 * 7 * 12 * 4)
 
 
 def test_strides_come_back_and_gaps_are_left_alone() -> None:
@@ -178,14 +178,14 @@ def test_strides_come_back_and_gaps_are_left_alone() -> None:
         torch.randn(2, 3, 4).permute(2, 0, 1),
         torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
     ):
-        kept = store.keep(tensor)
+        kept = store.save(tensor)
         assert isinstance(kept, SavedActivation)
         back = store.fetch(kept)
         assert torch.equal(back, tensor)
         assert back.stride() == tensor.stride()
         del kept
-    assert store.keep(gapped := torch.randn(4, 6)[:, ::2]) is gapped
-    assert store.keep(expanded := torch.randn(4, 1).expand(4, 6)) is expanded
+    assert store.save(gapped := torch.randn(4, 6)[:, ::2]) is gapped
+    assert store.save(expanded := torch.randn(4, 1).expand(4, 6)) is expanded
 
 
 def test_a_change_in_place_after_forward_does_not_reach_what_was_kept() -> None:

@@ -25,8 +25,8 @@ def order(length: int, size: int, *, drop_last: bool = False) -> list[list[int]]
     return list(BatchSampler(SequentialSampler(range(length)), size, drop_last))
 
 
-def dealt(batches: list[list[int]], rules: ShardingRules) -> list[list[RankBatch[int]]]:
-    """By rank, its turns; each dealt independently, as ranks do."""
+def sharded_batches(batches: list[list[int]], rules: ShardingRules) -> list[list[RankBatch[int]]]:
+    """By rank, its batches; each rank's computed independently, as ranks do."""
     return [list(batches_of_rank(shard_batches(batches, rules), rank)) for rank in range(rules.world_size)]
 
 
@@ -51,15 +51,15 @@ def samples(turns: list[RankBatch[int]]) -> list[list[int]]:
 )
 def test_two_ranks(length: int, size: int, options: dict[str, bool], expected: list[list[list[int]]]) -> None:
     rules = ShardingRules(2, batch_size=size, **options)
-    assert [samples(turns) for turns in dealt(order(length, size), rules)] == expected
+    assert [samples(turns) for turns in sharded_batches(order(length, size), rules)] == expected
 
 
-def test_batches_of_their_own_sizes_are_dealt_as_they_are() -> None:
+def test_batches_of_their_own_sizes_are_sharded_as_they_are() -> None:
     batches = [[0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10]]
-    turns = dealt(batches, ShardingRules(2))
+    turns = sharded_batches(batches, ShardingRules(2))
     assert [samples(part) for part in turns] == [[[0, 1, 2], [4, 5], [10]], [[3], [6, 7, 8, 9], [0, 1, 2]]]
     assert [turn.num_real for turn in turns[0]] == [None, None, 1]
-    assert [samples(part) for part in dealt(batches, ShardingRules(2, drop_last=True))] == [
+    assert [samples(part) for part in sharded_batches(batches, ShardingRules(2, drop_last=True))] == [
         [[0, 1, 2], [4, 5]],
         [[3], [6, 7, 8, 9]],
     ]
@@ -87,7 +87,7 @@ def rules_of(case: dict[str, int]) -> tuple[list[list[int]], ShardingRules]:
 @given(dealings)
 def test_a_round_gathered_by_rank_is_the_single_process_order(case: dict[str, int]) -> None:
     batches, rules = rules_of(case)
-    of_ranks = dealt(batches, rules)
+    of_ranks = sharded_batches(batches, rules)
     gathered: list[int] = []
     for round_ in range(max(map(len, of_ranks))):
         turns = [turns[round_] for turns in of_ranks if round_ < len(turns)]
@@ -107,7 +107,7 @@ def test_a_round_gathered_by_rank_is_the_single_process_order(case: dict[str, in
 def test_every_rank_knows_its_length_and_its_last_turn(case: dict[str, int]) -> None:
     batches, rules = rules_of(case)
     last_size = len(batches[-1]) if batches else None
-    for rank, turns in enumerate(dealt(batches, rules)):
+    for rank, turns in enumerate(sharded_batches(batches, rules)):
         assert [turn.last for turn in turns] == [False] * (len(turns) - 1) + [True] * bool(turns)
         assert count_rounds(len(batches), rules, rank=rank, last_size=last_size) == len(turns)
         if rules.even or rules.drop_last:
@@ -119,14 +119,14 @@ def test_every_rank_knows_its_length_and_its_last_turn(case: dict[str, int]) -> 
 def test_the_same_as_accelerate_deals(case: dict[str, int]) -> None:
     batches, rules = rules_of(case)
     sampler = BatchSampler(SequentialSampler(range(case["length"])), rules.batch_size or 1, rules.drop_last)
-    for rank, turns in enumerate(dealt(batches, rules)):
+    for rank, turns in enumerate(sharded_batches(batches, rules)):
         theirs = BatchSamplerShard(sampler, rules.world_size, rank, rules.split, rules.even)
         assert samples(turns) == list(theirs)
 
 
 @settings(max_examples=200, deadline=None)
 @given(dealings)
-def test_items_are_dealt_as_accelerate_deals_an_iterable(case: dict[str, int]) -> None:
+def test_items_are_sharded_as_accelerate_shards_an_iterable(case: dict[str, int]) -> None:
     _, rules = rules_of({**case, "even": True})
     for rank in range(rules.world_size):
         turns = batches_of_rank(shard_items(range(case["length"]), rules), rank)
@@ -136,6 +136,6 @@ def test_items_are_dealt_as_accelerate_deals_an_iterable(case: dict[str, int]) -
         assert list(chain.from_iterable(turn.samples for turn in turns)) == list(theirs)
 
 
-def test_an_endless_order_is_dealt_lazily() -> None:
+def test_an_endless_order_is_sharded_lazily() -> None:
     turns = batches_of_rank(shard_items(cycle(range(3)), ShardingRules(2, batch_size=2)), 1)
     assert [turn.samples for turn in islice(turns, 3)] == [[2, 0], [0, 1], [1, 2]]

@@ -177,13 +177,13 @@ def test_a_file_that_cannot_be_flushed_leaves_nothing(tmp_path: Path, monkeypatc
     assert (tmp_path / "latest").read_bytes() == b"one"
 
 
-def test_files_that_nobody_names_mean_nothing(tmp_path: Path) -> None:
+def test_files_that_no_manifest_names_mean_nothing(tmp_path: Path) -> None:
     folder = saved(tmp_path)
     (folder / "rank00001-of-00002-89abcdef.safetensors").write_bytes(b"left over")
     assert read_manifest(folder) == example()
 
 
-def test_the_newest_comes_first_and_the_damaged_are_told(tmp_path: Path) -> None:
+def test_the_newest_comes_first_and_the_damaged_are_reported(tmp_path: Path) -> None:
     for tag, saved_at in (("b", 1.0), ("a", 3.0), ("c", 2.0)):
         saved(tmp_path, tag, saved_at)
     os.truncate(tmp_path / "c" / NAME, 10)

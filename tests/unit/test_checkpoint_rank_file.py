@@ -164,7 +164,7 @@ def test_the_header_lists_a_table_of_the_right_size() -> None:
             )
 
 
-def test_names_of_files_are_told_from_others() -> None:
+def test_names_of_files_are_reported_from_others() -> None:
     assert is_part_of_a_save(rank_file_name(3, 16, "0123abcd"))
     assert is_part_of_a_save(rank_file_name(3, 16, "0123abcd") + ".tmp")
     for other in ("model.safetensors", "manifest.json", "zero_to_fp32.py", "rank0.safetensors", "notes.tmp"):

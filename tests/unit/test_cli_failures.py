@@ -56,7 +56,7 @@ def test_the_users_own_connection_error_is_no_consequence() -> None:
     assert first_failure([own, _end(1, headline="ValueError: x", time=100.4)]).rank == 0
 
 
-def test_a_traceback_is_told_once_with_the_fate_of_the_others() -> None:
+def test_a_traceback_is_reported_once_with_the_fate_of_the_others() -> None:
     told = _tell(
         _end(0, headline=CLOSED, time=100.4),
         _end(1, headline="ValueError: boom"),
@@ -115,7 +115,7 @@ def test_ends_without_a_traceback(end: RankEnd, words: str) -> None:
     assert _tell(end).endswith("\nrank 0: had finished")
 
 
-def test_a_message_to_sys_exit_is_told_once() -> None:
+def test_a_message_to_sys_exit_is_reported_once() -> None:
     ends = [_end(rank, 1, "no data (sys.exit at a.py:3 in main)", "exit") for rank in range(2)]
     assert _tell(*ends) == "on all 2 ranks: no data (sys.exit at a.py:3 in main)"
 

@@ -38,7 +38,7 @@ def test_a_wrong_line_is_named(tmp_path: Path, content: str, message: str) -> No
         read_hostfile(str(tmp_path / "hosts"))
 
 
-def test_a_file_that_is_none_is_told(tmp_path: Path) -> None:
+def test_a_file_that_is_none_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no such file"):
         read_hostfile(str(tmp_path / "hosts"))
     with pytest.raises(ConfigError, match="expected a file, got a folder"):

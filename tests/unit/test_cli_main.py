@@ -115,7 +115,7 @@ def test_a_mistake_is_one_message_on_stderr_and_exit_code_2(
     assert words in said.err
 
 
-def test_several_wrong_settings_are_told_together(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_wrong_settings_are_reported_together(script: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run("launch", "--max_restarts", "-1", "--monitor_interval", "0", script) == 2
     assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()[1:]] == [
         "  --max_restarts",

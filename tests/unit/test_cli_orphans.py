@@ -13,7 +13,7 @@ import psutil
 from tests.multi.environment import outside_any_job
 from zeroaccel.cli.launch.orphans import LAUNCH_ID, end_orphans
 
-# Starts a marked child in a session of its own, which ignores SIGTERM. The parent bears no mark and stays until told:
+# Starts a marked child in a session of its own, which ignores SIGTERM. The parent has no mark and waits for a signal:
 # some machines end every process whose parent is gone.
 PARENT = f"""
 import os, subprocess, sys

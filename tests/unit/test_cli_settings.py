@@ -75,7 +75,7 @@ def test_a_wrong_setting_is_refused_under_its_own_name(values: dict[str, Any], w
     assert "\n" not in str(caught.value)
 
 
-def test_all_contradictions_are_told_at_once() -> None:
+def test_all_contradictions_are_reported_at_once() -> None:
     with pytest.raises(ConfigError, match="3 settings are wrong") as caught:
         launch_settings({"num_machines": 2, "redirects": 1})
     assert [line.split(":")[0].strip() for line in str(caught.value).splitlines()[1:]] == [

@@ -17,7 +17,7 @@ ALL = frozenset(range(8))
         (8, ALL, [ALL], 8),
         (8, ALL, [ALL] * 3, 2),
         (8, ALL, [ALL] * 9, 1),
-        (4, frozenset(range(4)), [frozenset(range(4)), frozenset(range(4, 8))], 4),  # bound by somebody
+        (4, frozenset(range(4)), [frozenset(range(4)), frozenset(range(4, 8))], 4),  # bound by another program
         (3, ALL, [ALL] * 2, 1),  # a container's quota
     ],
 )

@@ -23,7 +23,7 @@ def simulated() -> Iterator[Topology]:
     dist.destroy_process_group()
 
 
-def test_nobody_is_watched(simulated: Topology) -> None:
+def test_no_watchdog_runs(simulated: Topology) -> None:
     assert simulated.watchdog is None
     assert (simulated.rank, simulated.world_size, simulated.local_world_size) == (3, W, 1)
 

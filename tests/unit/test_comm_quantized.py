@@ -42,7 +42,7 @@ def _absmax(values: Tensor, codec: Codec) -> Tensor:
 def test_errors_are_below_the_bound(codec: Codec, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(3)
     for numel in LENGTHS:
-        # Magnitudes over many powers of two, so that blocks differ and some values are lost beside large ones.
+        # Magnitudes over many powers of two, so that blocks differ and some values are lost among large ones.
         spread = torch.randint(-12, 12, (numel,), generator=generator)
         values = torch.ldexp(torch.randn(numel, generator=generator), spread).to(dtype)
         absmax = _absmax(values, codec)

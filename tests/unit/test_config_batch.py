@@ -64,7 +64,7 @@ def test_what_is_not_given_is_derived(given: tuple[Any, ...], solved: tuple[int,
         ),
     ],
 )
-def test_sizes_that_do_not_fit_are_told_with_all_four_numbers(given: tuple[Any, ...], message: str) -> None:
+def test_sizes_that_do_not_fit_are_reported_with_all_four_numbers(given: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         solve_batch(load_config(_tree(*given)), world_size=2)
     assert str(caught.value) == message

@@ -118,8 +118,8 @@ def test_no_contradictions(tree: dict[str, Any]) -> None:
     load_config(tree)
 
 
-def test_one_mistake_is_told_once() -> None:
-    """A stage that is wrong must not also be told as one that does not fit the offload."""
+def test_one_mistake_is_reported_once() -> None:
+    """A stage that is wrong must not also be reported as one that does not fit the offload."""
     message = _message(_zero(stage=4, offload_optimizer={"device": "cpu"}))
     assert message == "zero_optimization.stage: expected 0, 1, 2 or 3, got 4"
 

@@ -135,7 +135,7 @@ def test_default_does_not_replace_a_file_unless_told(project: Path, capsys: pyte
     assert (project / FILE).read_text() != first
 
 
-def test_update_changes_what_it_is_told(project: Path) -> None:
+def test_update_changes_what_it_is_reported(project: Path) -> None:
     (project / FILE).write_text(
         "num_processes: 2\ntimeout: 30\ndeepspeed_config:\n  zero_stage: 3\n  zero3_init_flag: true\n"
     )
@@ -231,7 +231,7 @@ def test_validate_takes_auto_for_right(project: Path, capsys: pytest.CaptureFixt
     assert said.err == ""
 
 
-def test_validate_is_as_strict_as_it_is_told(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_is_as_strict_as_it_is_reported(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (project / "ds.json").write_text('{"wibble": 1, "overlap_comm": true}')
     assert [_run("validate", "ds.json"), _run("validate", "--strict", "ds.json")] == [2, 2]
     assert capsys.readouterr().err.splitlines() == [

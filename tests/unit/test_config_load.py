@@ -184,7 +184,7 @@ def test_equal_keys_in_different_objects_are_no_duplicates() -> None:
     assert load_config(text).precision == "bf16"
 
 
-def test_all_mistakes_of_a_file_are_told_at_once_in_its_order(here: Path) -> None:
+def test_all_mistakes_of_a_file_are_reported_at_once_in_its_order(here: Path) -> None:
     (here / "ds.json").write_text(
         '{\n  "bf16": {"enabled": true},\n  "zero_optimization": {"stge": 3, "offload_param": {"device": "gpu"}},\n'
         '  "fp16": {"enabled": true},\n  "dump_state": 1,\n  "dump_state": 0,\n  "amp": {"enabled": true}\n}'
@@ -200,7 +200,7 @@ def test_all_mistakes_of_a_file_are_told_at_once_in_its_order(here: Path) -> Non
     ]
 
 
-def test_sources_of_a_merged_dict_are_told() -> None:
+def test_sources_of_a_merged_dict_are_reported() -> None:
     sources = {"train_batch_size": "--train-batch-size", "zero_optimization.stage": "launch.yaml:4"}
     config = load_config(
         {"train_batch_size": 8, "zero_optimization": {"stage": 1}, "dump_state": True}, sources=sources

@@ -188,7 +188,7 @@ def test_back_changes_an_answer_and_drops_what_hung_on_it(tmp_path: Path) -> Non
     assert not {"offload_param_device", "offload_param_nvme_path", "zero3_init_flag"} & set(answers)
 
 
-def test_back_from_the_first_question_is_told(tmp_path: Path) -> None:
+def test_back_from_the_first_question_is_reported(tmp_path: Path) -> None:
     asker = Scripted(backs={"use_cpu": 1})
     walk = Walk(_machine(tmp_path), {}, {})
     assert not walk.run(asker, back=True)

@@ -160,7 +160,7 @@ def test_the_batch_triangle(given: tuple[Any, ...], facts: Facts, sizes: tuple[A
     assert tuple(resolved.get(key) for key in (TRAIN, MICRO, STEPS)) == sizes
 
 
-def test_the_formulas_of_batch_sizes_are_told() -> None:
+def test_the_formulas_of_batch_sizes_are_reported() -> None:
     ranks = Fact(2, "the process group")
     assert resolve({TRAIN: "auto", MICRO: 4, STEPS: 3}, Facts(world_size=ranks)).sources == {
         TRAIN: f"{MICRO} 4 * {STEPS} 3 * ranks 2"
@@ -238,7 +238,7 @@ def test_a_type_cannot_be_auto(section: str) -> None:
     tree = {section: {"type": "auto"}}
     with pytest.raises(ConfigError, match=f'^{section}.type: "auto", and nothing says what it is; name the '):
         resolve(tree, Facts())
-    with pytest.raises(ConfigError, match=f'^{section}.type: missing or "auto"'):  # told once
+    with pytest.raises(ConfigError, match=f'^{section}.type: missing or "auto"'):  # reported once
         load_config(tree, facts=Facts())
 
 
@@ -291,7 +291,7 @@ def test_every_fact_that_was_written_can_be_contradicted(path: str, value: Any, 
     assert text in _message(_nested(path, value), facts)
 
 
-def test_contradictions_and_mistakes_are_told_together() -> None:
+def test_contradictions_and_mistakes_are_reported_together() -> None:
     tree = {STEPS: 4, "gradient_cliping": 1, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
     facts = Facts(accumulation=_said(2), training=True)
     message = _message(tree, facts)
@@ -310,7 +310,7 @@ def test_contradictions_and_mistakes_are_told_together() -> None:
         ("gradient_clipping", 1, Facts(clipping=_said(1.0))),
         ("zero_optimization.offload_param.device", "CPU", Facts(offload_param_device=_said("cpu"))),
         ("optimizer.params.betas", [0.8, 0.9], Facts(betas=_said((0.8, 0.9)))),
-        (MICRO, 8, Facts(micro_batch_size=_seen(4))),  # nobody wrote the 4
+        (MICRO, 8, Facts(micro_batch_size=_seen(4))),  # the 4 is in no file
         ("zero_optimization.reduce_bucket_size", 7, Facts(hidden_size=HIDDEN)),  # a formula is no second opinion
     ],
 )

@@ -64,7 +64,7 @@ def test_clipping_is_off_unless_asked_for() -> None:
 
 
 def test_every_default_is_accepted_when_written_out() -> None:
-    """The whole default config, as JSON, is a legal config with the same values."""
+    """The complete default config, as JSON, is a legal config with the same values."""
     written = json.loads(Config().model_dump_json(exclude={"optimizer", "scheduler"}))
     assert load_config(written) == Config()
 

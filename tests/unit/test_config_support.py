@@ -53,7 +53,7 @@ def _switched(name: str, *, on: bool) -> dict[str, Any]:
 
 
 def _standing(name: str) -> SupportStatus | None:
-    """The line that decides about a key: its own, or that of a section above that is moot or refused as a whole."""
+    """The line that decides about a key: its own, or that of a section above that is ignored or refused entirely."""
     if name in KEYS:
         return KEYS[name]
     above = name

@@ -30,7 +30,7 @@ def test_every_variable_that_is_read_is_known_and_the_other_way_round() -> None:
     assert known_variables() - settings == literal - {"ZEROACCEL_"} - settings
 
 
-def test_all_that_are_wrong_are_told_with_what_was_meant() -> None:
+def test_all_unknown_ones_are_reported_with_the_nearest_name() -> None:
     check_variables(
         {"ZEROACCEL_ZERO_STAGE": "3", "ACCELERATE_ZEOR": "1", "MY_ZEROACCEL_X": "1", "ZEROACCEL_TIMEOUT": "1"}
     )

@@ -68,7 +68,7 @@ class ReadyBatches(IterableDataset[Any]):
 
 
 class Shuffled(Sampler[int]):
-    """A sampler of somebody's own, over the global generators."""
+    """A sampler of the user's own, over the global generators."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -294,7 +294,7 @@ def test_set_epoch_keeps_a_loaded_position_in_that_epoch() -> None:
     assert len(list(resumed)) == 6
 
 
-def test_what_hears_of_epochs_is_told() -> None:
+def test_what_hears_of_epochs_is_reported() -> None:
     class Told(Numbers):
         heard: list[int]
 

@@ -135,7 +135,7 @@ def test_optimizer_states_are_those_in_memory(name: str, unpack: Unpack) -> None
 
 
 @pytest.mark.parametrize("name", ["stage1_fp32_w2", "stage2_fp16_w3", "stage3_sub_groups_w3"])
-def test_intervals_are_parts_of_the_whole(name: str, unpack: Unpack) -> None:
+def test_intervals_are_slices_of_the_full_tensor(name: str, unpack: Unpack) -> None:
     checkpoint = open_deepspeed_checkpoint(unpack(name))
     whole, store = value(checkpoint, "master/up.weight").flatten(), store_of(checkpoint)
     for start in range(whole.numel() + 1):
@@ -438,7 +438,7 @@ def test_compressed_and_legacy_files_are_refused(tmp_path: Path) -> None:
         TorchFile(tmp_path / "packed.pt")
 
 
-def test_folders_are_told_apart(unpack: Unpack, tmp_path: Path) -> None:
+def test_folders_are_distinguished(unpack: Unpack, tmp_path: Path) -> None:
     folder = unpack("stage1_fp32_w2")
     assert is_deepspeed_checkpoint(folder)
     assert is_deepspeed_checkpoint(folder, "global_step3")

@@ -84,7 +84,7 @@ def test_recomputation_and_smaller_batches_take_less() -> None:
     assert activations(batch=2) < activations(batch=4)
 
 
-def test_accumulation_keeps_whole_sums_below_stage_2() -> None:
+def test_accumulation_keeps_unsharded_sums_below_stage_2() -> None:
     whole, sharded = estimate(_Blocks, Workload(ranks=8, sequence=8, accumulation=4), PLAIN[1:3])
     # fp32 sums of all gradients, or the shard of them.
     assert whole.device.gradients > 3.8 * whole.numel
@@ -113,7 +113,7 @@ def test_fp32_masters_on_the_host_are_copies() -> None:
 
 
 def _large() -> nn.Module:
-    """More than the 10^9 elements that stage 3 may keep whole."""
+    """More than the 10^9 elements that stage 3 may keep unsharded."""
     return _Blocks(8192)
 
 
@@ -240,7 +240,7 @@ def test_a_model_that_looks_at_values_is_refused() -> None:
         ("platform:python_version", r"python_version\(\): expected a torch.nn.Module, or one and a function"),
     ],
 )
-def test_wrong_models_are_told(text: str, message: str) -> None:
+def test_wrong_models_are_reported(text: str, message: str) -> None:
     with pytest.raises(ZeroAccelError, match=message):
         estimate(text, Workload(), PLAIN[:1])
 
@@ -255,7 +255,7 @@ def test_wrong_models_are_told(text: str, message: str) -> None:
         ('{"model_type": "no such type"}', "transformers cannot build this model"),
     ],
 )
-def test_wrong_folders_are_told(tmp_path: Path, content: str | None, message: str) -> None:
+def test_wrong_folders_are_reported(tmp_path: Path, content: str | None, message: str) -> None:
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=message):
@@ -270,7 +270,7 @@ def test_wrong_folders_are_told(tmp_path: Path, content: str | None, message: st
         ({"precision": "fp8"}, "expected one of fp32, fp16, bf16, got 'fp8'"),
     ],
 )
-def test_wrong_workloads_are_told(changes: dict[str, object], message: str) -> None:
+def test_wrong_workloads_are_reported(changes: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         Workload(**changes)  # type: ignore[arg-type]
 

@@ -18,7 +18,7 @@ def test_rows_in_units_of_the_model() -> None:
     assert across["replicas of one machine"] == pytest.approx(3 / 8, rel=1e-4)
 
 
-def test_one_machine_has_nobody_to_send_to() -> None:
+def test_one_machine_sends_nothing() -> None:
     assert traffic_table(10**9, Workload(ranks=8)) == []
     alone = {row.name: row.across for row in traffic_table(10**6, Workload(ranks=2, ranks_per_machine=1))}
     assert alone["hpZ"] == alone["stage 3"]

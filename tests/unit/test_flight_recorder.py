@@ -7,21 +7,21 @@ from zeroaccel.comm.hangs.flight_recorder import Call, CollectiveRecord, FlightR
 TAG_OF_THREE_GATHERS = 493260237
 
 
-def _issue(flight_recorder: FlightRecorder, kind: Kind, label: str, numel: int = 8) -> CollectiveRecord:
-    return flight_recorder.issue(kind, "all_gather", label, numel, "float32")
+def _issue(recorder: FlightRecorder, kind: Kind, label: str, numel: int = 8) -> CollectiveRecord:
+    return recorder.issue(kind, "all_gather", label, numel, "float32")
 
 
 def test_calls_are_numbered_within_their_kind() -> None:
-    flight_recorder = FlightRecorder()
-    calls = [_issue(flight_recorder, kind, "x").call for kind in ("gather", "reduce", "gather", "control")]
+    recorder = FlightRecorder()
+    calls = [_issue(recorder, kind, "x").call for kind in ("gather", "reduce", "gather", "control")]
     assert [(call.kind, call.seq) for call in calls] == [("gather", 1), ("reduce", 1), ("gather", 2), ("control", 1)]
-    assert flight_recorder.issued() == {"gather": 2, "reduce": 1, "control": 1}
+    assert recorder.issued() == {"gather": 2, "reduce": 1, "control": 1}
 
 
 def test_equal_histories_have_equal_digests_and_tags_in_every_process() -> None:
-    journals = FlightRecorder(), FlightRecorder()
-    entries = [[_issue(flight_recorder, "gather", f"unshard {i}") for i in range(3)] for flight_recorder in journals]
-    assert journals[0].digest() == journals[1].digest()
+    recorders = FlightRecorder(), FlightRecorder()
+    entries = [[_issue(recorder, "gather", f"unshard {i}") for i in range(3)] for recorder in recorders]
+    assert recorders[0].digest() == recorders[1].digest()
     assert [entry.tag for entry in entries[0]] == [entry.tag for entry in entries[1]]
     # A constant, because a hash that is salted per process would pass everything above.
     assert entries[0][-1].tag == TAG_OF_THREE_GATHERS
@@ -38,82 +38,82 @@ def test_every_fact_of_a_call_changes_the_digest() -> None:
     ]
     digests = set()
     for variant in variants:
-        flight_recorder = FlightRecorder()
-        flight_recorder.issue(*variant)  # type: ignore[arg-type]
-        digests.add(flight_recorder.digest())
+        recorder = FlightRecorder()
+        recorder.issue(*variant)  # type: ignore[arg-type]
+        digests.add(recorder.digest())
     assert len(digests) == len(variants)
 
 
 def test_order_matters_within_a_kind_and_not_between_kinds() -> None:
     def digest_of(*calls: tuple[Kind, str]) -> int:
-        flight_recorder = FlightRecorder()
+        recorder = FlightRecorder()
         for kind, label in calls:
-            _issue(flight_recorder, kind, label)
-        return flight_recorder.digest()
+            _issue(recorder, kind, label)
+        return recorder.digest()
 
     assert digest_of(("gather", "a"), ("gather", "b")) != digest_of(("gather", "b"), ("gather", "a"))
     assert digest_of(("gather", "a"), ("reduce", "b")) == digest_of(("reduce", "b"), ("gather", "a"))
 
 
 def test_a_difference_is_never_forgotten() -> None:
-    journals = FlightRecorder(), FlightRecorder()
-    for flight_recorder, label in zip(journals, "ab", strict=True):
-        _issue(flight_recorder, "gather", label)
+    recorders = FlightRecorder(), FlightRecorder()
+    for recorder, label in zip(recorders, "ab", strict=True):
+        _issue(recorder, "gather", label)
         for _ in range(1000):
-            _issue(flight_recorder, "gather", "same")
-    assert journals[0].digest() != journals[1].digest()
+            _issue(recorder, "gather", "same")
+    assert recorders[0].digest() != recorders[1].digest()
 
 
 def test_digests_are_exact_in_a_double() -> None:
-    flight_recorder = FlightRecorder()
+    recorder = FlightRecorder()
     for number in range(200):
-        _issue(flight_recorder, "gather", str(number))
-        assert 0 <= flight_recorder.digest() < 2**52
-        assert int(float(-flight_recorder.digest())) == -flight_recorder.digest()
+        _issue(recorder, "gather", str(number))
+        assert 0 <= recorder.digest() < 2**52
+        assert int(float(-recorder.digest())) == -recorder.digest()
 
 
 def test_the_phase_is_remembered_but_not_compared() -> None:
     forward, backward = FlightRecorder(), FlightRecorder()
     forward.phase, backward.phase = "forward", "backward"
-    calls = [_issue(flight_recorder, "gather", "a").call for flight_recorder in (forward, backward)]
+    calls = [_issue(recorder, "gather", "a").call for recorder in (forward, backward)]
     assert [call.phase for call in calls] == ["forward", "backward"]
     assert calls[0].same_as(calls[1])
     assert forward.digest() == backward.digest()
 
 
 def test_the_longest_wait_is_the_one_that_began_first() -> None:
-    flight_recorder = FlightRecorder()
-    assert flight_recorder.longest_wait is None
-    first, second = _issue(flight_recorder, "gather", "a"), _issue(flight_recorder, "reduce", "b")
-    flight_recorder.begin_wait(second)
-    flight_recorder.begin_wait(first)
-    assert flight_recorder.longest_wait is second
-    flight_recorder.end_wait(second)
-    assert flight_recorder.longest_wait is first
+    recorder = FlightRecorder()
+    assert recorder.longest_wait is None
+    first, second = _issue(recorder, "gather", "a"), _issue(recorder, "reduce", "b")
+    recorder.begin_wait(second)
+    recorder.begin_wait(first)
+    assert recorder.longest_wait is second
+    recorder.end_wait(second)
+    assert recorder.longest_wait is first
 
 
 def test_the_last_finished_call_is_the_last_to_finish() -> None:
-    flight_recorder = FlightRecorder()
-    assert flight_recorder.last_finished is None
-    first, second = _issue(flight_recorder, "gather", "a"), _issue(flight_recorder, "gather", "b")
-    flight_recorder.finish(second)
-    flight_recorder.finish(first)
-    assert flight_recorder.last_finished is first
+    recorder = FlightRecorder()
+    assert recorder.last_finished is None
+    first, second = _issue(recorder, "gather", "a"), _issue(recorder, "gather", "b")
+    recorder.finish(second)
+    recorder.finish(first)
+    assert recorder.last_finished is first
 
 
 def test_recent_calls_are_kept_per_kind_and_bounded() -> None:
-    flight_recorder = FlightRecorder(capacity=10)
+    recorder = FlightRecorder(capacity=10)
     for number in range(20):
-        _issue(flight_recorder, "gather", str(number))
-    _issue(flight_recorder, "control", "c")
-    recent = flight_recorder.recent(per_kind=3)
+        _issue(recorder, "gather", str(number))
+    _issue(recorder, "control", "c")
+    recent = recorder.recent(per_kind=3)
     assert [(call.kind, call.label) for call in recent] == [
         ("gather", "17"),
         ("gather", "18"),
         ("gather", "19"),
         ("control", "c"),
     ]
-    assert len(flight_recorder.recent(per_kind=100)) == 10
+    assert len(recorder.recent(per_kind=100)) == 10
 
 
 def test_a_call_reads_as_a_sentence_part() -> None:

@@ -22,7 +22,7 @@ def test_ranks_are_listed_in_spans(ranks: list[int], text: str) -> None:
     assert rank_list(ranks) == text
 
 
-def test_a_position_survives_the_wire() -> None:
+def test_a_state_survives_the_wire() -> None:
     position = RankState(
         rank=3,
         waiting=_call(5, "unshard a"),
@@ -75,7 +75,7 @@ def test_ranks_at_one_place_share_a_line() -> None:
     assert "What keeps rank 500 must be done by every rank" in text
 
 
-def test_a_rank_that_left_is_told_from_one_that_failed() -> None:
+def test_a_rank_that_left_is_reported_from_one_that_failed() -> None:
     waiting = RankState(0, waiting=_call(3, "a"))
     left = RankState(1, finished=_call(2, "z"), step=9, exit_reason="finished and left")
     text = compose(ALARM, {0: waiting, 1: left}, 2)

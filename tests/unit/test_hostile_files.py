@@ -276,7 +276,7 @@ def test_plain_json_is_bounded(tmp_path: Path) -> None:
         (lambda text: parse_launch_file(text, "f"), "[" * 40, "f:1:33: not valid YAML: nested more than 32"),
     ],
 )
-def test_bounds_are_told_with_their_place(read: Callable[[str], object], text: str, words: str) -> None:
+def test_bounds_are_reported_with_their_place(read: Callable[[str], object], text: str, words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read(text)
     assert words in str(caught.value)

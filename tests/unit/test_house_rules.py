@@ -28,6 +28,7 @@ from tests.unit.house_rules import (
     process_groups_are_made_in_one_file,
     public_modules_have_all,
     stages_are_compared_in_config_only,
+    storages_are_asked_for_their_kind_rarely,
     the_environment_is_read_where_the_table_says,
 )
 
@@ -122,6 +123,11 @@ BROKEN: list[tuple[Rule, dict[str, str], str]] = [
     (stages_are_compared_in_config_only, {"zeroaccel/zero/a.py": "if config.zero.stage >= 2: pass"}, "a.py:1"),
     (stages_are_compared_in_config_only, {"zeroaccel/comm/a.py": "x = zero_stage in (1, 2)"}, "a.py:1"),
     (stages_are_compared_in_config_only, {"zeroaccel/ops/a.py": "match stage:\n    case 3: pass"}, "a.py:1"),
+    (
+        storages_are_asked_for_their_kind_rarely,
+        {"zeroaccel/checkpoint/a.py": "\n".join(f"def f{n}(s): return s.is_swapped" for n in range(16))},
+        "16 functions",
+    ),
     (files_stay_short, {"tests/a.py": "x = 1\n" * 901}, "901 lines"),
     (names_say_something, {"zeroaccel/zero/grad_utils.py": ""}, "grad_utils"),
     (names_say_something, {"examples/common/a.py": ""}, "'common'"),
@@ -154,6 +160,10 @@ SOUND: list[tuple[Rule, dict[str, str]]] = [
     (collectives_are_called_in_comm, {"zeroaccel/zero/a.py": "import torch.distributed as d\nd.ReduceOp.SUM"}),
     (public_modules_have_all, {"zeroaccel/zero/__init__.py": "'''Only a docstring.'''", "zeroaccel/_a.py": "x = 1"}),
     (stages_are_compared_in_config_only, {"zeroaccel/config/shard_plan.py": "x = stage >= 1"}),
+    (
+        storages_are_asked_for_their_kind_rarely,
+        {"zeroaccel/zero/storage/a.py": "\n".join(f"def f{n}(s): return isinstance(s, NvmeShard)" for n in range(16))},
+    ),
     (names_say_something, {"zeroaccel/a.py": "class Commons: pass\nclass Miscount: pass"}),
 ]
 

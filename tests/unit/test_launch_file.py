@@ -129,13 +129,13 @@ def test_a_key_of_older_files_means_what_it_meant(tmp_path: Path, backend: str) 
         ("- num_processes", "launch.yaml: expected settings as in `num_processes: 2`, got ['num_processes']"),
     ],
 )
-def test_a_mistake_is_told_with_its_place(tmp_path: Path, text: str, words: str) -> None:
+def test_a_mistake_is_reported_with_its_place(tmp_path: Path, text: str, words: str) -> None:
     said = _refusal(tmp_path, text)
     assert words in said
     assert said.count("\n") == 0
 
 
-def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
+def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
     said = _refusal(tmp_path, "num_proceses: 2\ndeepspeed_config:\n  zero_stge: 3\n  zero_stage: 7\n").splitlines()
     assert said[0] == "launch.yaml: 3 settings are wrong"
     assert [line.split(": ")[0].strip() for line in said[1:]] == [f"launch.yaml:{at}" for at in ("1:1", "3:3", "4:3")]

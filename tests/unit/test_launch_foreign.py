@@ -64,7 +64,7 @@ def test_fsdp_shards_as_a_stage_does(fsdp: dict[str, Any], values: dict[str, Any
     assert keys <= {key for key, _ in made.notes}
 
 
-def test_shards_within_machines_are_told_where_there_are_several() -> None:
+def test_shards_within_machines_are_reported_where_there_are_several() -> None:
     assert not any("mics_shard_size" in text for _, text in translate_fsdp({"fsdp_sharding_strategy": "4"}, 1).notes)
     assert any("mics_shard_size" in text for _, text in translate_fsdp({"fsdp_sharding_strategy": "4"}, 2).notes)
 
@@ -208,7 +208,7 @@ def test_blanks_of_a_file_are_filled_by_flags() -> None:
         ({"zero_stage": 3, "offload_param_device": "cpu", "offload_optimizer_device": "cpu"}, []),
         ({"offload_optimizer_device": "cpu"}, []),
         ({"zero_stage": 2, "offload_param_device": "none"}, []),
-        ({"zero_stage": 2, "offload_param_device": "gpu"}, []),  # wrong, and told so
+        ({"zero_stage": 2, "offload_param_device": "gpu"}, []),  # wrong, and reported
         ({"offload_param_device": "cpu", "deepspeed_config_file": "ds.json"}, []),  # the stage is said there
     ],
 )

@@ -141,7 +141,7 @@ def test_what_is_handed_on_arrives_with_its_source() -> None:
     assert sources == {**given.sources, "use_zero": "default"}
 
 
-def test_what_nobody_gave_is_not_handed_on() -> None:
+def test_unset_settings_are_not_passed_on() -> None:
     assert launched_environment(LaunchSettings(), {}) == {}
 
 
@@ -259,7 +259,7 @@ def test_the_other_precision_is_something_else(launched: Callable[..., ExplicitS
         check_json(launched({"train_micro_batch_size_per_gpu": 1, "fp16": {"enabled": True}}, "--x"))
 
 
-def test_a_json_beside_the_launch_file_is_pointed_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_json_next_to_the_launch_file_is_pointed_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "ds.json").write_text("{}")
     monkeypatch.chdir(tmp_path)

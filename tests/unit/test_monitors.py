@@ -48,7 +48,7 @@ class Recorder(GeneralTracker):
 
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """A stand-in for the package; gives what it is told."""
+    """A stand-in for the package; returns what the test sets."""
     told: list[Any] = []
     run = SimpleNamespace(
         log=lambda values, step: told.append(("log", values, step)), finish=lambda: told.append(("finish",))

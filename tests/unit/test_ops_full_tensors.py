@@ -148,7 +148,7 @@ def test_groups_have_the_settings_of_their_rule() -> None:
         ({"use_muon": False}, {"betas": (0.9, 1.0)}, "betas"),
     ],
 )
-def test_what_muon_cannot_take_is_told(group: dict[str, Any], settings: dict[str, Any], words: str) -> None:
+def test_what_muon_cannot_take_is_reported(group: dict[str, Any], settings: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError) as caught:
         Muon([{"params": [Parameter(torch.ones(3, 3))], **group}], **settings)
     assert words in str(caught.value)

@@ -22,14 +22,14 @@ from zeroaccel.errors import ConfigError
 from zeroaccel.offload.host_buffers import pinned_bytes
 from zeroaccel.ops import Adam, Lion, hybrid_update
 from zeroaccel.ops.hybrid_update import HybridUpdate
-from zeroaccel.zero import hybrid_step
-from zeroaccel.zero.hybrid_step import share_updates
+from zeroaccel.zero.storage import placement
+from zeroaccel.zero.storage.placement import share_updates
 
 NUMEL = 5000
 
 
 class Mirror:
-    """A device that is not there: tiles are copied, updated by the CPU's kernel beside the host's part, copied back."""
+    """Simulated device: tiles are copied, stepped by the CPU's kernel while the host updates its part, copied back."""
 
     def __init__(self, pause: float = 0.0) -> None:
         self.pause = pause
@@ -65,7 +65,7 @@ class Mirror:
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hybrid_update, "_LEAST_NUMEL", 1000)
+    monkeypatch.setattr(hybrid_update, "_MIN_NUMEL", 1000)
 
 
 def normal(seed: int) -> Tensor:
@@ -76,7 +76,7 @@ def stepped(split: HybridUpdate | None, dtype: torch.dtype, *, rounded: bool = T
     """Master, moments and rounded copy after three steps."""
     master, out = normal(0), torch.zeros(NUMEL, dtype=dtype)
     optimizer = Adam([master], weight_decay=0.1)
-    optimizer.split = split
+    optimizer.hybrid = split
     for step in range(3):
         grad = normal(step + 1).to(dtype)
         group = optimizer.param_groups[0]
@@ -119,11 +119,11 @@ def test_a_measured_share_goes_where_both_parts_take_equally_long(monkeypatch: p
     split = HybridUpdate(Slow(), None)
     for _ in range(3):
         split.run([torch.zeros(NUMEL) for _ in range(3)], torch.zeros(NUMEL), [], on_host)
-    assert split.host_share == pytest.approx(0.8, abs=0.01)
+    assert split.host_ratio == pytest.approx(0.8, abs=0.01)
 
 
 def test_small_updates_stay_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hybrid_update, "_LEAST_NUMEL", NUMEL + 1)
+    monkeypatch.setattr(hybrid_update, "_MIN_NUMEL", NUMEL + 1)
     mirror = Mirror()
     stepped(HybridUpdate(mirror, 0.0), torch.float32)
     assert mirror.seen == 0
@@ -143,13 +143,13 @@ def test_an_error_on_the_host_waits_for_the_device() -> None:
 
 def test_an_optimizer_that_shares_can_be_copied() -> None:
     optimizer = Adam([torch.zeros(1)])
-    optimizer.split = HybridUpdate(Mirror(), 0.5)
-    assert copy.deepcopy(optimizer.split) is optimizer.split
+    optimizer.hybrid = HybridUpdate(Mirror(), 0.5)
+    assert copy.deepcopy(optimizer.hybrid) is optimizer.hybrid
 
 
 @pytest.mark.parametrize("ratio", [0.5, 0.0])
 def test_a_share_that_cannot_be_had_is_refused(ratio: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hybrid_step, "cupy_is_installed", lambda: False)
+    monkeypatch.setattr(placement, "cupy_is_installed", lambda: False)
     cuda = torch.device("cuda")
     for optimizer, needed in (
         (Adam([torch.zeros(1)]), "CuPy"),

@@ -60,7 +60,7 @@ Make = Callable[[list[Tensor]], torch.optim.Optimizer]
 
 @pytest.fixture(autouse=True)
 def _threads_as_torch_has_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_chosen", None)  # an engine of an earlier test has chosen its own
+    monkeypatch.setattr(dispatch, "_num_threads", None)  # an engine of an earlier test has chosen its own
 
 
 def normal(numel: int, seed: int = 0) -> Tensor:

@@ -78,7 +78,7 @@ def test_threads_do_not_change_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     sum_ranks(alone, chunks, 1 / 3)
     calls: list[tuple[int, int]] = []
     monkeypatch.setattr(dispatch, "_MIN_SPAN_NUMEL", 100)
-    monkeypatch.setattr(dispatch, "_chosen", 3)
+    monkeypatch.setattr(dispatch, "_num_threads", 3)
     dispatch.in_spans(10_007, lambda start, stop: calls.append((start, stop)))
     sum_ranks(chunks[1], chunks, 1 / 3)
     assert len(calls) == 3

@@ -70,7 +70,9 @@ def test_any_class_of_torch_goes_by_its_name(name: str) -> None:
         ("AdamW", {"max_grad_norm": 1.0}, ("max_grad_norm", "gradient_clipping")),
     ],
 )
-def test_what_cannot_be_built_is_told_with_an_address(name: str, settings: dict[str, Any], words: tuple[str]) -> None:
+def test_what_cannot_be_built_is_reported_with_an_address(
+    name: str, settings: dict[str, Any], words: tuple[str]
+) -> None:
     with pytest.raises(ConfigError) as caught:
         build_optimizer(name, settings, _params())
     for word in words:
@@ -154,7 +156,7 @@ ELEMENTWISE = [
 
 @pytest.mark.parametrize("lr", [0.0, 1e-7, 1e-3])
 @pytest.mark.parametrize("name", ELEMENTWISE)
-def test_elementwise_optimizers_are_told_apart(name: str, lr: float) -> None:
+def test_elementwise_optimizers_are_reported_apart(name: str, lr: float) -> None:
     params = _params()
     optimizer = getattr(torch.optim, name)(params, lr=lr)
     before = {key: value for key, value in optimizer.param_groups[0].items() if key != "params"}
@@ -167,5 +169,5 @@ def test_elementwise_optimizers_are_told_apart(name: str, lr: float) -> None:
 
 @pytest.mark.parametrize("lr", [0.0, 1e-7, 1e-3])
 @pytest.mark.parametrize("name", ["Adafactor", "Muon"])
-def test_optimizers_that_look_at_the_shape_are_told_apart(name: str, lr: float) -> None:
+def test_optimizers_that_look_at_the_shape_are_reported_apart(name: str, lr: float) -> None:
     assert classify(getattr(torch.optim, name)(_params(), lr=lr)).reason

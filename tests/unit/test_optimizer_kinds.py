@@ -212,7 +212,7 @@ def test_what_is_declared_counts(declared: Any) -> None:
     assert classify(Noisy(_params()), "elementwise").reason == ""
 
 
-def test_a_kind_that_is_none_is_told() -> None:
+def test_a_kind_that_is_none_is_reported() -> None:
     with pytest.raises(ConfigError, match=r"expected 'elementwise', 'per_tensor' or 'coupled', got 'flat'"):
         classify(torch.optim.AdamW(_params()), "flat")
     with pytest.raises(ConfigError, match=r'kind of optimizer Adafactor: expected "per_tensor", since its second'):
@@ -329,7 +329,7 @@ def test_tensor_rates_and_a_default_device_are_no_hindrance() -> None:
         assert classify(Sign(_params())).groups == (ELEMENTWISE,)
 
 
-def test_what_has_stepped_is_told_from_what_is_new() -> None:
+def test_what_has_stepped_is_reported_from_what_is_new() -> None:
     switched = ScheduleFree(_params())
     switched.train()
     assert switched.state  # of empty dictionaries

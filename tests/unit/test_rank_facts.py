@@ -205,7 +205,7 @@ def test_schedulers_are_compared_by_their_arguments(name: str) -> None:
 
 
 class _Ranks:
-    """As many ranks as `HyperparameterCheck` is told there are."""
+    """As many ranks as `HyperparameterCheck` is constructed with."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size

@@ -20,7 +20,7 @@ from zeroaccel.telemetry.trackers import GeneralTracker, Trackers
 
 
 class Notes(GeneralTracker):
-    """A tracker of somebody's own."""
+    """A tracker of the user's own."""
 
     name = "notes"
 
@@ -103,7 +103,7 @@ def test_one_that_fails_to_end_leaves_none_running() -> None:
     assert notes.calls == ["finish"]
 
 
-def test_wandb_is_told_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_is_reported_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     wandb: Any = ModuleType("wandb")
     wandb.__spec__ = ModuleSpec("wandb", None, origin="here")
     run = MagicMock()

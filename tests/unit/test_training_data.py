@@ -118,7 +118,7 @@ def test_workers_read_a_dataset_with_indices() -> None:
 
 
 @pytest.mark.parametrize("length", [9, 10, 11])
-def test_an_iterable_is_dealt_out_and_short_ranks_repeat(length: int) -> None:
+def test_an_iterable_is_sharded_and_short_ranks_repeat(length: int) -> None:
     of_rank = [items(part) for part in parts(Stream(length), 3)]
     for rank, part in enumerate(of_rank):
         own = list(range(rank, length, 3))

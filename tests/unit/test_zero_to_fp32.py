@@ -201,7 +201,7 @@ def test_values_that_half_precision_cannot_hold_are_refused_by_name(tmp_path: Pa
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_nan_in_the_source_is_kept_and_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nan_in_the_source_is_kept_and_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_checkpoint(tmp_path, {"w": Entry("F32", np.array([1.0, np.nan], "<f4"))})
     run([str(tmp_path), str(tmp_path / "w.safetensors")], "program")
     assert "w has 1 NaNs, as in the checkpoint" in capsys.readouterr().err
@@ -276,7 +276,7 @@ def test_a_file_that_changed_since_the_interruption_is_found(
         run(arguments, "program")
 
 
-def test_what_another_checkpoint_left_is_not_taken(root: Path, tmp_path: Path) -> None:
+def test_files_of_another_checkpoint_are_not_resumed(root: Path, tmp_path: Path) -> None:
     other = {"w": _f32(4)}
     make_checkpoint(tmp_path / "other", other)
     run([str(root), str(tmp_path / "out"), "--max_shard_size", "1KB"], "program")

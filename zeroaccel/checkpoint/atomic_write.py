@@ -25,7 +25,6 @@ __all__ = [
     "FolderLock",
     "NewFile",
     "begin_flush",
-    "is_locked",
     "remove_abandoned",
     "write_all",
     "write_durably",
@@ -214,7 +213,7 @@ class FolderLock:
     @classmethod
     def if_free(cls, folder: Path, timeout_seconds: float = 0.0) -> FolderLock | None:
         """The lock of an existing folder; None if there is no such folder, or a save holds it that long."""
-        lock = cls.__new__(cls)
+        lock = cls.__new__(cls)  # without waiting, and without creating the folder
         lock._handle = None
         deadline = time.monotonic() + timeout_seconds
         with contextlib.suppress(OSError, CheckpointError):
@@ -252,14 +251,6 @@ class FolderLock:
             pass
         self.release()
         return False
-
-
-def is_locked(folder: Path) -> bool:
-    """Whether a save is writing into a folder now."""
-    lock = FolderLock.if_free(folder)
-    if lock is not None:
-        lock.release()
-    return lock is None
 
 
 def _try_flock(handle: int) -> bool:

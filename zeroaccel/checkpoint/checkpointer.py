@@ -151,7 +151,7 @@ class Checkpointer:
     ) -> tuple[str | None, dict[str, Any]]:
         engine = self._engine
         self._require_one_model("load_checkpoint")
-        engine.keeper.require_free("engine.load_checkpoint()")
+        engine.registry.require_free("engine.load_checkpoint()")
         engine.require_states_loaded()
         self.wait()
         self._finish_update()

@@ -51,6 +51,7 @@ def check_model(engine_state: EngineState, manifest: Manifest, where: str, *, st
         for name, shape in buffers.items()
         if name in saved_buffers and tuple(saved_buffers[name]) != shape
     ]
+    # All differences in one message: a wrong model is rarely wrong in one name only.
     missing = [fqn for fqn, name in saved_names.items() if name is None] + sorted(set(buffers) - set(saved_buffers))
     extra = [fqn for fqn in manifest.order if fqn not in used] + sorted(set(saved_buffers) - set(buffers))
     problems = [

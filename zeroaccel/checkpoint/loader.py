@@ -1,7 +1,7 @@
 """Loading: each rank reads its own elements of masters, states and parameters, whatever wrote them.
 
 The counterpart of `save_plan.py`. A checkpoint is checked against the engine before anything changes; damage that shows
-only while reading leaves the engine half loaded, which `engine.py` does not let anybody use.
+only while reading leaves the engine half loaded, and the engine refuses to run until a load succeeds.
 """
 
 from __future__ import annotations
@@ -133,15 +133,15 @@ def _state(
     """The state of one piece; its tensors are filled by the next `store.read`."""
     reached = [slot for slot, _ in layout.slots_in(piece.range, padded=True)]
     slots = [(slot, name) for slot in reached if (name := store.manifest.canonical(slot.fqn)) is not None]
-    known = [(slot, name) for slot, name in slots if _has_state(name, store)]
-    if not known:
+    saved = [(slot, name) for slot, name in slots if _has_state(name, store)]
+    if not saved:
         return {}
-    state: dict[str, Any] = _scalars(known, store, where)
-    if group.get("capturable") or group.get("fused"):  # torch then wants its step counts beside the elements
+    state: dict[str, Any] = _scalars(saved, store, where)
+    if group.get("capturable") or group.get("fused"):  # torch then asserts that step counts are on the same device
         state = {
             key: value.to(piece.param.device) if isinstance(value, Tensor) else value for key, value in state.items()
         }
-    for slot, name in known:
+    for slot, name in saved:
         for kind in store.manifest.state_names(name):
             _fill_state(state, kind, piece, slot, f"state/{kind}/{name}", store, where)
     return state
@@ -152,16 +152,16 @@ def _has_state(name: str, store: TensorStore) -> bool:
     return name in saved["scalars"] or bool(store.manifest.state_names(name))
 
 
-def _scalars(known: list[tuple[Slot, str]], store: TensorStore, where: str) -> dict[str, Any]:
+def _scalars(slots: list[tuple[Slot, str]], store: TensorStore, where: str) -> dict[str, Any]:
     """What the parameters of a piece have besides tensors of elements: they must agree."""
     assert store.manifest.optimizer is not None, "states without an optimizer"
     saved = store.manifest.optimizer["scalars"]
-    first = saved.get(known[0][1], {})
-    for slot, name in known[1:]:
+    first = saved.get(slots[0][1], {})
+    for slot, name in slots[1:]:
         if saved.get(name, {}) != first and "plain/" not in str(first):
             raise CheckpointError(
                 f"{where}: optimizer state of {slot.fqn}",
-                expected=f"{first} as of {known[0][0].fqn}, which is in the same param group",
+                expected=f"{first} as of {slots[0][0].fqn}, which is in the same param group",
                 got=saved.get(name, {}),
                 fix="group the parameters as when it was saved, or pass load_optimizer_states=False",
             )

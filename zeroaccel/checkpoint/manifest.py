@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from zeroaccel.checkpoint.atomic_write import write_durably
-from zeroaccel.config.bounds import MOST_LEVELS, levels_of, read_at_most
+from zeroaccel.config.bounds import LARGEST_SIZE, MOST_LEVELS, is_size, levels_of, read_at_most
 from zeroaccel.errors import CheckpointError
 from zeroaccel.zero.access.safetensors_file import ITEMSIZE
 
@@ -46,7 +46,6 @@ MANIFEST_NAME = "manifest.json"
 
 _MOST_NBYTES = 1 << 30
 _MOST_DIMS = 64
-_LARGEST = (1 << 63) - 1
 _LONGEST_TAG_NBYTES = 255
 _RESERVED_TAGS = ("latest", "auto")
 _RESERVED_NEW_TAGS = ("latest_universal", "run_state.json", "zero_to_fp32.py")
@@ -219,6 +218,7 @@ def parse_manifest(text: str, where: str) -> Manifest:
         raise CheckpointError(
             f"{where}: format version", expected=f"at most {VERSION}", got=version, fix="upgrade zeroaccel to load it"
         )
+    # The checksum before the fields: after it, a contradiction between fields is a writer's fault, not the disk's.
     try:
         checksum = _checksum(body)
     except (ValueError, RecursionError) as error:
@@ -266,8 +266,8 @@ def _piece(item: Iterable[Any]) -> Piece:
 
 
 def _natural(number: Any) -> int:
-    if type(number) is not int or not 0 <= number <= _LARGEST:
-        raise ValueError(f"{str(number)[:40]} is not a whole number of 0 to {_LARGEST}")
+    if not is_size(number):
+        raise ValueError(f"{str(number)[:40]} is not a whole number of 0 to {LARGEST_SIZE}")
     return number
 
 
@@ -313,7 +313,7 @@ def _check_pieces(key: str, tensor: TensorRecord, files: Sequence[FileRecord]) -
     """The pieces follow each other, lie in their files, and cover the tensor; ValueError otherwise."""
     if tensor.dtype not in ITEMSIZE:
         raise ValueError(f"tensor {key}: dtype {tensor.dtype!r} is not known")
-    if len(tensor.shape) > _MOST_DIMS or math.prod(max(1, _natural(size)) for size in tensor.shape) > _LARGEST:
+    if len(tensor.shape) > _MOST_DIMS or math.prod(max(1, _natural(size)) for size in tensor.shape) > LARGEST_SIZE:
         raise ValueError(f"tensor {key}: a shape of {len(tensor.shape)} dims that no tensor has")
     itemsize = ITEMSIZE[tensor.dtype]
     end = 0
@@ -330,6 +330,7 @@ def _check_pieces(key: str, tensor: TensorRecord, files: Sequence[FileRecord]) -
 def _check_kinds(manifest: Manifest) -> None:
     """Fields with a fixed type have that type; ValueError otherwise."""
     _natural(manifest.world_size)
+    # One flat list, so that a file with a wrong type anywhere is refused by name before any field is used.
     kinds: list[tuple[str, object, type]] = [("id", manifest.id, str)]
     kinds += [(f"order: {name!r}", name, str) for name in manifest.order]
     kinds += [(f"buffers: {name!r}", name, str) for name in manifest.buffers]

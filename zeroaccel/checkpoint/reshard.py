@@ -93,6 +93,7 @@ def rewrite(manifest: Manifest, files: Sequence[CheckedFile], out: Path, world_s
     save_id = secrets.token_hex(4)
     try:
         target.mkdir(parents=True, exist_ok=True)
+        # All layouts before any file: the offsets follow from the sizes alone, so each file is written front to back.
         plans = list(_plan_ranks(manifest, world_size))
         layouts = [lay_out_rank_file([(item.key, item.tensor.dtype, item.length) for item in plan]) for plan in plans]
         records = []

@@ -1,7 +1,8 @@
 """What an engine has to save: views of this rank's bytes, and the description of everything.
 
-Looks, and changes nothing; nothing is gathered. A rank saves the shard of every buffer that would be its own if
-everything were sharded, so each element is saved once whatever the plan. A 16-bit copy of a master is not saved.
+Changes nothing, gathers nothing. A rank saves the shard of every buffer that would be its own if everything were
+sharded, so each element is saved once whatever the plan. A 16-bit copy of a master is not saved. Values are read
+through the buffers' storages: what is in a tier is streamed from it a chunk at a time.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class SavePlan:
     rank: int
     entries: list[SaveItem] = field(default_factory=list)
     scalars: dict[str, Any] = field(default_factory=dict)
-    _kept: int = 0
+    _plain_count: int = 0
 
     @classmethod
     def collect(cls, holdings: EngineState, *, exclude_frozen: bool) -> SavePlan:
@@ -89,17 +90,17 @@ class SavePlan:
         Raises:
             CheckpointError: the optimizer's state has a form that cannot be saved; it names the state.
         """
-        found = cls(holdings.rank)
+        plan = cls(holdings.rank)
         for buffer in holdings.buffers() if holdings.replica == 0 else ():
-            found._add_weights(buffer, exclude_frozen=exclude_frozen)
+            plan._add_weights(buffer, exclude_frozen=exclude_frozen)
             if holdings.optimizer is not None:
-                found._add_states(holdings.optimizer, buffer)
-        return found
+                plan._add_states(holdings.optimizer, buffer)
+        return plan
 
     def keep(self, tensor: Tensor) -> str:
         """Saves a small tensor that belongs to plain data; it is copied now. Returns its key."""
-        key = f"plain/{self.rank}/{self._kept}"
-        self._kept += 1
+        key = f"plain/{self.rank}/{self._plain_count}"
+        self._plain_count += 1
         self.add_whole(key, tensor.detach().clone())
         return key
 
@@ -182,7 +183,7 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def describe_parameters(holdings: EngineState, *, exclude_frozen: bool) -> dict[str, ParameterRecord]:
     """fqn -> record, in the order of the model's names."""
     groups = holdings.optimizer.group_of if holdings.optimizer is not None else {}
-    found = {
+    records = {
         slot.fqn: ParameterRecord(
             dtype_name(buffer.dtype),
             slot.shape,
@@ -193,7 +194,7 @@ def describe_parameters(holdings: EngineState, *, exclude_frozen: bool) -> dict[
         for buffer in holdings.buffers()
         for slot, param in zip(buffer.layout.slots, buffer.params, strict=True)
     }
-    return {name: found[name] for name, _ in holdings.model.named_parameters()}
+    return {name: records[name] for name, _ in holdings.model.named_parameters()}
 
 
 def ties_of(model: nn.Module) -> dict[str, str]:

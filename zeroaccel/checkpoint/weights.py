@@ -301,13 +301,24 @@ class ModelFile:
 
 
 def parse_nbytes(size: int | str) -> int:
-    """Bytes of "10GB" (powers of 1000), "5GiB" (of 1024), or of a number; UsageError for anything else."""
+    """Bytes of "10GB" (powers of 1000), "5GiB" (of 1024), or of a number; UsageError for anything else.
+
+    Example:
+        >>> parse_nbytes("10GB"), parse_nbytes("1.5 KiB"), parse_nbytes(4096)
+        (10000000000, 1536, 4096)
+    """
     with named_errors():
         return zero_to_fp32.parse_nbytes(str(size))
 
 
 def plan_files(tensors: Sequence[TensorSpec], max_nbytes: int, suffix: str) -> list[ModelFile]:
-    """Runs of tensors of at most `max_nbytes` together, in their order; a larger tensor goes alone."""
+    """Runs of tensors of at most `max_nbytes` together, in their order; a larger tensor has a file of its own.
+
+    Example:
+        >>> tensors = [("a", torch.float32, (4,)), ("b", torch.float32, (2,)), ("c", torch.float32, (2,))]
+        >>> [(file.name, file.nbytes) for file in plan_files(tensors, 20, ".safetensors")]
+        [('model-00001-of-00002.safetensors', 16), ('model-00002-of-00002.safetensors', 16)]
+    """
     runs: list[list[TensorSpec]] = [[]]
     total = 0
     for item in tensors:

@@ -15,20 +15,14 @@ from torch import Tensor
 
 from zeroaccel.comm.hangs.flight_recorder import CollectiveRecord, FlightRecorder, Kind
 from zeroaccel.comm.hangs.watchdog import Watchdog
-from zeroaccel.comm.quantized import INT8, dequantize
-from zeroaccel.comm.transport import BufferPool, PendingTransfer
+from zeroaccel.comm.transport import PendingTransfer
 from zeroaccel.errors import CollectiveError
-from zeroaccel.ops.reductions import sum_ranks
 
 __all__ = [
     "DONE",
-    "AverageWork",
     "CollectiveTracker",
     "DeviceWork",
     "MessageWork",
-    "QuantizedGatherDeviceWork",
-    "QuantizedGatherWork",
-    "RankSumWork",
     "Work",
 ]
 
@@ -65,6 +59,7 @@ class CollectiveTracker:
         """Records a call that is about to be made. `tensor` is the full one, of the same size on every rank."""
         if self._watchdog is not None and self._watchdog.error is not None:
             raise self._watchdog.failure()
+        # The names are cached, since this runs at every collective.
         dtype = tensor.dtype
         name = _DTYPE_NAMES.get(dtype) or _DTYPE_NAMES.setdefault(dtype, str(dtype).removeprefix("torch."))
         return self.flight_recorder.issue(kind, op, label, tensor.numel(), name)
@@ -93,6 +88,8 @@ class CollectiveTracker:
         """Blocks until these messages of the call are complete; others may follow."""
         flight_recorder = self.flight_recorder
         flight_recorder.begin_wait(entry)
+        # Backends raise RuntimeError and its subclasses (dist.DistBackendError among them), whatever goes wrong. Their
+        # messages name a socket; the watchdog's report names the ranks.
         try:
             for work in pending:
                 work.wait()
@@ -123,87 +120,37 @@ DONE = _Done()
 
 
 class MessageWork:
-    """Messages between ranks. Keeps the tensors they read and write alive until they are complete."""
+    """Messages between ranks. Keeps the tensors they read and write alive until they are complete.
 
-    __slots__ = ("__weakref__", "_pending", "entry", "tracker")
+    Args:
+        complete: what this rank has left to do with what arrived; called once, by `wait`.
+    """
 
-    def __init__(self, tracker: CollectiveTracker, entry: CollectiveRecord, pending: Sequence[PendingTransfer]) -> None:
+    __slots__ = ("__weakref__", "_complete", "_pending", "entry", "tracker")
+
+    def __init__(
+        self,
+        tracker: CollectiveTracker,
+        entry: CollectiveRecord,
+        pending: Sequence[PendingTransfer],
+        complete: Callable[[], None] | None = None,
+    ) -> None:
         self.tracker = tracker
         self.entry = entry
         self._pending: Sequence[PendingTransfer] | None = pending
+        self._complete = complete
 
     def wait(self) -> None:
-        if self._pending is not None:
-            self.tracker.wait(self.entry, self._pending)
-            self._pending = None
-            self._complete()
+        if self._pending is None:
+            return
+        self.tracker.wait(self.entry, self._pending)
+        # Forgotten before the call, since they refer to tensors: receive buffers are freed here, not with the work.
+        complete, self._pending, self._complete = self._complete, None, None
+        if complete is not None:
+            complete()
 
     def is_completed(self) -> bool:
         return self._pending is None or all(work.is_completed() for work in self._pending)
-
-    def _complete(self) -> None:
-        """What this rank has left to do with what arrived, once."""
-
-
-class RankSumWork(MessageWork):
-    """A reduce-scatter whose sum this rank makes itself, in the order of the ranks.
-
-    Args:
-        parts: W times (S,), acquired from `pool`; the parts in the order of the ranks.
-        out: (S,), gets the scaled sum.
-    """
-
-    __slots__ = ("_buffer_pool", "_out", "_parts", "_scale")
-
-    def __init__(
-        self,
-        tracker: CollectiveTracker,
-        entry: CollectiveRecord,
-        pending: Sequence[PendingTransfer],
-        pool: BufferPool,
-        parts: Tensor,
-        out: Tensor,
-        scale: float,
-    ) -> None:
-        super().__init__(tracker, entry, pending)
-        self._buffer_pool = pool
-        self._parts = parts
-        self._out = out
-        self._scale = scale
-
-    def _complete(self) -> None:
-        if self._out.numel():
-            sum_ranks(self._out, self._parts.view(-1, self._out.numel()), self._scale)
-        self._buffer_pool.release(self._parts)
-        del self._parts
-
-
-class QuantizedGatherWork(MessageWork):
-    """An all-gather of int8 codes.
-
-    Args:
-        codes: (W, INT8.nbytes(S)) uint8, acquired from `pool`; in the order of the ranks.
-        out: (W*S,), gets their values.
-    """
-
-    __slots__ = ("_buffer_pool", "_codes", "_out")
-
-    def __init__(
-        self,
-        tracker: CollectiveTracker,
-        entry: CollectiveRecord,
-        pending: Sequence[PendingTransfer],
-        codes: Tensor,
-        out: Tensor,
-        pool: BufferPool,
-    ) -> None:
-        super().__init__(tracker, entry, pending)
-        self._codes, self._out, self._buffer_pool = codes, out, pool
-
-    def _complete(self) -> None:
-        _dequantize_all(self._codes, self._out)
-        self._buffer_pool.release(self._codes)
-        del self._codes
 
 
 class DeviceWork(MessageWork):
@@ -221,10 +168,12 @@ class DeviceWork(MessageWork):
         entry: CollectiveRecord,
         pending: Sequence[PendingTransfer],
         device: torch.device,
+        complete: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(tracker, entry, pending)
+        super().__init__(tracker, entry, pending, complete)
         self._device = device
         flight_recorder = tracker.flight_recorder
+        # By a weak reference: the probe must not keep the tensors of a forgotten work alive.
         if flight_recorder.probe is None:
             itself = weakref.ref(self)
             flight_recorder.probe = entry, lambda: (work := itself()) is None or work.is_completed()
@@ -236,60 +185,3 @@ class DeviceWork(MessageWork):
             event: torch.Event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._device))
             flight_recorder.probe = self.entry, event.query
-
-
-class AverageWork(DeviceWork):
-    """A backend's reduce-scatter.
-
-    Args:
-        average: (S,), gets the average over the ranks; may be `out`.
-        out: (S,), gets `scale` times the sum over the W ranks.
-    """
-
-    __slots__ = ("_average", "_factor", "_out")
-
-    def __init__(
-        self,
-        tracker: CollectiveTracker,
-        entry: CollectiveRecord,
-        pending: Sequence[PendingTransfer],
-        average: Tensor,
-        out: Tensor,
-        factor: float,
-    ) -> None:
-        super().__init__(tracker, entry, pending, out.device)
-        self._average = average
-        self._out = out
-        self._factor = factor  # W * scale
-
-    def _complete(self) -> None:
-        if self._average is not self._out:
-            self._out.copy_(self._average.float().mul_(self._factor))
-        elif self._factor != 1.0:
-            self._out.mul_(self._factor)
-
-
-class QuantizedGatherDeviceWork(DeviceWork):
-    """As `QuantizedGatherWork`, on an accelerator, whose allocator needs no pool."""
-
-    __slots__ = ("_codes", "_out")
-
-    def __init__(
-        self,
-        tracker: CollectiveTracker,
-        entry: CollectiveRecord,
-        pending: Sequence[PendingTransfer],
-        codes: Tensor,
-        out: Tensor,
-    ) -> None:
-        super().__init__(tracker, entry, pending, out.device)
-        self._codes, self._out = codes, out
-
-    def _complete(self) -> None:
-        _dequantize_all(self._codes, self._out)
-
-
-def _dequantize_all(codes: Tensor, out: Tensor) -> None:
-    """out: (W*S,) = the values of the (W, INT8.nbytes(S)) codes."""
-    for code, part in zip(codes, out.view(codes.shape[0], -1), strict=True):
-        dequantize(code, INT8, part)

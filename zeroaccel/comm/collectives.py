@@ -18,17 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zeroaccel.comm.collective_tracker import (
-    DONE,
-    AverageWork,
-    CollectiveTracker,
-    DeviceWork,
-    MessageWork,
-    QuantizedGatherDeviceWork,
-    QuantizedGatherWork,
-    RankSumWork,
-    Work,
-)
+from zeroaccel.comm.collective_tracker import DONE, CollectiveTracker, DeviceWork, MessageWork, Work
 from zeroaccel.comm.hangs.flight_recorder import CollectiveRecord, FlightRecorder
 from zeroaccel.comm.quantized import INT8, dequantize
 from zeroaccel.comm.topology import RankGroup, Topology
@@ -106,6 +96,7 @@ class Collectives:
         if self.world_size > 1:
             self._gathers = self._transports(group, group.gather_group)
             self._reductions = self._transports(group, group.reduce_group)
+            # On gloo even where gathers are on NCCL, behind which it would queue up on the device.
             self._control = transport_over(group.control_group, "cpu")
             self._shard_gathers = self._gathers
 
@@ -128,6 +119,7 @@ class Collectives:
             label: what it is for, the same on all ranks: "unshard layers.3".
             split_sizes: elements of each rank's shard, in the order of `out`; empty for equal ones.
         """
+        # A gather into its own place: where `shard` is a view of `out`, no rank copies its own part.
         check_split(out, shard, split_sizes, self.shard_rank, self.shard_world_size, f"{label}: a gather")
         assert out.dtype == shard.dtype, f"{label}: a gather of {shard.dtype} into {out.dtype}"
         if self.shard_world_size == 1:
@@ -171,15 +163,23 @@ class Collectives:
         if flat.numel() == 0:
             return self._finish_empty(entry)
         transport = self._reductions[flat.device.type]
-        # In host memory: every rank's part comes in as it is, and is summed during `wait`, in the order of the ranks.
+        # In host memory: every rank's part comes in as it is. They are summed in `wait`, not as they come: the order of
+        # the sum is that of the ranks, never that of the messages.
         if isinstance(transport, P2PTransport):
             parts = self._buffer_pool.acquire(self.world_size * out.numel(), flat.dtype)
             pending = self._tracker.start(entry, transport.reduce_scatter, parts, flat, split_sizes)
-            return RankSumWork(self._tracker, entry, pending, self._buffer_pool, parts, out, scale)
-        # The backend reduces in the dtype of its input; an `out` of another (fp32 of bf16) is written after `wait`.
+            return MessageWork(self._tracker, entry, pending, lambda: self._sum_parts(parts, out, scale))
+        # On an accelerator the backend averages, in the dtype of its input (see `NativeTransport.reduce_scatter`).
         average = out if out.dtype == flat.dtype else torch.empty_like(out, dtype=flat.dtype)
         pending = self._tracker.start(entry, transport.reduce_scatter, average, flat, split_sizes)
-        return AverageWork(self._tracker, entry, pending, average, out, scale * self.world_size)
+        factor = scale * self.world_size
+        return DeviceWork(self._tracker, entry, pending, out.device, lambda: _scale_average(average, out, factor))
+
+    def _sum_parts(self, parts: Tensor, out: Tensor, scale: float) -> None:
+        """out: (S,) = scale * the sum of the W parts, which go back to the pool."""
+        if out.numel():
+            sum_ranks(out, parts.view(-1, out.numel()), scale)
+        self._buffer_pool.release(parts)
 
     def gather_weights(self, out: Tensor, shard: Tensor, label: str, split_sizes: Sequence[int] = ()) -> Work:
         """As `all_gather`, of weights to compute with; rounds them where `quantized_weights` is True."""
@@ -205,10 +205,15 @@ class Collectives:
         if isinstance(transport, P2PTransport):
             codes = self._buffer_pool.acquire(nbytes, torch.uint8)
             pending = self._tracker.start(entry, transport.all_gather, codes, code, ())
-            return QuantizedGatherWork(self._tracker, entry, pending, codes.view(ranks, -1), out, self._buffer_pool)
+            return MessageWork(self._tracker, entry, pending, lambda: self._dequantize_received(codes, ranks, out))
         codes = code.new_empty(nbytes)
         pending = self._tracker.start(entry, transport.all_gather, codes, code, ())
-        return QuantizedGatherDeviceWork(self._tracker, entry, pending, codes.view(ranks, -1), out)
+        rows = codes.view(ranks, -1)
+        return DeviceWork(self._tracker, entry, pending, out.device, lambda: _dequantize_rows(rows, out))
+
+    def _dequantize_received(self, codes: Tensor, ranks: int, out: Tensor) -> None:
+        _dequantize_rows(codes.view(ranks, -1), out)
+        self._buffer_pool.release(codes)
 
     def over(self, hierarchical: Collectives) -> Collectives:
         """What replaces these where a plan needs `hierarchical` ones: those, in the same wrapper as these."""
@@ -286,6 +291,20 @@ def check_split(full: Tensor, part: Tensor, split_sizes: Sequence[int], rank: in
     else:
         fits = full.numel() == world_size * part.numel()
     assert fits, f"{what} of {full.numel()} elements, {part.numel()} on rank {rank} of {world_size}: {split_sizes}"
+
+
+def _scale_average(average: Tensor, out: Tensor, factor: float) -> None:
+    """out: (S,) = factor * average, which may be `out`."""
+    if average is not out:
+        out.copy_(average.float().mul_(factor))
+    elif factor != 1.0:
+        out.mul_(factor)
+
+
+def _dequantize_rows(codes: Tensor, out: Tensor) -> None:
+    """out: (W*S,) = the values of the (W, INT8.nbytes(S)) codes."""
+    for code, part in zip(codes, out.view(codes.shape[0], -1), strict=True):
+        dequantize(code, INT8, part)
 
 
 def _scale_into(out: Tensor, flat: Tensor, scale: float) -> None:

@@ -109,6 +109,7 @@ def omp_threads_chosen(parent: Path | None = None) -> bool:
     Args:
         parent: the launcher's initial environment, as Linux shows it.
     """
+    # torchrun's 1 would leave most of the cores idle: the engine then takes this process's part of them.
     value = os.environ.get("OMP_NUM_THREADS")
     if value is None:
         return False
@@ -158,6 +159,7 @@ def core_set() -> frozenset[int]:
 
 def usable_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
     """How many cores this process may use, at least 1: its affinity, and below that the quota of its container."""
+    # A container's CPU quota does not show in the affinity; more threads than it allows only throttle each other.
     cores = len(core_set())
     try:
         quota, period = cgroup.read_text().split()

@@ -91,7 +91,7 @@ class HierarchicalCollectives(Collectives):
 
     Attributes:
         layout: as given.
-        quant_error_monitor: of those comparisons; None where there are none.
+        watch: of those comparisons; None where there are none.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class HierarchicalCollectives(Collectives):
         self.shard_rank, self.shard_world_size = shard_group.rank, shard_group.size
         self.secondary_rank, self.secondary_world_size = secondary_group.rank, secondary_group.size
         self.replica = replicate_group.rank
-        self.quant_error_monitor = QuantErrorMonitor(watch_interval, logs=self.rank == 0) if watch_interval else None
+        self.watch = QuantErrorMonitor(watch_interval, logs=self.rank == 0) if watch_interval else None
         self._executor = SerialExecutor()
         self._reduction: Reduction | None = None
         if self.world_size == 1:
@@ -136,6 +136,7 @@ class HierarchicalCollectives(Collectives):
         if not (self.quantized_weights and shard.dtype in QUANTIZABLE):
             return self.all_gather(out, shard, label, split_sizes)
         assert not split_sizes, f"{label}: codes of parts that may differ in size"
+        # qwZ (ZeRO++ section 3.1): each rank quantizes its shard blockwise, so that half the bytes of bf16 travel.
         code = shard.new_empty(INT8.nbytes(shard.numel()), dtype=torch.uint8)
         quantize(shard, INT8, code)
         work = self.gather_quantized(out, code, label)
@@ -155,6 +156,7 @@ class HierarchicalCollectives(Collectives):
     def reduce_scatter(
         self, out: Tensor, flat: Tensor, label: str, scale: float = 1.0, split_sizes: Sequence[int] = ()
     ) -> Work:
+        # Without replicas and quantization the plain reduce-scatter over the data group is the reduction.
         reduction = self._reduction
         if reduction is None or flat.numel() == 0:
             return super().reduce_scatter(out, flat, label, scale, split_sizes)
@@ -173,7 +175,8 @@ class HierarchicalCollectives(Collectives):
         self, kind: QuantKind, label: str, work: Work, out: Tensor, run_exact: Callable[[Tensor], Work]
     ) -> Work:
         """`work`, with an exact collective to compare it with where the monitor asks for one."""
-        monitor, step = self.quant_error_monitor, self.flight_recorder.step
+        # The exact collective is issued on all ranks alike: `is_due` depends on the step and the order of calls only.
+        monitor, step = self.watch, self.flight_recorder.step
         if monitor is None or not monitor.is_due(kind, step):
             return work
         exact = torch.empty_like(out)
@@ -282,6 +285,7 @@ class ReplicatedReduction:
 
     def nbytes(self, numel: int, shard_numel: int, dtype: torch.dtype) -> int:
         replicas = self._replicate_transports["cpu"]
+        # The running sum in fp32 by every replica but the last, the result by all but the one before the last.
         own, last = replicas.rank, replicas.world_size - 1
         running = 4 * shard_numel if own != last else 0
         result = dtype.itemsize * shard_numel if (own + 1) % (last + 1) != last else 0
@@ -342,6 +346,7 @@ class Int4Reduction:
         own, runs, numel = transport.rank, len(totals), totals[0].numel()
         width = INT4.nbytes(numel)
         shape = (transport.world_size, runs, width)
+        # One message per rank: the codes of all the rows that it sums.
         codes, received = (
             self._acquire(transport.world_size * runs * width, torch.uint8, totals[0]).view(shape) for _ in range(2)
         )
@@ -447,6 +452,7 @@ class SerialExecutor:
 
     def submit(self, function: Callable[[], None], device: torch.device) -> ExecutorJob:
         """Queues a function that works on tensors of `device`, which must not change until the job is done."""
+        # On CUDA the kernels queue up in the stream, and no thread is needed; on the CPU a thread is the queue.
         job = ExecutorJob(function)
         if device.type == "cuda":
             self._stream = self._stream or torch.cuda.Stream(device)
@@ -461,6 +467,7 @@ class SerialExecutor:
 
     def _work(self) -> None:
         while True:
+            # Under the lock, so that no job is queued between the look and the end of the thread.
             with self._lock:
                 if not self._queue:
                     self._is_running = False
@@ -505,14 +512,14 @@ class QuantErrorMonitor:
         logs: whether this rank logs them.
 
     Attributes:
-        errors: every comparison, in order.
+        seen: every comparison, in order.
     """
 
     def __init__(self, interval: int, *, logs: bool) -> None:
         self._interval = interval
         self._logs = logs
         self._last_steps: dict[QuantKind, int] = {}
-        self.errors: list[QuantError] = []
+        self.seen: list[QuantError] = []
 
     def is_due(self, kind: QuantKind, step: int) -> bool:
         """Whether to compare this one: the first of its kind in a step whose number the interval divides."""
@@ -525,7 +532,7 @@ class QuantErrorMonitor:
         """Keeps the error of two results of one collective."""
         reference = exact.float()
         error = float(torch.linalg.vector_norm(quantized.float() - reference) / torch.linalg.vector_norm(reference))
-        self.errors.append(QuantError(step, kind, label, error))
+        self.seen.append(QuantError(step, kind, label, error))
         if self._logs:
             _monitor_logger.info('step %d: the quantised %s "%s" is off by %.3g %%', step, kind, label, 100 * error)
 

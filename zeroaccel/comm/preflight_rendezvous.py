@@ -81,6 +81,7 @@ def rendezvous(
         ConfigError: two machines differ in a fact.
     """
     store = _store(address, machine, arrival_seconds, say)
+    # Arrive, compare, communicate: what is wrong is reported by the launchers, before there are ranks that could hang.
     keys = PrefixStore(_PREFIX, store)
     keys.set(f"node/{machine}", json.dumps([node.host, node.ranks, dict(node.facts)]))
     _await(keys, "node", num_machines, node.ranks, arrival_seconds, say)
@@ -152,6 +153,7 @@ def _compare(nodes: Sequence[NodeInfo]) -> None:
 
 
 def _try_network(keys: Store, machine: int, nodes: Sequence[NodeInfo]) -> None:
+    # Over gloo's own choice of interface, as the ranks will make it: that the store is reachable shows nothing of it.
     limit = timedelta(seconds=CHECK_SECONDS)
     try:
         group: Any = ProcessGroupGloo(PrefixStore("network", keys), machine, len(nodes), limit)
@@ -165,6 +167,7 @@ def _try_network(keys: Store, machine: int, nodes: Sequence[NodeInfo]) -> None:
 
 
 def _cut_off(keys: Store, machine: int, nodes: Sequence[NodeInfo], error: RuntimeError) -> str:
+    # The machines that have not passed: by their own keys in the store, which goes over another connection.
     starts = [0, *accumulate(node.ranks for node in nodes)]
     silent = [n for n in range(len(nodes)) if n != machine and not keys.check([f"reached/{n}"])]
     who = "; ".join(

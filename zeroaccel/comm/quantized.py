@@ -28,7 +28,7 @@ from torch import Tensor
 
 from zeroaccel.config.comm_plan import INT4_BLOCK_NUMEL, INT8_BLOCK_NUMEL, code_nbytes
 from zeroaccel.ops import kernels
-from zeroaccel.ops.dispatch import borrowed_array, in_spans
+from zeroaccel.ops.dispatch import in_spans, unowned_array
 
 __all__ = ["INT4", "INT8", "QUANTIZABLE", "Codec", "dequantize", "dequantize_add", "quantize"]
 
@@ -91,6 +91,7 @@ def quantize(values: Tensor, codec: Codec, out: Tensor) -> None:
         values: (n,) contiguous float32, bfloat16 or float16, any n.
         out: (codec.nbytes(n),) contiguous uint8 on the same device, starting at a multiple of 4 bytes.
     """
+    # The padding is zeroed, so that equal values have equal codes, byte for byte.
     scales, codes = _views(values, codec, out)
     out[4 * scales.numel() + codes.numel() :].zero_()
     if values.device.type == "cpu":
@@ -139,7 +140,7 @@ def _views(values: Tensor, codec: Codec, code: Tensor) -> tuple[Tensor, Tensor]:
 
 def _run(kernel: Callable[..., None], values: Tensor, scales: Tensor, codes: Tensor, codec: Codec) -> None:
     """One of the compiled loops, on several threads: a block is never divided between two."""
-    flat, sizes, integers = borrowed_array(values), borrowed_array(scales), borrowed_array(codes)
+    flat, sizes, integers = unowned_array(values), unowned_array(scales), unowned_array(codes)
     block = codec.block_numel
 
     def work(start: int, stop: int) -> None:
@@ -159,6 +160,8 @@ def _quantize_tile(values: Tensor, codec: Codec, scales: Tensor, codes: Tensor, 
     for rows, low in ((part[:cut].view(-1, block), 0), (part[cut:].view(1, -1), cut)):
         if rows.numel() == 0:
             continue
+        # The kernels' arithmetic: multiply by the reciprocal of the scale, round to nearest even. A block with an inf
+        # or a NaN gets a NaN scale, so that all of it decodes to NaN.
         absmax = rows.abs().amax(dim=1)
         size = (absmax / codec.levels).clamp_min(kernels.SCALE_FLOOR)
         size = torch.where(absmax.isfinite(), size, math.nan)

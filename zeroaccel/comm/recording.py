@@ -74,7 +74,7 @@ class RecordingCollectives(Collectives):
     """
 
     def __init__(self, inner: Collectives, nodes: Sequence[Sequence[int]] | None = None) -> None:
-        # No super().__init__: this one communicates through `inner` alone.
+        # No super().__init__: this one has no transports, and communicates through `inner` alone.
         self._fixed_nodes = nodes
         self.calls: list[CollectiveCall] = []
         self._sent: Counter[tuple[str, str, int]] = Counter()  # by op, purpose, receiver
@@ -176,5 +176,6 @@ class RecordingCollectives(Collectives):
 
     def _count(self, tag: int, receiver: int, nbytes: int) -> None:
         entry = self.flight_recorder.entry(tag)
+        # The message's tag is that of its call. A long call may have left the flight recorder's ring meanwhile.
         op, label = ("forgotten", "") if entry is None else (entry.op, entry.label)
         self._sent[op, label.partition(" ")[0], receiver] += nbytes

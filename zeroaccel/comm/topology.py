@@ -109,7 +109,7 @@ _stores: dict[str, Store] = {}  # by address, those of earlier default groups of
 
 
 def init_process_group(backend: str | None = None, timeout: float | timedelta | None = None) -> Topology:
-    """Joins the job described by torchrun's environment variables; without any, this process is the whole job.
+    """Joins the job described by torchrun's environment variables; without any, this process is the only rank.
 
     A default group that exists already is taken as it is. (all ranks)
 
@@ -153,6 +153,7 @@ def current_topology(timeout: float | timedelta | None = None) -> Topology:
         raise EngineStateError("process group", expected="an initialised one", fix="call init_process_group() first")
     default = dist.group.WORLD
     assert default is not None, "torch.distributed is initialised without a default group"
+    # Code other than this module may destroy the default group and make another; then the topology is rebuilt for it.
     if _current is None or _current[0] is not default:
         _leave_current()
         _current = default, _build(default, timeout_seconds(timeout))
@@ -176,6 +177,7 @@ def destroy() -> None:
         _made_default_group = False
         dist.destroy_process_group()
         return
+    # A default group of the user's stays; only the groups made here are destroyed.
     for group in topology.groups:
         dist.destroy_process_group(group)
 
@@ -188,7 +190,7 @@ def _leave_current() -> None:
 
 def _build(default: dist.ProcessGroup, limit: float) -> Topology:
     global _generation
-    _generation += 1
+    _generation += 1  # tells the side channels of one default group from those of the next
     rank, world_size = default.rank(), default.size()
     backend = str(dist.get_backend_config(default))
     accelerated = "nccl" in backend
@@ -277,6 +279,7 @@ def _data_backend(backend: str) -> str | None:
 
 
 def _rendezvous(backend: str, rank: int, world_size: int, limit: float) -> None:
+    # The server of a TCPStore stays with the first group of the process: a second bind to its port would fail.
     address = rendezvous_address()
     # A second default group numbers its groups from 0 again, and would read in the store the keys of the first one.
     store = PrefixStore(f"again/{_generation}", _stores[address]) if address in _stores else None
@@ -329,6 +332,7 @@ def _interrupter(groups: list[dist.ProcessGroup], device: torch.device) -> Calla
     """A function that breaks the groups' connections, so that threads blocked in them raise."""
 
     def interrupt() -> None:
+        # gloo: closing the sockets makes blocked operations raise. NCCL: abort ends the kernels that wait for a peer.
         for group in tuple(groups):
             close_connections(group)
             if device.type == "cuda" and "cuda" in str(group._device_types):

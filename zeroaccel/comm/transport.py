@@ -83,7 +83,7 @@ def send_recv_backend(group: dist.ProcessGroup) -> SendRecvBackend:
 def close_connections(group: dist.ProcessGroup) -> None:
     """Closes this rank's connections in a gloo group for good: every thread that waits for a message raises.
 
-    gloo closes all of them when an operation on one times out, and a receive that nobody sends to does that on demand.
+    gloo closes all of them when an operation on one times out, and a receive without a sender does that on demand.
     It has to be tried with every peer: where the peer has closed its end, the receive fails at once and closes nothing.
     """
     for peer in range(group.size()):

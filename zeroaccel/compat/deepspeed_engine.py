@@ -203,7 +203,7 @@ def initialize(
         unknown_keys="lenient",
     )
     if engine.settings.plan.params:
-        attach(engine.keeper)
+        attach(engine.registry)
     transformers_calls.attach(engine)
     logger.info("DeepSpeed info: version=%s, which zeroaccel answers for", VERSION)
     if engine.optimizer is not None:

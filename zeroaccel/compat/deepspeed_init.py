@@ -82,7 +82,7 @@ class DeepSpeedInit(OwnInit):
             enabled=enabled and (settings is None or settings.zero_optimization.stage == 3),
         )
         if self._shards is not None:
-            attach(self._shards.keeper)
+            attach(self._shards.registry)
 
 
 _IN_CONFIG = "leave it out; what the config given to deepspeed.initialize says is applied to these parameters too"

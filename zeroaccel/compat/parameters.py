@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from zeroaccel.errors import UsageError
-from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry, place_of
+from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry, handle_of
 from zeroaccel.zero.param_unit import ShardState
 
 __all__ = [
@@ -88,8 +88,8 @@ class ParameterOffload:
 
 def _member(name: str, read: Callable[[ParamHandle], Any]) -> Callable[[nn.Parameter], Any]:
     def member(param: nn.Parameter) -> Any:
-        handle = place_of(param)
-        if handle is None or handle.keeper not in _REGISTRIES:
+        handle = handle_of(param)
+        if handle is None or handle.registry not in _REGISTRIES:
             raise AttributeError(f"{name}: not a parameter of a model at stage 3")
         return read(handle)
 

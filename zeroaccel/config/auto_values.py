@@ -1,7 +1,7 @@
 """Resolution of "auto": facts and a config tree in, the same tree without "auto" out, and the source of each value.
 
-`Facts` are what the model, the loaders, the launcher and arguments in code say; the frontends collect them, and nothing
-is looked up here. `RULES` says per key what fills it, what contradicts it, and what happens when nothing is known; a
+`Facts` come from the model, the loaders, the launcher and arguments in code; the frontends collect them, and nothing
+is looked up here. `RULES` has per key what fills it, what contradicts it, and what happens when nothing is known; a
 later rule may read what an earlier one filled. `load_config` calls `fill` between translating keys and validating
 values; `resolve` does the same for a plain dict.
 """
@@ -44,7 +44,7 @@ class Fact(Generic[T]):
 
     Attributes:
         value: the value.
-        source: who says so, as it reads after "from": "model.config.hidden_size", "Accelerator(...)".
+        source: where it comes from, as it reads after "from": "model.config.hidden_size", "Accelerator(...)".
         explicit: written by the user, in code or for the launcher: a config that says otherwise contradicts it, and
             an absent key takes it. False: inferred, and fills "auto" only.
     """
@@ -139,7 +139,7 @@ class Rule:
 
     Attributes:
         path: dotted, in the schema's names.
-        fill: what an "auto" becomes, or None if nothing is known. The source says how the value came about.
+        fill: what an "auto" becomes, or None if nothing is known. Its source is the formula, or that of the fact.
         stated: the fact that means what the key means, in the key's terms; a binding one must agree with a value given.
         otherwise: what an "auto" that nothing fills falls back to, as a note; the key is left to its default.
         needed: whether that is an error instead.
@@ -348,8 +348,8 @@ def resolve(tree: Mapping[str, Any], facts: Facts, *, sources: Mapping[str, str]
 
     Args:
         tree: a config in the DeepSpeed JSON format; it is not changed.
-        facts: what model, loaders, launcher and code say.
-        sources: dotted path as written -> where its value came from, told in messages and handed on.
+        facts: of model, loaders, launcher and code.
+        sources: dotted path as written -> where its value came from, for messages and for the result.
 
     Returns:
         Its `tree` and `sources` are what `load_config` takes.
@@ -367,11 +367,12 @@ def resolve(tree: Mapping[str, Any], facts: Facts, *, sources: Mapping[str, str]
     if problems:
         raise report(problems, Provenance(places=places, written=normalized.written), order)
     written = normalized.written
-    told = {path: places[written[path]] for path in written if written[path] in places}
+    sources_by_path = {path: places[written[path]] for path in written if written[path] in places}
     for path, how in filled.sources.items():
-        told[path] = after(told.get(path), how)
+        sources_by_path[path] = after(sources_by_path.get(path), how)
     return Resolved(
-        as_written(filled.tree, (), written), {dotted(spelled(path, written)): source for path, source in told.items()}
+        as_written(filled.tree, (), written),
+        {dotted(spelled(path, written)): source for path, source in sources_by_path.items()},
     )
 
 
@@ -386,7 +387,7 @@ def fill(tree: dict[str, Any], unresolved: Collection[KeyPath], facts: Facts) ->
     Args:
         tree: in the schema's names, without "auto"; it is filled in place.
         unresolved: paths whose value is "auto".
-        facts: what model, loaders, launcher and code say.
+        facts: of model, loaders, launcher and code.
     """
     filled, inputs = Filled(tree), RuleInputs(facts, tree)
     for rule in RULES:
@@ -402,10 +403,10 @@ def fill(tree: dict[str, Any], unresolved: Collection[KeyPath], facts: Facts) ->
 
 def _apply_rule(rule: Rule, inputs: RuleInputs, filled: Filled, unresolved: Collection[KeyPath]) -> None:
     path: KeyPath = tuple(rule.path.split("."))
-    stated, given = rule.stated(inputs), inputs.at(rule.path)
-    if given is not None:
-        if stated is not None and stated.explicit and not _same(given, stated.value):
-            filled.problems.append(_contradiction(rule, given, stated))
+    stated, value = rule.stated(inputs), inputs.at(rule.path)
+    if value is not None:
+        if stated is not None and stated.explicit and not _same(value, stated.value):
+            filled.problems.append(_contradiction(rule, value, stated))
         return
     is_auto = path in unresolved or (path[0] not in _OPTIONAL and any(path[:end] in unresolved for end in (1, 2)))
     if is_auto:
@@ -421,20 +422,20 @@ def _apply_rule(rule: Rule, inputs: RuleInputs, filled: Filled, unresolved: Coll
         _leave(path, rule.otherwise, filled)
 
 
-def _contradiction(rule: Rule, given: object, stated: Fact[Any]) -> Problem:
+def _contradiction(rule: Rule, value: object, stated: Fact[Any]) -> Problem:
     return Problem(
         tuple(rule.path.split(".")),
-        text=f"{shown(given)} here, but {shown(stated.value)} from {stated.source}",
-        fix=f'write {shown(stated.value)} or "auto" here, or {rule.reverse(given)} there',
+        text=f"{shown(value)} here, but {shown(stated.value)} from {stated.source}",
+        fix=f'write {shown(stated.value)} or "auto" here, or {rule.reverse(value)} there',
     )
 
 
-def _same(given: object, stated: object) -> bool:
-    if isinstance(given, (list, tuple)) and isinstance(stated, (list, tuple)):
-        return list(given) == list(stated)
-    if isinstance(given, str) and isinstance(stated, str):
-        return given.lower() == stated.lower()  # words may be written in any case
-    return given == stated
+def _same(value: object, stated: object) -> bool:
+    if isinstance(value, (list, tuple)) and isinstance(stated, (list, tuple)):
+        return list(value) == list(stated)
+    if isinstance(value, str) and isinstance(stated, str):
+        return value.lower() == stated.lower()  # words may be written in any case
+    return value == stated
 
 
 def _put(filled: Filled, path: KeyPath, fact: Fact[Any]) -> None:

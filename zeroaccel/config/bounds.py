@@ -11,14 +11,22 @@ import json
 import os
 import stat
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
-__all__ = ["MOST_LEVELS", "levels_of", "parse_plain_json", "read_at_most"]
+__all__ = ["LARGEST_SIZE", "MOST_LEVELS", "is_size", "levels_of", "parse_plain_json", "read_at_most"]
 
 MOST_LEVELS = 100
 """How deep plain data may be nested: each level costs its readers some frames of Python's stack."""
 
+LARGEST_SIZE = (1 << 63) - 1
+"""The largest size, offset or number of elements that a file may state: what a C `int64` has room for."""
+
 _CHUNK_NBYTES = 1 << 20
+
+
+def is_size(number: object) -> TypeGuard[int]:
+    """Whether a value from a file is an integer (no bool, no float) of 0 to LARGEST_SIZE."""
+    return type(number) is int and 0 <= number <= LARGEST_SIZE
 
 
 def read_at_most(path: str | os.PathLike[str], most_nbytes: int, *, regular: bool = False) -> bytes:
@@ -32,13 +40,13 @@ def read_at_most(path: str | os.PathLike[str], most_nbytes: int, *, regular: boo
     """
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (os.O_NONBLOCK if regular else 0))
     try:
-        found = os.fstat(handle)
-        if stat.S_ISDIR(found.st_mode):
+        status = os.fstat(handle)
+        if stat.S_ISDIR(status.st_mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-        if regular and not stat.S_ISREG(found.st_mode):
+        if regular and not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
-        if found.st_size > most_nbytes:
-            raise OSError(errno.EFBIG, f"{found.st_size} bytes, at most {most_nbytes} are read", os.fspath(path))
+        if status.st_size > most_nbytes:
+            raise OSError(errno.EFBIG, f"{status.st_size} bytes, at most {most_nbytes} are read", os.fspath(path))
         parts, total = [], 0
         while part := os.read(handle, min(_CHUNK_NBYTES, most_nbytes + 1 - total)):
             parts.append(part)
@@ -51,7 +59,7 @@ def read_at_most(path: str | os.PathLike[str], most_nbytes: int, *, regular: boo
 
 
 def parse_plain_json(text: str | bytes, *, parse_constant: Callable[[str], Any] | None = None) -> Any:
-    """What a JSON text says, nested at most MOST_LEVELS deep.
+    """The value of a JSON text, nested at most MOST_LEVELS deep.
 
     Args:
         parse_constant: as that of `json.loads`.

@@ -1,7 +1,7 @@
 """Contradictions between keys that are each right by themselves.
 
 The last step of `load`. Each check names the keys it reads, and is left out when one of them is wrong already, so that
-one mistake is told once. Ranges of single keys are in the schema; what is not available is in `support`.
+one mistake is reported once. Ranges of single keys are in the schema; what is not available is in `support`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def contradictions(config: Config, invalid: Collection[KeyPath]) -> _Found:
 
 
 def _overlap(one: KeyPath, other: KeyPath) -> bool:
-    """Whether one path is the other or lies within it."""
+    """Whether one path is the other or a part of it."""
     shared = min(len(one), len(other))
     return one[:shared] == other[:shared]
 
@@ -145,12 +145,10 @@ def _clipping_needs_norm(config: Config) -> _Found:
     "fp16.enabled",
     "bf16",
 )
-def _early_updates_need_no_verdict(config: Config) -> _Found:
-    """What `step()` may still decide about gradients cannot be decided before the last of them is there."""
-    offload, path = (
-        config.zero_optimization.offload_optimizer,
-        ("zero_optimization", "offload_optimizer", "update_during"),
-    )
+def _early_updates_skip_no_step(config: Config) -> _Found:
+    """Updates during backward cannot wait for a decision that needs all gradients: clipping, or skipping the step."""
+    offload = config.zero_optimization.offload_optimizer
+    path: KeyPath = ("zero_optimization", "offload_optimizer", "update_during")
     if offload is None or offload.update_during == "step":
         return
     if tier_plan(config).optimizer == "device":
@@ -162,6 +160,7 @@ def _early_updates_need_no_verdict(config: Config) -> _Found:
         )
     if offload.update_during != "backward":
         return
+    # Each of these decides in step(), from all gradients, what an update during backward has already done with some.
     reasons = {
         f"gradient_clipping is {config.gradient_clipping}, which needs the norm of all gradients": (
             config.gradient_clipping > 0,
@@ -196,12 +195,12 @@ def _nvme_needs_folder(config: Config) -> _Found:
 def _in_files(config: Config) -> dict[str, OffloadParam | OffloadOptimizer]:
     """The offload sections, by name, whose tensors go into files."""
     zero, tiers = config.zero_optimization, tier_plan(config)
-    found: dict[str, OffloadParam | OffloadOptimizer] = {}
+    sections: dict[str, OffloadParam | OffloadOptimizer] = {}
     if zero.offload_param is not None and tiers.param == "nvme":
-        found["offload_param"] = zero.offload_param
+        sections["offload_param"] = zero.offload_param
     if zero.offload_optimizer is not None and tiers.optimizer == "nvme":
-        found["offload_optimizer"] = zero.offload_optimizer
-    return found
+        sections["offload_optimizer"] = zero.offload_optimizer
+    return sections
 
 
 @_check(

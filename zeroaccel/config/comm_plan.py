@@ -43,9 +43,9 @@ class CommPlan:
         world_size: W.
         shard_size: ranks that hold one model among them; W / shard_size replicas.
         secondary_size: ranks that hold a second copy of it while a step lasts; shard_size where there is none.
-        quantized_weights: weights travel as int8.
+        quantized_weights: weights are all-gathered as int8 (qwZ).
         quantized_frozen_weights: frozen weights are stored as int8.
-        quantized_gradients: gradients travel as int4.
+        quantized_gradients: gradients are reduced as int4 (qgZ).
         forced: even where that saves nothing across nodes.
         node_size: consecutive ranks to take for one machine; None asks the launcher.
         watch_interval: steps between two looks at the error of codes; 0 is never.
@@ -63,7 +63,7 @@ class CommPlan:
 
     @property
     def plain(self) -> bool:
-        """Whether shards are spread over all ranks and travel as they are, on the machines that the launcher knows."""
+        """Whether one shard group has all ranks and nothing is quantized, on the nodes that the launcher knows."""
         spread = self.secondary_size == self.shard_size == self.world_size and self.node_size is None
         return spread and not (self.quantized_weights or self.quantized_frozen_weights or self.quantized_gradients)
 
@@ -73,12 +73,20 @@ def comm_plan(config: Config, world_size: int, shard_size: int | None = None) ->
 
     Args:
         world_size: ranks that see different samples.
-        shard_size: ranks that hold one model among them, where a mesh says so; else the config says.
+        shard_size: ranks of a shard group, where a mesh has one; else the config's.
 
     Raises:
         ConfigError: a size does not divide what it is a part of.
+
+    Example:
+        >>> from zeroaccel.config import load_config
+        >>> config = load_config({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}})
+        >>> plan = comm_plan(config, world_size=16)
+        >>> plan.shard_size, plan.secondary_size
+        (16, 4)
     """
     zero = config.zero_optimization
+    # MiCS (Zhang et al., 2022, arXiv:2205.00119): a model is sharded in a group, and groups are replicas.
     if shard_size is None:
         shard_size = world_size if zero.mics_shard_size == -1 else zero.mics_shard_size
     if world_size % shard_size:
@@ -88,6 +96,10 @@ def comm_plan(config: Config, world_size: int, shard_size: int | None = None) ->
             got=shard_size,
         )
     shards_params = shard_plan(config).params
+
+    # hpZ (ZeRO++, arXiv:2306.10209, section 3.2): after forward's all-gather, a secondary partition within the node
+    # serves the all-gather of backward. A partition larger than the shard group is left out with a warning, so that a
+    # config for a larger job still runs.
     with_second = shards_params and zero.zero_hpz_partition_size != 1
     secondary_size = zero.zero_hpz_partition_size if with_second else shard_size
     if secondary_size > shard_size:

@@ -35,7 +35,7 @@ KeyPath = tuple[str | int, ...]
 
 
 def dotted(path: KeyPath) -> str:
-    """The path as people write it: keys joined by dots, positions in a list in brackets."""
+    """The path as it is written in messages: keys joined by dots, positions in a list in brackets."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return text.removeprefix(".")
 
@@ -136,7 +136,7 @@ class Note:
     Attributes:
         path: the key, as it was written unless `in_schema`.
         text: the reason, or what happens instead.
-        is_loud: a person may count on what the key asks for, so this is logged as a warning.
+        warns: the user may count on what the key asks for, so this is logged as a warning.
         in_schema: the path is in the schema's names.
     """
 
@@ -151,7 +151,7 @@ class Note:
 
 
 def report(problems: Sequence[Problem], origin: Provenance, order: Iterable[KeyPath]) -> ConfigError:
-    """One error that tells all problems, in the order in which their keys were written.
+    """One error with all problems, in the order in which their keys were written.
 
     Args:
         problems: at least one.
@@ -188,20 +188,20 @@ def duplicate_key_problems(duplicates: Mapping[KeyPath, Sequence[int]]) -> list[
     ]
 
 
-def closest(word: str, known: Iterable[str], cutoff: float = 0.7) -> str:
+def closest(word: str, names: Iterable[str], cutoff: float = 0.7) -> str:
     """The known word that was probably meant, in any case of its letters, or the empty string.
 
     Example:
         >>> closest("zero_stge", ["zero_stage", "num_processes"])
         'zero_stage'
     """
-    return next(iter(near_names(word, known, 1, cutoff)), "")
+    return next(iter(near_names(word, names, 1, cutoff)), "")
 
 
-def near_names(word: str, known: Iterable[str], count: int, cutoff: float = 0.6) -> list[str]:
+def near_names(word: str, names: Iterable[str], count: int, cutoff: float = 0.6) -> list[str]:
     """At most so many known words that resemble a word, the nearest first."""
     folded: dict[str, str] = {}
-    for name in known:
+    for name in names:
         folded.setdefault(name.lower(), name)
     return [folded[match] for match in difflib.get_close_matches(word.lower(), folded, n=count, cutoff=cutoff)]
 

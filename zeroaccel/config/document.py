@@ -47,7 +47,7 @@ class JsonText:
     """A parsed text.
 
     Attributes:
-        value: what it says; of a key given twice, the last value.
+        value: its value; of a key given twice, the last.
         places: path -> "name:line:column" of its key, in the order of the text; of a key given twice, the last.
         duplicates: path -> the lines of all its occurrences, for keys given more than once in one object.
     """
@@ -81,12 +81,12 @@ def parse_json(text: str, name: str) -> JsonText:
         line = bisect_right(line_starts, offset)
         places[path] = f"{name}:{line}:{offset - line_starts[line - 1] + 1}"
         lines.setdefault((owner, path), []).append(line)
-    duplicates = {path: found for (_, path), found in lines.items() if len(found) > 1}
+    duplicates = {path: numbers for (_, path), numbers in lines.items() if len(numbers) > 1}
     return JsonText(value, places, duplicates)
 
 
 def _parse_json5(text: str, name: str, plain: json.JSONDecodeError) -> Any:
-    """What the text says as JSON5; `plain` is the error of reading it as JSON."""
+    """The value of the text as JSON5; `plain` is the error of reading it as JSON."""
     if not text.strip():
         raise ConfigError(f"{name}: not valid JSON: it is empty")
     if len(text) > _MOST_JSON5_CHARACTERS:
@@ -291,8 +291,8 @@ def _missing(path: str) -> ConfigError:
 
 def _json_files(folder: str) -> str:
     """Which JSON files a folder has, or the empty string if none."""
-    found = sorted(entry for entry in os.listdir(folder or ".") if entry.endswith(".json"))
-    return f"JSON files there: {_quoted(folder, found[:_NEAR_NAMES])}" if found else ""
+    files = sorted(entry for entry in os.listdir(folder or ".") if entry.endswith(".json"))
+    return f"JSON files there: {_quoted(folder, files[:_NEAR_NAMES])}" if files else ""
 
 
 def _cut(path: str) -> str:

@@ -1,4 +1,4 @@
-"""Loading a config: read, translate to the schema's names, validate, judge, and tell all that is wrong at once.
+"""Loading a config: read, translate to the schema's names, validate, check, and report all that is wrong at once.
 
 The only maker of `Config`. The steps are the neighbours `document`, `normalize`, `schema`, `support` and `checks`;
 this file is their order. `resolve` fills "auto" if facts are given; merging other sources is up to the caller.
@@ -36,16 +36,16 @@ def load_config(
     """Loads and checks a config in the DeepSpeed JSON format.
 
     Keys whose value is "auto" are filled from `facts`; without them, they read as their defaults and are listed in
-    `Config.unresolved`. `gradient_clipping` is 0, off, unless given. Keys that are accepted without effect are told in
+    `Config.unresolved`. `gradient_clipping` is 0, off, unless given. Keys that are accepted without effect are in
     `Config.notes` and logged once, with their place: as a warning where something that was asked for does not happen,
     else for information.
 
     Args:
         source: a dict, which is not changed; the path of a file; JSON text; or urlsafe base64 of JSON. Comments,
-            trailing commas and unquoted keys (JSON5) are read. A `Config` is handed back as it is.
-        sources: dotted path, as written -> where its value came from, for a dict merged from several places; told in
+            trailing commas and unquoted keys (JSON5) are read. A `Config` is returned as it is.
+        sources: dotted path, as written -> where its value came from, for a dict merged from several places; used in
             messages and in `Config.sources`.
-        facts: what every "auto" is filled from. A `Config` handed in was made with its own.
+        facts: what every "auto" is filled from. A `Config` has been made with its own.
         unknown_keys: what to do with keys that do not exist, where DeepSpeed ignores them. "strict": an error.
             "standard": an error if the key looks like a known one or is one of another section, else a warning.
             "lenient": a warning.
@@ -53,14 +53,25 @@ def load_config(
     Raises:
         ConfigError: the source cannot be read, or settings in it are wrong, contradict a fact or stay "auto": all of
             them, one line each, in the order in which they were written.
+
+    Example:
+        >>> config = load_config({"bf16": {"enabled": True}, "zero_optimization": {"stage": 3}})
+        >>> config.precision, config.zero_optimization.stage
+        ('bf16', 3)
+        >>> load_config({"zero_optimization": {"stage": 4}})
+        Traceback (most recent call last):
+        zeroaccel.errors.ConfigError: zero_optimization.stage: expected 0, 1, 2 or 3, got 4
     """
     if isinstance(source, Config):
         return source
+    # 1. Read, and remember where each key was written.
     document = read_document(source)
     order = list(key_paths(document.tree))
     places = {**document.places}
     if sources is not None:
         places.update({path: sources[dotted(path)] for path in order if dotted(path) in sources})
+
+    # 2. Translate to the schema's names, and fill "auto" before values are validated, as a fact may be what is wrong.
     normalized = NormalizedConfig(Config, document.tree, unknown_keys)
     filled = Filled(normalized.tree) if facts is None else fill(normalized.tree, normalized.unresolved, facts)
     written = {path: path for path in filled.sources} | normalized.written
@@ -78,22 +89,27 @@ def load_config(
             for path, place in written.items()
         },
     )
+
+    # 3. Validate values. The checks between keys then leave out the keys that are wrong, so that one mistake is one
+    # line; and a switch that is still "auto" neither enables nor refuses its section.
     config, invalid = _validated(filled.tree, origin)
     unresolved = {path for path in normalized.unresolved if path not in filled.sources or path[-1] == "enabled"}
     unresolved = {path for path in unresolved if not _has(filled.tree, path)}
     wrong_values = {problem.path for problem in invalid}
     among = list(contradictions(config, wrong_values))
-    told = wrong_values | {problem.path for problem in among}
+    reported = wrong_values | {problem.path for problem in among}
     problems = [
         *document.problems,
         *normalized.problems,
         *invalid,
-        *(problem for problem in filled.problems if problem.path not in told),
+        *(problem for problem in filled.problems if problem.path not in reported),
         *refusals(config, unresolved),
         *among,
     ]
     if problems:
         raise report(problems, origin, order)
+
+    # 4. Notes on what is accepted without effect; a place in them is the user's own, without what filled the value.
     notes = [*normalized.notes, *filled.notes, *support_notes(config, written, unresolved)]
     config._origin = replace(origin, notes=tuple(note.line(as_given) for note in notes))
     for note, line in zip(notes, config.notes, strict=True):

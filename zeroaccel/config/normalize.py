@@ -1,4 +1,4 @@
-"""From a tree as people and libraries write it to one in the schema's own names.
+"""From a config tree as users and libraries write it to one in the schema's own names.
 
 The second step of `load`: other spellings, keys of older releases, dotted keys and "auto" are translated here, and
 keys that do not exist are found. Values are not looked at; that is the schema's work. The tree given is not changed.
@@ -38,7 +38,7 @@ class NormalizedConfig:
     """
 
     def __init__(
-        self, root: type[ConfigSection], given: Mapping[str, Any], unknown_keys: UnknownKeys = "standard"
+        self, root: type[ConfigSection], tree_given: Mapping[str, Any], unknown_keys: UnknownKeys = "standard"
     ) -> None:
         self.written: dict[KeyPath, KeyPath] = {}
         self.unresolved: list[KeyPath] = []
@@ -48,15 +48,15 @@ class NormalizedConfig:
         self._root = root
         self._hints = 0
         self._mode = unknown_keys
-        self.tree = self._section(root, given, (), ())
-        self._fill_from_dotted_keys(given)
+        self.tree = self._section(root, tree_given, (), ())
+        self._fill_from_dotted_keys(tree_given)
 
     def _section(
-        self, section: type[ConfigSection], given: Mapping[str, Any], path: KeyPath, written: KeyPath
+        self, section: type[ConfigSection], tree_given: Mapping[str, Any], path: KeyPath, written: KeyPath
     ) -> dict[str, Any]:
         names = _names(section)
         tree: dict[str, Any] = {}
-        for key, value in given.items():
+        for key, value in tree_given.items():
             here = (*written, key)
             if key in section.retired:
                 self._retired(section.retired[key], value, tree, path, here)
@@ -95,6 +95,8 @@ class NormalizedConfig:
             return
         field = section.model_fields[name]
         nested = nested_section(field)
+        # "auto" is left out of the tree, so that the schema's default stands in until facts fill it; but where "auto"
+        # is the default, it is a value of its own.
         if _is_auto(value) and field.default != AUTO:
             self.unresolved.append(target)
         elif nested is not None and isinstance(value, bool) and value in nested.from_flag:
@@ -113,10 +115,10 @@ class NormalizedConfig:
         self.written.update({(*path, key): written for key in meaning})
         return dict(meaning)
 
-    def _free(self, given: Mapping[Any, Any], path: KeyPath, written: KeyPath) -> dict[str, Any]:
+    def _free(self, tree_given: Mapping[Any, Any], path: KeyPath, written: KeyPath) -> dict[str, Any]:
         """An object whose keys the schema does not know, as the arguments of an optimizer."""
         tree: dict[str, Any] = {}
-        for key, value in given.items():
+        for key, value in tree_given.items():
             target, here = (*path, key), (*written, key)
             if not isinstance(key, str):
                 self.problems.append(_no_string(here))
@@ -142,13 +144,13 @@ class NormalizedConfig:
         elif not value:
             self.notes.append(Note(written, "false is the default; the key is no longer needed"))
 
-    def _fill_from_dotted_keys(self, given: Mapping[str, Any]) -> None:
+    def _fill_from_dotted_keys(self, tree_given: Mapping[str, Any]) -> None:
         """Reads top-level keys like "zero_optimization.reduce_bucket_size", which fine-tuning libraries add.
 
         They are fillings for keys that are absent or "auto": a value in the section itself is kept. Sizes are rounded
         down, as these libraries compute them as a fraction of a product.
         """
-        for key, value in given.items():
+        for key, value in tree_given.items():
             if not isinstance(key, str) or "." not in key:
                 continue
             path = self._resolve(key)
@@ -182,11 +184,11 @@ class NormalizedConfig:
         section: type[ConfigSection] | None = self._root
         path: tuple[str, ...] = ()
         for part in key.split("."):
-            known = _names(section).get(part) if section is not None else None
-            if section is None or known is None:
+            names = _names(section).get(part) if section is not None else None
+            if section is None or names is None:
                 return None
-            path = (*path, known[0])
-            section = nested_section(section.model_fields[known[0]])
+            path = (*path, names[0])
+            section = nested_section(section.model_fields[names[0]])
         return path
 
     def _note_unknown(self, section: type[ConfigSection], key: object, path: KeyPath, written: KeyPath) -> None:

@@ -1,7 +1,7 @@
 """The config: every key of the DeepSpeed JSON at the top level, and the model the engine reads.
 
 Assembles the sections of the `schema_*` files; made by `load.load_config`, read by everything above. It declares what
-may be written. Which keys take effect is said in `support`, contradictions are found in `checks`, stages become
+may be written. Which keys take effect is the table in `support`, contradictions are found in `checks`, stages become
 booleans in `plan`, batch sizes are solved in `batch`. An attribute whose key is "auto" reads as its default.
 """
 
@@ -284,7 +284,7 @@ class Config(ConfigSection):
     _origin: Provenance = PrivateAttr(default_factory=Provenance)
 
     def model_post_init(self, context: Any) -> None:
-        """Keeps the origin that the loader hands over as validation context."""
+        """Keeps the provenance that the loader passes as validation context."""
         if isinstance(context, Provenance):
             self._origin = context
 

@@ -46,6 +46,7 @@ __all__ = [
     "Pipeline",
     "TensorBoard",
     "TensorParallel",
+    "ThroughputTimer",
     "Timers",
     "TorchAutocast",
     "Trackio",
@@ -212,10 +213,17 @@ class CommsLogger(UnreadSection):
     """Keep the log."""
 
 
-class Timers(UnreadSection):
+class ThroughputTimer(UnreadSection):
+    """Samples per second, measured over the step."""
+
+    unread = "enabled synchronized"
+
+
+class Timers(ConfigSection):
     """Clocks of the engine."""
 
-    unread = "throughput"
+    throughput: ThroughputTimer = ThroughputTimer()
+    """Samples per second."""
 
 
 class FlopsProfiler(UnreadSection):

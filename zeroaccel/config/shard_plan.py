@@ -63,7 +63,13 @@ class TierPlan:
 
 
 def shard_plan(config: Config) -> ShardPlan:
-    """The sharding that `zero_optimization.stage` asks for (Rajbhandari et al., ZeRO, 2020, section 5)."""
+    """The sharding that `zero_optimization.stage` asks for (Rajbhandari et al., ZeRO, 2020, section 5).
+
+    Example:
+        >>> from zeroaccel.config import load_config
+        >>> shard_plan(load_config({"zero_optimization": {"stage": 2}}))
+        ShardPlan(optimizer=True, grads=True, params=False)
+    """
     stage = config.zero_optimization.stage
     return ShardPlan(optimizer=stage >= 1, grads=stage >= 2, params=stage >= 3)
 
@@ -79,8 +85,8 @@ def tier_plan(config: Config) -> TierPlan:
 
 def overlaps_communication(config: Config) -> bool:
     """Whether reductions overlap with the backward pass; by default, where params are sharded."""
-    asked = config.zero_optimization.overlap_comm
-    return shard_plan(config).params if asked is None else asked
+    overlap = config.zero_optimization.overlap_comm
+    return shard_plan(config).params if overlap is None else overlap
 
 
 _TRAIN = "train_batch_size"
@@ -112,6 +118,11 @@ def solve_batch(config: Config, world_size: int) -> BatchSizes:
 
     Raises:
         ConfigError: neither train nor micro is given, or the sizes do not fit; the message has all four numbers.
+
+    Example:
+        >>> from zeroaccel.config import load_config
+        >>> solve_batch(load_config({"train_batch_size": 64, "train_micro_batch_size_per_gpu": 4}), world_size=8)
+        BatchSizes(train=64, micro=4, accumulation=2)
     """
     ranks = config.data_parallel_size
     if ranks is not None and ranks != world_size:
@@ -146,7 +157,7 @@ def _closed(config: Config, world_size: int, sizes: BatchSizes) -> BatchSizes:
 
 
 def _misfit(config: Config, world_size: int, what: str, fix: str) -> ConfigError:
-    given = ", ".join(
+    sizes = ", ".join(
         f"{name} {'not given' if value is None else value}"
         for name, value in (
             (_TRAIN, config.train_batch_size),
@@ -155,4 +166,4 @@ def _misfit(config: Config, world_size: int, what: str, fix: str) -> ConfigError
         )
     )
     where = config.where(_TRAIN) if config.train_batch_size is not None else "batch sizes"
-    return ConfigError(f"{where}: {what} ({given}, ranks {world_size})", fix=fix)
+    return ConfigError(f"{where}: {what} ({sizes}, ranks {world_size})", fix=fix)

@@ -1,10 +1,10 @@
-"""Which keys of the config take effect: one table from key path to standing, and what follows from it.
+"""Which keys of the config take effect: one table from key path to `SupportStatus`, and what follows from it.
 
-A key WORKS, or is MOOT: accepted, with a note on what happens instead; or is REFUSED when it is switched on, with the
-reason: it cannot be honoured without changing the training. A key that depends on others says when it is `idle`, and
-leaves a note then. Making a feature available is a change of its one line. A refused or moot section stands for all
-keys within it that have no line of their own; a working section needs a line for each. Consulted by `load`; changes
-nothing.
+A key WORKS; or is IGNORED: accepted, with a note on what happens instead; or is REFUSED when it is switched on, with
+the reason: it cannot be honoured without changing the training. A key whose effect depends on others has a function
+`idle`, and leaves a note where it has none. Making a feature available is a change of its one line. A refused or
+ignored section stands for all keys within it that have no line of their own; a working section needs a line for each.
+Consulted by `load_config`; changes nothing.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ __all__ = ["KEYS", "Kind", "SupportStatus", "refusals", "support_notes"]
 
 
 class Kind(Enum):
-    """What becomes of a key."""
+    """Whether a key takes effect."""
 
     WORKS = "works"
-    IGNORED = "moot"
+    IGNORED = "ignored"
     REFUSED = "refused"
 
 
 @dataclass(frozen=True)
 class SupportStatus:
-    """What becomes of one key.
+    """Whether one key takes effect.
 
     Attributes:
-        kind: works, moot or refused.
-        reason: moot: what happens instead. Refused: why.
+        kind: works, ignored or refused.
+        reason: ignored: what happens instead. Refused: why.
         switch: the key of a section that switches it on; without one, a section is on when it is not its default.
         fix: refused: what to do instead, where that is more than removing the key.
-        is_loud: moot: what the key asks for does not happen, so that it leaves a note, a warning, when it is on. Others
-            leave one whenever they are given, for information.
-        idle: of a key that is on: why it does nothing in this config, or the empty string where it does.
-        depends: paths of the keys that decide on that; while one of them is "auto", nothing is said.
+        warns: ignored: what the key asks for does not happen, so that its note is a warning, and is there only when it
+            is on. Others leave a note whenever they are given, for information.
+        idle: of a key that is on: why it has no effect in this config, or the empty string where it has one.
+        depends: paths of the keys that decide on that; while one of them is "auto", there is no note.
     """
 
     kind: Kind
@@ -372,7 +372,7 @@ KEYS: Mapping[str, SupportStatus] = {
     ),
     "sparse_gradients": _unsupported("gradients of embeddings are reduced dense, which gives the same sums"),
 }
-"""Dotted path of a key -> its standing."""
+"""Dotted path of a key -> its status."""
 
 _OFF = (False, None, "none")
 _OFF_VALUES = {"autotp_size": (0, 1)}  # one rank per layer splits nothing
@@ -397,19 +397,19 @@ def refusals(config: Config, unresolved: Collection[KeyPath] = ()) -> Iterator[P
 
 
 def support_notes(
-    config: Config, given: Mapping[KeyPath, KeyPath], unresolved: Collection[KeyPath] = ()
+    config: Config, written: Mapping[KeyPath, KeyPath], unresolved: Collection[KeyPath] = ()
 ) -> Iterator[Note]:
     """One note for each key that was given and does nothing, here or in this config.
 
     Args:
-        given: path in the schema's names -> path as written, of every key that was given.
+        written: path in the schema's names -> path as written, of every key that was given.
         unresolved: paths, in the schema's names, whose value is "auto".
     """
-    for path in given:
+    for path in written:
         status = KEYS.get(dotted(path))
         if status is None:
             continue
-        where = given.get((*path, status.switch), given[path])
+        where = written.get((*path, status.switch), written[path])
         is_on = _is_on(config, path, status.switch, unresolved)
         if status.kind is Kind.IGNORED and (is_on or not (status.warns or status.switch)):
             yield Note(where, status.reason, status.warns)

@@ -94,22 +94,22 @@ def _syntax_error(text: str, name: str, error: yaml.MarkedYAMLError) -> ConfigEr
     line, column = mark.line + 1, mark.column + 1
     text = _LINE_BREAK.sub("\n", text)
     if text.split("\n")[mark.line : mark.line + 1] in ([], [""]) and error.context_mark is not None:
-        # The end of the text is where it was noticed; where the open thing began says more.
+        # The error is noticed at the end of the text; the start of the unclosed bracket or quote is more useful.
         line, column = error.context_mark.line + 1, error.context_mark.column + 1
     return ConfigError(f"{name}:{line}:{column}: not valid YAML: {what}\n{excerpt(text, line, column)}")
 
 
-def _measured(node: yaml.Node, known: dict[int, tuple[int, int]], above: set[int]) -> tuple[int, int]:
+def _measured(node: yaml.Node, measured: dict[int, tuple[int, int]], above: set[int]) -> tuple[int, int]:
     """(values, levels) of a node with what its aliases stand for; each node is counted out once."""
     if id(node) in above:
         problem = "an alias stands for something that contains it; write it out"
         raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
-    if id(node) not in known:
+    if id(node) not in measured:
         above.add(id(node))
-        below = [_measured(item, known, above) for item in _below(node)]
+        below = [_measured(item, measured, above) for item in _below(node)]
         above.discard(id(node))
-        known[id(node)] = 1 + sum(values for values, _ in below), 1 + max((levels for _, levels in below), default=0)
-    values, levels = known[id(node)]
+        measured[id(node)] = 1 + sum(values for values, _ in below), 1 + max((levels for _, levels in below), default=0)
+    values, levels = measured[id(node)]
     if values > _MOST_VALUES or levels > _MOST_LEVELS:
         problem = (
             f"{values} values in {levels} levels, with what aliases stand for; "

@@ -245,7 +245,7 @@ class FakeRanks(Collectives):
 
 
 class _PendingReduction:
-    """A reduction in flight and its receive buffer, which is reused as in `comm.scratch.BufferPool`."""
+    """A reduction in flight and its receive buffer, which is reused as in a `BufferPool` of `comm.transport`."""
 
     def __init__(self, free: list[Tensor], nbytes: int) -> None:
         self._free = free

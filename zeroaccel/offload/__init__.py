@@ -1,6 +1,7 @@
-"""Where model states live when not with the model: host memory and files.
+"""Tiers: where model states are stored when not on the device, in host memory and in files.
 
-Beside comm and ops, below zero: nothing here knows of ranks, stages, parameters or optimizers, only of keys and bytes.
-`tier.py` says what a tier is, `nvme.py` is the one in files, over `file_io.py` (blocks and threads) and
-`offload_folder.py` (whether a folder will do); `host_buffers.py` lends the memory that they read into.
+On the level of comm and ops, below zero: nothing here knows of ranks, stages, parameters or optimizers, only of keys
+and bytes. `tier.py` defines a tier, `nvme.py` is the one in a file, over `file_io.py` (blocks and threads) and
+`offload_folder.py` (which folder a file may lie in); `host_buffers.py` is the memory that files are read into.
+`activation_store.py` stores the inputs of recomputed functions; `cupy_adam.py` is the GPU half of a hybrid step.
 """

@@ -1,12 +1,12 @@
-"""Where the input of a recomputed function is kept from forward to backward.
+"""Storage for checkpointed activations: the inputs of recomputed functions, from forward to backward.
 
-In one of four ways, which combine: as it is; in host memory; as this rank's share of what a group holds equally; in
-one buffer for all of them. What comes back has the same bits and the same strides. Knows nothing of autograd;
-`activations.py` asks.
+In four ways, which combine: as they are; in host memory (`cpu_checkpointing`); as this rank's shard of what a group
+holds equally (`partition_activations`); in one contiguous buffer (`contiguous_memory_optimization`). What comes back
+has the same bits and the same strides. Knows nothing of autograd; `activations.py` calls it.
 
-[Note: streams] Copies run on a stream of their own. One to the host waits for the work that made the tensor, and the
-allocator is told to keep its memory so long. One back is started when the backward of the function that ran after it
-begins, so that it runs beside that, and is waited for by the stream that uses it.
+[Note: activation streams] Copies run on a stream of their own. A copy to the host waits for the kernels that made the
+tensor, and `record_stream` keeps its memory from being reused so long. A copy back is prefetched: it starts when the
+backward of the function that ran after it begins, overlaps with that, and the stream that uses the tensor waits for it.
 """
 
 from __future__ import annotations
@@ -23,41 +23,44 @@ from zeroaccel.errors import UsageError
 __all__ = ["ActivationStore", "HostLink", "SavedActivation", "link_to"]
 
 
-class Incoming(Protocol):
-    """A tensor on its way back."""
+class DeviceCopy(Protocol):
+    """A copy to the device in flight."""
 
     def wait(self) -> Tensor:
-        """The tensor, for the current stream."""
+        """The tensor; the current stream waits for the copy."""
 
 
 class HostLink(Protocol):
     """Copies between a device and host memory."""
 
     def allocate(self, nbytes: int) -> Tensor:
-        """(nbytes,) uint8 of host memory that the link copies from and to fast."""
+        """(nbytes,) uint8 of host memory that the link copies from and to asynchronously."""
 
-    def send(self, target: Tensor, source: Tensor) -> None:
+    def copy_to_host(self, target: Tensor, source: Tensor) -> None:
         """Starts target = source, from the device to the host."""
 
-    def bring(self, source: Tensor, device: torch.device) -> Incoming:
+    def copy_to_device(self, source: Tensor, device: torch.device) -> DeviceCopy:
         """Starts a copy of host memory into a new tensor on the device."""
 
 
 class SavedActivation:
-    """One tensor in the store; given up with the last reference.
+    """One tensor in the store; freed with the last reference.
 
     Attributes:
-        number, call: counted by the store.
-        data: (n,) its elements, or this rank's share of them, in the order of memory; None while in the shared buffer.
+        number, call: which tensor, and of which call, counted by the store.
+        order: dims from the slowest to the fastest in memory; `shape` is in that order.
+        data: (n,) its elements, or this rank's shard of them, in the order of memory.
+        slot: of the contiguous buffer; None outside it.
+        copy: to the device, once it has started.
     """
 
     __slots__ = (
         "__weakref__",
         "call",
+        "copy",
         "data",
         "device",
         "dtype",
-        "incoming",
         "number",
         "numel",
         "order",
@@ -77,37 +80,47 @@ class SavedActivation:
         self.call = store.calls
         self.data: Tensor | None = None
         self.slot: int | None = None
-        self.incoming: Incoming | None = None
+        self.copy: DeviceCopy | None = None
 
     def __del__(self) -> None:
-        self.store.forget(self)
+        self.store.free(self)
 
 
 class ActivationStore:
-    """Keeps tensors, and gives them back in the opposite order.
+    """Stores tensors in forward, and returns them in the opposite order in backward.
 
     Args:
-        on_host: keep tensors of a device in host memory; those of the CPU are there already.
-        shares: keep only this rank's share of what all ranks of this group hold alike.
-        slots: keep them in one buffer for so many, each as large as the first; None for memory of their own.
+        on_host: store tensors of a device in host memory; those of the CPU are there already.
+        partition: store only this rank's shard of what all ranks of this group hold equally.
+        slots: store them in one buffer for so many, each as large as the first; None for memory of their own.
 
     Attributes:
-        calls: functions whose inputs came so far; what belongs to one call is brought back together.
-        kept_nbytes: now, in memory that the store took.
+        calls: functions whose inputs were stored so far; the tensors of one call are prefetched together.
+        stored_nbytes: now, in memory that the store allocated.
         peak_nbytes: the most of that.
+
+    Example:
+        >>> store = ActivationStore(slots=2)
+        >>> activation = torch.arange(6.0).view(2, 3).t()
+        >>> saved = store.save(activation)
+        >>> store.stored_nbytes
+        24
+        >>> torch.equal(store.fetch(saved), activation)
+        True
     """
 
     def __init__(
-        self, *, on_host: bool = False, shares: PartitionedTensors | None = None, slots: int | None = None
+        self, *, on_host: bool = False, partition: PartitionedTensors | None = None, slots: int | None = None
     ) -> None:
-        self.kept_nbytes = self.peak_nbytes = self.calls = 0
+        self.stored_nbytes = self.peak_nbytes = self.calls = 0
         self._on_host = on_host
-        self._shares = shares
+        self._partition = partition
         self._slots = slots
         self._free: list[int] = []
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._slot_nbytes = 0
-        self._count = 0
+        self._num_saved = 0
+        # By weak references: autograd owns what it saves, and frees it when the graph is freed, used or not.
         self._live: dict[int, weakref.ref[SavedActivation]] = {}
 
     @property
@@ -115,87 +128,94 @@ class ActivationStore:
         """Tensors in the store."""
         return len(self._live)
 
-    def keep(self, tensor: Tensor) -> SavedActivation | Tensor:
-        """Takes a tensor; it may be changed afterwards, unless it is what was returned.
+    def save(self, tensor: Tensor) -> SavedActivation | Tensor:
+        """Stores a tensor, which may be changed afterwards unless it is returned itself.
 
         Raises:
             UsageError: the buffer has no slot left, or none so large.
         """
         link = link_to(tensor.device) if self._on_host else None
+        # Stored flat in the order of memory, so that the strides come back too. A tensor with gaps or overlaps is not
+        # stored: a flat copy of it would have another size.
         order = _order_in_memory(tensor)
-        if order is None or (link is None and self._shares is None and self._slots is None):
+        if order is None or (link is None and self._partition is None and self._slots is None):
             return tensor
-        kept = SavedActivation(self, tensor, order, self._count)
-        self._count += 1
+        # A view without a copy, as the order is that of memory; with a partition, this rank's shard of it.
+        saved = SavedActivation(self, tensor, order, self._num_saved)
+        self._num_saved += 1
         flat = tensor.detach().permute(order).reshape(-1)
-        if self._shares is not None:
-            flat = self._shares.shard(flat)
+        if self._partition is not None:
+            flat = self._partition.shard(flat)
         nbytes = flat.numel() * flat.itemsize
+        # Into a slot, into host memory, or as a view of the caller's own memory.
         if self._slots is not None:
-            kept.slot, place = self._take_slot(nbytes, link, tensor.device)
+            saved.slot, place = self._take_slot(nbytes, link, tensor.device)
         elif link is not None:
             place = link.allocate(nbytes)
         else:
-            kept.data, place = flat, None
+            saved.data, place = flat, None
         if place is not None:
-            kept.data = place.view(flat.dtype)
+            saved.data = place.view(flat.dtype)
             if link is not None:
-                link.send(kept.data, flat)
+                link.copy_to_host(saved.data, flat)
             else:
-                kept.data.copy_(flat)
-        self._live[kept.number] = weakref.ref(kept)
-        self.kept_nbytes += nbytes
-        self.peak_nbytes = max(self.peak_nbytes, self.kept_nbytes)
-        return kept
+                saved.data.copy_(flat)
+        self._live[saved.number] = weakref.ref(saved)
+        self.stored_nbytes += nbytes
+        self.peak_nbytes = max(self.peak_nbytes, self.stored_nbytes)
+        return saved
 
-    def fetch(self, kept: SavedActivation | Tensor) -> Tensor:
-        """The tensor that was taken. (with shares: all ranks of the group, in the same order)"""
-        if isinstance(kept, Tensor):
-            return kept
-        flat = self._here(kept)
-        if self._shares is not None:
-            flat = self._shares.unshard(flat, kept.numel)
-        elif kept.slot is not None and kept.data is flat:
-            flat = flat.clone()  # the slot may be given to another while somebody still holds this
-        self._begin_next(kept)
-        back = [kept.order.index(dim) for dim in range(len(kept.order))]
-        return flat.view(kept.shape).permute(back)
+    def fetch(self, saved: SavedActivation | Tensor) -> Tensor:
+        """The tensor that was saved. (with a partition: all ranks of the group, in the same order)"""
+        if isinstance(saved, Tensor):
+            return saved
+        flat = self._on_device(saved)
+        if self._partition is not None:
+            flat = self._partition.unshard(flat, saved.numel)
+        elif saved.slot is not None and saved.data is flat:
+            flat = flat.clone()  # the slot may be reused while autograd still refers to this tensor
+        self._prefetch_next(saved)
+        back = [saved.order.index(dim) for dim in range(len(saved.order))]
+        return flat.view(saved.shape).permute(back)
 
-    def forget(self, kept: SavedActivation) -> None:
-        """Called by what is given up."""
-        if self._live.pop(kept.number, None) is None or kept.data is None:
+    def free(self, saved: SavedActivation) -> None:
+        """Called by a `SavedActivation` at the end of its life."""
+        if self._live.pop(saved.number, None) is None or saved.data is None:
             return
-        self.kept_nbytes -= kept.data.numel() * kept.data.itemsize
-        if kept.slot is not None:
-            self._free.append(kept.slot)
+        self.stored_nbytes -= saved.data.numel() * saved.data.itemsize
+        if saved.slot is not None:
+            self._free.append(saved.slot)
 
-    def _here(self, kept: SavedActivation) -> Tensor:
+    def _on_device(self, saved: SavedActivation) -> Tensor:
         """Its data on its device."""
-        assert kept.data is not None, "a tensor that was never taken"
-        if kept.incoming is None:
-            self._begin(kept)
-        incoming, kept.incoming = kept.incoming, None
-        return kept.data if incoming is None else incoming.wait()
+        assert saved.data is not None, "a tensor that was never saved"
+        if saved.copy is None:
+            self._start_copy(saved)
+        copy, saved.copy = saved.copy, None
+        return saved.data if copy is None else copy.wait()
 
-    def _begin(self, kept: SavedActivation) -> None:
-        link = link_to(kept.device) if self._on_host else None
-        if link is not None and kept.data is not None and kept.incoming is None:
-            kept.incoming = link.bring(kept.data, kept.device)
+    def _start_copy(self, saved: SavedActivation) -> None:
+        link = link_to(saved.device) if self._on_host else None
+        if link is not None and saved.data is not None and saved.copy is None:
+            saved.copy = link.copy_to_device(saved.data, saved.device)
 
-    def _begin_next(self, kept: SavedActivation) -> None:
-        """Starts to bring what backward will ask for next: all that the call before this one left."""
-        earlier = [other for held in self._live.values() if (other := held()) is not None and other.call < kept.call]
+    def _prefetch_next(self, saved: SavedActivation) -> None:
+        """Starts the copies that backward will need next: all tensors of the call before this one."""
+        live = [other for reference in self._live.values() if (other := reference()) is not None]
+        # Backward runs the calls in the opposite order, so the newest call before this one is next.
+        earlier = [other for other in live if other.call < saved.call]
         last = max((other.call for other in earlier), default=0)
         for other in earlier:
             if other.call == last:
-                self._begin(other)
+                self._start_copy(other)
 
     def _take_slot(self, nbytes: int, link: HostLink | None, device: torch.device) -> tuple[int, Tensor]:
         assert self._slots is not None, "there is no buffer"
+        # Made when the first tensor of a pass is larger than those before: the sizes are not known earlier.
         if not self._live and nbytes > self._slot_nbytes:
             self._slot_nbytes = -(-nbytes // 64) * 64
             total = self._slots * self._slot_nbytes
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # the old one goes before the new one comes
+            self._buffer = torch.empty(0, dtype=torch.uint8)  # frees the old one before the new one is allocated
             self._buffer = link.allocate(total) if link else torch.empty(total, dtype=torch.uint8, device=device)
             self._free = list(reversed(range(self._slots)))
         where = "activation_checkpointing.contiguous_memory_optimization"
@@ -218,9 +238,10 @@ class ActivationStore:
 
 
 def link_to(device: torch.device) -> HostLink | None:
-    """The link of a device; None for the CPU, whose memory is the host's."""
+    """The copy link of a device; None for the CPU, whose memory is the host's."""
     if device.type != "cuda":
         return None
+    # One per device, so that all stores of a process share a copy stream.
     if device not in _LINKS:
         _LINKS[device] = _CudaLink(device)
     return _LINKS[device]
@@ -230,7 +251,7 @@ _LINKS: dict[torch.device, HostLink] = {}
 
 
 class _CudaLink:
-    """[Note: streams]"""
+    """A CUDA device; see [Note: activation streams]."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -239,23 +260,25 @@ class _CudaLink:
     def allocate(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    def send(self, target: Tensor, source: Tensor) -> None:
+    def copy_to_host(self, target: Tensor, source: Tensor) -> None:
+        # The copy starts behind the kernels that write `source`, whose memory must not be reused before its end.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
         source.record_stream(self._stream)
 
-    def bring(self, source: Tensor, device: torch.device) -> Incoming:
+    def copy_to_device(self, source: Tensor, device: torch.device) -> DeviceCopy:
+        # Allocated on the current stream, whose earlier kernels may still use that memory: the copy waits for them.
         target = torch.empty(source.shape, dtype=source.dtype, device=device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
-        return _CudaIncoming(target, source, event)
+        return _CudaCopy(target, source, event)
 
 
-class _CudaIncoming:
+class _CudaCopy:
     def __init__(self, target: Tensor, source: Tensor, event: torch.cuda.Event) -> None:
         self._target = target
         self._source: Tensor | None = source

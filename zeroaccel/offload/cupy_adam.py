@@ -1,8 +1,8 @@
-"""Adam on host-resident state by way of a CUDA device: tiles there and back on two streams, a CuPy kernel between.
+"""The CUDA lane of the hybrid step: Adam on host-resident state, in tiles, by a CuPy kernel on two streams.
 
 The kernel is `updates.adam` operation by operation, each rounded once, so its bits are those of the CPU's. CuPy runs it
 on torch's own streams (as external ones), so copies and kernel of a tile follow each other without events, and the
-tiles of one stream overlap those of the other. Imports CuPy when a lane is made, and only then.
+tiles of one stream overlap those of the other. CuPy is imported when a lane is made, and only then.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ _TILE_NUMEL = 1 << 22  # elements: 16 MiB per float32 tensor
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _THREADS = 256
 
+# Every operation by an intrinsic that rounds to nearest: a compiler may not contract those into FMAs.
 _SOURCE = r"""
 __device__ float number(const void* from, long long i, int kind) {
     if (kind == 0) return ((const float*)from)[i];
@@ -67,7 +68,7 @@ extern "C" __global__ void adam(
 
 
 def cupy_is_installed() -> bool:
-    """Whether the `cuda` extra is there; imports nothing."""
+    """Whether the `cuda` extra is installed; imports nothing."""
     return importlib.util.find_spec("cupy") is not None
 
 
@@ -87,9 +88,10 @@ class CupyAdamLane:
         self._kernel = cupy.RawKernel(_SOURCE, "adam", options=("--fmad=false",))
 
     def start(self, written: Sequence[Tensor], grad: Tensor, scalars: Sequence[np.generic]) -> _Tiles:
-        """Starts all tiles; they are queued, and the host goes on."""
-        begun, floats = time.perf_counter(), [value for value in scalars if isinstance(value, np.float32)]
-        ended = []
+        """Queues all tiles, without blocking the host."""
+        start_time, floats = time.perf_counter(), [value for value in scalars if isinstance(value, np.float32)]
+        # Tiles alternate between two streams, so that the copies of one overlap with the kernel of the other.
+        events = []
         for index, start in enumerate(range(0, grad.numel(), _TILE_NUMEL)):
             span = slice(start, min(start + _TILE_NUMEL, grad.numel()))
             with torch.cuda.stream(self._streams[index % 2]):
@@ -97,12 +99,14 @@ class CupyAdamLane:
         for stream in self._streams:
             event = torch.cuda.Event(enable_timing=False)
             event.record(stream)
-            ended.append(event)
-        return _Tiles(ended, begun)
+            events.append(event)
+        return _Tiles(events, start_time)
 
     def _tile(
         self, written: Sequence[Tensor], grad: Tensor, floats: Sequence[np.float32], stream: torch.cuda.Stream
     ) -> None:
+        # Copies in, kernel and copies out follow each other in the order of the stream, without events. The
+        # allocator reuses a tile's memory for the next one of its stream: the device holds a few tiles at a time.
         states = [tensor.to(self._device, non_blocking=True) for tensor in written[:3]]
         source = grad.to(self._device, non_blocking=True)
         out = torch.empty_like(written[3], device=self._device) if len(written) > 3 else None
@@ -114,21 +118,23 @@ class CupyAdamLane:
             np.int64(source.numel()),
             *floats,
         )
+        # CuPy launches on torch's stream, so the kernel runs between the copies without an event.
         with self._cupy.cuda.ExternalStream(stream.cuda_stream, self._device.index or 0):
             self._kernel((-(-source.numel() // _THREADS),), (_THREADS,), arguments)
+        # Back into the host's own tensors; the events of `start` tell when all of it is there.
         for host, tensor in zip(written, [*states, *([] if out is None else [out])], strict=True):
             host.copy_(tensor, non_blocking=True)
 
 
 class _Tiles:
-    """Tiles in flight."""
+    """Tiles in flight; a `PendingUpdate`."""
 
-    def __init__(self, ended: Sequence[torch.cuda.Event], begun: float) -> None:
-        self._ended = ended
-        self._begun = begun
+    def __init__(self, events: Sequence[torch.cuda.Event], start_time: float) -> None:
+        self._events = events
+        self._start_time = start_time
 
     def wait(self) -> float:
         """Seconds from the start to the end of the last tile, as the host sees it."""
-        for event in self._ended:
+        for event in self._events:
             event.synchronize()
-        return time.perf_counter() - self._begun
+        return time.perf_counter() - self._start_time

@@ -44,8 +44,8 @@ class IoSettings:
     Attributes:
         block_nbytes: of one request (`block_size`); a multiple of `ALIGN_NBYTES`.
         threads: `intra_op_parallelism` x `queue_depth`: requests at the disk at a time, one by each thread.
-        overlap: start a transfer before the one before it is done (`overlap_events`).
-        checksum: sum up every block that is written and compare when it is read.
+        overlap: start a transfer before the one before it is complete (`overlap_events`).
+        checksum: compute the CRC of every block that is written, and compare it when the block is read.
     """
 
     block_nbytes: int = 1 << 20
@@ -56,11 +56,13 @@ class IoSettings:
 
 @dataclass
 class Traffic:
-    """What has gone one way.
+    """The transfers of one direction.
 
     Attributes:
-        nbytes: moved.
-        seconds: during which something was on its way.
+        nbytes: transferred.
+        seconds: during which at least one transfer was in flight.
+        in_flight: transfers now.
+        since: when the first of them began.
     """
 
     nbytes: int = 0
@@ -69,13 +71,13 @@ class Traffic:
     since: float = 0.0
 
     def begin(self) -> None:
-        """A transfer starts."""
+        """Counts a transfer that starts."""
         if self.in_flight == 0:
             self.since = time.perf_counter()
         self.in_flight += 1
 
     def end(self, nbytes: int) -> None:
-        """A transfer is done."""
+        """Counts a transfer that is complete."""
         self.in_flight -= 1
         self.nbytes += nbytes
         if self.in_flight == 0:
@@ -83,7 +85,7 @@ class Traffic:
 
 
 class _Transfer:
-    """One buffer on its way to or from one place in the file; done when its last block is."""
+    """One buffer to or from one place in the file; complete when its last block is."""
 
     def __init__(self, direction: Direction, data: Tensor, offset: int, done: _Done) -> None:
         self.direction = direction
@@ -91,7 +93,7 @@ class _Transfer:
         self.view = data.numpy().data
         self.offset = offset
         self.done = done
-        self.left = 0
+        self.num_blocks_left = 0
         self.error: Exception | None = None
 
 
@@ -105,7 +107,7 @@ class BlockFile:
         settings: how to read and write.
 
     Attributes:
-        direct: whether the page cache is left out.
+        direct: whether the page cache is bypassed.
         traffic: bytes and seconds of each direction.
 
     Raises:
@@ -120,7 +122,7 @@ class BlockFile:
         self._handle = _open_nameless(folder, where)
         try:
             self._reserve(where)
-            self.direct = self._leave_out_the_cache()
+            self.direct = self._enable_direct_io()
         except BaseException:
             os.close(self._handle)
             raise
@@ -135,17 +137,19 @@ class BlockFile:
         ]
         for thread in self._threads:
             thread.start()
-        atexit.register(self.close)  # a thread that the interpreter finds running while it goes away ends the process
+        # A thread that still runs while the interpreter is finalized ends the process with an abort.
+        atexit.register(self.close)
 
     def start(self, direction: Direction, data: Tensor, offset: int, done: _Done) -> None:
-        """Begins to move all of `data` to or from [offset, offset + len(data)).
+        """Starts to transfer all of `data` to or from [offset, offset + len(data)).
 
         Args:
-            data: (n,) uint8, aligned in address and length; it must stay as it is until `done`.
-            done: called once, by a thread of the file, with None or what went wrong.
+            data: (n,) uint8, aligned in address and length; it must not change until `done`.
+            done: called once, by a thread of the file, with None or the error.
         """
         assert data.numel() % ALIGN_NBYTES == 0 and offset % ALIGN_NBYTES == 0 and data.data_ptr() % ALIGN_NBYTES == 0
         transfer = _Transfer(direction, data, offset, done)
+        # Without overlap (`overlap_events`: false) transfers are complete in the order in which they start.
         with self._lock:
             if self._active and not self.settings.overlap:
                 self._backlog.append(transfer)
@@ -154,12 +158,13 @@ class BlockFile:
 
     def measure(self) -> tuple[float, float]:
         """(write, read) in bytes per second, of at most 32 MiB at the start of the file, which are overwritten."""
+        # Write first: reading space that was only reserved returns zeros without touching the disk.
         data = aligned_bytes(min(self.nbytes, _PROBE_NBYTES // 8))
         return self._rate("write", data), self._rate("read", data)
 
     def _rate(self, direction: Direction, data: Tensor) -> float:
         end = min(self.nbytes, _PROBE_NBYTES) // data.numel() * data.numel()
-        begun = time.perf_counter()
+        start = time.perf_counter()
         for offset in range(0, end, data.numel()):
             finished = threading.Event()
             errors: list[Any] = []
@@ -172,11 +177,12 @@ class BlockFile:
             finished.wait()
             if errors[0] is not None:
                 raise errors[0]
-        return end / (time.perf_counter() - begun)
+        return end / (time.perf_counter() - start)
 
     def close(self) -> None:
-        """Ends the threads, after what is on its way, and gives the space back. Idempotent."""
+        """Ends the threads, after the transfers in flight, and frees the space. Idempotent."""
         threads, self._threads = self._threads, []
+        # One end mark per thread, behind all requests.
         for _ in threads:
             self._requests.put(None)
         for thread in threads:
@@ -185,12 +191,13 @@ class BlockFile:
             os.close(self._handle)
             atexit.unregister(self.close)
 
-    # -- making the file
+    # --- making the file
 
     def _reserve(self, where: str) -> None:
         if self.nbytes == 0:
             return
         try:
+            # All of it now: a disk that is full would otherwise end the training at some later step.
             os.posix_fallocate(self._handle, 0, self.nbytes)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -203,11 +210,13 @@ class BlockFile:
                 fix="free some space or name another folder; nothing was trained",
             ) from error
 
-    def _leave_out_the_cache(self) -> bool:
-        """Switches to direct I/O and tries it; back to the page cache, and a word about it, where that fails."""
+    def _enable_direct_io(self) -> bool:
+        """Switches to direct I/O and tries it; where that fails, back to the page cache with a warning."""
+        # The page cache would take the very memory that offload is to save.
         flags = fcntl.fcntl(self._handle, fcntl.F_GETFL)
         direct = getattr(os, "O_DIRECT", 0)
         try:
+            # Some file systems accept the flag and refuse the transfer (EINVAL), so a block is written and read.
             if not direct:
                 raise OSError(errno.EINVAL, "this system has no O_DIRECT")
             fcntl.fcntl(self._handle, fcntl.F_SETFL, flags | direct)
@@ -227,14 +236,14 @@ class BlockFile:
             return False
         return True
 
-    # -- moving
+    # --- transfers
 
     def _launch(self, transfer: _Transfer) -> None:
-        """Hands the blocks to the threads. Under the lock."""
+        """Queues the blocks for the threads. Called under the lock."""
         step, size = self.settings.block_nbytes, transfer.data.numel()
-        # Blocks are those of the file, so that each has one checksum whoever reads it.
+        # Blocks are aligned in the file, not in the buffer, so that each has one checksum for every reader.
         cuts = [0, *range(step - transfer.offset % step, size, step), size]
-        transfer.left = len(cuts) - 1
+        transfer.num_blocks_left = len(cuts) - 1
         self._active += 1
         self.traffic[transfer.direction].begin()
         for start, stop in pairwise(cuts):
@@ -243,6 +252,7 @@ class BlockFile:
     def _serve(self) -> None:
         while (request := self._requests.get()) is not None:
             transfer, start, stop = request
+            # After an error the other blocks of the transfer are skipped, but counted: `done` is called exactly once.
             error: Exception | None = None
             try:
                 if transfer.error is None:
@@ -252,13 +262,14 @@ class BlockFile:
             del request
             with self._lock:
                 transfer.error = transfer.error or error
-                transfer.left -= 1
-                if transfer.left:
+                transfer.num_blocks_left -= 1
+                if transfer.num_blocks_left:
                     continue
                 self._active -= 1
                 self.traffic[transfer.direction].end(transfer.data.numel())
                 if self._backlog and not self._active:
                     self._launch(self._backlog.popleft())
+            # Outside the lock: the callback may start the next transfer.
             transfer.done(transfer.error)
             del transfer
 
@@ -266,6 +277,7 @@ class BlockFile:
         part, offset = transfer.view[start:stop], transfer.offset + start
         call = os.preadv if transfer.direction == "read" else os.pwritev
         moved = 0
+        # A call may transfer less than asked for: it is repeated from there, and no progress at all is an error.
         try:
             if transfer.direction == "write" and self.settings.checksum:
                 self._sums[offset] = len(part), zlib.crc32(part)
@@ -289,9 +301,9 @@ class BlockFile:
             self._compare(part, offset)
 
     def _compare(self, part: memoryview, offset: int) -> None:
-        """Raises if a block is not what was written. A part of one has no sum to compare."""
-        length, wanted = self._sums.get(offset, (0, 0))
-        if length == len(part) and zlib.crc32(part) != wanted:
+        """Raises if a block is not what was written. A part of a block has no checksum to compare."""
+        length, expected = self._sums.get(offset, (0, 0))
+        if length == len(part) and zlib.crc32(part) != expected:
             raise OffloadError(
                 f"{self._place(offset)}: {len(part)} bytes are not what was written there (checksum)",
                 fix="the disk or its cable is failing; resume from the last checkpoint on another one",
@@ -302,7 +314,7 @@ class BlockFile:
 
 
 def _open_nameless(folder: OffloadFolder, where: str) -> int:
-    """A file without a name that only this user may open."""
+    """A file without a name that only this user may open: O_TMPFILE, or where the file system lacks it, unlinked."""
     try:
         try:
             return os.open(folder.path, os.O_RDWR | os.O_TMPFILE | os.O_EXCL | os.O_CLOEXEC, 0o600)

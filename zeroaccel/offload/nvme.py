@@ -1,9 +1,10 @@
-"""The tier in a file: a table of offsets, loans of host memory, and the order of what is on its way.
+"""The NVMe tier: a table of offsets in a file, pooled host buffers, and the order of the transfers in flight.
 
-[Note: no deadlock] A fetch waits for room in the budget only while something is being written, whose buffer will come
-back by itself. If nothing is, whoever waits may be the one that holds the rest, so it is granted beyond the budget.
+[Note: no deadlock] A fetch waits for room in the budget only while something is being written, whose buffer is released
+by the write itself. If nothing is, the thread that waits may be the one that owns the other buffers, so its request is
+granted over the budget.
 
-[Note: order] A fetch of a key starts after the store of it that is on its way, and so does another store. Otherwise
+[Note: order] A fetch of a key starts after the store of it that is in flight, and so does another store. Otherwise
 transfers are independent.
 """
 
@@ -24,24 +25,24 @@ __all__ = ["NvmeTier"]
 
 
 class _Fetch:
-    """Parked until there is room and nothing of its key is being written; then on its way."""
+    """Queued until there is room and its key is not being written; then in flight."""
 
     def __init__(self, tier: NvmeTier, key: str, nbytes: int) -> None:
         self.tier = tier
         self.key = key
-        self.nbytes = nbytes  # what is read; the loan is of the key's size
-        self.loan: Tensor | None = None
+        self.nbytes = nbytes  # to read; the buffer is of the key's size
+        self.buffer: Tensor | None = None
         self.done = threading.Event()
         self.error: Exception | None = None
 
     def wait(self) -> Tensor:
         if not self.done.is_set():
-            self.tier._make_way(self)
+            self.tier._start_now(self)
             self.done.wait()
         if self.error is not None:
             raise self.error
-        assert self.loan is not None, f"{self.key}: fetched nothing"
-        return self.loan
+        assert self.buffer is not None, f"{self.key}: fetched nothing"
+        return self.buffer
 
 
 class NvmeTier:
@@ -51,12 +52,12 @@ class NvmeTier:
         sizes: key -> bytes.
         folder: examined before.
         where: the config key of the folder, for errors.
-        buffers: what is lent.
+        buffers: the pool to read into and to write from.
         settings: how the file is read and written.
 
     Attributes:
-        file: where it all is.
-        buffers: with how much is on loan.
+        file: of all keys.
+        buffers: the pool.
 
     Raises:
         ConfigError: the folder does not take the file, or has not the space.
@@ -71,78 +72,82 @@ class NvmeTier:
             self._table[key] = end, nbytes
             end += aligned_nbytes(nbytes)
         self.nbytes = sum(sizes.values())
-        self.file = BlockFile(folder, max(end, ALIGN_NBYTES), where, settings)  # a file of nothing cannot be reserved
+        self.file = BlockFile(folder, max(end, ALIGN_NBYTES), where, settings)  # no file of 0 bytes can be reserved
         self.buffers = buffers
         self.name = f"{folder.path} ({folder.file_system})"
         self.traffic: Mapping[Direction, Traffic] = self.file.traffic
         self._state = threading.Condition()
-        self._parked: deque[_Fetch] = deque()
+        self._queued: deque[_Fetch] = deque()
         self._writing: set[str] = set()
         self._failure: Exception | None = None
 
     def fetch(self, key: str, nbytes: int | None = None) -> _Fetch:
         """See `Tier.fetch`."""
+        # Queued even if it can start at once, so that there is one place that decides about room and order.
         fetch = _Fetch(self, key, self._table[key][1] if nbytes is None else nbytes)
         with self._state:
-            self._parked.append(fetch)
-            self._unpark()
+            self._queued.append(fetch)
+            self._start_queued()
         return fetch
 
     def take(self, key: str) -> Tensor:
         """See `Tier.take`; waits for room as [Note: no deadlock] says."""
         with self._state:
-            return self._room(self._table[key][1])
+            return self._acquire(self._table[key][1])
 
-    def store(self, key: str, loan: Tensor, nbytes: int | None = None) -> None:
+    def store(self, key: str, buffer: Tensor, nbytes: int | None = None) -> None:
         """See `Tier.store`."""
         offset, size = self._table[key]
-        assert loan.numel() == size and self.buffers.owns(loan), f"{key}: stored what this tier did not lend"
+        assert buffer.numel() == size and self.buffers.owns(buffer), f"{key}: stored a buffer that is not this tier's"
 
         def stored(error: Exception | None) -> None:
             with self._state:
                 self._failure = self._failure or error
                 self._writing.discard(key)
-                self.buffers.release(loan)
-                self._unpark()
+                self.buffers.release(buffer)
+                self._start_queued()
                 self._state.notify_all()
 
+        # Two writes of one key in flight could land in either order.
         with self._state:
             self._state.wait_for(lambda: key not in self._writing)
             self._writing.add(key)
-        self.file.start("write", _whole_blocks(loan, size if nbytes is None else nbytes), offset, stored)
+        self.file.start("write", _aligned(buffer, size if nbytes is None else nbytes), offset, stored)
 
-    def release(self, loan: Tensor) -> None:
+    def release(self, buffer: Tensor) -> None:
         """See `Tier.release`."""
         with self._state:
-            self.buffers.release(loan)
-            self._unpark()
+            self.buffers.release(buffer)
+            self._start_queued()
 
     def read(self, key: str, start: int, nbytes: int) -> Tensor:
-        """See `Tier.read`. With checksums whole blocks are read, so that there is a sum to compare."""
+        """See `Tier.read`. With checksums entire blocks are read, so that there is a sum to compare."""
+        # Direct I/O reads multiples of the alignment: the range is widened to them, and the bytes asked for cut out.
         unit = self.file.settings.block_nbytes if self.file.settings.checksum else ALIGN_NBYTES
         base, size = self._table[key]
         first = max((base + start) // unit * unit, base)
         last = min(-(-(base + start + nbytes) // unit) * unit, base + aligned_nbytes(size))
         with self._state:
             self._state.wait_for(lambda: key not in self._writing)
-            loan = self._room(last - first)
+            buffer = self._acquire(last - first)
         arrived, errors = threading.Event(), []
 
         def done(error: Exception | None) -> None:
             errors.append(error)
             arrived.set()
 
-        self.file.start("read", loan, first, done)
+        self.file.start("read", buffer, first, done)
         arrived.wait()
         try:
             if errors[0] is not None:
                 raise errors[0]
-            return loan[base + start - first :][:nbytes].clone()
+            return buffer[base + start - first :][:nbytes].clone()
         finally:
-            self.release(loan)
+            self.release(buffer)
 
     def settle(self) -> None:
         """See `Tier.settle`."""
+        # A write fails in a thread of the file, where no caller could catch it: it is raised here, once.
         with self._state:
             self._state.wait_for(lambda: not self._writing)
             failure, self._failure = self._failure, None
@@ -154,50 +159,53 @@ class NvmeTier:
         self.file.close()
         self.buffers.clear()
 
-    # -- room, and order; all of it under the lock
+    # --- room, and order; all of it under the lock
 
-    def _unpark(self) -> None:
-        """Starts the fetches that may go now, first come first served as far as room goes."""
-        for fetch in list(self._parked):
+    def _start_queued(self) -> None:
+        """Starts the queued fetches that may start now, in their order, as far as there is room."""
+        for fetch in list(self._queued):
             if fetch.key in self._writing:
                 continue
-            loan = self.buffers.acquire(self._table[fetch.key][1])
-            if loan is None:
+            buffer = self.buffers.acquire(self._table[fetch.key][1])
+            # The first that finds no room stops the rest: a smaller one behind it must not overtake it for ever.
+            if buffer is None:
                 return
-            self._start(fetch, loan)
+            self._start(fetch, buffer)
 
-    def _make_way(self, fetch: _Fetch) -> None:
-        """Somebody waits for this fetch: if it is still parked it goes as soon as it can, and before the others."""
+    def _start_now(self, fetch: _Fetch) -> None:
+        """Starts a fetch that a thread waits for as soon as possible, before others that are queued."""
         with self._state:
-            self._state.wait_for(lambda: fetch not in self._parked or fetch.key not in self._writing)
-            if fetch in self._parked:
-                loan = self._room(self._table[fetch.key][1])
-                if fetch in self._parked:
-                    self._start(fetch, loan)
-                else:  # granted while it waited for room
-                    self.buffers.release(loan)
+            self._state.wait_for(lambda: fetch not in self._queued or fetch.key not in self._writing)
+            if fetch in self._queued:
+                buffer = self._acquire(self._table[fetch.key][1])
+                if fetch in self._queued:
+                    self._start(fetch, buffer)
+                else:  # the end of a write has started it while this thread waited for room
+                    self.buffers.release(buffer)
 
-    def _room(self, nbytes: int) -> Tensor:
-        while (loan := self.buffers.acquire(nbytes)) is None:
+    def _acquire(self, nbytes: int) -> Tensor:
+        """A buffer, as [Note: no deadlock] says."""
+        while (buffer := self.buffers.acquire(nbytes)) is None:
+            # No write in flight, no buffer that will be released by itself: see [Note: no deadlock].
             if not self._writing:
                 return self.buffers.acquire_over_budget(nbytes)
             self._state.wait()
-        return loan
+        return buffer
 
-    def _start(self, fetch: _Fetch, loan: Tensor) -> None:
-        self._parked.remove(fetch)
-        fetch.loan = loan
+    def _start(self, fetch: _Fetch, buffer: Tensor) -> None:
+        self._queued.remove(fetch)
+        fetch.buffer = buffer
 
         def done(error: Exception | None) -> None:
             if error is not None:
                 fetch.error = error
-                self.release(loan)
+                self.release(buffer)
             fetch.done.set()
 
         offset = self._table[fetch.key][0]
-        self.file.start("read", _whole_blocks(loan, fetch.nbytes), offset, done)
+        self.file.start("read", _aligned(buffer, fetch.nbytes), offset, done)
 
 
-def _whole_blocks(loan: Tensor, nbytes: int) -> Tensor:
-    """The loan's first `nbytes`, and what is behind them up to the next multiple of the alignment."""
-    return torch.as_strided(loan, (aligned_nbytes(nbytes),), (1,))
+def _aligned(buffer: Tensor, nbytes: int) -> Tensor:
+    """The buffer's first `nbytes`, and those after them up to the next multiple of the alignment, for direct I/O."""
+    return torch.as_strided(buffer, (aligned_nbytes(nbytes),), (1,))

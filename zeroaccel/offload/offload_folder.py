@@ -1,6 +1,6 @@
-"""Whether a folder will do for offload, asked before training: that it is one, on which file system, with what space.
+"""Checks a folder for offload before training: that it exists, on which file system, with how much space. No torch.
 
-Only looks. Errors name the config key that gave the folder.
+Creates nothing. Errors name the config key of the folder.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _NETWORK = {
 
 @dataclass(frozen=True)
 class OffloadFolder:
-    """A folder that will do.
+    """A folder that passed the checks.
 
     Attributes:
         path: absolute.
-        file_system: its type, "ext4"; "unknown" where the system does not tell.
+        file_system: its type, "ext4"; "unknown" where there is no /proc.
         free_nbytes: for this user, now.
     """
 
@@ -48,7 +48,7 @@ class OffloadFolder:
 
 
 def examine_folder(path: str | os.PathLike[str], where: str) -> OffloadFolder:
-    """What is known of the folder.
+    """Checks a folder.
 
     Args:
         where: the config key that names it, for errors.
@@ -60,11 +60,13 @@ def examine_folder(path: str | os.PathLike[str], where: str) -> OffloadFolder:
     if not folder.is_dir():
         got = f"{folder}, which {'is a file' if folder.exists() else 'does not exist'}"
         raise ConfigError(where, expected="a folder on a local disk", got=got, fix="create it or name another")
+    # os.access alone would not say why: a read-only mount is mended otherwise than permissions.
     if os.statvfs(folder).f_flag & os.ST_RDONLY:
         got = f"{folder}, which is on a read-only file system"
         raise ConfigError(where, expected="a folder one may write to", got=got, fix="name another, or mount it anew")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(where, expected="a folder one may write to", got=str(folder), fix="change its permissions")
+    # A folder in memory is an error, since offload to it frees nothing; a network file system is only slow.
     kind = _file_system(folder)
     if kind in _IN_MEMORY:
         raise ConfigError(
@@ -83,10 +85,11 @@ def _file_system(folder: Path) -> str:
     table = Path("/proc/self/mountinfo")
     if not table.exists():
         return "unknown"
-    best, found = "", "unknown"
+    # The longest mount point above the folder. Of two mounted on one point the later hides the earlier.
+    best, kind = "", "unknown"
     for line in table.read_text().splitlines():
         before, _, after = line.partition(" - ")
         point = before.split()[4].encode().decode("unicode_escape")
         if (folder == Path(point) or Path(point) in folder.parents) and len(point) >= len(best):
-            best, found = point, after.split()[0]  # of two mounted on one point the later hides the earlier
-    return found
+            best, kind = point, after.split()[0]
+    return kind

@@ -1,7 +1,6 @@
-"""What a tier is: where bytes live under a key between uses, and how they are brought and sent back.
+"""The protocol of a tier, which stores bytes under keys and swaps them in and out, and the tier in host memory.
 
-In host memory (`HostTier`) nothing has to move; `nvme.py` has the tier in files. Users speak only of keys; they cannot
-tell tiers apart but by time.
+`nvme.py` has the tier in a file. Callers use keys only; tiers differ for them in nothing but time.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from torch import Tensor
 from zeroaccel.offload.file_io import Direction, Traffic
 from zeroaccel.offload.host_buffers import aligned_bytes, aligned_nbytes
 
-__all__ = ["Fetch", "HostTier", "MemoryTier", "StoredElements", "Tier"]
+__all__ = ["Fetch", "HostTier", "StoredElements", "Tier"]
 
 
 class Fetch(Protocol):
-    """Bytes on their way from a tier."""
+    """A read from a tier in flight."""
 
     def wait(self) -> Tensor:
-        """(nbytes,) uint8 in host memory, on loan until `Tier.store` or `release`.
+        """(nbytes,) uint8 in host memory, the caller's until `Tier.store` or `release`.
 
         Raises:
-            OffloadError: they do not come back as they were stored.
+            OffloadError: the bytes cannot be read, or are not those that were stored.
         """
 
 
@@ -36,8 +35,8 @@ class Tier(Protocol):
     Life of a key: `take` a buffer, fill it, `store` it; then any number of times `fetch`, and `store` or `release`.
 
     Attributes:
-        name: for people: "host memory".
-        nbytes: of all keys together, as laid out.
+        name: for messages: "host memory".
+        nbytes: of all keys together.
     """
 
     name: str
@@ -45,43 +44,43 @@ class Tier(Protocol):
 
     @property
     def traffic(self) -> Mapping[Direction, Traffic]:
-        """What went to and from it."""
+        """Bytes and seconds of each direction."""
 
     def fetch(self, key: str, nbytes: int | None = None) -> Fetch:
-        """Starts to bring the first `nbytes` of a key (all by default), after a store of it that is on its way.
+        """Starts to read the first `nbytes` of a key (all by default), after a store of it that is in flight.
 
-        The loan has room for all of the key.
+        The buffer has room for all of the key.
         """
 
     def take(self, key: str) -> Tensor:
-        """A buffer for all of a key's bytes, holding anything, on loan until `store` or `release`."""
+        """An uninitialised buffer for all of a key's bytes, the caller's until `store` or `release`."""
 
-    def store(self, key: str, loan: Tensor, nbytes: int | None = None) -> None:
-        """Starts to put the first `nbytes` of a loan back (all by default); it must not be touched any more.
+    def store(self, key: str, buffer: Tensor, nbytes: int | None = None) -> None:
+        """Starts to write the first `nbytes` of a buffer (all by default), which must not be touched any more.
 
         Errors come with the next `settle`.
         """
 
-    def release(self, loan: Tensor) -> None:
-        """Ends a loan that was only read."""
+    def release(self, buffer: Tensor) -> None:
+        """Gives a buffer back that was only read."""
 
     def read(self, key: str, start: int, nbytes: int) -> Tensor:
-        """A copy of bytes [start, start + nbytes) of a key. May be called beside everything else, by any thread."""
+        """A copy of bytes [start, start + nbytes) of a key. May be called at any time, by any thread."""
 
     def settle(self) -> None:
-        """Returns when every store is done.
+        """Blocks until every store is complete.
 
         Raises:
             OffloadError: of one that failed.
         """
 
     def close(self) -> None:
-        """Gives everything back. Idempotent."""
+        """Frees all memory and files. Idempotent."""
 
 
 @dataclass(frozen=True)
 class StoredElements:
-    """Elements outside of memory: what a tensor of them would hold, for a reader that takes a chunk at a time.
+    """The elements of a tensor that lies in a tier, for a reader that takes a chunk at a time.
 
     Attributes:
         length: elements.
@@ -95,13 +94,13 @@ class StoredElements:
 
     @classmethod
     def under(cls, tier: Tier, key: str, start: int, length: int, dtype: torch.dtype) -> StoredElements:
-        """Those that begin at byte `start` of a key."""
+        """The elements that begin at byte `start` of a key."""
         size = dtype.itemsize
         return cls(length, dtype, lambda first, n: tier.read(key, start + first * size, n * size).view(dtype))
 
     @classmethod
     def joined(cls, parts: Sequence[StoredElements], dtype: torch.dtype) -> StoredElements:
-        """Those of several, of one dtype, one after the other."""
+        """The elements of several, of one dtype, one after the other."""
 
         def read(first: int, count: int) -> Tensor:
             rows, begin = [], 0
@@ -120,6 +119,7 @@ class StoredElements:
 
     def chunks(self, limit_nbytes: int) -> Iterator[Tensor]:
         """Their bytes in order, (n,) uint8 with n <= limit_nbytes, each chunk read when it is asked for."""
+        # Chunks, so that a checkpoint of a model larger than host memory never has all of it there.
         step = max(limit_nbytes // self.dtype.itemsize, 1)
         for first in range(0, self.length, step):
             yield self.read(first, min(step, self.length - first)).view(torch.uint8)
@@ -129,8 +129,8 @@ class StoredElements:
         return self.read(0, self.length) if self.length else torch.empty(0, dtype=self.dtype)
 
 
-class _Here:
-    """A fetch of what is here already."""
+class _Immediate:
+    """A fetch of what is in memory already."""
 
     __slots__ = ("_data",)
 
@@ -141,58 +141,54 @@ class _Here:
         return self._data
 
 
-class MemoryTier:
-    """A tier that lends what it holds: no copies, so a change shows at once. See `Tier`.
+class HostTier:
+    """A tier in host memory. Its buffers are the stored bytes themselves: no copies, and a change shows at once.
+
+    See `Tier`.
 
     Args:
         sizes: key -> bytes.
-        allocate: makes the memory of one key.
+        pinned: page-locked memory, for a CUDA device to copy from and to.
+
+    Example:
+        >>> tier = HostTier({"layers.0": 8}, pinned=False)
+        >>> buffer = tier.take("layers.0")
+        >>> _ = buffer.fill_(7)
+        >>> tier.store("layers.0", buffer)
+        >>> tier.fetch("layers.0").wait()[:3]
+        tensor([7, 7, 7], dtype=torch.uint8)
     """
 
-    name = "memory"
+    name = "host memory"
 
-    def __init__(self, sizes: Mapping[str, int]) -> None:
+    def __init__(self, sizes: Mapping[str, int], *, pinned: bool) -> None:
         self.nbytes = sum(sizes.values())
         self.traffic: dict[Direction, Traffic] = {"read": Traffic(), "write": Traffic()}
         self._sizes = dict(sizes)
-        self._held: dict[str, Tensor] = {}
-
-    def allocate(self, nbytes: int) -> Tensor:
-        """(nbytes,) uint8 for one key."""
-        raise NotImplementedError
+        self._pinned = pinned
+        self._buffers: dict[str, Tensor] = {}
 
     def fetch(self, key: str, nbytes: int | None = None) -> Fetch:
-        return _Here(self.take(key))
+        return _Immediate(self.take(key))
 
     def take(self, key: str) -> Tensor:
-        if key not in self._held:
-            self._held[key] = self.allocate(self._sizes[key])
-        return self._held[key]
+        # Allocated at the first use of a key, so that a tier costs no memory before there is something to store.
+        if key not in self._buffers:
+            nbytes = self._sizes[key]
+            self._buffers[key] = aligned_bytes(aligned_nbytes(max(nbytes, 1)), pinned=self._pinned)[:nbytes]
+        return self._buffers[key]
 
-    def store(self, key: str, loan: Tensor, nbytes: int | None = None) -> None:
-        assert loan is self._held[key], f"{key}: stored what this tier did not lend"
+    def store(self, key: str, buffer: Tensor, nbytes: int | None = None) -> None:
+        assert buffer is self._buffers[key], f"{key}: stored a buffer that is not this tier's"
 
-    def release(self, loan: Tensor) -> None:
+    def release(self, buffer: Tensor) -> None:
         return None
 
     def read(self, key: str, start: int, nbytes: int) -> Tensor:
-        return self._held[key][start : start + nbytes].clone()
+        return self._buffers[key][start : start + nbytes].clone()
 
     def settle(self) -> None:
         return None
 
     def close(self) -> None:
-        self._held.clear()
-
-
-class HostTier(MemoryTier):
-    """A tier in host memory, page-locked if a CUDA device copies from and to it."""
-
-    name = "host memory"
-
-    def __init__(self, sizes: Mapping[str, int], *, pinned: bool) -> None:
-        super().__init__(sizes)
-        self._pinned = pinned
-
-    def allocate(self, nbytes: int) -> Tensor:
-        return aligned_bytes(aligned_nbytes(max(nbytes, 1)), pinned=self._pinned)[:nbytes]
+        self._buffers.clear()

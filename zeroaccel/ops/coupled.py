@@ -1,8 +1,9 @@
 """Sums that a coupled optimizer takes over all parameters, to the same bits however these are sharded.
 
 An optimizer that estimates its step size from all parameters, or clips by their common norm, cannot be stepped on a
-shard, unless the sums it needs go over the shards of all ranks. `CoupledOptimizer` is how a class says that it takes
-them from somebody else; `Reductions` is what it is given. Knows nothing of processes: how numbers travel is a function.
+shard, unless the sums it needs go over the shards of all ranks. A class declares by the protocol `CoupledOptimizer`
+that it takes them from a `Reductions` that the engine passes in. Knows nothing of processes: the all-reduce is a
+function.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ _HALF = 25
 _TILE_NUMEL = 1 << 22  # bounds the float64 and int64 temporaries: 32 MiB each
 
 
-def _alone(tensor: Tensor, op: Literal["sum", "max"]) -> None:
-    """One process has everything."""
+def _one_process(tensor: Tensor, op: Literal["sum", "max"]) -> None:
+    """The all-reduce over one rank."""
 
 
 class Reductions:
@@ -37,14 +38,14 @@ class Reductions:
 
     Args:
         all_reduce: over the ranks among which the parameters are divided; by default there is one.
-        counts: whether this rank's elements are in sums; what several ranks hold is in that of one of them.
+        counts: whether this rank's elements are in sums; of elements that several ranks hold, one rank counts.
 
     Example:
         >>> Reductions().sum([torch.tensor([1.0, 2.0]), torch.tensor([0.5])])
         3.5
     """
 
-    def __init__(self, all_reduce: AllReduce = _alone, *, counts: bool = True) -> None:
+    def __init__(self, all_reduce: AllReduce = _one_process, *, counts: bool = True) -> None:
         self._all_reduce = all_reduce
         self._counts = counts
 
@@ -75,13 +76,13 @@ class Reductions:
 
     def largest(self, tensors: Sequence[Tensor]) -> float:
         """The largest magnitude of any element of any rank; 0.0 of none, inf where one is not finite. (all ranks)"""
-        found = 0.0
+        largest = 0.0
         for tile in _tiles(tensors):
             own = float(tile.abs().max())
-            found = max(found, own) if math.isfinite(own) else math.inf
-        fact = torch.tensor([found], dtype=torch.float64)
-        self._all_reduce(fact, "max")
-        return float(fact)
+            largest = max(largest, own) if math.isfinite(own) else math.inf
+        maximum = torch.tensor([largest], dtype=torch.float64)
+        self._all_reduce(maximum, "max")
+        return float(maximum)
 
 
 def _tiles(tensors: Sequence[Tensor]) -> Iterator[Tensor]:

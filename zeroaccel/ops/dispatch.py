@@ -1,9 +1,9 @@
-"""From tensors to `kernels`: views CPU tensors as arrays, and gives each thread its span of a call.
+"""Dispatch to `kernels`: CPU tensors viewed as arrays, and one span of a call per thread.
 
 Threads are Python's, over kernels that release the GIL, because Numba's own parallel layers end the process when it
 forks after OpenMP started (every DataLoader worker does) or when two threads enter their work queue at once. A
-hand-over costs about 50 us, so short calls run where they are. Neither the number of threads nor the cuts may change
-a result; that is the kernels' contract.
+hand-over costs about 50 us, so short calls run on the calling thread. Neither the number of threads nor the spans may
+change a result; that is the kernels' contract.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zeroaccel.ops.number_formats import Array
 
-__all__ = ["array_of", "borrowed_array", "in_spans", "threads", "use_threads"]
+__all__ = ["array_of", "in_spans", "threads", "unowned_array", "use_threads"]
 
 _Result = TypeVar("_Result")
 
@@ -32,7 +32,7 @@ _PATTERNS = {
     **{torch.bfloat16: np.uint16, torch.float16: np.int16},
 }
 _pool: ThreadPoolExecutor | None = None
-_chosen: int | None = None
+_num_threads: int | None = None
 
 
 def array_of(tensor: Tensor) -> Array:
@@ -49,7 +49,7 @@ def array_of(tensor: Tensor) -> Array:
 
 
 class _Memory:
-    """What NumPy asks an object that offers its memory."""
+    """NumPy's array interface over the memory of a tensor."""
 
     def __init__(self, tensor: Tensor) -> None:
         dtype = np.dtype(_PATTERNS[tensor.dtype])
@@ -61,8 +61,8 @@ class _Memory:
         }
 
 
-def borrowed_array(tensor: Tensor) -> Array:
-    """As `array_of`, also of int16, for the length of a call: the array does not keep the memory.
+def unowned_array(tensor: Tensor) -> Array:
+    """As `array_of`, also of int16, for the length of a call: the array does not keep the memory alive.
 
     A storage that `Tensor.numpy` has seen can never be freed by resizing again, as those of sharded units must be.
     """
@@ -71,14 +71,14 @@ def borrowed_array(tensor: Tensor) -> Array:
 
 
 def threads() -> int:
-    """How many threads a call is spread over: as `use_threads` said, else as torch's own operations."""
-    return _chosen or torch.get_num_threads()
+    """How many threads a call is spread over: those of `use_threads`, else of torch's own operations."""
+    return _num_threads or torch.get_num_threads()
 
 
 def use_threads(count: int | None) -> None:
-    """Says how many threads calls are spread over from now on in this process; None for torch's number."""
-    global _chosen
-    _chosen = count
+    """Sets how many threads calls are spread over in this process; None for torch's number."""
+    global _num_threads
+    _num_threads = count
 
 
 def in_spans(numel: int, work: Callable[[int, int], _Result]) -> list[_Result]:

@@ -35,7 +35,7 @@ class Adagrad(ShardOptimizer):
         weight_decay: at least 0; weight_decay * weights joins the gradient (L2).
         initial_accumulator_value: what the sums of squares start from, at least 0.
         eps: added to the denominator, at least 0.
-        moments_dtype: "fp32" (4 bytes per parameter) or "bf16" (2), rounded at random; see the notes in `updates`.
+        moments_dtype: "fp32" (4 bytes per parameter) or "bf16" (2), rounded stochastically; see the notes in `updates`.
 
     Raises:
         UsageError: for a hyperparameter out of its range.
@@ -81,15 +81,15 @@ class Adagrad(ShardOptimizer):
 
 
 CPUAdagrad = Adagrad
-"""DeepSpeed's scripts know the class by what it is there; here it serves every device."""
+"""DeepSpeed's name of the class; here it serves every device."""
 
 
 class Adam(ShardOptimizer):
-    """Adam (Kingma & Ba 2015) with decoupled weight decay (Loshchilov & Hutter 2019) unless told otherwise.
+    """Adam (Kingma & Ba 2015) with decoupled weight decay (Loshchilov & Hutter 2019) by default.
 
     ``state[param] = {"step": int, "exp_avg": Tensor, "exp_avg_sq": Tensor}``, shaped like the parameter; float32, or as
-    `moments_dtype` says, with ``"exp_avg_exponents"`` and ``"exp_avg_sq_exponents"`` beside 8-bit codes. A state_dict
-    of torch.optim.Adam or AdamW loads, and theirs take ours.
+    `moments_dtype` says, with ``"exp_avg_exponents"`` and ``"exp_avg_sq_exponents"`` where these are 8-bit codes. A
+    state_dict of torch.optim.Adam or AdamW loads, and theirs take ours.
 
     Args:
         params: float32 by the time they are stepped; parameters or groups, as for any torch optimizer.
@@ -101,11 +101,19 @@ class Adam(ShardOptimizer):
         amsgrad: must be False; the parameter is there because configurations name it.
         adamw_mode: True is AdamW: the weights shrink by lr * weight_decay; False is L2: weight_decay * weights joins
             the gradient.
-        moments_dtype: "fp32" (8 bytes per parameter), "bf16" (4) or "int8" (2.06), the last two rounded at random; see
-            the notes in `updates`.
+        moments_dtype: "fp32" (8 bytes per parameter), "bf16" (4) or "int8" (2.06), the last two rounded stochastically;
+            see the notes in `updates`.
 
     Raises:
         UsageError: for a hyperparameter out of its range, or `amsgrad`.
+
+    Example:
+        >>> weights = torch.nn.Parameter(torch.ones(4))
+        >>> optimizer = Adam([weights], lr=0.5)
+        >>> weights.grad = torch.full((4,), 2.0)
+        >>> optimizer.step()
+        >>> weights.data
+        tensor([0.5000, 0.5000, 0.5000, 0.5000])
     """
 
     kernel = staticmethod(updates.adam)
@@ -163,6 +171,7 @@ class Adam(ShardOptimizer):
     def _update_tile(self, x: Tensor, buffers: Sequence[Tensor], d: Tensor, coefficients: Sequence[float]) -> None:
         m, v = buffers
         decay, l2, weight1, beta2, weight2, inverse_root, eps, negative_step = coefficients
+        # The order of `updates.adam`, one rounding per operation, so that both give the same bits.
         d += x * l2
         m += (d - m).mul_(weight1)
         v.mul_(beta2).add_((d * weight2).mul_(d))
@@ -170,7 +179,7 @@ class Adam(ShardOptimizer):
 
 
 CPUAdam = Adam
-"""DeepSpeed's scripts know the class by what it is there; here it serves every device."""
+"""DeepSpeed's name of the class; here it serves every device."""
 
 
 class Lion(ShardOptimizer):
@@ -183,7 +192,7 @@ class Lion(ShardOptimizer):
         lr: learning rate, at least 0: the size of every element's step.
         betas: weights of the momentum in the sign and in the momentum's own update, in [0, 1).
         weight_decay: at least 0; the weights shrink by lr * weight_decay.
-        moments_dtype: "fp32" (4 bytes per parameter) or "bf16" (2), rounded at random; see the notes in `updates`.
+        moments_dtype: "fp32" (4 bytes per parameter) or "bf16" (2), rounded stochastically; see the notes in `updates`.
 
     Raises:
         UsageError: for a hyperparameter out of its range.
@@ -208,7 +217,7 @@ class Lion(ShardOptimizer):
     def _advance(self, group: Hyperparameters, param: Tensor) -> tuple[list[Tensor | None], list[float | np.uint32]]:
         self._make_moments(param)
         state = self.state[param]
-        state["step"] = step = int(state.get("step", 0)) + 1  # the formula has no use for it; the rounding has
+        state["step"] = step = int(state.get("step", 0)) + 1  # the formula does not use it; the rounding does
         lr, (beta1, beta2) = float(group["lr"]), group["betas"]
         decay = 1 - lr * float(group["weight_decay"])
         return self._moments_of(param), [self._key(step), decay, beta1, 1 - beta1, beta2, 1 - beta2, -lr]
@@ -217,15 +226,14 @@ class Lion(ShardOptimizer):
         (m,) = buffers
         decay, beta1, weight1, beta2, weight2, negative_lr = coefficients
         c = (m * beta1).add_(d * weight1)
-        direction = torch.where(
-            c.abs() > 0, c.sign(), c
-        )  # zero stays itself, and so does NaN, whose sign torch has as 0
+        # Zero stays itself, and so does NaN, of which torch says that its sign is 0.
+        direction = torch.where(c.abs() > 0, c.sign(), c)
         x.mul_(decay).add_(direction.mul_(negative_lr))
         m.mul_(beta2).add_(d.mul_(weight2))
 
 
 CPULion = Lion
-"""DeepSpeed's scripts know the class by what it is there; here it serves every device."""
+"""DeepSpeed's name of the class; here it serves every device."""
 
 
 class SGD(ShardOptimizer):
@@ -295,4 +303,4 @@ class SGD(ShardOptimizer):
 
 
 CPUSGD = SGD
-"""The same class, under the pattern of its siblings' names."""
+"""The same class, named like its siblings."""

@@ -105,7 +105,7 @@ def sum_rows(out: Array, flat: Array, row_numel: int, start: int, stop: int, sca
 
 
 # ---- codes: blocks of values as small integers times one float32 scale ----
-# `codecs` of `comm` states the format and its error bounds. Blocks [first, last) of `values` are read or written.
+# `comm/quantized.py` states the format and its error bounds. Blocks [first, last) of `values` are read or written.
 
 
 @inlined

@@ -1,4 +1,4 @@
-"""How a moment is kept between steps: float32, bfloat16, or 8-bit blocks; in torch operations, on any device.
+"""Storage formats of optimizer moments: float32, bfloat16, or 8-bit blocks; in torch operations, on any device.
 
 The formats and their rounding are described in `updates`, whose loops read and write them in one pass on the CPU. Here
 they are made, converted (a checkpoint has one value per element, whatever the format), and updated on other devices,
@@ -20,9 +20,9 @@ __all__ = [
     "decode",
     "encode",
     "exponents_name",
-    "in_format",
     "per_element",
     "random_bits",
+    "to_format",
     "write_rounded",
 ]
 
@@ -31,11 +31,11 @@ MOMENT_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch
 
 _WORD = 0xFFFFFFFF
 _INF = 0x7F800000
-_CODE_BITS = 20  # of a magnitude's 23 bits of mantissa, those that a code has not
+_DROPPED_BITS = 20  # of a magnitude's 23 bits of mantissa, those that a code does not have
 
 
 def exponents_name(name: str) -> str:
-    """The entry beside ``state[name]`` that holds the exponents of its blocks: uint8, one per BLOCK_NUMEL elements."""
+    """The state entry for the exponents of the blocks of ``state[name]``: uint8, one per BLOCK_NUMEL elements."""
     return f"{name}_exponents"
 
 
@@ -60,7 +60,7 @@ def decode(codes: Tensor, exponents: Tensor, *, signed: bool) -> Tensor:
     wide = codes.to(torch.int32)
     magnitude = wide & 0x7F if signed else wide
     lowest = (exponent - reach + 1).clamp(min=1) << 23
-    steps = magnitude << _CODE_BITS
+    steps = magnitude << _DROPPED_BITS
     small = (lowest + steps).view(torch.float32) - lowest.view(torch.float32)
     large = (steps + lowest - (1 << 23)).view(torch.float32)
     values = torch.where(magnitude < 8, small, large)
@@ -87,27 +87,27 @@ def encode(values: Tensor, *, signed: bool, random: Tensor | None = None) -> tup
     small = _bits(_float(magnitude) + _float(lowest)) - lowest
     steps = torch.where(magnitude < lowest, small, magnitude - lowest + (1 << 23))
     if random is None:
-        codes = (steps + ((1 << 19) - 1) + ((steps >> _CODE_BITS) & 1)) >> _CODE_BITS
+        codes = (steps + ((1 << 19) - 1) + ((steps >> _DROPPED_BITS) & 1)) >> _DROPPED_BITS
     else:
-        codes = (steps + ((random & 0xFFFF) << 4)) >> _CODE_BITS
+        codes = (steps + ((random & 0xFFFF) << 4)) >> _DROPPED_BITS
     signs = (bits >> 24) & 0x80
     codes = (codes & 0x7F) | signs if signed else torch.where(values > 0, codes.clamp(min=1), codes)
     codes = torch.where(exponent == 255, 0, codes & 0xFF)
     return codes.to(torch.uint8), exponents.to(torch.uint8)
 
 
-def write_rounded(kept: Tensor, values: Tensor, random: Tensor) -> None:
-    """Writes float32 `values` into the bfloat16 `kept`, rounded up or down at random by 16 bits of `random`."""
+def write_rounded(out: Tensor, values: Tensor, random: Tensor) -> None:
+    """Writes float32 `values` into the bfloat16 `out`, rounded up or down by 16 bits of `random`."""
     bits = _bits(values)
     rounded = ((bits + (random & 0xFFFF)) >> 16) << 16
     finite = (bits & _INF) < _INF
-    kept.copy_(torch.where(finite, _float(rounded), values))
+    out.copy_(torch.where(finite, _float(rounded), values))
 
 
-def in_format(value: Tensor, name: str, dtype: torch.dtype, *, signed: bool) -> dict[str, Tensor]:
-    """State entries that stand for `value` (any floating dtype, one value per element) in another format.
+def to_format(value: Tensor, name: str, dtype: torch.dtype, *, signed: bool) -> dict[str, Tensor]:
+    """The state entries of `value` (any floating dtype, one value per element) in another format.
 
-    Values that the format has not are rounded to nearest, ties to even.
+    Values that the format cannot represent are rounded to nearest, ties to even.
     """
     if dtype is not torch.uint8:
         return {name: value.to(dtype)}
@@ -116,11 +116,11 @@ def in_format(value: Tensor, name: str, dtype: torch.dtype, *, signed: bool) -> 
 
 
 def per_element(state: Mapping[str, Any], name: str, *, signed: bool) -> Tensor:
-    """``state[name]`` with one number per element: itself, or what its 8-bit blocks stand for, exactly, in bfloat16."""
-    kept: Tensor = state[name]
-    if kept.dtype is not torch.uint8:
-        return kept
-    return decode(kept.view(-1), state[exponents_name(name)], signed=signed).to(torch.bfloat16).view(kept.shape)
+    """``state[name]`` with one number per element: itself, or its 8-bit blocks decoded, exactly, to bfloat16."""
+    moment: Tensor = state[name]
+    if moment.dtype is not torch.uint8:
+        return moment
+    return decode(moment.view(-1), state[exponents_name(name)], signed=signed).to(torch.bfloat16).view(moment.shape)
 
 
 def _bits(values: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""What compiled loops are made of: how they are compiled, and 16-bit floats read and written as float32.
+"""Compilation of the loops, and 16-bit floats loaded and stored as float32 inside them.
 
-`kernels` and `updates` hold the loops; they see NumPy arrays, never tensors. The dtype of numbers is told by the
-array: float32 is itself, uint16 holds bfloat16 bits, int16 float16 bits.
+`kernels` and `updates` hold the loops; they see NumPy arrays, never tensors. The array's dtype is that of
+its numbers: float32 is itself, uint16 holds bfloat16 bits, int16 float16 bits.
 
 No fast-math, no contraction into FMA (Numba's default), so that the vector body and the scalar tail of a loop round
 alike. Every scalar is float32 unless a docstring says otherwise; a Python float would silently promote the arithmetic
@@ -44,31 +44,31 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def inlined(function: _Function) -> _Function:
-    """For the scalar functions that the loops are built of."""
+    """Decorator of the scalar functions that the loops call."""
     return cast(_Function, numba.njit(error_model="numpy")(function))
 
 
 def compiled(function: _Function) -> _Function:
-    """For a loop: compiled at the first call for each set of dtypes, then loaded from disk; it runs without the GIL.
+    """Decorator of a loop: compiled at the first call per set of dtypes, then loaded from disk; runs without the GIL.
 
-    Numba keeps what it compiles where `NUMBA_CACHE_DIR` says, else beside the function's file, else in the user's cache
-    folder. `error_model="numpy"` makes a division by zero inf or NaN; Python's has a branch there, and no vectors.
+    Numba caches in `NUMBA_CACHE_DIR`, else next to the function's file, else in the user's cache folder.
+    `error_model="numpy"` makes a division by zero inf or NaN; Python's has a branch there, and no vectors.
     """
     options: dict[str, Any] = {"nogil": True, "error_model": "numpy"}
     try:
-        made = numba.njit(cache=True, **options)(function)
-    except RuntimeError:  # Numba's way to say that none of those folders can be written
+        dispatcher = numba.njit(cache=True, **options)(function)
+    except RuntimeError:  # Numba raises it where none of those folders can be written
         log_once(
             logging.WARNING,
             "no folder for compiled kernels can be written: each process compiles its own; set NUMBA_CACHE_DIR",
         )
         return cast(_Function, numba.njit(**options)(function))
-    made._cache._cache_file._source_stamp = _stamp()
-    return cast(_Function, made)
+    dispatcher._cache._cache_file._source_stamp = _stamp()
+    return cast(_Function, dispatcher)
 
 
 def _stamp() -> list[tuple[float, int]]:
-    """What a cached loop is made of: Numba itself would notice a change of the function's own file only."""
+    """The files a cached loop depends on: Numba itself would notice a change of the function's own file only."""
     files = sorted(Path(__file__).parent.glob("*.py"))
     return [(status.st_mtime, status.st_size) for status in (file.stat() for file in files)]
 
@@ -182,7 +182,7 @@ def of_pattern(array: Any, pattern: Any) -> Any:
 
 
 def _load_for(array: Any, index: Any) -> Callable[..., Any] | None:
-    """Numba asks it, with types for arguments, what `load` is; it compares the annotations of both, too."""
+    """Numba calls it with types for the implementation of `load`; the annotations of both have to be equal."""
 
     def plain(array: Any, index: Any) -> Any:
         return array[index]

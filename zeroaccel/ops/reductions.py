@@ -95,7 +95,12 @@ def norm_from(high: int, low: int, exponent: int) -> float:
 
 
 def l2_norm(tensors: Iterable[Tensor]) -> float:
-    """The norm of all elements of `tensors` (as for `max_abs`) on this rank alone; inf if one is not finite."""
+    """The norm of all elements of `tensors` (as for `max_abs`) on this rank alone; inf if one is not finite.
+
+    Example:
+        >>> l2_norm([torch.tensor([3.0, 0.0]), torch.tensor([4.0])])
+        5.0
+    """
     tensors = list(tensors)
     largest = max((max_abs(tensor) for tensor in tensors), default=0.0)
     if not math.isfinite(largest):
@@ -109,6 +114,12 @@ def sum_ranks(out: Tensor, flat_chunks: Tensor, scale: float) -> None:
     """``out = round(scale * (((c0 + c1) + c2) + ...))``, for the chunks c0, c1, ... of ranks 0, 1, ...
 
     Sums and scales in float32; rounds to the dtype of `out` (nearest, ties to even; overflow to inf, NaN kept).
+
+    Example:
+        >>> out = torch.empty(2)
+        >>> sum_ranks(out, torch.tensor([[1.0, 2.0], [3.0, 4.0]]), scale=0.5)
+        >>> out
+        tensor([2., 3.])
 
     Args:
         out: (S,), contiguous, on the CPU; float32, bfloat16 or float16, not necessarily as the chunks. May be one of

@@ -1,12 +1,12 @@
-"""A float32 as its bfloat16 and what rounding took: 16 bits, and one more where those do not tell.
+"""A float32 split into its bfloat16 and a 16-bit residual, with one more bit where these are ambiguous.
 
 [Note: residual] Let w be x rounded to bfloat16 (nearest, ties to even), and r the low 16 bits of x as a signed number.
 Then, as integers, bits(x) = (bits(w) << 16) + r: if r is negative, x was rounded up to w, and the sum carries back. One
 pattern fails: low bits 0x8000 are half way, and an even upper half stays where it is. Those few have their bit in
 `ties`, one for each element, which adds 1 << 16 again. So every float32 comes back but a NaN, of which the sign and the
-upper bits do, in 17 bits beside the weight.
+upper bits do, in 17 bits per element besides the weight.
 
-`number_formats` rounds; this is used where masters are kept so (`state_swapper.py`).
+`number_formats` rounds; `ResidualMasters` (`swapped_masters.py`) keeps masters in this form.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from zeroaccel.ops.dispatch import borrowed_array, in_spans
+from zeroaccel.ops.dispatch import in_spans, unowned_array
 from zeroaccel.ops.number_formats import Array, bits_of, compiled, float_of, inlined
 
 __all__ = ["join", "split", "ties_nbytes"]
 
-_BYTES = 16  # of ties that are looked at together: hardly ever is there one among their 128 elements
-_TIE = 0x8000  # the low 17 bits of what stays even half way
+_BYTES = 16  # of ties that are examined together: hardly ever is there one among their 128 elements
+_TIE = 0x8000  # the low 17 bits of a number half way that stays even
 
 
 def ties_nbytes(numel: int) -> int:
-    """Bytes of the ties of that many elements."""
+    """Bytes of the tie bits of that many elements."""
     return -(-numel // 8)
 
 
 def join(weights: Tensor, residuals: Tensor, ties: Tensor, out: Tensor, first: int = 0) -> None:
-    """Writes the float32 values whose parts these are.
+    """Writes the float32 values of which these are the parts.
 
     Args:
         weights: (L,) bfloat16.
@@ -40,7 +40,7 @@ def join(weights: Tensor, residuals: Tensor, ties: Tensor, out: Tensor, first: i
         out: (L,) float32.
         first: number of the first element in `ties`.
     """
-    arrays = [borrowed_array(tensor) for tensor in (weights, residuals, ties, out)]
+    arrays = [unowned_array(tensor) for tensor in (weights, residuals, ties, out)]
 
     def work(start: int, stop: int) -> None:
         w, r, t, x = arrays
@@ -50,11 +50,11 @@ def join(weights: Tensor, residuals: Tensor, ties: Tensor, out: Tensor, first: i
 
 
 def split(values: Tensor, residuals: Tensor, ties: Tensor, first: int = 0) -> None:
-    """Writes what rounding `values` to bfloat16 takes; the inverse of `join`. Arguments as there.
+    """Writes the residuals of rounding `values` to bfloat16; the inverse of `join`. Arguments as there.
 
-    Bits of `ties` beside the elements' own stay as they are.
+    Bits of `ties` that belong to other elements do not change.
     """
-    arrays = [borrowed_array(tensor) for tensor in (values, residuals, ties)]
+    arrays = [unowned_array(tensor) for tensor in (values, residuals, ties)]
 
     def work(start: int, stop: int) -> None:
         x, r, t = arrays
@@ -70,15 +70,16 @@ def split(values: Tensor, residuals: Tensor, ties: Tensor, first: int = 0) -> No
 def _join(weights: Array, residuals: Array, ties: Array, out: Array, first: int) -> None:
     for i in range(out.size):
         upper = np.uint32(np.uint32(weights[i]) << 16)
-        whole = np.uint32(upper + np.uint32(np.int32(residuals[i])))
-        out[i] = float_of(upper if _is_nan(upper) else whole)
+        joined = np.uint32(upper + np.uint32(np.int32(residuals[i])))
+        out[i] = float_of(upper if _is_nan(upper) else joined)
+    # A second pass adds the ties. Branch-free, the first one vectorises; here hardly any block has one to add.
     first_byte, end_byte = first >> 3, (first + out.size + 7) >> 3
     for begin in range(first_byte, end_byte, _BYTES):
         block = ties[begin : min(begin + _BYTES, end_byte)]
-        found = np.uint8(0)
+        any_tie = np.uint8(0)
         for byte in range(block.size):
-            found |= block[byte]
-        if found:
+            any_tie |= block[byte]
+        if any_tie:
             for i in range(max(begin * 8 - first, 0), min((begin + block.size) * 8 - first, out.size)):
                 upper = np.uint32(np.uint32(weights[i]) << 16)
                 if (ties[(first + i) >> 3] >> ((first + i) & 7)) & 1 and not _is_nan(upper):
@@ -94,10 +95,10 @@ def _split(values: Array, residuals: Array, ties: Array, first: int) -> None:
         _set_tie(ties, first + i, values[i])
     for begin in range(head, values.size, 8 * _BYTES):
         part = values[begin : min(begin + 8 * _BYTES, values.size)]
-        found = np.uint32(0)
+        any_tie = np.uint32(0)
         for i in range(part.size):
-            found |= _is_tie(part[i])
-        if found or part.size < 8 * _BYTES:
+            any_tie |= _is_tie(part[i])
+        if any_tie or part.size < 8 * _BYTES:
             for i in range(part.size):
                 _set_tie(ties, first + begin + i, part[i])
         else:
@@ -116,5 +117,5 @@ def _is_tie(value: Any) -> Any:
 
 @inlined
 def _set_tie(ties: Any, place: Any, value: Any) -> None:
-    kept = np.uint32(ties[place >> 3]) & np.uint32(0xFF ^ (1 << (place & 7)))
-    ties[place >> 3] = np.uint8(kept | np.uint32(_is_tie(value) << np.uint32(place & 7)))
+    others = np.uint32(ties[place >> 3]) & np.uint32(0xFF ^ (1 << (place & 7)))
+    ties[place >> 3] = np.uint8(others | np.uint32(_is_tie(value) << np.uint32(place & 7)))

@@ -1,9 +1,9 @@
-"""What the engine asks of an optimizer with a native step, and the part of it that all of ours share.
+"""Stepping one shard at a time: the protocol the engine uses, and its implementation by the native optimizers.
 
-`ShardStep` is the protocol: advance one flat master shard, not the whole model, so that the caller decides when each
-shard's memory is at hand. `ShardOptimizer` implements it over a kernel of `updates` (CPU) or over torch operations
-(any other device), and is an ordinary torch.optim.Optimizer besides. Nothing here knows of ranks, stages or tiers,
-and no step communicates.
+`ShardStep` is the protocol: advance one flat master shard, not the entire model, so that the caller decides when each
+shard is swapped in. `ShardOptimizer` implements it over a kernel of `updates` (CPU) or over torch operations (any other
+device), and is an ordinary torch.optim.Optimizer besides. Nothing here knows of ranks, stages or tiers, and no step
+communicates.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from zeroaccel.ops.hybrid_update import HybridUpdate
 from zeroaccel.ops.number_formats import Array
 from zeroaccel.ops.updates import BLOCK_NUMEL
 
-__all__ = ["Hyperparameters", "ShardOptimizer", "ShardStep", "require", "require_unit_interval"]
+__all__ = ["Hyperparameters", "NativeOptimizer", "ShardOptimizer", "ShardStep", "require", "require_unit_interval"]
 
 Hyperparameters = dict[str, Any]
 
@@ -55,29 +55,54 @@ class ShardStep(Protocol):
         ...
 
 
-class ShardOptimizer(torch.optim.Optimizer):
-    """An elementwise optimizer whose step is one pass over memory: gradient in, state and master on, rounded copy out.
+class NativeOptimizer(torch.optim.Optimizer):
+    """The `step(closure)` of torch.optim; a subclass implements `_step_group`."""
 
-    A result does not depend on how the elements are cut into parameters, nor on the number of threads. Elsewhere than
-    on the CPU the same formula runs as torch operations, in several passes. Each of them rounds once, by IEEE 754, so
-    that a device which keeps that standard gives the same bits. Two rules keep it so: no operation that a
-    backend may contract (lerp, addcmul, addcdiv, add with alpha), and no division by a scalar, which CUDA turns into
-    a product with its reciprocal.
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Advances every parameter that has a gradient; returns the closure's loss."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._step_group(group, [param for param in group["params"] if param.grad is not None])
+        return loss
+
+    @abstractmethod
+    def _step_group(self, group: Hyperparameters, params: list[Tensor]) -> None:
+        """Advances the parameters of a group that have a gradient."""
+
+
+class ShardOptimizer(NativeOptimizer):
+    """An elementwise optimizer that reads the gradient once, updates state and master, and writes a rounded copy.
+
+    A result does not depend on how the elements are divided into parameters, nor on the number of threads. Elsewhere
+    than on the CPU the same formula runs as torch operations, in several passes. Each of them rounds once, by IEEE 754,
+    so that a device which follows that standard gives the same bits. Two rules ensure it: no operation that a backend
+    may contract (lerp, addcmul, addcdiv, add with alpha), and no division by a scalar, which CUDA turns into a product
+    with its reciprocal.
 
     A subclass names its kernels, its state, its coefficients, and that formula.
 
     Attributes:
-        moments_dtype: "fp32", "bf16" or "int8", how the moments are kept; see the notes in `updates`. A loaded state is
-            brought into this form, whatever it was saved from.
+        moments_dtype: "fp32", "bf16" or "int8", the format of the moments; see the notes in `updates`. A loaded state
+            is converted to it.
     """
 
     kernel: ClassVar[Callable[..., None]]
     block_kernel: ClassVar[Callable[..., None] | None] = None
     """The kernel for moments in 8-bit blocks."""
-    split: HybridUpdate | None = None
-    """Who shares updates of host memory with a device; for Adam with float32 moments."""
+    hybrid: HybridUpdate | None = None
+    """Splits updates of host memory with a device; for Adam with float32 moments."""
     moments: ClassVar[Mapping[str, bool]] = {}
-    """Name in the state -> whether it has signs, of each moment that may be kept in fewer bits."""
+    """Name in the state -> whether it has signs, of each moment that may have fewer bits."""
 
     def __init__(self, params: ParamsT, defaults: Hyperparameters, moments_dtype: str = "fp32") -> None:
         where = f"{type(self).__name__}, moments_dtype"
@@ -101,8 +126,8 @@ class ShardOptimizer(torch.optim.Optimizer):
     def _advance(self, group: Hyperparameters, param: Tensor) -> tuple[list[Tensor | None], list[float | np.uint32]]:
         """Counts a step of `param`; returns the kernel's buffers, made if need be, and its coefficients.
 
-        With moments in blocks the buffers are codes and exponents in turn. A kernel that rounds at random has its key
-        for a first coefficient.
+        With moments in blocks the buffers are codes and exponents in turn. The key of a kernel
+        that rounds stochastically is its first coefficient.
         """
 
     @abstractmethod
@@ -121,23 +146,24 @@ class ShardOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:  # a state_dict of torch's counterpart lacks our switches
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
-        wanted = moments.MOMENT_DTYPES[self.moments_dtype]
+        # The saved moments may be in another format (torch's are float32): they are converted once, here.
+        dtype = moments.MOMENT_DTYPES[self.moments_dtype]
         for entries in self.state.values():
             for name, signed in self.moments.items():
-                if name in entries and entries[name].dtype is not wanted:
+                if name in entries and entries[name].dtype is not dtype:
                     plain = moments.per_element(entries, name, signed=signed)
                     entries.pop(moments.exponents_name(name), None)
-                    entries.update(moments.in_format(plain, name, wanted, signed=signed))
+                    entries.update(moments.to_format(plain, name, dtype, signed=signed))
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's; moments in 8-bit blocks are there as what they stand for, so that any format can load them."""
-        found = super().state_dict()
-        return {**found, "state": {key: self.portable(entries) for key, entries in found["state"].items()}}
+        """As torch's; moments in 8-bit blocks are decoded, so that any format can load them."""
+        packed = super().state_dict()
+        return {**packed, "state": {key: self.portable(entries) for key, entries in packed["state"].items()}}
 
     def portable(self, entries: Mapping[str, Any]) -> dict[str, Any]:
         """A parameter's state with one number per element, whatever the format of its moments; loses nothing."""
-        hidden = {moments.exponents_name(name) for name in self.moments}
-        plain = {name: value for name, value in entries.items() if name not in hidden}
+        exponents = {moments.exponents_name(name) for name in self.moments}
+        plain = {name: value for name, value in entries.items() if name not in exponents}
         for name, signed in self.moments.items():
             if name in plain:
                 plain[name] = moments.per_element(entries, name, signed=signed)
@@ -151,7 +177,7 @@ class ShardOptimizer(torch.optim.Optimizer):
             if name in state:
                 continue
             if dtype is torch.uint8:
-                one = moments.in_format(torch.full((1,), fill, device=param.device), name, dtype, signed=signed)
+                one = moments.to_format(torch.full((1,), fill, device=param.device), name, dtype, signed=signed)
                 blocks = -(-param.numel() // BLOCK_NUMEL)
                 state[name] = one[name].expand(param.shape).contiguous()
                 state[moments.exponents_name(name)] = one[moments.exponents_name(name)].expand(blocks).contiguous()
@@ -166,27 +192,13 @@ class ShardOptimizer(torch.optim.Optimizer):
         return [state[entry] for name in self.moments for entry in (name, moments.exponents_name(name))]
 
     def _key(self, step: int) -> np.uint32:
-        """What makes the rounding of one step at random another than that of the next."""
+        """The key of the stochastic rounding of one step: another for each step."""
         return np.uint32((step * 0x9E3779B9 + 0x7F4A7C15) & 0xFFFFFFFF)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Advances every parameter that has a gradient; returns the closure's loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self.step_shard(group, param, param.grad, grad_scale=1.0, out=None)
-        return loss
+    def _step_group(self, group: Hyperparameters, params: list[Tensor]) -> None:
+        for param in params:
+            assert param.grad is not None, "only parameters with a gradient are stepped"
+            self.step_shard(group, param, param.grad, grad_scale=1.0, out=None)
 
     @torch.no_grad()
     def step_shard(
@@ -196,18 +208,19 @@ class ShardOptimizer(torch.optim.Optimizer):
         self._check(param, grad, out)
         buffers, coefficients = self._advance(group, param)
         self._check_buffers(param, buffers)
+        # Kernels need flat contiguous memory. Of a tensor that is not, `flats` has a copy, which is written back below.
         written = [param, *buffers, out]
         flats = [_flat(tensor) for tensor in written]
         update = self._update_in_tiles
         if param.device.type == "cpu":
-            update = self._update_on_cpu if self.split is None else self._update_in_parts
+            update = self._update_on_cpu if self.hybrid is None else self._update_hybrid
         scalars = [v if isinstance(v, np.uint32) else np.float32(v) for v in (grad_scale, *coefficients)]
         update(flats, grad.detach().contiguous().view(-1), scalars)
         for tensor, flat in zip(written, flats, strict=True):
             if tensor is None or flat is None:
                 continue
             if tensor.is_contiguous():
-                torch.autograd.graph.increment_version(tensor)  # the kernel wrote behind autograd's back
+                torch.autograd.graph.increment_version(tensor)  # autograd does not see what a kernel writes
             else:
                 tensor.copy_(flat.view(tensor.shape))
 
@@ -222,18 +235,19 @@ class ShardOptimizer(torch.optim.Optimizer):
 
         in_spans(grad.numel(), update)
 
-    def _update_in_parts(self, written: Sequence[Tensor | None], grad: Tensor, scalars: Sequence[np.generic]) -> None:
-        assert self.split is not None, "nobody to share with"
+    def _update_hybrid(self, written: Sequence[Tensor | None], grad: Tensor, scalars: Sequence[np.generic]) -> None:
+        assert self.hybrid is not None, "there is no device to split the update with"
 
         def on_host(parts: Sequence[Tensor], part: Tensor) -> None:
             self._update_on_cpu([*parts, *[None] * (len(written) - len(parts))], part, scalars)
 
-        self.split.run([flat for flat in written if flat is not None], grad, scalars, on_host)
+        self.hybrid.run([flat for flat in written if flat is not None], grad, scalars, on_host)
 
     def _update_in_tiles(self, written: Sequence[Tensor | None], grad: Tensor, scalars: Sequence[np.generic]) -> None:
         keys = [int(value) for value in scalars if isinstance(value, np.uint32)]
         grad_scale, *coefficients = [float(value) for value in scalars if isinstance(value, np.float32)]
         rounded = any(flat is not None and flat.dtype in (torch.uint8, torch.bfloat16) for flat in written[1:-1])
+        # In tiles, so that the float32 copy of a 16-bit gradient never is as large as the shard.
         length = _ROUNDED_TILE_NUMEL if rounded else _TILE_NUMEL
         for start in range(0, grad.numel(), length):
             stop = min(start + length, grad.numel())
@@ -248,25 +262,27 @@ class ShardOptimizer(torch.optim.Optimizer):
                 out.copy_(master)
 
     def _update_rounded_tile(
-        self, x: Tensor, kept: Sequence[Tensor], d: Tensor, key: int, coefficients: Sequence[float]
+        self, x: Tensor, stored: Sequence[Tensor], d: Tensor, key: int, coefficients: Sequence[float]
     ) -> None:
-        """`_update_tile` on float32 copies of the moments, which are then rounded at random."""
+        """`_update_tile` on float32 copies of the moments, which are then rounded stochastically."""
         signs, before = list(self.moments.values()), x.clone()
-        if self._in_blocks(kept):
-            pairs = list(zip(kept[::2], kept[1::2], strict=True))
+        if self._in_blocks(stored):
+            pairs = list(zip(stored[::2], stored[1::2], strict=True))
             values = [moments.decode(*pair, signed=signed) for pair, signed in zip(pairs, signs, strict=True)]
         else:
-            values = [value.to(torch.float32) for value in kept]
+            values = [value.to(torch.float32) for value in stored]
         self._update_tile(x, values, d, coefficients)
+        # The kernel's hash: of the weight before the step and the new moment, never of a position. One moment rounds by
+        # the low half of the bits, the other by the high half.
         random = moments.random_bits(before, values[0], key)
         for index, (value, signed) in enumerate(zip(values, signs, strict=True)):
             bits = random >> 16 if index else random
-            if self._in_blocks(kept):
+            if self._in_blocks(stored):
                 codes, exponents = moments.encode(value, signed=signed, random=bits)
                 pairs[index][0].copy_(codes)
                 pairs[index][1].copy_(exponents)
             else:
-                moments.write_rounded(kept[index], value, bits)
+                moments.write_rounded(stored[index], value, bits)
 
     def _in_blocks(self, buffers: Sequence[Tensor | None]) -> bool:
         return any(buffer is not None and buffer.dtype is torch.uint8 for buffer in buffers)

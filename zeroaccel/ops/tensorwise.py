@@ -11,8 +11,7 @@ Nothing here knows of ranks: the engine keeps such parameters unsplit in an owne
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,13 +19,13 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
 from zeroaccel.errors import UsageError
-from zeroaccel.ops.shard_step import Hyperparameters, require, require_unit_interval
+from zeroaccel.ops.shard_step import Hyperparameters, NativeOptimizer, require, require_unit_interval
 
 __all__ = ["Lamb", "Muon", "orthogonalized"]
 
 
-class Lamb(torch.optim.Optimizer):
-    """LAMB over whole tensors.
+class Lamb(NativeOptimizer):
+    """LAMB (You et al. 2019); see the module.
 
     With g the gradient, x the weights and t the step, per tensor::
 
@@ -82,24 +81,10 @@ class Lamb(torch.optim.Optimizer):
         }
         super().__init__(params, defaults)
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Advances every parameter that has a gradient; returns the closure's loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._advance(group, param, param.grad)
-        return loss
+    def _step_group(self, group: Hyperparameters, params: list[Tensor]) -> None:
+        for param in params:
+            assert param.grad is not None, "only parameters with a gradient are stepped"
+            self._advance(group, param, param.grad)
 
     def _advance(self, group: Hyperparameters, param: Tensor, grad: Tensor) -> None:
         state = self.state[param]
@@ -109,6 +94,7 @@ class Lamb(torch.optim.Optimizer):
             state["exp_avg_sq"] = torch.zeros_like(param, memory_format=torch.preserve_format)
         state["step"] += 1
         (beta1, beta2), eps, m, v = group["betas"], group["eps"], state["exp_avg"], state["exp_avg_sq"]
+        # No fused operations (addcmul, lerp): some backends contract them, and the bits would depend on the device.
         m.mul_(beta1).add_(grad * (1 - beta1))
         v.mul_(beta2).add_(grad.square() * (1 - beta2))
         update = m / ((v + eps).sqrt_() if group["eps_inside_sqrt"] else v.sqrt().add_(eps))
@@ -123,14 +109,14 @@ class Lamb(torch.optim.Optimizer):
 
 
 _POLYNOMIAL = (3.4445, -4.7750, 2.0315)  # of the post: steep at 0, and around 1 near 1
-_LEAST_NORM = 1e-7
-_GRAM_RESTART = 2  # iterations before the Gram matrix is made again from the matrix, whose errors it squares
+_MIN_NORM = 1e-7
+_GRAM_RESTART = 2  # iterations before the Gram matrix, which squares the errors, is computed anew from the matrix
 _MUON = {"lr": 0.02, "momentum": 0.95, "nesterov": True, "ns_steps": 5, "ns_method": "standard", "weight_decay": 0.0}
 _ADAMW = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "weight_decay": 0.0}
 
 
-class Muon(torch.optim.Optimizer):
-    """Muon in the param groups that say ``"use_muon": True``, AdamW in those that say False.
+class Muon(NativeOptimizer):
+    """Muon in the param groups with ``"use_muon": True``, AdamW in those with False.
 
     A muon group steps matrices (rows, columns); of a tensor of three dimensions each matrix (experts of a layer); of
     one of more, (first, all others) as one matrix (a convolution). With g the gradient, and x the weights::
@@ -140,8 +126,15 @@ class Muon(torch.optim.Optimizer):
 
     Its state is `momentum_buffer`. An AdamW group computes what `torch.optim.AdamW(foreach=False)` does.
 
+    Example:
+        >>> matrix, bias = torch.nn.Parameter(torch.eye(2)), torch.nn.Parameter(torch.zeros(2))
+        >>> groups = [{"params": [matrix], "use_muon": True}, {"params": [bias], "use_muon": False}]
+        >>> optimizer = Muon(groups, lr=0.1)
+        >>> matrix.grad, bias.grad = torch.eye(2), torch.ones(2)
+        >>> optimizer.step()
+
     Args:
-        params: param groups, each with "use_muon". What a group leaves out is taken from the other arguments.
+        params: param groups, each with "use_muon". What a group lacks is taken from the other arguments.
         lr: of both kinds of groups; absent, 0.02 of muon groups and 3e-4 of AdamW groups.
         momentum, nesterov, ns_steps, ns_method: of muon groups; see `orthogonalized` for the last two.
         betas, eps: of AdamW groups.
@@ -164,7 +157,7 @@ class Muon(torch.optim.Optimizer):
         eps: float = 1e-10,
         weight_decay: float = 0.0,
     ) -> None:
-        said: Hyperparameters = {
+        arguments: Hyperparameters = {
             "lr": lr,
             "momentum": momentum,
             "nesterov": nesterov,
@@ -174,7 +167,7 @@ class Muon(torch.optim.Optimizer):
             "eps": eps,
             "weight_decay": weight_decay,
         }
-        super().__init__(params, said)
+        super().__init__(params, arguments)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group, with the settings of its rule and no others."""
@@ -184,8 +177,9 @@ class Muon(torch.optim.Optimizer):
         own = _MUON if use_muon else _ADAMW
         for name, default in own.items():
             if param_group.get(name) is None:
-                said = self.defaults[name]
-                param_group[name] = default if said is None else said
+                argument = self.defaults[name]
+                param_group[name] = default if argument is None else argument
+        # torch fills a group up with all defaults: for this call they are only those of the group's own rule.
         others = set(self.defaults) - set(own)
         before, self.defaults = self.defaults, {k: v for k, v in self.defaults.items() if k not in others}
         try:
@@ -194,35 +188,22 @@ class Muon(torch.optim.Optimizer):
             self.defaults = before
         _check_group(where, self.param_groups[-1])
 
-    @overload
-    def step(self, closure: None = None) -> None: ...
-
-    @overload
-    def step(self, closure: Callable[[], float]) -> float: ...
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Advances every parameter that has a gradient; returns the closure's loss."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            held = [param for param in group["params"] if param.grad is not None]
-            if group["use_muon"]:
-                for param in held:
-                    self._step_matrices(group, param, param.grad)
-            else:
-                self._step_elements(group, held)
-        return loss
+    def _step_group(self, group: Hyperparameters, params: list[Tensor]) -> None:
+        if not group["use_muon"]:
+            return self._step_elements(group, params)
+        for param in params:
+            assert param.grad is not None, "only parameters with a gradient are stepped"
+            self._step_matrices(group, param, param.grad)
 
     def _step_matrices(self, group: Hyperparameters, param: Tensor, grad: Tensor) -> None:
         state = self.state[param]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.preserve_format)
-        buffer, share, lr = state["momentum_buffer"], 1 - group["momentum"], float(group["lr"])
-        buffer.mul_(group["momentum"]).add_(grad * share)
-        update = buffer * group["momentum"] + grad * share if group["nesterov"] else buffer
+        buffer, grad_weight, lr = state["momentum_buffer"], 1 - group["momentum"], float(group["lr"])
+        buffer.mul_(group["momentum"]).add_(grad * grad_weight)
+        update = buffer * group["momentum"] + grad * grad_weight if group["nesterov"] else buffer
+        # The entries of an orthogonal matrix are about 1/sqrt(its longer side); scaled, they are 1/sqrt(columns) of a
+        # tall one too.
         matrices = update if update.dim() <= 3 else update.flatten(1)
         stretch = math.sqrt(max(1.0, matrices.shape[-2] / matrices.shape[-1]))
         direction = orthogonalized(matrices, group["ns_steps"], group["ns_method"])
@@ -266,9 +247,10 @@ def orthogonalized(matrices: Tensor, steps: int = 5, method: str = "standard") -
         Gram matrices square the errors.
     """
     x = matrices.to(torch.bfloat16 if method == "standard" else torch.float32)
+    # A wide matrix has the smaller Gram matrix x x^T.
     is_tall = x.shape[-2] > x.shape[-1]
     x = x.mT if is_tall else x
-    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=_LEAST_NORM)
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=_MIN_NORM)
     x = _by_gram_matrix(x, steps) if method == "gram" else _by_matrix(x, steps)
     return (x.mT if is_tall else x).to(torch.float32)
 

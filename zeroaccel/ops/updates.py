@@ -5,17 +5,17 @@
 Element i of a result depends on element i of the inputs and on the coefficients, never on i, on the length of the
 call or on the threads. A moment may be float32, bfloat16 (as uint16), or the codes (uint8) of [Note: 8-bit blocks].
 
-[Note: rounding at random] A moment moves by a thousandth of itself per step, which nearest rounding to a few bits would
-swallow for ever. A 16-bit or 8-bit moment is therefore rounded up with the probability that makes its mean right
+[Note: stochastic rounding] A moment changes by a thousandth of itself per step, which nearest rounding to a few bits
+would lose for ever. A 16-bit or 8-bit moment is therefore rounded up with the probability that makes its mean right
 (Connolly, Higham & Mary 2021, "Stochastic rounding and its probabilistic backward error analysis"). The random
-bits are a hash of the weight, the new moment and a key that counts steps, never of a position, so that cuts and threads
-change nothing here either.
+bits are a hash of the weight, the new moment and a key that counts steps, never of a position, so that shards and
+threads change nothing here either.
 
 [Note: 8-bit blocks] BLOCK_NUMEL elements share the exponent of the largest among them, in one byte, as in the
 microscaling formats (Rouhani et al. 2023, "Microscaling data formats for deep learning"). An element has three bits of
 mantissa below its leading one, and an exponent relative to the block's: four bits and a sign for a moment with signs,
 five bits for a sum of squares. A positive square never becomes 0, as it is divided by. A block with an inf or NaN is
-NaN as a whole. What a block stands for is exact in bfloat16, and encoding that again gives the same values.
+NaN throughout. The values of a block are exact in bfloat16, and encoding them again gives the same block.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from zeroaccel.ops.number_formats import (
 __all__ = ["BLOCK_NUMEL", "adagrad", "adam", "adam_blocks", "lion", "sgd"]
 
 BLOCK_NUMEL = 32
-"""Elements of an 8-bit block: what parameters and shards are aligned to, so that no cut ever divides a block."""
+"""Elements of an 8-bit block: what parameters and shards are aligned to, so that a shard never ends inside a block."""
 
 _ROW = 1024  # elements whose moments a loop holds decoded at once
 
 
-def keep(array: Any, index: Any, value: Any, random: Any) -> None:
-    """Writes a moment: a float32 as it is; to bfloat16 by [Note: rounding at random], with 16 random bits."""
+def store_moment(array: Any, index: Any, value: Any, random: Any) -> None:
+    """Writes a moment: to float32 as it is, to bfloat16 by [Note: stochastic rounding] with 16 random bits."""
     raise NotImplementedError
 
 
@@ -56,12 +56,12 @@ def part_of(array: Any, start: Any, stop: Any) -> Any:
     raise NotImplementedError
 
 
-def _keep_for(array: Any, index: Any, value: Any, random: Any) -> Callable[..., None] | None:
+def _store_moment_for(array: Any, index: Any, value: Any, random: Any) -> Callable[..., None] | None:
     def plain(array: Any, index: Any, value: Any, random: Any) -> None:
         array[index] = value
 
     def bfloat16(array: Any, index: Any, value: Any, random: Any) -> None:
-        array[index] = _encode_bfloat16_at_random(value, random)
+        array[index] = _encode_bfloat16_stochastic(value, random)
 
     return {types.float32: plain, types.uint16: bfloat16}.get(array.dtype)
 
@@ -77,10 +77,10 @@ def _part_for(array: Any, start: Any, stop: Any) -> Callable[..., Any]:
 
 
 overload(part_of)(_part_for)
-overload(keep)(_keep_for)
+overload(store_moment)(_store_moment_for)
 
 
-# ---- rounding at random ----
+# ---- stochastic rounding ----
 
 
 @inlined
@@ -93,7 +93,7 @@ def _random(weight: Any, moment: Any, key: Any) -> Any:
 
 
 @inlined
-def _encode_bfloat16_at_random(value: Any, random: Any) -> Any:
+def _encode_bfloat16_stochastic(value: Any, random: Any) -> Any:
     bits = bits_of(value)
     rounded = np.uint32(np.uint32(bits + np.uint32(random & 0xFFFF)) >> 16)
     return np.uint16(rounded) if np.uint32(bits & 0x7F800000) < 0x7F800000 else encode_bfloat16(value)
@@ -249,8 +249,8 @@ def adam(
         v = load(exp_avg_sq, i) * beta2 + (weight2 * d) * d
         random = _random(x, m, key)
         x = x * decay + (negative_step * m) / (np.sqrt(v) * inverse_root + eps)
-        keep(exp_avg, i, m, random)
-        keep(exp_avg_sq, i, v, np.uint32(random >> 16))
+        store_moment(exp_avg, i, m, random)
+        store_moment(exp_avg_sq, i, v, np.uint32(random >> 16))
         master[i] = x
         store(out, i, x)
 
@@ -334,7 +334,7 @@ def lion(
         random = _random(master[i], m, key)
         direction = np.float32(1) if c > np.float32(0) else (np.float32(-1) if c < np.float32(0) else c)
         x = master[i] * decay + negative_lr * direction
-        keep(exp_avg, i, m, random)
+        store_moment(exp_avg, i, m, random)
         master[i] = x
         store(out, i, x)
 
@@ -365,7 +365,7 @@ def adagrad(
         s = load(square_sum, i) + d * d
         random = _random(x, s, key)
         x = x + (negative_lr * d) / (np.sqrt(s) + eps)
-        keep(square_sum, i, s, random)
+        store_moment(square_sum, i, s, random)
         master[i] = x
         store(out, i, x)
 

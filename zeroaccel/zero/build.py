@@ -21,7 +21,7 @@ from zeroaccel.config.shard_plan import ShardPlan
 from zeroaccel.errors import ConfigError, UsageError, listed
 from zeroaccel.logs import logger
 from zeroaccel.optim.rank_facts import SAME_OPTIMIZER, difference
-from zeroaccel.zero.access.param_registry import ParamHandle, place_of
+from zeroaccel.zero.access.param_registry import ParamHandle, handle_of
 from zeroaccel.zero.layout import FlatLayout, OwnerLoads
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
 from zeroaccel.zero.precision import forget_cast
@@ -97,6 +97,7 @@ def check_parameters(model: nn.Module) -> None:
         UsageError: one is on the meta device, or complex, or in another engine, or a copy of a sharded one, or
             has no shape yet, or was made in inference mode.
     """
+    # Each of these would fail later, inside a collective or with an error that names no parameter.
     for fqn, param in model.named_parameters():
         if isinstance(param, nn.UninitializedParameter):
             raise UsageError(
@@ -112,15 +113,16 @@ def check_parameters(model: nn.Module) -> None:
                 got="one made under torch.inference_mode()",
                 fix="build the model outside of it",
             )
-        place = place_of(param)
-        if place is not None and place.keeper.training is not None:
+        handle = handle_of(param)
+        if handle is not None and handle.registry.training is not None:
             raise UsageError(
                 f"parameter {fqn}",
                 expected="a model of its own",
                 got="one that another engine holds",
                 fix=_OTHER_ENGINE,
             )
-        if (place is None or place.replaced) and _is_all_nan(param):
+        # A copy of a sharded parameter has the NaN that stands for its values: the values themselves are lost.
+        if (handle is None or handle.replaced) and _is_all_nan(param):
             raise UsageError(
                 f"parameter {fqn}",
                 expected="values",
@@ -211,8 +213,8 @@ def check_same(
     Raises:
         UsageError: on every rank, naming the first difference.
     """
-    # A digest first: on thousands of ranks the descriptions themselves would be megabytes from each. Settings come
-    # before models in the report, since another setting usually is the reason for another model.
+    # A digest first: the descriptions grow with the model, times the ranks. Settings are reported before models, since
+    # another setting usually is the reason for another model.
     own = _Compared(list(settings), dict(optimizer), _description(model, placement))
     digest = hashlib.sha256(repr(own).encode()).hexdigest()
     if len(set(collectives.gather_objects(digest, "compare models"))) == 1:
@@ -256,7 +258,7 @@ def _description(model: nn.Module, placement: Placement) -> list[str]:
 
 def plan_units(specs: Sequence[UnitSpec], placement: Placement, world_size: int) -> list[list[BufferPlan]]:
     """The buffers of each unit; owners are balanced within a unit, and over the units where that leaves a choice."""
-    loads = OwnerLoads(world_size)
+    loads = OwnerLoads(world_size)  # one for all units: what is uneven in one unit is evened out by the next
     return [_plan_buffers(spec, placement, loads, world_size) for spec in specs]
 
 
@@ -335,6 +337,7 @@ def _build_unit(
 ) -> ParamUnit:
     buffers = []
     for plan in plans:
+        # In the widest dtype of the parameters and not that of the buffer: fp32 masters take the bits that bf16 drops.
         source = initial_values(plan.layout, plan.params, placement.device, collectives, spec.name)
         buffer = FlatBuffer(
             plan.layout,
@@ -372,16 +375,16 @@ def initial_values(
     # Parameters of one unit of `zero.Init` are next to each other: each unit is gathered once, one at a time.
     previous: ParamHandle | None = None
     for slot, param in zip(layout.slots, params, strict=True):
-        place = _initialized(param)
-        if (place and place.unit) is not (previous and previous.unit):
+        handle = _initialized(param)
+        if (handle and handle.unit) is not (previous and previous.unit):
             if previous is not None:
-                previous.keeper.release([previous.unit])
-            if place is not None:
-                place.keeper.hold([place.unit])
-            previous = place
+                previous.registry.release([previous.unit])
+            if handle is not None:
+                handle.registry.acquire([handle.unit])
+            previous = handle
         source[slot.start : slot.end].view(slot.shape).copy_(local(param))
     if previous is not None:
-        previous.keeper.release([previous.unit])
+        previous.registry.release([previous.unit])
     if any(_initialized(param) is None for param in params):  # gathered values are the same on all ranks already
         collectives.broadcast(source, 0, f"initial weights of {name}")
     _take_over(params)
@@ -390,17 +393,18 @@ def initial_values(
 
 def _initialized(param: nn.Parameter) -> ParamHandle | None:
     """The handle of a parameter that `zero.Init` sharded; None for an ordinary one."""
-    place = place_of(param)
-    return place if place is not None and place.keeper.training is None and not place.replaced else None
+    handle = handle_of(param)
+    return handle if handle is not None and handle.registry.training is None and not handle.replaced else None
 
 
 def _take_over(params: Sequence[nn.Parameter]) -> None:
     """Removes parameters whose values have been copied from their registry; units without any are freed."""
     for param in params:
+        # From here on the parameter is the engine's: its dtype is that of its buffer.
         forget_cast(param)
-        place = place_of(param)
-        if place is not None and place.keeper.training is None:
-            place.keeper.drop([param])
+        handle = handle_of(param)
+        if handle is not None and handle.registry.training is None:
+            handle.registry.drop([param])
 
 
 def _is_all_nan(param: nn.Parameter) -> bool:

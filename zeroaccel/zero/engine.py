@@ -149,7 +149,7 @@ class Engine(nn.Module):
         weight_update: when masters are updated and weights gathered; None for inference.
         grad_reducer: reduces gradients to shards.
         tier_set: tiers of offloaded shards and states; None for none.
-        keeper: finds the model's parameters for `GatheredParameters` and the like.
+        registry: finds the model's parameters for `GatheredParameters` and the like.
         trace: the recorded order of units, for prefetching.
         global_steps: steps taken, skipped ones included.
         skipped_steps: steps skipped because gradients were not finite.
@@ -218,14 +218,14 @@ class Engine(nn.Module):
             self._hooks.guard_step(optimizer.optimizer, lambda: optimizer.is_stepping)
 
         # Access from outside the training step.
-        self.keeper = ParamRegistry(
+        self.registry = ParamRegistry(
             collectives,
             pin=self._coordinator.pin,
             unpin=self._coordinator.unpin,
             training=Training(optimizer, self.grad_reducer, lambda: self.loss_scale, self.weight_update),
         )
-        self.keeper.add(units)
-        self._load_hooks = StateDictHooks(model, self.keeper)
+        self.registry.add(units)
+        self._load_hooks = StateDictHooks(model, self.registry)
         self._integrity = ParamIntegrityCheck(model, units, trained=optimizer is not None)
         self._state_offload = StateOffload(self.units, self.grad_reducer, optimizer)
         self._checkpointer: Checkpoints | None = None
@@ -260,6 +260,7 @@ class Engine(nn.Module):
         dtype = self.settings.autocast_dtype
         if dtype is not None:
             args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
+        # `finally`, as an exception in a forward may be caught and the next batch tried.
         try:
             return self.module(*args, **kwargs)
         finally:
@@ -281,6 +282,7 @@ class Engine(nn.Module):
         """
         self._check_loss(loss)
         self._require_optimizer("backward")
+        # Loss scale and mean over micro-batches in one factor: one multiplication of a scalar, none of gradients.
         factor = self.loss_scale.value / (self.settings.accumulation if scale_wrt_gas else 1)
         self._report.begin("backward")
         self._begin_backward(direct=False)
@@ -307,7 +309,8 @@ class Engine(nn.Module):
                 self._checkpointer.before_update()
         weights = self._require_weight_update("step")
         self._check_usable()
-        self.keeper.require_free("engine.step()")
+        # Parameters that `GatheredParameters` has unsharded would be stale after the update.
+        self.registry.require_free("engine.step()")
         self._integrity.check_writes()
         if self._step.num_backwards == 0:
             raise EngineStateError(
@@ -458,6 +461,8 @@ class Engine(nn.Module):
 
     def on_backward(self, version: int | None = None) -> None:
         """A backward reached the model, whose forward was with this version of the weights."""
+        # Sharded weights are gathered again for backward, so an update in between would silently give the gradient of
+        # another function.
         if version is not None and version != self.weights_version:
             raise EngineStateError(
                 "engine: a backward through a forward from before the last update",
@@ -472,7 +477,7 @@ class Engine(nn.Module):
 
     def on_grad_ready(self, param: nn.Parameter) -> None:
         """Autograd has accumulated this parameter's gradient."""
-        self.on_backward()
+        self.on_backward()  # a loss may reach parameters without passing an output of the root
         if self._step.is_direct and self.divides_direct and self.settings.accumulation > 1 and param.grad is not None:
             param.grad.div_(self.settings.accumulation)
         self.grad_reducer.on_grad_ready(param)
@@ -693,7 +698,7 @@ class Engine(nn.Module):
         """
         weights = self._require_weight_update("change_masters")
         self._check_usable()
-        self.keeper.require_free("a change of weights by the optimizer")
+        self.registry.require_free("a change of weights by the optimizer")
         self._note_phase("step")
         self._coordinator.end_step()
         for unit in self.units:
@@ -714,7 +719,7 @@ class Engine(nn.Module):
             UsageError: `budget` is not a number of bytes, or not the same on all ranks; or there is one already.
         """
         self.finish_update()
-        return gathered(self.keeper, self._coordinator, budget)
+        return gathered(self.registry, self._coordinator, budget)
 
     def iter_named_full_params(self) -> Iterator[tuple[str, Tensor]]:
         """(name, full values in the dtype of the engine), with one unit at a time unsharded. (all ranks, to the end)
@@ -722,7 +727,7 @@ class Engine(nn.Module):
         A tensor is valid until the next one only: copy it to keep it. Tied parameters come once.
         """
         self.finish_update()
-        return iter_named_full_params(self.keeper)
+        return iter_named_full_params(self.registry)
 
     def offload_states(
         self,
@@ -927,18 +932,19 @@ class Engine(nn.Module):
     def _destroy(self) -> None:
         if self._destroyed:
             return
-        self.keeper.require_free("engine.destroy()")
+        self.registry.require_free("engine.destroy()")
         if self.weight_update is not None:
             self.weight_update.close()
         self.reset()
+        # Unit by unit in registration order on all ranks: these gathers are collectives like any other.
         for unit in self.units:
             if unit.state is not ShardState.UNSHARDED:
                 unit.unshard()
                 unit.wait()
             for buffer in unit.buffers:
                 buffer.detach_parameters()
-        self.keeper.close()
-        while self._undo:
+        self.registry.close()
+        while self._undo:  # last in, first out: a patch may lie on top of an earlier one
             self._undo.pop()()
         self._hooks.detach()
         self._load_hooks.detach()

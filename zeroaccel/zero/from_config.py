@@ -100,6 +100,7 @@ def unit_specs_of(model: nn.Module, settings: Config, plan: ShardPlan) -> list[U
     return group_parameters(
         model,
         rules=rules,
+        # Without sharded parameters every unit is persistent; a unit of small ones would only be one collective more.
         persistence_threshold=zero.param_persistence_threshold if plan.params else 0,
         model_persistence_threshold=zero.model_persistence_threshold,
     )
@@ -156,6 +157,7 @@ def engine_settings_of(
     predivide = float(world_size) if settings.prescale_gradients else settings.gradient_predivide_factor
     mean = settings.gradient_allreduce_op == "mean"
     accumulation = settings.data_types.grad_accum_dtype
+    # DeepSpeed casts inputs under fp16 with `auto_cast` only; the Accelerator casts them in every mixed precision.
     casts = (settings.fp16.enabled and settings.fp16.auto_cast) or (cast_inputs and settings.precision != "fp32")
     return EngineSettings(
         plan=plan,
@@ -164,6 +166,7 @@ def engine_settings_of(
         managed_accumulation=settings.managed_gradient_accumulation,
         clipping=settings.gradient_clipping,
         compute_norm=zero.compute_grad_norm,
+        # bf16 and fp32 do not overflow by scaling, so an infinity there is an error of the training, to be seen.
         skip_overflow=settings.fp16.enabled or (settings.bf16.enabled and settings.bf16.check_grad_overflow),
         loss_scaled=settings.fp16.enabled,
         autocast_dtype=DTYPES[settings.precision] if casts else None,
@@ -204,6 +207,8 @@ def facts_from_model(model: nn.Module) -> Facts:
     (`text_config`, `get_text_config()`), the most common last dimension of the model's 2-D weights. A model without
     any of these has none.
     """
+    # The model's own statement first. The most common width of its weights is a guess, whose source says so in the
+    # provenance of every value that follows from it.
     for name, config in _configs(model):
         size, sizes = _read(config, "hidden_size"), _read(config, "hidden_sizes")
         if _is_size(size):
@@ -271,6 +276,7 @@ def check_training(config: Config) -> None:
     Raises:
         ConfigError: what `initialize` would say, of all that is wrong.
     """
+    # All errors at once: a config is validated before a job is queued for hours.
     lines: list[str] = []
     optimizer: Optimizer | None = None
     try:

@@ -402,7 +402,7 @@ def check_grads(
 ) -> GradStats:
     """Overflow check, global norm and comparison of the ranks; two small all-reduces over all ranks.
 
-    A floating-point sum depends on its order, so squares are summed as integers (`ops/norms.py`): the norm has the
+    A floating-point sum depends on its order, so squares are summed as integers (`ops/reductions.py`): the norm has the
     same bits for every layout, world size and stage, and so has the clipping.
 
     Args:

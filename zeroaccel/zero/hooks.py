@@ -125,6 +125,7 @@ class Hooks:
                     "optimizer.step(): the engine steps it, with gradients that it keeps", fix="call engine.step()"
                 )
 
+        # Gradients are taken off the parameters as they arrive, so a step of the program's would update nothing.
         self._guard = optimizer.register_step_pre_hook(_Attached(before))
 
     def detach(self) -> None:
@@ -237,8 +238,8 @@ class StateDictHooks:
     def __init__(self, root: nn.Module, registry: ParamRegistry) -> None:
         self._handles: list[RemovableHandle] = []
         for module in root.modules():
-            places = {name: registry.place(param) for name, param in module._parameters.items() if param is not None}
-            owned = {name: place for name, place in places.items() if place is not None}
+            handles = {name: registry.handle(param) for name, param in module._parameters.items() if param is not None}
+            owned = {name: handle for name, handle in handles.items() if handle is not None}
             if owned:
                 self._attach(module, owned)
 
@@ -249,11 +250,12 @@ class StateDictHooks:
         self._handles.clear()
 
     def _attach(self, module: nn.Module, owned: Mapping[str, ParamHandle]) -> None:
-        units = list({id(place.unit): place.unit for place in owned.values()}.values())
+        units = list({id(handle.unit): handle.unit for handle in owned.values()}.values())
         loaded: dict[str, Tensor] = {}
         gathered: list[ParamUnit] = []
 
         def before(module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Any, *rest: Any) -> None:
+            # assign=True would put new objects in place of the parameters that units, hooks and optimizer refer to.
             if metadata.get("assign_to_params_buffers"):
                 raise EngineStateError(
                     "load_state_dict(assign=True) would replace parameters that the engine keeps",
@@ -261,12 +263,13 @@ class StateDictHooks:
                 )
             loaded.clear()
             gathered.clear()
-            for name, place in owned.items():
+            for name, handle in owned.items():
                 # Kept until after torch's own copy, which rounds to the parameter's dtype: the master gets all bits.
                 value = state.get(prefix + name)
-                if isinstance(value, Tensor) and tuple(value.shape) == place.slot.shape:
+                if isinstance(value, Tensor) and tuple(value.shape) == handle.slot.shape:
                     loaded[name] = value
             for unit in units:
+                # torch copies into the parameter after this hook, and `after` writes shard and master from there.
                 if unit.state is ShardState.SHARDED:
                     gathered.append(unit)
                 unit.unshard()
@@ -352,7 +355,7 @@ def tensors_in(value: Any, *, within_object: bool = False) -> Iterator[Tensor]:
 
 def _producers(output: Any) -> list[Any]:
     """The autograd nodes that made an output, each once, with those of the bases of views."""
-    nodes: dict[Any, None] = {}
+    nodes: dict[Any, None] = {}  # ordered, and each node once: outputs often share one, such as the views of a split
     for tensor in tensors_in(output):
         if tensor.grad_fn is not None:
             nodes[tensor.grad_fn] = None

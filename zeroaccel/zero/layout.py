@@ -5,9 +5,9 @@ and loads, what `safe_get_full_*` reads) is a `FlatRange` of one buffer, and is 
 
 Letters: `W` ranks, `N` elements of the padded flat buffer, `S` elements of one rank's shard: `N / W` of an even layout.
 
-[Note: owner layout] An optimizer whose rule looks at a whole tensor (its norm, its rows, its singular values) needs
+[Note: owner layout] An optimizer whose rule looks at a full tensor (its norm, its rows, its singular values) needs
 tensors that are not cut. In an owner layout every parameter lies in one rank's shard, the shards follow each other in
-the flat buffer and differ in size, and all else is as before: the reduce-scatter brings a gradient whole to its owner,
+the flat buffer and differ in size, and all else is as before: the reduce-scatter brings a full gradient to its owner,
 master and state live there, the all-gather distributes the weights. The bytes that all ranks together send stay those
 of an even layout, (W-1) N per collective; one rank's part follows what it owns. (Longest processing time first, Graham
 1969: a unit's largest rank has at most 4/3 of the best possible load, and never less than the largest parameter.)
@@ -117,6 +117,8 @@ class OwnerLoads:
     def assign(self, numels: Sequence[int]) -> list[int]:
         """The owner of each parameter of a unit, by its elements: the largest first, to the least loaded rank."""
         owners = [0] * len(numels)
+        # Ordered by (load within this unit, load over all units, rank): the second decides among ranks that are equal
+        # within the unit, so that units of a single parameter go round the ranks instead of all to rank 0.
         loads = [(0, total, rank) for rank, total in enumerate(self.numels)]
         heapq.heapify(loads)
         for index in sorted(range(len(numels)), key=lambda i: (-numels[i], i)):
@@ -171,7 +173,8 @@ class FlatLayout:
         sizes = [0] * world_size
         for slot, owner in zip(slots, owners, strict=True):
             sizes[owner] += round_up(slot.numel, ALIGN_NUMEL)
-        # So that a copy in equal parts, which fewer ranks may hold among them, needs no padding of its own.
+        # N is a multiple of W here too, so that the secondary copy (hpZ), cut into equal parts over fewer ranks, needs
+        # no padding of its own.
         sizes[-1] += round_up(cursor, ALIGN_NUMEL * world_size) - cursor
         return cls(slots, sum(sizes), tuple(sizes), tuple(owners))
 
@@ -243,6 +246,8 @@ class FlatLayout:
             part = self.padded(index) & shard
             if not part:
                 continue
+            # Neighbours of one group become one run, over the padding between them: one kernel call and one tensor per
+            # state instead of one per parameter. What an update makes of the padding is never read.
             if runs and runs[-1][1] == group:
                 runs[-1] = FlatRange(runs[-1][0].start, part.end), group
             else:

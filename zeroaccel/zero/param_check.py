@@ -130,6 +130,7 @@ class ParamIntegrityCheck:
 
     def _check(self) -> None:
         self.check_writes()
+        # The module tree is compared first: walking all parameters by name is needed only after it has changed.
         if any(module._modules != children or _ids(module) != own for module, children, own in self._structure):
             self._check_parameters()
         # One parameter per buffer: `model.half()` and the like change all of them.
@@ -159,6 +160,7 @@ class ParamIntegrityCheck:
                         _check_kind(buffer, index)
                         if not lasts:
                             raise _lost(buffer, index, "another tensor as .data")
+                        # It lasts, so the assigned values are taken over into the buffer that collectives use.
                         view = buffer.view(index)
                         view.copy_(param.data)
                         param.data = view
@@ -186,6 +188,8 @@ class ParamIntegrityCheck:
             return self._collects_gradients()
 
     def _collects_gradients(self) -> bool:
+        # A model may be frozen for a while, as a GAN's discriminator is in the generator's step: then gradients only
+        # pass through. A part of it cannot be: the ranks would reduce buffers with and without it.
         fixed = next((fqn for fqn, param in self._trained if not param.requires_grad), None)
         if fixed is not None:
             moving = next((fqn for fqn, param in self._trained if param.requires_grad), None)
@@ -213,6 +217,7 @@ class ParamIntegrityCheck:
         Raises:
             EngineStateError: it would change a dtype or a device.
         """
+        # Tried on an empty tensor of each kind: `fn` is a closure of nn.Module.to() that cannot be asked otherwise.
         kinds = {(buffer.dtype, buffer.full.device) for buffer in self._buffers}
         kinds |= {(buffer.dtype, buffer.device) for buffer in module.buffers()}
         for dtype, device in kinds:

@@ -1,6 +1,6 @@
 """`ParamUnit`: the parameters that travel in one collective, and the lifecycle of their storage.
 
-[Note: faces] The `nn.Parameter` objects, their shapes and dtypes never change. While a unit is whole, each
+[Note: sharded values] The `nn.Parameter` objects, their shapes and dtypes never change. While a unit is unsharded, each
 parameter's data is a view into the unit's flat buffer; while it is sharded, the buffer's storage has size 0 and the
 data is a stride-0 expand of one NaN: a stale read is visibly NaN, never a crash and never `torch.Size([0])`. The
 storage *object* stays, so views that autograd saved in forward become valid again when the unit is gathered for
@@ -35,7 +35,7 @@ class ShardState(enum.Enum):
     """Where a unit's parameters are."""
 
     SHARDED = "sharded"
-    """Only this rank's shard is up to date; the full buffer is freed, or stale when it is resident."""
+    """Only this rank's shard is up to date; the full buffer is freed, or stale where the unit is persistent."""
     GATHERING = "gathering"
     """An all-gather into the full buffer is in flight."""
     UNSHARDED = "unsharded"
@@ -88,7 +88,8 @@ class FlatBuffer:
         self.secondary = SecondaryShard()
         self.refuses_writes = refuses_writes
         self.versions = [param._version for param in self.params]
-        absent = torch.full((), _absent_value(dtype), dtype=dtype)  # a single element to expand from
+        # One element, expanded to every shape: shape and dtype of a sharded parameter are right, at no memory.
+        absent = torch.full((), _absent_value(dtype), dtype=dtype)
         self._absent = [absent.to(device).expand(slot.shape) for slot in layout.slots]
         self._views = self._cut()
         self.shard: ShardStorage
@@ -135,6 +136,7 @@ class FlatBuffer:
         """
         if source.dtype is torch.float64 and self.dtype.itemsize < 4:
             source = source.float()  # rounded by way of the master, as at every step
+        # Weights before masters: masters may be the memory of the weights, and are never read from what was rounded.
         self.full.copy_(source)
         self.store_in(shard, masters)
         if not self.persistent:
@@ -285,6 +287,7 @@ class ParamUnit:
             self.reshard()
         if self._state is not ShardState.SHARDED:
             return
+        # A persistent unit is read by everything until the next step, so only exact values may ever be in it.
         self._exact = exact or self.persistent
         label = f"unshard {self.name}"
         if self.is_swapped:
@@ -293,12 +296,13 @@ class ParamUnit:
         for buffer in self.buffers:
             if buffer.persistent and not buffer.trainable:
                 continue  # frozen and unsharded everywhere: it never changes
+            # The storage is resized in place, so that the views that parameters and autograd have of it stay valid.
             buffer.allocate()
             self._works.append(buffer.all_gather(self._collectives, label, exact=self._exact))
 
     def _swap_in(self, label: str) -> None:
         """Brings shards into memory; the ranks agree that all could, before any starts the gather. (all ranks)"""
-        self.prefetch()
+        self.prefetch()  # of all buffers, before the first is waited for
         error: OffloadError | None = None
         for buffer in self.buffers:
             if error is None:
@@ -306,6 +310,7 @@ class ParamUnit:
                     buffer.shard.swap_in()
                 except OffloadError as raised:
                     error = raised
+        # A disk fails on one rank. Without this small all-reduce the others would hang in a gather it never joins.
         failed = torch.tensor([float(error is not None)])
         self._collectives.all_reduce(failed, "max", f"fetch of {self.name}")
         if failed.item():
@@ -344,13 +349,14 @@ class ParamUnit:
             keep_views: the program may hold views of the full parameters: let their storage live as long as they do.
         """
         if self._state is ShardState.SHARDED:
-            self._release()
+            self._release()  # of a prefetch that no gather followed
             return
         self.wait()
         self._move(ShardState.SHARDED)
         if not self.persistent:
             for buffer in self.buffers:
                 if not self._exact:
+                    # Only of values to compute with: backward then reads the very values that forward read.
                     buffer.secondary.keep(buffer.full, self._collectives)
                 buffer.point(unsharded=False)
                 if keep_views:
@@ -367,7 +373,7 @@ class ParamUnit:
     def join_gather(self) -> None:
         """Participates in an all-gather that other ranks need; restores this rank's state."""
         was_unsharded = self._state is ShardState.UNSHARDED
-        self.reshard()
+        self.reshard()  # also where it is unsharded: the other ranks need this rank's shard, and a gather needs all
         self.unshard()
         self.wait()
         if not was_unsharded:

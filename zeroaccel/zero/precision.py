@@ -111,6 +111,7 @@ class DynamicLossScale(LossScale):
         Raises:
             EngineStateError: an overflow at the minimum scale.
         """
+        # DeepSpeed's algorithm, so that a run that migrates skips and scales in the same steps.
         if overflow:
             self._lower()
             self.last_overflow = self.steps
@@ -153,6 +154,7 @@ def kept_in_fp32(model: nn.Module, setting: str | Iterable[str] | None) -> set[s
         setting: parts of module names; "auto" takes the model's own `_keep_in_fp32_modules[_strict]`.
     """
     if setting == "auto":
+        # transformers lists them per model class: T5's `wo`, for instance, overflows in fp16.
         parts = {
             name
             for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
@@ -204,6 +206,7 @@ class BufferDtypes:
         dtypes: dict[str, torch.dtype] = {}
         for prefix, module in model.named_modules():
             for name, buffer in module._buffers.items():
+                # Integer buffers are indices and counters, such as `num_batches_tracked`.
                 if buffer is None or not buffer.is_floating_point():
                     continue
                 fqn = f"{prefix}.{name}" if prefix else name
@@ -226,6 +229,7 @@ class BufferDtypes:
                 prefix = name.rpartition(".")[0]
                 own[prefix] = own.get(prefix, True) and dtype_before(param) is not self.precision
         follows = dict(own)
+        # A module without parameters, such as one that only holds a table, takes the answer of what lies below it.
         for prefix, is_cast in own.items():
             for outer in _outwards(prefix):
                 if outer not in own:
@@ -251,6 +255,7 @@ def broadcast_buffers(model: nn.Module, collectives: Collectives) -> None:
     """Makes the module buffers of all ranks those of rank 0. (all ranks)"""
     for name, buffer in model.named_buffers():
         if buffer.numel() and not buffer.is_meta:
+            # A collective needs contiguous memory, and an expanded buffer has less memory than elements.
             flat = buffer.detach().contiguous()
             collectives.broadcast(flat, 0, f"buffer {name}")
             buffer.detach().copy_(flat)

@@ -1,7 +1,7 @@
 """The optimizer over fp32 masters: any `torch.optim` class steps on what this rank has of them.
 
 A buffer's masters are cut into pieces (`storage/masters.py`): one per run of parameters of one param group for an
-elementwise rule, one per parameter, in its shape, for a rule that looks at whole tensors (`OptimizerKind`). The
+elementwise rule, one per parameter, in its shape, for a rule that looks at full tensors (`OptimizerKind`). The
 optimizer's `param_groups` keep their dictionaries (schedulers and loggers that refer to them go on working); only their
 `params` become the pieces. Where masters, states and weights live is the storages' business.
 
@@ -35,7 +35,7 @@ __all__ = ["ShardedOptimizer", "followers"]
 
 
 class EarlierUpdates(Protocol):
-    """Updates that began before the step they are for; see `async_step.py`."""
+    """Updates that began before the step they are for; see `AsyncStep`."""
 
     def has(self, buffer: FlatBuffer) -> bool:
         """Whether this buffer is among them, and not installed yet."""
@@ -49,14 +49,14 @@ class EarlierUpdates(Protocol):
 
 def followers(buffers: Sequence[FlatBuffer]) -> dict[int, MasterStorage]:
     """id(buffer) -> the masters that are stepped after its own, so that they can be swapped in meanwhile."""
-    found: dict[int, MasterStorage] = {}
+    next_of: dict[int, MasterStorage] = {}
     following: MasterStorage | None = None
     for buffer in reversed(buffers):
         if following is not None:
-            found[id(buffer)] = following
+            next_of[id(buffer)] = following
         if buffer.masters.pieces:  # an owner layout leaves some ranks without any
             following = buffer.masters
-    return found
+    return next_of
 
 
 class ShardedOptimizer:
@@ -103,7 +103,8 @@ class ShardedOptimizer:
             for slot, param in zip(buffer.layout.slots, buffer.params, strict=True)
         }
         self._point_groups()
-        makes_states = bool(optimizer.state)  # of the model's parameters, as the constructor of Adagrad does
+        # Adagrad's constructor makes states, for the model's parameters; they are made anew for the pieces.
+        makes_states = bool(optimizer.state)
         optimizer.state.clear()
         for buffer in buffers:
             buffer.masters.bind(optimizer, makes_states=makes_states)
@@ -117,6 +118,8 @@ class ShardedOptimizer:
             id(param): place for group in self.optimizer.param_groups for place, param in enumerate(group["params"])
         }
         pieces: list[list[tuple[int, MasterPiece]]] = [[] for _ in self.optimizer.param_groups]
+        # Schedulers, loggers and the program itself refer to the group dictionaries: these stay, their lists change.
+        # Pieces are in the order of the program's parameters, while buffers are sorted by unit, dtype and group.
         for buffer in self.buffers:
             params = {slot.fqn: param for slot, param in zip(buffer.layout.slots, buffer.params, strict=True)}
             for piece in buffer.masters.pieces:
@@ -184,6 +187,7 @@ class ShardedOptimizer:
     def _step_buffer(
         self, buffer: FlatBuffer, grad: FlatTensor, grad_scale: float, following: Mapping[int, MasterStorage]
     ) -> None:
+        # Rounded copies are written by the kernel that updates the masters, while those are in cache: one pass less.
         out = buffer.masters.stage_weights()
         self.update(buffer, grad, grad_scale, following.get(id(buffer)), out, self.optimizer.param_groups)
         if out is not None:
@@ -232,6 +236,7 @@ class ShardedOptimizer:
         self, pieces: Sequence[MasterPiece], grad: FlatTensor, grad_scale: float, out: FlatTensor | None
     ) -> None:
         """The optimizer's own `step`, with the pieces of a batch as all it sees: fp32 gradients of one at a time."""
+        # A foreign class steps all of `param_groups`: `restricted` hides the others, `_call_again` restores counters.
         for batch in batches(pieces, self._sub_group_numel, lambda piece: piece.range.numel):
             for piece in batch:
                 _set_grad(piece, grad, grad_scale)
@@ -244,6 +249,8 @@ class ShardedOptimizer:
         self, gradients: Sequence[GradientBuffer], grad_scale: float, done: Callable[[FlatBuffer], None]
     ) -> None:
         """One call of a coupled optimizer with all pieces: all gradients are in fp32 at once."""
+        # Its rule sums over parameters, so no piece may be stepped before all have gradients; masters are in memory,
+        # since such an optimizer is refused with states in files.
         for gradient in gradients:
             for piece in gradient.buffer.masters.pieces:
                 _set_grad(piece, _reduced(gradient), grad_scale)
@@ -351,11 +358,13 @@ class ShardedOptimizer:
         target, device = out[piece.range], piece.param.device
         if target.device == device:
             yield target
-        elif target.device.type == "cpu":  # masters on the device, shards on the host
+        elif target.device.type == "cpu":  # masters on the device, shards on the host: a blocking copy
             staged = torch.empty_like(target, device=device)
             yield staged
             target.copy_(staged)
         else:
+            # The copy runs on its own stream while the next piece is updated: each piece needs a buffer of its own, and
+            # the allocator of pinned memory keeps it until the copy is through.
             staged = torch.empty(target.shape, dtype=target.dtype, pin_memory=self._copy_stream().pinned)
             yield staged
             self._copy_stream().to_device(target, staged)

@@ -112,6 +112,7 @@ _OPERATORS = frozenset(f"__i{name}__" for name in _ARITHMETIC.split()) | {"__set
 
 def as_sharded(param: nn.Parameter, fqn: str) -> None:
     """Makes writes to an ordinary parameter errors; of others, such as DTensors, the class is left as it is."""
+    # Exactly nn.Parameter: the memory layout of an object with another class, or with slots, may differ.
     if type(param) is nn.Parameter:
         vars(param)[_FQN] = fqn
         _change_class(param, ShardedParameter)
@@ -151,6 +152,7 @@ class ShardedParameter(nn.Parameter):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        # The name must not travel: unpickled, it is an ordinary parameter.
         with torch._C.DisableTorchFunctionSubclass():
             fqn = vars(self).pop(_FQN)
             try:
@@ -211,6 +213,7 @@ def _targets(
     if call == "data":
         if func.__name__ == "__set__" and _is_other_storage(*args[:2]):
             targets.append(args[0])
+    # torch's convention: a trailing underscore means in place. The exceptions change no values.
     elif call in _OPERATORS or (call.endswith("_") and not call.endswith("__") and call not in _NO_WRITES):
         targets.append(args[0] if args else kwargs.get("tensor", kwargs.get("input")))
     for value in targets:
@@ -235,6 +238,7 @@ def _checked(result: Any, args: Sequence[Any]) -> Any:
         return result
     if result.is_sparse or result.untyped_storage()._cdata != source.untyped_storage()._cdata:
         return result
+    # A view: a write to it would be lost as one to the parameter is, so it carries the parameter's name.
     values = result.as_subclass(_ShardedValues)
     values.fqn = _fqn(source)
     return values

@@ -95,6 +95,7 @@ def group_parameters(
     owners = _owners(model, boundaries)
     persistent = _persistent(model, persistence_threshold, model_persistence_threshold)
 
+    # In the order of named_parameters, which is the same on all ranks: units number collectives.
     specs: dict[object, UnitSpec] = {}
     for fqn, param in model.named_parameters():
         key, name, modules = _home(param, owners[id(param)], model, persistent)
@@ -139,6 +140,7 @@ def _owners(model: nn.Module, boundaries: dict[int, str]) -> dict[int, list[_Own
         for param in module._parameters.values():
             if param is not None:
                 owners.setdefault(id(param), []).append(_Owner(fqn, module, boundary_fqn, boundary))
+        # A shared module is walked once, but each of its registrations counts: it has several parents.
         if id(module) in seen:
             return
         seen.add(id(module))
@@ -212,6 +214,7 @@ def _persistent(model: nn.Module, threshold: int, model_threshold: int | None) -
     for param in model.parameters():
         if param.numel() > threshold or threshold <= 0:
             continue
+        # Stops rather than skips, so that which parameters persist is a prefix of the model's small ones.
         if model_threshold is not None and total + param.numel() > model_threshold:
             break
         persistent.add(id(param))

@@ -1,4 +1,4 @@
-"""Makes the checkpoints of this folder with DeepSpeed itself, and writes down what it had in memory beside them.
+"""Makes the checkpoints of this folder with DeepSpeed itself, and writes its values in memory next to them.
 
 Run as `python make.py OUT [--only NAME ...]` in an environment with deepspeed; README.md says more.
 The model is tiny and awkward: tied, frozen, buffers, one element, none at all, odd sizes, two param groups.

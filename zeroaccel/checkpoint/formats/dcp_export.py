@@ -52,6 +52,12 @@ def export_dcp(checkpoint_dir: str | os.PathLike[str], out: str | os.PathLike[st
 
     Raises:
         CheckpointError: there is no such checkpoint, it is damaged, or the disk is full. UsageError: `out` is taken.
+
+    Example::
+
+        export_dcp("checkpoints", "dcp", tag="global_step1000")
+        model_state, optim_state = get_state_dict(model, optimizer)  # of torch.distributed.checkpoint.state_dict
+        dcp.load({"model": model_state, "optim": optim_state}, checkpoint_id="dcp")
     """
     folder, manifest = find_checkpoint(Path(checkpoint_dir), tag)
     target = Path(out)
@@ -68,6 +74,7 @@ def export_dcp(checkpoint_dir: str | os.PathLike[str], out: str | os.PathLike[st
             file.flush()
             new.publish()
         remove_abandoned(target / _FILE_NAME)
+        # Last, as DCP itself does: without its `.metadata` a folder is no checkpoint.
         write_durably(target / DCP_METADATA_NAME, pickle.dumps(metadata))
     except OSError as error:
         raise CheckpointError(

@@ -387,6 +387,7 @@ class _DcpReader:
     def manifest(self) -> Manifest:
         """The manifest that our own save of the same run would have."""
         parameters = {}
+        # DCP does not say which tensors were masters: a parameter of a param group is trained, so its value is one.
         for fqn, key in self._names.items():
             record = self._dcp.record(key)
             if fqn in self._buffers:

@@ -145,6 +145,7 @@ def find_files(folder: Path) -> CheckpointFiles:
     full_model: Path | None = None
     models: dict[int, Path] = {}
     optims: dict[int, Path] = {}
+    # Saves of a bf16 and of an fp16 run in one folder show by two prefixes of their optimizer files.
     prefixes: dict[str, str] = {}
     for path in sorted(folder.iterdir()):
         if _OTHER_PARALLELISM.fullmatch(path.name):

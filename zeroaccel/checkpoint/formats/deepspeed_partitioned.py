@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from zeroaccel.checkpoint.formats.torch_file import TorchFile
 from zeroaccel.checkpoint.formats.torch_pickle import StoredTensor
 from zeroaccel.checkpoint.manifest import Piece, TensorRecord
+from zeroaccel.config.bounds import is_size
 from zeroaccel.errors import CheckpointError
 from zeroaccel.zero.access.safetensors_file import ITEMSIZE
 
@@ -269,7 +270,7 @@ def named_shapes(group: Mapping[Any, Any]) -> dict[str, tuple[int, ...]]:
     for name, shape in group.items():
         if type(name) is not str or not isinstance(shape, (tuple, list)) or len(shape) > _MOST_DIMS:
             raise ValueError(f"the shape of parameter {str(name)[:100]!r} is none")
-        if any(type(size) is not int or not 0 <= size < 1 << 63 for size in shape):
+        if not all(is_size(size) for size in shape):
             raise ValueError(f"the shape of parameter {name!r} is not of whole numbers")
         shapes[name] = tuple(shape)
     return shapes
@@ -420,6 +421,7 @@ def read_chunked(
                 got=own_sizes,
                 fix="the files are of different saves, or of a layout that is not known",
             )
+    # Sub-groups have no names in the files: only their sizes show that the shapes of the model file belong to them.
     saved = [body["optimizer_state_dict"] for _, body in ranks]
     for index, (named, (positions, numel)) in enumerate(zip(shapes, expected, strict=True)):
         partitions = [contents.elements(tensors[index]) for tensors in flats]

@@ -65,6 +65,7 @@ def manifest_of(
         names = sorted(group_of, key=lambda name: ranked.get(name, len(ranked)))
         groups = range(max(group_of.values(), default=-1) + 1)
         checkpoint.name_positions([[name for name in names if group_of[name] == group] for group in groups])
+    # From here on nothing is DeepSpeed's but the files that the records point into.
     contents, states = checkpoint.contents, checkpoint.states
     tensors: dict[str, TensorRecord] = {**checkpoint.tensors, **states.tensors}
     plain = _PlainEncoder(checkpoint, tensors)

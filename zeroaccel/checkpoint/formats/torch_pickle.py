@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from zeroaccel.checkpoint.formats.pickle_machine import Admitted, Attributed, PickleMachine
+from zeroaccel.config.bounds import is_size
 from zeroaccel.errors import CheckpointError
 from zeroaccel.zero.access.safetensors_file import TORCH_NAMES
 
 __all__ = ["DtypeName", "StandIn", "StoredTensor", "load_pickle"]
 
 _MOST_DIMS = 64
-_LARGEST = (1 << 63) - 1
 _MOST_REPEATED_NUMEL = 1 << 20
 _LONGEST_NAME = 400
 _SET_NBYTES = 220
@@ -222,7 +222,7 @@ class _Restricted:
         # Everything that could later be allocated or read is bounded here: a view of one stored element can have any
         # shape (stride 0), so its size is limited by that of its storage.
         numbers = (offset, *shape, *strides)
-        if any(type(number) is not int or not 0 <= number <= _LARGEST for number in numbers):
+        if not all(is_size(number) for number in numbers):
             raise CheckpointError(where, expected="offset, shape and strides", got=numbers)
         tensor = StoredTensor(record.dtype, record.key, record.numel, offset, shape, strides)
         last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
@@ -286,7 +286,7 @@ def _no_bytes() -> bytes:
 
 
 def _sizes(items: Sequence[Any]) -> Sequence[int]:
-    if len(items) > _MOST_DIMS or any(type(size) is not int or not 0 <= size <= _LARGEST for size in items):
+    if len(items) > _MOST_DIMS or not all(is_size(size) for size in items):
         raise TypeError("expected the sizes of a tensor")
     return items
 

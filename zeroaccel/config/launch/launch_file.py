@@ -1,8 +1,8 @@
-"""The launch file: where it is, what it says, and where in it each setting stands.
+"""The launch file: where it is, its settings, and the line and column of each.
 
 Reads accelerate's YAML as it is; keys that are not for this engine are refused by name when they are switched on, and
 unknown ones with the name that was probably meant. Gives `launch_sources` a flat set of settings. Looks only at the
-file it is given or finds; which environment and folders to look in is said by the caller.
+file it is given or finds; the caller passes the environment and the folder to look in.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ MOVED = {"dynamo_backend": "dynamo_config.dynamo_backend"}
 
 
 class LaunchConfig(ExplicitSettings):
-    """What a launch file says, as settings with their places.
+    """The settings of a launch file, with their places.
 
     Attributes:
         path: of the file, as it was given.
@@ -90,18 +90,18 @@ class LaunchConfig(ExplicitSettings):
         object.__setattr__(self, "model", model)
 
 
-def find_launch_file(given: str | None, environ: Mapping[str, str], folder: Path) -> tuple[Path, str] | None:
+def find_launch_file(path_flag: str | None, environ: Mapping[str, str], folder: Path) -> tuple[Path, str] | None:
     """The launch file to read and why that one, or None if there is none.
 
     Args:
-        given: what --config_file says.
+        path_flag: value of --config_file.
         environ: for ZEROACCEL_CONFIG, XDG_CONFIG_HOME and HOME.
         folder: the working directory; the file may also lie above it, up to the root of the project it is in.
     """
-    if given is not None:
-        return Path(given), "--config_file"
-    if named := environ.get(CONFIG_VARIABLE):
-        return Path(named), f"environment {CONFIG_VARIABLE}"
+    if path_flag is not None:
+        return Path(path_flag), "--config_file"
+    if path_variable := environ.get(CONFIG_VARIABLE):
+        return Path(path_variable), f"environment {CONFIG_VARIABLE}"
     for place in _project_folders(folder.resolve()):
         if (place / FILE_NAME).is_file():
             path = place / FILE_NAME
@@ -144,11 +144,14 @@ def parse_launch_file(
     parsed = parse_yaml(text, name)
     if not isinstance(parsed.value, dict):
         raise ConfigError(name, expected="settings as in `num_processes: 2`", got=parsed.value)
+
+    # A file may be shared by machines and leave blanks that flags fill; its value for a decided setting is not checked.
     decided = {} if over is None else over.values
-    given = _without(decided, _without_nothing(parsed.value))
-    foreign = settle_foreign_keys(given, decided.get("distributed_type"), fsdp_flags)
+    tree_given = _without(decided, _without_nothing(parsed.value))
+    foreign = settle_foreign_keys(tree_given, decided.get("distributed_type"), fsdp_flags)
     tree = {MOVED.get(key, key): value for key, value in foreign.tree.items()}
     moved: dict[KeyPath, str] = {(new,): parsed.places[(old,)] for old, new in MOVED.items() if (old,) in parsed.places}
+    # Keys that were moved or translated keep the place of the key that was written.
     moved |= {new: parsed.places[old] for new, old in foreign.moved.items() if old in parsed.places}
     order = list(key_paths(parsed.value))
     normalized = NormalizedConfig(LaunchFile, tree)
@@ -178,26 +181,26 @@ def _project_folders(folder: Path) -> Iterator[Path]:
 
 
 def text_of_file(path: Path | str, why: str = "") -> str:
-    """The text of a file that people write.
+    """The text of a file written by hand.
 
     Raises:
         ConfigError: there is no such file, or it cannot be read.
     """
     path = Path(path)
-    said = f"{path} ({why})" if why else str(path)
+    shown = f"{path} ({why})" if why else str(path)
     try:
         return read_at_most(path, _MOST_NBYTES).decode("utf-8-sig")
     except FileNotFoundError:
-        raise ConfigError(f"file {said} does not exist", fix=_near(path)) from None
+        raise ConfigError(f"file {shown} does not exist", fix=_near(path)) from None
     except IsADirectoryError:
-        found = sorted(entry.name for entry in path.iterdir() if entry.suffix in (".yaml", ".yml"))[:3]
-        fix = f"YAML files in it: {', '.join(found)}" if found else "name a file"
-        raise ConfigError(f"file {said} is a folder", fix=fix) from None
+        files = sorted(entry.name for entry in path.iterdir() if entry.suffix in (".yaml", ".yml"))[:3]
+        fix = f"YAML files in it: {', '.join(files)}" if files else "name a file"
+        raise ConfigError(f"file {shown} is a folder", fix=fix) from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"file {said}: byte {error.start} is not UTF-8") from None
+        raise ConfigError(f"file {shown}: byte {error.start} is not UTF-8") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"file {said} cannot be read: {reason}") from None
+        raise ConfigError(f"file {shown} cannot be read: {reason}") from None
 
 
 def _near(path: Path) -> str:
@@ -208,7 +211,7 @@ def _near(path: Path) -> str:
 
 
 def _without_nothing(tree: dict[Any, Any]) -> dict[Any, Any]:
-    """Without keys that have no value, which say nothing, as `fsdp_config: {}` and `main_process_ip:` do."""
+    """Without keys that have no value, as `fsdp_config: {}` and `main_process_ip:`, which set nothing."""
     return {
         key: _without_nothing(value) if isinstance(value, dict) else value
         for key, value in tree.items()
@@ -218,11 +221,11 @@ def _without_nothing(tree: dict[Any, Any]) -> dict[Any, Any]:
 
 def _without(values: Mapping[str, Any], tree: dict[Any, Any]) -> dict[Any, Any]:
     """Without the keys of settings that a flag or a variable decides; the file may have blanks to be filled there."""
-    kept = {key: value for key, value in tree.items() if key not in values or key == "distributed_type"}
+    rest = {key: value for key, value in tree.items() if key not in values or key == "distributed_type"}
     for section in _SECTIONS:
-        if isinstance(kept.get(section), dict):
-            kept[section] = {key: value for key, value in kept[section].items() if key not in values}
-    return kept
+        if isinstance(rest.get(section), dict):
+            rest[section] = {key: value for key, value in rest[section].items() if key not in values}
+    return rest
 
 
 def _validated(tree: dict[str, Any]) -> tuple[LaunchFile, list[Problem]]:
@@ -260,9 +263,9 @@ def _flat(tree: Mapping[str, Any], model: LaunchFile) -> tuple[dict[str, Any], d
     values: dict[str, Any] = {}
     paths: dict[str, KeyPath] = {}
     for section in ((), *((name,) for name in _SECTIONS)):
-        given = tree.get(section[0], {}) if section else tree
+        keys = tree.get(section[0], {}) if section else tree
         owner = getattr(model, section[0]) if section else model
-        for name in given:
+        for name in keys:
             if name in LaunchSettings.model_fields:
                 values[name], paths[name] = getattr(owner, name), (*section, name)
     if values.get("distributed_type") == "NO" and "num_processes" not in values:

@@ -74,80 +74,82 @@ def translate_fsdp(fsdp: Mapping[str, Any], num_machines: int = 1) -> FsdpTransl
         fsdp: accelerate's keys, with or without their "fsdp_"; values as in its files or as text.
         num_machines: of the job, for the strategies that shard within one.
     """
-    made = FsdpTranslation()
+    translation = FsdpTranslation()
     written = {key if str(key).startswith("fsdp_") else f"fsdp_{key}": key for key in fsdp}
-    given = {name: fsdp[key] for name, key in written.items() if fsdp[key] is not None}
-    stage = _stage(given, written, num_machines, made)
-    for key, value in given.items():
+    settings = {name: fsdp[key] for name, key in written.items() if fsdp[key] is not None}
+    stage = _stage(settings, written, num_machines, translation)
+    for key, value in settings.items():
         if key == "fsdp_offload_params":
-            _offload(_is_true(value), stage, made)
+            _offload(_is_true(value), stage, translation)
         elif key == "fsdp_cpu_ram_efficient_loading":
-            _at_stage_3(key, value, "zero3_init_flag", _is_true(value), stage, made)
+            _at_stage_3(key, value, "zero3_init_flag", _is_true(value), stage, translation)
         elif key == "fsdp_state_dict_type":
             is_full = str(value).upper() in ("FULL_STATE_DICT", "1")
-            _at_stage_3(key, value, "zero3_save_16bit_model", is_full, stage, made)
+            _at_stage_3(key, value, "zero3_save_16bit_model", is_full, stage, translation)
         elif key in _LEFT_OUT:
-            made.notes.append((key, f"left out, {_LEFT_OUT[key]}"))
+            translation.notes.append((key, f"left out, {_LEFT_OUT[key]}"))
         elif key not in (_STRATEGY, _RESHARD):
-            _unknown(key, written[key], made)
-    return made
+            _unknown(key, written[key], translation)
+    return translation
 
 
-def _stage(given: Mapping[str, Any], written: Mapping[str, str], num_machines: int, made: FsdpTranslation) -> int:
+def _stage(
+    settings: Mapping[str, Any], written: Mapping[str, str], num_machines: int, translation: FsdpTranslation
+) -> int:
     # FSDP2 has no strategy: accelerate looks at the other key only.
-    is_second = str(given.get("fsdp_version", "")) == "2" and _RESHARD in given
-    key = _RESHARD if is_second or _STRATEGY not in given else _STRATEGY
-    said = str(given.get(key, "FULL_SHARD")).upper().removeprefix("SHARDINGSTRATEGY.").removeprefix("_")
+    is_second = str(settings.get("fsdp_version", "")) == "2" and _RESHARD in settings
+    key = _RESHARD if is_second or _STRATEGY not in settings else _STRATEGY
+    strategy = str(settings.get(key, "FULL_SHARD")).upper().removeprefix("SHARDINGSTRATEGY.").removeprefix("_")
     # FSDP2 without reshard_after_forward keeps parameters unsharded between forward and backward, as stage 2 does.
-    word = {"TRUE": "FULL_SHARD", "FALSE": "SHARD_GRAD_OP"}.get(said, _NUMBERED.get(said, said))
+    word = {"TRUE": "FULL_SHARD", "FALSE": "SHARD_GRAD_OP"}.get(strategy, _NUMBERED.get(strategy, strategy))
     if word not in _STAGES:
         expected = " or ".join(_STAGES) if key == _STRATEGY else "true or false"
-        made.problems.append(Problem((written[key],), expected=expected, got=given[key]))
+        translation.problems.append(Problem((written[key],), expected=expected, got=settings[key]))
         return 3
     stage = _STAGES[word]
-    made.say("zero_stage", stage, key if key in given else "")
-    text = f"{_shown(given[key])} -> " if key in given else "not given, which shards everything -> "
-    made.notes.append((key if key in given else _STRATEGY, f"{text}zero_stage {stage}"))
+    translation.say("zero_stage", stage, key if key in settings else "")
+    text = f"{_shown(settings[key])} -> " if key in settings else "not given, which shards everything -> "
+    translation.notes.append((key if key in settings else _STRATEGY, f"{text}zero_stage {stage}"))
     other = _STRATEGY if key == _RESHARD else _RESHARD
-    if other in given:
-        made.notes.append((other, f"left out, {key} decides"))
+    if other in settings:
+        translation.notes.append((other, f"left out, {key} decides"))
     if word.startswith("HYBRID") and num_machines > 1:
         text = (
             "sharded over the ranks of all machines instead of within each, which trains the same; "
             "mics_shard_size of a JSON config shards within groups"
         )
-        made.notes.append((key, text))
+        translation.notes.append((key, text))
     return stage
 
 
-def _offload(wanted: bool, stage: int, made: FsdpTranslation) -> None:
+def _offload(enabled: bool, stage: int, translation: FsdpTranslation) -> None:
     key = "fsdp_offload_params"
-    if not wanted:
-        made.notes.append((key, "false -> nothing is offloaded"))
+    if not enabled:
+        translation.notes.append((key, "false -> nothing is offloaded"))
     elif stage < 1:
-        made.notes.append((key, "left out, nothing is sharded at stage 0, and nothing offloaded"))
+        translation.notes.append((key, "left out, nothing is sharded at stage 0, and nothing offloaded"))
     else:
-        made.say("offload_optimizer_device", "cpu", key)
+        translation.say("offload_optimizer_device", "cpu", key)
         if stage == 3:
-            made.say("offload_param_device", "cpu", key)
+            translation.say("offload_param_device", "cpu", key)
         devices = "offload_optimizer_device and offload_param_device" if stage == 3 else "offload_optimizer_device"
-        made.notes.append((key, f"true -> {devices} cpu"))
+        translation.notes.append((key, f"true -> {devices} cpu"))
 
 
-def _at_stage_3(key: str, value: Any, name: str, meaning: bool, stage: int, made: FsdpTranslation) -> None:
+def _at_stage_3(key: str, value: Any, name: str, meaning: bool, stage: int, translation: FsdpTranslation) -> None:
     if stage == 3:
-        made.say(name, meaning, key)
-        made.notes.append((key, f"{_shown(value)} -> {name} {_shown(meaning)}"))
+        translation.say(name, meaning, key)
+        translation.notes.append((key, f"{_shown(value)} -> {name} {_shown(meaning)}"))
     else:
-        made.notes.append((key, f"left out, every rank has whole parameters at stage {stage}"))
+        translation.notes.append((key, f"left out, every rank has whole parameters at stage {stage}"))
 
 
-def _unknown(key: str, written: str, made: FsdpTranslation) -> None:
+def _unknown(key: str, written: str, translation: FsdpTranslation) -> None:
     meant = closest(key, FSDP_KEYS)
     if meant:
-        made.problems.append(Problem((written,), text="unknown key", fix=f"did you mean {meant}?"))
+        translation.problems.append(Problem((written,), text="unknown key", fix=f"did you mean {meant}?"))
     else:
-        made.notes.append((key, "left out, accelerate has no such setting and ignores it"))
+        translation.notes.append((key, "left out, accelerate has no such setting and ignores it"))
 
 
 def _is_true(value: Any) -> bool:
@@ -224,73 +226,73 @@ def settle_foreign_keys(
         kind: the distributed_type that a flag or a variable gives, which counts more than the file's.
         fsdp_flags: FSDP's settings that were typed, which count more than the file's.
     """
-    made = ForeignKeys({key: value for key, value in tree.items() if value is not None and value != ""})
-    _brought_to_this_machine(made)
-    _of_older_files(made)
-    kind = kind or _kind(made.tree)
-    _drop_idle(made, kind)
+    foreign = ForeignKeys({key: value for key, value in tree.items() if value is not None and value != ""})
+    _brought_to_this_machine(foreign)
+    _of_older_files(foreign)
+    kind = kind or _kind(foreign.tree)
+    _drop_idle(foreign, kind)
     if kind == "FSDP":
-        _translate(made, fsdp_flags or {})
+        _translate(foreign, fsdp_flags or {})
     elif fsdp_flags:
         names = ", ".join(f"--{key}" for key in fsdp_flags)
-        made.notes.append(((), f"{names}: nothing is done with it, as there is no --use_fsdp"))
+        foreign.notes.append(((), f"{names}: nothing is done with it, as there is no --use_fsdp"))
     if kind in ("NO", "MULTI_GPU", "MULTI_CPU"):
-        _drop_zero(made, kind)
-    if kind == "NO" and made.tree.get("num_processes", 1) != 1:
-        made.notes.append((("num_processes",), "does nothing, as distributed_type is NO, which is one process"))
-        made.tree["num_processes"] = 1
-    _settle_section(made)
-    return made
+        _drop_zero(foreign, kind)
+    if kind == "NO" and foreign.tree.get("num_processes", 1) != 1:
+        foreign.notes.append((("num_processes",), "does nothing, as distributed_type is NO, which is one process"))
+        foreign.tree["num_processes"] = 1
+    _settle_section(foreign)
+    return foreign
 
 
 def _kind(tree: Mapping[Any, Any]) -> str | None:
-    said = tree.get("distributed_type")
-    return None if said is None else "NO" if said is False else str(said).upper()
+    kind = tree.get("distributed_type")
+    return None if kind is None else "NO" if kind is False else str(kind).upper()
 
 
-def _brought_to_this_machine(made: ForeignKeys) -> None:
-    kind = _kind(made.tree)
+def _brought_to_this_machine(foreign: ForeignKeys) -> None:
+    kind = _kind(foreign.tree)
     if kind in _LIKE_GPU:
-        made.tree["distributed_type"] = "MULTI_GPU"
-        made.notes.append((("distributed_type",), f"{kind} -> MULTI_GPU, on the accelerators that this machine has"))
+        foreign.tree["distributed_type"] = "MULTI_GPU"
+        foreign.notes.append((("distributed_type",), f"{kind} -> MULTI_GPU, on the accelerators that this machine has"))
 
 
-def _of_older_files(made: ForeignKeys) -> None:
-    switch = made.tree.pop("fp16", None)
+def _of_older_files(foreign: ForeignKeys) -> None:
+    switch = foreign.tree.pop("fp16", None)
     if isinstance(switch, bool):
         precision = "fp16" if switch else "no"
-        if made.tree.setdefault("mixed_precision", precision) == precision:
-            made.moved[("mixed_precision",)] = ("fp16",)
-        made.notes.append((("fp16",), f"{str(switch).lower()} -> mixed_precision {made.tree['mixed_precision']}"))
+        if foreign.tree.setdefault("mixed_precision", precision) == precision:
+            foreign.moved[("mixed_precision",)] = ("fp16",)
+        foreign.notes.append((("fp16",), f"{str(switch).lower()} -> mixed_precision {foreign.tree['mixed_precision']}"))
     elif switch is not None:
-        made.tree["fp16"] = switch
+        foreign.tree["fp16"] = switch
 
 
-def _drop_idle(made: ForeignKeys, kind: str | None) -> None:
-    tree = made.tree
+def _drop_idle(foreign: ForeignKeys, kind: str | None) -> None:
+    tree = foreign.tree
     for key, reason in _IDLE.items():
         is_filled = tree.get(key) not in _SAYS_NOTHING
         if key in tree and (is_filled or key not in LaunchFile.model_fields):
             del tree[key]
         if is_filled:
-            made.notes.append(((key,), f"does nothing, {reason}"))
+            foreign.notes.append(((key,), f"does nothing, {reason}"))
     for key, kinds in _FOR_KIND.items():
         if tree.get(key) and kind not in kinds:
             del tree[key]
-            said = "no distributed_type is given" if kind is None else f"distributed_type is {kind}"
-            made.notes.append(((key,), f"does nothing, as {said}"))
+            about_kind = "no distributed_type is given" if kind is None else f"distributed_type is {kind}"
+            foreign.notes.append(((key,), f"does nothing, as {about_kind}"))
     if tree.get("fp8_config") and str(tree.get("mixed_precision", "no")).lower() != "fp8":
         del tree["fp8_config"]
-        made.notes.append((("fp8_config",), "does nothing, as mixed_precision is not fp8"))
+        foreign.notes.append((("fp8_config",), "does nothing, as mixed_precision is not fp8"))
     if tree.get("mpirun_config") and (kind != "MULTI_CPU" or tree.get("num_machines", 1) == 1):
         del tree["mpirun_config"]
-        made.notes.append((("mpirun_config",), "does nothing, the processes of this machine are started from here"))
-    _drop_trivial_parallelism(made)
+        foreign.notes.append((("mpirun_config",), "does nothing, the processes of this machine are started from here"))
+    _drop_trivial_parallelism(foreign)
 
 
-def _drop_trivial_parallelism(made: ForeignKeys) -> None:
-    """Sizes of 1 divide nothing, and the data-parallel ones say how ranks are grouped that hold shards."""
-    section = made.tree.get("parallelism_config")
+def _drop_trivial_parallelism(foreign: ForeignKeys) -> None:
+    """Sizes of 1 divide nothing, and the data-parallel ones only group the ranks that hold shards."""
+    section = foreign.tree.get("parallelism_config")
     if not isinstance(section, dict):
         return
     sizes = {
@@ -299,75 +301,75 @@ def _drop_trivial_parallelism(made: ForeignKeys) -> None:
         if str(key).endswith("_size") and "_dp_" not in str(key) and not str(key).startswith("dp_")
     }
     if all(value in (None, 0, 1) for value in sizes.values()):
-        del made.tree["parallelism_config"]
+        del foreign.tree["parallelism_config"]
         if section:
             text = "does nothing, there is data parallelism only, over all ranks"
-            made.notes.append((("parallelism_config",), text))
+            foreign.notes.append((("parallelism_config",), text))
 
 
-def _translate(made: ForeignKeys, typed: Mapping[str, Any]) -> None:
-    tree = made.tree
+def _translate(foreign: ForeignKeys, typed: Mapping[str, Any]) -> None:
+    tree = foreign.tree
     section = tree.pop(_FSDP, None)
     fsdp = section if isinstance(section, dict) else {}
     machines = tree.get("num_machines", 1)
     translated = translate_fsdp({**fsdp, **typed}, machines if isinstance(machines, int) else 1)
-    made.notes.append((("distributed_type",), "FSDP -> DEEPSPEED, whose stages shard the same way"))
-    made.notes += [((_FSDP, key), text) for key, text in translated.notes]
-    made.problems += [
+    foreign.notes.append((("distributed_type",), "FSDP -> DEEPSPEED, whose stages shard the same way"))
+    foreign.notes += [((_FSDP, key), text) for key, text in translated.notes]
+    foreign.problems += [
         Problem((_FSDP, *one.path), one.text, one.expected, one.got, one.fix, as_written=True)
         for one in translated.problems
     ]
     if tree.pop(_SECTION, None):
-        made.notes.append(((_SECTION,), "does nothing, as distributed_type is FSDP"))
+        foreign.notes.append(((_SECTION,), "does nothing, as distributed_type is FSDP"))
     tree["distributed_type"], tree[_SECTION] = "DEEPSPEED", translated.values
-    made.moved[(_SECTION,)] = (_FSDP,) if fsdp else ("distributed_type",)
+    foreign.moved[(_SECTION,)] = (_FSDP,) if fsdp else ("distributed_type",)
     for name, key in translated.said_by.items():
         short = key.removeprefix("fsdp_")
         written = key if key in fsdp else short if short in fsdp else None
-        made.moved[(_SECTION, name)] = ("distributed_type",) if written is None else (_FSDP, written)
+        foreign.moved[(_SECTION, name)] = ("distributed_type",) if written is None else (_FSDP, written)
 
 
-def _drop_zero(made: ForeignKeys, kind: str) -> None:
+def _drop_zero(foreign: ForeignKeys, kind: str) -> None:
     """Drops a DeepSpeed section where distributed_type does without ZeRO, but for its settings of the machines."""
-    section = made.tree.get(_SECTION)
+    section = foreign.tree.get(_SECTION)
     if not isinstance(section, dict) or not section:
         return
     names = {mark.name for one in HostSettings.model_fields.values() for mark in spellings(one)}
-    kept = {key: value for key, value in section.items() if key in {*HostSettings.model_fields, *names}}
-    if len(kept) < len(section):
-        made.tree[_SECTION] = kept
-        made.notes.append(((_SECTION,), f"does nothing, as distributed_type is {kind}"))
+    of_hosts = {key: value for key, value in section.items() if key in {*HostSettings.model_fields, *names}}
+    if len(of_hosts) < len(section):
+        foreign.tree[_SECTION] = of_hosts
+        foreign.notes.append(((_SECTION,), f"does nothing, as distributed_type is {kind}"))
 
 
-def _settle_section(made: ForeignKeys) -> None:
-    """accelerate hands the values of its DeepSpeed section on as text, and never looks at keys it does not know."""
-    section = made.tree.get(_SECTION)
+def _settle_section(foreign: ForeignKeys) -> None:
+    """accelerate passes the values of its DeepSpeed section on as text, and ignores keys it does not know."""
+    section = foreign.tree.get(_SECTION)
     if not isinstance(section, dict):
         return
-    names = {mark.name for one in DeepSpeedSection.model_fields.values() for mark in spellings(one)}
-    known = {*DeepSpeedSection.model_fields, *names}
+    others = {mark.name for one in DeepSpeedSection.model_fields.values() for mark in spellings(one)}
+    names = {*DeepSpeedSection.model_fields, *others}
     settled: dict[Any, Any] = {}
     for key, value in section.items():
-        if key in known:
+        if key in names:
             if not (key.endswith(_NAMED) and str(value).lower() == "none"):
                 settled[key] = _plain(value) if key in _AS_TEXT else value
         elif key in _JSON_KEYS:
             text = "does nothing, here as in accelerate: it is for the JSON file that deepspeed_config_file names"
-            made.notes.append(((_SECTION, key), text))
-        elif closest(str(key), known):
-            settled[key] = value  # which is told as an unknown key, with the one that was meant
+            foreign.notes.append(((_SECTION, key), text))
+        elif closest(str(key), names):
+            settled[key] = value  # `normalize` reports it as unknown, with the key that was meant
         else:
-            made.notes.append(((_SECTION, key), "does nothing, accelerate has no such setting and ignores it"))
-    if made.tree.get("num_machines") == 1:
+            foreign.notes.append(((_SECTION, key), "does nothing, accelerate has no such setting and ignores it"))
+    if foreign.tree.get("num_machines") == 1:
         for key in [key for key in settled if key in _OTHER_MACHINES]:
             if settled[key] not in ("standard", "pdsh", "nossh"):
                 del settled[key]
-                made.notes.append(((_SECTION, key), "does nothing, as num_machines is 1"))
-    made.tree[_SECTION] = settled
+                foreign.notes.append(((_SECTION, key), "does nothing, as num_machines is 1"))
+    foreign.tree[_SECTION] = settled
 
 
 def _plain(value: Any) -> Any:
-    """A quoted number or switch as what it says; accelerate passes both forms on as the same text."""
+    """The value of a quoted number or switch; accelerate passes both forms on as the same text."""
     if not isinstance(value, str):
         return value
     if value.lower() in ("true", "false"):

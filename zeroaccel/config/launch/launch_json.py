@@ -26,18 +26,18 @@ JSON_PATHS: Mapping[str, str] = {name: setting.json_path for name, setting in SE
 """Setting of a launch -> dotted path of the same thing in the JSON, in the schema's names."""
 
 
-def check_json(given: ExplicitSettings) -> Config | None:
+def check_json(explicit: ExplicitSettings) -> Config | None:
     """Reads the JSON config that a launch names and compares the two; None where it names none.
 
     Raises:
         ConfigError: the JSON cannot be read or is wrong, or the launch says again what it decides; only the keys that
             are said twice are named, with both places.
     """
-    path = given.values.get("deepspeed_config_file")
+    path = explicit.values.get("deepspeed_config_file")
     if path is None:
         return None
-    config = load_config(_existing(Path(path), given))
-    lines = [*_twice(given, config), *_precision_twice(given, config)]
+    config = load_config(_existing(Path(path), explicit))
+    lines = [*_twice(explicit, config), *_precision_twice(explicit, config)]
     if len(lines) == 1:
         raise ConfigError(lines[0])
     if lines:
@@ -45,46 +45,46 @@ def check_json(given: ExplicitSettings) -> Config | None:
     return config
 
 
-def _existing(path: Path, given: ExplicitSettings) -> Path:
+def _existing(path: Path, explicit: ExplicitSettings) -> Path:
     if path.exists() or path.is_absolute():
         return path
-    # As in accelerate, the path counts from the working directory; people often think of the launch file's folder.
-    file = given.sources["deepspeed_config_file"].rpartition(":")[0].rpartition(":")[0]
+    # As in accelerate, the path counts from the working directory; users often mean the launch file's folder.
+    file = explicit.sources["deepspeed_config_file"].rpartition(":")[0].rpartition(":")[0]
     next_to_file = Path(file).parent / path
     if file and next_to_file.is_file():
-        where = given.where("deepspeed_config_file")
+        where = explicit.where("deepspeed_config_file")
         raise ConfigError(f"{where}: {path} does not exist in {Path.cwd()}", fix=f"write {next_to_file}")
     return path
 
 
-def _twice(given: ExplicitSettings, config: Config) -> Iterator[str]:
+def _twice(explicit: ExplicitSettings, config: Config) -> Iterator[str]:
     for name, key in JSON_PATHS.items():
-        if name in given.values and _decides(config, key):
-            yield from _line(given, name, config, key, _value(config, key))
+        if name in explicit.values and _decides(config, key):
+            yield from _line(explicit, name, config, key, _value(config, key))
 
 
-def _precision_twice(given: ExplicitSettings, config: Config) -> Iterator[str]:
-    wanted = given.values.get("mixed_precision")
-    if wanted is None:
+def _precision_twice(explicit: ExplicitSettings, config: Config) -> Iterator[str]:
+    precision = explicit.values.get("mixed_precision")
+    if precision is None:
         return
     for name in ("fp16", "bf16"):
         key = f"{name}.enabled"
         if not _decides(config, key):
             continue
         enabled = _value(config, key)
-        if name == wanted or enabled:  # and not: this one is off, and another is wanted
-            yield from _line(given, "mixed_precision", config, key, enabled, same=enabled == (name == wanted))
+        if name == precision or enabled:  # and not: this one is off, and another is wanted
+            yield from _line(explicit, "mixed_precision", config, key, enabled, same=enabled == (name == precision))
 
 
 def _line(
-    given: ExplicitSettings, name: str, config: Config, key: str, decided: Any, same: bool | None = None
+    explicit: ExplicitSettings, name: str, config: Config, key: str, decided: Any, same: bool | None = None
 ) -> Iterator[str]:
-    value = given.values[name]
+    value = explicit.values[name]
     same = value == decided if same is None else same
-    in_file = _is_file(given.sources[name])
+    in_file = _is_file(explicit.sources[name])
     if same and not in_file:
         return
-    here, there = f"{given.where(name)} {_shown(value)}", f"{config.where(key)} {_shown(decided)}"
+    here, there = f"{explicit.where(name)} {_shown(value)}", f"{config.where(key)} {_shown(decided)}"
     fix = 'remove it here, or write "auto" there to let this one decide'
     yield compose(f"{here}: {'the same is' if same else 'something else is'} said by {there}", fix=fix)
 

@@ -311,7 +311,7 @@ class LaunchSettings(ProcessSettings, ZeroSettings, HostSettings, DynamoSettings
         if self.num_machines == 1 and not self.main_process_port:
             return "c10d"  # at a port that the agent finds; on one machine the ranks are fixed either way
         if self.rdzv_backend is None and (self.max_restarts or self.min_machines):
-            return "c10d"  # the static way does not tell other machines of a restart
+            return "c10d"  # static rendezvous does not restart the ranks of other machines
         return self.rdzv_backend or "static"
 
     @property
@@ -360,7 +360,12 @@ def launch_settings(values: Mapping[str, Any], address: Callable[[str], str] = s
         address: setting -> what it is called where it was given, "--num_processes" for one.
 
     Raises:
-        ConfigError: some are wrong; all of them are told, one line each.
+        ConfigError: some are wrong; all of them are listed, one line each.
+
+    Example:
+        >>> settings = launch_settings({"num_processes": 8, "zero_stage": 3})
+        >>> settings.uses_zero, settings.rendezvous
+        (True, 'c10d')
     """
     settings = typed_settings(values, address)
     if problems := list(_contradictions(settings)):
@@ -393,11 +398,11 @@ def idle_settings(values: Mapping[str, Any]) -> dict[str, str]:
     stage = values.get("zero_stage", DEFAULT_STAGE)
     if not isinstance(stage, int) or isinstance(stage, bool):
         return {}
-    said = f"the stage is {stage}" + ("" if "zero_stage" in values else ", as none is given")
+    about_stage = f"the stage is {stage}" + ("" if "zero_stage" in values else ", as none is given")
     idle: dict[str, str] = {}
     for kind, least, what in (
-        ("param", 3, f"parameters are sharded at stage 3 only, and {said}"),
-        ("optimizer", 1, f"optimizer states are sharded from stage 1 on, and {said}"),
+        ("param", 3, f"parameters are sharded at stage 3 only, and {about_stage}"),
+        ("optimizer", 1, f"optimizer states are sharded from stage 1 on, and {about_stage}"),
     ):
         names = [f"offload_{kind}_device", f"offload_{kind}_nvme_path"]
         if 0 <= stage < least and values.get(names[0]) in ("cpu", "nvme"):
@@ -411,7 +416,7 @@ def _unknown(name: str) -> Problem:
 
 
 def wrong_settings(problems: list[Problem], address: Callable[[str], str]) -> ConfigError:
-    """One error that tells all problems, each under the name and place its setting was given by."""
+    """One error with all problems, each under the name and place its setting was given by."""
     lines = []
     for problem in problems:
         where = address(str(problem.path[0])) + (f": {problem.text}" if problem.text else "")
@@ -430,10 +435,10 @@ def _contradictions(settings: LaunchSettings) -> Iterator[Problem]:
         )
     if settings.redirects and settings.log_dir is None:
         yield Problem(("redirects",), text="the output would be lost", fix="set log_dir to the folder that keeps it")
-    known = _RENDEZVOUS_KEYS[settings.rendezvous]
+    keys = _RENDEZVOUS_KEYS[settings.rendezvous]
     for name in settings.rdzv_conf:
-        if name not in known:
-            expected = f"settings of the {settings.rendezvous} rendezvous ({', '.join(known)})"
+        if name not in keys:
+            expected = f"settings of the {settings.rendezvous} rendezvous ({', '.join(keys)})"
             yield Problem(("rdzv_conf",), expected=expected, got=name)
     yield from _problems_of_zero(settings)
 
@@ -485,9 +490,9 @@ def _problem_of_division(settings: LaunchSettings) -> Iterator[Problem]:
 
 
 def _problems_of_zero(settings: LaunchSettings) -> Iterator[Problem]:
-    given = settings.zero_settings
-    if given and not settings.uses_zero:
-        names = ", ".join(given)
+    explicit = settings.zero_settings
+    if explicit and not settings.uses_zero:
+        names = ", ".join(explicit)
         fix = f"set distributed_type to DEEPSPEED, or leave out {names}"
         yield Problem(("distributed_type",), text=f"{settings.distributed_type} does without ZeRO", fix=fix)
     if settings.inclusion_filter is not None and settings.exclusion_filter is not None:
@@ -498,12 +503,12 @@ def _problems_of_zero(settings: LaunchSettings) -> Iterator[Problem]:
     if settings.deepspeed_config_file is not None:
         return  # it may set the stage; `load_config` checks the merged settings
     stage = DEFAULT_STAGE if settings.zero_stage is None else settings.zero_stage
-    said = f"the stage is {stage}" + ("" if settings.zero_stage is not None else ", as none is given")
+    about_stage = f"the stage is {stage}" + ("" if settings.zero_stage is not None else ", as none is given")
     if settings.offload_param_device not in (None, "none") and stage < 3:
-        text = f"parameters are sharded at stage 3 only, and {said}"
+        text = f"parameters are sharded at stage 3 only, and {about_stage}"
         yield Problem(("offload_param_device",), text=text, fix='set zero_stage to 3, or this to "none"')
     if settings.offload_optimizer_device not in (None, "none") and stage < 1:
-        text = f"optimizer states are sharded from stage 1 on, and {said}"
+        text = f"optimizer states are sharded from stage 1 on, and {about_stage}"
         yield Problem(("offload_optimizer_device",), text=text, fix='set zero_stage to 1, 2 or 3, or this to "none"')
     for kind in ("optimizer", "param"):
         path = f"offload_{kind}_nvme_path"

@@ -52,7 +52,7 @@ _PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
 @dataclass(frozen=True)
 class LaunchedSettings:
-    """What a launch says about training; None where it says nothing.
+    """The settings of training that a launch passes to its ranks; None where it sets nothing.
 
     Attributes:
         use_zero: train with ZeRO rather than plain data parallelism.
@@ -162,22 +162,22 @@ def to_environment(settings: LaunchedSettings, sources: Mapping[str, str]) -> di
     """The variables a process is started with.
 
     Args:
-        sources: field -> who said it: "--zero_stage", "environment ZEROACCEL_ZERO_STAGE", "zeroaccel.yaml:12:3",
+        sources: field -> its source: "--zero_stage", "environment ZEROACCEL_ZERO_STAGE", "zeroaccel.yaml:12:3",
             "default". Whatever is neither a flag, nor a variable, nor "default" counts as the launch config file.
     """
-    given = {field.name: value for field in fields(settings) if (value := getattr(settings, field.name)) is not None}
-    environment = {variable_of(name): _text(value) for name, value in given.items()}
-    said = {name: sources[name] for name in given if name in sources}
-    in_file = [name for name, source in said.items() if not source.startswith(_NOT_IN_FILE)]
+    values = {field.name: value for field in fields(settings) if (value := getattr(settings, field.name)) is not None}
+    environment = {variable_of(name): _text(value) for name, value in values.items()}
+    named = {name: sources[name] for name in values if name in sources}
+    in_file = [name for name, source in named.items() if not source.startswith(_NOT_IN_FILE)]
     if in_file:
         environment[_FILE_FIELDS] = ",".join(in_file)
-    if said:
-        environment[SOURCES_VARIABLE] = json.dumps({variable_of(name): source for name, source in said.items()})
+    if named:
+        environment[SOURCES_VARIABLE] = json.dumps({variable_of(name): source for name, source in named.items()})
     return environment
 
 
 def from_environment(environ: Mapping[str, str]) -> tuple[LaunchedSettings, dict[str, str]]:
-    """What the launcher said, and who said it to the launcher.
+    """The settings that the launcher passed, and the source of each.
 
     Returns:
         The settings, and field -> source of every field that is not None. Where the launcher does not name its
@@ -254,8 +254,8 @@ class ExplicitSettings:
 
     Attributes:
         values: setting -> value; those left to their defaults are absent.
-        sources: setting -> who said it: "--zero_stage", "environment ZEROACCEL_ZERO_STAGE", "zeroaccel.yaml:12:3".
-        notes: one line for each thing that was said and has no effect, or stands for something else here.
+        sources: setting -> its source: "--zero_stage", "environment ZEROACCEL_ZERO_STAGE", "zeroaccel.yaml:12:3".
+        notes: one line for each setting that has no effect, or stands for another one here.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -290,7 +290,7 @@ class ExplicitSettings:
         """The settings, checked.
 
         Raises:
-            ConfigError: some are wrong; all of them are told, each with who said it.
+            ConfigError: some are wrong; all of them are listed, each with its source.
         """
         return launch_settings(self.values, self.where)
 
@@ -318,25 +318,25 @@ def settings_from_environment(environ: Mapping[str, str]) -> ExplicitSettings:
     for name, (variable, value) in _STAYS.items():
         if variable in environ and name not in values:
             values[name], sources[name] = value, f"environment {variable}"
-    if "distributed_type" not in values and (said := environ.get(_USE_ZERO, "").lower()) in _YES:
+    if "distributed_type" not in values and (switch := environ.get(_USE_ZERO, "").lower()) in _YES:
         values["distributed_type"] = "DEEPSPEED"
-        sources["distributed_type"] = f"environment {_USE_ZERO}={said}"
+        sources["distributed_type"] = f"environment {_USE_ZERO}={switch}"
     return ExplicitSettings(values, sources)
 
 
 def launched_environment(settings: LaunchSettings, sources: Mapping[str, str]) -> dict[str, str]:
-    """What the processes are told of these settings, as variables of their environment."""
+    """The variables by which ranks receive these settings."""
     values: dict[str, Any] = {}
-    said: dict[str, str] = {}
+    value_sources: dict[str, str] = {}
     for name in _RANK_SETTINGS:
         value = getattr(settings, name)
         if name in sources and value is not None:
             values[name] = ",".join(value) if isinstance(value, tuple) else value
-            said[name] = sources[name]
+            value_sources[name] = sources[name]
     if settings.uses_zero or settings.distributed_type is not None:
         values["use_zero"] = settings.uses_zero
-        said["use_zero"] = sources.get("distributed_type", "default")
-    return to_environment(LaunchedSettings(**values), said)
+        value_sources["use_zero"] = sources.get("distributed_type", "default")
+    return to_environment(LaunchedSettings(**values), value_sources)
 
 
 def kind_of(name: str) -> SettingKind:
@@ -389,35 +389,37 @@ def _pairs(text: str) -> dict[str, int | str]:
     return {key: value if key in _RDZV_SETTINGS else int(value) for key, value in named.items()}
 
 
-def _with_rendezvous(given: ExplicitSettings) -> ExplicitSettings:
+def _with_rendezvous(explicit: ExplicitSettings) -> ExplicitSettings:
     """With the rendezvous keys of torchrun's --rdzv_conf moved to the settings that they are here."""
-    pairs = given.values.get("rdzv_conf")
+    pairs = explicit.values.get("rdzv_conf")
     if not isinstance(pairs, Mapping) or not set(pairs) & set(_RDZV_SETTINGS):
-        return given
-    source = given.sources.get("rdzv_conf", "--rdzv_conf")
-    said: dict[str, Any] = {}
+        return explicit
+    source = explicit.sources.get("rdzv_conf", "--rdzv_conf")
+    moved: dict[str, Any] = {}
     if "rdzv_backend" in pairs:
-        said["rdzv_backend"] = pairs["rdzv_backend"]
+        moved["rdzv_backend"] = pairs["rdzv_backend"]
     host, _, port = str(pairs.get("rdzv_endpoint", "")).rpartition(":")
     host, port = (host, port) if port.isdigit() else (str(pairs.get("rdzv_endpoint", "")), "")
     if host:
-        said["main_process_ip"] = host
+        moved["main_process_ip"] = host
     if port:
-        said["main_process_port"] = int(port)
+        moved["main_process_port"] = int(port)
+
+    # A setting of its own counts more than a key inside rdzv_conf, and a note says so.
     notes = []
-    for name, value in said.items():
-        before = given.values.get(name, value)
+    for name, value in moved.items():
+        before = explicit.values.get(name, value)
         is_other = before != value
         notes.append(
-            f"{source}: {name} {value}: does nothing, as {given.where(name)} says {before}"
+            f"{source}: {name} {value}: does nothing, as {explicit.where(name)} says {before}"
             if is_other
             else f"{source} -> {name} {value}"
         )
     notes += [f"{source}: {key}: does nothing, {why}" for key, why in _RDZV_SETTINGS.items() if key in pairs and why]
-    kept = {key: value for key, value in pairs.items() if key not in _RDZV_SETTINGS}
-    values = {**given.values, "rdzv_conf": kept}
-    return ExplicitSettings(said, dict.fromkeys(said, source)).under(
-        ExplicitSettings(values, given.sources, (*given.notes, *notes))
+    rest = {key: value for key, value in pairs.items() if key not in _RDZV_SETTINGS}
+    values = {**explicit.values, "rdzv_conf": rest}
+    return ExplicitSettings(moved, dict.fromkeys(moved, source)).under(
+        ExplicitSettings(values, explicit.sources, (*explicit.notes, *notes))
     )
 
 
@@ -474,7 +476,7 @@ def known_variables() -> frozenset[str]:
 
 def unknown_variable(name: str) -> str:
     """What is wrong with a name that begins so and means nothing, with the one that was probably meant."""
-    meant = closest(name.removeprefix(PREFIX), (known.removeprefix(PREFIX) for known in known_variables()))
+    meant = closest(name.removeprefix(PREFIX), (name_known.removeprefix(PREFIX) for name_known in known_variables()))
     fix = f"did you mean {PREFIX}{meant}?" if meant else f"names that begin with {PREFIX} are settings; unset it"
     return compose(f"{name}: no such setting", fix=fix)
 
@@ -488,8 +490,8 @@ def check_variables(names: Iterable[str]) -> None:
     Raises:
         ConfigError: there are some; all are named, each with the one that was probably meant.
     """
-    known = known_variables()
-    lines = [unknown_variable(name) for name in sorted(names) if name.startswith(PREFIX) and name not in known]
+    names_known = known_variables()
+    lines = [unknown_variable(name) for name in sorted(names) if name.startswith(PREFIX) and name not in names_known]
     if len(lines) == 1:
         raise ConfigError(f"environment {lines[0]}")
     if lines:

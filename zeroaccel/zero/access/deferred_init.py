@@ -1,9 +1,12 @@
-"""`Init`: models larger than one rank's memory, sharded while their constructors run.
+"""`zero.Init`: models larger than one rank's memory, sharded module by module while their constructors run.
 
 A module's parameters are sharded when it becomes part of another module, when another module gets its first parameter,
-or at the end: by then its constructor has filled them. Torch tells that by its registration hooks, so no class is
-patched. A constructor that comes back to a sharded parameter, to initialise it or to compute with it, finds it whole
-(`deferred_init.py`). The ranks must run the same constructors; the values that count are those of rank 0, as always.
+or at the end: by then its constructor has filled them. torch reports both by its registration hooks, so no class is
+patched. A constructor that comes back to a sharded parameter, to initialise it or to compute with it, finds it
+unsharded. The ranks must run the same constructors; the values that count are those of rank 0, as always.
+
+`ModuleShards` is also the target of `load_safetensors.py`, for modules whose values come from files. `build.py` moves
+the parameters into the units of an engine. At one rank nothing is sharded, only cast and moved.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import init_process_group
 from zeroaccel.config import Config, load_config
 from zeroaccel.errors import ConfigError, UsageError
-from zeroaccel.zero.access.param_registry import ParamRegistry, place_of
+from zeroaccel.zero.access.param_registry import ParamRegistry, handle_of
 from zeroaccel.zero.build import float64_error, initial_values
 from zeroaccel.zero.from_config import DTYPES
 from zeroaccel.zero.hooks import watch_construction
@@ -42,11 +45,11 @@ __all__ = ["Init", "ModuleShards", "ShardTarget", "destination"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_WHOLE_NBYTES = 64 << 20  # of modules that stay whole while a constructor works on them
+_UNSHARDED_NBYTES = 64 << 20  # of modules that stay unsharded while constructors use them
 
 
-def _unnoticed(method: Callable[P, R]) -> Callable[P, R]:
-    """Runs a method with torch's function modes off: what shards parameters must not count as a use of them."""
+def _without_modes(method: Callable[P, R]) -> Callable[P, R]:
+    """Runs a method without torch's function modes: `_UseMode` must not take sharding for a use of the parameters."""
 
     @functools.wraps(method)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -64,7 +67,7 @@ class ShardTarget:
         dtype: what floating-point parameters become; None leaves each as it is.
         device: of the shards.
         folder: for shards in files, which are gone when the process is; None for memory.
-        from_precision: `dtype` is that of a config's precision, rather than one that was asked for by itself.
+        from_precision: `dtype` is that of a config's precision, rather than an argument.
     """
 
     dtype: torch.dtype | None
@@ -73,7 +76,7 @@ class ShardTarget:
     from_precision: bool = False
 
     def dtype_of(self, name: str, param: nn.Parameter) -> torch.dtype:
-        """What a parameter's dtype becomes.
+        """The dtype that a parameter gets.
 
         Raises:
             UsageError: as the engine for the precision would: the parameter has 64 bits, and the precision 32.
@@ -83,12 +86,13 @@ class ShardTarget:
         return self.dtype if self.dtype is not None and param.is_floating_point() else param.dtype
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """(numel,) of anything, where shards live."""
+        """(numel,) uninitialised, in memory or mapped from a file without a name."""
         if self.folder is None or not numel:
             return torch.empty(numel, dtype=dtype, device=self.device)
         try:
             handle, name = tempfile.mkstemp(prefix="zeroaccel-shard-", dir=self.folder)
             os.close(handle)
+            # Unlinked at once: the mapping keeps the file's blocks, which are freed when the process ends, however.
             try:
                 return torch.from_file(name, shared=True, size=numel, dtype=dtype)
             finally:
@@ -102,18 +106,18 @@ class ShardTarget:
 class ModuleShards:
     """The sharded parameters of one `zero.Init`, or of one load.
 
-    Life of a module: 1. `shard` when it is built (or `reserve` where its values come later), 2. `touch` whenever one of
-    its parameters is used after all, 3. `settle` when that is over.
+    Life of a module: 1. `shard` when it is built (or `reserve` where its values come later), 2. `unshard_for_use`
+    whenever one of its parameters is used after all, 3. `reshard_all` when that is over.
     """
 
     def __init__(self, collectives: Collectives, destination: ShardTarget) -> None:
         self.destination = destination
         self.collectives = collectives
-        self.keeper = ParamRegistry(collectives, pin=self._pin, unpin=self._unpin)
-        self._touched: OrderedDict[int, ParamUnit] = OrderedDict()
+        self.registry = ParamRegistry(collectives, pin=self._pin, unpin=self._unpin)
+        self._unsharded: OrderedDict[int, ParamUnit] = OrderedDict()
         self._count = 0
 
-    @_unnoticed
+    @_without_modes
     def shard(self, module: nn.Module) -> None:
         """Shards the module's own parameters, with the values they have on rank 0. (all ranks)"""
         named = _to_shard(module)
@@ -122,13 +126,15 @@ class ModuleShards:
         if self.collectives.world_size == 1:
             for name, param in named:
                 note_cast(param, param.dtype)
-                wanted = self.destination.dtype_of(self._name(module, name), param)
-                param.data = param.data.to(self.destination.device, wanted)
+                dtype = self.destination.dtype_of(self._name(module, name), param)
+                param.data = param.data.to(self.destination.device, dtype)
             return
         kinds: dict[torch.dtype, list[tuple[str, nn.Parameter]]] = {}
         for name, param in named:
             kinds.setdefault(self.destination.dtype_of(self._name(module, name), param), []).append((name, param))
         buffers = []
+        # One buffer per dtype, as in the units of an engine. Only this module's own parameters are in full now, besides
+        # the shards of all modules before it.
         for dtype, same in kinds.items():
             params = [param for _, param in same]
             built_as = [dtype_before(param) for param in params]
@@ -143,7 +149,7 @@ class ModuleShards:
         unit.reshard()
         self._take(unit)
 
-    @_unnoticed
+    @_without_modes
     def reserve(self, module: nn.Module, names: Sequence[str]) -> None:
         """Shards the module's own parameters of these names that are on the meta device; the values are zeros."""
         buffers: list[FlatBuffer] = []
@@ -156,57 +162,62 @@ class ModuleShards:
             for _, param in same:
                 _leave_meta(param, dtype, self.destination.device)
             buffer = self._buffer(layout, [param for _, param in same], dtype)
-            buffer.free()  # nobody has touched its pages: they were never memory
+            buffer.free()  # its pages were never touched, so they never were memory
             buffer.store_in(self._storage(buffer))
             buffer.shard.stage().values.zero_()
             buffers.append(buffer)
         if buffers:
             self._take(ParamUnit(self._label(module), [module], buffers, self.collectives, sharded=True))
 
-    @_unnoticed
-    def touch(self, params: Sequence[nn.Parameter]) -> None:
-        """Makes parameters of its units whole, as somebody is about to use them. (all ranks)"""
-        wanted: dict[int, ParamUnit] = {}
+    @_without_modes
+    def unshard_for_use(self, params: Sequence[nn.Parameter]) -> None:
+        """Unshards the units of these parameters, which are about to be used. (all ranks)"""
+        units: dict[int, ParamUnit] = {}
         for param in params:
-            place = place_of(param)
-            if place is not None and place.keeper is self.keeper and not self.keeper.is_held(place.unit):
-                wanted[id(place.unit)] = place.unit
-        for key, unit in wanted.items():
+            handle = handle_of(param)
+            if handle is not None and handle.registry is self.registry and not self.registry.is_acquired(handle.unit):
+                units[id(handle.unit)] = handle.unit
+        for key, unit in units.items():
             unit.unshard()
             unit.wait()
-            self._touched[key] = unit
-            self._touched.move_to_end(key)
-        while len(self._touched) > len(wanted) and _nbytes(self._touched.values()) > _WHOLE_NBYTES:
-            self._settle_one(next(iter(self._touched.values())))
+            self._unsharded[key] = unit
+            self._unsharded.move_to_end(key)
+        # Initialisers touch one module many times in a row (weights, bias, a norm of both), so the last ones stay
+        # unsharded; the bound keeps a constructor that walks the model from unsharding all of it.
+        while len(self._unsharded) > len(units) and _nbytes(self._unsharded.values()) > _UNSHARDED_NBYTES:
+            self._reshard_one(next(iter(self._unsharded.values())))
 
-    @_unnoticed
-    def settle(self) -> None:
-        """Shards again what was touched, with the values of rank 0. (all ranks)"""
-        for unit in list(self._touched.values()):
-            self._settle_one(unit)
+    @_without_modes
+    def reshard_all(self) -> None:
+        """Reshards all unsharded units, with the values of rank 0. (all ranks)"""
+        for unit in list(self._unsharded.values()):
+            self._reshard_one(unit)
 
-    def _settle_one(self, unit: ParamUnit) -> None:
-        del self._touched[id(unit)]
-        replaced = [p for b in unit.buffers for p in b.params if (place := place_of(p)) is not None and place.replaced]
-        self.keeper.drop(replaced)
+    def _reshard_one(self, unit: ParamUnit) -> None:
+        del self._unsharded[id(unit)]
+        replaced = [p for b in unit.buffers for p in b.params if (h := handle_of(p)) is not None and h.replaced]
+        self.registry.drop(replaced)
+        # The ranks' random numbers may differ in a constructor; the values of rank 0 are those of a model that was
+        # built without `zero.Init` and broadcast.
         for buffer in unit.buffers:
             self.collectives.broadcast(buffer.full, 0, f"values of {unit.name}")
             buffer.shard.replace(buffer.full[buffer.own.at(0)])
-        given = [(param, param.data) for param in replaced]
+        # Parameters with other storage or another shape go into a unit of their own.
+        new_data = [(param, param.data) for param in replaced]
         unit.reshard(keep_views=True)
-        for param, data in given:
+        for param, data in new_data:
             param.data = data
-        if given:  # into a unit of their own, as they may have another shape
+        if new_data:
             self.shard(unit.modules[0])
 
-    @_unnoticed
+    @_without_modes
     def _pin(self, unit: ParamUnit) -> None:
-        if id(unit) in self._touched:
-            self._settle_one(unit)
+        if id(unit) in self._unsharded:
+            self._reshard_one(unit)
         unit.unshard()
         unit.wait()
 
-    @_unnoticed
+    @_without_modes
     def _unpin(self, unit: ParamUnit) -> None:
         unit.reshard(keep_views=True)
 
@@ -222,7 +233,7 @@ class ModuleShards:
         return MemoryShard(buffer.place(), self.destination.empty(buffer.own.numel, buffer.dtype))
 
     def _take(self, unit: ParamUnit) -> None:
-        self.keeper.add([unit])
+        self.registry.add([unit])
         self._count += 1
 
     def _label(self, module: nn.Module) -> str:
@@ -234,17 +245,17 @@ class ModuleShards:
 
 def _to_shard(module: nn.Module, *, meta: bool = False) -> list[tuple[str, nn.Parameter]]:
     """The module's own parameters that are ordinary and not sharded yet, each once."""
-    found: dict[int, tuple[str, nn.Parameter]] = {}
+    named: dict[int, tuple[str, nn.Parameter]] = {}
     for name, param in module._parameters.items():
-        # a subclass, such as a quantised weight, knows more of its values than that they can be cut
-        if param is None or type(param) is not nn.Parameter or param.is_meta != meta or place_of(param) is not None:
+        # A subclass, such as a quantised weight, may not be cut at any element.
+        if param is None or type(param) is not nn.Parameter or param.is_meta != meta or handle_of(param) is not None:
             continue
-        found.setdefault(id(param), (name, param))
-    return list(found.values())
+        named.setdefault(id(param), (name, param))
+    return list(named.values())
 
 
 def _leave_meta(param: nn.Parameter, dtype: torch.dtype, device: torch.device) -> None:
-    """Gives the same Python object a real, empty tensor inside."""
+    """Replaces the tensor of a meta parameter by a real, empty one; the Python object stays the same."""
     real = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=param.requires_grad)
     vars(real).update(vars(param))
     built_as = param.dtype
@@ -266,22 +277,29 @@ class Init:
 
     After the block, hand the model to `initialize()`, which gives the same as for a model built without it; until then
     its values are read and written inside `GatheredParameters`. May be nested: the innermost counts. On one rank it
-    only casts. Buffers stay whole; parameters on the meta device stay there; so do parameters of subclasses.
+    only casts. Buffers are not sharded; nor are parameters on the meta device, and parameters of subclasses.
 
     Args:
-        module: a model that is there already, sharded at once, before the block.
-        config_dict_or_path: a config, for what is not given otherwise: the dtype of its precision, and its
-            `offload_param` for `remote_device`.
+        module: an existing model, sharded at once, before the block.
+        config_dict_or_path: a config, for what no argument says: the dtype of its precision, and its `offload_param`
+            for `remote_device`.
         dtype: of floating-point parameters.
         remote_device: "cpu" keeps shards in host memory, "nvme" in files, which are gone when the process is.
         nvme_path: a folder for those; by default the config's `offload_param.nvme_path`.
         pin_memory: accepted; shards are copied once, when the engine is made.
         enabled: False makes it do nothing.
-        collectives: how ranks talk.
+        collectives: the communication backend.
 
     Raises:
         ConfigError: the config is wrong, or the ranks cannot find each other.
-        UsageError: `remote_device` or `dtype` is none that there is.
+        UsageError: an unknown `remote_device` or `dtype`.
+
+    Example:
+        >>> import torch
+        >>> with Init(dtype=torch.bfloat16):
+        ...     model = torch.nn.Linear(4, 2)
+        >>> model.weight.dtype
+        torch.bfloat16
     """
 
     def __init__(
@@ -297,7 +315,7 @@ class Init:
         collectives: Collectives | None = None,
     ) -> None:
         self._shards: ModuleShards | None = None
-        self._unsettled: dict[int, weakref.ref[nn.Module]] = {}
+        self._under_construction: dict[int, weakref.ref[nn.Module]] = {}
         self._undo = ExitStack()
         if enabled:
             topology = init_process_group()
@@ -315,7 +333,7 @@ class Init:
         if not _ACTIVE:
             for handle in watch_construction(_parameter_registered, _module_registered):
                 self._undo.callback(handle.remove)
-            self._undo.enter_context(_Uses())
+            self._undo.enter_context(_UseMode())
         _ACTIVE.append(self)
         return self
 
@@ -328,31 +346,32 @@ class Init:
         self._undo.close()
         if error is None:  # else the other ranks may not come here
             self.finish_all()
-            self._shards.settle()
+            self._shards.reshard_all()
 
     def note(self, module: nn.Module) -> None:
         """A parameter is being registered in `module`. (all ranks)"""
-        if id(module) not in self._unsettled:
+        # The first parameter of another module: constructors nest, so those before it are past their own parameters.
+        if id(module) not in self._under_construction:
             self.finish_all()
-            self._unsettled[id(module)] = weakref.ref(module)
+            self._under_construction[id(module)] = weakref.ref(module)
 
     def finish_all(self) -> None:
         """The constructors of all modules so far are over, or past their parameters. (all ranks)"""
-        unsettled, self._unsettled = self._unsettled, {}
-        for reference in unsettled.values():
+        modules, self._under_construction = self._under_construction, {}
+        for reference in modules.values():
             module = reference()
             if module is not None and self._shards is not None:
                 self._shards.shard(module)
 
     def finish(self, module: nn.Module) -> None:
         """The module is built. (all ranks)"""
-        if self._shards is not None and self._unsettled.pop(id(module), None) is not None:
+        if self._shards is not None and self._under_construction.pop(id(module), None) is not None:
             self._shards.shard(module)
 
     def use(self, params: Sequence[nn.Parameter]) -> None:
-        """Parameters are used while models are built. (all ranks)"""
+        """Parameters are about to be used while models are built. (all ranks)"""
         if self._shards is not None:
-            self._shards.touch(params)
+            self._shards.unshard_for_use(params)
 
 
 def destination(
@@ -372,10 +391,10 @@ def destination(
     place = remote_device or (None if offload is None else offload.device)
     folder = None
     if place == "nvme":
-        given = nvme_path or (None if offload is None else offload.nvme_path)
-        if given is None:
+        path = nvme_path or (None if offload is None else offload.nvme_path)
+        if path is None:
             raise UsageError('zero.Init(remote_device="nvme")', expected="an nvme_path, here or in offload_param")
-        folder = Path(given)
+        folder = Path(path)
         folder.mkdir(parents=True, exist_ok=True)
     from_precision = dtype is None and settings is not None
     if dtype is None and settings is not None:
@@ -383,7 +402,7 @@ def destination(
     return ShardTarget(dtype, torch.device("cpu") if place in ("cpu", "nvme") else device, folder, from_precision)
 
 
-# -- what torch tells; the outermost Init listens for all
+# -- callbacks of torch; the outermost Init registers them for all
 
 
 def _parameter_registered(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -396,14 +415,16 @@ def _module_registered(parent: nn.Module, name: str, module: nn.Module | None) -
             active.finish(module)
 
 
-class _Uses(TorchFunctionMode):
-    """Makes sharded parameters whole before any function of torch gets them, but for those that only ask for facts."""
+class _UseMode(TorchFunctionMode):
+    """Unshards parameters before any function of torch receives them, except for those that read metadata only."""
 
+    # A mode rather than a parameter subclass: it sees the calls on plain `nn.Parameter`s of classes that are not ours,
+    # such as `torch.nn.init.normal_(self.weight)` after the module was registered.
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _name(func) not in _FACTS:
+        if _name(func) not in _METADATA:
             params = list(_parameters_in([*args, *kwargs.values()]))
             if params:
                 for active in _ACTIVE:
@@ -411,13 +432,13 @@ class _Uses(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_FACT_NAMES = """
+_METADATA_NAMES = """
     shape dtype device layout ndim is_meta is_cuda is_cpu is_sparse is_quantized requires_grad requires_grad_
     is_leaf grad grad_fn _version names itemsize nbytes size dim numel nelement element_size is_floating_point
     is_complex get_device __len__ __hash__ __reduce_ex__ is_contiguous stride storage_offset register_hook
     _backward_hooks is_same_size retains_grad output_nr is_nested is_inference is_mkldnn is_xla is_vulkan
 """
-_FACTS = frozenset(_FACT_NAMES.split())
+_METADATA = frozenset(_METADATA_NAMES.split())
 
 
 def _name(func: Callable[..., Any]) -> str:
@@ -429,7 +450,7 @@ def _name(func: Callable[..., Any]) -> str:
 def _parameters_in(values: Iterable[Any]) -> Iterable[nn.Parameter]:
     for value in values:
         if isinstance(value, nn.Parameter):
-            if place_of(value) is not None:
+            if handle_of(value) is not None:
                 yield value
         elif type(value) in (list, tuple):
             yield from _parameters_in(value)

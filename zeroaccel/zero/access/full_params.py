@@ -1,13 +1,13 @@
-"""Whole parameters outside forward and backward: to read them, to write them, to generate.
+"""Unsharded parameters outside forward and backward: to read them, to write them, to generate (FSDP: full params).
 
-`GatheredParameters` is for some parameters and may write; `gathered` is for a whole engine and only reads;
-`iter_named_full_params` streams. All are collective. Where a parameter lies and who else needs it is
-`param_registry.py`'s; gathers for ranks that go different ways are `coordinator.py`'s; optimizer states and gradients
-`safe_get_set.py`'s.
+`GatheredParameters` is for some parameters and may write; `gathered` is for a model in evaluation and only reads;
+`iter_named_full_params` streams. All are collective. `param_registry.py` finds a parameter's buffer and counts the uses
+of a unit; gathers for ranks that go different ways are in `coordinator.py`, optimizer states and gradients in
+`safe_get_set.py`.
 
-[Note: writes] A write inside `GatheredParameters` counts if a rank was named to make it: that rank's values go to all
-ranks, into the shard and, where they differ from what the master rounds to, into the master; elements nobody touched
-keep all their fp32 bits. Without a named rank the values are compared, by a hash, with those at the beginning.
+[Note: writes] A write inside `GatheredParameters` counts if a `modifier_rank` was named: that rank's values go to all
+ranks, into the shard and, where they differ from what the master rounds to, into the master; elements that were not
+written keep all their fp32 bits. Without a named rank the values are compared, by a hash, with those at the beginning.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from zeroaccel.comm.agree import agree_or_raise, agreed
 from zeroaccel.errors import UsageError
-from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry, place_of
+from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry, handle_of
 from zeroaccel.zero.coordinator import OnDemandUnshard, ParamCoordinator
 from zeroaccel.zero.layout import FlatTensor
 from zeroaccel.zero.param_unit import ParamUnit
@@ -37,15 +37,23 @@ __all__ = [
 
 
 class GatheredParameters:
-    """Parameters are whole inside the with-block. (all ranks, with the same parameters)
+    """Parameters are unsharded inside the with-block. (all ranks, with the same parameters)
 
     Works at every stage, for models of an engine and of `zero.Init`; may be nested. Parameters that are neither, None
-    and anything else in `params` are let alone.
+    and anything else in `params` are ignored.
+
+    Example:
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> with GatheredParameters(layer.parameters(), modifier_rank=0):
+        ...     torch.nn.init.zeros_(layer.weight)  # rank 0's values go to every shard and master
+        Parameter containing:
+        tensor([[0., 0.],
+                [0., 0.]], requires_grad=True)
 
     Args:
         params: one parameter, or any number of them.
         modifier_rank: the rank whose writes count. Without it, a write is an error.
-        fwd_module: accepted; parameters are noticed without it.
+        fwd_module: accepted for DeepSpeed's signature; not needed.
         enabled: False makes it do nothing.
 
     Raises:
@@ -60,63 +68,65 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        given = [params] if isinstance(params, Tensor) else list(params or ())
-        self._params = given if enabled else []
+        listed = [params] if isinstance(params, Tensor) else list(params or ())
+        self._params = listed if enabled else []
         self._rank = modifier_rank
-        self._places: list[ParamHandle] = []
+        self._handles: list[ParamHandle] = []
         self._masters: dict[int, Tensor] = {}
 
     def __enter__(self) -> None:
-        found = {id(place.param): place for param in self._params if (place := place_of(param)) is not None}
-        self._places = sorted(found.values(), key=lambda place: place.order)
-        for keeper, places in _by_keeper(self._places):
-            ranks = keeper.collectives.world_size
+        # In the order of the units, which is the same on all ranks: each is gathered by a collective.
+        unique = {id(handle.param): handle for param in self._params if (handle := handle_of(param)) is not None}
+        self._handles = sorted(unique.values(), key=lambda handle: handle.order)
+        for registry, handles in _by_registry(self._handles):
+            ranks = registry.collectives.world_size
             if self._rank is not None and not (type(self._rank) is int and 0 <= self._rank < ranks):
                 raise UsageError("GatheredParameters(modifier_rank)", expected=f"0 to {ranks - 1}", got=self._rank)
-            keeper.hold(_units(places))
-            for place in places:
-                keeper.prints.enter(place.buffer, place.index, writes=self._rank is not None)
-                if self._rank is not None and place.buffer.masters.reads_weights:
-                    _require_settled(place)  # these masters can be read only while the weights are as they are
-                    self._masters[id(place)] = place.buffer.masters.read(place.reach(place.buffer.rank))
+            registry.acquire(_units(handles))
+            for handle in handles:
+                registry.write_detector.enter(handle.buffer, handle.index, writes=self._rank is not None)
+                if self._rank is not None and handle.buffer.masters.reads_weights:
+                    _require_settled(handle)  # these masters can be read only while the weights are as they are
+                    self._masters[id(handle)] = handle.buffer.masters.read(handle.reach(handle.buffer.rank))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        places, self._places = self._places, []
-        for keeper, own in _by_keeper(places):
+        handles, self._handles = self._handles, []
+        for registry, own in _by_registry(handles):
             try:
-                self._settle(keeper, own, error)
+                self._settle(registry, own, error)
             finally:
-                for place in own:
-                    keeper.prints.leave(place.buffer, place.index, writes=self._rank is not None)
-                    place.buffer.accept_write(place.index)
-                keeper.release(_units(own))
+                for handle in own:
+                    registry.write_detector.leave(handle.buffer, handle.index, writes=self._rank is not None)
+                    handle.buffer.accept_write(handle.index)
+                registry.release(_units(own))
 
-    def _settle(self, keeper: ParamRegistry, places: Sequence[ParamHandle], raised: BaseException | None) -> None:
+    def _settle(self, registry: ParamRegistry, handles: Sequence[ParamHandle], raised: BaseException | None) -> None:
+        # Errors may differ between ranks: all agree before the broadcast, so that none waits there for one that raised.
         error = raised if isinstance(raised, Exception) else None
         if raised is None:
-            error = _replaced(places) or (None if self._rank is not None else _written(keeper, places))
+            error = _replaced(handles) or (None if self._rank is not None else _written(registry, handles))
         elif error is None:
-            return  # the program is ending: nobody is asked
-        label = f"GatheredParameters({places[0].slot.fqn}, {len(places)} in all)"
+            return  # the program is ending (KeyboardInterrupt, SystemExit): no collective any more
+        label = f"GatheredParameters({handles[0].slot.fqn}, {len(handles)} in all)"
         try:
-            agree_or_raise(keeper.collectives, error, label)
+            agree_or_raise(registry.collectives, error, label)
         except Exception:
             if raised is None:
                 raise
-            return  # this rank's own exception goes on as it is; the others have been told
+            return  # this rank's own exception goes on as it is; the others have raised a CollectiveError
         if self._rank is None:
             return
-        for place in places:
-            view = place.buffer.view(place.index).detach()
-            keeper.collectives.broadcast(view.view(-1), self._rank, f"new values of {place.slot.fqn}")
-            store(place, self._masters.get(id(place)))
-            keeper.prints.refresh(place.buffer, place.index)
+        for handle in handles:
+            view = handle.buffer.view(handle.index).detach()
+            registry.collectives.broadcast(view.view(-1), self._rank, f"new values of {handle.slot.fqn}")
+            store(handle, self._masters.get(id(handle)))
+            registry.write_detector.refresh(handle.buffer, handle.index)
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Accepted, and not needed: a parameter that is read outside its module is noticed by itself.
+    """Accepted, and not needed: the engine sees by itself that a parameter is read outside its module.
 
     Raises:
         UsageError: they are not a module and a parameter.
@@ -130,94 +140,95 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 @contextmanager
-def gathered(keeper: ParamRegistry, coordinator: ParamCoordinator, budget: int | None) -> Iterator[None]:
+def gathered(registry: ParamRegistry, coordinator: ParamCoordinator, budget: int | None) -> Iterator[None]:
     """See `Engine.gathered`."""
-    collectives = keeper.collectives
+    collectives = registry.collectives
     with agreed(collectives, "engine.gathered: budget"):
         if budget is not None and (type(budget) is not int or budget < 0):
             raise UsageError("engine.gathered(budget)", expected="a number of bytes, or None", got=budget)
         if coordinator.on_demand is not None:
             raise UsageError("engine.gathered()", expected="not to be nested")
+    # Another budget on one rank would be another list of units, and gathers in another order.
     budgets = collectives.gather_objects(budget, "engine.gathered: budget")
     if len(set(budgets)) > 1:
         raise UsageError("engine.gathered(budget)", expected="the same on all ranks", got=budgets)
-    travelling = [unit for unit in keeper.units if not unit.persistent]
-    kept = _that_fit(travelling, budget)
-    keeper.hold(kept)
-    coordinator.end_step()  # what is whole on some ranks only would be asked for by the others alone
-    coordinator.on_demand = on_demand = OnDemandUnshard(travelling, collectives)
+    sharded = [unit for unit in registry.units if not unit.persistent]
+    pinned = _that_fit(sharded, budget)
+    registry.acquire(pinned)
+    coordinator.end_step()  # a unit left unsharded on some ranks only would be gathered by the others alone
+    coordinator.on_demand = on_demand = OnDemandUnshard(sharded, collectives)
     try:
         yield
     finally:
         on_demand.finish()
         coordinator.on_demand = None
-        keeper.release(kept)
+        registry.release(pinned)
 
 
-def iter_named_full_params(keeper: ParamRegistry) -> Iterator[tuple[str, Tensor]]:
+def iter_named_full_params(registry: ParamRegistry) -> Iterator[tuple[str, Tensor]]:
     """See `Engine.iter_named_full_params`."""
-    for unit in keeper.units:
-        keeper.hold([unit])
+    for unit in registry.units:
+        registry.acquire([unit])
         try:
             for buffer in unit.buffers:
                 for index, slot in enumerate(buffer.layout.slots):
                     yield slot.fqn, buffer.view(index).detach()
         finally:
-            keeper.release([unit])
+            registry.release([unit])
 
 
-def store(place: ParamHandle, before: Tensor | None = None) -> None:
+def store(handle: ParamHandle, before: Tensor | None = None) -> None:
     """Takes the values in the unsharded parameter, equal on all ranks, into the shard and the master.
 
     Args:
         before: the masters as they were, where they can no longer be read.
     """
-    buffer = place.buffer
-    own = place.slot.range & buffer.own
+    buffer = handle.buffer
+    own = handle.slot.range & buffer.own
     with torch.no_grad():
-        if not buffer.persistent:
+        if not buffer.persistent:  # whose shard is the full buffer itself
             buffer.shard.write(own, buffer.full[own.at(0)])
-            place.unit.drop_secondary()
-        _require_settled(place)
-        part = place.slot.range & buffer.masters.range
+            handle.unit.drop_secondary()
+        _require_settled(handle)
+        part = handle.slot.range & buffer.masters.range
         buffer.masters.follow_weights(part, buffer.full[part.at(0)], before)
 
 
-def overwrite(place: ParamHandle, value: Tensor) -> None:
+def overwrite(handle: ParamHandle, value: Tensor) -> None:
     """Gives a parameter, which must be unsharded, another value: here, in the shard and in the master.
 
     Args:
         value: of the parameter's shape, any dtype, equal on all ranks; the master keeps bits that 16 bits drop.
     """
-    buffer, slot = place.buffer, place.slot
+    buffer, slot = handle.buffer, handle.slot
     own = slot.range & buffer.own
-    _require_settled(place)
+    _require_settled(handle)
     with torch.no_grad():
         flat = value.detach().reshape(-1).to(buffer.full.device)
         new = FlatTensor(slot.range, flat.float() if flat.dtype is torch.float64 else flat)
         buffer.full[slot.range.at(0)].copy_(new.values)
-        buffer.accept_write(place.index)
+        buffer.accept_write(handle.index)
         if not buffer.persistent:
             buffer.shard.write(own, buffer.full[own.at(0)])
         part = slot.range & buffer.masters.range
         buffer.masters.write(part, new[part])
 
 
-def _require_settled(place: ParamHandle) -> None:
-    training = place.keeper.training
+def _require_settled(handle: ParamHandle) -> None:
+    training = handle.registry.training
     if training is not None and training.updates is not None:
-        training.updates.require_settled(f"new values of {place.slot.fqn}")
+        training.updates.require_settled(f"new values of {handle.slot.fqn}")
 
 
-def _by_keeper(places: Sequence[ParamHandle]) -> list[tuple[ParamRegistry, list[ParamHandle]]]:
+def _by_registry(handles: Sequence[ParamHandle]) -> list[tuple[ParamRegistry, list[ParamHandle]]]:
     groups: dict[int, tuple[ParamRegistry, list[ParamHandle]]] = {}
-    for place in places:
-        groups.setdefault(place.order[0], (place.keeper, []))[1].append(place)
+    for handle in handles:
+        groups.setdefault(handle.order[0], (handle.registry, []))[1].append(handle)
     return list(groups.values())
 
 
-def _units(places: Sequence[ParamHandle]) -> list[ParamUnit]:
-    return list({id(place.unit): place.unit for place in places}.values())
+def _units(handles: Sequence[ParamHandle]) -> list[ParamUnit]:
+    return list({id(handle.unit): handle.unit for handle in handles}.values())
 
 
 def _that_fit(units: Sequence[ParamUnit], budget: int | None) -> list[ParamUnit]:
@@ -230,25 +241,25 @@ def _that_fit(units: Sequence[ParamUnit], budget: int | None) -> list[ParamUnit]
     return chosen
 
 
-def _replaced(places: Sequence[ParamHandle]) -> UsageError | None:
-    found = [place.slot.fqn for place in places if place.replaced]
-    if not found:
+def _replaced(handles: Sequence[ParamHandle]) -> UsageError | None:
+    names = [handle.slot.fqn for handle in handles if handle.replaced]
+    if not names:
         return None
     return UsageError(
-        f"GatheredParameters: {', '.join(found)}",
+        f"GatheredParameters: {', '.join(names)}",
         expected="parameters to be changed in place",
         got="other storage assigned to .data",
         fix="copy into it: param.data.copy_(values)",
     )
 
 
-def _written(keeper: ParamRegistry, places: Sequence[ParamHandle]) -> UsageError | None:
-    found = [place.slot.fqn for place in places if keeper.prints.changed(place.buffer, place.index)]
-    if not found:
+def _written(registry: ParamRegistry, handles: Sequence[ParamHandle]) -> UsageError | None:
+    names = [handle.slot.fqn for handle in handles if registry.write_detector.changed(handle.buffer, handle.index)]
+    if not names:
         return None
-    whole = any(place.buffer.persistent for place in places)
+    differs = any(handle.buffer.persistent for handle in handles)
     return UsageError(
-        f"GatheredParameters: {', '.join(found)} written without a modifier_rank",
+        f"GatheredParameters: {', '.join(names)} written without a modifier_rank",
         fix="pass the rank whose values count: GatheredParameters(params, modifier_rank=0)"
-        + ("; this rank's copy is no longer that of the others" if whole else "; the values are as they were before"),
+        + ("; this rank's copy is no longer that of the others" if differs else "; the values are as they were before"),
     )

@@ -1,8 +1,8 @@
 """Weights from safetensors files straight into shards: each rank reads only the bytes it keeps.
 
 For models on the meta device, of `zero.Init`, or of ordinary parameters. A parameter that is neither in the files nor
-initialised is an error; all that does not fit is told at once, before anything is read. Shards are laid out by
-`deferred_init.py`; saving is the checkpoint's matter.
+initialised is an error; all misfits are reported together, before anything is read. Shards are laid out by
+`deferred_init.py`; saving is done by `checkpoint/`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from zeroaccel.errors import UsageError, listed
 from zeroaccel.logs import logger
 from zeroaccel.zero.access.deferred_init import ModuleShards, destination
 from zeroaccel.zero.access.full_params import GatheredParameters
-from zeroaccel.zero.access.param_registry import ParamHandle, place_of
+from zeroaccel.zero.access.param_registry import ParamHandle, handle_of
 from zeroaccel.zero.access.safetensors_file import (
     MOST_HEADER_NBYTES,
     TensorLocation,
@@ -39,13 +39,13 @@ _CHUNK_NBYTES = 8 << 20
 
 
 class SafetensorsFolder:
-    """The tensors of one safetensors file, or of a folder of them, by name; nothing is read but what is asked for.
+    """The tensors of one safetensors file, or of a folder of them, by name; read on request only.
 
     Args:
         path: a file, a folder with one or more, or an index (`*.index.json`) that says which file has what.
 
     Attributes:
-        tensors: what there is.
+        tensors: name -> location.
         read_nbytes: read so far, without headers.
 
     Raises:
@@ -96,8 +96,8 @@ def load_safetensors(
     """Fills a model from safetensors files. (all ranks)
 
     Parameters on the meta device become shards: a rank has 1/W of them in memory, and reads 1/W of the bytes. Those of
-    `zero.Init` are filled in their shards, and ordinary ones whole, on every rank. Afterwards `initialize()` takes the
-    model as it takes any other. Tied parameters are found under any of their names.
+    `zero.Init` are filled in their shards, and ordinary ones in full, on every rank. Pass the model to `initialize()`
+    afterwards. Tied parameters are found under any of their names.
 
     Args:
         path: a file, a folder of them, or an index.
@@ -108,7 +108,7 @@ def load_safetensors(
         initialize_missing: called with each module that has parameters or buffers of its own which are not in the
             files; it gives them values, as on rank 0.
         rename: from a name of the model to that in the files.
-        collectives: how ranks talk.
+        collectives: the communication backend.
 
     Returns:
         Bytes of tensors this rank has read.
@@ -123,6 +123,7 @@ def load_safetensors(
         plan = _match(model, folder.tensors, rename or (lambda name: name))
         _check(plan, str(path), strict=strict, initialized=initialize_missing is not None)
         where = destination(None, topology.device, dtype=dtype, remote_device=remote_device)
+    # Modules with missing values first: an initialiser needs full tensors, and gets them one module at a time.
     shards = ModuleShards(collectives, where)
     if initialize_missing is not None:
         for module in plan.incomplete:
@@ -130,6 +131,7 @@ def load_safetensors(
             with GatheredParameters(module.parameters(recurse=False), modifier_rank=0):
                 initialize_missing(module)
             shards.shard(module)
+    # Each rank reads its own ranges only. A file may be damaged or unreadable on one node, hence the agreement.
     with agreed(collectives, "load_safetensors: read"), torch.no_grad():
         for module, names in plan.parameters.items():
             if all(module._parameters[own] is not None for own in names):
@@ -162,6 +164,7 @@ class _Plan:
 
 def _match(model: nn.Module, there: Mapping[str, TensorLocation], rename: Callable[[str], str]) -> _Plan:
     plan = _Plan({}, {}, [], [], [], [], [])
+    # Tied parameters are one tensor under several names, and libraries save it under any one of them.
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(rename(name))
@@ -174,23 +177,23 @@ def _match(model: nn.Module, there: Mapping[str, TensorLocation], rename: Callab
         for own, buffer in module._buffers.items():
             if buffer is not None:
                 _match_buffer(plan, module, own, rename(f"{prefix}.{own}" if prefix else own), there)
-    known = {name for several in names.values() for name in several} | {rename(n) for n, _ in model.named_buffers()}
-    plan.unexpected += sorted(there.keys() - known)
+    of_model = {name for several in names.values() for name in several} | {rename(n) for n, _ in model.named_buffers()}
+    plan.unexpected += sorted(there.keys() - of_model)
     return plan
 
 
 def _match_parameter(
-    plan: _Plan, module: nn.Module, own: str, known: Sequence[str], there: Mapping[str, TensorLocation]
+    plan: _Plan, module: nn.Module, own: str, aliases: Sequence[str], there: Mapping[str, TensorLocation]
 ) -> None:
-    """`known`: the names of a parameter, several if it is tied."""
+    """`aliases`: the names of a parameter, several if it is tied."""
     param = module._parameters[own]
     assert param is not None, "a parameter went away while it was looked for"
-    found = next((name for name in known if name in there), None)
-    if found is None:
-        plan.missing.append(known[0])
+    stored = next((name for name in aliases if name in there), None)
+    if stored is None:
+        plan.missing.append(aliases[0])
         _note_missing(plan, module)
-    elif _fits(plan, found, tuple(param.shape), there[found]):
-        plan.parameters.setdefault(module, {})[own] = found
+    elif _fits(plan, stored, tuple(param.shape), there[stored]):
+        plan.parameters.setdefault(module, {})[own] = stored
 
 
 def _match_buffer(plan: _Plan, module: nn.Module, own: str, name: str, there: Mapping[str, TensorLocation]) -> None:
@@ -227,6 +230,7 @@ def _check(plan: _Plan, where: str, *, strict: bool, initialized: bool) -> None:
         problems.append("buffers that are never saved, on the meta device: " + listed(plan.unset))
     if plan.unexpected:
         problems.append("not in the model: " + listed(plan.unexpected))
+    # Other shapes are an error even without `strict`: a tensor of another shape is of another model.
     if plan.misshapen or (strict and problems):
         raise UsageError(
             f"{where} does not fit the model: " + ". ".join(problems),
@@ -238,6 +242,7 @@ def _check(plan: _Plan, where: str, *, strict: bool, initialized: bool) -> None:
 
 def _load_module(module: nn.Module, names: Mapping[str, str], folder: SafetensorsFolder, shards: ModuleShards) -> None:
     on_meta = [param for own in names if (param := module._parameters[own]) is not None and param.is_meta]
+    # One rank has nothing to shard: its parameters get memory of their own and are filled in full.
     if on_meta and shards.collectives.world_size > 1:
         shards.reserve(module, list(names))
     elif on_meta:
@@ -245,21 +250,21 @@ def _load_module(module: nn.Module, names: Mapping[str, str], folder: Safetensor
     for own, name in names.items():
         param = module._parameters[own]
         assert param is not None, "a parameter went away while the model was loaded"
-        place = place_of(param)
-        if place is None or place.replaced:
-            whole = (
+        handle = handle_of(param)
+        if handle is None or handle.replaced:
+            full = (
                 param.data if param.is_contiguous() else torch.empty_like(param, memory_format=torch.contiguous_format)
             )
-            folder.read(name, 0, whole.view(-1))
-            param.data.copy_(whole)
+            folder.read(name, 0, full.view(-1))
+            param.data.copy_(full)
         else:
-            _fill(place, name, folder)
+            _fill(handle, name, folder)
 
 
-def _fill(place: ParamHandle, name: str, folder: SafetensorsFolder) -> None:
-    own = place.reach(place.buffer.rank)
-    folder.read(name, own.start - place.slot.start, place.buffer.shard.stage()[own])
-    place.buffer.shard.commit()
+def _fill(handle: ParamHandle, name: str, folder: SafetensorsFolder) -> None:
+    own = handle.reach(handle.buffer.rank)
+    folder.read(name, own.start - handle.slot.start, handle.buffer.shard.stage()[own])
+    handle.buffer.shard.commit()
 
 
 def _load_buffer(module: nn.Module, own: str, name: str, folder: SafetensorsFolder, device: torch.device) -> None:
@@ -276,13 +281,14 @@ def _load_buffer(module: nn.Module, own: str, name: str, folder: SafetensorsFold
 def _make_real(
     module: nn.Module, device: torch.device, names: Mapping[str, str] | None = None, dtype: torch.dtype | None = None
 ) -> None:
-    """Gives the module's own parameters and buffers on the meta device memory, without values."""
+    """Allocates the module's own parameters and buffers that are on the meta device, without values."""
     for own, param in module._parameters.items():
         if param is not None and param.is_meta and (names is None or own in names):
             kind = dtype if dtype is not None and param.is_floating_point() else param.dtype
             real = nn.Parameter(torch.empty(param.shape, dtype=kind, device=device), requires_grad=param.requires_grad)
             vars(real).update(vars(param))
             built_as = param.dtype
+            # Swapped, not replaced: optimizers, tied modules and the program may refer to the object.
             torch.utils.swap_tensors(param, real)
             note_cast(param, built_as)
     if names is None:
@@ -299,10 +305,10 @@ def _files(path: Path) -> list[Path]:
         return _indexed(path)
     if path.is_dir():
         index = sorted(path.glob("*.safetensors.index.json"))
-        found = _indexed(index[0]) if index else sorted(path.glob("*.safetensors"))
-        if not found:
+        files = _indexed(index[0]) if index else sorted(path.glob("*.safetensors"))
+        if not files:
             raise UsageError(f"{path}", expected="a folder with *.safetensors in it")
-        return found
+        return files
     if not path.is_file():
         raise UsageError(f"{path}: no such file or folder")
     return [path]

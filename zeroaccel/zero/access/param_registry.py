@@ -1,9 +1,9 @@
-"""Who keeps a parameter: from a bare `nn.Parameter` to the unit it lies in, for calls that are given nothing else.
+"""The parameter registry: from a bare `nn.Parameter` to its unit, for calls that get nothing but parameters.
 
-A process-wide weak table maps a parameter to its `ParamRegistry`. That of an engine lives as long as the engine; one
-that a `zero.Init` made lives as long as the parameters, which therefore hold it. A keeper counts who needs which unit
-whole. It moves nothing itself: its owner says how a unit is pinned. Reading and writing values is `full_params.py`'s
-and `safe_get_set.py`'s.
+A process-wide weak table maps a parameter to its `ParamRegistry`. That of an engine lives as long as the engine; that
+of a `zero.Init` lives as long as its parameters, which therefore refer to it. A registry counts the holders of each
+unsharded unit. It moves nothing itself: its owner says how a unit is pinned. Values are read and written in
+`full_params.py` and `safe_get_set.py`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from zeroaccel.zero.precision import LossScale
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
 from zeroaccel.zero.tensor_subclasses import local
 
-__all__ = ["ParamHandle", "ParamRegistry", "Training", "place_of"]
+__all__ = ["ParamHandle", "ParamRegistry", "Training", "handle_of"]
 
-_KEEPERS: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to its keeper
+_REGISTRIES: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to its registry
 _NUMBERS = itertools.count()
-_HELD = "_kept_by"
+_REGISTRY = "_zero_registry"
 
 
 class Updates(Protocol):
-    """Updates that may run beside other work; see `weight_update.py`."""
+    """Updates that may overlap with other work; see `weight_update.py`."""
 
     def require_own_step(self, call: str) -> None:
         """Raises EngineStateError where the update with the gradients of this step has begun."""
@@ -50,7 +50,7 @@ class Training:
     """What an engine has besides weights.
 
     Attributes:
-        updates: what may run beside; None without an optimizer.
+        updates: the weight update, which may overlap with other work; None without an optimizer.
     """
 
     optimizer: ShardedOptimizer | None
@@ -61,9 +61,9 @@ class Training:
 
 @dataclass(frozen=True, eq=False)
 class ParamHandle:
-    """Where a parameter lies. `order` sorts places alike on all ranks."""
+    """A parameter's position: registry, unit, flat buffer and slot. `order` sorts handles alike on all ranks."""
 
-    keeper: ParamRegistry
+    registry: ParamRegistry
     unit: ParamUnit
     buffer: FlatBuffer
     index: int
@@ -71,7 +71,7 @@ class ParamHandle:
 
     @property
     def slot(self) -> Slot:
-        """Name, shape and place in the flat buffer."""
+        """Name, shape and range in the flat buffer."""
         return self.buffer.layout.slots[self.index]
 
     @property
@@ -85,21 +85,21 @@ class ParamHandle:
 
     @property
     def replaced(self) -> bool:
-        """Whether somebody gave the parameter other storage or another shape than the unit's."""
+        """Whether the program assigned other storage, or another shape, than the unit's."""
         data = local(self.param)
         return data.shape != self.slot.shape or not self.buffer.owns(data)
 
 
 class ParamRegistry:
-    """The parameters of one owner, and who needs which of their units whole.
+    """The parameters of one owner, with a count of holders for each unsharded unit.
 
     Args:
-        pin: makes a unit whole and keeps it so, whatever forward and backward do.
-        unpin: lets it go again.
-        training: None where there is no engine yet; the parameters then keep the keeper alive.
+        pin: unshards a unit and keeps it so, whatever forward and backward do.
+        unpin: undoes it.
+        training: None where there is no engine yet; the parameters then keep the registry alive.
 
     Attributes:
-        prints: what whole parameters looked like, for `full_params.py`.
+        write_detector: detects writes to unsharded parameters, for `full_params.py`.
     """
 
     def __init__(
@@ -112,15 +112,15 @@ class ParamRegistry:
     ) -> None:
         self.collectives = collectives
         self.training = training
-        self.prints = WriteDetector()
+        self.write_detector = WriteDetector()
         self._units: dict[int, ParamUnit] = {}
-        self._left: dict[int, int] = {}
+        self._num_params: dict[int, int] = {}
         self._pin, self._unpin = pin, unpin
         self._own = weakref.ref(self)
         self._number = next(_NUMBERS)
         self._order = itertools.count()
-        self._places: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._holds: dict[int, int] = {}
+        self._positions: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._holders: dict[int, int] = {}
 
     def __reduce__(self) -> Any:
         raise EngineStateError(
@@ -129,82 +129,82 @@ class ParamRegistry:
         )
 
     def add(self, units: Iterable[ParamUnit]) -> None:
-        """Takes units in; their parameters are found from now on."""
+        """Registers units and their parameters."""
         for unit in units:
+            # (registry, unit, parameter) numbers instead of names: cheap to compare, and the same on all ranks, as all
+            # register the same units in the same order. `GatheredParameters` gathers in this order.
             number = next(self._order)
             self._units[number] = unit
             count = 0
             for buffer in unit.buffers:
                 for index, param in enumerate(buffer.params):
-                    self._places[param] = (unit, buffer, index, (self._number, number, count))
-                    _KEEPERS[param] = self._own
+                    self._positions[param] = (unit, buffer, index, (self._number, number, count))
+                    _REGISTRIES[param] = self._own
                     if self.training is None:
-                        vars(param)[_HELD] = self
+                        # No engine holds this registry, so its parameters do.
+                        vars(param)[_REGISTRY] = self
                     count += 1
-            self._left[number] = count
+            self._num_params[number] = count
 
     def drop(self, params: Iterable[nn.Parameter]) -> None:
-        """Parameters that are somebody else's from now on; a unit without any is gone."""
+        """Removes parameters, which another owner takes over; a unit without any is removed too."""
         for param in params:
-            place = self._places.pop(param, None)
-            if place is not None:
-                _, buffer, index, (_, number, _) = place
+            position = self._positions.pop(param, None)
+            if position is not None:
+                _, buffer, index, (_, number, _) = position
                 buffer.drop_parameter(index)
-                self._left[number] -= 1
-                if not self._left[number]:
-                    del self._units[number], self._left[number]
-            if _KEEPERS.get(param) is self._own:
-                del _KEEPERS[param]
-                vars(param).pop(_HELD, None)
+                self._num_params[number] -= 1
+                if not self._num_params[number]:
+                    del self._units[number], self._num_params[number]
+            if _REGISTRIES.get(param) is self._own:
+                del _REGISTRIES[param]
+                vars(param).pop(_REGISTRY, None)
 
     def close(self) -> None:
-        """Its parameters are found no longer."""
+        """Unregisters all parameters."""
         for unit in self.units:
             for buffer in unit.buffers:
                 for param in buffer.params:
-                    if _KEEPERS.get(param) is self._own:
-                        del _KEEPERS[param]
+                    if _REGISTRIES.get(param) is self._own:
+                        del _REGISTRIES[param]
         self._units.clear()
 
     @property
     def units(self) -> tuple[ParamUnit, ...]:
-        """In the order they came, which is the same on all ranks."""
+        """In the order of registration, which is the same on all ranks."""
         return tuple(self._units.values())
 
-    def place(self, param: Tensor) -> ParamHandle | None:
-        """Where a parameter lies; None if it is not here."""
-        found = self._places.get(param)
-        return None if found is None else ParamHandle(self, *found)
+    def handle(self, param: Tensor) -> ParamHandle | None:
+        """The handle of a parameter; None if it is not registered here."""
+        fields = self._positions.get(param)
+        return None if fields is None else ParamHandle(self, *fields)
 
-    @property
-    def holding(self) -> bool:
-        """Whether somebody needs a unit whole."""
-        return bool(self._holds)
+    def is_acquired(self, unit: ParamUnit) -> bool:
+        """Whether the unit has holders."""
+        return id(unit) in self._holders
 
-    def is_held(self, unit: ParamUnit) -> bool:
-        """Whether somebody needs this one whole."""
-        return id(unit) in self._holds
-
-    def hold(self, units: Sequence[ParamUnit]) -> None:
-        """Makes units whole until `release`; counted. (all ranks, with the same units in the same order)"""
+    def acquire(self, units: Sequence[ParamUnit]) -> None:
+        """Unshards units until `release`; counted. (all ranks, with the same units in the same order)"""
+        # Counted per unit, since nested `GatheredParameters` may name parameters of one unit: only the first gathers,
+        # and only the last reshards.
         for unit in units:
-            count = self._holds.get(id(unit), 0)
+            count = self._holders.get(id(unit), 0)
             if not count:
                 self._pin(unit)
-            self._holds[id(unit)] = count + 1
+            self._holders[id(unit)] = count + 1
 
     def release(self, units: Sequence[ParamUnit]) -> None:
-        """Takes one `hold` of each back."""
+        """Undoes one `acquire` of each."""
         for unit in units:
-            left = self._holds.pop(id(unit)) - 1
-            if left:
-                self._holds[id(unit)] = left
+            count = self._holders.pop(id(unit)) - 1
+            if count:
+                self._holders[id(unit)] = count
             else:
                 self._unpin(unit)
 
     def require_free(self, call: str) -> None:
-        """Raises EngineStateError while somebody holds a unit whole, where `call` would change the weights."""
-        if self._holds:
+        """Raises EngineStateError while a unit has holders, as `call` would change its weights."""
+        if self._holders:
             raise EngineStateError(
                 f"{call} while parameters are gathered",
                 expected="no GatheredParameters or engine.gathered() around it",
@@ -212,10 +212,11 @@ class ParamRegistry:
             )
 
 
-def place_of(param: object) -> ParamHandle | None:
-    """Where a parameter lies, whoever keeps it; None for anything that no engine or `zero.Init` keeps."""
+def handle_of(param: object) -> ParamHandle | None:
+    """The handle of a parameter in any registry; None for anything that no engine or `zero.Init` shards."""
     if not isinstance(param, torch.Tensor):
         return None
-    reference = _KEEPERS.get(param)
-    keeper = None if reference is None else reference()
-    return None if keeper is None else keeper.place(param)
+    # Weak on both sides: the table must keep neither a discarded model nor a destroyed engine alive.
+    reference = _REGISTRIES.get(param)
+    registry = None if reference is None else reference()
+    return None if registry is None else registry.handle(param)

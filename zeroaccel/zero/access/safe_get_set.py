@@ -1,9 +1,9 @@
 """Masters, gradients and optimizer states of single parameters, at every stage.
 
-The "full" calls are collective and deal in tensors of the parameter's shape, equal on all ranks; the "local" ones in
-this rank's elements of it, (n,), in row-major order. All values are fp32, but for states of another dtype. A parameter
-that no engine keeps gives None, and setting it is an error. (Interface: DeepSpeed's `deepspeed.utils.safe_*`, with
-three differences: gradients come without the loss scale; setters renew the 16-bit copies too; there are local calls at
+The "full" calls are collective, with tensors of the parameter's shape, equal on all ranks; the "local" ones have this
+rank's elements of it, (n,), in row-major order. All values are fp32, but for states of another dtype. For a parameter
+of no engine getters return None, and setters raise. (Interface: DeepSpeed's `deepspeed.utils.safe_*`, with three
+differences: gradients come without the loss scale; setters update the 16-bit copies too; there are local calls at
 every stage.)
 
 Masters and states are read and written through `MasterStorage`, gradients in the reducer's buffers, all by ranges of
@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from zeroaccel.comm.agree import agreed
 from zeroaccel.errors import EngineStateError, UsageError
-from zeroaccel.zero.access.param_registry import ParamHandle, Training, place_of
+from zeroaccel.zero.access.param_registry import ParamHandle, Training, handle_of
 from zeroaccel.zero.grad_reducer import GradientBuffer
 from zeroaccel.zero.layout import FlatRange, FlatTensor
 from zeroaccel.zero.param_check import fingerprint
@@ -78,8 +78,8 @@ def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
         >>> safe_get_full_fp32_param(model.weight).dtype
         torch.float32
     """
-    place = place_of(param)
-    return None if place is None else _full(place, _masters(place), "fp32 values of")
+    handle = handle_of(param)
+    return None if handle is None else _full(handle, _masters(handle), "fp32 values of")
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
@@ -88,22 +88,22 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     Raises:
         UsageError: no engine keeps the parameter; `value` has another shape, or differs between ranks.
     """
-    place = _required(param, "safe_set_full_fp32_param")
-    flat = _checked(place, value, "safe_set_full_fp32_param")
-    values = FlatTensor(place.slot.range, flat)
-    _write(place, _masters(place), values)
+    handle = _required(param, "safe_set_full_fp32_param")
+    flat = _checked(handle, value, "safe_set_full_fp32_param")
+    values = FlatTensor(handle.slot.range, flat)
+    _write(handle, _masters(handle), values)
     with torch.no_grad():  # after the master: in fp32 that is part of these already
-        buffer, own = place.buffer, _own(place)
+        buffer, own = handle.buffer, _own(handle)
         buffer.shard.write(own, values[own])
-        place.unit.drop_secondary()
+        handle.unit.drop_secondary()
         if buffer.full.untyped_storage().nbytes():
-            buffer.full[place.slot.range.at(0)].copy_(flat)
+            buffer.full[handle.slot.range.at(0)].copy_(flat)
 
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     """This rank's elements of the weights the optimizer works on."""
-    place = place_of(param)
-    return None if place is None else _local(place, _masters(place))
+    handle = handle_of(param)
+    return None if handle is None else _local(handle, _masters(handle))
 
 
 def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
@@ -112,10 +112,10 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     Raises:
         UsageError: no engine keeps the parameter, or `value` has another number of elements.
     """
-    place = _required(param, "safe_set_local_fp32_param")
-    own = _checked_local(place, value, "safe_set_local_fp32_param")
-    full = _assembled(place, own, f"set {place.slot.fqn}")
-    safe_set_full_fp32_param(param, full.view(place.slot.shape))
+    handle = _required(param, "safe_set_local_fp32_param")
+    own = _checked_local(handle, value, "safe_set_local_fp32_param")
+    full = _assembled(handle, own, f"set {handle.slot.fqn}")
+    safe_set_full_fp32_param(param, full.view(handle.slot.shape))
 
 
 # -- gradients
@@ -127,11 +127,11 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     Between a backward and the step. With accumulation it is what has come so far.
 
     Raises:
-        EngineStateError: gradients are whole on each rank until the boundary, and not reduced yet.
+        EngineStateError: gradients are unsharded on each rank until the boundary, and not reduced yet.
     """
-    place = place_of(param)
-    values = None if place is None else _gradients(place, "safe_get_full_grad")
-    return None if place is None or values is None else _full(place, values, "gradient of")
+    handle = handle_of(param)
+    values = None if handle is None else _gradients(handle, "safe_get_full_grad")
+    return None if handle is None or values is None else _full(handle, values, "gradient of")
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
@@ -141,21 +141,21 @@ def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
         EngineStateError: there is no gradient to replace.
         UsageError: as `safe_set_full_fp32_param`.
     """
-    place, values = _required_gradient(param, "safe_set_full_grad")
-    _write(place, values, FlatTensor(place.slot.range, _checked(place, value, "safe_set_full_grad")))
+    handle, values = _required_gradient(param, "safe_set_full_grad")
+    _write(handle, values, FlatTensor(handle.slot.range, _checked(handle, value, "safe_set_full_grad")))
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
     """This rank's elements of `safe_get_full_grad`."""
-    place = place_of(param)
-    values = None if place is None else _gradients(place, "safe_get_local_grad")
-    return None if place is None or values is None else _local(place, values)
+    handle = handle_of(param)
+    values = None if handle is None else _gradients(handle, "safe_get_local_grad")
+    return None if handle is None or values is None else _local(handle, values)
 
 
 def safe_set_local_grad(param: nn.Parameter, value: Tensor) -> None:
     """Replaces this rank's elements of the gradient."""
-    place, values = _required_gradient(param, "safe_set_local_grad")
-    _write(place, values, FlatTensor(_own(place), _checked_local(place, value, "safe_set_local_grad")))
+    handle, values = _required_gradient(param, "safe_set_local_grad")
+    _write(handle, values, FlatTensor(_own(handle), _checked_local(handle, value, "safe_set_local_grad")))
 
 
 # -- optimizer states
@@ -167,90 +167,90 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
     Raises:
         UsageError: there is no state of that name, or not before the first step; on every rank.
     """
-    place = place_of(param)
-    return None if place is None else _full(place, _states(place, optim_state_key), f"{optim_state_key} of")
+    handle = handle_of(param)
+    return None if handle is None else _full(handle, _states(handle, optim_state_key), f"{optim_state_key} of")
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     """Replaces one tensor of the optimizer's state. (all ranks, with the same value)"""
-    place = _required(param, "safe_set_full_optimizer_state")
-    flat = _checked(place, value, "safe_set_full_optimizer_state")
-    _write(place, _states(place, optim_state_key), FlatTensor(place.slot.range, flat))
+    handle = _required(param, "safe_set_full_optimizer_state")
+    flat = _checked(handle, value, "safe_set_full_optimizer_state")
+    _write(handle, _states(handle, optim_state_key), FlatTensor(handle.slot.range, flat))
 
 
 def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
     """This rank's elements of one tensor of the optimizer's state. (all ranks)"""
-    place = place_of(param)
-    return None if place is None else _local(place, _states(place, optim_state_key))
+    handle = handle_of(param)
+    return None if handle is None else _local(handle, _states(handle, optim_state_key))
 
 
 def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
     """Replaces this rank's elements of one tensor of the optimizer's state. (all ranks)"""
-    place = _required(param, "safe_set_local_optimizer_state")
-    own = _checked_local(place, value, "safe_set_local_optimizer_state")
-    values = _states(place, optim_state_key)
+    handle = _required(param, "safe_set_local_optimizer_state")
+    own = _checked_local(handle, value, "safe_set_local_optimizer_state")
+    values = _states(handle, optim_state_key)
     if values.is_replicated:
-        full = _assembled(place, own, f"set {optim_state_key} of {place.slot.fqn}")
-        _write(place, values, FlatTensor(place.slot.range, full))
+        full = _assembled(handle, own, f"set {optim_state_key} of {handle.slot.fqn}")
+        _write(handle, values, FlatTensor(handle.slot.range, full))
     else:
-        _write(place, values, FlatTensor(_own(place), own))
+        _write(handle, values, FlatTensor(_own(handle), own))
 
 
 # -- where values are
 
 
-def _own(place: ParamHandle) -> FlatRange:
+def _own(handle: ParamHandle) -> FlatRange:
     """The parameter's elements in this rank's shard; may be empty."""
-    return place.slot.range & place.buffer.own
+    return handle.slot.range & handle.buffer.own
 
 
-def _masters(place: ParamHandle) -> _Values:
-    _require_settled(place, "the master")
-    masters = place.buffer.masters
+def _masters(handle: ParamHandle) -> _Values:
+    _require_settled(handle, "the master")
+    masters = handle.buffer.masters
     return _Values(masters.read, masters.write, masters.is_replicated)
 
 
-def _require_settled(place: ParamHandle, what: str) -> None:
-    training = place.keeper.training
+def _require_settled(handle: ParamHandle, what: str) -> None:
+    training = handle.registry.training
     if training is not None and training.updates is not None:
-        training.updates.require_settled(f"{what} of {place.slot.fqn}")
+        training.updates.require_settled(f"{what} of {handle.slot.fqn}")
 
 
-def _gradients(place: ParamHandle, call: str) -> _Values | None:
-    training = place.keeper.training
-    gradient = None if training is None else _gradient_buffer(place, training)
+def _gradients(handle: ParamHandle, call: str) -> _Values | None:
+    training = handle.registry.training
+    gradient = None if training is None else _gradient_buffer(handle, training)
     if training is None or gradient is None or (gradient.shard is None and gradient.flat is None):
         return None
     if gradient.shard is None or gradient.flat is not None:
         raise EngineStateError(
-            f"{call}({place.slot.fqn}): gradients are not summed over the ranks before the accumulation boundary",
+            f"{call}({handle.slot.fqn}): gradients are not summed over the ranks before the accumulation boundary",
             fix="call it between the last backward of a step and engine.step()",
         )
     if gradient.shard.dtype is not torch.float32:  # so that a value that is set keeps its bits
         gradient.shard = gradient.shard.float()
-    reduced = FlatTensor(place.buffer.own, gradient.shard)
+    reduced = FlatTensor(handle.buffer.own, gradient.shard)
 
     def write(part: FlatRange, values: Tensor) -> None:
         reduced[part].copy_(values)
 
-    alone = place.keeper.collectives.world_size == 1
+    alone = handle.registry.collectives.world_size == 1
     return _Values(reduced.__getitem__, write, alone, 1.0 / training.loss_scale().value)
 
 
-def _gradient_buffer(place: ParamHandle, training: Training) -> GradientBuffer | None:
-    return next((gradient for gradient in training.reducer.gradients if gradient.buffer is place.buffer), None)
+def _gradient_buffer(handle: ParamHandle, training: Training) -> GradientBuffer | None:
+    return next((gradient for gradient in training.reducer.gradients if gradient.buffer is handle.buffer), None)
 
 
-def _states(place: ParamHandle, key: str) -> _Values:
-    _require_settled(place, f"state {key!r}")
-    masters = place.buffer.masters
-    optimizer = None if place.keeper.training is None else place.keeper.training.optimizer
-    with agreed(place.keeper.collectives, f"optimizer state {key} of {place.slot.fqn}"):
-        if optimizer is None or place.slot.fqn not in optimizer.group_of:
-            raise UsageError(f"parameter {place.slot.fqn}", expected="one that an optimizer updates", got="none does")
+def _states(handle: ParamHandle, key: str) -> _Values:
+    _require_settled(handle, f"state {key!r}")
+    masters = handle.buffer.masters
+    optimizer = None if handle.registry.training is None else handle.registry.training.optimizer
+    with agreed(handle.registry.collectives, f"optimizer state {key} of {handle.slot.fqn}"):
+        if optimizer is None or handle.slot.fqn not in optimizer.group_of:
+            raise UsageError(f"parameter {handle.slot.fqn}", expected="one that an optimizer updates", got="none does")
         for piece in masters.pieces:
-            if piece.range & place.slot.range:
-                _check_state(piece, key, optimizer.optimizer, place.slot.fqn)
+            if piece.range & handle.slot.range:
+                _check_state(piece, key, optimizer.optimizer, handle.slot.fqn)
     return _Values(partial(masters.read, state=key), partial(masters.write, state=key), masters.is_replicated)
 
 
@@ -276,29 +276,29 @@ def _check_state(piece: MasterPiece, key: str, optimizer: Optimizer, fqn: str) -
 # -- reading and writing them
 
 
-def _local(place: ParamHandle, values: _Values) -> Tensor:
+def _local(handle: ParamHandle, values: _Values) -> Tensor:
     """(n,) fp32: a copy of this rank's elements."""
-    return _copied(place, values, _own(place))
+    return _copied(handle, values, _own(handle))
 
 
-def _full(place: ParamHandle, values: _Values, what: str) -> Tensor:
+def _full(handle: ParamHandle, values: _Values, what: str) -> Tensor:
     """fp32, of the parameter's shape: a copy, equal on all ranks."""
     if values.is_replicated:
-        return _copied(place, values, place.slot.range).view(place.slot.shape)
-    return _assembled(place, _local(place, values), f"{what} {place.slot.fqn}").view(place.slot.shape)
+        return _copied(handle, values, handle.slot.range).view(handle.slot.shape)
+    return _assembled(handle, _local(handle, values), f"{what} {handle.slot.fqn}").view(handle.slot.shape)
 
 
-def _copied(place: ParamHandle, values: _Values, part: FlatRange) -> Tensor:
-    out = torch.empty(part.numel, dtype=torch.float32, device=place.buffer.full.device)
+def _copied(handle: ParamHandle, values: _Values, part: FlatRange) -> Tensor:
+    out = torch.empty(part.numel, dtype=torch.float32, device=handle.buffer.full.device)
     if part:
         out.copy_(values.read(part))
     return out.mul_(values.factor) if values.factor != 1.0 else out
 
 
-def _assembled(place: ParamHandle, own: Tensor, label: str) -> Tensor:
+def _assembled(handle: ParamHandle, own: Tensor, label: str) -> Tensor:
     """(numel,) fp32 from each rank's elements. Sends as many as the rank with most of them has, to each other rank."""
-    slot, ranks = place.slot, place.buffer.layout.world_size
-    reaches = [place.reach(rank) for rank in range(ranks)]
+    slot, ranks = handle.slot, handle.buffer.layout.world_size
+    reaches = [handle.reach(rank) for rank in range(ranks)]
     longest = max(reach.numel for reach in reaches)
     out = torch.empty(slot.numel, dtype=torch.float32, device=own.device)
     for first in range(0, longest, _GATHERED_NUMEL):
@@ -306,16 +306,16 @@ def _assembled(place: ParamHandle, own: Tensor, label: str) -> Tensor:
         mine, rows = own.new_zeros(count), own.new_empty(ranks * count)
         part = own[first : first + count]
         mine[: part.numel()] = part
-        place.keeper.collectives.all_gather(rows, mine, label).wait()
+        handle.registry.collectives.all_gather(rows, mine, label).wait()
         for rank, reach in enumerate(reaches):
             arrived = FlatRange(reach.start + first, reach.start + first + count) & reach
             out[arrived.at(slot.start)] = rows[rank * count : rank * count + arrived.numel]
     return out
 
 
-def _write(place: ParamHandle, values: _Values, new: FlatTensor) -> None:
+def _write(handle: ParamHandle, values: _Values, new: FlatTensor) -> None:
     """Writes those of `new` that this rank has."""
-    part = new.range if values.is_replicated else new.range & _own(place)
+    part = new.range if values.is_replicated else new.range & _own(handle)
     with torch.no_grad():
         if part:
             values.write(part, new[part] / values.factor)
@@ -325,41 +325,41 @@ def _write(place: ParamHandle, values: _Values, new: FlatTensor) -> None:
 
 
 def _required(param: nn.Parameter, call: str) -> ParamHandle:
-    place = place_of(param)
-    if place is None:
+    handle = handle_of(param)
+    if handle is None:
         raise UsageError(f"{call}(param)", expected="a parameter of an engine", got=f"shape {tuple(param.shape)}")
-    return place
+    return handle
 
 
 def _required_gradient(param: nn.Parameter, call: str) -> tuple[ParamHandle, _Values]:
-    place = _required(param, call)
-    values = _gradients(place, call)
+    handle = _required(param, call)
+    values = _gradients(handle, call)
     if values is None:
-        raise EngineStateError(f"{call}({place.slot.fqn}): it has no gradient", fix="call it after a backward")
-    training = place.keeper.training
+        raise EngineStateError(f"{call}({handle.slot.fqn}): it has no gradient", fix="call it after a backward")
+    training = handle.registry.training
     if training is not None and training.updates is not None:
-        training.updates.require_own_step(f"{call}({place.slot.fqn})")
-    return place, values
+        training.updates.require_own_step(f"{call}({handle.slot.fqn})")
+    return handle, values
 
 
-def _checked(place: ParamHandle, value: Tensor, call: str) -> Tensor:
+def _checked(handle: ParamHandle, value: Tensor, call: str) -> Tensor:
     """(numel,) fp32; the same on all ranks."""
-    collectives = place.keeper.collectives
-    where = f"{call}({place.slot.fqn})"
+    collectives = handle.registry.collectives
+    where = f"{call}({handle.slot.fqn})"
     flat = torch.empty(0)
     with agreed(collectives, f"{where}: shape"):
-        if tuple(value.shape) != place.slot.shape:
-            raise UsageError(f"{where}: the value", expected=f"shape {place.slot.shape}", got=tuple(value.shape))
-        flat = value.detach().to(device=place.buffer.full.device, dtype=torch.float32).contiguous().view(-1)
+        if tuple(value.shape) != handle.slot.shape:
+            raise UsageError(f"{where}: the value", expected=f"shape {handle.slot.shape}", got=tuple(value.shape))
+        flat = value.detach().to(device=handle.buffer.full.device, dtype=torch.float32).contiguous().view(-1)
     digest = fingerprint(torch.cat([flat, flat.new_zeros(flat.numel() % 2)]))
     if len(set(collectives.gather_objects(digest, f"{where}: value"))) > 1:
         raise UsageError(f"{where}: the value", expected="the same on all ranks", got="different ones")
     return flat
 
 
-def _checked_local(place: ParamHandle, value: Tensor, call: str) -> Tensor:
-    own, where = _own(place), f"{call}({place.slot.fqn})"
-    with agreed(place.keeper.collectives, f"{where}: shape"):
+def _checked_local(handle: ParamHandle, value: Tensor, call: str) -> Tensor:
+    own, where = _own(handle), f"{call}({handle.slot.fqn})"
+    with agreed(handle.registry.collectives, f"{where}: shape"):
         if value.numel() != own.numel:
             raise UsageError(f"{where}: the value", expected=f"{own.numel} elements on this rank", got=value.numel())
-    return value.detach().to(device=place.buffer.full.device, dtype=torch.float32).contiguous().view(-1)
+    return value.detach().to(device=handle.buffer.full.device, dtype=torch.float32).contiguous().view(-1)

@@ -21,7 +21,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zeroaccel.config.bounds import parse_plain_json
+from zeroaccel.config.bounds import is_size, parse_plain_json
 from zeroaccel.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -59,8 +59,6 @@ ITEMSIZE: Mapping[str, int] = {
 
 MOST_HEADER_NBYTES = 100_000_000
 """The bound that the format itself sets."""
-
-_LARGEST = (1 << 63) - 1
 
 
 @lru_cache(maxsize=1)
@@ -161,7 +159,7 @@ def tensor_locations(path: Path) -> Iterator[tuple[str, TensorLocation]]:
         if name == "__metadata__":
             continue
         start, end = entry["data_offsets"]
-        if any(type(number) is not int or not 0 <= number <= _LARGEST for number in (start, end, *entry["shape"])):
+        if not all(is_size(number) for number in (start, end, *entry["shape"])):
             raise ValueError(f"tensor {name}: offsets and a shape of whole numbers")
         location = TensorLocation(path, entry["dtype"], tuple(entry["shape"]), 8 + length + start)
         # Sizes first: a shape of 2**62 elements must not reach an allocation.

@@ -1,9 +1,9 @@
-"""Copies between pinned host memory and a CUDA device, on a stream of their own beside the computation.
+"""Copies between pinned host memory and a CUDA device, on a stream of their own during the computation.
 
 [Note: streams] Tensors are allocated and used on the current stream. A copy to the device first waits for what the
 current stream has been given so far, since the allocator may have handed out memory that earlier work there still
-reads; whoever uses the result calls `wait`, which makes the current stream wait. Host memory that is reused by hand may
-be changed after `wait(finished=True)`. A source on the device is kept until its `CopyHandle` is waited for.
+reads; before the result is used, `wait` makes the current stream wait. Host memory that is reused by hand may be
+changed after `wait(finished=True)`. A source on the device is kept until its `CopyHandle` is waited for.
 
 Where the device is the CPU there is none of this: host and device are one memory.
 """
@@ -38,7 +38,7 @@ class CopyStream:
 
     Args:
         device: a CUDA device.
-        pinned: page-lock host memory; without it copies are not beside anything, but block.
+        pinned: page-lock host memory; without it copies block, and overlap nothing.
     """
 
     def __init__(self, device: torch.device, *, pinned: bool) -> None:
@@ -52,12 +52,14 @@ class CopyStream:
 
     def to_device(self, target: Tensor, source: Tensor) -> None:
         """target = source, from host memory. The allocator of pinned memory keeps a source that is freed meanwhile."""
+        # Before the copy: the allocator may have reused memory of `target` that kernels of this stream still read.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=self.pinned)
 
     def to_host(self, source: Tensor) -> CopyHandle:
         """Starts to copy a tensor of the device into new host memory."""
+        # The event, not the stream, is what `CopyHandle.wait` waits for: later copies may be queued behind this one.
         host = torch.empty(source.shape, dtype=source.dtype, pin_memory=self.pinned)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):

@@ -47,7 +47,7 @@ class MasterPiece:
 
     Attributes:
         group: index of the param group.
-        shape: (range.numel,) for an elementwise rule, that of the parameter for a rule that looks at whole tensors.
+        shape: (range.numel,) for an elementwise rule, that of the parameter for a rule that looks at full tensors.
         param: fp32 leaf of that shape, a view of the masters; a NaN stand-in while they are not in memory.
     """
 
@@ -68,7 +68,7 @@ def cut_pieces(
     Args:
         param_groups: of each slot.
         replicated: of all shards, see [Note: equal pieces], rather than of this rank's.
-        by_parameter: whole parameters in their own shapes, rather than runs of one group.
+        by_parameter: full parameters in their own shapes, rather than runs of one group.
     """
     if by_parameter:
         return [
@@ -83,6 +83,8 @@ def cut_pieces(
 
 def make_states(optimizer: Optimizer, pieces: Sequence[MasterPiece]) -> None:
     """Makes the states of some pieces that the optimizer's constructor makes, as that of torch's Adagrad does."""
+    # The constructor makes states for all that is in the groups, and replaces `optimizer.state`: it sees these pieces
+    # only, and the states of the others are put back.
     before, params = dict(optimizer.state), [group["params"] for group in optimizer.param_groups]
     try:
         for index, group in enumerate(optimizer.param_groups):
@@ -246,6 +248,8 @@ class MasterStorage(ABC):
         masters = self.read(part) if before is None else before
         new = weights.to(masters.device)
         if new.dtype is not torch.float32:
+            # Compared by bits, so that a NaN or a signed zero that was written counts as itself. Without this, saving
+            # 16-bit values and loading them back would round every master.
             same = masters.to(new.dtype).view(torch.int16) == new.view(torch.int16)
             new = torch.where(same, masters, new.float())
         self.write(part, new)
@@ -321,6 +325,8 @@ class SeparateMasters(MasterStorage):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _state(self, piece: MasterPiece, name: str, part: FlatRange) -> Tensor:
+        # Of 8-bit moments only the blocks asked for are decoded: a checkpoint reads a piece parameter by parameter.
+        # Pieces and slots start at multiples of a block, so that `part` does too.
         within = part.at(piece.range.start)
         entries: Mapping[str, Any] = self._optimizer.state[piece.param]
         if isinstance(self._optimizer, ShardOptimizer) and entries[name].dtype is torch.uint8:
@@ -341,7 +347,7 @@ class SeparateMasters(MasterStorage):
 
     def chunks(self, following: MasterStorage | None = None) -> Iterator[Sequence[MasterPiece]]:
         if following is not None:
-            following.prefetch()
+            following.prefetch()  # it may be in a tier, while these are in memory
         yield self.pieces
 
     def load(self, fill: FillRange, flush: Callable[[], None]) -> None:

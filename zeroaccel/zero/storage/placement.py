@@ -18,14 +18,18 @@ from torch.optim import Optimizer
 
 from zeroaccel.config.schema import Config
 from zeroaccel.config.schema_zero import OffloadOptimizer, OffloadParam
-from zeroaccel.config.shard_plan import Residence
+from zeroaccel.config.shard_plan import Residence, UpdateTime
 from zeroaccel.errors import ConfigError
 from zeroaccel.logs import logger
+from zeroaccel.offload.cupy_adam import CupyAdamLane, cupy_is_installed
 from zeroaccel.offload.file_io import IoSettings
 from zeroaccel.offload.host_buffers import HostBuffers, aligned_nbytes, return_freed_memory
 from zeroaccel.offload.nvme import NvmeTier
 from zeroaccel.offload.offload_folder import OffloadFolder, examine_folder
 from zeroaccel.offload.tier import HostTier, Tier
+from zeroaccel.ops.elementwise import Adam
+from zeroaccel.ops.hybrid_update import HybridUpdate
+from zeroaccel.ops.shard_step import ShardStep
 from zeroaccel.optim.optimizer_kinds import element_states
 from zeroaccel.zero.layout import FlatLayout
 from zeroaccel.zero.storage.copy_stream import CopyStream
@@ -52,7 +56,16 @@ from zeroaccel.zero.storage.swapped_masters import (
     residual_nbytes,
 )
 
-__all__ = ["MASTER_STORAGES", "SHARD_STORAGES", "BufferPlan", "OffloadRules", "SpaceNeed", "TierSet"]
+__all__ = [
+    "MASTER_STORAGES",
+    "SHARD_STORAGES",
+    "BufferPlan",
+    "OffloadRules",
+    "SpaceNeed",
+    "TierSet",
+    "check_update_time",
+    "share_updates",
+]
 
 SHARD_STORAGES: dict[str, Callable[[ShardPlace], ShardStorage]] = {
     "persistent": MemoryShard.persistent,  # unsharded all the time
@@ -205,12 +218,15 @@ class TierSet:
         self._state_file: _FilePlan | None = None
         self._shard_file: _FilePlan | None = None
         self._on_host: dict[str, int] = {}  # keys and bytes of shards in host memory
+        # On a CPU host and device are one memory: offload to "cpu" then changes nothing but the report.
         offloads = rules.param != "device" or rules.optimizer != "device"
         if offloads and device.type == "cuda":
             pinned = rules.param_section.pin_memory and rules.optimizer_section.pin_memory
             self.copies = CopyStream(device, pinned=pinned)
         self._host_states: dict[str, int] = {}  # keys and bytes of state buffers in host memory
         if optimizer is not None and (rules.optimizer != "device" or rules.splits_masters):
+            # A step is tried before anything is offloaded: an optimizer with CUDA kernels only fails here, by name, and
+            # its states are known before space for them is reserved.
             states = _HostStates(optimizer)
             for group, shape in _examples(plans).items():
                 states.of(group, shape)
@@ -236,6 +252,7 @@ class TierSet:
             ConfigError: a disk has less free space than the ranks on it need together.
         """
         _check_space(needs)
+        # Before any memory is taken: a disk that is too small must not be found out in the middle of a run.
         section = self._rules.optimizer_section
         if self._on_host:
             self.shards["host"] = HostTier(self._on_host, pinned=self._pins(self._rules.param_section.pin_memory))
@@ -280,6 +297,7 @@ class TierSet:
         Args:
             place: of the buffer's shard, without a tier.
         """
+        # The shard first: fp32 masters may be its very memory, and residual masters are read through it.
         kind = self._shard_kind(plan)
         tier = self.shards.get("nvme" if kind == "nvme" else "host")
         shard = SHARD_STORAGES[kind](replace(place, tier=tier, copies=self.copies))
@@ -309,7 +327,7 @@ class TierSet:
             return "none"
         if self.swapper is not None:
             return "residual" if self._keeps_residuals(plan) else "swapped"
-        # An update beside forward and backward must not change the weights that these compute with.
+        # An update during forward and backward must not change the weights that these compute with.
         apart = self._rules.optimizer_section.update_during != "step"
         in_place = isinstance(shard, MemoryShard) and shard.device == device and not apart
         return "aliased" if plan.dtype is torch.float32 and in_place else "separate"
@@ -338,14 +356,15 @@ class TierSet:
             nbytes_of = residual_nbytes if self._keeps_residuals(plan) else fp32_nbytes
             limit = self._rules.sub_group_numel
             starts = () if limit else {slot.start for slot in plan.layout.slots}  # 0 is one parameter at a time
-            if self._rules.optimizer != "nvme":
+            if self._rules.optimizer != "nvme":  # residual masters in memory: the size follows caches, not the disk
                 limit = min(limit or RESIDUAL_SUB_GROUP_NUMEL, RESIDUAL_SUB_GROUP_NUMEL)
             if plan.layout.has_owners:
                 pieces = plan.pieces(self._rank)
-                kept = [states.of(piece.group, piece.shape) for piece in pieces]
+                per_piece = [states.of(piece.group, piece.shape) for piece in pieces]
                 most = 0 if starts else limit
-                self._sub_groups[plan.key] = pack_sub_groups(plan.key, pieces, kept, most, master_nbytes=nbytes_of)
+                self._sub_groups[plan.key] = pack_sub_groups(plan.key, pieces, per_piece, most, master_nbytes=nbytes_of)
                 continue
+            # One trial per param group is enough: the states of a flat run do not depend on its length.
             runs = plan.layout.group_runs(plan.param_groups, self._rank)
             elementwise = {group for _, group in runs}  # others may not be able to step what is flat
             flat = [
@@ -366,6 +385,7 @@ class TierSet:
                 expected=f"at least {tensors}: one for the masters and one for each state of {states.name}",
                 got=section.buffer_count,
             )
+        # The sub-group in step, the one being read and the one being written.
         at_a_time = 1 + section.pipeline_read + section.pipeline_write
         budget = section.buffer_count * 4 * max((group.range.numel for group in groups), default=0) * at_a_time
         sizes = {group.key: group.nbytes for group in groups}
@@ -377,6 +397,7 @@ class TierSet:
         if self._rules.param == "host":
             self._on_host = sizes
             return
+        # The first units of the model stay in memory: they are gathered last in backward and first in the next forward.
         room = section.max_in_cpu
         for plan in plans:  # by the largest shard, so that every rank keeps the same ones
             if plan.layout.largest_shard_numel > room:
@@ -385,11 +406,11 @@ class TierSet:
             self._on_host[plan.key] = sizes[plan.key]
         if self._on_host:
             logger.info("%s.max_in_cpu keeps %d of %d shards in host memory", where, len(self._on_host), len(sizes))
-        away = {key: nbytes for key, nbytes in sizes.items() if key not in self._on_host}
-        if away:
+        in_files = {key: nbytes for key, nbytes in sizes.items() if key not in self._on_host}
+        if in_files:
             budget = section.buffer_count * section.buffer_size * max(plan.dtype.itemsize for plan in plans)
             self._shard_file = self._file_plan(
-                f"{where}.nvme_path", section.nvme_path, away, budget, section.pin_memory
+                f"{where}.nvme_path", section.nvme_path, in_files, budget, section.pin_memory
             )
 
     def _file_plan(
@@ -415,17 +436,17 @@ class TierSet:
 def _check_one_number_per_element(optimizer: Optimizer, rules: OffloadRules) -> None:
     if getattr(optimizer, "moments_dtype", "fp32") == "int8":
         in_files = f'{rules.where}.offload_optimizer.device "nvme"'
-        beside = in_files if rules.optimizer == "nvme" else 'data_types.master_weights "residual"'
+        other = in_files if rules.optimizer == "nvme" else 'data_types.master_weights "residual"'
         raise ConfigError(
             "optimizer.params.moments_dtype",
-            expected=f'"fp32" or "bf16" with {beside}',
+            expected=f'"fp32" or "bf16" with {other}',
             got="int8",
             fix='8-bit blocks do not go into slabs: use "bf16", or remove the other key',
         )
 
 
 def _check_one_memory(rules: OffloadRules, device: torch.device) -> None:
-    """A master is put together from its weight and its residual at every step, by the host."""
+    """The host joins each weight and its residual to a master at every step, so both must be in its memory."""
     if device.type != "cpu" and "device" in (rules.param, rules.optimizer):
         raise ConfigError(
             'data_types.master_weights "residual": weights and optimizer states must be in host memory or in files',
@@ -451,13 +472,13 @@ def _check_space(needs: Sequence[SpaceNeed]) -> None:
 
 def _examples(plans: Sequence[BufferPlan]) -> dict[int, tuple[int, ...]]:
     """Param group -> the shape of a small master of it."""
-    found: dict[int, tuple[int, ...]] = {}
+    shapes: dict[int, tuple[int, ...]] = {}
     for plan in plans:
         for group, slot in zip(plan.param_groups, plan.layout.slots, strict=False):
             shape = slot.shape if plan.layout.has_owners else (_TRIED_NUMEL,)
-            if slot.numel and (group not in found or slot.numel < math.prod(found[group])):
-                found[group] = shape
-    return found
+            if slot.numel and (group not in shapes or slot.numel < math.prod(shapes[group])):
+                shapes[group] = shape
+    return shapes
 
 
 _TRIED_NUMEL = 64  # of the vector that stands for any run of a flat shard
@@ -473,16 +494,16 @@ class _HostStates:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self.name = type(optimizer).__name__
-        self._found: dict[tuple[int, tuple[int, ...]], Mapping[str, torch.dtype]] = {}
+        self._tried: dict[tuple[int, tuple[int, ...]], Mapping[str, torch.dtype]] = {}
 
     def of(self, group: int, shape: tuple[int, ...]) -> Mapping[str, torch.dtype]:
         """name -> dtype, for a master of this shape."""
-        if (group, shape) not in self._found:
-            self._found[group, shape] = _tried(self.optimizer, group, shape)
-        return self._found[group, shape]
+        if (group, shape) not in self._tried:
+            self._tried[group, shape] = _states_after_step(self.optimizer, group, shape)
+        return self._tried[group, shape]
 
 
-def _tried(optimizer: Optimizer, group: int, shape: tuple[int, ...]) -> Mapping[str, torch.dtype]:
+def _states_after_step(optimizer: Optimizer, group: int, shape: tuple[int, ...]) -> Mapping[str, torch.dtype]:
     try:
         return element_states(optimizer, group, shape)
     except Exception as error:
@@ -491,3 +512,45 @@ def _tried(optimizer: Optimizer, group: int, shape: tuple[int, ...]) -> Mapping[
             f"({type(error).__name__}: {error})",
             fix='use one that can, such as AdamW, or set offload_optimizer.device to "none"',
         ) from error
+
+
+def share_updates(optimizer: Optimizer, ratio: float | None, device: torch.device, where: str) -> None:
+    """Lets an optimizer that steps in host memory use the device for a part of each update (DeepSpeed's Twin-Flow).
+
+    Args:
+        ratio: the part that the host's cores update; None to measure it, where sharing is possible at all.
+        device: of the engine. There is nothing to share on a CPU, which is the host.
+        where: the path of `offload_optimizer` in the config.
+
+    Raises:
+        ConfigError: a ratio below 1 was asked for, and cannot be had.
+    """
+    if ratio == 1.0:
+        return
+    if device.type != "cuda":
+        if ratio is not None:
+            logger.info("%s.ratio: the training device is the host's own, which updates everything", where)
+        return
+    missing = None
+    if not isinstance(optimizer, Adam) or optimizer.moments_dtype != "fp32":
+        missing = "Adam or AdamW with fp32 moments"
+    elif not cupy_is_installed():
+        missing = "CuPy: pip install zeroaccel[cuda]"
+    if missing is None:
+        assert isinstance(optimizer, Adam), "checked above"
+        optimizer.hybrid = HybridUpdate(CupyAdamLane(device), ratio)
+    elif ratio is not None:
+        raise ConfigError(f"{where}.ratio", expected="1.0", got=ratio, fix=f"a share for the device needs {missing}")
+
+
+def check_update_time(optimizer: Optimizer, during: UpdateTime, where: str) -> None:
+    """Updates outside of `step()` are for optimizers that take their hyperparameters with each update.
+
+    Raises:
+        ConfigError: this one reads them, and its state, as it goes.
+    """
+    if during != "step" and not isinstance(optimizer, ShardStep):
+        raise ConfigError(
+            f'{where}.update_during "{during}": {type(optimizer).__name__} updates in step() only',
+            fix='name Adam, AdamW, Lion, Adagrad or SGD in the optimizer section, or set the key to "step"',
+        )

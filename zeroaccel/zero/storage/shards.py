@@ -174,7 +174,7 @@ class ShardStorage(ABC):
         try:
             fill(self.range, self.stage_current())
             flush()
-        except BaseException:
+        except BaseException:  # a damaged checkpoint: the weights stay as they were
             self.release()
             self.discard()
             raise
@@ -203,6 +203,7 @@ class ShardStorage(ABC):
             return self._gather(own, full, collectives, label, exact=exact)
 
     def _gather(self, source: Tensor, full: Tensor, collectives: Collectives, label: str, *, exact: bool) -> Work:
+        # qwZ rounds what is sent; weights that are saved, written or shown to the program are gathered exactly.
         if collectives.quantized_weights and not exact:
             return collectives.gather_weights(full, source, label, self._split_sizes)
         return collectives.all_gather(full, source, label, self._split_sizes)
@@ -316,6 +317,7 @@ class NvmeShard(ShardStorage):
     def write(self, part: FlatRange, values: Tensor) -> None:
         if not part:
             return
+        # A tier stores all of a key at once, so the shard is read, changed and written back.
         self.swap_in()
         self.gather_input()[part.at(self.range.start)].copy_(values)
         self.commit()
@@ -340,6 +342,7 @@ class Int8Shard(ShardStorage):
         return self._decoded()[part.at(self.range.start)]
 
     def write(self, part: FlatRange, values: Tensor) -> None:
+        # Blocks share a scale, and a part may begin within one: all of it is decoded and encoded again.
         changed = self._decoded()
         changed[part.at(self.range.start)].copy_(values)
         quantize(changed, INT8, self._code)
@@ -372,7 +375,7 @@ class Int8Shard(ShardStorage):
 
 
 class SecondaryShard:
-    """ZeRO++'s hpZ (Wang et al. 2023, arXiv:2306.10209, section 3.2): a second sharded copy of one buffer, over fewer
+    """ZeRO++'s hpZ (Wang et al. 2023, arXiv:2306.10209): a second sharded copy of one buffer, over fewer
     ranks than the shards, that backward gathers from.
 
     1. `keep` when a forward reshards, 2. `all_gather` while `is_valid`, 3. `drop` when the weights change.
@@ -390,6 +393,7 @@ class SecondaryShard:
         """Copies this rank's part of `full`, (N / ranks of the copy,), where the copy has fewer ranks than shards."""
         count = collectives.secondary_world_size
         if self._part is None and count < collectives.shard_world_size:
+            # Equal parts whatever the shards are: the ranks of this copy are others than those of a shard group.
             numel = full.numel() // count
             place = collectives.secondary_rank
             self._part = full[place * numel : (place + 1) * numel].clone()

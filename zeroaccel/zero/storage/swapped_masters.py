@@ -134,6 +134,7 @@ def cut_sub_groups(
         starts: elements, multiples of `ALIGN_NUMEL`, at which another sub-group begins whatever room is left.
         master_nbytes: of so many masters in the state buffer.
     """
+    # A sub-group is filled up run by run; a run of one param group may be cut, since its rule is elementwise.
     limit = max(min(limit_numel, SUB_GROUP_NUMEL) // _GRAIN_NUMEL, 1) * _GRAIN_NUMEL
     cuts: list[list[MasterPiece]] = []
     room = 0
@@ -163,13 +164,14 @@ def pack_sub_groups(
     *,
     master_nbytes: Callable[[int], int] = fp32_nbytes,
 ) -> list[SubGroup]:
-    """Sub-groups of whole parameters, of at most `limit_numel` elements together; a larger parameter goes alone.
+    """Sub-groups of full parameters, of at most `limit_numel` elements together; a larger parameter goes alone.
 
     Args:
         key, master_nbytes: as of `cut_sub_groups`.
         pieces: in order.
         states: of each piece what its optimizer keeps per element.
     """
+    # Tensors must not be cut here, so the limit gives way to the largest of them.
     limit = min(limit_numel, SUB_GROUP_NUMEL)
     packed: list[SubGroup] = []
     begin = 0
@@ -274,6 +276,7 @@ class SwappedMasters(MasterStorage):
             fetch, self._ahead = self._ahead or self._swapper.fetch(group), None
             with self._waiting():
                 buffer = fetch.wait()
+            # One sub-group ahead, across buffers too: the disk reads while the cores update.
             if index + 1 < len(self._groups) and self._swapper.pipeline_read:
                 self._ahead = self._swapper.fetch(self._groups[index + 1])
             elif index + 1 == len(self._groups) and following is not None:
@@ -281,6 +284,7 @@ class SwappedMasters(MasterStorage):
             masters = self._unpack(group, buffer)
             self._attach(group, buffer, masters)
             yield group.pieces
+            # With `pipeline_write` the store goes on in the background, and the next sub-group is stepped meanwhile.
             with self._waiting():
                 self._pack(group, buffer, masters)
                 self._swap_out(group, buffer)
@@ -299,6 +303,7 @@ class SwappedMasters(MasterStorage):
     def _attach(self, group: SubGroup, buffer: Tensor, masters: Tensor) -> None:
         """Points pieces and states at their places in memory; makes the states that a constructor makes."""
         state = self._optimizer.state
+        # The parameters stay the objects that the optimizer's groups and state refer to; only their data is replaced.
         for piece in group.pieces:
             part = piece.range.at(group.range.start)
             piece.param.data = masters[part].view(piece.shape)
@@ -314,6 +319,7 @@ class SwappedMasters(MasterStorage):
         Raises:
             UsageError: the optimizer made a state that it did not make when it was tried.
         """
+        # Space was reserved for the states of a trial step, so there is no room for one that appears later on.
         optimizer = self._optimizer
         for piece in group.pieces:
             for name, value in _element_states(optimizer, piece):
@@ -354,8 +360,8 @@ class SwappedMasters(MasterStorage):
     # -- ranges
 
     def elements(self, part: FlatRange, state: str | None = None) -> Elements:
-        if state is not None and (resident := self._in_memory(part, state)) is not None:
-            return resident
+        if state is not None and (values_here := self._in_memory(part, state)) is not None:
+            return values_here
         dtype = torch.float32
         ranges: list[StoredElements] = []
         for group in self._groups:
@@ -369,13 +375,14 @@ class SwappedMasters(MasterStorage):
         return StoredElements.joined(ranges, dtype)
 
     def write(self, part: FlatRange, values: Tensor, state: str | None = None) -> None:
-        if state is not None and (resident := self._in_memory(part, state)) is not None:
-            resident.copy_(values)
+        if state is not None and (values_here := self._in_memory(part, state)) is not None:
+            values_here.copy_(values)
             return
         for group in self._groups:
             both = group.range & part
             if not both:
                 continue
+            # A tier stores all of a key at once, so a sub-group is read and written back for each range.
             buffer = self._swapper.fetch(group).wait()
             new, first = values[both.at(part.start)], both.start - group.range.start
             if state is None:
@@ -396,6 +403,8 @@ class SwappedMasters(MasterStorage):
     # -- loading
 
     def load(self, fill: FillRange, flush: Callable[[], None]) -> None:
+        # One sub-group at a time: read, filled, rounded into the weights, written back. There is neither memory for all
+        # masters nor a second pass over the disk.
         staged = self.shard.stage()
         try:
             for group in self._groups:
@@ -406,7 +415,7 @@ class SwappedMasters(MasterStorage):
                     flush()
                     staged[group.range].copy_(masters)
                     self._pack(group, buffer, masters)
-                except BaseException:
+                except BaseException:  # damage in the checkpoint: earlier sub-groups are loaded, this one is as it was
                     self._swapper.tier.release(buffer)
                     raise
                 self._swapper.store(group, buffer)
@@ -421,6 +430,7 @@ class SwappedMasters(MasterStorage):
     def load_states(self, state_of: Callable[[MasterPiece], dict[str, Any]], flush: Callable[[], None]) -> None:
         state = self._optimizer.state
         for group in self._groups:
+            # Entries are made first, and filled by `flush`, so that one pass over the checkpoint serves the sub-group.
             loaded = [(piece, state_of(piece)) for piece in group.pieces]
             flush()
             buffer = self._swapper.fetch(group).wait()
@@ -432,7 +442,7 @@ class SwappedMasters(MasterStorage):
 
 
 class ResidualMasters(SwappedMasters):
-    """Masters of bfloat16 weights, kept as what rounding to those took: 17 bits beside the 16 (`ops/residual.py`).
+    """Masters of bfloat16 weights, kept as what rounding to those took: 17 bits with the 16 (`ops/residual.py`).
 
     The other part of each master is the weight itself: masters are read before weights change, and written with them.
     """
@@ -456,6 +466,7 @@ class ResidualMasters(SwappedMasters):
         tier, numel = self._swapper.tier, group.range.numel
 
         def read(first: int, count: int) -> Tensor:
+            # Bits of ties begin at any element: `join` takes the number of the first in its byte.
             now = FlatRange(part.start + first, part.start + first + count)
             low, high = now.start - group.range.start, now.end - group.range.start
             residuals = tier.read(group.key, 2 * low, 2 * count).view(torch.int16)
