@@ -1,4 +1,4 @@
-"""The exceptions zeroaccel raises on purpose, and what each means for whoever catches it.
+"""The exceptions zeroaccel raises on purpose, and what each means for the program that catches it.
 
 ```text
 ZeroAccelError                 exit code 1

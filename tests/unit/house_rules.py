@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import io
 import re
+import tokenize
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import PurePosixPath
 
@@ -20,18 +23,24 @@ __all__ = [
     "Source",
     "collectives_are_called_in_comm",
     "every_environment_reader_in_the_table_is_one",
+    "few_modules_are_loose",
     "files_stay_short",
     "hooks_are_registered_in_one_file",
     "imports_have_no_circle",
     "imports_point_down",
     "module_name",
     "names_say_something",
+    "no_name_is_used_twice",
     "nothing_is_left_open",
+    "old_words_are_gone",
     "process_groups_are_made_in_one_file",
     "public_modules_have_all",
+    "small_modules_have_several_importers",
     "stages_are_compared_in_config_only",
     "storages_are_asked_for_their_kind_rarely",
+    "the_engine_imports_downwards",
     "the_environment_is_read_where_the_table_says",
+    "variables_say_what_they_are",
 ]
 
 LAYERS = (
@@ -75,6 +84,34 @@ STORAGE_FOLDER = "zeroaccel/zero/storage"
 # What distinguishes storages from each other, and how many functions outside their folder may ask for it.
 STORAGE_KINDS = {"aliases_weights", "is_replicated", "is_swapped", "reads_weights"}
 MAX_STORAGE_QUESTIONS = 15
+MAX_LOOSE_MODULES = 8
+SMALL_MODULE_LINES = 60
+# Modules with one importer and under 60 code lines that are not merged into it, and why.
+SMALL_MODULES = {
+    "zeroaccel/estimate/extrapolate.py": "pure arithmetic without torch, with tests of its own",
+    "zeroaccel/seeds.py": "scripts import it: `from zeroaccel.seeds import set_seed`",
+}
+# Inside zeroaccel/zero/, from the bottom; a module imports from its own row and below.
+ENGINE_LAYERS: tuple[tuple[str, ...], ...] = (
+    ("layout", "precision", "prefetch", "tensor_subclasses", "wrap_policy", "access.safetensors_file"),
+    ("storage.copy_stream", "storage.shards"),
+    ("storage.masters", "storage.swapped_masters", "storage.placement"),
+    ("param_unit",),
+    ("coordinator", "grad_reducer", "param_check"),
+    ("sharded_optimizer",),
+    ("weight_update", "storage.state_offload", "access.param_registry"),
+    ("access.full_params", "access.safe_get_set"),
+    ("build", "from_config", "hooks"),
+    ("engine", "access.deferred_init", "access.load_safetensors"),
+)
+# Words that the field does not use for what they were used for here, and people as subjects where a rank, a class or a
+# tensor acts. Comments, docstrings and names count; messages for people do not.
+OLD_WORDS = re.compile(
+    r"\b(keepers?|couriers?|farewell|whereabouts|errands?|outings?|lend(s|ers?|ing)?|lent|borrow(s|ed|ers?|ing)?"
+    r"|somebody|someone|anybody|anyone|nobody|whoever)\b",
+    re.IGNORECASE,
+)
+PARTICIPLES = {"given", "held", "kept", "told"}
 NAMELESS = {"util", "utils", "helper", "helpers", "manager", "misc", "common"}
 COLLECTIVES = re.compile(
     r"(all_reduce|all_gather|reduce_scatter|all_to_all|broadcast|reduce|gather|scatter|i?send|i?recv|batch_isend|barrier"
@@ -82,6 +119,16 @@ COLLECTIVES = re.compile(
 )
 GROUP_MAKERS = re.compile(r"(init_process_group|new_group|new_subgroups\w*|init_device_mesh|split_group)$")
 OPEN_ENDS = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X", "HA" + "CK")) + r")\b")
+
+
+_NO_CODE = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
 
 
 class Source:
@@ -102,6 +149,35 @@ class Source:
         """The folder this file belongs to: "comm" for zeroaccel/comm/..., "" for zeroaccel/*.py, "cli" for cli/..."""
         parts = self.path.parts
         return parts[0] if parts[0] != "zeroaccel" else "/".join(parts[1:-1]).split("/")[0]
+
+    @property
+    def code_lines(self) -> int:
+        """Lines that bear a token; docstrings, comments and blank lines do not count."""
+        bearing: set[int] = set()
+        for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
+            if token.type not in _NO_CODE:
+                bearing.update(range(token.start[0], token.end[0] + 1))
+        for node in ast.walk(self.tree):
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ):
+                bearing -= set(range(node.lineno, (node.end_lineno or 0) + 1))
+        return len(bearing)
+
+    def prose(self) -> Iterator[tuple[int, str]]:
+        """Comments, docstrings and names, by line."""
+        for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
+            if token.type in (tokenize.COMMENT, tokenize.NAME):
+                yield token.start[0], token.string.replace("_", " ")
+        for node in ast.walk(self.tree):
+            if (
+                isinstance(node, ast.Expr)
+                and isinstance(node.value, ast.Constant)
+                and isinstance(node.value.value, str)
+            ):
+                yield from enumerate(node.value.value.splitlines(), start=node.lineno)
 
     def at(self, node: ast.AST | int, complaint: str) -> str:
         line = node if isinstance(node, int) else getattr(node, "lineno", 1)
@@ -245,6 +321,79 @@ def _asks_for_a_storage_kind(node: ast.AST) -> bool:
     return isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and node.attr in STORAGE_KINDS
 
 
+def no_name_is_used_twice(package: Mapping[str, Source]) -> Iterator[str]:
+    files: dict[str, list[Source]] = defaultdict(list)
+    classes: dict[str, list[tuple[Source, ast.ClassDef]]] = defaultdict(list)
+    for source in package.values():
+        if not source.path.stem.startswith("__"):
+            files[source.path.name].append(source)
+        for node in source.tree.body:
+            if isinstance(node, ast.ClassDef):
+                classes[node.name].append((source, node))
+    for first, *others in files.values():
+        for source in others:
+            yield source.at(1, f"{first.path} has the same file name")
+    for (first, _), *places in classes.values():
+        for source, node in places:
+            yield source.at(node, f"class {node.name} is in {first.path}, too")
+
+
+def few_modules_are_loose(package: Mapping[str, Source]) -> Iterator[str]:
+    loose = [source for source in package.values() if str(source.path.parent) == "zeroaccel"]
+    for source in [source for source in loose if source.path.stem != "__init__"][MAX_LOOSE_MODULES:]:
+        yield source.at(1, f"the {MAX_LOOSE_MODULES + 1}th module directly in zeroaccel/: it belongs in a folder")
+
+
+def small_modules_have_several_importers(package: Mapping[str, Source]) -> Iterator[str]:
+    importers: dict[str, set[str]] = defaultdict(set)
+    for name, source in package.items():
+        for _, target in _imports(source, package):
+            if target != name:
+                importers[target].add(name)
+    for name, source in package.items():
+        small = len(importers[name]) == 1 and source.code_lines < SMALL_MODULE_LINES
+        if source.path.stem.startswith("__") or small == (str(source.path) in SMALL_MODULES):
+            continue
+        if small:
+            (importer,) = importers[name]
+            yield source.at(1, f"small, and imported by {importer} alone: merge it, or give a reason in the table")
+        else:
+            yield source.at(1, "is in the table of small modules with one importer, and is none")
+
+
+def the_engine_imports_downwards(package: Mapping[str, Source]) -> Iterator[str]:
+    rows = {f"zeroaccel.zero.{module}": row for row, modules in enumerate(ENGINE_LAYERS) for module in modules}
+    for name, source in package.items():
+        if not name.startswith("zeroaccel.zero.") or source.path.stem == "__init__":
+            continue
+        if name not in rows:
+            yield source.at(1, "is in no row of ENGINE_LAYERS")
+            continue
+        for node, target in _imports(source, package):
+            if rows.get(target, -1) > rows[name]:
+                yield source.at(node, f"{name} imports {target}, which is above it")
+
+
+def old_words_are_gone(package: Mapping[str, Source]) -> Iterator[str]:
+    for source in package.values():
+        for number, line in source.prose():
+            if found := OLD_WORDS.search(line):
+                yield source.at(number, f"{found.group()!r}: take the field's word; the subject is a component")
+
+
+def variables_say_what_they_are(package: Mapping[str, Source]) -> Iterator[str]:
+    for source in package.values():
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.arg):
+                name = node.arg
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                name = node.id
+            else:
+                continue
+            if name.strip("_") in PARTICIPLES:
+                yield source.at(node, f"{name!r} says what was done to it, not what it is")
+
+
 def files_stay_short(files: Mapping[str, Source]) -> Iterator[str]:
     for source in files.values():
         if (length := len(source.text.splitlines())) > MAX_LINES and str(source.path) not in LONG_FILES:
@@ -332,5 +481,11 @@ PACKAGE_RULES: tuple[Rule, ...] = (
     public_modules_have_all,
     stages_are_compared_in_config_only,
     storages_are_asked_for_their_kind_rarely,
+    no_name_is_used_twice,
+    few_modules_are_loose,
+    small_modules_have_several_importers,
+    the_engine_imports_downwards,
+    old_words_are_gone,
+    variables_say_what_they_are,
 )
 TREE_RULES: tuple[Rule, ...] = (files_stay_short, names_say_something, nothing_is_left_open)
