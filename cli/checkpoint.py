@@ -25,9 +25,6 @@ from zeroaccel.checkpoint.reshard import reshard
 from zeroaccel.errors import CheckpointError, UsageError
 from zeroaccel.zero.access.safetensors_file import ITEMSIZE
 
-__all__ = ["checkpoint", "zero_to_fp32"]
-
-
 _FOLDER = click.Path(path_type=Path)
 _TAG = click.option("-t", "--tag", help="One checkpoint of the folder.")
 

@@ -19,9 +19,6 @@ from zeroaccel.errors import ConfigError
 
 from .main import main as run
 
-__all__ = ["DEFAULT_HOSTFILE", "compat", "main", "report"]
-
-
 _COMMAND = """\
 #!{python}
 # Written by `zeroaccel compat install`.

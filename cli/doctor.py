@@ -29,9 +29,6 @@ from zeroaccel.errors import ConfigError
 from .machine import Machine, folder_trouble, is_known_host, look, measure_disk
 from .verify import run_job
 
-__all__ = ["Finding", "doctor", "env", "findings"]
-
-
 Verdict = Literal["works", "falls back", "missing", "BROKEN"]
 
 _COPY_NBYTES = 1 << 28

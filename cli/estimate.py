@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from zeroaccel.estimate import Capacity, PlanRow
 
 
-__all__ = ["draw", "estimate"]
-
-
 _UNITS = {"": 10**9, "gb": 10**9, "gib": 2**30, "mb": 10**6, "mib": 2**20, "tb": 10**12, "tib": 2**40}
 _CHARTS = (".html", ".png")
 OPTIMIZERS = ("adam", "lion", "adagrad", "momentum", "sgd")

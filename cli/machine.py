@@ -25,26 +25,6 @@ from zeroaccel.comm.environment import usable_cores
 from zeroaccel.errors import ConfigError
 from zeroaccel.offload.offload_folder import examine_folder
 
-__all__ = [
-    "Device",
-    "Disk",
-    "Machine",
-    "devices",
-    "divide_cores",
-    "folder_trouble",
-    "gib",
-    "is_known_host",
-    "is_own_host",
-    "local_disks",
-    "look",
-    "measure_disk",
-    "memory_nbytes",
-    "neighbouring_cores",
-    "own_address_towards",
-    "port_trouble",
-]
-
-
 _GIB = 2**30
 _NO_FILES = ("proc", "sysfs", "cgroup", "cgroup2", "devpts", "mqueue")
 _LOCAL = ("ext4", "ext3", "ext2", "xfs", "btrfs", "zfs", "f2fs", "apfs", "overlay")

@@ -22,8 +22,6 @@ import zeroaccel
 from zeroaccel.errors import ZeroAccelError
 from zeroaccel.logs import without_notes
 
-__all__ = ["CommandLine", "LazyCommand", "LazyCommands", "main"]
-
 
 @dataclass(frozen=True)
 class LazyCommand:

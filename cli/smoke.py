@@ -21,8 +21,6 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import destroy, init_process_group
 from zeroaccel.initialization import initialize
 
-__all__ = ["PLANS", "main"]
-
 PLANS: tuple[tuple[int, str, str], ...] = (
     (0, "none", "none"),
     (1, "none", "none"),

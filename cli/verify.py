@@ -24,8 +24,6 @@ from zeroaccel.errors import UsageError
 
 from .machine import devices as look_for_devices
 
-__all__ = ["launch_command", "run_job", "test", "verify"]
-
 
 def launch_command(arguments: Sequence[str]) -> list[str]:
     """The words of a `zeroaccel launch` by this interpreter."""

@@ -20,20 +20,6 @@ if TYPE_CHECKING:
     from ..machine import Machine
 
 
-__all__ = [
-    "BACK",
-    "Answers",
-    "Asker",
-    "InvalidAnswer",
-    "Quit",
-    "Walk",
-    "accept",
-    "complete",
-    "parse",
-    "with_answer",
-]
-
-
 _YES, _NO = ("true", "yes", "y", "on", "1"), ("false", "no", "n", "off", "0")
 _FORMS = {
     "yes_no": "yes or no",

@@ -22,9 +22,6 @@ from zeroaccel.errors import ConfigError
 from ..main import LazyCommand, LazyCommands
 from .questions import QUESTIONS, Question
 
-__all__ = ["FlagAnswers", "TypedFlags", "config", "question_flags"]
-
-
 _METAVARS = {
     "yes_no": "yes|no",
     "count": "N",

@@ -37,24 +37,6 @@ if TYPE_CHECKING:
     from .prompts import Prompts
 
 
-__all__ = [
-    "ConfigRequest",
-    "answers_of",
-    "backup_of",
-    "changes",
-    "checked",
-    "command_line",
-    "launch_line",
-    "log",
-    "make_config_file",
-    "render",
-    "show_file",
-    "show_machine",
-    "why_not_ask",
-    "write_file",
-]
-
-
 def changes(path: Path, text: str) -> str:
     """The difference between a file and its new text, line by line; empty where there is none, or no file."""
     if not path.is_file():

@@ -39,9 +39,6 @@ from ..launch.launch_flags import flag, settings_from_flags
 from .config_command import CONTEXT
 from .config_file import checked, log, write_file
 
-__all__ = ["convert", "convert_json", "convert_launch", "validate", "validate_file"]
-
-
 _NO_COUNTERPART = ("megatron_lm_config", "parallelism_config", "fp8_config", "mpirun_config")
 
 

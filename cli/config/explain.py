@@ -32,8 +32,6 @@ from zeroaccel.errors import ConfigError
 from ..launch.launch_flags import GROUPS, flag
 from .config_command import CONTEXT
 
-__all__ = ["explain", "schema", "show"]
-
 
 @click.command(context_settings=CONTEXT)
 @click.option("--config_file", metavar="PATH", help="The launch file. [default: the one a launch would take]")

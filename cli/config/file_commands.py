@@ -20,8 +20,6 @@ from ..machine import look
 from .config_command import CONTEXT, TypedFlags, question_flags
 from .config_file import ConfigRequest, answers_of, log, make_config_file, why_not_ask, write_file
 
-__all__ = ["default", "template", "template_names", "update"]
-
 
 @click.command(context_settings=CONTEXT)
 @question_flags

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from .prompts import Prompts
 
 
-__all__ = ["PLANNED", "Model", "Plan", "ask_plan", "best_plan", "memory_summary"]
-
-
 PLANNED = ("zero_stage", "offload_optimizer_device", "offload_param_device")
 """The settings that a plan answers."""
 

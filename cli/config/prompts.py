@@ -19,8 +19,6 @@ from zeroaccel.config.section import as_text
 from .answers import BACK, InvalidAnswer, Quit, accept, parse
 from .questions import Question, WizardState
 
-__all__ = ["Option", "Prompts"]
-
 _QUIT: object = object()
 _BACK_TEXT, _QUIT_TEXT = "<", ":q"
 

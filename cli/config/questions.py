@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
     from ..machine import Machine
 
-__all__ = ["AUTO", "QUESTIONS", "Choice", "Condition", "Question", "WizardState", "by_key"]
 
 AUTO = "auto"
 """Leaves a number to the script."""

@@ -45,9 +45,6 @@ from .failures import AFTER_FAILURE_SECONDS, RankEnd, Report, read_report
 from .launch_plan import LaunchPlan
 from .orphans import LAUNCH_ID, ProcessWatch, end_orphans, wake_stopped
 
-__all__ = ["STOP_SIGNALS", "JobEnd", "StopSignals", "meet_machines", "node_info", "run_plan"]
-
-
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

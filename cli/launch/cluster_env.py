@@ -13,9 +13,6 @@ from collections.abc import Iterator, Mapping
 from zeroaccel.config.launch.launch_sources import ExplicitSettings
 from zeroaccel.errors import ConfigError
 
-__all__ = ["cluster_environment", "expand_nodelist"]
-
-
 _Settings = dict[str, int | str]
 _Found = tuple[_Settings, str] | None  # settings, and their source
 

@@ -20,9 +20,6 @@ from zeroaccel.errors import ConfigError
 from ..machine import devices, is_own_host
 from .hostfile import Host, read_hostfile, select_hosts
 
-__all__ = ["DEEPSPEED_FLAGS", "TORCHRUN_HINTS", "ForeignFlags", "foreign_flag_options", "resolve_devices"]
-
-
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 # Flag -> the setting of ours that it is another name of.

@@ -33,8 +33,6 @@ from .launch_flags import LaunchCommand, setting_flags, settings_from_flags
 from .launch_plan import LaunchPlan, Program, ProgramKind, local_rank_option, plan_launch
 from .ssh import describe_node_jobs, is_only_this_machine, plan_node_jobs, run_node_jobs, ssh_words
 
-__all__ = ["launch"]
-
 
 @click.command(
     cls=LaunchCommand,

@@ -18,9 +18,6 @@ from zeroaccel.config.launch.setting_table import SETTINGS
 
 from .foreign_flags import DEEPSPEED_FLAGS, TORCHRUN_HINTS
 
-__all__ = ["GROUPS", "LaunchCommand", "flag", "setting_flags", "settings_from_flags"]
-
-
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _ENGINES = {"use_deepspeed": "DEEPSPEED", "multi_gpu": "MULTI_GPU"}
 

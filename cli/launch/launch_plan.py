@@ -35,9 +35,6 @@ from ..machine import (
     port_trouble,
 )
 
-__all__ = ["LaunchPlan", "Program", "ProgramKind", "local_rank_option", "plan_launch"]
-
-
 ProgramKind = Literal["script", "module", "executable"]
 
 LOOPBACK = "127.0.0.1"

@@ -27,9 +27,6 @@ from zeroaccel.errors import ConfigError, ZeroAccelError
 
 from .launch_plan import LaunchPlan, Program, plan_launch
 
-__all__ = ["MODULE", "Order", "main"]
-
-
 MODULE = "zeroaccel.cli.launch.node"
 ARRIVAL_SECONDS = 20.0  # short, since "go" is only sent when all machines are ready
 _ORPHANED_SECONDS = 15.0  # for an orderly end once the connection is gone; then the ranks are killed

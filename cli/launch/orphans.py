@@ -18,9 +18,6 @@ from types import TracebackType
 
 import psutil
 
-__all__ = ["LAUNCH_ID", "ProcessWatch", "break_connections", "end_orphans", "wake_stopped"]
-
-
 LAUNCH_ID = "ZEROACCEL_LAUNCH_ID"
 """The variable; its value is different for each launch."""
 

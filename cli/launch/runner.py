@@ -27,9 +27,6 @@ from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
-__all__ = ["FAULT_FILE", "main"]
-
-
 FAULT_FILE = "fault.txt"
 """In the folder of the error report: where a crash in native code leaves the Python stack."""
 

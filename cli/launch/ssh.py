@@ -36,18 +36,6 @@ from .hostfile import Host, read_hostfile, select_hosts
 from .launch_plan import DEFAULT_PORT, Program, plan_launch
 from .node import MODULE
 
-__all__ = [
-    "FORWARDED_PREFIXES",
-    "NodeJob",
-    "describe_node_jobs",
-    "is_only_this_machine",
-    "plan_node_jobs",
-    "remote_command",
-    "run_node_jobs",
-    "ssh_words",
-]
-
-
 _OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=15")
 _READY_SECONDS = 120.0  # Python has to start there, from a file system that may be slow
 _SIBLING_GRACE_SECONDS = 3.0  # for machines that fail alike to report it, before the others are stopped

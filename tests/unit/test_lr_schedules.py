@@ -305,7 +305,7 @@ def test_a_foreign_state_is_refused(state: dict[str, Any]) -> None:
 
 def test_the_five_names() -> None:
     assert VALID_LR_SCHEDULES == ["LRRangeTest", "OneCycle", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR"]
-    assert set(VALID_LR_SCHEDULES) <= set(lr_schedules.__all__)
+    assert set(VALID_LR_SCHEDULES) <= set(vars(lr_schedules))
 
 
 def test_a_torch_scheduler_by_name() -> None:

@@ -44,8 +44,6 @@ from zeroaccel.errors import UsageError
 from zeroaccel.operations import collectives_of_process
 from zeroaccel.telemetry.trackers import GeneralTracker, Trackers
 
-__all__ = ["Accelerator"]
-
 _AUTOCAST_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 _MAX_SHARD_SIZE = "10GB"
 

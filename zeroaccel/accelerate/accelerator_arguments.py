@@ -21,18 +21,6 @@ from zeroaccel.config import Fact, Facts
 from zeroaccel.config.launch.launch_sources import LaunchedSettings
 from zeroaccel.errors import ConfigError, UsageError
 
-__all__ = [
-    "Compilation",
-    "GradientAccumulationPlugin",
-    "ProfileKwargs",
-    "accumulation_of",
-    "compilation_of",
-    "plugins_of",
-    "precision_of",
-    "profile",
-    "profile_settings_of",
-]
-
 # kwargs handlers of accelerate that have no work here -> what to do instead
 _INSTEAD_OF = {
     "AutocastKwargs": "pass it to accelerator.autocast(...)",

@@ -27,8 +27,6 @@ from zeroaccel.errors import UsageError
 from zeroaccel.operations import collectives_of_process
 from zeroaccel.zero.engine import Engine
 
-__all__ = ["PRECISION_NAMES", "AcceleratorState", "ConfigView", "DistributedType", "PartialState", "Prepared"]
-
 PRECISION_NAMES = {"fp32": "no", "fp16": "fp16", "bf16": "bf16"}
 """Precision of a config -> `mixed_precision` as accelerate spells it."""
 

@@ -14,8 +14,6 @@ from torch import nn
 from zeroaccel.config import Fact, Facts
 from zeroaccel.errors import UsageError
 
-__all__ = ["DummyOptim", "DummyScheduler"]
-
 _DEFAULT_LR = 1e-3
 
 

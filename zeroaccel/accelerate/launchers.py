@@ -20,8 +20,6 @@ from torch.multiprocessing.spawn import start_processes
 from zeroaccel.comm.topology import destroy
 from zeroaccel.errors import ConfigError, EngineStateError
 
-__all__ = ["debug_launcher", "notebook_launcher"]
-
 _PRECISIONS = ("no", "fp16", "bf16")
 
 

@@ -22,8 +22,6 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import CheckpointError, UsageError
 from zeroaccel.zero.engine import Engine
 
-__all__ = ["ModelSaving", "unwrap_model"]
-
 
 def unwrap_model(model: Any, *, keep_torch_compile: bool) -> Any:
     """The model as it was before `prepare`, and before `torch.compile(model)` without `keep_torch_compile`."""

@@ -36,8 +36,6 @@ from zeroaccel.optim.rank_facts import SAME_OPTIMIZER, difference, scheduler_fac
 from zeroaccel.zero.engine import Engine
 from zeroaccel.zero.from_config import facts_from_model
 
-__all__ = ["ObjectsByKind", "Preparation", "PrepareGroup", "PrepareRules", "batch_size_fact", "sort_objects"]
-
 _OPTIMIZER, _SCHEDULER = "optimizer", "scheduler"
 
 

@@ -15,8 +15,6 @@ from torch.optim import Optimizer
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.zero.engine import Engine
 
-__all__ = ["GradientState", "PreparedOptimizer", "PreparedScheduler"]
-
 
 class GradientState:
     """Position within an accumulation. The accelerator and its loaders write it; optimizer and scheduler read it.

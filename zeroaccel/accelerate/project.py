@@ -14,8 +14,6 @@ from pathlib import Path
 from zeroaccel.errors import CheckpointError, ConfigError, UsageError
 from zeroaccel.logs import logger
 
-__all__ = ["STATE_NAME", "ProjectConfiguration", "next_state_folder", "project_of", "prune_states", "saved_states"]
-
 STATE_NAME = "run_state.json"
 """The file of a state that is written last; a folder without it is no state."""
 

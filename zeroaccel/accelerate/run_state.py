@@ -46,8 +46,6 @@ from zeroaccel.logs import logger
 from zeroaccel.zero.access.safetensors_file import parse_header
 from zeroaccel.zero.engine import Engine
 
-__all__ = ["LoadHook", "PathLike", "RunParts", "RunSaving", "SaveHook", "load_run", "save_run"]
-
 PathLike = str | os.PathLike[str]
 SaveHook = Callable[[list[Any], list[Any], str], None]
 LoadHook = Callable[[list[Any], str], None]

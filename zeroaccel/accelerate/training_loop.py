@@ -22,8 +22,6 @@ from zeroaccel.logs import log_once
 from zeroaccel.zero.engine import Engine
 from zeroaccel.zero.grad_reducer import clip_factor
 
-__all__ = ["TrainingLoop"]
-
 
 class TrainingLoop:
     """Drives the engines of `state.prepared`; the methods are documented at `Accelerator`.

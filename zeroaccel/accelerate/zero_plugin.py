@@ -28,8 +28,6 @@ from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.logs import log_once, logger
 from zeroaccel.zero.access.deferred_init import Init
 
-__all__ = ["DeepSpeedPlugin", "ZeroPlugin", "gather_facts", "launched"]
-
 _DEVICES = ("none", "cpu", "nvme")
 _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 

@@ -20,16 +20,6 @@ from pathlib import Path
 
 from zeroaccel.errors import CheckpointError
 
-__all__ = [
-    "TEMPORARY_SUFFIX",
-    "FolderLock",
-    "NewFile",
-    "begin_flush",
-    "remove_abandoned",
-    "write_all",
-    "write_durably",
-]
-
 TEMPORARY_SUFFIX = ".tmp"
 
 _TEMPORARY = re.compile(r"(?P<name>.+?)(\.[0-9a-f]{8})?\.tmp", re.DOTALL)

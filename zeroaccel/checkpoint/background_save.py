@@ -19,8 +19,6 @@ from zeroaccel.checkpoint.save import Part, Save
 from zeroaccel.errors import CheckpointError
 from zeroaccel.logs import logger
 
-__all__ = ["BackgroundSave"]
-
 _POLL_SECONDS = 0.02
 _STALL_SECONDS = 120.0
 """How long another rank's file may stop growing before rank 0 fails the save."""

@@ -35,8 +35,6 @@ from zeroaccel.logs import logger
 from zeroaccel.zero.engine import Engine
 from zeroaccel.zero.precision import DynamicLossScale
 
-__all__ = ["CheckpointSettings", "Checkpointer"]
-
 PathLike = str | os.PathLike[str]
 
 

@@ -14,8 +14,6 @@ from zeroaccel.errors import CheckpointError, listed
 from zeroaccel.logs import logger
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
 
-__all__ = ["CheckpointMisfit", "check_model", "check_optimizer", "hyperparameters", "optimizer_of_states"]
-
 _OPTIMIZER_OF_STATES: Sequence[tuple[frozenset[str], str]] = (
     (frozenset({"exp_avg", "exp_avg_sq"}), "AdamW"),
     (frozenset({"exp_avg"}), "Lion"),

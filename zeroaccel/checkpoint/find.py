@@ -14,8 +14,6 @@ from zeroaccel.checkpoint.rank_file import is_part_of_a_save
 from zeroaccel.errors import CheckpointError, listed
 from zeroaccel.logs import logger
 
-__all__ = ["DCP_METADATA_NAME", "checkpoint_folders", "find_checkpoint", "newest_first"]
-
 DCP_METADATA_NAME = ".metadata"
 """The file that makes a folder a checkpoint of torch.distributed.checkpoint."""
 

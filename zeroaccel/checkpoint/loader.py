@@ -26,8 +26,6 @@ from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit, ShardState
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
 from zeroaccel.zero.storage.masters import MasterPiece
 
-__all__ = ["LoadReport", "load_optimizer", "load_weights", "refresh_copies"]
-
 
 @dataclass(frozen=True)
 class LoadReport:

@@ -21,25 +21,6 @@ from zeroaccel.config.bounds import LARGEST_SIZE, MOST_LEVELS, is_size, levels_o
 from zeroaccel.errors import CheckpointError
 from zeroaccel.zero.access.safetensors_file import ITEMSIZE
 
-__all__ = [
-    "FORMAT",
-    "LATEST_NAME",
-    "MANIFEST_NAME",
-    "VERSION",
-    "FileRecord",
-    "Manifest",
-    "ParameterRecord",
-    "Piece",
-    "TensorRecord",
-    "check_file_name",
-    "check_new_tag",
-    "check_tag",
-    "parse_manifest",
-    "read_latest",
-    "read_manifest",
-    "write_manifest",
-]
-
 FORMAT = "zeroaccel"
 VERSION = 1
 MANIFEST_NAME = "manifest.json"

@@ -20,8 +20,6 @@ from torch import Tensor
 from zeroaccel.errors import CheckpointError, UsageError
 from zeroaccel.zero.access.safetensors_file import dtype_name, dtype_of
 
-__all__ = ["decode", "encode", "random_state", "restore_random_state"]
-
 _PAIRS: Mapping[str, Callable[[list[tuple[Any, Any]]], Any]] = {
     "dict": dict,
     "OrderedDict": OrderedDict,

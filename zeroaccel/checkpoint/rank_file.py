@@ -22,19 +22,6 @@ from zeroaccel.checkpoint.manifest import FileRecord
 from zeroaccel.errors import CheckpointError
 from zeroaccel.zero.access.safetensors_file import ITEMSIZE, FileLayout, lay_out_tensors, parse_header, pread_into
 
-__all__ = [
-    "BLOCK_NBYTES",
-    "CHECKSUMS_KEY",
-    "CHUNK_NBYTES",
-    "CheckedFile",
-    "RankFileReader",
-    "ReadRequest",
-    "block_sums",
-    "is_part_of_a_save",
-    "lay_out_rank_file",
-    "rank_file_name",
-]
-
 BLOCK_NBYTES = 1 << 16
 """Bytes that one checksum covers."""
 CHUNK_NBYTES = 64 * BLOCK_NBYTES

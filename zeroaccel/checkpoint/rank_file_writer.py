@@ -25,8 +25,6 @@ from zeroaccel.checkpoint.save_plan import SaveItem
 from zeroaccel.errors import CheckpointError
 from zeroaccel.zero.access.safetensors_file import ITEMSIZE, FileLayout
 
-__all__ = ["RankFileWriter", "Staging"]
-
 
 class Staging:
     """A bounded pool of chunks of host memory; `acquire` waits for one to be released.

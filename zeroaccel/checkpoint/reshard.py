@@ -42,8 +42,6 @@ from zeroaccel.errors import CheckpointError, UsageError
 from zeroaccel.zero.access.safetensors_file import ITEMSIZE, FileLayout
 from zeroaccel.zero.layout import FlatRange
 
-__all__ = ["reshard", "rewrite"]
-
 
 @dataclass(frozen=True)
 class _WriteItem:

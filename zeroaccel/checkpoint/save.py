@@ -47,18 +47,6 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import CheckpointError, CollectiveError, UsageError
 from zeroaccel.logs import logger
 
-__all__ = [
-    "CommitRules",
-    "Progress",
-    "RankProcess",
-    "Save",
-    "SaveRequest",
-    "commit",
-    "describe_part",
-    "merge_parts",
-    "prepare",
-]
-
 _DISCARD_TIMEOUT_SECONDS = 1.0
 """How long a failed save waits for the lock of its empty folder; after that the folder stays."""
 

@@ -22,15 +22,6 @@ from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
 from zeroaccel.zero.storage.shards import Elements
 
-__all__ = [
-    "EngineState",
-    "SaveItem",
-    "SavePlan",
-    "describe_parameters",
-    "persistent_buffers",
-    "ties_of",
-]
-
 
 @dataclass(frozen=True)
 class EngineState:

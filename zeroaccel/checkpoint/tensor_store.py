@@ -23,8 +23,6 @@ from zeroaccel.checkpoint.rank_file import CHUNK_NBYTES, CheckedFile, RankFileRe
 from zeroaccel.errors import CheckpointError
 from zeroaccel.zero.access.safetensors_file import ITEMSIZE, dtype_of
 
-__all__ = ["TensorStore", "TorchStore"]
-
 
 class TensorStore:
     """Reads from a checkpoint's folder. A context manager, which closes the files.

@@ -31,19 +31,6 @@ from zeroaccel.errors import CheckpointError
 from zeroaccel.zero.access.safetensors_file import dtype_name, lay_out_tensors
 from zeroaccel.zero.param_unit import FlatBuffer, ShardState
 
-__all__ = [
-    "PickledWeights",
-    "StreamedWeights",
-    "consolidated_state_dict",
-    "parse_nbytes",
-    "placeholder_state_dict",
-    "plan_files",
-    "save_model_files",
-    "save_weights",
-    "stream_into",
-    "tensor_specs",
-]
-
 TensorSpec = tuple[str, torch.dtype, tuple[int, ...]]
 """(name, dtype, shape) of a tensor of the model."""
 

@@ -16,8 +16,6 @@ import torch
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.hangs.hang_report import first_difference, rank_list
 
-__all__ = ["agree_or_raise", "agreed", "disagreement_report", "from_rank_0"]
-
 T = TypeVar("T")
 
 

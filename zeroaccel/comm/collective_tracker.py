@@ -18,14 +18,6 @@ from zeroaccel.comm.hangs.watchdog import Watchdog
 from zeroaccel.comm.transport import PendingTransfer
 from zeroaccel.errors import CollectiveError
 
-__all__ = [
-    "DONE",
-    "CollectiveTracker",
-    "DeviceWork",
-    "MessageWork",
-    "Work",
-]
-
 _Pendings = TypeVar("_Pendings", bound=Iterable[PendingTransfer])
 _DTYPE_NAMES: dict[torch.dtype, str] = {}
 

@@ -15,20 +15,6 @@ from pathlib import Path
 from zeroaccel.config.launch.launch_sources import check_variables
 from zeroaccel.errors import ConfigError
 
-__all__ = [
-    "check_own_variables",
-    "core_set",
-    "fair_threads",
-    "launcher_owns_store",
-    "launcher_wakes_stopped_ranks",
-    "local_rank_and_size",
-    "omp_threads_chosen",
-    "rank_and_world_size",
-    "rendezvous_address",
-    "timeout_seconds",
-    "usable_cores",
-]
-
 _DEFAULT_LIMIT_SECONDS = 600.0
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # what mpirun sets, of Open MPI and of MPICH

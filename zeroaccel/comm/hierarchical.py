@@ -46,19 +46,6 @@ from zeroaccel.comm.transport import BufferPool, NativeTransport, P2PTransport, 
 from zeroaccel.config.comm_plan import CommPlan
 from zeroaccel.logs import log_once, logger
 
-__all__ = [
-    "ExecutorJob",
-    "HierarchicalCollectives",
-    "Int4Reduction",
-    "MeasuredWork",
-    "QuantError",
-    "QuantErrorMonitor",
-    "Reduction",
-    "ReplicatedReduction",
-    "SerialExecutor",
-    "arrange",
-]
-
 
 def arrange(collectives: Collectives, plan: CommPlan, data: Groups | None = None) -> Collectives:
     """The collectives of a plan; `collectives` themselves where it asks for nothing. (all ranks)

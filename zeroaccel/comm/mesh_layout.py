@@ -31,7 +31,6 @@ from zeroaccel.errors import ConfigError, UsageError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Groups", "MeshLayout", "consecutive", "data_groups", "shard_size_of"]
 
 Groups = tuple[tuple[int, ...], ...]
 """Groups of global ranks, every rank of the job in exactly one."""

@@ -22,8 +22,6 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCP
 from zeroaccel.comm.hangs.hang_report import rank_list
 from zeroaccel.errors import CollectiveError, ConfigError
 
-__all__ = ["CHECK_SECONDS", "NodeInfo", "PreflightRendezvous", "rendezvous"]
-
 CHECK_SECONDS = 20.0
 """How long the check may take once all are there, and after how long the user is told which machines are missing."""
 

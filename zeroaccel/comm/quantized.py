@@ -30,8 +30,6 @@ from zeroaccel.config.comm_plan import INT4_BLOCK_NUMEL, INT8_BLOCK_NUMEL, code_
 from zeroaccel.ops import kernels
 from zeroaccel.ops.dispatch import in_spans, unowned_array
 
-__all__ = ["INT4", "INT8", "QUANTIZABLE", "Codec", "dequantize", "dequantize_add", "quantize"]
-
 QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that can be quantized."""
 

@@ -25,22 +25,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = [
-    "BufferPool",
-    "Meter",
-    "MeterSource",
-    "NativeTransport",
-    "P2PTransport",
-    "PendingTransfer",
-    "SendRecvBackend",
-    "Transport",
-    "Transports",
-    "close_connections",
-    "no_meter",
-    "send_recv_backend",
-    "transport_over",
-]
-
 # The names since torch 2.13; the earlier ones are deprecated there, and the only ones before.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _all_to_all = dist.all_to_all_single

@@ -13,8 +13,6 @@ from pathlib import Path
 from zeroaccel.compat.finder import inherited_environment, install
 from zeroaccel.errors import ZeroAccelError
 
-__all__ = ["main"]
-
 _USAGE = "usage: python -m zeroaccel.compat [--shadow] [-m] SCRIPT [ARGUMENTS]"
 
 

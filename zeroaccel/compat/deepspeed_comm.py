@@ -11,14 +11,6 @@ import torch
 from zeroaccel.comm.topology import init_process_group
 from zeroaccel.errors import UsageError
 
-__all__ = [
-    "DEEPSPEED_ENVIRONMENT_NAME",
-    "get_local_rank",
-    "init_distributed",
-    "is_initialized",
-    "require_process_group",
-]
-
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 """A file of variables for a launcher over ssh; `accelerate launch` imports the name in any case."""
 

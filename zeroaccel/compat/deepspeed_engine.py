@@ -30,15 +30,6 @@ from zeroaccel.logs import logger
 from zeroaccel.nested import map_tensors, to_device
 from zeroaccel.zero.engine import Engine
 
-__all__ = [
-    "DeepSpeedEngine",
-    "add_config_arguments",
-    "clone_tensors_for_torch_save",
-    "initialize",
-    "log_dist",
-    "move_to_device",
-]
-
 
 class DeepSpeedEngine(Engine):
     """`Engine` with the members that libraries written for DeepSpeed use."""

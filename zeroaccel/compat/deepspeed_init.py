@@ -20,8 +20,6 @@ from zeroaccel.config import load_config
 from zeroaccel.errors import UsageError
 from zeroaccel.zero.access.deferred_init import Init as OwnInit
 
-__all__ = ["DeepSpeedInit", "from_library", "zero_wrapper_for_fp_tensor_constructor"]
-
 _SECTIONS = ("zero_optimization", "optimizer", "scheduler", "fp16", "bf16")
 
 

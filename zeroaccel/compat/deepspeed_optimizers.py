@@ -10,8 +10,6 @@ from torch.optim.optimizer import ParamsT
 from zeroaccel.errors import UsageError
 from zeroaccel.ops.elementwise import Adagrad, Adam, Lion
 
-__all__ = ["DeepSpeedCPUAdagrad", "DeepSpeedCPUAdam", "DeepSpeedCPULion", "FusedAdam", "FusedLion"]
-
 # Keys that no Adam has, in groups without Adam's.
 _FOREIGN = ("momentum", "nesterov", "rho", "alpha", "lambd", "etas", "beta2_decay", "clip_threshold", "decay_rate")
 

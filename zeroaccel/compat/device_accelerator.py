@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["DeviceFacts", "get_accelerator"]
-
 
 class DeviceFacts:
     """Properties of the device that libraries read: CUDA where there is one, else the CPU."""

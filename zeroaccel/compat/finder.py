@@ -23,17 +23,6 @@ from typing import Any
 from zeroaccel.compat.surface import ABSENT, PACKAGE, SURFACE, nearest
 from zeroaccel.errors import UsageError
 
-__all__ = [
-    "SHIM_MARK",
-    "VERSION",
-    "FacadeModule",
-    "inherited_environment",
-    "install",
-    "is_installed",
-    "real_location",
-    "uninstall",
-]
-
 VERSION = "0.19.5+zeroaccel"
 """Of the import surface: libraries compare it with the oldest release of DeepSpeed that has what they use."""
 

@@ -22,18 +22,6 @@ from zeroaccel.errors import UsageError
 from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry, handle_of
 from zeroaccel.zero.param_unit import ShardState
 
-__all__ = [
-    "ParameterOffload",
-    "ZeroParamStatus",
-    "attach",
-    "detach",
-    "get_z3_leaf_modules",
-    "marked_names",
-    "set_z3_leaf_modules",
-    "unset_z3_leaf_modules",
-    "z3_leaf_module",
-]
-
 _LEAF_MARK = "_z3_leaf"  # libraries and their tests read this attribute
 
 

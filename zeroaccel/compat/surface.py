@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from difflib import get_close_matches
 
-__all__ = ["ABSENT", "PACKAGE", "SURFACE", "nearest"]
-
 PACKAGE = "deepspeed"
 
 _ENGINE = "zeroaccel.compat.deepspeed_engine"

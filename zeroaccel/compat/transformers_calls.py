@@ -21,8 +21,6 @@ from torch import nn
 from zeroaccel.errors import EngineStateError
 from zeroaccel.zero.engine import Engine
 
-__all__ = ["attach", "detach"]
-
 _ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
 _ORIGINALS: dict[tuple[type, str], Callable[..., Any]] = {}
 

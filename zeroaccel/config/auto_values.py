@@ -18,23 +18,6 @@ from zeroaccel.config.normalize import NormalizedConfig
 from zeroaccel.config.schema import Config
 from zeroaccel.config.section import ConfigSection, nested_section, spellings
 
-__all__ = [
-    "RULES",
-    "Fact",
-    "Facts",
-    "Filled",
-    "Resolved",
-    "Rule",
-    "RuleInputs",
-    "after",
-    "as_written",
-    "fill",
-    "resolve",
-    "shown",
-    "spelled",
-]
-
-
 T = TypeVar("T")
 
 

@@ -13,8 +13,6 @@ import stat
 from collections.abc import Callable
 from typing import Any, TypeGuard
 
-__all__ = ["LARGEST_SIZE", "MOST_LEVELS", "is_size", "levels_of", "parse_plain_json", "read_at_most"]
-
 MOST_LEVELS = 100
 """How deep plain data may be nested: each level costs its readers some frames of Python's stack."""
 

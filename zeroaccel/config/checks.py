@@ -14,8 +14,6 @@ from zeroaccel.config.schema import Config
 from zeroaccel.config.schema_zero import OffloadOptimizer, OffloadParam
 from zeroaccel.config.shard_plan import shard_plan, tier_plan
 
-__all__ = ["contradictions"]
-
 _HIGHEST_SCALE_POWER = 127
 _ONE_BIT = {"onebitadam": "Adam", "onebitlamb": "Lamb", "zerooneadam": "Adam"}
 _TO_HOST = {True: 'set device to "cpu" or "nvme"', False: "set zero_optimization.stage to 1, 2 or 3"}

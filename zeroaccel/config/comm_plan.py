@@ -21,17 +21,6 @@ from zeroaccel.config.shard_plan import shard_plan
 from zeroaccel.errors import ConfigError
 from zeroaccel.logs import log_once
 
-__all__ = [
-    "INT4_BLOCK_NUMEL",
-    "INT8_BLOCK_NUMEL",
-    "CommPlan",
-    "StepTraffic",
-    "code_nbytes",
-    "comm_plan",
-    "step_traffic",
-]
-
-
 _ZERO = "zero_optimization"
 
 

@@ -16,21 +16,6 @@ from pydantic_core import ErrorDetails
 
 from zeroaccel.errors import ConfigError, compose, listed
 
-__all__ = [
-    "NOTHING",
-    "KeyPath",
-    "Note",
-    "Problem",
-    "Provenance",
-    "closest",
-    "dotted",
-    "duplicate_key_problems",
-    "from_pydantic",
-    "near_names",
-    "report",
-]
-
-
 KeyPath = tuple[str | int, ...]
 
 

@@ -23,9 +23,6 @@ from zeroaccel.config.bounds import read_at_most
 from zeroaccel.config.diagnostics import KeyPath, Problem, duplicate_key_problems, near_names
 from zeroaccel.errors import ConfigError
 
-__all__ = ["Document", "JsonText", "excerpt", "key_paths", "parse_json", "read_document"]
-
-
 _WIDEST_EXCERPT = 100
 _MOST_CHARACTERS = 1 << 20
 _MOST_JSON5_CHARACTERS = 1 << 14

@@ -23,8 +23,6 @@ from zeroaccel.config.schema import Config
 from zeroaccel.config.support import refusals, support_notes
 from zeroaccel.logs import log_note
 
-__all__ = ["load_config"]
-
 
 def load_config(
     source: Mapping[str, Any] | str | os.PathLike[str] | Config,

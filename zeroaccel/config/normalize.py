@@ -13,8 +13,6 @@ from typing import Any, Literal
 from zeroaccel.config.diagnostics import KeyPath, Note, Problem, closest, dotted
 from zeroaccel.config.section import AUTO, AlsoSpelled, ConfigSection, Retired, nested_section, spellings
 
-__all__ = ["NormalizedConfig", "UnknownKeys"]
-
 UnknownKeys = Literal["strict", "standard", "lenient"]
 """What an unknown key is, where DeepSpeed ignores it: always an error; an error if it looks like a known key, or is one
 of another section, and a note otherwise; always a note."""

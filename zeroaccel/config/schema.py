@@ -54,9 +54,6 @@ from zeroaccel.config.section import (
     lowered,
 )
 
-__all__ = ["Checkpoint", "Config", "OptimizerSection", "SchedulerSection"]
-
-
 _OPTIMIZER_PARAMS = (
     *("lr", "betas", "eps", "weight_decay", "momentum", "amsgrad", "bias_correction"),
     *("adam_w_mode", "torch_adam", "fused", "foreach", "moments_dtype", "fp32_optimizer_states", "max_grad_norm"),

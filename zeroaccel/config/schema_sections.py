@@ -28,32 +28,6 @@ from zeroaccel.config.section import (
     wrong,
 )
 
-__all__ = [
-    "ActivationCheckpointing",
-    "Autotuning",
-    "Bf16",
-    "Comet",
-    "CommsLogger",
-    "Compile",
-    "CsvMonitorSection",
-    "DataEfficiency",
-    "DataTypes",
-    "ExpertParallel",
-    "FlopsProfiler",
-    "Fp16",
-    "HybridEngine",
-    "LogLevel",
-    "Pipeline",
-    "TensorBoard",
-    "TensorParallel",
-    "ThroughputTimer",
-    "Timers",
-    "TorchAutocast",
-    "Trackio",
-    "Wandb",
-    "WeightQuantization",
-]
-
 
 class Fp16(ConfigSection):
     """Parameters in fp16, fp32 master weights, and a scaled loss."""

@@ -30,8 +30,6 @@ from zeroaccel.config.section import (
     wrong,
 )
 
-__all__ = ["Aio", "LeafModule", "OffloadOptimizer", "OffloadParam", "ZenFlow", "ZeroOptimization", "ZeroPlusPlus"]
-
 
 def _stage(value: object) -> int:
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value in (0, 1, 2, 3):

@@ -18,38 +18,6 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-__all__ = [
-    "AUTO",
-    "AlsoSpelled",
-    "Arguments",
-    "ConfigSection",
-    "Count",
-    "Dtype",
-    "Flag",
-    "Fraction",
-    "FreeSection",
-    "Integer",
-    "MaybeDtype",
-    "Name",
-    "NonNegativeNumber",
-    "Number",
-    "OpenFraction",
-    "PathText",
-    "PositiveCount",
-    "PositiveNumber",
-    "Retired",
-    "Text",
-    "Texts",
-    "UnreadSection",
-    "as_integer",
-    "as_text",
-    "field_paths",
-    "lowered",
-    "nested_section",
-    "spellings",
-    "wrong",
-]
-
 AUTO = "auto"
 """Stands for a value that is filled in once model, loaders and world size are known."""
 

@@ -12,19 +12,6 @@ from typing import Literal
 from zeroaccel.config.schema import Config
 from zeroaccel.errors import ConfigError
 
-__all__ = [
-    "BatchSizes",
-    "Residence",
-    "ShardPlan",
-    "TierPlan",
-    "UpdateTime",
-    "overlaps_communication",
-    "shard_plan",
-    "solve_batch",
-    "tier_plan",
-]
-
-
 Residence = Literal["device", "host", "nvme"]
 """Where tensors live between uses: with the model, in host memory, in files."""
 

@@ -18,8 +18,6 @@ from zeroaccel.config.schema import Config
 from zeroaccel.config.section import ConfigSection
 from zeroaccel.config.shard_plan import shard_plan
 
-__all__ = ["KEYS", "Kind", "SupportStatus", "refusals", "support_notes"]
-
 
 class Kind(Enum):
     """Whether a key takes effect."""

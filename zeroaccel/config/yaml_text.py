@@ -16,8 +16,6 @@ from zeroaccel.config.diagnostics import KeyPath
 from zeroaccel.config.document import JsonText, excerpt
 from zeroaccel.errors import ConfigError
 
-__all__ = ["parse_yaml"]
-
 _MOST_CHARACTERS = 1 << 15
 """The parser takes some 10 microseconds per character."""
 _MOST_LEVELS = 32

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from itertools import chain, cycle, islice
 from typing import Any, Generic, TypeVar
 
-__all__ = ["RankBatch", "ShardingRules", "batches_of_rank", "count_rounds", "shard_batches", "shard_items"]
-
 T = TypeVar("T")
 
 

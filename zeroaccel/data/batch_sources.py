@@ -37,18 +37,6 @@ from zeroaccel.data.batch_sharding import (
 )
 from zeroaccel.nested import map_tensors
 
-__all__ = [
-    "BatchSource",
-    "DispatchedSource",
-    "IndexedSource",
-    "LoadedBatch",
-    "Order",
-    "Share",
-    "StreamSource",
-    "indexed_length",
-    "stream_length",
-]
-
 Share = Callable[[Tensor, str], None]
 """Broadcasts a tensor from rank 0; the text says what it is."""
 

@@ -32,8 +32,6 @@ from zeroaccel.errors import CheckpointError, UsageError
 from zeroaccel.logs import logger
 from zeroaccel.nested import batch_size_of, to_device
 
-__all__ = ["DataLoaderConfiguration", "LoaderProgress", "PreparedLoader", "prepare_data_loader", "skip_first_batches"]
-
 
 class LoaderProgress(Protocol):
     """Registers the loaders that are being iterated: an accelerator's `GradientState`."""

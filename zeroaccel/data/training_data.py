@@ -15,8 +15,6 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from zeroaccel.errors import UsageError
 
-__all__ = ["build_dataloader"]
-
 
 def build_dataloader(
     dataset: Any,

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from itertools import groupby, zip_longest
 from typing import NamedTuple, TypeVar
 
-__all__ = ["MemoryTrace", "Moment", "extrapolate_depth"]
-
 _ROUNDING = 10**5
 
 T = TypeVar("T")

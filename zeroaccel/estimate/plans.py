@@ -22,8 +22,6 @@ from zeroaccel.estimate.subject import Subject, subject
 from zeroaccel.estimate.workload import Capacity, Estimate, MemoryByKind, Offload, Workload
 from zeroaccel.zero.storage.swapped_masters import SUB_GROUP_NUMEL, residual_nbytes
 
-__all__ = ["HEADROOM", "PLANS", "PlanRow", "TrafficRow", "check_capacity", "estimate", "plan_table", "traffic_table"]
-
 HEADROOM = 0.1
 """Fraction of each memory that a plan must leave free: for the backend, fragmentation, other programs."""
 

@@ -50,8 +50,6 @@ from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
 from zeroaccel.zero.storage.placement import OffloadRules, TierSet
 from zeroaccel.zero.wrap_policy import group_parameters
 
-__all__ = ["FakeRanks", "MemoryTracker", "Simulated", "simulate"]
-
 _POOLED_BLOCKS = 2  # that `comm.buffer_pool.BufferPool` retains
 _DEVICE = torch.ops.prim.device.default
 

@@ -27,7 +27,6 @@ from zeroaccel.errors import ConfigError, UsageError
 
 _MOST_NBYTES = 4 << 20
 
-__all__ = ["Decoder", "Shape", "Step", "Subject", "predict_tokens", "shape_of", "subject"]
 
 Step = Callable[[nn.Module, int, int], Any]
 """(model, batch, sequence) -> the loss, or a tuple that begins with it and lives until the next step."""

@@ -10,8 +10,6 @@ from typing import Literal
 
 from zeroaccel.errors import UsageError
 
-__all__ = ["Capacity", "Estimate", "MemoryByKind", "Offload", "OptimizerName", "Precision", "Workload"]
-
 Precision = Literal["fp32", "fp16", "bf16"]
 Offload = Literal["none", "cpu", "nvme"]
 OptimizerName = Literal["adam", "lion", "adagrad", "momentum", "sgd"]

@@ -20,8 +20,6 @@ from torch import Tensor
 from zeroaccel.comm.collectives import PartitionedTensors
 from zeroaccel.errors import UsageError
 
-__all__ = ["ActivationStore", "HostLink", "SavedActivation", "link_to"]
-
 
 class DeviceCopy(Protocol):
     """A copy to the device in flight."""

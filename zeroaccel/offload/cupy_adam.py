@@ -16,8 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["CupyAdamLane", "cupy_is_installed"]
-
 _TILE_NUMEL = 1 << 22  # elements: 16 MiB per float32 tensor
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _THREADS = 256

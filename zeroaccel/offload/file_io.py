@@ -30,8 +30,6 @@ from zeroaccel.logs import log_once
 from zeroaccel.offload.host_buffers import ALIGN_NBYTES, aligned_bytes, aligned_nbytes
 from zeroaccel.offload.offload_folder import OffloadFolder
 
-__all__ = ["BlockFile", "Direction", "IoSettings", "Traffic"]
-
 Direction = Literal["read", "write"]
 _Done = Callable[["Exception | None"], None]
 _PROBE_NBYTES = 32 << 20

@@ -23,16 +23,6 @@ from torch import Tensor
 from zeroaccel.logs import log_once
 from zeroaccel.offload.cupy_adam import cupy_is_installed
 
-__all__ = [
-    "ALIGN_NBYTES",
-    "HostBuffers",
-    "PinnedPool",
-    "aligned_bytes",
-    "aligned_nbytes",
-    "pinned_bytes",
-    "return_freed_memory",
-]
-
 ALIGN_NBYTES = 4096
 """Direct I/O needs addresses, offsets and lengths in multiples of the device's logical block: 512, or 4096 of some."""
 

@@ -21,8 +21,6 @@ from zeroaccel.offload.file_io import BlockFile, Direction, IoSettings, Traffic
 from zeroaccel.offload.host_buffers import ALIGN_NBYTES, HostBuffers, aligned_nbytes
 from zeroaccel.offload.offload_folder import OffloadFolder
 
-__all__ = ["NvmeTier"]
-
 
 class _Fetch:
     """Queued until there is room and its key is not being written; then in flight."""

@@ -13,8 +13,6 @@ from pathlib import Path
 from zeroaccel.errors import ConfigError
 from zeroaccel.logs import logger
 
-__all__ = ["OffloadFolder", "examine_folder"]
-
 _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
 _NETWORK = {
     "nfs",

@@ -15,8 +15,6 @@ from torch import Tensor
 from zeroaccel.offload.file_io import Direction, Traffic
 from zeroaccel.offload.host_buffers import aligned_bytes, aligned_nbytes
 
-__all__ = ["Fetch", "HostTier", "StoredElements", "Tier"]
-
 
 class Fetch(Protocol):
     """A read from a tier in flight."""

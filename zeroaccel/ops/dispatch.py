@@ -20,8 +20,6 @@ from torch import Tensor
 
 from zeroaccel.ops.number_formats import Array
 
-__all__ = ["array_of", "in_spans", "threads", "unowned_array", "use_threads"]
-
 _Result = TypeVar("_Result")
 
 _MIN_SPAN_NUMEL = 1 << 17  # elements: about 60 us of Adam

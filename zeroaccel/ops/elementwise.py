@@ -20,8 +20,6 @@ from zeroaccel.errors import UsageError
 from zeroaccel.ops import updates
 from zeroaccel.ops.shard_step import Hyperparameters, ShardOptimizer, require, require_unit_interval
 
-__all__ = ["CPUSGD", "SGD", "Adagrad", "Adam", "CPUAdagrad", "CPUAdam", "CPULion", "Lion"]
-
 
 class Adagrad(ShardOptimizer):
     """Adagrad (Duchi et al. 2011), with the arguments of torch.optim.Adagrad.

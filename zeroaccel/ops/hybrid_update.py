@@ -14,8 +14,6 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-__all__ = ["DeviceLane", "HybridUpdate", "PendingUpdate"]
-
 _ALIGNMENT_NUMEL = 64  # both parts start on cache lines
 _MIN_NUMEL = 1 << 16  # below this the transfer costs more than the device saves
 _RATE_DECAY = 0.7  # of the moving averages of the rates

@@ -26,20 +26,6 @@ from zeroaccel.ops.number_formats import (
     store_number,
 )
 
-__all__ = [
-    "NORM_BITS",
-    "SCALE_FLOOR",
-    "add4",
-    "add8",
-    "decode4",
-    "decode8",
-    "encode4",
-    "encode8",
-    "largest_pattern",
-    "square_sums",
-    "sum_rows",
-]
-
 NORM_BITS = 25
 """`square_sums` cuts a square of 2 * NORM_BITS bits into two halves of this many."""
 

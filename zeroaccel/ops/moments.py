@@ -15,17 +15,6 @@ from torch import Tensor
 
 from zeroaccel.ops.updates import BLOCK_NUMEL
 
-__all__ = [
-    "MOMENT_DTYPES",
-    "decode",
-    "encode",
-    "exponents_name",
-    "per_element",
-    "random_bits",
-    "to_format",
-    "write_rounded",
-]
-
 MOMENT_DTYPES: Mapping[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 """By the name that configurations use: the dtype of the tensor with a value, or a code, per element."""
 

@@ -23,22 +23,6 @@ from numba.extending import overload
 
 from zeroaccel.logs import log_once
 
-__all__ = [
-    "Array",
-    "bits_of",
-    "compiled",
-    "decode_bfloat16",
-    "encode_bfloat16",
-    "float_of",
-    "inlined",
-    "load",
-    "load_number",
-    "magnitude_pattern",
-    "of_pattern",
-    "store",
-    "store_number",
-]
-
 Array = npt.NDArray[Any]
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

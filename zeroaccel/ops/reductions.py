@@ -28,8 +28,6 @@ from torch import Tensor
 from zeroaccel.ops import kernels
 from zeroaccel.ops.dispatch import array_of, in_spans
 
-__all__ = ["l2_norm", "max_abs", "norm_exponent", "norm_from", "square_sums", "sum_ranks"]
-
 _BITS = kernels.NORM_BITS
 _TILE_NUMEL = 1 << 22  # bounds the float64 and int64 temporaries off the CPU: 32 MiB each
 

@@ -19,8 +19,6 @@ from torch import Tensor
 from zeroaccel.ops.dispatch import in_spans, unowned_array
 from zeroaccel.ops.number_formats import Array, bits_of, compiled, float_of, inlined
 
-__all__ = ["join", "split", "ties_nbytes"]
-
 _BYTES = 16  # of ties that are examined together: hardly ever is there one among their 128 elements
 _TIE = 0x8000  # the low 17 bits of a number half way that stays even
 

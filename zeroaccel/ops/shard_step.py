@@ -24,8 +24,6 @@ from zeroaccel.ops.hybrid_update import HybridUpdate
 from zeroaccel.ops.number_formats import Array
 from zeroaccel.ops.updates import BLOCK_NUMEL
 
-__all__ = ["Hyperparameters", "NativeOptimizer", "ShardOptimizer", "ShardStep", "require", "require_unit_interval"]
-
 Hyperparameters = dict[str, Any]
 
 _GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

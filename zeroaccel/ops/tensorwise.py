@@ -21,8 +21,6 @@ from torch.optim.optimizer import ParamsT
 from zeroaccel.errors import UsageError
 from zeroaccel.ops.shard_step import Hyperparameters, NativeOptimizer, require, require_unit_interval
 
-__all__ = ["Lamb", "Muon", "orthogonalized"]
-
 
 class Lamb(NativeOptimizer):
     """LAMB (You et al. 2019); see the module.

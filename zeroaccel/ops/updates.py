@@ -38,8 +38,6 @@ from zeroaccel.ops.number_formats import (
     store,
 )
 
-__all__ = ["BLOCK_NUMEL", "adagrad", "adam", "adam_blocks", "lion", "sgd"]
-
 BLOCK_NUMEL = 32
 """Elements of an 8-bit block: what parameters and shards are aligned to, so that a shard never ends inside a block."""
 

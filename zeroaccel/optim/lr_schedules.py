@@ -35,23 +35,6 @@ from zeroaccel.config.section import as_integer
 from zeroaccel.errors import CheckpointError, ConfigError, UsageError, ZeroAccelError
 from zeroaccel.logs import log_once
 
-__all__ = [
-    "VALID_LR_SCHEDULES",
-    "GroupSchedule",
-    "LRRangeTest",
-    "OneCycle",
-    "ParamGroups",
-    "Scheduler",
-    "WarmupCosineLR",
-    "WarmupDecayLR",
-    "WarmupLR",
-    "address",
-    "build_scheduler",
-    "flag",
-    "integer",
-    "number",
-]
-
 
 class ParamGroups(Protocol):
     """What a schedule needs of an optimizer; `defaults["lr"]` is used where there is one."""

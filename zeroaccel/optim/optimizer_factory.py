@@ -20,8 +20,6 @@ from zeroaccel.logs import logger
 from zeroaccel.ops.elementwise import SGD, Adagrad, Adam, Lion
 from zeroaccel.ops.tensorwise import Lamb, Muon
 
-__all__ = ["MUON_SETTINGS", "build_optimizer", "known_optimizers", "muon_groups"]
-
 MUON_SETTINGS = (
     "lr",
     "muon_lr",

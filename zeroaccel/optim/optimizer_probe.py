@@ -40,17 +40,6 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as optimizer_module
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-__all__ = [
-    "Findings",
-    "OptimizerCopy",
-    "element_states",
-    "has_stepped",
-    "holds_generator",
-    "isolated",
-    "renew_state",
-    "try_out",
-]
-
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _HOOKS_OF_ALL = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)

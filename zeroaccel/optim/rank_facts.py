@@ -34,19 +34,6 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.hangs.hang_report import rank_list
 from zeroaccel.errors import UsageError
 
-__all__ = [
-    "SAME_OPTIMIZER",
-    "Difference",
-    "HyperparameterCheck",
-    "canonical",
-    "difference",
-    "optimizer_facts",
-    "param_group_facts",
-    "scheduler_facts",
-    "settings",
-    "training_facts",
-]
-
 SAME_OPTIMIZER = "make the optimizer and its scheduler from the same settings on every rank"
 """The remedy where new optimizers differ."""
 

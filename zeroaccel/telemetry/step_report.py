@@ -25,21 +25,6 @@ from zeroaccel.logs import logger
 from zeroaccel.offload.file_io import Direction
 from zeroaccel.offload.tier import Tier
 
-__all__ = [
-    "EventSink",
-    "MemoryUse",
-    "OffloadReport",
-    "PhaseClock",
-    "ReportedEngine",
-    "StepFacts",
-    "StepReport",
-    "format_memory",
-    "format_phases",
-    "format_step",
-    "memory_now",
-    "step_events",
-]
-
 _BREAKDOWN_STEPS = 10
 """Steps between breakdowns where `steps_per_print` does not say."""
 

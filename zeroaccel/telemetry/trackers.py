@@ -26,17 +26,6 @@ from zeroaccel.config import Config
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.logs import logger
 
-__all__ = [
-    "CsvTracker",
-    "Event",
-    "GeneralTracker",
-    "Monitors",
-    "TensorBoardTracker",
-    "Trackers",
-    "WandBTracker",
-    "build_monitors",
-]
-
 Event = tuple[str, float, int]
 """Name, as "Train/loss"; value; step, which the engine counts in samples over all ranks."""
 

@@ -19,8 +19,6 @@ from zeroaccel.config import Config, shard_plan
 from zeroaccel.errors import ConfigError
 from zeroaccel.telemetry.step_report import ReportedEngine, StepReport
 
-__all__ = ["VARIABLE", "RecordingReport", "Verification", "verification"]
-
 VARIABLE = "ZEROACCEL_VERIFY"
 """JSON: folder for the records, steps to take, whether this is the baseline."""
 

@@ -29,19 +29,6 @@ from zeroaccel.zero.storage.placement import BufferPlan, TierSet
 from zeroaccel.zero.tensor_subclasses import check_split, is_split, local
 from zeroaccel.zero.wrap_policy import UnitSpec
 
-__all__ = [
-    "Placement",
-    "build_units",
-    "check_dtypes",
-    "check_parameters",
-    "check_same",
-    "float64_error",
-    "group_index",
-    "initial_values",
-    "plan_units",
-    "warn_unoptimized",
-]
-
 
 @dataclass(frozen=True)
 class Placement:

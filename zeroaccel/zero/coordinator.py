@@ -22,8 +22,6 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.zero.param_unit import ParamUnit, ShardState
 from zeroaccel.zero.prefetch import PrefetchTrace
 
-__all__ = ["ForwardUse", "OnDemandUnshard", "ParamCoordinator"]
-
 
 class ForwardUse:
     """One run of a unit's forward.

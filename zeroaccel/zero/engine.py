@@ -39,8 +39,6 @@ from zeroaccel.zero.storage.placement import TierSet
 from zeroaccel.zero.storage.state_offload import StateOffload
 from zeroaccel.zero.weight_update import WeightUpdate
 
-__all__ = ["Checkpoints", "Engine", "EngineParts", "StepState"]
-
 PathLike = str | os.PathLike[str]
 
 

@@ -30,20 +30,6 @@ from zeroaccel.zero.precision import BufferDtypes, DynamicLossScale, LossScale, 
 from zeroaccel.zero.prefetch import PrefetchLimits
 from zeroaccel.zero.wrap_policy import LeafRules, UnitSpec, group_parameters
 
-__all__ = [
-    "DTYPES",
-    "EngineSettings",
-    "addressed",
-    "buffer_dtypes_of",
-    "check_training",
-    "dtype_of",
-    "engine_settings_of",
-    "facts_from_model",
-    "loss_scale_of",
-    "placement_of",
-    "unit_specs_of",
-]
-
 
 @dataclass(frozen=True)
 class EngineSettings:

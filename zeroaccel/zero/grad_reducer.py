@@ -30,8 +30,6 @@ from zeroaccel.zero.param_unit import FlatBuffer
 from zeroaccel.zero.storage.copy_stream import CopyHandle, CopyStream
 from zeroaccel.zero.tensor_subclasses import local_grad
 
-__all__ = ["GradReducer", "GradStats", "GradientBuffer", "ReduceRules", "check_grads", "clip_factor"]
-
 _D2H_LIMIT = 2  # reduced gradients that stay on the device while they are copied to the host
 
 

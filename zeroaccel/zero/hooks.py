@@ -35,8 +35,6 @@ from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry
 from zeroaccel.zero.coordinator import ForwardUse, ParamCoordinator
 from zeroaccel.zero.param_unit import ParamUnit, ShardState
 
-__all__ = ["BackwardListener", "Hooks", "StateDictHooks", "WatchedParameters", "tensors_in", "watch_construction"]
-
 _CALL = nn.Module._call_impl.__code__
 
 

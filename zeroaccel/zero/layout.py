@@ -23,8 +23,6 @@ from itertools import accumulate
 
 from torch import Tensor
 
-__all__ = ["ALIGN_NUMEL", "FlatLayout", "FlatRange", "FlatTensor", "OwnerLoads", "Slot", "round_up"]
-
 ALIGN_NUMEL = 32
 """Every parameter and every shard starts at a multiple of this: 64 bytes in 16-bit types, one cache line."""
 

@@ -20,8 +20,6 @@ from zeroaccel.zero.layout import ALIGN_NUMEL, round_up
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
 from zeroaccel.zero.tensor_subclasses import local
 
-__all__ = ["ParamIntegrityCheck", "WriteDetector", "fingerprint"]
-
 _WORDS = 1 << 18  # int64 hashed at a time
 
 

@@ -28,8 +28,6 @@ from zeroaccel.zero.storage.masters import MasterPlace, MasterStorage, NoMasters
 from zeroaccel.zero.storage.shards import MemoryShard, SecondaryShard, ShardPlace, ShardStorage
 from zeroaccel.zero.tensor_subclasses import as_ordinary, as_sharded, is_split, local, set_local
 
-__all__ = ["FlatBuffer", "ParamUnit", "ShardState"]
-
 
 class ShardState(enum.Enum):
     """Where a unit's parameters are."""

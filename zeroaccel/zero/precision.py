@@ -26,20 +26,6 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import EngineStateError
 from zeroaccel.logs import logger
 
-__all__ = [
-    "BufferDtypes",
-    "DynamicLossScale",
-    "LossScale",
-    "StaticLossScale",
-    "broadcast_buffers",
-    "cast_buffers",
-    "cast_floats",
-    "dtype_before",
-    "forget_cast",
-    "kept_in_fp32",
-    "note_cast",
-]
-
 
 class LossScale:
     """The factor of the loss before backward; this class is for bf16 and fp32, where it is 1 and never changes.

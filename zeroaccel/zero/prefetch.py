@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 
 from zeroaccel.logs import logger
 
-__all__ = ["PrefetchLimits", "PrefetchTrace"]
-
 
 @dataclass(frozen=True)
 class PrefetchLimits:

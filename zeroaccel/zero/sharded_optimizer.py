@@ -31,8 +31,6 @@ from zeroaccel.zero.param_unit import FlatBuffer
 from zeroaccel.zero.storage.copy_stream import CopyStream
 from zeroaccel.zero.storage.masters import MasterPiece, MasterStorage
 
-__all__ = ["ShardedOptimizer", "followers"]
-
 
 class EarlierUpdates(Protocol):
     """Updates that began before the step they are for; see `AsyncStep`."""

@@ -22,18 +22,6 @@ from torch import Tensor, nn
 
 from zeroaccel.errors import EngineStateError, UsageError
 
-__all__ = [
-    "ShardedParameter",
-    "as_ordinary",
-    "as_sharded",
-    "check_split",
-    "function_name",
-    "is_split",
-    "local",
-    "local_grad",
-    "set_local",
-]
-
 
 def _split(tensor: Tensor) -> Any:
     """The tensor as a DTensor; None for an ordinary one."""

@@ -37,8 +37,6 @@ from zeroaccel.zero.sharded_optimizer import ShardedOptimizer, followers
 from zeroaccel.zero.storage.masters import MasterStorage
 from zeroaccel.zero.storage.placement import TierSet
 
-__all__ = ["AsyncStep", "WeightUpdate"]
-
 _KEY = "zero_optimization.offload_optimizer.update_during"
 
 

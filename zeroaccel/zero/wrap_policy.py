@@ -14,8 +14,6 @@ from torch import nn
 
 from zeroaccel.errors import ConfigError
 
-__all__ = ["LARGE_LEAF_NUMEL", "LeafRules", "UnitSpec", "group_parameters"]
-
 LARGE_LEAF_NUMEL = 1 << 16
 """A leaf module outside the blocks with at least this many elements is a unit of its own."""
 

@@ -33,8 +33,6 @@ from zeroaccel.checkpoint.plain_codec import decode
 from zeroaccel.checkpoint.tensor_store import TensorStore
 from zeroaccel.errors import CheckpointError, UsageError
 
-__all__ = ["export_dcp"]
-
 _FILE_NAME = "__0_0.distcp"
 
 

@@ -39,8 +39,6 @@ from zeroaccel.config.bounds import read_at_most
 from zeroaccel.errors import CheckpointError, UsageError
 from zeroaccel.zero.access.safetensors_file import ITEMSIZE, dtype_of
 
-__all__ = ["DcpFolder", "dcp_errors", "find_dcp", "import_dcp", "open_dcp"]
-
 _MOST_METADATA_NBYTES = 128 << 20
 _LONGEST_PATH = 4096
 _MOST_PIECES = 1 << 21

@@ -39,20 +39,6 @@ from zeroaccel.checkpoint.manifest import MANIFEST_NAME, TensorRecord, check_tag
 from zeroaccel.checkpoint.zero_to_fp32 import ConversionError, Source, Weight, read_source
 from zeroaccel.errors import CheckpointError
 
-__all__ = [
-    "CheckpointFiles",
-    "DeepSpeedCheckpoint",
-    "DeepSpeedWeight",
-    "States",
-    "deepspeed_source",
-    "find_files",
-    "has_files",
-    "is_deepspeed_checkpoint",
-    "open_deepspeed_checkpoint",
-    "open_source",
-    "resolve_folder",
-]
-
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
 _OPTIM = re.compile(r"(?P<bf16>bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt")
 _MOST_NAMES = 50

@@ -24,24 +24,6 @@ from zeroaccel.config.bounds import is_size
 from zeroaccel.errors import CheckpointError
 from zeroaccel.zero.access.safetensors_file import ITEMSIZE
 
-__all__ = [
-    "DeepSpeedContents",
-    "Elements",
-    "FlatPosition",
-    "FlatStates",
-    "ParamGroup",
-    "from_chunks",
-    "from_partitions",
-    "in_file",
-    "named_shapes",
-    "pieces",
-    "read_chunked",
-    "read_frozen_chunks",
-    "read_module",
-    "read_partitioned",
-    "with_file",
-]
-
 
 class FlatPosition(NamedTuple):
     """Elements [start, start + length) of a parameter are at element `offset` of the partition of rank `rank`."""

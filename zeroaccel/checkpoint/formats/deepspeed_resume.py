@@ -22,8 +22,6 @@ from zeroaccel.checkpoint.tensor_store import TorchStore
 from zeroaccel.logs import logger
 from zeroaccel.zero.access.safetensors_file import dtype_of
 
-__all__ = ["manifest_of", "open_to_resume"]
-
 _SHARDED = ("optimizer", "grads", "params")  # each stage shards one more
 
 

@@ -35,8 +35,6 @@ from zeroaccel.checkpoint.formats.torch_pickle import StoredTensor
 from zeroaccel.checkpoint.manifest import TensorRecord
 from zeroaccel.errors import CheckpointError
 
-__all__ = ["name_positions", "read_universal", "read_unsharded"]
-
 
 def read_unsharded(
     contents: DeepSpeedContents, file: int, optimizer: Mapping[str, Any] | None

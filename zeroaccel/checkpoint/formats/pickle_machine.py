@@ -15,8 +15,6 @@ from typing import Any
 
 from zeroaccel.errors import CheckpointError
 
-__all__ = ["Admitted", "Attributed", "PickleMachine"]
-
 _BUDGET_NBYTES = 256 << 20
 """Memory that all objects of a pickle may take, by the estimates below."""
 _LIST_NBYTES, _TUPLE_NBYTES, _DICT_NBYTES, _SET_NBYTES, _OBJECT_NBYTES = 96, 56, 160, 220, 200

@@ -25,8 +25,6 @@ from zeroaccel.checkpoint.formats.torch_pickle import StoredTensor, load_pickle
 from zeroaccel.errors import CheckpointError
 from zeroaccel.zero.access.safetensors_file import ITEMSIZE, pread_into
 
-__all__ = ["TorchFile"]
-
 _LOCAL_HEADER_NBYTES = 30
 _PICKLE_LIMIT_NBYTES = 128 << 20
 _MOST_RUNS = 1 << 20

@@ -18,8 +18,6 @@ from zeroaccel.config.bounds import is_size
 from zeroaccel.errors import CheckpointError
 from zeroaccel.zero.access.safetensors_file import TORCH_NAMES
 
-__all__ = ["DtypeName", "StandIn", "StoredTensor", "load_pickle"]
-
 _MOST_DIMS = 64
 _MOST_REPEATED_NUMEL = 1 << 20
 _LONGEST_NAME = 400

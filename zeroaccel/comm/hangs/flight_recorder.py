@@ -16,8 +16,6 @@ from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-__all__ = ["KINDS", "Call", "CollectiveRecord", "FlightRecorder", "Kind"]
-
 Kind = Literal["gather", "reduce", "control"]
 KINDS: tuple[Kind, ...] = ("gather", "reduce", "control")
 

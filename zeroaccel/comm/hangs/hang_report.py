@@ -12,8 +12,6 @@ from typing import Literal
 
 from zeroaccel.comm.hangs.flight_recorder import KINDS, Call, Kind
 
-__all__ = ["Alarm", "HangReport", "ProcessStatus", "RankState", "compose", "first_difference", "rank_list"]
-
 
 @dataclass(frozen=True)
 class RankState:

@@ -18,8 +18,6 @@ import psutil
 
 from zeroaccel.comm.hangs.hang_report import ProcessStatus
 
-__all__ = ["PeerProcess", "PeerProcesses", "own_process"]
-
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 

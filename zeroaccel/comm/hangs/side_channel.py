@@ -36,8 +36,6 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from zeroaccel.comm.hangs.flight_recorder import CollectiveRecord
 from zeroaccel.comm.hangs.hang_report import Alarm, HangReport, RankState
 
-__all__ = ["ChannelLost", "ChannelSilent", "SideChannel"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

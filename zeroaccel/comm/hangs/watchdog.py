@@ -29,8 +29,6 @@ from zeroaccel.comm.hangs.side_channel import ChannelLost, ChannelSilent, SideCh
 from zeroaccel.errors import CollectiveError, CollectiveTimeoutError
 from zeroaccel.logs import logger
 
-__all__ = ["Watchdog", "WatchdogState", "check_transition", "send_exit_notice_through"]
-
 _POLL_SECONDS = 1.0
 _ALARM_POLL_SECONDS = 0.1  # between polls while there is an alarm
 _STALL_SECONDS = 5.0  # a wait this long is worth comparing histories

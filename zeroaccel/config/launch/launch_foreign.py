@@ -16,9 +16,6 @@ from zeroaccel.config.diagnostics import KeyPath, Problem, closest
 from zeroaccel.config.launch.launch_settings import DeepSpeedSection, HostSettings, LaunchFile
 from zeroaccel.config.section import as_text, spellings
 
-__all__ = ["FSDP_KEYS", "ForeignKeys", "FsdpTranslation", "settle_foreign_keys", "translate_fsdp"]
-
-
 _STAGES = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0, "HYBRID_SHARD": 3, "HYBRID_SHARD_ZERO2": 2}
 _NUMBERED = {"1": "FULL_SHARD", "2": "SHARD_GRAD_OP", "3": "NO_SHARD", "4": "HYBRID_SHARD", "5": "HYBRID_SHARD_ZERO2"}
 _STRATEGY, _RESHARD = "fsdp_sharding_strategy", "fsdp_reshard_after_forward"

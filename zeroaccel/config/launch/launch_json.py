@@ -20,9 +20,6 @@ from zeroaccel.config.schema import Config
 from zeroaccel.config.section import as_text
 from zeroaccel.errors import ConfigError, compose
 
-__all__ = ["JSON_PATHS", "JsonFacts", "check_json", "json_facts"]
-
-
 JSON_PATHS: Mapping[str, str] = {name: setting.json_path for name, setting in SETTINGS.items() if setting.json_path}
 """Setting of a launch -> dotted path of the same thing in the JSON, in the schema's names."""
 

@@ -34,26 +34,6 @@ from zeroaccel.config.section import (
 )
 from zeroaccel.errors import ConfigError, compose
 
-__all__ = [
-    "DEFAULT_STAGE",
-    "DeepSpeedSection",
-    "DistributedType",
-    "DynamoSettings",
-    "HostSettings",
-    "LaunchFile",
-    "LaunchSettings",
-    "ProcessSettings",
-    "Rendezvous",
-    "Streams",
-    "ZeroSettings",
-    "file_path",
-    "idle_settings",
-    "launch_settings",
-    "typed_settings",
-    "wrong_settings",
-]
-
-
 Rendezvous = Literal["static", "c10d"]
 DistributedType = Literal["NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED"]
 

@@ -22,27 +22,6 @@ from zeroaccel.config.launch.setting_table import SETTINGS
 from zeroaccel.config.section import as_integer, as_text, spellings
 from zeroaccel.errors import ConfigError, compose
 
-__all__ = [
-    "PREFIX",
-    "SOURCES_VARIABLE",
-    "ExplicitSettings",
-    "LaunchedSettings",
-    "check_variables",
-    "from_environment",
-    "from_text",
-    "gather",
-    "kind_of",
-    "known_variables",
-    "launched_environment",
-    "other_names",
-    "settings_from_environment",
-    "to_environment",
-    "unknown_variable",
-    "variable_of",
-    "variables_of",
-]
-
-
 SOURCES_VARIABLE = "ZEROACCEL_LAUNCH_SOURCES"
 _FILE_FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"
 _USE_ZERO = "ACCELERATE_USE_DEEPSPEED"

@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-__all__ = ["SETTINGS", "Setting"]
-
 
 @dataclass(frozen=True)
 class Setting:

@@ -41,8 +41,6 @@ from zeroaccel.zero.precision import dtype_before, note_cast
 from zeroaccel.zero.storage.shards import MemoryShard
 from zeroaccel.zero.tensor_subclasses import function_name
 
-__all__ = ["Init", "ModuleShards", "ShardTarget", "destination"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

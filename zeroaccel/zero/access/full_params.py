@@ -26,15 +26,6 @@ from zeroaccel.zero.coordinator import OnDemandUnshard, ParamCoordinator
 from zeroaccel.zero.layout import FlatTensor
 from zeroaccel.zero.param_unit import ParamUnit
 
-__all__ = [
-    "GatheredParameters",
-    "gathered",
-    "iter_named_full_params",
-    "overwrite",
-    "register_external_parameter",
-    "store",
-]
-
 
 class GatheredParameters:
     """Parameters are unsharded inside the with-block. (all ranks, with the same parameters)

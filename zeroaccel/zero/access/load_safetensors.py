@@ -33,8 +33,6 @@ from zeroaccel.zero.access.safetensors_file import (
 )
 from zeroaccel.zero.precision import note_cast
 
-__all__ = ["SafetensorsFolder", "load_safetensors"]
-
 _CHUNK_NBYTES = 8 << 20
 
 

@@ -28,8 +28,6 @@ from zeroaccel.zero.precision import LossScale
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
 from zeroaccel.zero.tensor_subclasses import local
 
-__all__ = ["ParamHandle", "ParamRegistry", "Training", "handle_of"]
-
 _REGISTRIES: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weak reference to its registry
 _NUMBERS = itertools.count()
 _REGISTRY = "_zero_registry"

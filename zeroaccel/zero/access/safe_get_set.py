@@ -28,21 +28,6 @@ from zeroaccel.zero.layout import FlatRange, FlatTensor
 from zeroaccel.zero.param_check import fingerprint
 from zeroaccel.zero.storage.masters import MasterPiece
 
-__all__ = [
-    "safe_get_full_fp32_param",
-    "safe_get_full_grad",
-    "safe_get_full_optimizer_state",
-    "safe_get_local_fp32_param",
-    "safe_get_local_grad",
-    "safe_get_local_optimizer_state",
-    "safe_set_full_fp32_param",
-    "safe_set_full_grad",
-    "safe_set_full_optimizer_state",
-    "safe_set_local_fp32_param",
-    "safe_set_local_grad",
-    "safe_set_local_optimizer_state",
-]
-
 _GATHERED_NUMEL = 1 << 22  # of each rank at a time
 
 

@@ -27,19 +27,6 @@ from zeroaccel.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "ITEMSIZE",
-    "MOST_HEADER_NBYTES",
-    "TORCH_NAMES",
-    "FileLayout",
-    "TensorLocation",
-    "dtype_name",
-    "dtype_of",
-    "lay_out_tensors",
-    "parse_header",
-    "pread_into",
-    "tensor_locations",
-]
 
 TORCH_NAMES: Mapping[str, str] = {
     **{"BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"},

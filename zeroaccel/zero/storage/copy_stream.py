@@ -15,8 +15,6 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-__all__ = ["CopyHandle", "CopyStream"]
-
 
 class CopyHandle:
     """A tensor on its way to host memory."""

@@ -23,18 +23,6 @@ from zeroaccel.optim.optimizer_kinds import renew_state
 from zeroaccel.zero.layout import FlatLayout, FlatRange, FlatTensor
 from zeroaccel.zero.storage.shards import Elements, FillRange, ShardStorage, in_memory
 
-__all__ = [
-    "AliasedMasters",
-    "MasterPiece",
-    "MasterPlace",
-    "MasterStorage",
-    "NoMasters",
-    "SeparateMasters",
-    "cut_pieces",
-    "make_states",
-    "stand_in",
-]
-
 
 def stand_in(shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
     """One NaN (0 of an integer) in a shape: what is shown of a tensor that is not in memory."""

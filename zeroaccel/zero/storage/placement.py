@@ -56,17 +56,6 @@ from zeroaccel.zero.storage.swapped_masters import (
     residual_nbytes,
 )
 
-__all__ = [
-    "MASTER_STORAGES",
-    "SHARD_STORAGES",
-    "BufferPlan",
-    "OffloadRules",
-    "SpaceNeed",
-    "TierSet",
-    "check_update_time",
-    "share_updates",
-]
-
 SHARD_STORAGES: dict[str, Callable[[ShardPlace], ShardStorage]] = {
     "persistent": MemoryShard.persistent,  # unsharded all the time
     "device": MemoryShard.on_device,

@@ -22,18 +22,6 @@ from zeroaccel.offload.tier import Fetch, StoredElements, Tier
 from zeroaccel.zero.layout import FlatLayout, FlatRange, FlatTensor
 from zeroaccel.zero.storage.copy_stream import CopyStream
 
-__all__ = [
-    "Elements",
-    "FillRange",
-    "Int8Shard",
-    "MemoryShard",
-    "NvmeShard",
-    "SecondaryShard",
-    "ShardPlace",
-    "ShardStorage",
-    "in_memory",
-]
-
 Elements = Tensor | StoredElements
 """(n,) a live view of memory, or what reads the elements from a tier a chunk at a time."""
 

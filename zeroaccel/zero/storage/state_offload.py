@@ -16,8 +16,6 @@ from zeroaccel.zero.grad_reducer import GradReducer
 from zeroaccel.zero.param_unit import ParamUnit
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
 
-__all__ = ["KINDS", "OffloadedStates", "StateOffload"]
-
 KINDS = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
 """Moments and the like; masters; parameters; reduced gradients; gradients being reduced."""
 

@@ -31,19 +31,6 @@ from zeroaccel.zero.layout import ALIGN_NUMEL, FlatRange, round_up
 from zeroaccel.zero.storage.masters import MasterPiece, MasterPlace, MasterStorage, make_states, stand_in
 from zeroaccel.zero.storage.shards import Elements, FillRange
 
-__all__ = [
-    "RESIDUAL_SUB_GROUP_NUMEL",
-    "SUB_GROUP_NUMEL",
-    "ResidualMasters",
-    "StateSwapper",
-    "SubGroup",
-    "SwappedMasters",
-    "cut_sub_groups",
-    "fp32_nbytes",
-    "pack_sub_groups",
-    "residual_nbytes",
-]
-
 SUB_GROUP_NUMEL = 1 << 23
 """Elements of a sub-group, whatever more `sub_group_size` allows: 32 MiB per fp32 tensor keep any disk busy."""
 
