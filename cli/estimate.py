@@ -283,7 +283,7 @@ def _draw_png(path: Path, title: str, rows: Sequence[PlanRow], limit: int | None
     offsets = [0.0] * len(rows)
     for part, colour in _COLOURS.items():
         widths = [getattr(row.estimate.device, part) / 1e9 for row in rows]
-        axes.barh(names, widths, offsets=offsets, color=colour, label=part)
+        axes.barh(names, widths, left=offsets, color=colour, label=part)
         offsets = [x + width for x, width in zip(offsets, widths, strict=True)]
     if limit:
         axes.axvline(limit / 1e9, color="black", linestyle="--", label="on the device")

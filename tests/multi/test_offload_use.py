@@ -177,11 +177,11 @@ def _settings_of_tiers(settings: dict[str, Any]) -> tuple[list[IoSettings], list
     engine, *_ = zeroaccel.initialize(Toy(), config=settings)
     tiers = engine.tier_set
     assert tiers is not None
-    assert tiers.states is not None
-    files: list[Any] = [tiers.states.tier, tiers.shards["nvme"]]
-    largest = max(group.numel for groups in tiers.states.sub_groups.values() for group in groups)
+    assert tiers.swapper is not None
+    files: list[Any] = [tiers.swapper.tier, tiers.shards["nvme"]]
+    largest = max(group.range.numel for groups in tiers.swapper.sub_groups.values() for group in groups)
     found = [(file.buffers.budget_nbytes, largest) for file in files]
-    how = [file.file.settings for file in files], found, tiers.states.pipeline_read, tiers.states.pipeline_write
+    how = [file.file.settings for file in files], found, tiers.swapper.pipeline_read, tiers.swapper.pipeline_write
     engine.destroy()
     return how
 
