@@ -6,6 +6,7 @@ OFFLOAD    ?= none
 TEST_ARGS  ?=
 TEST_JOBS  ?= 2
 BENCH_ARGS ?=
+GPU_ARGS   ?=
 
 VENV      := .venv
 BIN       := $(VENV)/bin
@@ -15,7 +16,7 @@ INSTALLED := $(VENV)/.installed
 PYTEST    := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint bench clean
+.PHONY: help demo test test-all lint bench gpu clean
 
 help:  ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -36,6 +37,9 @@ lint: $(INSTALLED)  ## Check style, format and types
 
 bench: $(INSTALLED)  ## Compare step times with other engines on this machine
 	$(BIN)/python benchmarks/step_time.py $(BENCH_ARGS)
+
+gpu: $(INSTALLED)  ## Measure on a GPU, beside the predictions of the stream model
+	$(BIN)/python benchmarks/gpu $(GPU_ARGS)
 
 clean:  ## Remove the environment and everything built
 	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -105,13 +105,13 @@ DEFAULT_HOSTFILE = Path("/job/hostfile")
 """Where DeepSpeed looks for the machines of a job when it is not told."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
+def main(args: Sequence[str] | None = None) -> None:
     """Runs `deepspeed ARGUMENTS`; does not return.
 
     Args:
-        arguments: the words behind the command's name; by default this process's.
+        args: the words behind the command's name; by default this process's.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words = list(sys.argv[1:] if args is None else args)
     hosts = ["--hostfile", str(DEFAULT_HOSTFILE)] if DEFAULT_HOSTFILE.is_file() else []
     # In front: what was typed comes later and counts more.
     run(["launch", "--engine", "zeroaccel", *hosts, *words], prog_name="zeroaccel")

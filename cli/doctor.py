@@ -32,6 +32,7 @@ from .verify import run_job
 Verdict = Literal["works", "falls back", "missing", "BROKEN"]
 
 _COPY_NBYTES = 1 << 28
+_LOCKED_NBYTES = 1 << 26
 _JOB_SECONDS = 120.0
 _GIGA = 1e9
 
@@ -61,6 +62,8 @@ def findings(environ: Mapping[str, str], folder: Path, *, measure: bool) -> Iter
     """
     machine = look(environ)
     yield from _accelerators(machine)
+    if machine.devices:
+        yield from _device_settings(environ)
     yield _kernels()
     yield from _libraries()
     yield _names()
@@ -88,15 +91,47 @@ def _accelerators(machine: Machine) -> Iterator[Finding]:
         yield Finding("bf16", "falls back", "the devices have none of their own", "train with --mixed_precision fp16")
     import torch.distributed as dist
 
+    from zeroaccel.offload.page_locked import lock_limit, lock_trouble
+
     if dist.is_nccl_available():
         yield Finding("NCCL", "works", ".".join(map(str, torch.cuda.nccl.version())))
     else:
         yield Finding("NCCL", "BROKEN", "this torch has none", "install a torch with CUDA from pytorch.org")
-    if find_spec("cupy") is None:
-        detail = "torch's pinned memory, which rounds sizes up to powers of two"
-        yield Finding("exact pinned memory", "falls back", detail, "pip install 'zeroaccel[cuda]'")
+    limit = f"`ulimit -l` is {lock_limit()}"
+    if trouble := lock_trouble(_LOCKED_NBYTES):
+        fix = "raise `ulimit -l` or the container's memory; without it, copies of offload block the host"
+        yield Finding("page-locked memory", "falls back", f"{trouble}; {limit}", fix)
     else:
-        yield Finding("exact pinned memory", "works", "by cupy")
+        yield Finding("page-locked memory", "works", limit)
+    yield _device_kernels()
+
+
+def _device_kernels() -> Finding:
+    import torch
+
+    from zeroaccel.ops.device_kernels import compile_kernels
+    from zeroaccel.ops.nvrtc import KernelError
+
+    try:
+        compile_kernels(torch.device("cuda", 0))
+    except KernelError as error:
+        detail = f"torch operations, with several times the memory traffic: {error}"
+        return Finding("device kernels", "falls back", detail, "pip install 'zeroaccel[cuda]'")
+    return Finding("device kernels", "works", "compiled by NVRTC")
+
+
+def _device_settings(environ: Mapping[str, str]) -> Iterator[Finding]:
+    """Variables that change how a device's memory and streams are used."""
+    settings = ",".join(environ.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
+    if "expandable_segments:true" in settings.lower().replace(" ", ""):
+        yield Finding("device memory", "works", "in segments that grow")
+    else:
+        detail = "in segments of fixed sizes, between which units of different sizes leave gaps"
+        fix = "export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or add it to a value that is there"
+        yield Finding("device memory", "falls back", detail, fix)
+    if environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        detail = "CUDA_DEVICE_MAX_CONNECTIONS=1 has all streams share one queue: gathers wait for computation"
+        yield Finding("streams", "falls back", detail, "unset CUDA_DEVICE_MAX_CONNECTIONS")
 
 
 def _kernels() -> Finding:
@@ -258,8 +293,8 @@ def _show(finding: Finding) -> None:
         click.echo(f"{'':<24} {'':<10} -> {finding.fix}")
 
 
-_PACKAGES = ("torch", "numba", "numpy", "pydantic", "safetensors", "transformers", "accelerate", "peft", "trl", "cupy")
-_SETTINGS = ("ZEROACCEL_", "ACCELERATE_", "NCCL_", "GLOO_", "OMP_", "CUDA_VISIBLE", "TORCH_")
+_PACKAGES = ("torch", "numba", "numpy", "pydantic", "safetensors", "transformers", "accelerate", "peft", "trl")
+_SETTINGS = ("ZEROACCEL_", "ACCELERATE_", "NCCL_", "GLOO_", "OMP_", "CUDA_", "TORCH_", "PYTORCH_")
 _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 
 

@@ -117,8 +117,11 @@ class Activations:
 
         self.store.calls += 1
         # torch's own hooks are installed inside `recompute`, so these see only what it saves itself: the inputs.
-        with saved_tensors_hooks(self._pack, self.store.fetch):
-            result: _Result = recompute(run, *inputs, use_reentrant=False)
+        try:
+            with saved_tensors_hooks(self._pack, self.store.fetch):
+                result: _Result = recompute(run, *inputs, use_reentrant=False)
+        finally:
+            self.store.end_call()
         return result
 
     def _pack(self, tensor: Tensor) -> Any:

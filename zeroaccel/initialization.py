@@ -27,7 +27,7 @@ from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.environment import check_own_variables, core_set, fair_threads, omp_threads_chosen, usable_cores
 from zeroaccel.comm.hierarchical import arrange
-from zeroaccel.comm.mesh_layout import data_groups, shard_size_of
+from zeroaccel.comm.mesh_layout import check_shard_size, data_groups, shard_size_of
 from zeroaccel.comm.topology import Topology, init_process_group
 from zeroaccel.config import (
     BatchSizes,
@@ -42,15 +42,20 @@ from zeroaccel.config import (
     tier_plan,
 )
 from zeroaccel.config.normalize import UnknownKeys
+from zeroaccel.config.parallel import ParallelConfig
 from zeroaccel.data import build_dataloader
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.logs import log_once, logger, set_log_level
+from zeroaccel.offload.host_buffers import empty_on_host
 from zeroaccel.ops.coupled import CoupledOptimizer, Reductions
 from zeroaccel.ops.dispatch import use_threads
+from zeroaccel.ops.shard_step import ShardOptimizer
 from zeroaccel.optim.lr_schedules import build_scheduler
 from zeroaccel.optim.optimizer_factory import build_optimizer
 from zeroaccel.optim.optimizer_kinds import OptimizerKind, OptimizerKinds, check_steppable, classify
 from zeroaccel.optim.rank_facts import training_facts
+from zeroaccel.parallel.sequence import SequenceGroup
+from zeroaccel.parallel.ulysses import UlyssesAttention
 from zeroaccel.telemetry.step_report import EventSink, StepReport
 from zeroaccel.telemetry.trackers import build_monitors
 from zeroaccel.telemetry.verification import RecordingReport, Verification, verification
@@ -63,6 +68,7 @@ from zeroaccel.zero.build import (
     plan_units,
     warn_unoptimized,
 )
+from zeroaccel.zero.device_check import check_model_device
 from zeroaccel.zero.engine import Engine, EngineParts
 from zeroaccel.zero.from_config import (
     DTYPES,
@@ -101,6 +107,7 @@ def initialize(
     collate_fn: Callable[..., Any] | None = None,
     collectives: Collectives | None = None,
     mesh: DeviceMesh | None = None,
+    parallel: ParallelConfig | None = None,
     engine_type: type[Engine] = Engine,
     cast_inputs: bool = False,
     optimizer_kind: OptimizerKind | str | None = None,
@@ -120,6 +127,7 @@ def initialize(
         collectives: the communication backend; a `RecordingCollectives` counts the traffic.
         mesh: which ranks see different samples: one axis, e.g. `mesh["dp"]` of one whose other axis splits the model,
             or two, (replicas, shards). By default all ranks do.
+        parallel: replicas, and ranks that share sequences, by their numbers; instead of a mesh.
         cast_inputs: cast floating inputs of forward to the precision; without it that happens under fp16 with
             `auto_cast` only.
         engine_type: the class of the engine, for frontends that add calls to it.
@@ -146,22 +154,25 @@ def initialize(
         >>> engine.step()
     """
     # 1. The ranks: which processes train together, on which cores and which axis of the mesh.
-    ranks = _join_ranks(collectives, mesh)
+    ranks = _join_ranks(collectives, mesh, parallel)
 
     # 2. The plan: all that can be decided, and be wrong, before a tensor moves. An error on one rank raises on all.
     with agreed(ranks.collectives, "initialize: config"):
         check_own_variables()
         _check_model(model)
-        known = replace(facts_from_model(model), world_size=ranks.fact(mesh), training=optimizer is not None)
+        check_model_device(model, ranks.topology.device)
+        known = replace(facts_from_model(model), world_size=ranks.samplers, training=optimizer is not None)
         settings = load_config({} if config is None else config, facts=known, unknown_keys=unknown_keys)
         _apply_process_settings(settings)
         request = verification()
         if request is not None:  # `zeroaccel verify` trains a script once more, as plainly as gives the same numbers
-            accumulation = _batch(settings, ranks.collectives.world_size, training=False).accumulation
+            accumulation = _batch(settings, ranks.samplers.value, training=False).accumulation
             settings = request.config(settings, accumulation)
-        job = _plan(model, optimizer, model_parameters, lr_scheduler, settings, ranks.world_size, optimizer_kind)
-        engine_settings = engine_settings_of(settings, job.plan, job.batch, ranks.world_size, cast_inputs=cast_inputs)
-        communication = comm_plan(settings, ranks.world_size, None if mesh is None else shard_size_of(mesh, settings))
+        job = _plan(model, optimizer, model_parameters, lr_scheduler, settings, ranks.samplers.value, optimizer_kind)
+        engine_settings = engine_settings_of(
+            settings, job.plan, job.batch, ranks.world_size, ranks.samplers.value, cast_inputs=cast_inputs
+        )
+        communication = comm_plan(settings, ranks.world_size, _shard_size(ranks, mesh, settings))
         facts = training_facts(job.optimizer, job.scheduler)
         monitors = build_monitors(settings, ranks.collectives.rank)
         recomputation = _recomputation(model, settings)
@@ -179,6 +190,7 @@ def initialize(
     ]
     check_same(model, placement, lines, facts, ranks.collectives)
     collectives = arrange(ranks.collectives, communication, ranks.mesh_groups)
+    sequences = SequenceGroup.of(ranks.topology, ranks.parallel.sp)
     if job.optimizer is not None and OptimizerKind.COUPLED in kinds and job.plan.optimizer:
         _bind_reductions(job.optimizer, collectives)
 
@@ -189,14 +201,19 @@ def initialize(
     with agreed(collectives, "initialize: offload"):
         tiers = _plan_tiers(settings, residences, plans, job.optimizer, collectives, ranks.topology.device)
     _open_tiers(tiers, collectives)
+    attention: UlyssesAttention | None = None
     try:
+        with agreed(collectives, "initialize: sequence parallelism"):
+            attention = _sequence_attention(model, sequences)
         units = build_units(job.specs, plans, placement, collectives, tiers)
         with agreed(collectives, "initialize: optimizer"):
             tiers.settle()
             shard = _shard_optimizer(job, units, tiers)
-            loader = _loader(training_data, settings, job.batch, collectives, collate_fn)
+            loader = _loader(training_data, settings, job.batch, collectives.rank, ranks, collate_fn)
     except Exception:
         tiers.close()
+        if attention is not None:
+            attention.undo()
         raise
 
     # 5. The engine: hooks on the model, and what the config patches outside of it.
@@ -208,9 +225,12 @@ def initialize(
         tiers=tiers,
         # Gradients that only pass through a model for inference, on their way to another, would pile up in it.
         unoptimized=job.unoptimized,
+        sequence_group=sequences,
     )
     engine = engine_type(model, units, collectives, engine_settings, parts, settings.resolved)
     engine.checkpointer = Checkpointer(engine, _checkpoint_settings(settings))
+    if attention is not None:
+        engine.at_destroy(attention.undo)
     if job.optimizer is not None:
         _let_modes_change_weights(job.optimizer, engine)
     if recomputation is not None:
@@ -232,27 +252,34 @@ class _Ranks:
     """The processes of a job.
 
     Attributes:
-        mesh_groups: of a mesh: the groups of ranks that see different samples; None where all ranks do.
-        world_size: ranks that see different samples.
+        mesh_groups: of a mesh: the groups of ranks that average gradients; None where all ranks do.
+        world_size: ranks that average gradients.
+        parallel: resolved; of a mesh, one axis of all ranks.
+        samplers: how many ranks see different samples, with the source, for values that are "auto".
     """
 
     topology: Topology
     collectives: Collectives
     mesh_groups: tuple[tuple[int, ...], ...] | None
     world_size: int
-
-    def fact(self, mesh: DeviceMesh | None) -> Fact[int]:
-        """The world size, with its source, for values that are "auto"."""
-        return Fact(self.world_size, "the process group" if mesh is None else "initialize(mesh)")
+    parallel: ParallelConfig
+    samplers: Fact[int]
 
 
-def _join_ranks(collectives: Collectives | None, mesh: DeviceMesh | None) -> _Ranks:
+def _join_ranks(collectives: Collectives | None, mesh: DeviceMesh | None, parallel: ParallelConfig | None) -> _Ranks:
     topology = init_process_group()
     collectives = collectives or Collectives(topology)
     _divide_cores(topology, collectives)
-    mesh_groups = None if mesh is None else data_groups(mesh, collectives)
-    world_size = collectives.world_size if mesh_groups is None else len(mesh_groups[0])
-    return _Ranks(topology, collectives, mesh_groups, world_size)
+    with agreed(collectives, "initialize: parallel"):
+        if mesh is not None and parallel is not None:
+            raise UsageError("initialize", expected="a mesh or a ParallelConfig", got="both", fix="leave one out")
+        resolved = (parallel or ParallelConfig()).resolve(collectives.world_size)
+    if mesh is None:
+        source = "the process group" if parallel is None else "initialize(parallel)"
+        samplers = Fact(resolved.data_parallel_size, source)
+        return _Ranks(topology, collectives, None, collectives.world_size, resolved, samplers)
+    groups = data_groups(mesh, collectives)
+    return _Ranks(topology, collectives, groups, len(groups[0]), resolved, Fact(len(groups[0]), "initialize(mesh)"))
 
 
 def _divide_cores(topology: Topology, collectives: Collectives) -> None:
@@ -450,6 +477,24 @@ def _bind_reductions(optimizer: Optimizer, collectives: Collectives) -> None:
     )
 
 
+def _shard_size(ranks: _Ranks, mesh: DeviceMesh | None, settings: Config) -> int | None:
+    """Ranks of a shard group, where an argument says so; else the config does."""
+    if mesh is not None:
+        return shard_size_of(mesh, settings)
+    if ranks.parallel.dp_replicate == 1:
+        return None
+    size = ranks.world_size // ranks.parallel.dp_replicate
+    check_shard_size(size, settings, "dp_shard x sp of ParallelConfig", "leave dp_replicate at 1")
+    return size
+
+
+def _sequence_attention(model: nn.Module, sequences: SequenceGroup) -> UlyssesAttention | None:
+    """The exchange of heads in the model's attention, unless it has one; None where sequences are not cut."""
+    if sequences.size == 1 or UlyssesAttention.of(model) is not None:
+        return None
+    return UlyssesAttention(model, sequences)
+
+
 def _batch(settings: Config, world_size: int, *, training: bool) -> BatchSizes:
     is_configured = settings.train_batch_size or settings.train_micro_batch_size_per_gpu
     if not training and not is_configured:
@@ -512,6 +557,8 @@ def _plan_tiers(
         section = f"{rules.where}.offload_optimizer"
         share_updates(optimizer, rules.optimizer_section.ratio, device, section)
         check_update_time(optimizer, rules.optimizer_section.update_during, section)
+    if tiers.pins_states and tiers.swapper is None and isinstance(optimizer, ShardOptimizer):
+        optimizer.host_memory = partial(empty_on_host, pinned=True)
     return tiers
 
 
@@ -527,6 +574,19 @@ def _open_tiers(tiers: TierSet, collectives: Collectives) -> None:
         raise
 
 
+_DEVICE_SUB_GROUP_NUMEL = 50_000_000
+
+
+def _sub_group_numel(settings: Config, device: torch.device) -> int:
+    """Elements that are stepped at a time by optimizers that need their gradients in fp32."""
+    zero = settings.zero_optimization
+    # The default of the format, 10^9, means 4 GB of fp32 gradients, for which a GPU seldom has room; a value in the
+    # config is what its author wants.
+    if device.type == "cuda" and "sub_group_size" not in zero.model_fields_set:
+        return min(zero.sub_group_size, _DEVICE_SUB_GROUP_NUMEL)
+    return zero.sub_group_size
+
+
 def _shard_optimizer(job: _TrainingPlan, units: Sequence[ParamUnit], tiers: TierSet) -> ShardedOptimizer | None:
     if job.optimizer is None or job.kinds is None:
         return None
@@ -537,7 +597,7 @@ def _shard_optimizer(job: _TrainingPlan, units: Sequence[ParamUnit], tiers: Tier
         job.kinds,
         job.groups,
         buffers,
-        sub_group_numel=job.settings.zero_optimization.sub_group_size,
+        sub_group_numel=_sub_group_numel(job.settings, tiers.device),
         copies=tiers.copies,
     )
 
@@ -546,7 +606,8 @@ def _loader(
     data: Any,
     settings: Config,
     batch: BatchSizes,
-    collectives: Collectives,
+    rank: int,
+    ranks: _Ranks,
     collate_fn: Callable[..., Any] | None,
 ) -> DataLoader[Any] | None:
     if data is None:
@@ -554,8 +615,8 @@ def _loader(
     return build_dataloader(
         data,
         batch.micro,
-        collectives.rank,
-        collectives.world_size,
+        rank // ranks.parallel.sp,
+        ranks.samplers.value,
         collate_fn=collate_fn,
         drop_last=settings.dataloader_drop_last,
     )

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["log_note", "log_once", "logger", "set_log_level", "without_notes"]
+__all__ = ["log_always", "log_note", "log_once", "logger", "set_log_level", "without_notes"]
 
 logger = logging.getLogger("zeroaccel")
 _seen: set[str] = set()
@@ -38,6 +38,13 @@ def log_once(level: int, message: str) -> None:
     if message not in _seen and logger.isEnabledFor(level):
         _seen.add(message)
         logger.log(level, message)
+
+
+def log_always(message: str) -> None:
+    """Logs on rank 0, at INFO, also while the level is WARNING, as it is by default; above that it is silent."""
+    record = logger.makeRecord(logger.name, logging.INFO, __file__, 0, message, (), None)
+    if logger.isEnabledFor(logging.WARNING) and _RankZeroFilter().filter(record):
+        logger.handle(record)
 
 
 def log_note(level: int, message: str) -> None:

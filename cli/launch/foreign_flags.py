@@ -1,8 +1,7 @@
-"""Flags of `zeroaccel launch` that are other launchers' names and ways: the `deepspeed` command's and accelerate's.
+"""Flags of `zeroaccel launch` that are other launchers' names and ways: `deepspeed`'s, torchrun's and accelerate's.
 
 Each is brought into our settings, or does nothing here as there, which is a note. What needs to know the machines or
-the devices, as `--include` and `--num_gpus`, is resolved by `resolve_devices` once the other settings are known. What a
-setting is called here is in the hints for torchrun's flags.
+the devices, as `--include` and `--num_gpus`, is resolved by `resolve_devices` once the other settings are known.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ from typing import Any, TypeVar
 
 import click
 
-from zeroaccel.config.launch.launch_foreign import FSDP_KEYS
+from zeroaccel.comm.environment import usable_cores
+from zeroaccel.config.launch.launch_foreign import FSDP_KEYS, MPI_LAUNCHERS
 from zeroaccel.config.launch.launch_sources import ExplicitSettings, from_text
 from zeroaccel.errors import ConfigError
 
@@ -30,6 +30,7 @@ _SAME = {
     "master_port": "main_process_port",
 }
 _FSDP = "use_fsdp"
+_OF_TORCHRUN = ("nproc_per_node", "nnodes", "rdzv_endpoint")
 # Flags that other launchers take and that change nothing here: name -> why.
 _IDLE_SWITCHES: Mapping[str, str] = {
     "quiet": "the failing process is told once, without a second traceback",
@@ -45,12 +46,17 @@ _IDLE_SWITCHES: Mapping[str, str] = {
     "no_tpu_cluster": "it is a setting of TPUs",
     "tpu_cluster": "it is a setting of TPUs",
     "tpu_use_sudo": "it is a setting of TPUs",
+    "standalone": "one machine is the default, and its port a free one",
+    "run_path": "a script is run by its path",
 }
 _IDLE_VALUES: Mapping[str, str] = {
     "main_training_function": "it is a setting of TPUs; scripts are run as they are",
     "bind_core_list": "--enable_cpu_affinity divides all cores",
     "log_level": "--debug shows everything",
     "rdzv_id": "the meeting point is enough",
+    "start_method": "every process is a program of its own",
+    "local_addr": "the address towards machine 0 is found by itself",
+    "local_ranks_filter": "every rank is shown; --redirects and --log_dir choose",
 }
 # Sizes of accelerate's parallelism: those of data parallelism group the ranks that hold shards, 1 divides nothing.
 _SIZES = tuple(f"parallelism_config_{kind}_size" for kind in ("dp_shard", "dp_replicate", "tp", "cp", "sp"))
@@ -74,23 +80,16 @@ DEEPSPEED_FLAGS = (
 )
 """Those of the `deepspeed` command that have a meaning of their own here, as help shows them."""
 
-_PER_MACHINE = "it counts the processes of all machines together"
-TORCHRUN_HINTS: Mapping[str, str] = {
-    "nproc_per_node": f"say --num_processes N, {_PER_MACHINE}; or --num_gpus N, per machine",
-    "nproc": f"say --num_processes N, {_PER_MACHINE}; or --num_gpus N, per machine",
-    "n_procs": f"say --num_processes N, {_PER_MACHINE}; or --num_gpus N, per machine",
-    "nnodes": "say --num_machines N, or MIN:MAX",
-    "rdzv_endpoint": "say --main_process_ip HOST --main_process_port PORT",
-    "standalone": "leave it out, one machine is the default and its port a free one",
-    "local_ranks_filter": "--redirects and --log_dir choose what is shown",
-    "start_method": "every process is a program of its own",
-    "local_addr": "the address towards machine 0 is found by itself",
-    "enable_elastic_training": "say --num_machines MIN:MAX",
-    "elastic_training": "say --num_machines MIN:MAX",
-    "min_elastic_nodes": "say --num_machines MIN:MAX",
-    "max_elastic_nodes": "say --num_machines MIN:MAX",
+_MACHINES_COME_AND_GO = "say --num_machines MIN:MAX"
+ELASTIC_HINTS: Mapping[str, str] = {
+    "nproc": "say --nproc_per_node N",
+    "n_procs": "say --nproc_per_node N",
+    "enable_elastic_training": _MACHINES_COME_AND_GO,
+    "elastic_training": _MACHINES_COME_AND_GO,
+    "min_elastic_nodes": _MACHINES_COME_AND_GO,
+    "max_elastic_nodes": _MACHINES_COME_AND_GO,
 }
-"""Flags of torchrun and of elastic DeepSpeed that do not exist here -> what to say instead."""
+"""Flags of elastic DeepSpeed and of other launchers that do not exist here -> what to say instead."""
 
 _OPTIONS: Mapping[str, dict[str, Any]] = {
     "num_gpus": {"metavar": "N", "help": "Processes on each machine, as --num_processes per machine."},
@@ -112,7 +111,8 @@ def foreign_flag_options(command: _Command) -> _Command:
     for name in reversed(tuple(_OPTIONS)):
         spelled = ("--num_gpus", "--num_accelerators") if name == "num_gpus" else (f"--{name}",)
         command = click.option(*spelled, name, **_OPTIONS[name])(command)
-    command = click.option("--launcher_args", hidden=True)(command)
+    for name in ("launcher_args", *_OF_TORCHRUN):
+        command = click.option(f"--{name}", hidden=True)(command)
     command = click.option(f"--{_FSDP}", is_flag=True, hidden=True)(command)
     for name in (*FSDP_KEYS, *_IDLE_VALUES, *_REFUSED_VALUES, *_SIZES):
         command = click.option(f"--{name}", hidden=True)(command)
@@ -182,17 +182,63 @@ class ForeignFlags:
             if count == 0 or count < -1:
                 raise ConfigError("--num_gpus", expected="a number above 0, or -1 for all", got=count)
             self.num_gpus = None if count == -1 else count
+        self._take_torchrun(typed_flags)
         if "bind_cores_to_rank" in typed_flags:
             self._log("enable_cpu_affinity", True, "--bind_cores_to_rank")
         if "enable_each_rank_log" in typed_flags:
             self._log("log_dir", typed_flags["enable_each_rank_log"], "--enable_each_rank_log")
             self._log("redirects", 3, "--enable_each_rank_log")
         if "launcher" in typed_flags:
-            self._log("multinode_launcher", typed_flags["launcher"].lower(), "--launcher")
+            self._take_launcher(typed_flags["launcher"].lower())
         if "launcher_args" in typed_flags:
             self.notes.append("--launcher_args: does nothing; arguments for ssh are in ZEROACCEL_SSH")
         if self.no_ssh:
             self._log("multinode_launcher", "standard", "--no_ssh")
+
+    def _take_torchrun(self, typed_flags: Mapping[str, Any]) -> None:
+        if "nproc_per_node" in typed_flags:
+            self._take_local_processes(typed_flags["nproc_per_node"].lower())
+        if "nnodes" in typed_flags:
+            least, _, most = typed_flags["nnodes"].rpartition(":")
+            for name, text in (("num_machines", most), ("min_machines", least)):
+                if text and (name == "num_machines" or text != most):  # 2:2 are two machines that stay
+                    self._take(name, from_text(name, text, lambda _: "--nnodes"), "--nnodes")
+        if "rdzv_endpoint" in typed_flags:
+            endpoint = typed_flags["rdzv_endpoint"]
+            host, _, port = endpoint.rpartition(":") if endpoint.rpartition(":")[2].isdigit() else (endpoint, "", "")
+            for name, text in (("main_process_ip", host), ("main_process_port", port)):
+                if text:
+                    self._take(name, from_text(name, text, lambda _: "--rdzv_endpoint"), "--rdzv_endpoint")
+
+    def _take_local_processes(self, text: str) -> None:
+        """torchrun's --nproc_per_node: a number, or what of the machine is counted."""
+        flag = "--nproc_per_node"
+        count: int | None = None
+        if text == "cpu":
+            count = usable_cores()
+            self._log("use_cpu", True, flag)
+        elif text not in ("gpu", "auto"):
+            count = from_text("num_processes", text, lambda _: flag)
+            if count < 1:
+                raise ConfigError(flag, expected='a number above 0, "gpu", "cpu" or "auto"', got=count)
+        if self.num_gpus is not None and count != self.num_gpus:
+            raise ConfigError(f"{flag} {text}: something else is said by --num_gpus {self.num_gpus}", fix="keep one")
+        self.num_gpus = count
+
+    def _take_launcher(self, name: str) -> None:
+        if name in MPI_LAUNCHERS:
+            self.notes.append(
+                f"--launcher {name}: the machines of the hostfile are reached by ssh, which trains the same"
+            )
+            name = "ssh"
+        self._log("multinode_launcher", name, "--launcher")
+
+    def _take(self, name: str, value: Any, flag: str) -> None:
+        """As `_log`, for a second flag of one setting."""
+        if self.values.get(name, value) != value:
+            here, there = f"{flag} {value}", f"{self.sources[name]} {self.values[name]}"
+            raise ConfigError(f"{here}: something else is said by {there}", fix="keep one of the two")
+        self._log(name, value, flag)
 
     def _log(self, name: str, value: Any, flag: str) -> None:
         self.values[name], self.sources[name] = value, flag
@@ -212,7 +258,7 @@ class ForeignFlags:
 
 
 def _names() -> tuple[str, ...]:
-    more = ("pass_local_rank", "launcher_args", _FSDP)
+    more = ("pass_local_rank", "launcher_args", _FSDP, *_OF_TORCHRUN)
     return (*_OPTIONS, *more, *FSDP_KEYS, *_IDLE_VALUES, *_REFUSED_VALUES, *_IDLE_SWITCHES, *_SIZES)
 
 
@@ -224,11 +270,25 @@ def resolve_devices(explicit: ExplicitSettings, flags: ForeignFlags) -> Explicit
     """
     if explicit.values.get("hostfile") is not None:
         return _by_hostfile(explicit, flags)
-    explicit = _without_hostfile(_by_filter(explicit), flags)
+    explicit = _without_hostfile(_by_filter(_on_one_machine(explicit)), flags)
     if flags.num_gpus is None:
         return explicit
     num_processes = flags.num_gpus * (explicit.values.get("num_machines") or 1)
     return _with_processes(explicit, num_processes, "--num_gpus")
+
+
+_OF_OTHER_MACHINES = ("main_process_ip", "machine_rank", "min_machines", "rdzv_backend")
+
+
+def _on_one_machine(explicit: ExplicitSettings) -> ExplicitSettings:
+    """--num_nodes picks machines of a hostfile; without one, and without a meeting point, there is this machine."""
+    count = explicit.values.get("num_machines", 1)
+    is_bare = not any(explicit.values.get(name) is not None for name in _OF_OTHER_MACHINES)
+    if explicit.sources.get("num_machines") != "--num_nodes" or count in (0, 1) or not is_bare:
+        return explicit
+    note = f"--num_nodes {count}: does nothing, as no hostfile and no --master_addr names another machine"
+    values = {name: value for name, value in explicit.values.items() if name != "num_machines"}
+    return ExplicitSettings(values, explicit.sources, (*explicit.notes, note))
 
 
 def _without_hostfile(explicit: ExplicitSettings, flags: ForeignFlags) -> ExplicitSettings:

@@ -160,7 +160,7 @@ def _local_rank_option(script: str, arguments: tuple[str, ...], kind: ProgramKin
 def _launch_here(
     settings: LaunchSettings, program: Program, child_env: Mapping[str, str], bf16_by: str, *, dry_run: bool
 ) -> int:
-    plan = plan_launch(settings, program, os.environ, child_env, bf16_by=bf16_by)
+    plan = plan_launch(settings, program, os.environ, child_env, bf16_by=bf16_by, is_dry=dry_run)
     for line in (*plan.warnings, *(() if dry_run else (plan.headline,))):
         _log(line)
     if dry_run:

@@ -16,7 +16,7 @@ from zeroaccel.config.launch.launch_settings import LaunchSettings
 from zeroaccel.config.launch.launch_sources import ExplicitSettings, from_text, kind_of, other_names
 from zeroaccel.config.launch.setting_table import SETTINGS
 
-from .foreign_flags import DEEPSPEED_FLAGS, TORCHRUN_HINTS
+from .foreign_flags import DEEPSPEED_FLAGS, ELASTIC_HINTS
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 _ENGINES = {"use_deepspeed": "DEEPSPEED", "multi_gpu": "MULTI_GPU"}
@@ -55,7 +55,7 @@ class LaunchCommand(click.Command):
             for beginning, reason in _REFUSED_BEGINNINGS.items():
                 if name.startswith(beginning):
                     raise click.UsageError(f"{error.option_name}: {reason}", ctx) from None
-            if hint := TORCHRUN_HINTS.get(name):
+            if hint := ELASTIC_HINTS.get(name):
                 raise click.UsageError(f"No such option {error.option_name}; {hint}", ctx) from None
             meant = closest(name, [option.lstrip("-") for param in self.params for option in param.opts])
             fix = f"; did you mean --{meant}?" if meant else ""

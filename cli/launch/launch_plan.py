@@ -143,6 +143,7 @@ def plan_launch(
     *,
     here: bool = True,
     bf16_by: str = "",
+    is_dry: bool = False,
 ) -> LaunchPlan:
     """Works out what to start on this machine.
 
@@ -151,14 +152,15 @@ def plan_launch(
         child_env: variables of the ranks with the settings of training.
         here: False for a machine like this one, whose ports and folders cannot be looked at.
         bf16_by: the source that asks for bf16, as the start of a message; empty where none does.
+        is_dry: the plan is only shown, so that the machines it names need not be known yet; a warning says which.
 
     Raises:
         ConfigError: the program is not there, the port is taken, the address is unknown, counts do not fit, or an
             accelerator has no bf16.
     """
     # What can be wrong for every rank alike is one message here, rather than the same traceback from each of them.
-    _check_program(program, environ)
-    host, port, about_host = _meeting_point(settings, here=here)
+    about_program = _check_program(program, environ, is_dry=is_dry)
+    host, port, about_host = _meeting_point(settings, here=here, is_dry=is_dry)
     _check_log_dir(settings)
     visible = () if settings.use_cpu else devices()
     num_devices = _num_devices(settings, environ, len(visible))
@@ -167,7 +169,9 @@ def plan_launch(
 
     # One rank per accelerator; on CPU a single one, since more of them only share its cores.
     num_processes = settings.num_processes
-    num_local = (num_devices or 1) if num_processes is None else num_processes // settings.num_machines
+    chosen = 1 if settings.use_cpu or settings.gpu_ids == "all" else len(settings.gpu_ids.split(","))
+    wanted = num_devices or chosen
+    num_local = wanted if num_processes is None else num_processes // settings.num_machines
     _check_local_ranks(settings, num_local)
     threads, about_threads = _threads(num_local, settings.num_cpu_threads_per_process, environ)
     return LaunchPlan(
@@ -178,9 +182,9 @@ def plan_launch(
         environment={**_environment(settings, threads), **(child_env or {})},
         host=host,
         port=port,
-        address=_own_address(host),
+        address="" if is_dry and not is_known_host(host) else _own_address(host),
         headline=f"{_about_processes(settings, num_local, num_devices)}, {about_threads}",
-        warnings=(*about_host, *_warnings(num_local, num_devices)),
+        warnings=(*about_program, *about_host, *_warnings(settings, num_local, num_devices)),
         cores=_cores(settings, program, num_local),
         program=program,
         child_env=child_env or {},
@@ -197,14 +201,16 @@ def _cores(settings: LaunchSettings, program: Program, num_local: int) -> tuple[
     return divide_cores(neighbouring_cores(), num_local)
 
 
-def _check_program(program: Program, environ: Mapping[str, str]) -> None:
+def _check_program(program: Program, environ: Mapping[str, str], *, is_dry: bool) -> tuple[str, ...]:
+    """Looks for what every process runs; warnings where it is only shown, and is installed on other machines."""
     if program.kind == "executable":
         if shutil.which(program.name, path=environ.get("PATH")) is None:
             raise ConfigError(f"{program.name}: no such command, or not executable", fix="give its path")
     elif program.kind == "module":
-        _check_module(program.name)
+        return _check_module(program.name, is_dry=is_dry)
     else:
         _check_script(Path(program.name))
+    return ()
 
 
 def _check_script(path: Path) -> None:
@@ -224,16 +230,19 @@ def _check_script(path: Path) -> None:
     )
 
 
-def _check_module(name: str) -> None:
+def _check_module(name: str, *, is_dry: bool) -> tuple[str, ...]:
     # The parts below the first would have to be imported to be found, which is for the processes to do.
     top = name.partition(".")[0]
-    spec = importlib.machinery.PathFinder.find_spec(top, [os.getcwd()]) or (top and importlib.util.find_spec(top))
-    if not spec:
-        fix = "a script is given without --module" if name.endswith(".py") or "/" in name else ""
-        raise ConfigError(f"--module {name}: there is no module {top!r} here or among the installed ones", fix=fix)
+    if importlib.machinery.PathFinder.find_spec(top, [os.getcwd()]) or (top and importlib.util.find_spec(top)):
+        return ()
+    text = f"--module {name}: there is no module {top!r} here or among the installed ones"
+    is_script = name.endswith(".py") or "/" in name
+    if is_dry and not is_script:
+        return (text,)
+    raise ConfigError(text, fix="a script is given without --module" if is_script else "")
 
 
-def _meeting_point(settings: LaunchSettings, *, here: bool) -> tuple[str, int, tuple[str, ...]]:
+def _meeting_point(settings: LaunchSettings, *, here: bool, is_dry: bool = False) -> tuple[str, int, tuple[str, ...]]:
     """Host and port, checked where this machine is the one to listen there; and warnings about them."""
     several = settings.num_machines > 1
     host = settings.main_process_ip or LOOPBACK
@@ -242,8 +251,10 @@ def _meeting_point(settings: LaunchSettings, *, here: bool) -> tuple[str, int, t
     if port is None:
         port = DEFAULT_PORT if several else FREE_PORT
     if several and not is_known_host(host):
-        raise ConfigError("--main_process_ip", expected="an address or the name of a known host", got=host)
-    if not several and not is_own_host(host):
+        if not is_dry:
+            raise ConfigError("--main_process_ip", expected="an address or the name of a known host", got=host)
+        notes = (f"--main_process_ip {host}: not a host that this machine knows, without which nothing starts",)
+    elif not several and not is_own_host(host):
         text = f"--main_process_ip {host}: does nothing on one machine; --num_machines says that there are more"
         notes, host = (text,), LOOPBACK
     listens = here and settings.is_main_machine and (settings.machine_rank is not None or not several)
@@ -281,10 +292,12 @@ def _num_devices(settings: LaunchSettings, environ: Mapping[str, str], num_visib
     if settings.use_cpu or settings.gpu_ids == "all":
         return num_visible
     ids = settings.gpu_ids.split(",")
+    if not num_visible:
+        return 0
     # Where some are hidden, the numbers go beyond those that are visible; names of devices are for CUDA to find.
     hidden = "CUDA_VISIBLE_DEVICES" in environ
     if not hidden and any(name.isdigit() and int(name) >= num_visible for name in ids):
-        there = f"devices 0 to {num_visible - 1}" if num_visible else "no device, as this machine has none"
+        there = f"devices 0 to {num_visible - 1}"
         raise ConfigError("--gpu_ids", expected=there, got=settings.gpu_ids, fix="or leave it out for all")
     return len(ids)
 
@@ -335,7 +348,9 @@ def _about_processes(settings: LaunchSettings, num_local: int, devices: int) -> 
     return text
 
 
-def _warnings(num_local: int, devices: int) -> tuple[str, ...]:
+def _warnings(settings: LaunchSettings, num_local: int, devices: int) -> tuple[str, ...]:
+    if settings.gpu_ids != "all" and not devices and not settings.use_cpu:
+        return (f"--gpu_ids {settings.gpu_ids}: {_count(num_local, 'process')} on the CPU, as there is no accelerator",)
     if not 0 < devices < num_local:
         return ()
     return (

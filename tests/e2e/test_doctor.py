@@ -10,7 +10,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests.multi.environment import outside_any_job
+from zeroaccel.cli import doctor
+from zeroaccel.cli.machine import Device, Machine
 from zeroaccel.cli.main import main
+from zeroaccel.offload import page_locked
 
 SCRIPT = """
 import sys
@@ -92,3 +95,40 @@ def test_env_is_for_reports_and_keeps_secrets(tmp_path: Path, monkeypatch: pytes
     assert "hidden" not in result.stdout
     result = _zeroaccel(tmp_path, monkeypatch, "env", "--json", ZEROACCEL_CONFIG="nowhere.yaml")
     assert json.loads(result.stdout)["launch file"] == "nowhere.yaml (environment ZEROACCEL_CONFIG), which is no file"
+
+
+WORKS = {"device memory": "works"}
+GPU = Device("NVIDIA H100 80GB HBM3", 80 << 30, has_bf16=True)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "verdict"), [("", "works"), ("CUDA error 2: out of memory", "falls back")], ids=["room", "none"]
+)
+def test_memory_that_cannot_be_locked_is_found(trouble: str, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_locked, "lock_trouble", lambda nbytes: trouble)
+    seen = {one.feature: one for one in doctor._accelerators(Machine(devices=(GPU,)))}
+    locked = seen["page-locked memory"]
+    assert locked.verdict == verdict
+    assert f"{trouble}" in locked.detail
+    assert "`ulimit -l` is" in locked.detail
+    assert bool(locked.fix) == bool(trouble)
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({}, {"device memory": "falls back"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:128"}, {"device memory": "falls back"}),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "garbage_collection_threshold:0.8, expandable_segments: True"}, WORKS),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True"}, WORKS),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}, WORKS),
+        (
+            {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+            {**WORKS, "streams": "falls back"},
+        ),
+    ],
+)
+def test_settings_of_a_device_are_looked_at(environ: dict[str, str], expected: dict[str, str]) -> None:
+    seen = list(doctor._device_settings(environ))
+    assert {one.feature: one.verdict for one in seen} == expected
+    assert all(bool(one.fix) == (one.verdict != "works") for one in seen)

@@ -88,3 +88,66 @@ def test_launching_from_a_python_process(tmp_path: Path) -> None:
         "this process has joined a job already; restart the notebook",
     ):
         assert line in result.stdout, result.stdout + result.stderr
+
+
+ON_DEVICES = """
+import os
+import sys
+import torch
+from zeroaccel.accelerate.launchers import notebook_launcher
+from zeroaccel.errors import ZeroAccelError
+
+# A driver with two devices: a process that has asked it for anything has children that cannot use it.
+here, asked, counts = os.getpid(), {os.getpid(): False}, int(sys.argv[1])
+
+
+def ask():
+    asked[os.getpid()] = True
+    return counts
+
+
+torch.cuda.device_count = ask
+torch.cuda.is_available = lambda: ask() > 0
+torch.cuda._is_in_bad_fork = lambda: os.getpid() != here and asked[here]
+
+
+def train(name):
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+    print(f"{name}: rank {os.environ['RANK']} sees {visible}, fails: {torch.cuda._is_in_bad_fork()}", flush=True)
+
+
+def attempt(*arguments):
+    try:
+        notebook_launcher(*arguments)
+    except ZeroAccelError as error:
+        print("refused:", error)
+
+
+attempt(train, ("first",))
+attempt(train, ("more", ), 3)
+print("asked here:", asked[here])
+torch.cuda.is_available()
+attempt(train, ("second",))
+attempt(train, ("on the CPU",), 3)
+torch.cuda.is_initialized = lambda: True
+attempt(train, ("third",))
+"""
+
+
+def test_a_notebook_does_not_ask_the_driver_of_its_devices(tmp_path: Path) -> None:
+    script = tmp_path / "notebook.py"
+    script.write_text(ON_DEVICES)
+    result: JobResult = run_command([sys.executable, script, "2"])
+    assert result.returncode == 0, result.stderr
+    for line in (
+        "first: rank 0 sees all, fails: False",
+        "first: rank 1 sees all, fails: False",
+        "more: rank 2 sees , fails: False",
+        "asked here: False",
+        "refused: launching train: this process has asked for CUDA devices, as torch.cuda.is_available() does,",
+        "on the CPU: rank 2 sees ,",
+        "refused: launching train: CUDA is in use in this process",
+    ):
+        assert line in result.stdout, result.stdout + result.stderr
+    assert "second:" not in result.stdout
+    assert "third:" not in result.stdout

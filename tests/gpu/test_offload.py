@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,11 @@ import torch
 from tests.multi.training import Toy, config, differences, train
 from zeroaccel.activations import Activations
 from zeroaccel.config.schema_sections import ActivationCheckpointing
-from zeroaccel.offload.host_buffers import pinned_bytes
+from zeroaccel.offload import page_locked
+from zeroaccel.offload.device_lane import AdamLane
+from zeroaccel.offload.host_buffers import aligned_bytes
 from zeroaccel.ops import Adam, hybrid_update
+from zeroaccel.ops.device_kernels import kernels_for
 from zeroaccel.ops.hybrid_update import HybridUpdate
 
 pytestmark = pytest.mark.gpu
@@ -25,14 +29,14 @@ def _on_device() -> Toy:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("ratio", [0.0, 0.4, None])
 def test_a_device_gives_the_bits_of_the_host(ratio: float | None, dtype: torch.dtype) -> None:
-    pytest.importorskip("cupy")
-    from zeroaccel.offload.cupy_adam import CupyAdamLane
-
+    device = torch.device("cuda", 0)
+    kernels = kernels_for(device)
+    assert kernels is not None, "the log says why the kernels do not compile"
     numel = (1 << 22) + 777  # more than a tile
     generator = torch.Generator().manual_seed(0)
     start, gradient = torch.randn(2, numel, generator=generator)
     results = []
-    for split in (None, HybridUpdate(CupyAdamLane(torch.device("cuda", 0)), ratio)):
+    for split in (None, HybridUpdate(AdamLane(device, kernels), ratio)):
         master, out = start.clone().pin_memory(), torch.zeros(numel, dtype=dtype).pin_memory()
         optimizer = Adam([master], weight_decay=0.1)
         optimizer.hybrid = split
@@ -44,22 +48,32 @@ def test_a_device_gives_the_bits_of_the_host(ratio: float | None, dtype: torch.d
 
 
 def test_a_pinned_slab_is_pinned_and_of_the_exact_size() -> None:
-    cupy = pytest.importorskip("cupy")
-    nbytes = (33 << 20) + 512
-    free = cupy.cuda.PinnedMemoryPool()
-    slab = pinned_bytes(nbytes, free)
-    assert slab.numel() == nbytes
+    nbytes = (33 << 20) + 4096
+    slab = aligned_bytes(nbytes, pinned=True)
+    assert slab.untyped_storage().nbytes() == nbytes
     assert slab.is_pinned()
     device = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
     slab.random_(0, 255)
     device.copy_(slab, non_blocking=True)
     torch.cuda.synchronize()
     assert torch.equal(device.cpu(), slab)
+    address = slab.data_ptr()
+    del slab
+    assert torch.cuda.cudart().cudaHostUnregister(address) != 0, "it was locked still"
+    with contextlib.suppress(RuntimeError):  # which reports that error once more
+        torch.ones(1, device="cuda")
+
+
+def test_memory_that_cannot_be_locked_stays_pageable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_locked, "_said", set())
+    monkeypatch.setattr(page_locked, "_PORTABLE", 1 << 30)  # no such flag
+    slab = aligned_bytes(1 << 20, pinned=True)
+    assert not slab.is_pinned()
+    torch.ones(8, device="cuda").sum().item()  # nothing is left of the error
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_share_for_the_device_changes_nothing(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("cupy")
     monkeypatch.setattr(hybrid_update, "_MIN_NUMEL", 64)
 
     def run(ratio: float | None) -> Any:

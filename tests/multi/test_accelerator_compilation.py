@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.multi.pool import Pool
-from zeroaccel import Accelerator, ZeroPlugin
+from zeroaccel import Accelerator, ZeroPlugin, logs
 from zeroaccel.accelerate.accelerator_arguments import Compilation, compilation_of
 from zeroaccel.config.launch.launch_sources import LaunchedSettings
 from zeroaccel.errors import ConfigError
@@ -65,6 +66,29 @@ def test_blocks_are_compiled_by_themselves() -> None:
     Compilation("eager", regional=True).apply(model)
     assert [module._compiled_call_impl is not None for module in model] == [False, True, True]
     assert model._compiled_call_impl is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "moves", "warns"),
+    [
+        ("reduce-overhead", True, True),
+        ("max-autotune", True, True),
+        ("reduce-overhead", False, False),
+        (None, True, False),
+    ],
+)
+def test_graphs_of_parameters_that_move_are_warned_of(
+    mode: str | None, moves: bool, warns: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "_seen", set())
+    logger = logging.getLogger("zeroaccel")
+    logger.addHandler(caplog.handler)
+    try:
+        Compilation("eager", mode).apply(nn.Linear(2, 2), parameters_move=moves)
+    finally:
+        logger.removeHandler(caplog.handler)
+    expected = f'dynamo_mode "{mode}" records CUDA graphs'
+    assert [record.getMessage().startswith(expected) for record in caplog.records] == [True] * warns
 
 
 @pytest.mark.parametrize(

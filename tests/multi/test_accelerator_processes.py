@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import torch
 
 from tests.multi.pool import Pool
 from zeroaccel import Accelerator, PartialState, ProfileKwargs
+from zeroaccel.accelerate.beside_accelerate import leave_accelerate
 from zeroaccel.errors import UsageError
 from zeroaccel.operations import (
     broadcast,
@@ -169,3 +171,72 @@ def test_process_control(ranks: Ranks, tmp_path: Path) -> None:
         [[0, 1], (0, 1), [0, 1], {"a": [1], "b": ["x"]}],
     ]
     assert second == [["last", "second"], [[2], (2, 2), [2, 2], {"a": [2], "b": ["y"]}]]
+
+
+def _as_scripts_for_accelerate(folder: Path) -> list[str]:
+    import random
+
+    from zeroaccel.local_sgd import LocalSGD
+    from zeroaccel.logging import get_logger
+    from zeroaccel.utils import extract_model_from_parallel, set_seed, tqdm
+
+    accelerator = Accelerator(rng_types=["python", "generator"])
+    rank = accelerator.process_index
+    handler = logging.FileHandler(folder / "lines")  # opened by both ranks to append
+    logger = get_logger("a.script.on.ranks")
+    logger.logger.addHandler(handler)
+    logger.logger.propagate = False
+    logger.logger.setLevel("INFO")
+    try:
+        logger.info("main")
+        accelerator.wait_for_everyone()
+        for turn in range(3):
+            logger.info("turn %d", turn, in_order=True)
+    finally:
+        logger.logger.removeHandler(handler)
+        handler.close()
+    set_seed(5, device_specific=True)
+    own = random.random()
+    loader = accelerator.prepare(torch.utils.data.DataLoader(torch.arange(4), batch_size=1))  # type: ignore[arg-type]
+    for _ in loader:
+        shared = random.random()
+        break
+    assert accelerator.gather(torch.tensor([own])).unique().numel() == 2
+    assert accelerator.gather(torch.tensor([shared])).unique().numel() == 1  # as `rng_types` says
+    assert tqdm(range(2), leave=False).disable == (rank != 0)
+    model = torch.nn.Linear(2, 1)
+    engine, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert extract_model_from_parallel(engine) is model
+    with pytest.raises(UsageError, match=r"LocalSGD\(enabled=True\): expected one process.*got '2 processes'"):
+        LocalSGD(accelerator, engine, 8)
+    LocalSGD(accelerator, engine, 8, enabled=False)
+    assert accelerator.should_save_model == (rank == 0)
+    accelerator.free_memory()
+    return (folder / "lines").read_text().splitlines()
+
+
+def test_what_scripts_for_accelerate_call_on_two_ranks(ranks: Ranks, tmp_path: Path) -> None:
+    lines, _ = ranks(2).run(_as_scripts_for_accelerate, tmp_path)
+    in_turn = [f"[RANK {rank}] turn {turn}" for turn in range(3) for rank in range(2)]
+    assert lines == ["[RANK 0] main", *in_turn]
+
+
+def _beside_accelerate() -> bool:
+    accelerate = pytest.importorskip("accelerate")
+    from accelerate.logging import get_logger  # type: ignore[import-not-found,unused-ignore]
+
+    accelerate.state.PartialState._reset_state()
+    accelerator = Accelerator()
+    try:
+        get_logger("beside").info("no error")
+        theirs = accelerate.state.PartialState()
+        return bool(
+            (theirs.process_index, theirs.num_processes) == (accelerator.process_index, accelerator.num_processes)
+        )
+    finally:
+        leave_accelerate()
+        accelerate.state.PartialState._reset_state()
+
+
+def test_accelerates_own_state_agrees(ranks: Ranks) -> None:
+    assert ranks(2).run(_beside_accelerate) == [True, True]

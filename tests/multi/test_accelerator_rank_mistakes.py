@@ -150,7 +150,7 @@ CASES: dict[str, tuple[Callable[..., object], str]] = {
         lambda rank: Accelerator(project_dir="a", project_config=ProjectConfiguration("b" if rank else "a")),
         "expected one project folder",
     ),
-    "handler": (lambda rank: Accelerator(kwargs_handlers=[3] if rank else None), "expected a ProfileKwargs"),
+    "handler": (lambda rank: Accelerator(kwargs_handlers=[3] if rank else None), "expected handlers among"),
 }
 DIFFERENT: dict[str, Callable[[int], object]] = {
     "without optimizer": _without_optimizer,

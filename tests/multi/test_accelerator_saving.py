@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -16,8 +18,9 @@ from torch import Tensor, nn
 from tests.multi.pool import Pool
 from tests.multi.training import Toy, batches
 from zeroaccel import Accelerator, ZeroPlugin
-from zeroaccel.checkpoint import weights
-from zeroaccel.errors import CheckpointError, UsageError
+from zeroaccel.checkpoint import weights, weights_on_demand
+from zeroaccel.errors import CheckpointError, EngineStateError, UsageError
+from zeroaccel.zero.param_unit import ShardState
 
 Ranks = Callable[[int], Pool]
 
@@ -160,6 +163,69 @@ def _hugging_face(folder: Path) -> None:
             for (name, weight), other in zip(inner.named_parameters(), loaded.parameters(), strict=True):
                 assert torch.equal(weight, other), (way, name)
             assert loaded.generation_config is not None
+
+
+def _no_state_dict(folder: Path) -> dict[str, Any]:
+    """Saves with a state dict and without, and measures what values of the latter are in host memory at a time."""
+    transformers = pytest.importorskip("transformers")
+    settings = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 6}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True}
+    torch.manual_seed(3)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**settings, **heads))
+    tree = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+    accelerator = Accelerator(zero_plugin=ZeroPlugin(tree), mixed_precision="bf16")
+    engine = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))[0]
+    main = accelerator.is_main_process
+    arguments = {"is_main_process": main, "max_shard_size": "8KB"}
+    model.save_pretrained(folder / "with", state_dict=accelerator.get_state_dict(engine), **arguments)
+    alive, most, gathers = [0], [0], [0]
+    original, unshard = weights_on_demand._Requests.ask, type(engine.units[0]).unshard
+
+    def ask(self: Any, name: str) -> Tensor:
+        value = original(self, name)
+        memory = np.empty(value.nbytes, np.uint8)  # whose end can be watched, unlike that of a storage of torch
+        watched = torch.from_numpy(memory).view(value.dtype).view(value.shape)
+        watched.copy_(value)
+        alive[0] += value.nbytes
+        most[0] = max(most[0], alive[0])
+        weakref.finalize(memory, freed, value.nbytes)
+        return watched
+
+    def freed(nbytes: int) -> None:
+        alive[0] -= nbytes
+
+    def count(self: Any) -> None:
+        gathers[0] += 1
+        unshard(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weights_on_demand._Requests, "ask", ask)
+        patch.setattr(type(engine.units[0]), "unshard", count)
+        model.save_pretrained(folder / "without", **arguments)
+    with pytest.raises(Exception, match="unwritable") as refused:
+        model.save_pretrained(folder / "with" / "config.json" / "unwritable", **arguments)
+    assert "unwritable" in str(refused.value)  # on both ranks, and none waits
+    with pytest.raises(EngineStateError, match=r"pass state_dict=accelerator\.get_state_dict"):
+        model.save_pretrained(folder / "alone")
+    still_sharded = all(unit.state is ShardState.SHARDED for unit in engine.units)
+    accelerator.free_memory()
+    total = sum(param.nbytes for param in model.parameters())
+    return {"most": most[0], "left": alive[0], "gathers": gathers[0], "total": total, "sharded": still_sharded}
+
+
+def test_a_sharded_model_is_saved_file_by_file(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = ranks(2).run(_no_state_dict, tmp_path, timeout=120)
+    assert first["sharded"]
+    assert second["sharded"]
+    names = sorted(path.name for path in (tmp_path / "with").iterdir())
+    assert sum(name.endswith(".safetensors") for name in names) > 4
+    assert sorted(path.name for path in (tmp_path / "without").iterdir()) == names
+    for name in names:
+        assert (tmp_path / "with" / name).read_bytes() == (tmp_path / "without" / name).read_bytes(), name
+    assert 0 < first["most"] <= 2 * 8000 < first["total"] / 2  # the file that is written, and the one before it
+    assert first["left"] == 0
+    assert second["most"] == 0
+    assert first["gathers"] == second["gathers"] <= 8 + 3  # units of six layers, embedding and norm; few come twice
 
 
 def test_transformers_loads_what_was_saved(ranks: Ranks, tmp_path: Path) -> None:

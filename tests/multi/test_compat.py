@@ -190,8 +190,7 @@ def _refused() -> dict[str, str]:
             "mics": _named_error(deepspeed.zero.Init, zero_param_parallel_group=object()),
             "quantized": _named_error(deepspeed.zero.Init, zero_quantized_weights=True),
             "two configs": _named_error(deepspeed.initialize, model=_model(), config=CONFIG, config_params=CONFIG),
-            "comms config": _named_error(deepspeed.init_distributed, config=CONFIG),
-            "address": _named_error(deepspeed.init_distributed, init_method="tcp://127.0.0.1:1"),
+            "another rank": _named_error(deepspeed.init_distributed, rank=7, world_size=9),
         }
         model = _model()
         first, _, _, _ = deepspeed.initialize(model=model, config=CONFIG)
@@ -213,17 +212,16 @@ def test_what_cannot_be_is_named_on_every_rank(ranks: Ranks) -> None:
     told = ranks(2).run(_refused)
     assert told[0] == told[1]
     parts = {
-        "mpu": "model and sequence parallelism",
+        "mpu": "an object with get_sequence_parallel_world_size",
         "no config": "expected a config",
         "no model": "deepspeed.initialize(model)",
         "group": "deepspeed.zero.Init(data_parallel_group)",
         "mics": "deepspeed.zero.Init(zero_param_parallel_group)",
         "quantized": "deepspeed.zero.Init(zero_quantized_weights)",
         "two configs": "got 'config and config_params'; keep config only",
-        "comms config": "deepspeed.init_distributed(config)",
         "schedule": "engine.compile(schedule)",
         "leaf": "classes of modules of the model",
-        "address": "zeroaccel launch or torchrun",
+        "another rank": "deepspeed.init_distributed(rank, world_size)",
         "second engine": "destroy()",
         "destroyed": "one after destroy()",
         "lr_kwargs": "engine.step(lr_kwargs)",
@@ -263,6 +261,12 @@ def _resumes_if_there_is_something(folder: str) -> list[Any]:
         empty = f"{folder}/empty"
         os.makedirs(empty, exist_ok=True)
         found = [engine.load_checkpoint(f"{folder}/absent"), engine.load_checkpoint(empty)]
+        os.makedirs(f"{folder}/logs/run", exist_ok=True)
+        Path(folder, "logs", "notes.txt").write_text("no checkpoint")
+        found.append(engine.load_checkpoint(f"{folder}/logs"))
+        for nowhere in ("", None):
+            with pytest.raises(UsageError, match=r"save_checkpoint\(save_dir\): expected a folder"):
+                engine.save_checkpoint(nowhere)
         with pytest.raises(CheckpointError):
             engine.load_checkpoint(empty, tag="global_step1")  # a tag says that there is one
         loss = engine(torch.ones(1, 4)).sum()
@@ -286,7 +290,7 @@ def _resumes_if_there_is_something(folder: str) -> list[Any]:
 
 
 def test_a_folder_without_a_checkpoint_and_the_loss_that_is_returned(ranks: Ranks, tmp_path: Path) -> None:
-    expected = [(None, None), (None, None), (True, {})]
+    expected = [(None, None), (None, None), (None, None), (True, {})]
     assert ranks(2).run(_resumes_if_there_is_something, str(tmp_path)) == [expected] * 2
 
 

@@ -225,14 +225,13 @@ def test_no_more_than_the_gather_bucket_is_under_way(ranks: Ranks, stage: int) -
                 assert peaks["all_gather"] == total
 
 
-def test_units_are_fetched_ahead_within_the_prefetch_limit(ranks: Ranks) -> None:
-    for ahead in (0, 1, 2):
-        _, sizes, _ = ranks(2).run(_peaks, config(3, "bf16"))[0]
-        limit = ahead * sizes["layers.0"]
+def test_units_are_fetched_ahead_until_the_prefetch_limit(ranks: Ranks) -> None:
+    _, sizes, _ = ranks(2).run(_peaks, config(3, "bf16"))[0]
+    layer, needed = sizes["layers.0"], max(sizes.values())
+    for limit, ahead in ((0, 0), (1, 1), (layer, 1), (layer + 1, 2)):
         settings = config(3, "bf16", stage3_prefetch_bucket_size=limit, stage3_max_reuse_distance=0)
         for peaks, _, _ in ranks(2).run(_peaks, settings):
-            needed = max(sizes.values())
-            assert peaks["all_gather"] <= needed + limit
+            assert peaks["all_gather"] <= needed + ahead * layer
             assert (peaks["all_gather"] > needed) is (ahead > 0)
 
 

@@ -160,7 +160,7 @@ def _mistakes() -> list[str]:
     attempt(EngineStateError, zero.safe_set_full_grad, weight, torch.zeros(weight.shape))
     assert zero.safe_get_full_grad(weight) is None
     backward(engine, 0)
-    attempt(EngineStateError, zero.safe_get_full_grad, weight)
+    attempt(EngineStateError, zero.safe_get_local_grad, weight)
     engine.step()
     backward(engine, 1)
     engine.step()

@@ -48,7 +48,7 @@ LAYERS = (
     ("errors", "logs", "nested", "templates"),
     ("config",),
     ("comm", "ops", "offload"),
-    ("optim", "telemetry"),
+    ("optim", "parallel", "telemetry"),
     ("zero",),
     ("checkpoint",),
     ("(faces)",),  # every other module directly in zeroaccel/, and the package itself
@@ -69,6 +69,8 @@ ENVIRONMENT_READERS = {
     "zeroaccel/compat/__main__.py": "hands the facade on to the processes that a script starts",
     "zeroaccel/compat/startup/sitecustomize.py": "whether the facade was handed on to this process",
     "zeroaccel/accelerate/zero_plugin.py": "what the launcher says of training",
+    "zeroaccel/accelerate/script_calls.py": "its calls are about the environment, for scripts that import them",
+    "zeroaccel/logging.py": "ACCELERATE_LOG_LEVEL, the level of a script's loggers",
     "zeroaccel/accelerate/launchers.py": "inside the ranks it starts, to tell them their places",
     "zeroaccel/telemetry/verification.py": "the order of `zeroaccel verify`, which reaches a script no other way",
     "zeroaccel/logs.py": "RANK, known before there is a process group, and the log level",
@@ -80,6 +82,10 @@ LONG_FILES = {
     "zeroaccel/accelerate/accelerator.py": "what scripts call, each method with its documentation and often an example",
     "zeroaccel/zero/engine.py": "one class: the training step, and the documented calls of programs, which delegate",
     "zeroaccel/checkpoint/zero_to_fp32.py": "a whole program, copied beside checkpoints; it may import no other file",
+}
+# Which files outside zero/hooks.py register hooks, and for what.
+HOOKS_ELSEWHERE = {
+    "zeroaccel/parallel/ulysses.py": "arguments of one model's forward, also where there is no engine yet",
 }
 STORAGE_FOLDER = "zeroaccel/zero/storage"
 # What distinguishes storages from each other, and how many functions outside their folder may ask for it.
@@ -94,23 +100,38 @@ PUBLIC_MODULES = {
     "zeroaccel.config.launch.launch_file",
 }
 MAX_LOOSE_MODULES = 8
+# Modules and packages with the names of accelerate's, so that a script changes nothing but the package's name. They do
+# not count as loose, and may be called `utils`.
+NAMED_BY_ACCELERATE = {"data_loader", "local_sgd", "logging", "state", "tracking", "utils"}
 SMALL_MODULE_LINES = 60
 # Modules with one importer and under 60 code lines that are not merged into it, and why.
 SMALL_MODULES = {
-    "zeroaccel/compat/deepspeed_comm.py": "is `deepspeed.comm`, a module of its own there",
+    "zeroaccel/accelerate/beside_accelerate.py": "the one file that touches another library's modules, and undoes it",
+    "zeroaccel/compat/transformers_calls.py": "patches another library's classes, and `uninstall` finds it by its name",
+    "zeroaccel/compat/parallel_state_sp.py": "is what DeepSpeed calls an mpu: the module itself is passed on",
+    "zeroaccel/compat/deepspeed_monitor.py": "is `deepspeed.monitor`, a module of its own there",
     "zeroaccel/estimate/extrapolate.py": "pure arithmetic without torch, with tests of its own",
-    "zeroaccel/seeds.py": "scripts import it: `from zeroaccel.seeds import set_seed`",
+    "zeroaccel/offload/device_lane.py": "streams and copies, of which the tables that import it and `ops` know nothing",
 }
 # Inside zeroaccel/zero/, from the bottom; a module imports from its own row and below.
 ENGINE_LAYERS: tuple[tuple[str, ...], ...] = (
-    ("layout", "precision", "prefetch", "tensor_subclasses", "wrap_policy", "access.safetensors_file"),
+    (
+        "device_check",
+        "layout",
+        "precision",
+        "prefetch",
+        "grad_norm",
+        "tensor_subclasses",
+        "wrap_policy",
+        "access.safetensors_file",
+    ),
     ("storage.copy_stream", "storage.shards"),
     ("storage.masters", "storage.swapped_masters", "storage.placement"),
     ("param_unit",),
     ("coordinator", "grad_reducer", "param_check"),
     ("sharded_optimizer",),
     ("weight_update", "storage.state_offload", "access.param_registry"),
-    ("access.full_params", "access.safe_get_set"),
+    ("step_boundary", "access.full_params", "access.safe_get_set"),
     ("build", "from_config", "hooks"),
     ("engine", "access.deferred_init", "access.load_safetensors"),
 )
@@ -249,6 +270,8 @@ def imports_have_no_circle(package: Mapping[str, Source]) -> Iterator[str]:
 
 def hooks_are_registered_in_one_file(package: Mapping[str, Source]) -> Iterator[str]:
     for source in _outside(package, "zeroaccel/zero/hooks.py"):
+        if str(source.path) in HOOKS_ELSEWHERE:
+            continue
         for node in ast.walk(source.tree):
             if isinstance(node, ast.Attribute) and re.fullmatch(r"register_\w*hook", node.attr):
                 yield source.at(node, f"{node.attr} belongs in zero/hooks.py")
@@ -350,7 +373,8 @@ def no_name_is_used_twice(package: Mapping[str, Source]) -> Iterator[str]:
 
 def few_modules_are_loose(package: Mapping[str, Source]) -> Iterator[str]:
     loose = [source for source in package.values() if str(source.path.parent) == "zeroaccel"]
-    for source in [source for source in loose if source.path.stem != "__init__"][MAX_LOOSE_MODULES:]:
+    others = [source for source in loose if source.path.stem not in {"__init__", *NAMED_BY_ACCELERATE}]
+    for source in others[MAX_LOOSE_MODULES:]:
         yield source.at(1, f"the {MAX_LOOSE_MODULES + 1}th module directly in zeroaccel/: it belongs in a folder")
 
 
@@ -412,7 +436,10 @@ def files_stay_short(files: Mapping[str, Source]) -> Iterator[str]:
 
 def names_say_something(files: Mapping[str, Source]) -> Iterator[str]:
     for source in files.values():
-        for part in source.path.with_suffix("").parts:
+        path = source.path.with_suffix("")
+        if path.parts[0] == "zeroaccel" and path.parts[1] in NAMED_BY_ACCELERATE:
+            path = PurePosixPath(*path.parts[2:])
+        for part in path.parts:
             if NAMELESS & set(part.lower().split("_")):
                 yield source.at(1, f"{part!r} says nothing about what is in it")
         for node in ast.walk(source.tree):

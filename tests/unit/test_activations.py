@@ -72,7 +72,7 @@ class Mirror:
     """Host memory of a device that is not there: copies, and notes in which order they were asked for."""
 
     def __init__(self) -> None:
-        self.sent = self.brought = 0
+        self.sent = self.brought = self.protected = 0
         self.ahead = 0
 
     def allocate(self, nbytes: int) -> Tensor:
@@ -81,6 +81,9 @@ class Mirror:
     def copy_to_host(self, target: Tensor, source: Tensor) -> None:
         self.sent += source.numel()
         target.copy_(source)
+
+    def protect_sources(self) -> None:
+        self.protected += 1
 
     def copy_to_device(self, source: Tensor, device: torch.device) -> Any:
         self.brought += source.numel()
@@ -197,6 +200,54 @@ def test_a_change_in_place_after_forward_does_not_reach_what_was_kept() -> None:
         hidden.zero_()
     out.sum().backward()
     assert torch.equal(weight.grad, 2 * (3 * (weight.detach() * 2).cos()))
+
+
+class LateLink(Mirror):
+    """Copies to the host as late as a device may: when the program may change the sources, or wants them back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.under_way: list[tuple[Tensor, Tensor]] = []
+
+    def copy_to_host(self, target: Tensor, source: Tensor) -> None:
+        self.under_way.append((target, source))
+
+    def protect_sources(self) -> None:
+        for target, source in self.under_way:
+            target.copy_(source)
+        self.under_way.clear()
+
+    def copy_to_device(self, source: Tensor, device: torch.device) -> Any:
+        self.protect_sources()
+        return super().copy_to_device(source, device)
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_an_input_may_be_changed_in_place_once_its_call_is_over(raises: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    link = LateLink()
+    monkeypatch.setattr(activation_store, "link_to", lambda device: link)
+    configure(ActivationCheckpointing(cpu_checkpointing=True))
+    weight = torch.randn(4, requires_grad=True)
+    hidden = weight * 2
+    under_way_inside = []
+
+    def function(x: Tensor) -> Tensor:
+        under_way_inside.append(len(link.under_way))
+        if raises:
+            raise ValueError("a bad batch")
+        return x.sin() * 3
+
+    if raises:
+        with pytest.raises(ValueError, match="a bad batch"):
+            checkpoint(function, hidden)
+        assert not link.under_way
+        return
+    out = checkpoint(function, hidden)
+    with torch.no_grad():
+        hidden.zero_()
+    out.sum().backward()
+    assert torch.equal(weight.grad, 2 * (3 * (weight.detach() * 2).cos()))
+    assert under_way_inside[0] == 1, "the function hides the copy of its input"
 
 
 def test_two_backwards_through_one_graph() -> None:

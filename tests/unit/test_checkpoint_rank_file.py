@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import random
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Thread
 
@@ -12,7 +15,10 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from zeroaccel.checkpoint import rank_file_writer
 from zeroaccel.checkpoint.manifest import FileRecord
 from zeroaccel.checkpoint.rank_file import (
     BLOCK_NBYTES,
@@ -28,6 +34,7 @@ from zeroaccel.checkpoint.rank_file import (
 from zeroaccel.checkpoint.rank_file_writer import RankFileWriter, Staging
 from zeroaccel.checkpoint.save_plan import SaveItem
 from zeroaccel.errors import CheckpointError
+from zeroaccel.offload.tier import StoredElements
 from zeroaccel.zero.access.safetensors_file import dtype_name
 
 
@@ -169,3 +176,101 @@ def test_names_of_files_are_reported_from_others() -> None:
     assert is_part_of_a_save(rank_file_name(3, 16, "0123abcd") + ".tmp")
     for other in ("model.safetensors", "manifest.json", "zero_to_fp32.py", "rank0.safetensors", "notes.tmp"):
         assert not is_part_of_a_save(other)
+
+
+class Deferred(rank_file_writer.ChunkCopies):
+    """A device's copies: each takes effect only when something waits for a mark behind it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._queue: list[tuple[Tensor, Tensor]] = []
+        self._done = 0
+        self.within = 0
+
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[None]:
+        self.within += 1
+        yield
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        assert self.within == 1, "a copy outside of its stream"
+        target.fill_(0xAA)
+        with self._lock:
+            self._queue.append((target, source))
+
+    def mark(self) -> Callable[[], object]:
+        behind = len(self._queue)
+
+        def wait() -> None:
+            with self._lock:
+                for target, source in self._queue[self._done : behind]:
+                    target.copy_(source)
+                self._done = max(self._done, behind)
+
+        return wait
+
+    @property
+    def is_done(self) -> bool:
+        return self._done == len(self._queue)
+
+
+def test_chunks_of_a_device_are_read_after_their_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("host", "device"):
+        (tmp_path / folder).mkdir()
+    tensors = {name: torch.randn(900_000) for name in ("a", "b", "c", "d")}  # four chunks, of a pool of two
+    expected, _ = write_file(tmp_path / "host", tensors)
+    copies, done_when_told = Deferred(), []
+    monkeypatch.setattr(rank_file_writer, "copies_of", lambda entries: copies)
+
+    class Told(threading.Event):
+        def set(self) -> None:
+            done_when_told.append(copies.is_done)
+            super().set()
+
+    monkeypatch.setattr(RankFileWriter, "copied", Told(), raising=False)
+    monkeypatch.setattr(RankFileWriter, "__setattr__", _all_but_copied)
+    found, writer = write_file(tmp_path / "device", tensors)
+    assert writer.path.read_bytes() == (tmp_path / "host" / writer.path.name).read_bytes()
+    assert found == expected
+    assert done_when_told == [True], "the tensors were free to change while copies read them"
+
+
+def _all_but_copied(writer: RankFileWriter, name: str, value: object) -> None:
+    if name != "copied":
+        object.__setattr__(writer, name, value)
+
+
+def test_a_stream_of_copies_begins_behind_the_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+
+    class Stream:
+        def __init__(self, device: torch.device) -> None:
+            events.append(f"stream of {device}")
+
+        def wait_event(self, event: Event) -> None:
+            events.append(f"wait for {event.of}")
+
+    class Event:
+        of = ""
+
+        def record(self, stream: object) -> None:
+            self.of = "training" if stream == "training" else "copies"
+
+        def synchronize(self) -> None:
+            events.append(f"the host waits for {self.of}")
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "training")
+    rank_file_writer.DeviceChunkCopies(torch.device("cuda", 1)).mark()()
+    assert events == ["stream of cuda:1", "wait for training", "the host waits for copies"]
+
+
+def test_tensors_of_a_device_take_a_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_host = SaveItem("a", "F32", (3,), 0, torch.ones(3))
+    assert type(rank_file_writer.copies_of([on_host])) is rank_file_writer.ChunkCopies
+    monkeypatch.setattr(rank_file_writer, "DeviceChunkCopies", lambda device: device)
+    tier = StoredElements(3, torch.float32, lambda first, count: torch.ones(count))
+    there = SaveItem("b", "F32", (3,), 0, FakeTensor(FakeTensorMode(), torch.empty(3, device="meta"), "cuda:1"))
+    entries = [on_host, SaveItem("c", "F32", (3,), 0, tier), there]
+    assert str(rank_file_writer.copies_of(entries)) == "cuda:1"

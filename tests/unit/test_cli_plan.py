@@ -153,7 +153,6 @@ def test_a_port_that_is_taken(machine: pytest.MonkeyPatch) -> None:
     ("values", "words"),
     [
         ({"num_machines": 2, "machine_rank": 0, "main_process_ip": "host.invalid"}, "the name of a known host"),
-        ({"gpu_ids": "0,2"}, "--gpu_ids: expected no device, as this machine has none, got '0,2'"),
         ({"enable_cpu_affinity": True, "num_processes": 4096}, "--enable_cpu_affinity: expected at most"),
         ({"log_dir": "train.py/logs"}, "train.py is a file"),
         ({"tee": {0: 3, 2: 1}, "num_processes": 2}, "--tee: expected local ranks 0 to 1, got 2"),
@@ -161,6 +160,29 @@ def test_a_port_that_is_taken(machine: pytest.MonkeyPatch) -> None:
 )
 def test_what_does_not_fit_this_machine(machine: pytest.MonkeyPatch, values: dict[str, Any], words: str) -> None:
     assert words in _refusal(values)
+
+
+def test_devices_that_are_chosen_where_there_is_none_are_processes_on_the_cpu(machine: pytest.MonkeyPatch) -> None:
+    plan = _plan({"gpu_ids": "0,2"})
+    assert (plan.num_local, plan.device) == (2, "cpu")
+    assert plan.warnings == ("--gpu_ids 0,2: 2 processes on the CPU, as there is no accelerator",)
+    assert _plan({"gpu_ids": "0,", "num_processes": 3}).num_local == 3
+    assert _plan({"gpu_ids": "0,2", "use_cpu": True}).num_local == 1
+
+
+def test_a_plan_that_is_only_shown_may_name_hosts_that_are_not_known_yet(machine: pytest.MonkeyPatch) -> None:
+    values = {"num_machines": 2, "machine_rank": 1, "main_process_ip": "host.invalid", "num_processes": 4}
+    plan = plan_launch(launch_settings(values), Program("train.py"), {}, is_dry=True)
+    assert (plan.host, plan.num_local) == ("host.invalid", 2)
+    assert (
+        plan.warnings[0]
+        == "--main_process_ip host.invalid: not a host that this machine knows, without which nothing starts"
+    )
+    assert plan.rank_environment(1)["RANK"] == "3"
+    module = plan_launch(launch_settings({}), Program("nosuchpackage.train", kind="module"), {}, is_dry=True)
+    assert module.warnings == (
+        "--module nosuchpackage.train: there is no module 'nosuchpackage' here or among the installed ones",
+    )
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "node-7.invalid"])

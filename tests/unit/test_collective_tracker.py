@@ -5,11 +5,14 @@ from __future__ import annotations
 import weakref
 from datetime import timedelta
 from functools import partial
+from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
 
-from zeroaccel.comm.collective_tracker import CollectiveTracker, DeviceWork, MessageWork
+from zeroaccel.comm import collective_tracker
+from zeroaccel.comm.collective_tracker import ArrivalMark, CollectiveTracker, DeviceWork, MessageWork
 from zeroaccel.comm.hangs.flight_recorder import CollectiveRecord, FlightRecorder
 from zeroaccel.errors import CollectiveError
 
@@ -134,3 +137,82 @@ def test_a_probe_does_not_keep_a_work_alive(tracker: CollectiveTracker) -> None:
     assert not has_completed()
     del work
     assert has_completed()
+
+
+class Mark:
+    """A byte that a device writes when the test says so."""
+
+    made: ClassVar[list[Mark]] = []
+
+    def __init__(self, device: torch.device) -> None:
+        self.begun, self.arrived = 0, True
+        self.made.append(self)
+
+    def begin(self) -> None:
+        assert self.arrived, "begun again before the device has got there"
+        self.begun, self.arrived = self.begun + 1, False
+
+    def has_arrived(self) -> bool:
+        return self.arrived
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> CollectiveTracker:
+    monkeypatch.setattr(collective_tracker, "ArrivalMark", Mark)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(Mark, "made", [])
+    return CollectiveTracker(FlightRecorder(), SimpleNamespace(error=None))  # type: ignore[arg-type]
+
+
+def _started(tracker: CollectiveTracker) -> DeviceWork:
+    message = Message(tracker.flight_recorder)
+    message.is_completed = lambda: pytest.fail("a question to CUDA")  # type: ignore[method-assign]
+    return DeviceWork(tracker, _issue(tracker), [message], torch.device("cuda", 0))
+
+
+def test_on_cuda_the_watchdog_reads_host_memory(on_cuda: CollectiveTracker) -> None:
+    recorder = on_cuda.flight_recorder
+    first, second = _started(on_cuda), _started(on_cuda)
+    assert recorder.probe is None, "nothing waits for them yet"
+    first.wait()
+    second.wait()
+    assert recorder.probe is not None
+    entry, has_completed = recorder.probe
+    assert entry is first.entry
+    assert not has_completed()
+    (mark,) = Mark.made
+    mark.arrived = True
+    assert has_completed()
+    recorder.probe = None  # as the watchdog does
+    first.wait()
+    assert recorder.probe is None, "it was waited for before"
+    third = _started(on_cuda)
+    third.wait()
+    assert recorder.probe is not None
+    assert recorder.probe[0] is third.entry
+    assert Mark.made == [mark]
+    assert mark.begun == 2
+
+
+def test_a_graph_that_is_captured_gets_no_mark(on_cuda: CollectiveTracker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    _started(on_cuda).wait()
+    assert on_cuda.flight_recorder.probe is None
+    assert Mark.made == []
+
+
+def test_without_a_watchdog_a_device_writes_nothing(on_cuda: CollectiveTracker) -> None:
+    _started(CollectiveTracker(on_cuda.flight_recorder, None)).wait()
+    assert Mark.made == []
+
+
+def test_a_mark_arrives_with_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Host memory only: of the device's part there are the arguments."""
+    zeros, ones = torch.zeros, torch.ones
+    monkeypatch.setattr(torch, "zeros", lambda *size, dtype, pin_memory: zeros(*size, dtype=dtype))
+    monkeypatch.setattr(torch, "ones", lambda *size, dtype, device: ones(*size, dtype=dtype))
+    mark = ArrivalMark(torch.device("cuda", 0))
+    assert not mark.has_arrived()
+    for _ in range(2):
+        mark.begin()
+        assert mark.has_arrived()  # a copy of host memory does not wait for a stream

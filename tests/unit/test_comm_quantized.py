@@ -154,23 +154,8 @@ def test_the_path_without_compiled_loops_agrees(codec: Codec, numel: int) -> Non
     scales, integers = quantized._views(values, codec, other)
     for first in range(0, scales.numel(), 1000):
         quantized._quantize_tile(values, codec, scales, integers, first, min(first + 1000, scales.numel()))
-    used = 4 * codec.blocks(numel)
-    assert torch.allclose(scales, code[:used].view(torch.float32), rtol=2e-7, atol=0, equal_nan=True)
-    steps = (_integers(integers, codec, numel) - _integers(code[used:], codec, numel)).abs()
-    assert (steps <= 1).all()
-    assert (steps != 0).sum() <= numel / 1000
+    assert torch.equal(other, code)
     out = torch.empty(numel)
     for part, decoded in quantized._dequantized_tiles(out, *quantized._views(values, codec, code), codec):
         part.copy_(decoded)
     assert torch.equal(out.nan_to_num(nan=9.0), _back(values, codec).nan_to_num(nan=9.0))
-
-
-def _integers(packed: Tensor, codec: Codec, numel: int) -> Tensor:
-    """(numel,) what a code's integers are: its values with every scale 1."""
-    code = torch.empty(codec.nbytes(numel), dtype=torch.uint8)
-    scales, held = quantized._views(torch.empty(numel), codec, code)
-    scales.fill_(1.0)
-    held.copy_(packed[: held.numel()])
-    out = torch.empty(numel)
-    dequantize(code, codec, out)
-    return out

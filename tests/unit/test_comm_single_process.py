@@ -7,12 +7,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from zeroaccel.comm import topology
 from zeroaccel.comm.agree import agree_or_raise
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.recording import CollectiveCall, RecordingCollectives
 from zeroaccel.comm.topology import Topology, current_topology, destroy, init_process_group
-from zeroaccel.comm.transport import BufferPool
+from zeroaccel.comm.transport import BufferPool, MeterSource, NativeTransport, P2PTransport, transport_over
 from zeroaccel.errors import ConfigError, EngineStateError
 
 
@@ -38,6 +40,52 @@ def test_without_an_environment_the_process_is_the_job(alone: Topology) -> None:
 def test_the_topology_is_made_once(alone: Topology) -> None:
     assert init_process_group() is alone
     assert current_topology() is alone
+
+
+def test_another_device_is_refused_once_the_ranks_are_connected(
+    alone: Topology, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert init_process_group(device="cpu") is alone
+    assert init_process_group(transports=transport_over) is alone
+    with pytest.raises(EngineStateError, match=r"device.*expected cpu, got 'cuda:0'; name it in the first call"):
+        init_process_group(device="cuda:0")
+    with pytest.raises(EngineStateError, match=r"init_process_group\(transports\)"):
+        init_process_group(transports=lambda group, device, meter_source: transport_over(group, device, meter_source))
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"), [("meta", '"cpu" or a CUDA device'), ("cuda:7", r"one of the \d+ visible CUDA devices")]
+)
+def test_a_device_that_does_not_exist_is_refused(device: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=rf"init_process_group\(device\): expected {expected}, got '{device}'"):
+        init_process_group("gloo", device=device)
+    assert not dist.is_initialized()
+
+
+def test_the_transports_are_those_of_the_topology() -> None:
+    asked: list[str] = []
+
+    def transports(group: dist.ProcessGroup, device: str, meter_source: MeterSource) -> P2PTransport | NativeTransport:
+        asked.append(device)
+        return NativeTransport(group, meter_source)
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    try:
+        Collectives(init_process_group(device="cpu", transports=transports)).barrier("one")
+        assert asked == ["cpu", "cpu", "cpu"]  # gathers, reductions, control
+    finally:
+        destroy()
+        dist.destroy_process_group()
+
+
+def test_several_ranks_on_cuda_devices_need_a_backend_for_their_tensors() -> None:
+    cuda, backend = torch.device("cuda:0"), "cpu:gloo,cuda:gloo"
+    with pytest.raises(ConfigError, match=r'device\): expected "cpu" with several ranks.*got \'cuda:0\'; use the nccl'):
+        topology._require_data_backend(cuda, backend, transport_over)
+    topology._require_data_backend(cuda, "cpu:gloo,cuda:nccl", transport_over)
+    topology._require_data_backend(cuda, backend, lambda group, device, meter: NativeTransport(group, meter))
+    topology._require_data_backend(torch.device("cpu"), "cpu:gloo", transport_over)
 
 
 def test_destroy_gives_back_what_was_made(alone: Topology) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,10 +16,13 @@ from packaging.version import parse
 
 from tests import time_limits
 from zeroaccel import compat
+from zeroaccel.compat.deepspeed_engine import DeepSpeedEngine
 from zeroaccel.compat.deepspeed_init import from_library
+from zeroaccel.compat.engine_questions import ABSENT_MEMBERS, QUESTIONS
 from zeroaccel.compat.finder import inherited_environment
-from zeroaccel.compat.surface import ABSENT, SURFACE
+from zeroaccel.compat.surface import ABSENT, SCRIPTS, SURFACE
 from zeroaccel.errors import UsageError
+from zeroaccel.zero.engine import Engine
 
 
 @pytest.fixture
@@ -61,14 +65,18 @@ def test_the_metadata_pass_the_gates_of_the_libraries() -> None:
     [
         ("import deepspeed.pipe", "torch.distributed.pipelining"),
         ("from deepspeed import pipe", "torch.distributed.pipelining"),
-        ("import deepspeed.ops.op_builder", "nothing is compiled"),
+        ("from deepspeed.ops.op_builder import RandomLTDBuilder", "nothing is compiled"),
         ("from deepspeed import zero_to_fp32", "deepspeed.utils.zero_to_fp32"),
         ("from deepspeed.comm import DeepSpeedEngine", "deepspeed.DeepSpeedEngine"),
         ("import deepspeed; deepspeed.tp_model_init", "torch.distributed.tensor.parallel"),
         ("import deepspeed; deepspeed.initialise", "deepspeed.initialize"),
-        ("from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_live", "estimate"),
-        ("import deepspeed.compression", "not part of what libraries use"),
-        ("import deepspeed; deepspeed.accelerator.get_accelerator().Stream", "get_accelerator().Stream"),
+        ("from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3", "the optimizer that initialize"),
+        ("import deepspeed.compression.compress", "torch.ao"),
+        ("import deepspeed; deepspeed.moe.layer.MoE", "expert layers of a model train as they are"),
+        ("import deepspeed; deepspeed.checkpointing.get_cuda_rng_tracker", "drawn again in recomputation"),
+        ("from deepspeed.utils.groups import _get_expert_parallel_group", "expert parallel groups"),
+        ("import deepspeed.nothing_like_this", "not part of what libraries use"),
+        ("import deepspeed; deepspeed.accelerator.get_accelerator().amp", "get_accelerator().amp"),
     ],
 )
 def test_what_is_not_there_is_refused_with_the_nearest_that_is(statement: str, told: str) -> None:
@@ -79,8 +87,28 @@ def test_what_is_not_there_is_refused_with_the_nearest_that_is(statement: str, t
 
 @pytest.mark.usefixtures("facade")
 def test_absent_names_are_not_on_the_table() -> None:
-    names = {*SURFACE, *(f"{module}.{name}" for module, names in SURFACE.items() for name in names)}
+    """A module that is there may have a row, for the names that it lacks."""
+    names = {f"{module}.{name}" for module, names in SURFACE.items() for name in names}
     assert not names & set(ABSENT)
+
+
+def test_the_page_has_every_name_and_no_other() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "deepspeed_names.md").read_text()
+    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `deepspeed")]
+    listed: dict[str, set[str]] = {}
+    for row in rows:
+        names = [re.findall(r"`([^`]+)`", cell) for cell in row]
+        if len(row) == 3:
+            listed |= {module: {*names[1], *names[2]} for module in names[0]}
+        else:
+            assert row[1].removesuffix(" |") == ABSENT[names[0][0]]
+    assert listed == {module: set(names) for module, names in SURFACE.items() if names}
+    absent = {name for row in rows if len(row) == 2 for name in re.findall(r"`([^`]+)`", row[0])}
+    assert absent == set(ABSENT)
+    for name in (*QUESTIONS, *SCRIPTS, *(f"engine.{name}` | {text}" for name, text in ABSENT_MEMBERS.items())):
+        assert f"`{name}" in page
+    own = {name for name in vars(DeepSpeedEngine) if not name.startswith("_")} - set(vars(Engine)) - {"gathered_state"}
+    assert not [name for name in own if f"`{name}`" not in page]
 
 
 def test_nothing_stays_after_uninstall(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,6 +135,7 @@ def test_a_real_one_is_shadowed_only_when_asked(tmp_path: Path, monkeypatch: pyt
     compat.install(shadow=True)
     try:
         assert import_module("deepspeed").__version__ == compat.VERSION
+        assert import_module("deepspeed").__git_hash__ == import_module("deepspeed").__git_branch__ == "unknown"
     finally:
         compat.uninstall()
     assert import_module("deepspeed").__version__ == "real"

@@ -99,6 +99,88 @@ def test_filters_choose_devices(
 
 
 @pytest.mark.parametrize(
+    ("words", "world_size", "first"),
+    [
+        (["--nproc_per_node=2"], "2", {"RANK": "0"}),
+        (["--nproc-per-node", "gpu"], "8", {}),
+        (["--nproc_per_node", "auto", "--standalone"], "8", {"MASTER_ADDR": "127.0.0.1"}),
+        (["--nproc_per_node", "cpu"], "16", {"CUDA_VISIBLE_DEVICES": ""}),
+        (
+            [
+                "--nnodes",
+                "2",
+                "--node_rank",
+                "1",
+                "--nproc_per_node",
+                "4",
+                "--master_addr",
+                "node1",
+                "--master_port",
+                "5",
+            ],
+            "8",
+            {"RANK": "4", "MASTER_ADDR": "node1", "MASTER_PORT": "5"},
+        ),
+        (
+            [
+                "--nnodes",
+                "3",
+                "--nproc_per_node",
+                "2",
+                "--rdzv_id",
+                "9",
+                "--rdzv_backend",
+                "c10d",
+                "--rdzv_endpoint",
+                "node1:5",
+            ],
+            "6",
+            {"RANK": "<order of arrival>"},
+        ),
+        (
+            ["--nnodes", "1:4", "--nproc_per_node", "2", "--rdzv_backend", "c10d", "--rdzv_endpoint", "node1"],
+            "<at most 8>",
+            {"LOCAL_WORLD_SIZE": "2"},
+        ),
+        (["--nnodes", "2:2", "--nproc_per_node", "2", "--rdzv_backend=c10d", "--rdzv_endpoint", "n:1"], "4", {}),
+        (["--num_nodes", "4", "--num_gpus", "2"], "2", {"RANK": "0"}),
+    ],
+)
+def test_lines_of_torchrun_are_lines_of_this_launcher(
+    words: list[str],
+    world_size: str,
+    first: dict[str, str],
+    machine: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    machine.setattr(foreign_flags, "usable_cores", lambda: 16)
+    process = _dry_run(capsys, *words, "train.py").processes[0]
+    assert process["WORLD_SIZE"] == world_size
+    assert {name: process[name] for name in first} == first
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        (
+            ["--num_nodes", "4"],
+            "--num_nodes 4: does nothing, as no hostfile and no --master_addr names another machine",
+        ),
+        (
+            ["--hostfile", "hosts", "--launcher", "OpenMPI"],
+            "--launcher openmpi: the machines of the hostfile are reached",
+        ),
+        (["--local_ranks_filter", "0"], "--local_ranks_filter: does nothing, every rank is shown"),
+        (["--start_method", "spawn"], "--start_method: does nothing, every process is a program of its own"),
+    ],
+)
+def test_what_is_not_done_is_noted(
+    words: list[str], note: str, machine: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert f"note: {note}" in _dry_run(capsys, *words, "train.py").notes
+
+
+@pytest.mark.parametrize(
     ("words", "refusal"),
     [
         (["--exclude", "localhost"], "--exclusion_filter: expected to leave one of the 8 devices of this machine, got"),

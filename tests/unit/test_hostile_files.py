@@ -197,13 +197,13 @@ def test_a_piece_of_another_length_is_found(tmp_path: Path) -> None:
     [
         (b"", r"latest: cannot be read \(it is empty\)"),
         (b" \n\t ", r"latest: cannot be read \(it is empty\)"),
-        (b"x" * 300, "latest: expected a folder name of at most 255 bytes"),
+        (b"x" * 300, "latest: expected folder names of at most 255 bytes"),
         (b"x" * 5000, r"latest: cannot be read \(5000 bytes, at most 4096 are read\)"),
         (b"\xff\xfe", r"latest: cannot be read \(not UTF-8\)"),
-        (b"a\0b", "latest: expected a folder name"),
-        (b"../elsewhere", r"latest: expected a folder name .*got '\.\./elsewhere'"),
-        (b"one\ntwo", "latest: expected a folder name"),
-        ("ü".encode() * 200, "latest: expected a folder name of at most 255 bytes"),
+        (b"a\0b", "latest: expected folder names"),
+        (b"../elsewhere", r"latest: expected folder names .*got '\.\./elsewhere'"),
+        (b"one\ntwo", "latest: expected folder names"),
+        ("ü".encode() * 200, "latest: expected folder names of at most 255 bytes"),
         (b"gone", "gone: no such checkpoint"),
     ],
 )
@@ -235,8 +235,8 @@ def test_a_latest_that_is_no_file_does_not_block(tmp_path: Path) -> None:
         ("x" * 256, "at most 255 bytes"),
         ("ü" * 128, "at most 255 bytes"),
         ("zero_to_fp32.py", "another name than that of a file"),
-        ("\ud800", "a folder name"),
-        ("a\u2028", "a folder name"),
+        ("\ud800", "folder names"),
+        ("a\u2028", "folder names"),
     ],
 )
 def test_a_tag_that_would_not_come_back_is_refused_when_saving(tag: str, words: str) -> None:

@@ -161,6 +161,11 @@ def test_what_fsdp_does_not_have_is_refused(fsdp: str, words: str) -> None:
             "deepspeed_config.deepspeed_multinode_launcher: does nothing, as num_machines is 1",
         ),
         (
+            "num_machines: 2\ndeepspeed_config: {deepspeed_multinode_launcher: OPENMPI}",
+            {"num_machines": 2, "multinode_launcher": "ssh"},
+            "f.yaml:2:20: deepspeed_config.deepspeed_multinode_launcher: OPENMPI -> ssh, by which the machines",
+        ),
+        (
             "deepspeed_config: {zero_stage: 3, bf16: {enabled: true}}",
             {"zero_stage": 3},
             "f.yaml:1:35: deepspeed_config.bf16: does nothing, here as in accelerate: it is for the JSON file that",

@@ -137,8 +137,18 @@ def test_what_is_handed_on_arrives_with_its_source() -> None:
         values, {name: f"zeroaccel.yaml:{line}:1" for line, name in enumerate(values)} | {"use_cpu": "--cpu"}
     )
     settings, sources = from_environment(launched_environment(given.settings(), given.sources))
-    assert settings == LaunchedSettings(**{**values, "deepspeed_moe_layer_cls_names": "A,B", "use_zero": True})
+    received = {**values, "deepspeed_moe_layer_cls_names": "A,B", "use_zero": True, "use_cpu": False}
+    assert settings == LaunchedSettings(**received)
     assert sources == {**given.sources, "use_zero": "default"}
+
+
+@pytest.mark.parametrize("kind", ["DEEPSPEED", "MULTI_CPU"])
+def test_on_cpus_accelerate_is_not_asked_for_ddp_instead_of_zero(kind: str) -> None:
+    """accelerate looks at no plugin where ACCELERATE_USE_CPU is true, which ranks inherit unless it is overridden."""
+    settings = LaunchSettings.model_validate({"use_cpu": True, "distributed_type": kind})
+    environment = launched_environment(settings, {"use_cpu": "--cpu", "distributed_type": "default"})
+    assert environment["ACCELERATE_USE_DEEPSPEED"] == str(kind == "DEEPSPEED").lower()
+    assert environment["ACCELERATE_USE_CPU"] == str(kind != "DEEPSPEED").lower()
 
 
 def test_unset_settings_are_not_passed_on() -> None:

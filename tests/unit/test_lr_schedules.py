@@ -88,6 +88,17 @@ def test_one_cycle_moves_beta1_and_leaves_beta2(case: str) -> None:
     assert {beta2 for _, beta2 in moments} == {0.95}
 
 
+def test_one_cycle_tells_the_betas_of_the_present_step() -> None:
+    optimizer = adam()
+    scheduler = OneCycle(optimizer, 1e-4, 1e-3, cycle_first_step_size=2, cycle_min_mom=0.8, cycle_max_mom=0.9)
+    assert scheduler.get_mom() == [(0.9, 0.95)]  # while the group has the lower end
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.95)
+    for beta1 in (0.85, 0.8, 0.85):
+        scheduler.step()
+        assert scheduler.get_mom() == [optimizer.param_groups[0]["betas"]] == [(pytest.approx(beta1), 0.95)]
+    assert OneCycle(adam(), 1e-4, 1e-3, cycle_momentum=False).get_mom() is None
+
+
 def test_one_cycle_without_momentum_leaves_the_betas() -> None:
     optimizer = adam()
     OneCycle(optimizer, 1e-4, 1e-3, cycle_momentum=False).step()

@@ -115,6 +115,50 @@ def test_the_budget_holds_and_nobody_waits_for_himself(tmp_path: Path) -> None:
     tier.close()
 
 
+class CopyEvent:
+    """Of a copy to a device: under way until `passed` is set, or until the host waits for it."""
+
+    def __init__(self) -> None:
+        self.passed = False
+        self.waits = 0
+
+    def query(self) -> bool:
+        return self.passed
+
+    def synchronize(self) -> None:
+        self.waits += 1
+        self.passed = True
+
+
+def test_a_buffer_that_a_device_reads_is_in_use_until_its_event(tmp_path: Path) -> None:
+    tier = _tier(tmp_path, budget=8192, one=4096, two=4096, three=4096)
+    for value, key in enumerate(("one", "two", "three")):
+        _store(tier, key, value)
+    tier.settle()
+    events = CopyEvent(), CopyEvent()
+    for key, event in zip(("one", "two"), events, strict=True):
+        tier.release(tier.fetch(key).wait(), after=event)
+    assert tier.buffers.in_use_nbytes == 8192
+    third = tier.fetch("three")  # finds no room, and does not wait for any: the host goes on
+    assert [event.waits for event in events] == [0, 0]
+    buffer = third.wait()
+    assert torch.equal(buffer, _pattern(4096, 2))
+    assert [event.waits for event in events] == [1, 0], "the oldest, and no other"
+    assert tier.buffers.peak_nbytes == 8192
+    tier.release(buffer)
+    events[1].passed = True
+    tier.fetch("one")
+    assert events[1].waits == 0
+    assert tier.buffers.in_use_nbytes == 4096, "the second came back by itself, and the first key is being read"
+    tier.close()
+
+
+def test_a_tier_in_memory_waits_for_the_device_that_reads_its_bytes() -> None:
+    tier, event = HostTier({"one": 4096}, pinned=False), CopyEvent()
+    tier.release(tier.take("one"), after=event)
+    assert event.passed
+
+
 def test_many_threads_share_a_tier(tmp_path: Path) -> None:
     tier = _tier(tmp_path, budget=100_000, **{str(index): 40_960 for index in range(4)})
     wrong: list[int] = []

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from zeroaccel.ops import dispatch, sum_ranks
+from zeroaccel.ops.reductions import scale_rounded_once
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -83,3 +84,31 @@ def test_threads_do_not_change_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     sum_ranks(chunks[1], chunks, 1 / 3)
     assert len(calls) == 3
     assert torch.equal(chunks[1], alone)
+
+
+def _samples(dtype: torch.dtype) -> Tensor:
+    """Every value of a 16-bit dtype; of float32 a million, the special ones among them."""
+    if dtype is not torch.float32:
+        return torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
+    special = [0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e-45, -1e-45, 1.1754942e-38, 3.4028235e38, 1.0, -1.0]
+    patterns = torch.randint(-(2**31), 2**31 - 1, (10**6,), generator=torch.Generator().manual_seed(5))
+    return torch.cat([torch.tensor(special), patterns.to(torch.int32).view(torch.float32)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("out_dtype", DTYPES)
+def test_one_product_has_the_bits_of_a_sum_over_one_rank(dtype: torch.dtype, out_dtype: torch.dtype) -> None:
+    flat = _samples(dtype)
+    for scale in (1.0, 1 / 3, 1 / 8, 0.1, 1e-7, 3.0, 65536.0):
+        out, wanted = torch.empty(flat.shape, dtype=out_dtype), torch.empty(flat.shape, dtype=out_dtype)
+        scale_rounded_once(out, flat, scale)
+        sum_ranks(wanted, flat.view(1, -1), scale)
+        integer = torch.int32 if out_dtype is torch.float32 else torch.int16
+        assert torch.equal(out.isnan(), wanted.isnan())
+        assert torch.equal(out.view(integer)[~out.isnan()], wanted.view(integer)[~wanted.isnan()]), scale
+
+
+def test_a_product_may_be_in_place() -> None:
+    flat = torch.tensor([3.0, 5.0], dtype=torch.bfloat16)
+    scale_rounded_once(flat, flat, 0.5)
+    assert flat.tolist() == [1.5, 2.5]

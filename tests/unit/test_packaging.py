@@ -50,6 +50,11 @@ def test_templates_of_every_kind_are_package_data(setup_cfg: configparser.Config
     assert [path.name for path in data if not any(path.match(pattern) for pattern in patterns)] == []
 
 
+def test_sources_of_kernels_are_package_data(setup_cfg: configparser.ConfigParser) -> None:
+    assert _words(setup_cfg["options.package_data"]["zeroaccel.ops"]) == ["*.cu"]
+    assert [path.name for path in (ROOT / "zeroaccel").rglob("*.cu")] == ["device_kernels.cu"]
+
+
 def test_what_make_test_installs_is_pinned_with_torch_first(setup_cfg: configparser.ConfigParser) -> None:
     pins = _words((ROOT / "constraints.txt").read_text())
     assert pins[0] == "torch==2.13.0"

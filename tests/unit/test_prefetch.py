@@ -56,15 +56,23 @@ def test_the_first_pass_fetches_nothing_ahead_and_keeps_nothing() -> None:
 
 
 def test_actions_can_be_read() -> None:
-    player = Player(prefetch_bucket_size=10, **KEEP_NOTHING)
+    player = Player(prefetch_bucket_size=1, **KEEP_NOTHING)
     player.play()
     player.play()
-    assert player.schedule.actions[:4] == ["UNSHARD root", "PREFETCH a", "UNSHARD a", "RESHARD a"]
+    assert player.schedule.actions[:4] == ["UNSHARD root", "PREFETCH a", "UNSHARD a", "PREFETCH b"]
 
 
 @pytest.mark.parametrize(
     ("budget", "expected"),
-    [(0, []), (9, []), (10, ["a"]), (29, ["a"]), (30, ["a", "b"]), (60, ["a", "b", "c"]), (10**6, ["a", "b", "c"])],
+    [
+        (0, []),
+        (1, ["a"]),
+        (10, ["a"]),
+        (11, ["a", "b"]),
+        (30, ["a", "b"]),
+        (31, ["a", "b", "c"]),
+        (60, ["a", "b", "c"]),
+    ],
 )
 def test_the_prefetch_budget(budget: int, expected: list[str]) -> None:
     player = Player(prefetch_bucket_size=budget, **KEEP_NOTHING)
@@ -73,12 +81,30 @@ def test_the_prefetch_budget(budget: int, expected: list[str]) -> None:
 
 
 def test_what_is_still_to_come_counts_against_the_budget() -> None:
-    player = Player(prefetch_bucket_size=30, **KEEP_NOTHING)
+    player = Player(prefetch_bucket_size=20, **KEEP_NOTHING)
     player.play()
     ahead = player.play()
-    assert ahead[0] == ["a", "b"]
-    assert ahead[1] == []  # b is on its way: 20 of 30 are taken, and c needs 30
+    assert ahead[0] == ["a", "b"]  # a takes 10 of 20, and b passes it
+    assert ahead[1] == []  # b is on its way: all 20 are taken
     assert ahead[2] == ["c"]
+
+
+@pytest.mark.parametrize("budget", [1, 15_000_000, 50_000_000])
+def test_the_next_layer_is_always_fetched_ahead(budget: int) -> None:
+    """Layers are larger than the bucket by default, and than that of "auto" at a width of 4096."""
+    layer = 202_000_000
+    layers = [f"layers.{index}" for index in range(6)]
+    order = [*layers, *reversed(layers)]
+    player = Player(dict.fromkeys(layers, layer), prefetch_bucket_size=budget, **KEEP_NOTHING)
+    player.play(order)
+    ahead = player.play(order)
+    turn = len(layers) - 1  # the last layer ends the forward and begins the backward
+    assert ahead[:turn] == [[name] for name in layers[1:]]
+    assert ahead[turn + 1 : -1] == [[name] for name in reversed(layers[:-1])]
+    assert player.most_live == 2 * layer
+    without_room = Player(dict.fromkeys(layers, layer), max_live_parameters=2 * layer - 1, **KEEP_NOTHING)
+    without_room.play(order)
+    assert without_room.play(order) == [[]] * len(order)
 
 
 def test_nothing_is_fetched_past_a_unit_that_is_given_up_first() -> None:
@@ -179,7 +205,8 @@ def test_the_limits_hold_for_any_order(order: list[str], budget: int, live: int,
             assert not set(ahead) & whole.keys()
             early = (early - {name}) | set(ahead)
             whole |= {unit: SIZES[unit] for unit in ahead}
-            assert sum(SIZES[unit] for unit in early) <= budget
+            newest = SIZES[ahead[-1]] if ahead else 0
+            assert not ahead or sum(SIZES[unit] for unit in early) - newest < budget
             assert sum(whole.values()) <= live or not ahead
             if not schedule.keep(name, sum(whole.values())):
                 whole.pop(name)

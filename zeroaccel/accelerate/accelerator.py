@@ -21,15 +21,27 @@ from torch.utils.hooks import RemovableHandle
 from zeroaccel import operations
 from zeroaccel.accelerate.accelerator_arguments import (
     GradientAccumulationPlugin,
-    ProfileKwargs,
     accumulation_of,
+    apply_handlers,
     compilation_of,
+    loader_settings_of,
     plugins_of,
     precision_of,
-    profile,
-    profile_settings_of,
+    refuse_other_parallelism,
+    rng_types_of,
 )
-from zeroaccel.accelerate.accelerator_state import AcceleratorState, DistributedType, PartialState, Prepared
+from zeroaccel.accelerate.accelerator_state import AcceleratorState, PartialState, Prepared
+from zeroaccel.accelerate.beside_accelerate import join_accelerate, leave_accelerate
+from zeroaccel.accelerate.kwargs_handlers import (
+    DistributedType,
+    ProfileKwargs,
+    handlers_of,
+    note,
+    own,
+    process_group_of,
+    profile,
+    value_of,
+)
 from zeroaccel.accelerate.model_saving import ModelSaving, unwrap_model
 from zeroaccel.accelerate.preparation import Preparation, PrepareRules, sort_objects
 from zeroaccel.accelerate.prepared_optimizer import GradientState, PreparedScheduler
@@ -53,8 +65,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Accelerator:
     """Prepares models, optimizers, schedulers and loaders for ZeRO training, and serves the training loop.
 
+    Plugins and handlers may be of accelerate's own classes: what they say counts, or a note tells what changes nothing.
+
     Args:
         device_placement: loaders put batches on the device.
+        split_batches: the same of `dataloader_config`, by its older place.
         mixed_precision: "no", "fp16" or "bf16"; by default what the launcher or the config says.
         gradient_accumulation_steps: micro-steps per optimizer step; by default what the launcher or the config says,
             else 1.
@@ -62,20 +77,27 @@ class Accelerator:
         dataloader_config: how loaders are sharded over the ranks.
         deepspeed_plugin: a `ZeroPlugin`, or several by name; the first is selected. By default there is one if the
             launcher asks for ZeRO; else training is plain data parallelism, which is stage 0.
-        zero_plugin: another name for it.
+        fsdp_plugin: accelerate's; its strategy becomes the stage that shards the same.
+        torch_tp_plugin, megatron_lm_plugin, parallelism_config: refused, unless they split nothing.
+        rng_types: generators that are made rank 0's at the start of each epoch: "torch", "cuda", "numpy", "python". The
+            order of samples is common to the ranks in any case.
         log_with: trackers: "tensorboard", "wandb", "all", instances of `GeneralTracker`, or a list of these.
         project_dir: folder of states and of what trackers write.
         project_config: the same, with more settings.
-        deepspeed_plugins: several by name.
         gradient_accumulation_plugin: instead of the number.
         step_scheduler_with_optimizer: False makes every call of a scheduler's `step` count.
-        kwargs_handlers: a `ProfileKwargs`.
+        kwargs_handlers: `AutocastKwargs`, `DistributedDataParallelKwargs`, `GradScalerKwargs`, `InitProcessGroupKwargs`
+            and `ProfileKwargs`.
         dynamo_backend: compile models with this backend of `torch.compile`; by default what the launcher says.
+        dynamo_plugin: the same, with more settings.
+        deepspeed_plugins: several by name.
+        zero_plugin: another name for `deepspeed_plugin`.
         scheduler_counts_processes: schedulers made in code step once per process at each update, and the steps of a
             `DummyScheduler` are divided by the processes: for scripts that count the batches of all processes.
 
     Attributes:
         state: the process, the plugins, the resolved configs; printing it shows every value with its source.
+        rng_types: generators that are made rank 0's at the start of each epoch.
         gradient_state: position within an accumulation.
         prepared: every prepared model, in order.
         dataloaders: every prepared loader, in order.
@@ -101,50 +123,83 @@ class Accelerator:
     def __init__(
         self,
         device_placement: bool = True,
+        split_batches: bool | None = None,
         mixed_precision: str | None = None,
         gradient_accumulation_steps: int | None = None,
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
         deepspeed_plugin: ZeroPlugin | Mapping[str, ZeroPlugin] | None = None,
-        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
-        step_scheduler_with_optimizer: bool = True,
-        kwargs_handlers: Sequence[Any] | None = None,
-        deepspeed_plugins: ZeroPlugin | Mapping[str, ZeroPlugin] | None = None,
-        *,
+        fsdp_plugin: Any = None,
+        torch_tp_plugin: Any = None,
+        megatron_lm_plugin: Any = None,
+        rng_types: Sequence[Any] | None = None,
         log_with: Any = None,
         project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
-        zero_plugin: ZeroPlugin | Mapping[str, ZeroPlugin] | None = None,
+        gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
+        step_scheduler_with_optimizer: bool = True,
+        kwargs_handlers: Sequence[Any] | None = None,
         dynamo_backend: str | None = None,
+        dynamo_plugin: Any = None,
+        deepspeed_plugins: ZeroPlugin | Mapping[str, ZeroPlugin] | None = None,
+        parallelism_config: Any = None,
+        *,
+        zero_plugin: ZeroPlugin | Mapping[str, ZeroPlugin] | None = None,
         scheduler_counts_processes: bool = False,
     ) -> None:
         settings, sources = launched()
-        partial = PartialState(cpu or bool(settings.use_cpu), debug=bool(settings.debug))
+        joining = process_group_of(kwargs_handlers or ())
+        partial = PartialState(
+            cpu or bool(settings.use_cpu),
+            backend=joining.backend,
+            init_method=joining.init_method,
+            timeout=joining.timeout,
+            debug=bool(settings.debug),
+        )
         self.collectives = collectives_of_process()
         # Variables of the launcher may differ between nodes: whatever is wrong on one rank raises on all of them.
         with agreed(self.collectives, "Accelerator: settings"):
+            handlers = handlers_of(kwargs_handlers or ())
+            refuse_other_parallelism(
+                torch_tp_plugin=torch_tp_plugin,
+                megatron_lm_plugin=megatron_lm_plugin,
+                parallelism_config=parallelism_config,
+            )
+            accumulation = GradientAccumulationPlugin()
+            if gradient_accumulation_plugin is not None:
+                where = "Accelerator(gradient_accumulation_plugin)"
+                accumulation = own(GradientAccumulationPlugin, gradient_accumulation_plugin, where)
             facts = Facts(
-                accumulation=accumulation_of(gradient_accumulation_steps, gradient_accumulation_plugin),
+                accumulation=accumulation_of(gradient_accumulation_steps, accumulation),
                 precision=precision_of(mixed_precision, settings, sources),
             )
-            plugins = plugins_of([deepspeed_plugin, deepspeed_plugins, zero_plugin], settings)
-            compilation = compilation_of(dynamo_backend, settings, sources)
-            self._profile_settings = profile_settings_of(kwargs_handlers or ())
+            plugins = plugins_of([deepspeed_plugin, deepspeed_plugins, fsdp_plugin, zero_plugin], settings)
+            # Stage 0 is made only where nothing asks for ZeRO, as it would contradict a launch that does.
+            fallback = next(iter(plugins.values())) if plugins else ZeroPlugin(zero_stage=0)
+            apply_handlers(handlers, plugins, fallback)
+            compilation = compilation_of(dynamo_backend, settings, sources, dynamo_plugin)
+            self.dataloader_config = loader_settings_of(dataloader_config, split_batches)
+            shared_generators = rng_types_of(rng_types)
+            if project_config is not None:
+                project_config = own(ProjectConfiguration, project_config, "Accelerator(project_config)")
             project = project_of(project_dir, project_config)
-            self._trackers = Trackers(log_with, project.logging_dir, is_main_process=self.collectives.rank == 0)
-        self.dataloader_config = dataloader_config or DataLoaderConfiguration()
+            trackers = (
+                [value_of(one) for one in log_with] if isinstance(log_with, (list, tuple)) else value_of(log_with)
+            )
+            self._trackers = Trackers(trackers, project.logging_dir, is_main_process=self.collectives.rank == 0)
+        self._handlers = handlers
         self.device_placement = device_placement
         self.dataloaders: list[PreparedLoader] = []
-        # Stage 0 is made only where nothing asks for ZeRO, as it would contradict a launch that does.
-        fallback = next(iter(plugins.values())) if plugins else ZeroPlugin(zero_stage=0)
         self.state = AcceleratorState(partial, plugins, fallback, facts)
-        accumulation = gradient_accumulation_plugin or GradientAccumulationPlugin()
         self.gradient_state = GradientState(
             self.state.accumulation,
             adjust_scheduler=accumulation.adjust_scheduler,
             sync_with_dataloader=accumulation.sync_with_dataloader,
             sync_each_batch=accumulation.sync_each_batch,
+            shared_generators=shared_generators,
         )
+        self.rng_types = list(shared_generators)
+        self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         rules = PrepareRules(
             facts=facts,
             split_batches=self.dataloader_config.split_batches,
@@ -157,6 +212,7 @@ class Accelerator:
         self._models = ModelSaving(self.state, self.collectives)
         self._run = RunSaving(self.state, self.dataloaders, self.collectives, project)
         self._triggered = False
+        join_accelerate(cpu=partial.device.type == "cpu")
 
     # -- the process: see `PartialState`
 
@@ -315,9 +371,74 @@ class Accelerator:
         return self.dataloader_config.use_seedable_sampler
 
     @property
+    def use_stateful_dataloader(self) -> bool:
+        """As the loaders' settings say; every prepared loader has `state_dict` and `load_state_dict`."""
+        return self.dataloader_config.use_stateful_dataloader
+
+    @property
     def non_blocking(self) -> bool:
         """Whether batches are copied to the device without waiting."""
         return self.dataloader_config.non_blocking
+
+    @property
+    def should_save_model(self) -> bool:
+        """Whether this process writes the files of a model: rank 0 does."""
+        return self.is_main_process
+
+    @property
+    def native_amp(self) -> bool:
+        """Whether models are trained in mixed precision."""
+        return self.mixed_precision != "no"
+
+    @property
+    def fp8_backend(self) -> None:
+        """None: there is no 8-bit training."""
+        return None
+
+    @property
+    def parallelism_config(self) -> None:
+        """None: models are split by ZeRO alone."""
+        return None
+
+    @property
+    def torch_device_mesh(self) -> None:
+        """None: models are split by ZeRO alone."""
+        return None
+
+    @property
+    def is_fsdp2(self) -> bool:
+        """False: ZeRO shards."""
+        return False
+
+    @property
+    def is_composable_parallelism_enabled(self) -> bool:
+        """False: models are split by ZeRO alone."""
+        return False
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """This process's place among those that compute on different data: all of them."""
+        return self.process_index
+
+    @property
+    def data_parallel_shard_rank(self) -> int:
+        """The same."""
+        return self.process_index
+
+    @property
+    def tensor_parallel_rank(self) -> int:
+        """0: no operation is split over processes."""
+        return 0
+
+    @property
+    def pipeline_parallel_rank(self) -> int:
+        """0: every process has all layers."""
+        return 0
+
+    @property
+    def context_parallel_rank(self) -> int:
+        """0: every process has whole sequences."""
+        return 0
 
     # -- prepare
 
@@ -552,6 +673,27 @@ class Accelerator:
         """
         self._loop.clip_grad_value_(parameters, clip_value)
 
+    def verify_device_map(self, model: nn.Module) -> bool:
+        """Whether the model was dispatched over several devices by a `device_map`, as big-model inference does."""
+        places = getattr(model, "hf_device_map", None) or {}
+        return len(set(places.values())) > 1
+
+    def lomo_backward(self, loss: Tensor, learning_rate: float) -> None:
+        """Refused.
+
+        Raises:
+            UsageError: always: LOMO updates inside backward what the engine reduces and shards first.
+        """
+        raise UsageError(
+            "accelerator.lomo_backward",
+            expected="accelerator.backward(loss) and optimizer.step()",
+            fix="use an optimizer without states, such as SGD, at stage 3, which needs no more memory",
+        )
+
+    def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
+        """The loader as it is: sequences are not split over processes."""
+        return dl
+
     def unscale_gradients(self, optimizer: Any = None) -> None:
         """Does nothing: the engine unscales as it updates, and its norms are of unscaled gradients."""
 
@@ -570,17 +712,25 @@ class Accelerator:
         """Mixed precision for computations outside the model; the model itself runs in its precision anyway.
 
         Args:
-            autocast_handler: an object whose `enabled` says whether to, and `cache_enabled` whether weights that were
-                cast are cached, as accelerate's AutocastKwargs.
+            autocast_handler: an `AutocastKwargs`; by default that of `kwargs_handlers`.
         """
+        handler = autocast_handler or self._handlers.autocast
         dtype = _AUTOCAST_DTYPES.get(self.mixed_precision)
-        enabled = dtype is not None and bool(getattr(autocast_handler, "enabled", True))
+        enabled = dtype is not None and bool(getattr(handler, "enabled", True))
         if not enabled:
-            yield
+            # Also inside another autocast, which `enabled=False` is to leave.
+            with torch.autocast(self.device.type, enabled=False) if dtype is not None else contextlib.nullcontext():
+                yield
             return
-        cache = getattr(autocast_handler, "cache_enabled", None)
-        with torch.autocast(self.device.type, dtype=dtype, cache_enabled=cache):
+        with torch.autocast(self.device.type, dtype=dtype, cache_enabled=getattr(handler, "cache_enabled", None)):
             yield
+
+    @contextlib.contextmanager
+    def maybe_context_parallel(
+        self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
+    ) -> Iterator[None]:
+        """Changes nothing, as sequences are not split: `parallelism_config` is None."""
+        yield
 
     @contextlib.contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
@@ -818,7 +968,9 @@ class Accelerator:
         """`hook(models, folder)` is called on every rank before a state is loaded."""
         return self._run.add_load_hook(hook)
 
-    def save_state(self, output_dir: PathLike | None = None, safe_serialization: bool = True) -> str:
+    def save_state(
+        self, output_dir: PathLike | None = None, safe_serialization: bool = True, **save_model_func_kwargs: Any
+    ) -> str:
         """Saves everything a resumed run needs: models, optimizers, schedulers, positions of loaders, random generators
         and registered objects. (all ranks)
 
@@ -826,6 +978,8 @@ class Accelerator:
             output_dir: a folder that all ranks share; a state in it is replaced. By default the next numbered one of
                 the project, of which the oldest above `total_limit` are removed.
             safe_serialization: True; nothing is pickled.
+            save_model_func_kwargs: of DeepSpeed's `save_checkpoint`; of these `exclude_frozen_parameters=True` is
+                refused, and the others change nothing, which a note says.
 
         Returns:
             The folder.
@@ -847,15 +1001,31 @@ class Accelerator:
             raise UsageError(
                 "save_state(safe_serialization)", expected="True, as a state is never pickled", got=safe_serialization
             )
+        if save_model_func_kwargs.pop("exclude_frozen_parameters", False):
+            raise UsageError(
+                "save_state(exclude_frozen_parameters)",
+                expected="False, as a state resumes with all weights",
+                got=True,
+                fix="leave it out; engine.save_checkpoint(folder, exclude_frozen_parameters=True) leaves them out",
+            )
+        for name in save_model_func_kwargs:
+            note(f"save_state({name}=...)", "a state is one folder with everything in it")
         return self._run.save(output_dir, self.step)
 
-    def load_state(self, input_dir: PathLike | None = None) -> str:
+    def load_state(
+        self,
+        input_dir: PathLike | None = None,
+        load_kwargs: Mapping[str, Any] | None = None,
+        **load_model_func_kwargs: Any,
+    ) -> str:
         """Resumes from a state: to be called with the same objects prepared and registered. (all ranks)
 
         Loaders go on after the last batch they yielded. A loop over epochs starts at `dataloader.epoch`.
 
         Args:
             input_dir: the folder; by default the project's newest complete state.
+            load_kwargs, load_model_func_kwargs: of torch's and DeepSpeed's loaders; they change nothing, which a note
+                says.
 
         Returns:
             The folder.
@@ -876,6 +1046,8 @@ class Accelerator:
             ...     for batch in loader:
             ...         pass
         """
+        for name in (*(load_kwargs or {}), *load_model_func_kwargs):
+            note(f"load_state({name}=...)", "weights are read into their shards, everything else by its name")
         folder, self.step = self._run.load(input_dir)
         return folder
 
@@ -950,7 +1122,7 @@ class Accelerator:
     @contextlib.contextmanager
     def profile(self, profile_handler: ProfileKwargs | None = None) -> Iterator[Any]:
         """torch's profiler around a block; with `output_trace_dir`, each rank writes `profile_<rank>.json` there."""
-        with profile(profile_handler or self._profile_settings, self.process_index, self.device) as profiler:
+        with profile(profile_handler or self._handlers.profile, self.process_index, self.device) as profiler:
             yield profiler
 
     def free_memory(self, *objects: Any) -> list[None]:
@@ -987,6 +1159,7 @@ class Accelerator:
         """
         self._end_tracking()
         self.wait_for_everyone()
+        leave_accelerate()
         self.state.partial.destroy_process_group()
 
     def _end_tracking(self) -> None:

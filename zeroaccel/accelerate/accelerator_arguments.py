@@ -1,44 +1,41 @@
 """What the arguments of `Accelerator` mean beside the launcher's settings, each checked and with its source.
 
-Accumulation, precision, plugins, `torch.compile` and the profiler: the plugin and kwargs classes of accelerate that
-work here, and the functions that read them before there is a model.
+Accumulation, precision, plugins, loaders and `torch.compile`: the functions that read them before there is a model.
+Plugins of accelerate's own classes count as ours do; what has no meaning here is named in a note, or refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+import copy
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from zeroaccel.accelerate.kwargs_handlers import HandlerSettings, KwargsHandler, note, own, value_of
 from zeroaccel.accelerate.zero_plugin import ZeroPlugin, gather_facts
 from zeroaccel.activations import repeated_blocks
 from zeroaccel.config import Fact, Facts
 from zeroaccel.config.launch.launch_sources import LaunchedSettings
+from zeroaccel.data import DataLoaderConfiguration
 from zeroaccel.errors import ConfigError, UsageError
+from zeroaccel.logs import log_once
 
-# kwargs handlers of accelerate that have no work here -> what to do instead
-_INSTEAD_OF = {
-    "AutocastKwargs": "pass it to accelerator.autocast(...)",
-    "DistributedDataParallelKwargs": "leave it out: parameters that a step does not use are noticed without it",
-    "FP8RecipeKwargs": 'leave it out: there is no 8-bit training; use mixed_precision="bf16"',
-    "GradScalerKwargs": "set loss_scale, initial_scale_power and the like in the config's fp16 section",
-    "InitProcessGroupKwargs": "start with `zeroaccel launch --timeout SECONDS`, or make the process group before",
-}
+_SHARED_GENERATORS = ("torch", "cuda", "numpy", "python")
+_MODES_WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 _COMPILE_OPTIONS = ("dynamo_mode", "dynamo_use_fullgraph", "dynamo_use_dynamic", "dynamo_use_regional_compilation")
 _PRECISIONS: dict[str, Literal["fp32", "fp16", "bf16"]] = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
-_ACTIVITIES = {"cpu": torch.profiler.ProfilerActivity.CPU, "cuda": torch.profiler.ProfilerActivity.CUDA}
 
 
 # -- accumulation, precision, plugins
 
 
 @dataclass
-class GradientAccumulationPlugin:
+class GradientAccumulationPlugin(KwargsHandler):
     """How gradients are accumulated.
 
     Attributes:
@@ -103,17 +100,18 @@ def precision_of(
 
 
 def _precision_fact(name: str, source: str, *, explicit: bool) -> Facts:
-    key = str(name).lower()
+    key = str(value_of(name)).lower()
     if key not in _PRECISIONS:
         fix = "there is no 8-bit training; use bf16" if key == "fp8" else ""
         raise ConfigError(f"{source}: mixed_precision", expected='"no", "fp16" or "bf16"', got=name, fix=fix)
     return Facts(precision=Fact(_PRECISIONS[key], source, explicit))
 
 
-def plugins_of(
-    arguments: Sequence[ZeroPlugin | Mapping[str, ZeroPlugin] | None], settings: LaunchedSettings
-) -> dict[str, ZeroPlugin]:
+def plugins_of(arguments: Sequence[Any], settings: LaunchedSettings) -> dict[str, ZeroPlugin]:
     """The plugins by name: those of the one argument that is there, or one if the launcher asks for ZeRO.
+
+    Args:
+        arguments: plugins of ours, of accelerate for DeepSpeed or for FSDP, and mappings of them; None for none.
 
     Raises:
         ConfigError: several arguments, none in a mapping, or something else than a plugin.
@@ -121,18 +119,173 @@ def plugins_of(
     present = [value for value in arguments if value is not None]
     if len(present) > 1:
         raise ConfigError(
-            "Accelerator(deepspeed_plugin, deepspeed_plugins, zero_plugin)", expected="one of them", got=len(present)
+            "Accelerator(deepspeed_plugin, deepspeed_plugins, fsdp_plugin, zero_plugin)",
+            expected="one of them",
+            got=len(present),
         )
     if not present:
         zero = settings.use_zero or settings.deepspeed_config_file is not None or settings.zero_stage is not None
         return {"default": ZeroPlugin()} if zero else {}
     plugins = dict(present[0]) if isinstance(present[0], Mapping) else {"default": present[0]}
-    for name, plugin in plugins.items():
-        if not isinstance(plugin, ZeroPlugin):
-            raise ConfigError(f"Accelerator: plugin {name!r}", expected="a ZeroPlugin", got=type(plugin).__name__)
     if not plugins:
         raise ConfigError("Accelerator(deepspeed_plugins)", expected="at least one plugin", got={})
-    return plugins
+    return {name: _plugin(name, plugin) for name, plugin in plugins.items()}
+
+
+def _plugin(name: str, plugin: Any) -> ZeroPlugin:
+    """A plugin as ours.
+
+    Raises:
+        ConfigError: it is none, or asks for what ZeRO does not do.
+    """
+    if isinstance(plugin, ZeroPlugin):
+        return plugin
+    convert = {"DeepSpeedPlugin": _of_deepspeed, "FullyShardedDataParallelPlugin": _of_fsdp}.get(type(plugin).__name__)
+    if convert is None:
+        raise ConfigError(f"Accelerator: plugin {name!r}", expected="a ZeroPlugin", got=type(plugin).__name__)
+    return convert(plugin)
+
+
+def _of_deepspeed(plugin: Any) -> ZeroPlugin:
+    """accelerate's plugin for DeepSpeed, whose config has what its arguments and the launcher said."""
+    config = copy.deepcopy(dict(plugin.deepspeed_config))
+    if config.get("steps_per_print") == math.inf:  # as accelerate writes "never"
+        del config["steps_per_print"]
+    for section in ("offload_optimizer", "offload_param"):
+        place = config.get("zero_optimization", {}).get(section)
+        if isinstance(place, dict) and place.get("nvme_path") in (None, "none"):
+            place.pop("nvme_path", None)
+    return ZeroPlugin(
+        config,
+        is_train_batch_min=plugin.is_train_batch_min,
+        zero3_init_flag=plugin.zero3_init_flag,
+        transformer_moe_cls_names=plugin.transformer_moe_cls_names,
+        enable_msamp=plugin.enable_msamp,
+    )
+
+
+_STAGE_OF_STRATEGY = {"FULL_SHARD": 3, "SHARD_GRAD_OP": 2, "NO_SHARD": 0}
+_FSDP = "FullyShardedDataParallelPlugin"
+_REST_OF_FSDP = (
+    "units, prefetching, state dicts and the dtypes of a module are the engine's: see the config's zero_optimization "
+    "section, and Accelerator(mixed_precision)"
+)
+
+
+def _of_fsdp(plugin: Any) -> ZeroPlugin:
+    """The stage that shards what FSDP's strategy shards, with its offload."""
+    reshards = getattr(plugin, "reshard_after_forward", None)
+    strategy = getattr(plugin, "sharding_strategy", None)
+    if strategy is None:
+        strategy = reshards
+    name = {True: "FULL_SHARD", False: "SHARD_GRAD_OP", None: "FULL_SHARD"}.get(strategy)
+    name = name or str(getattr(strategy, "name", strategy)).upper()
+    if name not in _STAGE_OF_STRATEGY:
+        raise ConfigError(
+            f"{_FSDP}(sharding_strategy)",
+            expected=", ".join(_STAGE_OF_STRATEGY),
+            got=name,
+            fix='for shards in groups with replicas, use ZeroPlugin({"zero_optimization": {"stage": 3, '
+            '"mics_shard_size": RANKS}})',
+        )
+    if getattr(plugin, "activation_checkpointing", None):
+        note(f"{_FSDP}(activation_checkpointing=True)", "call zeroaccel.activations' or the model's own checkpointing")
+    offload = getattr(plugin, "cpu_offload", None)
+    offloads = bool(getattr(offload, "offload_params", offload))  # FSDP2's policy has no such field
+    note(_FSDP, f"{_REST_OF_FSDP}; it becomes ZeroPlugin(zero_stage={_STAGE_OF_STRATEGY[name]})")
+    device = "cpu" if offloads else None
+    return ZeroPlugin(
+        zero_stage=_STAGE_OF_STRATEGY[name],
+        offload_optimizer_device=device,
+        offload_param_device=device if name == "FULL_SHARD" else None,
+    )
+
+
+def refuse_other_parallelism(**arguments: Any) -> None:
+    """Plugins that split a model otherwise than ZeRO; those that say "do not" pass.
+
+    Raises:
+        UsageError: one that splits.
+    """
+    for name, plugin in arguments.items():
+        sizes = {
+            key: getattr(plugin, key)
+            for key in ("tp_size", "cp_size", "sp_size", "dp_replicate_size", "dp_shard_size", "tp_degree", "pp_degree")
+            if isinstance(getattr(plugin, key, None), int)
+        }
+        if plugin is not None and (not sizes or any(size > 1 for size in sizes.values())):
+            raise UsageError(
+                f"Accelerator({name})",
+                expected="nothing: models are split by ZeRO",
+                got=type(plugin).__name__,
+                fix=_INSTEAD_OF[name],
+            )
+
+
+_INSTEAD_OF = {
+    "megatron_lm_plugin": "leave it out, and choose a stage that fits: `zeroaccel estimate` tells",
+    "parallelism_config": "use ZeroPlugin(zero_stage=3), with mics_shard_size for replicas; zeroaccel.initialize takes "
+    "parallel=ParallelConfig(sp=N) for sequences that are cut, and mesh= for tensor parallelism beside ZeRO",
+    "torch_tp_plugin": "leave it out; tensor parallelism beside ZeRO is zeroaccel.initialize(mesh=...)",
+}
+
+
+def apply_handlers(handlers: HandlerSettings, plugins: Mapping[str, ZeroPlugin], fallback: ZeroPlugin) -> None:
+    """Writes what handlers say of precision and communication into the config of plain data parallelism.
+
+    A plugin's config says these itself, as with accelerate, where a note tells that the handler changes nothing.
+    """
+    if handlers.scaler is not None:
+        if plugins:
+            note("GradScalerKwargs", "the fp16 section of the config sets the loss scale")
+        else:
+            for key, value in handlers.scaler.settings().items():
+                fallback.prescribe(f"fp16.{key}", value, f"GradScalerKwargs({handlers.scaler.to_kwargs()})")
+            fallback.prescribe("fp16.enabled", "auto", "default")
+    if handlers.communication is not None:
+        if plugins:
+            note("DistributedDataParallelKwargs(comm_hook)", "communication_data_type of the config sets the dtype")
+        else:
+            source = f"DistributedDataParallelKwargs(comm_hook={handlers.communication!r})"
+            fallback.prescribe("communication_data_type", handlers.communication, source)
+
+
+# -- loaders
+
+
+def loader_settings_of(
+    configuration: DataLoaderConfiguration | Any, split_batches: bool | None
+) -> DataLoaderConfiguration:
+    """How loaders are sharded, ours or accelerate's, with the older argument.
+
+    Raises:
+        UsageError: the two differ.
+    """
+    where = "Accelerator(dataloader_config)"
+    settings = (
+        DataLoaderConfiguration() if configuration is None else own(DataLoaderConfiguration, configuration, where)
+    )
+    if split_batches is None or split_batches == settings.split_batches:
+        return settings
+    if configuration is not None:
+        raise UsageError(
+            "Accelerator(split_batches, dataloader_config)", expected="one of them", fix="leave split_batches out"
+        )
+    return replace(settings, split_batches=bool(split_batches))
+
+
+def rng_types_of(types: Sequence[Any] | None) -> tuple[str, ...]:
+    """Random generators, by name, that are made rank 0's at the start of each epoch.
+
+    Raises:
+        UsageError: a generator that there is none of.
+    """
+    names = [str(value_of(each)) for each in types or ()]
+    for name in names:
+        if name not in (*_SHARED_GENERATORS, "generator"):
+            expected = f"types among generator, {', '.join(_SHARED_GENERATORS)}"
+            raise UsageError("Accelerator(rng_types)", expected=expected, got=name)
+    return tuple(name for name in names if name != "generator")  # the order of samples is common in any case
 
 
 # -- torch.compile
@@ -144,6 +297,7 @@ class Compilation:
 
     Attributes:
         regional: compile each repeated block by itself, where there are any, rather than the model.
+        options: of the backend; not together with a mode.
     """
 
     backend: str
@@ -151,131 +305,96 @@ class Compilation:
     fullgraph: bool = False
     dynamic: bool | None = None
     regional: bool = False
+    options: Mapping[str, Any] | None = None
 
-    def apply(self, model: nn.Module) -> None:
+    def apply(self, model: nn.Module, *, parameters_move: bool = False) -> None:
         """Marks the model, or its blocks, to be compiled at the first forward.
 
         To be called before the engine is made: its hooks stay out of graphs only where they find a module compiled.
+
+        Args:
+            parameters_move: they are gathered into other memory of a CUDA device in each pass.
         """
+        if parameters_move and self.mode in _MODES_WITH_CUDA_GRAPHS:
+            log_once(
+                logging.WARNING,
+                f'dynamo_mode "{self.mode}" records CUDA graphs, which are bound to the addresses of parameters, and'
+                " sharded parameters are gathered to other addresses in each pass: graphs are recorded over and over;"
+                ' set dynamo_mode to "default", or shard no parameters (stage 2)',
+            )
         blocks = [block for _, block in repeated_blocks(model)] if self.regional else []
         for module in blocks or [model]:
-            module.compile(backend=self.backend, mode=self.mode, fullgraph=self.fullgraph, dynamic=self.dynamic)
+            module.compile(
+                backend=self.backend,
+                mode=self.mode,
+                fullgraph=self.fullgraph,
+                dynamic=self.dynamic,
+                options=None if self.options is None else dict(self.options),
+            )
 
 
-def compilation_of(backend: str | None, settings: LaunchedSettings, sources: dict[str, str]) -> Compilation | None:
+@dataclass
+class TorchDynamoPlugin(KwargsHandler):
+    """Arguments of `torch.compile` for the models of an accelerator.
+
+    Attributes:
+        backend: of `torch.compile`; "no" compiles nothing, None takes the launcher's.
+        mode, fullgraph, dynamic, options, disable: as of torch.
+        use_regional_compilation: compile each repeated block by itself.
+    """
+
+    backend: str | None = None
+    mode: str | None = None
+    fullgraph: bool | None = None
+    dynamic: bool | None = None
+    options: dict[str, Any] | None = None
+    disable: bool = False
+    use_regional_compilation: bool | None = None
+
+
+def compilation_of(
+    backend: str | None,
+    settings: LaunchedSettings,
+    sources: dict[str, str],
+    plugin: TorchDynamoPlugin | Any = None,
+) -> Compilation | None:
     """How models are compiled; None for not at all.
 
     Args:
         backend: the `Accelerator`'s own argument, which precedes the launcher's.
+        plugin: its plugin, ours or accelerate's; what it leaves open the launcher says.
 
     Raises:
+        UsageError: a backend and a plugin, or something else than a plugin.
         ConfigError: there is no such backend, or there are options of compilation without a backend.
     """
-    name = backend if backend is not None else settings.dynamo_backend
+    argument = "Accelerator(dynamo_backend)"
+    code = TorchDynamoPlugin(value_of(backend))
+    if plugin is not None:
+        if backend is not None:
+            raise UsageError("Accelerator(dynamo_backend, dynamo_plugin)", expected="one of them")
+        code = own(TorchDynamoPlugin, plugin, "Accelerator(dynamo_plugin)")
+        argument = "Accelerator(dynamo_plugin)"
+    name = code.backend if code.backend is not None else settings.dynamo_backend
     if name is None:
         if options := [option for option in _COMPILE_OPTIONS if getattr(settings, option)]:
             where = ", ".join(sources.get(option, option) for option in options)
             fix = "add --dynamo_backend inductor"
             raise ConfigError(f"{where}: says how to compile", expected="a backend", fix=fix)
         return None
-    if name.lower() == "no":
+    if name.lower() == "no" or code.disable:
         return None
     if name.lower() not in torch.compiler.list_backends(exclude_tags=()):
-        source = "Accelerator(dynamo_backend)" if backend is not None else sources.get("dynamo_backend", "the launcher")
+        source = argument if code.backend is not None else sources.get("dynamo_backend", "the launcher")
         usual = ", ".join(["no", "eager", "aot_eager", *torch.compiler.list_backends()])
         raise ConfigError(source, expected=f"a backend of torch.compile ({usual})", got=name)
+    regional = code.use_regional_compilation
     return Compilation(
         name.lower(),
-        settings.dynamo_mode,
-        bool(settings.dynamo_use_fullgraph),
-        settings.dynamo_use_dynamic,
-        bool(settings.dynamo_use_regional_compilation),
+        # "default" is torch's word for none, beside which options may be given.
+        settings.dynamo_mode if code.mode is None else None if code.mode == "default" else code.mode,
+        bool(settings.dynamo_use_fullgraph if code.fullgraph is None else code.fullgraph),
+        settings.dynamo_use_dynamic if code.dynamic is None else code.dynamic,
+        bool(settings.dynamo_use_regional_compilation if regional is None else regional),
+        code.options,
     )
-
-
-# -- the profiler
-
-
-@dataclass
-class ProfileKwargs:
-    """Settings of torch.profiler.profile.
-
-    Attributes:
-        activities: "cpu", "cuda"; by default those of the device.
-        schedule_option: arguments of torch.profiler.schedule: wait, warmup, active, repeat, skip_first.
-        on_trace_ready: called with the profiler when a trace is complete.
-        record_shapes, profile_memory, with_stack, with_flops, with_modules: as of torch.
-        output_trace_dir: folder for `profile_<rank>.json`, which Chrome and Perfetto read.
-
-    Example:
-        >>> import torch
-        >>> from zeroaccel import Accelerator, ProfileKwargs
-        >>> accelerator = Accelerator(cpu=True)
-        >>> with accelerator.profile(ProfileKwargs(activities=["cpu"])) as profiler:
-        ...     product = torch.ones(8, 8) @ torch.ones(8, 8)
-        >>> "aten::mm" in {event.key for event in profiler.key_averages()}
-        True
-    """
-
-    activities: Sequence[str] | None = None
-    schedule_option: dict[str, int] | None = None
-    on_trace_ready: Callable[[Any], Any] | None = None
-    record_shapes: bool = False
-    profile_memory: bool = False
-    with_stack: bool = False
-    with_flops: bool = False
-    with_modules: bool = False
-    output_trace_dir: str | None = None
-
-
-def profile_settings_of(handlers: Sequence[Any]) -> ProfileKwargs:
-    """The last `ProfileKwargs` among the kwargs handlers, or the default.
-
-    Raises:
-        UsageError: another handler.
-    """
-    settings = ProfileKwargs()
-    for handler in handlers:
-        if not isinstance(handler, ProfileKwargs):
-            name = type(handler).__name__
-            fix = _INSTEAD_OF.get(name, "set what it says in the config")
-            raise UsageError("Accelerator(kwargs_handlers)", expected="a ProfileKwargs", got=name, fix=fix)
-        settings = handler
-    return settings
-
-
-@contextmanager
-def profile(settings: ProfileKwargs, rank: int, device: torch.device) -> Iterator[Any]:
-    """torch's profiler, running.
-
-    Raises:
-        UsageError: an unknown activity, or a folder that cannot be made; before anything runs.
-    """
-    folder = None if settings.output_trace_dir is None else Path(settings.output_trace_dir)
-    if folder is not None:
-        _make(folder)
-    activities = settings.activities or sorted({"cpu", device.type})
-    for name in activities:
-        if name not in _ACTIVITIES:
-            raise UsageError("ProfileKwargs(activities)", expected='"cpu" or "cuda"', got=name)
-    with torch.profiler.profile(
-        activities=[_ACTIVITIES[name] for name in activities],
-        schedule=torch.profiler.schedule(**settings.schedule_option) if settings.schedule_option else None,
-        on_trace_ready=settings.on_trace_ready,
-        record_shapes=settings.record_shapes,
-        profile_memory=settings.profile_memory,
-        with_stack=settings.with_stack,
-        with_flops=settings.with_flops,
-        with_modules=settings.with_modules,
-    ) as profiler:
-        yield profiler
-    if folder is not None:
-        profiler.export_chrome_trace(str(folder / f"profile_{rank}.json"))
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        where = "ProfileKwargs(output_trace_dir)"
-        raise UsageError(where, expected="a folder that can be made", got=f"{folder} ({error.strerror})") from error

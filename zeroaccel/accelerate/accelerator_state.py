@@ -2,28 +2,29 @@
 
 `PartialState` knows the process, `AcceleratorState` adds the plugins and every prepared model; printing the latter
 shows the resolved configs. Unlike accelerate's these are ordinary objects: two accelerators share the process group
-only.
+only, and `AcceleratorState()` is that of the newest.
 """
 
 from __future__ import annotations
 
 import builtins
-import enum
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from datetime import timedelta
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from zeroaccel.accelerate.kwargs_handlers import DistributedType, note
 from zeroaccel.accelerate.prepared_optimizer import PreparedOptimizer, PreparedScheduler
 from zeroaccel.accelerate.zero_plugin import ZeroPlugin, gather_facts
-from zeroaccel.comm.topology import destroy, init_process_group
+from zeroaccel.comm.topology import destroy, init_process_group, meet
 from zeroaccel.config import Config, Facts
 from zeroaccel.config.auto_values import shown
-from zeroaccel.errors import UsageError
+from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.operations import collectives_of_process
 from zeroaccel.zero.engine import Engine
 
@@ -33,24 +34,13 @@ PRECISION_NAMES = {"fp32": "no", "fp16": "fp16", "bf16": "bf16"}
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class DistributedType(str, enum.Enum):
-    """Kind of the job; compares equal to its name, as scripts write it."""
-
-    NO = "NO"
-    MULTI_CPU = "MULTI_CPU"
-    MULTI_GPU = "MULTI_GPU"
-    DEEPSPEED = "DEEPSPEED"
-    ZERO = "DEEPSPEED"
-
-    def __str__(self) -> str:
-        return f"{type(self).__name__}.{self.name}"
-
-
 class PartialState:
     """This process's place in the job, which it joins when this is made, and control flow by rank. (all ranks)
 
     Args:
         cpu: compute on the CPU, with gloo, also where there are accelerators.
+        backend, init_method, timeout: as of `InitProcessGroupKwargs`, where the process has not joined its job yet; a
+            timeout changes the limit of a job that it has joined, too.
 
     Attributes:
         device: on which this rank computes.
@@ -65,11 +55,23 @@ class PartialState:
         ['a', 'b', 'c']
     """
 
-    def __init__(self, cpu: bool = False, *, debug: bool = False) -> None:
-        self._topology = init_process_group("gloo" if cpu else None)
+    def __init__(
+        self,
+        cpu: bool = False,
+        *,
+        backend: str | None = None,
+        init_method: str | None = None,
+        timeout: timedelta | None = None,
+        debug: bool = False,
+    ) -> None:
+        if init_method not in (None, "env://") and not torch.distributed.is_initialized():
+            meet("gloo" if cpu else None, str(init_method), -1, -1, timeout)
+        self._topology = init_process_group("gloo" if cpu else None, timeout)
         self.device: torch.device = torch.device("cpu") if cpu else self._topology.device
         self.backend: str = _backend(self._topology.backend, self.device)
         self.debug = debug
+        if backend not in (None, "nccl", self.backend, self._topology.backend):
+            note(f"backend={backend!r}", f"tensors of {self.device.type} devices travel on {self.backend}")
 
     @property
     def num_processes(self) -> int:
@@ -102,6 +104,11 @@ class PartialState:
     def initialized(self) -> bool:
         """True: a state that exists has joined the job."""
         return True
+
+    @property
+    def default_device(self) -> torch.device:
+        """The kind of device that jobs compute on by default: "cuda" where there is one, else "cpu"."""
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def set_device(self) -> None:
         """Makes `device` the current one of this process."""
@@ -336,19 +343,38 @@ class Prepared:
 class AcceleratorState:
     """Process, plugins, prepared models and their configs; `print` shows all of it.
 
+    Without arguments it is the state of the newest accelerator: EngineStateError where there is none.
+
     Args:
         fallback: the plugin of plain data parallelism, in use where there are no plugins.
         facts: the accelerator's own arguments.
 
     Attributes:
         partial: the process's place in the job, whose attributes are this object's too.
+        fsdp_plugin, megatron_lm_plugin, torch_tp_plugin, parallelism_config, device_mesh: None: an engine has a plugin
+            of ZeRO, which those of FSDP become.
+        is_fsdp2, use_ipex: False.
         plugins: name -> plugin; empty for plain data parallelism.
         prepared: every model that went through `prepare`, in order.
     """
 
+    _newest: ClassVar[dict[str, Any] | None] = None
+
     def __init__(
-        self, partial: PartialState, plugins: Mapping[str, ZeroPlugin], fallback: ZeroPlugin, facts: Facts
+        self,
+        partial: PartialState | None = None,
+        plugins: Mapping[str, ZeroPlugin] | None = None,
+        fallback: ZeroPlugin | None = None,
+        facts: Facts | None = None,
     ) -> None:
+        if partial is None or plugins is None or fallback is None or facts is None:
+            if AcceleratorState._newest is None:
+                raise EngineStateError(
+                    "AcceleratorState()", expected="an Accelerator, whose state this is", fix="make Accelerator() first"
+                )
+            self.__dict__ = AcceleratorState._newest
+            return
+        AcceleratorState._newest = self.__dict__
         self.partial = partial
         self.plugins = dict(plugins)
         self.prepared: list[Prepared] = []
@@ -356,6 +382,11 @@ class AcceleratorState:
         self._facts = facts
         self._selected = next(iter(self.plugins), None)
         self._mark_selected()
+
+    @classmethod
+    def is_there(cls) -> bool:
+        """Whether an accelerator has made a state, which `AcceleratorState()` is."""
+        return cls._newest is not None
 
     # -- plugins
 
@@ -396,6 +427,16 @@ class AcceleratorState:
     def _mark_selected(self) -> None:
         for name, plugin in self.plugins.items():
             plugin._select(name == self._selected)
+
+    # -- what scripts ask for that there is none of
+
+    fsdp_plugin = None
+    megatron_lm_plugin = None
+    torch_tp_plugin = None
+    parallelism_config = None
+    device_mesh = None
+    is_fsdp2 = False
+    use_ipex = False
 
     # -- configs
 

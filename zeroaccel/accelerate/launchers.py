@@ -2,6 +2,9 @@
 
 The processes are forked, so that functions defined in a notebook work in them. The first that fails ends the others,
 and its traceback is raised here. For scripts there is `zeroaccel launch`.
+
+[Note: CUDA and forks] A process that has asked the CUDA driver for anything, the number of devices included, has
+children that cannot use CUDA. So it is asked in a forked process, which ends at once.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ import multiprocessing
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -56,6 +61,15 @@ def notebook_launcher(
         ProcessRaisedException: a rank failed; with its traceback.
         EngineStateError: CUDA or a process group is in use here already, which forked processes cannot share.
         ConfigError: an argument is out of range.
+
+    Example:
+        A cell of a notebook on a machine with two GPUs::
+
+            def train():
+                accelerator = zeroaccel.Accelerator()
+                ...
+
+            zeroaccel.notebook_launcher(train)
     """
     if mixed_precision not in _PRECISIONS:
         raise ConfigError("notebook_launcher(mixed_precision)", expected=", ".join(_PRECISIONS), got=mixed_precision)
@@ -63,15 +77,24 @@ def notebook_launcher(
         raise ConfigError("notebook_launcher(node_rank)", expected=f"0 to {num_nodes - 1}", got=node_rank)
     if num_nodes > 1 and use_port is None:
         raise ConfigError("notebook_launcher(use_port)", expected="the same port on all nodes", got=None)
+    devices = _visible_devices()
     if num_processes is None:
-        num_processes = max(1, torch.cuda.device_count())
+        num_processes = max(1, devices.count)
     variables = {"ACCELERATE_MIXED_PRECISION": mixed_precision}
-    if torch.cuda.device_count() < num_processes:
+    on_devices = devices.count >= num_processes
+    if not on_devices:
         variables |= {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
     if num_processes * num_nodes == 1:
         with _set(variables):
             function(*args)
         return
+    if on_devices and not devices.work_in_forks and not torch.cuda.is_initialized():  # `_launch` refuses that one
+        raise EngineStateError(
+            f"launching {getattr(function, '__name__', function)}: this process has asked for CUDA devices, as"
+            " torch.cuda.is_available() does, and forked processes cannot use them then",
+            fix="restart the notebook and ask inside the function that is launched, or set"
+            " PYTORCH_NVML_BASED_CUDA_CHECK=1 before torch is imported",
+        )
     place = {
         "MASTER_ADDR": master_addr,
         "MASTER_PORT": str(use_port if use_port is not None else _free_port()),
@@ -97,7 +120,7 @@ def _launch(
             f"{where}: this process has joined a job already",
             fix="restart the notebook, and make Accelerator() only inside the function that is launched",
         )
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         raise EngineStateError(
             f"{where}: CUDA is in use in this process, and forked processes cannot use it then",
             fix="restart the notebook, and touch CUDA only inside the function that is launched",
@@ -110,6 +133,39 @@ def _launch(
         "LOCAL_WORLD_SIZE": str(num_processes),
     }
     start_processes(_rank_main, (function, tuple(args), shared | dict(variables)), num_processes, start_method="fork")
+
+
+@dataclass(frozen=True)
+class _VisibleDevices:
+    """The CUDA devices that this process sees, and whether processes forked from it can use them."""
+
+    count: int
+    work_in_forks: bool
+
+
+def _visible_devices() -> _VisibleDevices:
+    """See [Note: CUDA and forks]."""
+    if "fork" not in multiprocessing.get_all_start_methods():
+        return _VisibleDevices(torch.cuda.device_count(), work_in_forks=False)
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send_device_count, args=(sender,))
+    process.start()
+    sender.close()
+    try:
+        count: int | None = receiver.recv()
+    except EOFError:  # the driver ended the process
+        count = 0
+    process.join()
+    if count is None:  # the driver is in use here already, so asking once more changes nothing
+        return _VisibleDevices(torch.cuda.device_count(), work_in_forks=False)
+    return _VisibleDevices(count, work_in_forks=True)
+
+
+def _send_device_count(sender: Connection) -> None:
+    """In a forked process: sends the number of devices; None where CUDA cannot be used in it."""
+    sender.send(None if torch.cuda._is_in_bad_fork() else torch.cuda.device_count())
+    sender.close()
 
 
 def _rank_main(index: int, function: Callable[..., Any], args: tuple[Any, ...], shared: Mapping[str, str]) -> None:

@@ -30,6 +30,20 @@ def unwrap_model(model: Any, *, keep_torch_compile: bool) -> Any:
     return compiled if compiled is not None and not keep_torch_compile else inner
 
 
+def write_object(obj: Any, file: str | os.PathLike[str], *, safe_serialization: bool) -> None:
+    """Writes by `torch.save`, or a dict of tensors as safetensors; CheckpointError where it cannot."""
+    from safetensors import SafetensorError  # the format's library, only where a file is written
+    from safetensors.torch import save_file
+
+    try:
+        if safe_serialization:
+            save_file({name: value.contiguous() for name, value in obj.items()}, file, metadata={"format": "pt"})
+        else:
+            torch.save(obj, file)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(f"{os.fspath(file)}: cannot be written ({error})") from error
+
+
 class ModelSaving:
     """Reads the weights of `state.prepared`; the methods are documented at `Accelerator`."""
 
@@ -46,18 +60,8 @@ class ModelSaving:
         return {name: value.detach().to("cpu", copy=True) for name, value in model.state_dict().items()}
 
     def save(self, obj: Any, file: str | os.PathLike[str], *, safe_serialization: bool) -> None:
-        if self._collectives.rank != 0:
-            return
-        from safetensors import SafetensorError  # the format's library, only where a file is written
-        from safetensors.torch import save_file
-
-        try:
-            if safe_serialization:
-                save_file({name: value.contiguous() for name, value in obj.items()}, file, metadata={"format": "pt"})
-            else:
-                torch.save(obj, file)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            raise CheckpointError(f"{os.fspath(file)}: cannot be written ({error})") from error
+        if self._collectives.rank == 0:
+            write_object(obj, file, safe_serialization=safe_serialization)
 
     def save_model(
         self, model: nn.Module, folder: str | os.PathLike[str], max_shard_size: int | str, *, safe_serialization: bool

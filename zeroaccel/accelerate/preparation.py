@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from zeroaccel.accelerate import pretrained_saving
 from zeroaccel.accelerate.accelerator_arguments import Compilation
 from zeroaccel.accelerate.accelerator_state import AcceleratorState, Prepared
 from zeroaccel.accelerate.dummies import DummyOptim, DummyScheduler
@@ -27,7 +28,7 @@ from zeroaccel.accelerate.prepared_optimizer import GradientState, PreparedOptim
 from zeroaccel.accelerate.zero_plugin import ZeroPlugin, gather_facts
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.config import Fact, Facts, load_config
+from zeroaccel.config import Fact, Facts, load_config, shard_plan
 from zeroaccel.data import PreparedLoader
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.initialization import initialize
@@ -141,7 +142,8 @@ class Preparation:
             config = load_config(tree, sources=sources, facts=facts)
         optimizer, params, scheduler = _arguments(group)
         if rules.compilation is not None:
-            rules.compilation.apply(group.model)
+            on_cuda = self._collectives.topology.device.type == "cuda"
+            rules.compilation.apply(group.model, parameters_move=on_cuda and shard_plan(config).params)
         engine, *_ = initialize(
             model=group.model,
             optimizer=optimizer,
@@ -152,6 +154,7 @@ class Preparation:
             cast_inputs=True,
             optimizer_kind=optimizer_kind,
         )
+        pretrained_saving.attach(engine)
         # `accelerator.backward` divides the loss by the accumulation steps; a bare `loss.backward()` is not divided,
         # as in a plain PyTorch loop.
         engine.divides_direct = False

@@ -7,17 +7,20 @@ AcceleratedScheduler do.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 from torch.optim import Optimizer
 
 from zeroaccel.errors import EngineStateError, UsageError
+from zeroaccel.seeds import synchronize_rng_states
 from zeroaccel.zero.engine import Engine
 
 
 class GradientState:
     """Position within an accumulation. The accelerator and its loaders write it; optimizer and scheduler read it.
+
+    Without arguments it is that of the newest accelerator.
 
     Attributes:
         sync_gradients: the current micro-step ends with an optimizer step.
@@ -25,22 +28,42 @@ class GradientState:
         adjust_scheduler: for scripts that read it; schedulers here count optimizer steps.
         sync_with_dataloader: the last batch of a loader ends the accumulation, full or not.
         sync_each_batch: reduce gradients in every micro-step.
+        shared_generators: random generators that become rank 0's whenever an iteration over a loader begins.
     """
+
+    _newest: ClassVar[dict[str, Any] | None] = None
 
     def __init__(
         self,
-        num_steps: int = 1,
+        num_steps: int | None = None,
         *,
         adjust_scheduler: bool = True,
         sync_with_dataloader: bool = True,
         sync_each_batch: bool = False,
+        shared_generators: Sequence[str] = (),
     ) -> None:
+        if num_steps is None and GradientState._newest is not None:
+            self.__dict__ = GradientState._newest
+            return
+        GradientState._newest = self.__dict__
         self.sync_gradients = True
-        self.num_steps = num_steps
+        self.shared_generators = tuple(shared_generators)
+        self.num_steps = 1 if num_steps is None else num_steps
         self.adjust_scheduler = adjust_scheduler
         self.sync_with_dataloader = sync_with_dataloader
         self.sync_each_batch = sync_each_batch
         self._loaders: list[Any] = []
+
+    @property
+    def dataloader_references(self) -> list[Any]:
+        """The loaders that are being iterated, the innermost last."""
+        return list(self._loaders)
+
+    @property
+    def plugin_kwargs(self) -> dict[str, Any]:
+        """How gradients are accumulated, as a `GradientAccumulationPlugin` says it."""
+        names = ("num_steps", "adjust_scheduler", "sync_with_dataloader", "sync_each_batch")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def active_dataloader(self) -> Any:
@@ -64,6 +87,8 @@ class GradientState:
 
     def add_dataloader(self, loader: Any) -> None:
         """Called by a loader, which has `end_of_dataloader` and `remainder`, when its iteration starts."""
+        if self.shared_generators:
+            synchronize_rng_states(self.shared_generators)
         self._loaders.append(loader)
 
     def remove_dataloader(self, loader: Any) -> None:

@@ -20,7 +20,7 @@ from zeroaccel.accelerate.prepared_optimizer import GradientState
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.logs import log_once
 from zeroaccel.zero.engine import Engine
-from zeroaccel.zero.grad_reducer import clip_factor
+from zeroaccel.zero.grad_norm import clip_factor
 
 
 class TrainingLoop:

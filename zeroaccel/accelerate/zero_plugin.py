@@ -60,7 +60,7 @@ class ZeroPlugin:
     Two sources with different values are an error that names both. Without any source the default in brackets applies.
 
     Args:
-        hf_ds_config: the config: a dict, the path of a JSON file, JSON text or base64 text.
+        hf_ds_config: the config: a dict, the path of a JSON file, JSON text, base64 text, or an HfDeepSpeedConfig.
         gradient_accumulation_steps: micro-steps per optimizer step. [1]
         gradient_clipping: largest global L2 norm of the gradients; 0 is off. [off]
         zero_stage: 0 to 3. [2 without a config, else what the config means]
@@ -116,6 +116,7 @@ class ZeroPlugin:
                 fix='leave them out, and use mixed_precision="bf16"',
             )
         settings, sources = launched()
+        hf_ds_config = getattr(hf_ds_config, "config", hf_ds_config)  # of an HfDeepSpeedConfig
         arguments = {
             name: value for name, value in locals().items() if name in _FACTS and value is not None and value != "auto"
         }
@@ -248,6 +249,17 @@ class ZeroPlugin:
             sources[name] = self._places.get(name, self._name) if unchanged else "plugin.deepspeed_config in code"
         return sources
 
+    def prescribe(self, place: str, value: Any, source: str) -> None:
+        """Writes a key into the config before any model is prepared with it.
+
+        Args:
+            place: dotted path.
+            source: who says so, for messages.
+        """
+        _set(self.deepspeed_config, place, value)
+        self._places[place] = source
+        self._original[place] = value
+
     def document(self) -> dict[str, Any]:
         """A copy of the config in which absent batch sizes, accumulation and clipping are "auto"."""
         tree = read_document(self.deepspeed_config).tree
@@ -352,9 +364,7 @@ class ZeroPlugin:
                 f"{self._places.get(place, self._name)}: {place}: {configured} here, but {names} from {source}",
                 fix="keep one of the two",
             )
-        _set(self.deepspeed_config, place, names)
-        self._places[place] = source
-        self._original[place] = names
+        self.prescribe(place, names, source)
 
     def _known(self, name: str, default: Any) -> Any:
         """The value of an argument as far as config, arguments and launcher say."""

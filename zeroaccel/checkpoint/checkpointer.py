@@ -77,7 +77,8 @@ class Checkpointer:
     def __init__(self, engine: Engine, settings: CheckpointSettings | None = None) -> None:
         self._engine = engine
         self._settings = settings = settings or CheckpointSettings()
-        self._staging = Staging(settings.staging_nbytes if settings.background else 4 * CHUNK_NBYTES)
+        staging_nbytes = settings.staging_nbytes if settings.background else 4 * CHUNK_NBYTES
+        self._staging = Staging(staging_nbytes, pinned=self._device().type == "cuda")
         self._saving: BackgroundSave | None = None
         self._half_loaded: str | None = None
         self.loaded: LoadReport | None = None
@@ -98,7 +99,7 @@ class Checkpointer:
         *,
         exclude_frozen: bool,
     ) -> None:
-        self._prepare_to_save("save_checkpoint")
+        self.prepare_to_save("save_checkpoint")
         self.wait()
         engine = self._engine
         with agreed(engine.collectives, "save_checkpoint: state"):
@@ -120,11 +121,11 @@ class Checkpointer:
             logger.info("saved checkpoint %s", save.folder)
 
     def save_16bit_model(self, path: PathLike, *, exclude_frozen: bool) -> None:
-        self._prepare_to_save("save_16bit_model")
+        self.prepare_to_save("save_16bit_model")
         save_weights(Path(path), self.state(), self._engine.collectives, exclude_frozen=exclude_frozen)
 
     def save_model(self, save_dir: PathLike, max_nbytes: int, *, pickled: bool, exclude_frozen: bool) -> list[str]:
-        self._prepare_to_save("save_model")
+        self.prepare_to_save("save_model")
         return save_model_files(
             Path(save_dir),
             self.state(),
@@ -135,10 +136,11 @@ class Checkpointer:
         )
 
     def consolidated_state_dict(self, *, exclude_frozen: bool) -> dict[str, Tensor] | None:
-        self._prepare_to_save("consolidated_state_dict")
+        self.prepare_to_save("consolidated_state_dict")
         return consolidated_state_dict(self.state(), exclude_frozen=exclude_frozen)
 
-    def _prepare_to_save(self, call: str) -> None:
+    def prepare_to_save(self, call: str) -> None:
+        """Raises where the weights are not what a file of them should have."""
         self._engine.require_states_loaded()
         self.require_intact(call)
         self._require_one_model(call)

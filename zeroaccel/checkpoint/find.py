@@ -9,7 +9,14 @@ import contextlib
 from pathlib import Path
 
 from zeroaccel.checkpoint.formats.deepspeed_checkpoint import has_files
-from zeroaccel.checkpoint.manifest import MANIFEST_NAME, Manifest, check_tag, read_latest, read_manifest
+from zeroaccel.checkpoint.manifest import (
+    LATEST_NAME,
+    MANIFEST_NAME,
+    Manifest,
+    check_tag,
+    read_latest,
+    read_manifest,
+)
 from zeroaccel.checkpoint.rank_file import is_part_of_a_save
 from zeroaccel.errors import CheckpointError, listed
 from zeroaccel.logs import logger
@@ -52,6 +59,21 @@ def newest_first(root: Path) -> tuple[list[Path], list[str]]:
             with contextlib.suppress(OSError):  # another program removes it meanwhile
                 dated.append((max(path.stat().st_mtime for path in folder.iterdir()), folder))
     return [folder for _, folder in sorted(dated, reverse=True)], skipped
+
+
+def has_checkpoints(root: Path) -> bool:
+    """Whether a load from `root` can mean something: there is a `latest`, or a checkpoint of any format, or it is one.
+
+    Also true of what is no folder or cannot be looked into, which a load then names.
+    """
+    if not root.is_dir():
+        return root.exists()
+    try:
+        folders = [root, *_folders(root)]
+        foreign = any(has_files(folder) or (folder / DCP_METADATA_NAME).is_file() for folder in folders)
+        return foreign or (root / LATEST_NAME).exists() or any(map(_is_ours, folders))
+    except OSError:
+        return True
 
 
 def checkpoint_folders(root: Path) -> list[Path]:

@@ -28,6 +28,7 @@ MANIFEST_NAME = "manifest.json"
 _MOST_NBYTES = 1 << 30
 _MOST_DIMS = 64
 _LONGEST_TAG_NBYTES = 255
+_LONGEST_PATH_NBYTES = 1024
 _RESERVED_TAGS = ("latest", "auto")
 _RESERVED_NEW_TAGS = ("latest_universal", "run_state.json", "zero_to_fp32.py")
 """Names of files in the folder that the folders of checkpoints are in."""
@@ -345,20 +346,20 @@ def check_file_name(name: str) -> None:
 
 
 def check_tag(tag: object, where: str = "checkpoint tag") -> str:
-    """The tag as text: one path component.
+    """The tag as text: the name of a folder, or several with slashes between them.
 
     Args:
         where: the source of the tag, for the message.
 
     Raises:
-        CheckpointError: it is empty, starts with a dot, is "latest" or "auto", is longer than the name of a file can
-            be, or would lead to another folder.
+        CheckpointError: a name in it is empty, starts with a dot, is "latest" or "auto", or is longer than the name of
+            a file can be; so that the tag does not lead out of the folder of the checkpoints.
     """
     text = str(tag)
     if not _is_tag(text):
         raise CheckpointError(
             where,
-            expected=f"a folder name of at most {_LONGEST_TAG_NBYTES} bytes that does not start with a dot, "
+            expected=f"folder names of at most {_LONGEST_TAG_NBYTES} bytes that do not start with a dot, "
             'not "latest" or "auto"',
             got=text,
         )
@@ -376,14 +377,20 @@ def check_new_tag(tag: object, where: str = "checkpoint tag") -> str:
         raise CheckpointError(
             where, expected="no blanks at its ends, which `latest` would not give back", got=text, fix="remove them"
         )
-    if text in _RESERVED_NEW_TAGS:
+    if text.split("/")[0] in _RESERVED_NEW_TAGS:
         raise CheckpointError(where, expected="another name than that of a file beside checkpoints", got=text)
     return text
 
 
 def _is_tag(text: Any) -> bool:
-    plain = isinstance(text, str) and re.fullmatch(r"[^./\\\0][^/\\\0]*", text) is not None and text.isprintable()
-    return plain and text not in _RESERVED_TAGS and len(text.encode()) <= _LONGEST_TAG_NBYTES
+    if not isinstance(text, str) or not text.isprintable() or len(text.encode()) > _LONGEST_PATH_NBYTES:
+        return False
+    return all(
+        re.fullmatch(r"[^./\\\0][^/\\\0]*", name) is not None
+        and name not in _RESERVED_TAGS
+        and len(name.encode()) <= _LONGEST_TAG_NBYTES
+        for name in text.split("/")
+    )
 
 
 LATEST_NAME = "latest"

@@ -3,6 +3,11 @@
 Copying and writing run in two threads with a bounded number of chunks between them, so that only the disk is waited
 for. `save.py` and `background_save.py` decide which thread runs which of the two. Once `copied` is set the tensors may
 change: a background save blocks the next optimizer step only until then.
+
+[Note: reading a device] Tensors of a CUDA device are read into page-locked chunks on a stream of their own. On the
+stream of the training each copy would queue up behind all that training has launched, and then delay what it launches
+next. The stream begins behind the work that was launched when the writer was made, which is what the values are of; the
+thread that writes waits for the copies of a chunk before it reads it.
 """
 
 from __future__ import annotations
@@ -10,7 +15,8 @@ from __future__ import annotations
 import hashlib
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +29,7 @@ from zeroaccel.checkpoint.manifest import FileRecord
 from zeroaccel.checkpoint.rank_file import CHUNK_NBYTES, block_sums, lay_out_rank_file
 from zeroaccel.checkpoint.save_plan import SaveItem
 from zeroaccel.errors import CheckpointError
+from zeroaccel.offload.host_buffers import empty_on_host
 from zeroaccel.zero.access.safetensors_file import ITEMSIZE, FileLayout
 
 
@@ -31,10 +38,12 @@ class Staging:
 
     Args:
         nbytes: of the pool, at least two chunks. They are allocated as they are needed, and reused.
+        pinned: page-locked, for copies from a CUDA device.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
         self._limit = max(2, nbytes // CHUNK_NBYTES)
+        self._pinned = pinned
         self._num_allocated = 0
         self._free: queue.SimpleQueue[Tensor] = queue.SimpleQueue()
 
@@ -42,7 +51,7 @@ class Staging:
         """(CHUNK_NBYTES,) uint8, uninitialised. For one thread at a time."""
         if self._num_allocated < self._limit and self._free.empty():
             self._num_allocated += 1
-            return torch.empty(CHUNK_NBYTES, dtype=torch.uint8)
+            return empty_on_host((CHUNK_NBYTES,), torch.uint8, pinned=self._pinned)
         return self._free.get()
 
     def release(self, chunk: Tensor) -> None:
@@ -50,10 +59,61 @@ class Staging:
         self._free.put(chunk)
 
 
+class ChunkCopies:
+    """Copies into chunks of host memory, from host memory: each is done when the call returns."""
+
+    def stream(self) -> AbstractContextManager[None]:
+        """What the thread that copies runs in."""
+        return nullcontext()
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """target = source, (n,) uint8 both; started."""
+        target.copy_(source)
+
+    def mark(self) -> Callable[[], object]:
+        """A function that blocks until every copy before the mark is done; for any thread."""
+        return lambda: None
+
+
+class DeviceChunkCopies(ChunkCopies):
+    """The same from a CUDA device, see [Note: reading a device]. Made by the thread that launches the training.
+
+    Args:
+        device: of the tensors.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        launched = torch.cuda.Event()
+        launched.record(torch.cuda.current_stream(device))
+        self._stream.wait_event(launched)
+
+    def stream(self) -> AbstractContextManager[None]:
+        return torch.cuda.stream(self._stream)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def mark(self) -> Callable[[], object]:
+        event = torch.cuda.Event()
+        event.record(self._stream)
+        return event.synchronize
+
+
+def copies_of(entries: Sequence[SaveItem]) -> ChunkCopies:
+    """The copies for what is saved: on the stream of a device where any of it is there."""
+    devices = {entry.data.device for entry in entries if isinstance(entry.data, Tensor)}
+    device = next((device for device in devices if device.type == "cuda"), None)
+    return ChunkCopies() if device is None else DeviceChunkCopies(device)
+
+
 @dataclass(frozen=True)
 class _FilledChunk:
+    """A chunk that may be read after `wait()`."""
+
     chunk: Tensor
     nbytes: int
+    wait: Callable[[], object]
 
 
 class RankFileWriter:
@@ -75,6 +135,7 @@ class RankFileWriter:
         self.layout: FileLayout = lay_out_rank_file([(e.key, e.dtype, e.data.numel()) for e in self.entries])
         self.copied = threading.Event()
         self._staging = staging
+        self._copies = copies_of(self.entries)
         self._filled: queue.SimpleQueue[_FilledChunk | None] = queue.SimpleQueue()
         self._failure: Exception | None = None
         self._exhausted = False
@@ -82,8 +143,11 @@ class RankFileWriter:
     def copy(self) -> None:
         """Copies everything into staging memory; runs concurrently with `write`, which releases the chunks."""
         try:
-            with torch.no_grad():
-                self._copy()
+            with torch.no_grad(), self._copies.stream():
+                try:
+                    self._copy()
+                finally:
+                    self._copies.mark()()  # also after an error: the tensors may change from then on
         except Exception as error:
             self._failure = error
         finally:
@@ -116,13 +180,13 @@ class RankFileWriter:
         for source in self._sources():
             while source.numel():
                 part = source[: CHUNK_NBYTES - used]
-                chunk[used : used + part.numel()].copy_(part)
+                self._copies.copy(chunk[used : used + part.numel()], part)
                 used += part.numel()
                 source = source[part.numel() :]
                 if used == CHUNK_NBYTES:
-                    self._filled.put(_FilledChunk(chunk, used))
+                    self._filled.put(_FilledChunk(chunk, used, self._copies.mark()))
                     chunk, used = self._staging.acquire(), 0
-        self._filled.put(_FilledChunk(chunk, used))
+        self._filled.put(_FilledChunk(chunk, used, self._copies.mark()))
 
     def _sources(self) -> Iterator[Tensor]:
         yield torch.frombuffer(bytearray(self.layout.header), dtype=torch.uint8)
@@ -136,6 +200,7 @@ class RankFileWriter:
         sums, num_written = [], 0
         while (filled := self._next()) is not None:
             try:
+                filled.wait()
                 data = filled.chunk.numpy()[: filled.nbytes]
                 sums.append(block_sums(data))
                 write_all(handle, data.data)

@@ -52,10 +52,16 @@ class _WriteItem:
     elements: FlatRange
 
 
-def reshard(source: Path, out: Path, world_size: int, tag: str | None = None) -> Path:
+def reshard(
+    source: Path, out: Path, world_size: int | None = None, tag: str | None = None, new_tag: str | None = None
+) -> Path:
     """Writes the checkpoint of `source` (of `tag`, or the one `latest` names) into `out` for `world_size` ranks.
 
     The states of random number generators are kept only where the number of ranks stays the same.
+
+    Args:
+        world_size: None for that of the source.
+        new_tag: of the new checkpoint; None for that of the source.
 
     Returns:
         The new checkpoint's folder.
@@ -64,6 +70,8 @@ def reshard(source: Path, out: Path, world_size: int, tag: str | None = None) ->
         CheckpointError: the source is damaged, or the disk is full. UsageError: the checkpoint is already in `out`.
     """
     folder, manifest = find_checkpoint(source, tag)
+    manifest = manifest if new_tag is None else replace(manifest, tag=new_tag)
+    world_size = manifest.world_size if world_size is None else world_size
     if world_size != manifest.world_size:
         manifest = replace(manifest, random_state=None)
     files: list[RankFileReader] = []

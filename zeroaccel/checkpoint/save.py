@@ -151,7 +151,7 @@ def prepare(
     Counters, buffers and client state are copied now; of parameters, masters and states the plan has live views.
 
     Raises:
-        UsageError: the ranks name different checkpoints, or `client_state` cannot be saved.
+        UsageError: no folder is named, the ranks name different checkpoints, or `client_state` cannot be saved.
         CheckpointError: the tag is not one, there is not enough space, the folder cannot be created, or another save is
             writing into it.
     """
@@ -159,9 +159,10 @@ def prepare(
     # `agreed`, so all of them raise before any file exists.
     plan = SavePlan(engine_state.rank)
     common: dict[str, Any] = {}
-    random_state, tag, root = None, "", Path(os.path.abspath(request.root))
+    random_state, tag, root = None, "", Path()
     save_id = secrets.token_hex(4)
     with agreed(collectives, "save_checkpoint: what to save"):
+        root = _folder_of(request.root)
         tag = check_new_tag(request.tag)
         plan = SavePlan.collect(engine_state, exclude_frozen=request.exclude_frozen)
         if progress.random_state is not None:
@@ -207,6 +208,13 @@ def prepare(
         tuple(process for *_, process in tags),
         lock,
     )
+
+
+def _folder_of(save_dir: object) -> Path:
+    """The absolute path; an empty one, which is the working directory to the system, is refused."""
+    if not isinstance(save_dir, (str, os.PathLike)) or not os.fspath(save_dir):
+        raise UsageError("save_checkpoint(save_dir)", expected="a folder", got=save_dir)
+    return Path(os.path.abspath(save_dir))
 
 
 def _encode_client_state(state: Mapping[str, Any], plan: SavePlan | None) -> Any:

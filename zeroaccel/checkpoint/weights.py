@@ -137,7 +137,7 @@ def consolidated_state_dict(engine_state: EngineState, *, exclude_frozen: bool) 
     for name, value in _streamed(engine_state, exclude_frozen=exclude_frozen):
         if engine_state.rank == 0:
             tensors[name] = value.to("cpu", copy=True)
-    return _with_ties(tensors, engine_state.model) if engine_state.rank == 0 else None
+    return with_ties(tensors, engine_state.model) if engine_state.rank == 0 else None
 
 
 def placeholder_state_dict(engine_state: EngineState, *, exclude_frozen: bool) -> dict[str, Tensor]:
@@ -146,10 +146,10 @@ def placeholder_state_dict(engine_state: EngineState, *, exclude_frozen: bool) -
         name: torch.empty(shape, dtype=dtype, device="meta")
         for name, dtype, shape in tensor_specs(engine_state, exclude_frozen=exclude_frozen)
     }
-    return _with_ties(tensors, engine_state.model)
+    return with_ties(tensors, engine_state.model)
 
 
-def _with_ties(tensors: dict[str, Tensor], model: torch.nn.Module) -> dict[str, Tensor]:
+def with_ties(tensors: dict[str, Tensor], model: torch.nn.Module) -> dict[str, Tensor]:
     """The same tensors under every name that a state dict of the model has for them, in its order."""
     ties = {alias: name for alias, name in ties_of(model).items() if name in tensors}
     named = {**tensors, **{alias: tensors[name] for alias, name in ties.items()}}
@@ -245,7 +245,7 @@ class PickledWeights:
         """Writes the file, flushes it and gives it its final name."""
         with NewFile(self._path) as new, os.fdopen(new.handle, "wb", closefd=False) as file:
             try:
-                torch.save(_with_ties(self._tensors, self._model), file)
+                torch.save(with_ties(self._tensors, self._model), file)
             except RuntimeError as error:
                 if isinstance(error.__context__, OSError):  # torch raises an error of its own over a full disk's
                     raise error.__context__ from None

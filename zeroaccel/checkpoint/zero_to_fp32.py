@@ -268,8 +268,10 @@ def _find(root: Path, tag: str | None) -> Path:
                 f"{root / 'latest'}: cannot be read ({what}); pass --tag; checkpoints here: {there}"
             ) from None
         where = str(root / "latest")
-    plain = re.fullmatch(r"[^./\\\0][^/\\\0]*", tag) is not None and tag.isprintable()
-    if not plain or len(os.fsencode(tag)) > 255:
+    # Without a leading dot in any name, the tag does not lead out of the folder.
+    names = tag.split("/")
+    plain = tag.isprintable() and all(re.fullmatch(r"[^./\\\0][^/\\\0]*", name) is not None for name in names)
+    if not plain or max(len(os.fsencode(name)) for name in names) > 255:
         raise ConversionError(f"{where}: expected the name of a folder in {root}, got {tag[:300]!r}; here: {there}")
     if not (root / tag).is_dir():
         raise ConversionError(f"{root / tag}: no such checkpoint; here: {there}")

@@ -41,11 +41,17 @@ class CollectiveTracker:
 
     Args:
         watchdog: None with one rank, which waits for no other.
+        records_sizes: False for groups whose tensors have other sizes than those of the job's other groups at the same
+            call. All ranks of the job are compared, so what may differ is left out of their histories.
     """
 
-    def __init__(self, flight_recorder: FlightRecorder, watchdog: Watchdog | None) -> None:
+    def __init__(
+        self, flight_recorder: FlightRecorder, watchdog: Watchdog | None, *, records_sizes: bool = True
+    ) -> None:
         self.flight_recorder = flight_recorder
         self._watchdog = watchdog
+        self._records_sizes = records_sizes
+        self._mark: ArrivalMark | None = None
 
     def issue(self, kind: Kind, op: str, label: str, tensor: Tensor) -> CollectiveRecord:
         """Records a call that is about to be made. `tensor` is the full one, of the same size on every rank."""
@@ -54,7 +60,7 @@ class CollectiveTracker:
         # The names are cached, since this runs at every collective.
         dtype = tensor.dtype
         name = _DTYPE_NAMES.get(dtype) or _DTYPE_NAMES.setdefault(dtype, str(dtype).removeprefix("torch."))
-        return self.flight_recorder.issue(kind, op, label, tensor.numel(), name)
+        return self.flight_recorder.issue(kind, op, label, tensor.numel() if self._records_sizes else 0, name)
 
     def start(self, entry: CollectiveRecord, operation: Callable[..., _Pendings], *args: Any) -> _Pendings:
         """Starts its messages: ``operation(*args, tag)``."""
@@ -89,6 +95,17 @@ class CollectiveTracker:
             raise self._explain(entry, error) from error
         finally:
             flight_recorder.end_wait(entry)
+
+    def follow_on_device(self, entry: CollectiveRecord, device: torch.device) -> None:
+        """Lets the watchdog follow a call that the current stream of a device waits for, if it follows no other."""
+        if self._watchdog is None or self.flight_recorder.probe is not None:
+            return
+        if torch.cuda.is_current_stream_capturing():  # the write would be replayed with the graph
+            return
+        if self._mark is None:
+            self._mark = ArrivalMark(device)
+        self._mark.begin()
+        self.flight_recorder.probe = entry, self._mark.has_arrived
 
     def _explain(self, entry: CollectiveRecord, error: RuntimeError) -> CollectiveError:
         if self._watchdog is None:
@@ -148,8 +165,8 @@ class MessageWork:
 class DeviceWork(MessageWork):
     """A collective of the backend itself, on an accelerator: `wait` does not block the host.
 
-    The watchdog follows one at a time by the flight recorder's probe: the work itself, and after `wait` an event behind
-    it on the stream that waits, which unlike the work holds no memory.
+    The watchdog follows one at a time by the flight recorder's probe. On CUDA that is an `ArrivalMark` behind the work
+    on the stream that waits for it; before `wait` nothing depends on the work. Elsewhere it is the work itself.
     """
 
     __slots__ = ("_device",)
@@ -166,14 +183,35 @@ class DeviceWork(MessageWork):
         self._device = device
         flight_recorder = tracker.flight_recorder
         # By a weak reference: the probe must not keep the tensors of a forgotten work alive.
-        if flight_recorder.probe is None:
+        if device.type != "cuda" and flight_recorder.probe is None:
             itself = weakref.ref(self)
             flight_recorder.probe = entry, lambda: (work := itself()) is None or work.is_completed()
 
     def wait(self) -> None:
+        waits = self._pending is not None
         super().wait()
-        flight_recorder = self.tracker.flight_recorder
-        if self._device.type == "cuda" and (flight_recorder.probe is None or flight_recorder.probe[0] is self.entry):
-            event: torch.Event = torch.cuda.Event()
-            event.record(torch.cuda.current_stream(self._device))
-            flight_recorder.probe = self.entry, event.query
+        if waits and self._device.type == "cuda":
+            self.tracker.follow_on_device(self.entry, self._device)
+
+
+class ArrivalMark:
+    """A byte of host memory that a CUDA device writes when its current stream gets there.
+
+    The watchdog reads it without a call to CUDA. A query of an event from its thread would invalidate a graph that the
+    program captures at that moment.
+
+    1. `begin`, on the thread that uses the device. 2. `has_arrived`, on any thread. Then it may begin again.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._arrived = torch.zeros(1, dtype=torch.uint8, pin_memory=True)
+        self._one = torch.ones(1, dtype=torch.uint8, device=device)
+
+    def begin(self) -> None:
+        """Queues the write behind what was launched on the current stream."""
+        self._arrived.zero_()
+        self._arrived.copy_(self._one, non_blocking=True)
+
+    def has_arrived(self) -> bool:
+        """Whether the stream has got there."""
+        return bool(self._arrived.item())

@@ -20,11 +20,12 @@ from torch import Tensor
 
 from zeroaccel.comm.collective_tracker import DONE, CollectiveTracker, DeviceWork, MessageWork, Work
 from zeroaccel.comm.hangs.flight_recorder import CollectiveRecord, FlightRecorder
-from zeroaccel.comm.quantized import INT8, dequantize
+from zeroaccel.comm.quantized import INT8, dequantize, dequantize_rows
 from zeroaccel.comm.topology import RankGroup, Topology
-from zeroaccel.comm.transport import BufferPool, Meter, P2PTransport, Transports, transport_over
+from zeroaccel.comm.transport import BufferPool, Meter, P2PTransport, Transports, no_meter, transport_over
 from zeroaccel.errors import UsageError
-from zeroaccel.ops.reductions import sum_ranks
+from zeroaccel.ops.device_values import begin_together
+from zeroaccel.ops.reductions import scale_rounded_once, sum_ranks
 
 __all__ = ["Collectives", "PartitionedTensors", "Work", "check_split"]
 
@@ -48,6 +49,7 @@ class Collectives:
     Args:
         topology: shared with every other engine of the process.
         group: the data group, of ranks that see different samples; by default all ranks.
+        records_sizes: see `CollectiveTracker`.
 
     Attributes:
         rank, world_size: in the data group.
@@ -79,7 +81,7 @@ class Collectives:
     topology: Topology
     meter: Meter | None
 
-    def __init__(self, topology: Topology, group: RankGroup | None = None) -> None:
+    def __init__(self, topology: Topology, group: RankGroup | None = None, *, records_sizes: bool = True) -> None:
         group = group or topology.all_ranks
         self.topology = topology
         self.rank = self.shard_rank = self.secondary_rank = group.rank
@@ -91,13 +93,13 @@ class Collectives:
         self.is_first_data_group = True
         self.meter = None
         self.flight_recorder = topology.flight_recorder
-        self._tracker = CollectiveTracker(topology.flight_recorder, topology.watchdog)
+        self._tracker = CollectiveTracker(topology.flight_recorder, topology.watchdog, records_sizes=records_sizes)
         self._buffer_pool = BufferPool()
         if self.world_size > 1:
             self._gathers = self._transports(group, group.gather_group)
             self._reductions = self._transports(group, group.reduce_group)
             # On gloo even where gathers are on NCCL, behind which it would queue up on the device.
-            self._control = transport_over(group.control_group, "cpu")
+            self._control = self.topology.transports(group.control_group, "cpu", no_meter)
             self._shard_gathers = self._gathers
 
     def _transports(self, group: RankGroup, over: dist.ProcessGroup) -> Transports:
@@ -108,7 +110,7 @@ class Collectives:
             return None if meter is None else lambda tag, rank, nbytes: meter(tag, group.ranks[rank], nbytes)
 
         devices = {"cpu", self.topology.device.type}
-        return {device: transport_over(over, device, meter_source) for device in devices}
+        return {device: self.topology.transports(over, device, meter_source) for device in devices}
 
     def all_gather(self, out: Tensor, shard: Tensor, label: str, split_sizes: Sequence[int] = ()) -> Work:
         """out[r*S:(r+1)*S] = shard of rank r. Over the gather group; sends (W-1)*S elements.
@@ -123,7 +125,7 @@ class Collectives:
         check_split(out, shard, split_sizes, self.shard_rank, self.shard_world_size, f"{label}: a gather")
         assert out.dtype == shard.dtype, f"{label}: a gather of {shard.dtype} into {out.dtype}"
         if self.shard_world_size == 1:
-            if out.data_ptr() != shard.data_ptr():
+            if not begin_together(out, shard):
                 out.copy_(shard)
             return DONE
         return self._gather(self._shard_gathers, out, shard, split_sizes, "all_gather", label)
@@ -208,12 +210,37 @@ class Collectives:
             return MessageWork(self._tracker, entry, pending, lambda: self._dequantize_received(codes, ranks, out))
         codes = code.new_empty(nbytes)
         pending = self._tracker.start(entry, transport.all_gather, codes, code, ())
-        rows = codes.view(ranks, -1)
-        return DeviceWork(self._tracker, entry, pending, out.device, lambda: _dequantize_rows(rows, out))
+
+        def dequantize_gathered() -> None:
+            dequantize_rows(codes.view(ranks, -1), INT8, out.view(ranks, -1))
+            # Issued behind a copy from the host, the codes are in memory of that copy's stream, while the stream that
+            # is current now has waited for the gather and reads them: their memory must not be reused before it has.
+            for read_here in (code, codes):
+                _record_current_stream(read_here)
+
+        return DeviceWork(self._tracker, entry, pending, out.device, dequantize_gathered)
 
     def _dequantize_received(self, codes: Tensor, ranks: int, out: Tensor) -> None:
-        _dequantize_rows(codes.view(ranks, -1), out)
+        dequantize_rows(codes.view(ranks, -1), INT8, out.view(ranks, -1))
         self._buffer_pool.release(codes)
+
+    def all_to_all(self, out: Tensor, parts: Tensor, label: str) -> Work:
+        """out[r] = parts[this rank] of rank r. Over the gather group; sends (W-1)*n elements.
+
+        Args:
+            out, parts: (W, n), contiguous and of one dtype; `parts` must not change until `wait`.
+            label: what it is for, the same on all ranks: "exchange heads".
+        """
+        entry = self._tracker.issue("gather", "all_to_all", label, parts)
+        if self.world_size == 1 or parts.numel() == 0:
+            out.copy_(parts)
+            return self._finish_empty(entry)
+        transport = self._gathers[parts.device.type]
+        pending = self._tracker.start(entry, transport.all_to_all, out, parts)
+        if isinstance(transport, P2PTransport):
+            out[self.rank].copy_(parts[self.rank])
+            return MessageWork(self._tracker, entry, pending)
+        return DeviceWork(self._tracker, entry, pending, out.device)
 
     def over(self, hierarchical: Collectives) -> Collectives:
         """What replaces these where a plan needs `hierarchical` ones: those, in the same wrapper as these."""
@@ -235,6 +262,22 @@ class Collectives:
         # A running sum has one order, whatever the shape; `sum` chooses one by the shape.
         result = rows.cumsum(0)[-1] if op == "sum" else rows.amax(0)
         tensor.detach().copy_(result.view(tensor.shape))
+
+    def all_reduce_on_device(self, tensor: Tensor, op: Literal["sum", "max"], label: str) -> None:
+        """As `all_reduce`, over the reduce group and without blocking the host: the current stream waits instead.
+
+        For values that the order of a sum does not change: integers, and maxima. Where the backend does not compute on
+        the device it is `all_reduce`.
+        """
+        if self.world_size == 1:
+            return
+        transport = self._reductions[tensor.device.type]
+        if isinstance(transport, P2PTransport):
+            self.all_reduce(tensor, op, label)
+            return
+        entry = self._tracker.issue("reduce", f"all_reduce {op}", label, tensor)
+        pending = self._tracker.start(entry, transport.all_reduce, tensor, op)
+        DeviceWork(self._tracker, entry, pending, tensor.device).wait()
 
     def broadcast(self, tensor: Tensor, src: int, label: str) -> None:
         """tensor = that of rank `src`. Blocks. Over the gather group; contiguous tensors only."""
@@ -295,16 +338,13 @@ def check_split(full: Tensor, part: Tensor, split_sizes: Sequence[int], rank: in
 
 def _scale_average(average: Tensor, out: Tensor, factor: float) -> None:
     """out: (S,) = factor * average, which may be `out`."""
-    if average is not out:
-        out.copy_(average.float().mul_(factor))
-    elif factor != 1.0:
-        out.mul_(factor)
+    if average is not out or factor != 1.0:
+        scale_rounded_once(out, average, factor)
 
 
-def _dequantize_rows(codes: Tensor, out: Tensor) -> None:
-    """out: (W*S,) = the values of the (W, INT8.nbytes(S)) codes."""
-    for code, part in zip(codes, out.view(codes.shape[0], -1), strict=True):
-        dequantize(code, INT8, part)
+def _record_current_stream(tensor: Tensor) -> None:
+    if tensor.device.type == "cuda":
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def _scale_into(out: Tensor, flat: Tensor, scale: float) -> None:
@@ -312,7 +352,7 @@ def _scale_into(out: Tensor, flat: Tensor, scale: float) -> None:
     if out.device.type == "cpu":
         sum_ranks(out, flat.view(1, -1), scale)
     else:
-        out.copy_(flat.float() * scale)
+        scale_rounded_once(out, flat, scale)
 
 
 # --- over a group that another library made

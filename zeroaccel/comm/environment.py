@@ -76,6 +76,26 @@ def local_rank_and_size() -> tuple[int, int] | None:
     return None
 
 
+def local_size() -> int | None:
+    """Ranks on this machine, by LOCAL_WORLD_SIZE or DeepSpeed's LOCAL_SIZE; None where the launcher set neither."""
+    return next((_integer(name) for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if os.environ.get(name)), None)
+
+
+def ranks_may_share_devices() -> bool:
+    """Whether NCCL was asked for several ranks on one GPU, or to take the ranks for ones on different machines."""
+    return bool(os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") or os.environ.get("NCCL_HOSTID"))
+
+
+def avoid_record_streams(torch_version: tuple[int, int]) -> None:
+    """Before NCCL groups are made: has torch below 2.8 free the tensors of a collective in the order of the stream.
+
+    Otherwise it asks the host whether the collective is over, and a host that runs ahead finds no free memory. Later
+    versions do so anyway. What the environment says already stays.
+    """
+    if torch_version < (2, 8):
+        os.environ.setdefault("TORCH_NCCL_AVOID_RECORD_STREAMS", "1")
+
+
 def launcher_owns_store() -> bool:
     """Whether the launcher hosts the rendezvous store, rather than rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -40,11 +40,12 @@ from zeroaccel.comm.collective_tracker import DONE, CollectiveTracker, Work
 from zeroaccel.comm.collectives import Collectives, check_split
 from zeroaccel.comm.hangs.flight_recorder import CollectiveRecord
 from zeroaccel.comm.mesh_layout import Groups, MeshLayout, consecutive
-from zeroaccel.comm.quantized import INT4, INT8, QUANTIZABLE, dequantize_add, quantize
-from zeroaccel.comm.topology import RankGroup, Topology, subgroup
+from zeroaccel.comm.quantized import INT4, INT8, QUANTIZABLE, RowOrder, quantize, quantize_rows, sum_rows
+from zeroaccel.comm.topology import RankGroup, Topology, connect, subgroup
 from zeroaccel.comm.transport import BufferPool, NativeTransport, P2PTransport, Transport, Transports
 from zeroaccel.config.comm_plan import CommPlan
 from zeroaccel.logs import log_once, logger
+from zeroaccel.ops.reductions import scale_rounded_once
 
 
 def arrange(collectives: Collectives, plan: CommPlan, data: Groups | None = None) -> Collectives:
@@ -84,7 +85,8 @@ class HierarchicalCollectives(Collectives):
     def __init__(
         self, topology: Topology, layout: MeshLayout, *, quantized_weights: bool = False, watch_interval: int = 0
     ) -> None:
-        super().__init__(topology, subgroup(topology, layout.data_groups))
+        data_group = subgroup(topology, layout.data_groups)
+        super().__init__(topology, data_group)
         self.layout = layout
         if len(layout.data_groups) > 1:
             self.job = Collectives(topology)
@@ -104,8 +106,15 @@ class HierarchicalCollectives(Collectives):
             return
         self._shard_gathers = self._transports(shard_group, shard_group.gather_group)
         self._secondary_gathers = self._transports(secondary_group, secondary_group.gather_group)
+        groups = {
+            "gathers": data_group.gather_group,
+            "reductions": data_group.reduce_group,
+            "gathers of shards": shard_group.gather_group,
+            "secondary gathers": secondary_group.gather_group,
+        }
         if layout.hops is not None:
-            node_group, peer_group = (subgroup(topology, groups) for groups in layout.hops)
+            node_group, peer_group = (subgroup(topology, partition) for partition in layout.hops)
+            groups |= {"hop 1": node_group.reduce_group, "hop 2": peer_group.reduce_group}
             self._reduction = Int4Reduction(
                 self._tracker,
                 self._transports(node_group, node_group.reduce_group),
@@ -113,11 +122,13 @@ class HierarchicalCollectives(Collectives):
                 _shards_of_peers(layout, shard_group, node_group),
             )
         elif replicate_group.size > 1:
+            groups |= {"sums of shards": shard_group.reduce_group, "sums of replicas": replicate_group.reduce_group}
             self._reduction = ReplicatedReduction(
                 self._tracker,
                 self._transports(shard_group, shard_group.reduce_group),
                 self._transports(replicate_group, replicate_group.reduce_group),
             )
+        connect(topology, groups)
 
     def gather_weights(self, out: Tensor, shard: Tensor, label: str, split_sizes: Sequence[int] = ()) -> Work:
         if not (self.quantized_weights and shard.dtype in QUANTIZABLE):
@@ -227,7 +238,7 @@ class ReplicatedReduction:
             self._tracker.transfer(entry, shards.reduce_scatter, average, flat, split_sizes)
             if average.numel():
                 self._tracker.transfer(entry, replicas.average, average)
-            out.copy_(average.float().mul_(scale * shards.world_size * replicas.world_size))
+            scale_rounded_once(out, average, scale * shards.world_size * replicas.world_size)
         self._tracker.finish(entry)
 
     def _reduce_in_order(
@@ -297,7 +308,7 @@ class Int4Reduction:
     ) -> None:
         self._tracker = tracker
         self._node_transports, self._peer_transports = node_transports, peer_transports
-        self._shard_of = shard_of
+        self._order = RowOrder([shard for column in shard_of for shard in column])
         self._buffer_pool = BufferPool(capacity=4)
 
     def __call__(
@@ -309,11 +320,10 @@ class Int4Reduction:
         # Hop 1, on the node: the l-th rank receives the R shards that the l-th ranks of all nodes hold.
         shards = flat.view(-1, out.numel())
         sums = self._acquire(peers.world_size * out.numel(), torch.float32, flat).view(peers.world_size, -1)
-        rows = [[shards[shard] for shard in column] for column in self._shard_of]
-        self._hop(entry, node, rows, list(sums))
+        self._hop(entry, node, shards, sums, self._order)
         # Hop 2, across nodes: each peer receives its shard of the node's sums, of every node.
         total = self._acquire(out.numel(), torch.float32, flat)
-        self._hop(entry, peers, [[row] for row in sums], [total])
+        self._hop(entry, peers, sums, total.view(1, -1))
         out.copy_(total.mul_(scale))
         self._release(sums, total)
         self._tracker.finish(entry)
@@ -326,21 +336,24 @@ class Int4Reduction:
         self,
         entry: CollectiveRecord,
         transport: Transport,
-        rows: Sequence[Sequence[Tensor]],
-        totals: Sequence[Tensor],
+        values: Tensor,
+        totals: Tensor,
+        order: RowOrder | None = None,
     ) -> None:
-        """totals[i] = the sum over ranks r of their rows[own rank][i], those of other ranks quantized."""
-        own, runs, numel = transport.rank, len(totals), totals[0].numel()
+        """totals[i] = the sum over ranks r of row own rank * R + i of their `values`, those of other ranks quantized.
+
+        Args:
+            values: (W * R, S), in the order of the rows' numbers, or in `order`.
+            totals: (R, S) float32.
+        """
+        own, (runs, numel) = transport.rank, totals.shape
         width = INT4.nbytes(numel)
         shape = (transport.world_size, runs, width)
         # One message per rank: the codes of all the rows that it sums.
         codes, received = (
-            self._acquire(transport.world_size * runs * width, torch.uint8, totals[0]).view(shape) for _ in range(2)
+            self._acquire(transport.world_size * runs * width, torch.uint8, totals).view(shape) for _ in range(2)
         )
-        for rank, values in enumerate(rows):
-            if rank != own:
-                for code, row in zip(codes[rank], values, strict=True):
-                    quantize(row, INT4, code)
+        quantize_rows(values, INT4, codes.view(-1, width), order, skip=(own * runs, (own + 1) * runs))
         if transport.world_size > 1:
             self._tracker.transfer(
                 entry,
@@ -349,13 +362,7 @@ class Int4Reduction:
                 codes.view(transport.world_size, -1),
             )
         # In the order of the ranks, so that the sum does not depend on which message came first.
-        for index, total in enumerate(totals):
-            total.zero_()
-            for rank in range(transport.world_size):
-                if rank == own:
-                    total.add_(rows[own][index])
-                else:
-                    dequantize_add(received[rank, index], INT4, total)
+        sum_rows(received, INT4, values, own, totals, order)
         self._release(codes, received)
 
     def _acquire(self, numel: int, dtype: torch.dtype, like: Tensor) -> Tensor:
@@ -373,10 +380,15 @@ class Int4Reduction:
 
 
 class ExecutorJob:
-    """A job of a `SerialExecutor`; a `Work`."""
+    """A job of a `SerialExecutor`; a `Work`.
 
-    def __init__(self, function: Callable[[], None]) -> None:
+    Args:
+        device: of the tensors that the function works on.
+    """
+
+    def __init__(self, function: Callable[[], None], device: torch.device) -> None:
         self._function: Callable[[], None] | None = function
+        self._device = device
         self._error: BaseException | None = None
         self._done = threading.Event()
         self._event: torch.cuda.Event | None = None
@@ -387,7 +399,7 @@ class ExecutorJob:
         if self._error is not None:
             raise self._error
         if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
+            torch.cuda.current_stream(self._device).wait_event(self._event)
 
     def is_completed(self) -> bool:
         """Whether `wait` would not block."""
@@ -406,7 +418,7 @@ class ExecutorJob:
 
     def run_on(self, stream: torch.cuda.Stream) -> None:
         """Queues the job's kernels on a stream, behind those of the current one. Called by the executor, once."""
-        stream.wait_stream(torch.cuda.current_stream())
+        stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             self.run()
             self._event = torch.cuda.Event()
@@ -440,7 +452,7 @@ class SerialExecutor:
     def submit(self, function: Callable[[], None], device: torch.device) -> ExecutorJob:
         """Queues a function that works on tensors of `device`, which must not change until the job is done."""
         # On CUDA the kernels queue up in the stream, and no thread is needed; on the CPU a thread is the queue.
-        job = ExecutorJob(function)
+        job = ExecutorJob(function, device)
         if device.type == "cuda":
             self._stream = self._stream or torch.cuda.Stream(device)
             job.run_on(self._stream)

@@ -149,12 +149,25 @@ def shard_size_of(mesh: DeviceMesh, settings: Config) -> int | None:
     if mesh.ndim == 1:
         return None
     size = int(mesh.size(1))
+    check_shard_size(size, settings, "the size of the mesh's second axis", "pass a mesh of one axis")
+    return size
+
+
+def check_shard_size(size: int, settings: Config, source: str, alternative: str) -> None:
+    """Refuses a config with shard groups of another size.
+
+    Args:
+        source: where `size` is from.
+        alternative: what to do instead of removing the key.
+
+    Raises:
+        ConfigError: `mics_shard_size` says otherwise.
+    """
     configured = settings.zero_optimization.mics_shard_size
     if configured not in (-1, size):
         raise ConfigError(
             settings.where("zero_optimization.mics_shard_size"),
-            expected=f"{size}, the size of the mesh's second axis",
+            expected=f"{size}, {source}",
             got=configured,
-            fix="remove the key, or pass a mesh of one axis",
+            fix=f"remove the key, or {alternative}",
         )
-    return size

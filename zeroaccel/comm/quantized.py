@@ -13,25 +13,32 @@ off by at most 0.4 % of its block's largest magnitude, int4 by 7.2 %. Rounding i
 passes through a 16-bit float on the way, so a bfloat16 of 1e38 stays what it was. A block with an infinity or a NaN
 decodes to NaN throughout: it shows as an overflow, never as a finite wrong number.
 
-The two paths, compiled loops in host memory and torch elsewhere, differ by at most the last place of the float32
-arithmetic, as a test on the CPU shows; on CUDA the second is written, not run.
+Codes and values have the same bits in host memory, on CUDA and where torch operations compute them, but for the payload
+of a NaN.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from zeroaccel.config.comm_plan import INT4_BLOCK_NUMEL, INT8_BLOCK_NUMEL, code_nbytes
 from zeroaccel.ops import kernels
-from zeroaccel.ops.dispatch import in_spans, unowned_array
+from zeroaccel.ops.device_kernels import kernels_for
+from zeroaccel.ops.dispatch import launch, unowned_array
 
 QUANTIZABLE = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes that can be quantized."""
+
+_KERNELS: Mapping[tuple[str, int], Callable[..., None]] = {
+    **{("encode", 8): kernels.encode8, ("decode", 8): kernels.decode8, ("add", 8): kernels.add8},
+    **{("encode", 4): kernels.encode4, ("decode", 4): kernels.decode4, ("add", 4): kernels.add4},
+}
 
 _TILE_BLOCKS = 1 << 13  # blocks at a time off the CPU: bounds the float32 temporaries to 16 MiB each
 
@@ -47,6 +54,11 @@ class Codec:
 
     bits: int
     block_numel: int
+
+    @property
+    def format(self) -> tuple[int, int]:
+        """`bits` and `block_numel`."""
+        return self.bits, self.block_numel
 
     @property
     def levels(self) -> int:
@@ -89,11 +101,15 @@ def quantize(values: Tensor, codec: Codec, out: Tensor) -> None:
         values: (n,) contiguous float32, bfloat16 or float16, any n.
         out: (codec.nbytes(n),) contiguous uint8 on the same device, starting at a multiple of 4 bytes.
     """
-    # The padding is zeroed, so that equal values have equal codes, byte for byte.
     scales, codes = _views(values, codec, out)
+    device_kernels = kernels_for(values.device)
+    if device_kernels is not None:
+        device_kernels.encode(values.detach().view(1, -1), out.view(1, -1), codec.format)
+        return
+    # The padding is zeroed, so that equal values have equal codes, byte for byte.
     out[4 * scales.numel() + codes.numel() :].zero_()
     if values.device.type == "cpu":
-        _run(kernels.encode8 if codec.bits == 8 else kernels.encode4, values, scales, codes, codec)
+        _run("encode", values, scales, codes, codec)
         return
     for first in range(0, scales.numel(), _TILE_BLOCKS):
         _quantize_tile(values, codec, scales, codes, first, min(first + _TILE_BLOCKS, scales.numel()))
@@ -107,8 +123,12 @@ def dequantize(code: Tensor, codec: Codec, out: Tensor) -> None:
         out: (n,) contiguous float32, bfloat16 or float16 on the same device.
     """
     scales, codes = _views(out, codec, code)
+    device_kernels = kernels_for(out.device)
+    if device_kernels is not None:
+        device_kernels.decode(code.view(1, -1), out.detach().view(1, -1), codec.format)
+        return
     if out.device.type == "cpu":
-        _run(kernels.decode8 if codec.bits == 8 else kernels.decode4, out, scales, codes, codec)
+        _run("decode", out, scales, codes, codec)
         return
     for part, values in _dequantized_tiles(out, scales, codes, codec):
         part.copy_(values)
@@ -118,11 +138,95 @@ def dequantize_add(code: Tensor, codec: Codec, total: Tensor) -> None:
     """total += the values of a code. `total`: (n,) float32; else as `dequantize`."""
     assert total.dtype is torch.float32, f"sums are made in float32, got {total.dtype}"
     scales, codes = _views(total, codec, code)
+    device_kernels = kernels_for(total.device)
+    if device_kernels is not None:
+        device_kernels.decode(code.view(1, -1), total.view(1, -1), codec.format, adds=True)
+        return
     if total.device.type == "cpu":
-        _run(kernels.add8 if codec.bits == 8 else kernels.add4, total, scales, codes, codec)
+        _run("add", total, scales, codes, codec)
         return
     for part, values in _dequantized_tiles(total, scales, codes, codec):
         part.add_(values)
+
+
+# --- several codes at once: a launch for all of them on CUDA
+
+
+class RowOrder:
+    """Which row of some values each of the codes is of.
+
+    Args:
+        rows: (K,) of each code.
+    """
+
+    def __init__(self, rows: Sequence[int]) -> None:
+        self.rows = tuple(rows)
+        self._on: dict[torch.device, Tensor] = {}
+
+    def on(self, device: torch.device) -> Tensor:
+        """(K,) int32 on a device, copied there once."""
+        if device not in self._on:
+            self._on[device] = torch.tensor(self.rows, dtype=torch.int32, device=device)
+        return self._on[device]
+
+
+def quantize_rows(
+    values: Tensor, codec: Codec, codes: Tensor, order: RowOrder | None = None, skip: tuple[int, int] = (0, 0)
+) -> None:
+    """As `quantize`, of several rows.
+
+    Args:
+        values: (M, n) contiguous.
+        codes: (K, codec.nbytes(n)) contiguous.
+        order: of the codes; None where code k is of row k.
+        skip: the codes from the first up to the second are left as they are.
+    """
+    device_kernels = kernels_for(values.device)
+    if device_kernels is not None:
+        places = None if order is None else order.on(values.device)
+        device_kernels.encode(values.detach(), codes, codec.format, places, skip)
+        return
+    for place, code in enumerate(codes):
+        if not skip[0] <= place < skip[1]:
+            quantize(values[place if order is None else order.rows[place]], codec, code)
+
+
+def dequantize_rows(codes: Tensor, codec: Codec, out: Tensor) -> None:
+    """As `dequantize`, of several codes: (K, codec.nbytes(n)) into (K, n), both contiguous."""
+    device_kernels = kernels_for(out.device)
+    if device_kernels is not None:
+        device_kernels.decode(codes, out.detach(), codec.format)
+        return
+    for code, part in zip(codes, out, strict=True):
+        dequantize(code, codec, part)
+
+
+def sum_rows(
+    codes: Tensor, codec: Codec, values: Tensor, own: int, totals: Tensor, order: RowOrder | None = None
+) -> None:
+    """``totals[i] = ((0 + c0) + c1) + ...``, in float32: row i of every rank, of this one from `values` themselves.
+
+    Args:
+        codes: (W, R, codec.nbytes(n)) contiguous uint8, that of rank `own` unused.
+        values: (M, n) contiguous float32, bfloat16 or float16, as for `quantize_rows` of W * R codes.
+        own: this rank.
+        totals: (R, n) contiguous float32.
+        order: as for `quantize_rows`.
+    """
+    runs = totals.shape[0]
+    device_kernels = kernels_for(totals.device)
+    if device_kernels is not None:
+        places = None if order is None else order.on(values.device)
+        device_kernels.sum_codes(codes, values.detach(), own, totals, codec.format, places)
+        return
+    for index, total in enumerate(totals):
+        total.zero_()
+        for rank, received in enumerate(codes):
+            if rank == own:
+                place = own * runs + index
+                total.add_(values[place if order is None else order.rows[place]])
+            else:
+                dequantize_add(received[index], codec, total)
 
 
 def _views(values: Tensor, codec: Codec, code: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,15 +240,16 @@ def _views(values: Tensor, codec: Codec, code: Tensor) -> tuple[Tensor, Tensor]:
     return code[:cut].view(torch.float32), code[cut : cut + -(-numel * codec.bits // 8)]
 
 
-def _run(kernel: Callable[..., None], values: Tensor, scales: Tensor, codes: Tensor, codec: Codec) -> None:
+def _run(kind: Literal["encode", "decode", "add"], values: Tensor, scales: Tensor, codes: Tensor, codec: Codec) -> None:
     """One of the compiled loops, on several threads: a block is never divided between two."""
-    flat, sizes, integers = unowned_array(values), unowned_array(scales), unowned_array(codes)
-    block = codec.block_numel
+    kernel, block, code = _KERNELS[kind, codec.bits], codec.block_numel, [scales, codes]
 
-    def work(start: int, stop: int) -> None:
-        kernel(flat, sizes, integers, block, -(-start // block), -(-stop // block))
+    def bind() -> Callable[[int, int], None]:
+        flat, sizes, integers = unowned_array(values), unowned_array(scales), unowned_array(codes)
+        return lambda start, stop: kernel(flat, sizes, integers, block, -(-start // block), -(-stop // block))
 
-    in_spans(values.numel(), work)
+    reads = [values] if kind == "encode" else code if kind == "decode" else [*code, values]
+    launch(f"{kind}{codec.bits}", values.numel(), bind, reads=reads, writes=code if kind == "encode" else [values])
 
 
 # --- off the CPU, in torch
@@ -161,7 +266,8 @@ def _quantize_tile(values: Tensor, codec: Codec, scales: Tensor, codes: Tensor, 
         # The kernels' arithmetic: multiply by the reciprocal of the scale, round to nearest even. A block with an inf
         # or a NaN gets a NaN scale, so that all of it decodes to NaN.
         absmax = rows.abs().amax(dim=1)
-        size = (absmax / codec.levels).clamp_min(kernels.SCALE_FLOOR)
+        levels = torch.full((), codec.levels, dtype=torch.float32, device=absmax.device)
+        size = (absmax / levels).clamp_min(kernels.SCALE_FLOOR)  # CUDA divides by a tensor only, not by a number
         size = torch.where(absmax.isfinite(), size, math.nan)
         integers = (rows * size.reciprocal()[:, None]).round().nan_to_num(nan=0.0).to(torch.int8)
         begin = first + low // block
@@ -203,7 +309,7 @@ def _dequantize_tile(numel: int, codec: Codec, scales: Tensor, codes: Tensor, fi
         if rows.numel():
             integers = rows.view(torch.int8) if codec.bits == 8 else _unpack(rows, length)
             pieces.append((integers.float() * sizes[:, None]).reshape(-1))
-    return torch.cat(pieces)
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
 def _unpack(packed: Tensor, length: int) -> Tensor:

@@ -157,6 +157,10 @@ class RecordingCollectives(Collectives):
         self._note("all_reduce", label, tensor, (self.world_size - 1) * tensor.nbytes)
         self.inner.all_reduce(tensor, op, label)
 
+    def all_reduce_on_device(self, tensor: Tensor, op: Literal["sum", "max"], label: str) -> None:
+        self._note("all_reduce", label, tensor, (self.world_size - 1) * tensor.nbytes)
+        self.inner.all_reduce_on_device(tensor, op, label)
+
     def broadcast(self, tensor: Tensor, src: int, label: str) -> None:
         # Counted as if the source sent every copy: in a tree, other ranks pass some of them on.
         self._note("broadcast", label, tensor, (self.world_size - 1) * tensor.nbytes if self.rank == src else 0)

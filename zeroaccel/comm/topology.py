@@ -15,13 +15,18 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from zeroaccel.comm.collective_tracker import CollectiveTracker
 from zeroaccel.comm.environment import (
+    avoid_record_streams,
     launcher_owns_store,
     launcher_wakes_stopped_ranks,
     local_rank_and_size,
     rank_and_world_size,
+    ranks_may_share_devices,
     rendezvous_address,
     timeout_seconds,
 )
@@ -29,10 +34,30 @@ from zeroaccel.comm.hangs.flight_recorder import FlightRecorder
 from zeroaccel.comm.hangs.peer_processes import PeerProcess, PeerProcesses, own_process
 from zeroaccel.comm.hangs.side_channel import SideChannel
 from zeroaccel.comm.hangs.watchdog import Watchdog, send_exit_notice_through
-from zeroaccel.comm.transport import close_connections
-from zeroaccel.errors import CollectiveError, ConfigError, EngineStateError
+from zeroaccel.comm.rank_device import (
+    CPU,
+    DeviceIdentity,
+    check_one_device_each,
+    identify,
+    named_device,
+    rank_device,
+    sole_device,
+    warn_of_unused_devices,
+)
+from zeroaccel.comm.transport import TransportFactory, close_connections, transport_over
+from zeroaccel.errors import CollectiveError, ConfigError, EngineStateError, UsageError
 
-__all__ = ["RankGroup", "Topology", "current_topology", "destroy", "init_process_group", "subgroup"]
+__all__ = [
+    "RankGroup",
+    "Topology",
+    "connect",
+    "current_topology",
+    "destroy",
+    "device_mesh",
+    "init_process_group",
+    "meet",
+    "subgroup",
+]
 
 T = TypeVar("T")
 
@@ -69,6 +94,7 @@ class Topology:
         nodes: the global ranks on each machine, in ascending order.
         groups: every process group made here, but for the default one.
         subgroups: what `subgroup` has made, by its partition.
+        connected: the NCCL groups whose ranks have found each other.
         limit: seconds a collective may wait.
         local_rank, local_world_size: among the ranks on this machine.
         device: where this rank computes.
@@ -77,6 +103,7 @@ class Topology:
         control_group: on gloo.
         flight_recorder: of the collectives of these groups.
         watchdog: of this rank; None with one rank, which waits for no other.
+        transports: makes what carries tensors between the ranks of a group.
     """
 
     rank: int
@@ -94,6 +121,8 @@ class Topology:
     limit: float = math.inf
     groups: list[dist.ProcessGroup] = field(default_factory=list)
     subgroups: dict[tuple[tuple[int, ...], ...], RankGroup] = field(default_factory=dict)
+    transports: TransportFactory = transport_over
+    connected: set[dist.ProcessGroup] = field(default_factory=set)
 
     @property
     def all_ranks(self) -> RankGroup:
@@ -108,7 +137,13 @@ _generation = 0
 _stores: dict[str, Store] = {}  # by address, those of earlier default groups of this process; reused for the next
 
 
-def init_process_group(backend: str | None = None, timeout: float | timedelta | None = None) -> Topology:
+def init_process_group(
+    backend: str | None = None,
+    timeout: float | timedelta | None = None,
+    *,
+    device: torch.device | str | None = None,
+    transports: TransportFactory | None = None,
+) -> Topology:
     """Joins the job described by torchrun's environment variables; without any, this process is the only rank.
 
     A default group that exists already is taken as it is. (all ranks)
@@ -117,13 +152,21 @@ def init_process_group(backend: str | None = None, timeout: float | timedelta | 
         backend: of the default group; by default NCCL for CUDA tensors where there is CUDA, and gloo.
         timeout: seconds a collective may wait for the other ranks, 0 for no limit. By default
             ZEROACCEL_COLLECTIVE_TIMEOUT, or 600.
+        device: where this rank computes: "cpu", or a CUDA device. By default the CUDA device of this rank's place on
+            its machine where the backend is NCCL, and the CPU otherwise.
+        transports: makes what carries tensors between the ranks of a group; by default `transport_over`. For backends
+            that torch does not have, and for simulations of one.
 
     Raises:
-        ConfigError: the environment is incomplete or contradictory.
+        ConfigError: the environment is incomplete or contradictory; or the ranks compute on CUDA devices, and the group
+            has no backend for their tensors.
+        EngineStateError: the ranks are connected already, with another device or other transports.
         CollectiveError: the ranks did not find each other.
     """
     global _made_default_group
     limit = timeout_seconds(timeout)
+    # Before the ranks meet: nothing is left behind if it is wrong.
+    device = None if device is None else named_device(device)
     if not dist.is_initialized():
         rank, world_size = rank_and_world_size()
         backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
@@ -132,21 +175,63 @@ def init_process_group(backend: str | None = None, timeout: float | timedelta | 
         else:
             _rendezvous(backend, rank, world_size, limit)
         _made_default_group = True
-        topology = current_topology(limit)
-        if topology.device.type == "cuda":
-            torch.cuda.set_device(topology.device)
-        return topology
-    return current_topology(limit)
+    return current_topology(limit, device=device, transports=transports)
 
 
-def current_topology(timeout: float | timedelta | None = None) -> Topology:
+def meet(backend: str | None, init_method: str, rank: int, world_size: int, timeout: float | timedelta | None) -> None:
+    """Makes the default group of a job that is described otherwise than by the environment alone. (all ranks)
+
+    Args:
+        backend: by default as for `init_process_group`.
+        init_method: "env://", "tcp://HOST:PORT" or "file://PATH", as for torch.distributed.
+        rank, world_size: negative ones are taken from RANK and WORLD_SIZE.
+
+    Raises:
+        UsageError: they do not describe a job.
+        CollectiveError: the ranks did not find each other.
+    """
+    global _made_default_group
+    backend = backend or ("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    if rank < 0 or world_size < 1:
+        known = rank_and_world_size()
+        rank, world_size = known[0] if rank < 0 else rank, known[1] if world_size < 1 else world_size
+    if not 0 <= rank < world_size:
+        raise UsageError(
+            "init_distributed(rank, world_size)", expected="a rank below the world size", got=(rank, world_size)
+        )
+    try:
+        dist.init_process_group(
+            backend, init_method, rank=rank, world_size=world_size, timeout=_backstop(timeout_seconds(timeout))
+        )
+    except ValueError as error:
+        raise UsageError(f"init_distributed(init_method={init_method!r}): {error}") from error
+    except dist.DistError as error:
+        raise CollectiveError(
+            f"rank {rank} of {world_size} did not meet the others at {init_method}: {str(error).splitlines()[0]}",
+            fix="check that every rank is started with this address and world size",
+        ) from error
+    _made_default_group = True
+
+
+def device_mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """A mesh over all ranks, of the device that they compute on. (all ranks)"""
+    return init_device_mesh(current_topology().device.type, shape, mesh_dim_names=names)
+
+
+def current_topology(
+    timeout: float | timedelta | None = None,
+    *,
+    device: torch.device | str | None = None,
+    transports: TransportFactory | None = None,
+) -> Topology:
     """The topology of the default group, made at the first call. (all ranks)
 
     Args:
         timeout: as for `init_process_group`; changes the limit of a topology that exists.
+        device, transports: as for `init_process_group`.
 
     Raises:
-        EngineStateError: there is no default group.
+        EngineStateError: there is no default group; or its topology has another device or other transports.
     """
     global _current
     if not dist.is_initialized():
@@ -156,8 +241,10 @@ def current_topology(timeout: float | timedelta | None = None) -> Topology:
     # Code other than this module may destroy the default group and make another; then the topology is rebuilt for it.
     if _current is None or _current[0] is not default:
         _leave_current()
-        _current = default, _build(default, timeout_seconds(timeout))
-    elif timeout is not None and _current[1].watchdog is not None:
+        _current = default, _build(default, timeout_seconds(timeout), device, transports or transport_over)
+        return _current[1]
+    _require_same(_current[1], device, transports)
+    if timeout is not None and _current[1].watchdog is not None:
         _current[1].watchdog.limit = timeout_seconds(timeout)
     return _current[1]
 
@@ -188,17 +275,40 @@ def _leave_current() -> None:
         _current[1].watchdog.leave("closed its process groups")
 
 
-def _build(default: dist.ProcessGroup, limit: float) -> Topology:
+def _require_same(topology: Topology, device: torch.device | str | None, transports: TransportFactory | None) -> None:
+    """Raises EngineStateError where a topology that exists is not what a caller asks for."""
+    if device is not None and torch.device(device) != topology.device:
+        raise _state_error("device", topology.device, device)
+    if transports is not None and transports is not topology.transports:
+        raise _state_error("transports", topology.transports, transports)
+
+
+def _state_error(name: str, expected: object, got: object) -> EngineStateError:
+    return EngineStateError(
+        f"init_process_group({name}), where the ranks are connected already",
+        expected=str(expected),
+        got=str(got),
+        fix="name it in the first call, or destroy the process group before this one",
+    )
+
+
+def _build(
+    default: dist.ProcessGroup, limit: float, own_device: torch.device | str | None, transports: TransportFactory
+) -> Topology:
     global _generation
     _generation += 1  # tells the side channels of one default group from those of the next
     rank, world_size = default.rank(), default.size()
     backend = str(dist.get_backend_config(default))
     accelerated = "nccl" in backend
     flight_recorder = FlightRecorder()
-    if world_size == 1:
-        device = _device(0) if accelerated else torch.device("cpu")
-        return Topology(0, 1, 0, 1, device, backend, default, default, default, flight_recorder, None, ((0,),))
     simulated = "fake" in backend  # torch's group without peers, for measurements
+    if not (accelerated or simulated or _made_default_group) and own_device is None:
+        warn_of_unused_devices(backend)
+    if world_size == 1:
+        device = named_device(own_device) if own_device is not None else sole_device() if accelerated else CPU
+        _make_current(device)
+        groups = (default, default, default)
+        return Topology(0, 1, 0, 1, device, backend, *groups, flight_recorder, None, ((0,),), transports=transports)
     backstop = _backstop(limit)
     control = dist.new_group(backend="fake" if simulated else "gloo", timeout=backstop)
     processes = {rank: own_process()} if simulated else _exchange(own_process(), world_size, control)
@@ -206,19 +316,25 @@ def _build(default: dist.ProcessGroup, limit: float) -> Topology:
     node_group = next(node for node in nodes if rank in node)
     launched = None if simulated else local_rank_and_size()
     local_rank, local_world_size = launched or (node_group.index(rank), len(node_group))
-    device = _device(local_rank) if accelerated else torch.device("cpu")
+    device = CPU if own_device is None else named_device(own_device)
+    if accelerated and (own_device is None or device.type == "cuda"):
+        bound = default.bound_device_id if own_device is None else device
+        device = _agreed_device(bound, local_rank, local_world_size, processes[rank].host, control)
+    _require_data_backend(device, backend, transports)
+    _make_current(device)
+    avoid_record_streams(_torch_version())
     # Ranks may issue a gather and a reduction in different orders (a prefetch that one rank starts early), which within
     # one NCCL communicator would be a deadlock; with a group each, only calls of one kind have to agree in order.
     gather, reduce = (dist.new_group(backend=_data_backend(backend), timeout=backstop) for _ in range(2))
-    groups = [gather, reduce, control]
+    made = [gather, reduce, control]
     watchdog = None
     if not simulated:
         store = dist.distributed_c10d._get_default_store()
         channel = SideChannel(store, rank, world_size, _generation, launcher_owns_store=launcher_owns_store())
         peers = PeerProcesses(rank, processes, signals=not launcher_wakes_stopped_ranks())
-        watchdog = Watchdog(flight_recorder, channel, peers, limit, _interrupter(groups, device))
+        watchdog = Watchdog(flight_recorder, channel, peers, limit, _interrupter(made, device))
         send_exit_notice_through(watchdog)
-    return Topology(
+    topology = Topology(
         rank,
         world_size,
         local_rank,
@@ -232,8 +348,50 @@ def _build(default: dist.ProcessGroup, limit: float) -> Topology:
         watchdog,
         nodes,
         limit,
-        groups,
+        made,
+        transports=transports,
     )
+    connect(topology, {"gathers": gather, "reductions": reduce})
+    return topology
+
+
+def connect(topology: Topology, groups: Mapping[str, dist.ProcessGroup]) -> None:
+    """Has the ranks of NCCL groups find each other now, group after group. (all ranks, in one order)
+
+    NCCL connects the ranks of a group at its first use and blocks the host until all of them are there. Ranks may begin
+    a gather and a reduction in different orders, and would then wait for each other for ever.
+
+    Args:
+        groups: by a name for messages.
+
+    Raises:
+        CollectiveError: NCCL could not connect them.
+    """
+    if topology.device.type != "cuda" or "nccl" not in topology.backend:
+        return
+    tracker = CollectiveTracker(topology.flight_recorder, topology.watchdog)
+    for name, group in groups.items():
+        if group.size() > 1 and group not in topology.connected:
+            topology.connected.add(group)
+            one = torch.ones(1, device=topology.device)
+            entry = tracker.issue("control", "all_reduce", f"connect {name}", one)
+            tracker.wait(entry, [_FirstUse(group, one)])
+
+
+class _FirstUse:
+    """A `PendingTransfer`: the first collective of a group, which the host waits for."""
+
+    def __init__(self, group: dist.ProcessGroup, one: Tensor) -> None:
+        self._group = group
+        self._one = one
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        dist.all_reduce(self._one, group=self._group)
+        torch.cuda.synchronize(self._one.device)
+        return True
+
+    def is_completed(self) -> bool:
+        return False
 
 
 def subgroup(topology: Topology, partition: Sequence[Sequence[int]]) -> RankGroup:
@@ -311,16 +469,57 @@ def _nodes(rank: int, processes: Mapping[int, PeerProcess], control: dist.Proces
     return tuple(tuple(r for r in processes if keys[r] == key) for key in dict.fromkeys(keys))
 
 
-def _device(local_rank: int) -> torch.device:
-    available = torch.cuda.device_count()
-    if local_rank >= available:
+def _make_current(device: torch.device) -> None:
+    """Of a group that the program made, too: streams, events and pinned memory are made for the current device."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def _require_data_backend(device: torch.device, backend: str, transports: TransportFactory) -> None:
+    """Raises ConfigError where several ranks compute on a device whose tensors nothing carries between them."""
+    carries_cuda = "nccl" in backend or "fake" in backend or transports is not transport_over
+    if device.type == "cuda" and not carries_cuda:
         raise ConfigError(
-            "environment: LOCAL_RANK",
-            expected=f"less than the {available} visible CUDA devices",
-            got=local_rank,
-            fix="start at most one process per device, or check CUDA_VISIBLE_DEVICES",
+            "init_process_group(device)",
+            expected=f'"cpu" with several ranks, as the backend {backend} carries tensors in host memory only',
+            got=str(device),
+            fix="use the nccl backend, or name transports that carry CUDA tensors",
         )
-    return torch.device("cuda", local_rank)
+
+
+def _agreed_device(
+    bound: torch.device | None, local_rank: int, local_world_size: int, host: str, control: dist.ProcessGroup
+) -> torch.device:
+    """This rank's CUDA device, once every rank has one to itself. (all ranks)
+
+    Args:
+        bound: the one that the program named, if it did.
+    """
+    found: torch.device | ConfigError
+    identity: DeviceIdentity | ConfigError
+    try:
+        found = rank_device(local_rank, local_world_size, bound)
+        identity = identify(found, host, shares=ranks_may_share_devices())
+    except ConfigError as error:  # of this rank alone: the others would wait for it
+        found = identity = error
+    identities: dict[int, DeviceIdentity] = {}
+    failures: dict[int, ConfigError] = {}
+    for rank, other in _exchange(identity, control.size(), control).items():
+        if isinstance(other, ConfigError):
+            failures[rank] = other
+        else:
+            identities[rank] = other
+    if isinstance(found, ConfigError):
+        raise found
+    for rank, failure in failures.items():
+        raise ConfigError(f"rank {rank}: {failure}")
+    check_one_device_each(identities)
+    return found
+
+
+def _torch_version() -> tuple[int, int]:
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
 
 
 def _backstop(limit: float) -> timedelta:

@@ -19,11 +19,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Protocol, cast
+from typing import Literal, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from zeroaccel.ops.device_values import begin_together
 
 # The names since torch 2.13; the earlier ones are deprecated there, and the only ones before.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -126,7 +128,7 @@ class P2PTransport(Transport):
         if shard.numel():
             works += [self._send([shard], peer, tag) for peer in self._targets]
             own = parts[self.rank]
-            if own.data_ptr() != shard.data_ptr():
+            if not begin_together(own, shard):
                 own.copy_(shard)
         return works
 
@@ -199,7 +201,7 @@ class NativeTransport(Transport):
         # by each of them sends no more than an all-gather would.
         works = []
         for owner, part in self._parts(out, split_sizes):
-            if owner == self.rank and part.data_ptr() != shard.data_ptr():
+            if owner == self.rank and not begin_together(part, shard):
                 part.copy_(shard)
             source = dist.get_global_rank(self._group, owner)
             works.append(dist.broadcast(part, source, group=self._group, async_op=True))
@@ -243,6 +245,11 @@ class NativeTransport(Transport):
         self._count(tag, [2 * tensor.nbytes // self.world_size] * self.world_size)
         return (dist.all_reduce(tensor, op=dist.ReduceOp.AVG, group=self._group, async_op=True),)
 
+    def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"], tag: int) -> Sequence[PendingTransfer]:
+        """tensor = its sum or maximum over the ranks, in the backend's order. Small ones for control: not metered."""
+        operation = dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX
+        return (dist.all_reduce(tensor, op=operation, group=self._group, async_op=True),)
+
     def _count(self, tag: int, nbytes: Sequence[int]) -> None:
         """Counts `nbytes` to each rank."""
         meter = self._meter_source()
@@ -254,6 +261,9 @@ class NativeTransport(Transport):
 
 Transports = Mapping[str, P2PTransport | NativeTransport]
 """Of one group, by the type of device."""
+
+TransportFactory = Callable[[dist.ProcessGroup, str, MeterSource], P2PTransport | NativeTransport]
+"""Makes the transport of a group for tensors on a type of device, as `transport_over` does."""
 
 
 def transport_over(

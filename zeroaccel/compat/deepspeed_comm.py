@@ -1,15 +1,22 @@
-"""`deepspeed.comm`, where it is more than torch.distributed: joining the job, and the rank on this machine."""
+"""`deepspeed.comm`: joining the job, torch.distributed's calls with DeepSpeed's arguments, and questions about groups.
+
+The calls are the script's own collectives. Those of the engine go through `zeroaccel.comm`.
+"""
 
 from __future__ import annotations
 
+import functools
+import logging
 import sys
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from zeroaccel.comm.topology import init_process_group
+from zeroaccel.comm.topology import device_mesh, init_process_group, meet
 from zeroaccel.errors import UsageError
+from zeroaccel.logs import log_once
 
 DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"
 """A file of variables for a launcher over ssh; `accelerate launch` imports the name in any case."""
@@ -27,37 +34,40 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Joins the job that torchrun's variables describe; a process group that exists is taken. (all ranks)
+    """Joins the job that torchrun's variables describe, or the arguments; a process group that exists is taken.
+
+    (all ranks)
 
     Args:
         dist_backend: of the default group; "nccl" on a machine without CUDA, which callers pass by default, is gloo.
         auto_mpi_discovery, distributed_port: of no effect: a job is never looked for by asking MPI for it. One that
             mpirun started without torchrun's variables is refused, whatever they say.
         verbose: of no effect: joining logs nothing.
+        init_method: where the ranks meet, as for torch.distributed: "env://", "tcp://..." or "file://...".
         dist_init_required: False says that there is a process group already, which is checked.
+        config: of no effect: `deepspeed.initialize` reads the config, and nothing logs collectives.
+        rank, world_size: of this process, and of the job; by default as RANK and WORLD_SIZE say.
 
     Raises:
-        UsageError: `init_method`, `rank` or `world_size` describe a job in another way; there is a `config`; or no
-            process group where `dist_init_required` is False.
+        UsageError: `rank` or `world_size` are not those of the job that this process has joined; or no process group
+            where `dist_init_required` is False.
         ConfigError, CollectiveError: as for `init_process_group`.
     """
-    if config is not None:
-        raise UsageError(
-            "deepspeed.init_distributed(config)",
-            expected="None",
-            got=type(config).__name__,
-            fix="pass it to deepspeed.initialize, which reads its comms_logger",
-        )
     require_process_group("deepspeed.init_distributed", dist_init_required)
-    if init_method is not None or rank >= 0 or world_size > 0:
-        raise UsageError(
-            "deepspeed.init_distributed(init_method, rank, world_size)",
-            expected="a job described by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
-            got=f"init_method={init_method!r}, rank={rank}, world_size={world_size}",
-            fix="use zeroaccel launch or torchrun, or call torch.distributed.init_process_group first",
-        )
     no_cuda = not torch.cuda.is_available()
-    init_process_group(None if no_cuda and dist_backend == "nccl" else dist_backend, timeout)
+    backend = None if no_cuda and dist_backend == "nccl" else dist_backend
+    own_way = init_method not in (None, "env://") or rank >= 0 or world_size > 0
+    if own_way and not torch.distributed.is_initialized():
+        meet(backend, init_method or "env://", rank, world_size, timeout)
+    init_process_group(backend, timeout)
+    actual = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    if (rank >= 0 and rank != actual[0]) or (world_size > 0 and world_size != actual[1]):
+        raise UsageError(
+            "deepspeed.init_distributed(rank, world_size)",
+            expected=f"those of this process in the job of {actual[1]} that it has joined",
+            got=f"rank={rank}, world_size={world_size}",
+            fix="leave them out",
+        )
     _correct_accelerate_state()
 
 
@@ -99,3 +109,152 @@ def _correct_accelerate_state() -> None:
 def get_local_rank() -> int:
     """The rank among those on this machine."""
     return init_process_group().local_rank
+
+
+# -- calls
+
+# Calls of torch.distributed that have the arguments prof, log_name and debug in DeepSpeed, for its comms logger.
+PROFILED = frozenset(
+    {
+        "all_gather",
+        "all_gather_into_tensor",
+        "all_gather_object",
+        "all_reduce",
+        "all_to_all",
+        "all_to_all_single",
+        "barrier",
+        "batch_isend_irecv",
+        "broadcast",
+        "broadcast_object_list",
+        "gather",
+        "irecv",
+        "isend",
+        "monitored_barrier",
+        "recv",
+        "reduce",
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+        "scatter",
+        "send",
+    }
+)
+_NO_LOG = "deepspeed.comm: no collective is logged here; torch.profiler measures them (prof, log_name, configure)"
+
+
+# Later versions of torch call these otherwise, and warn of the names that DeepSpeed has.
+_RENAMED = {"all_gather_into_tensor": "all_gather_single", "reduce_scatter_tensor": "reduce_scatter_single"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in PROFILED:
+        later = getattr(torch.distributed, _RENAMED.get(name, name), None)
+        return _without_profile(later or getattr(torch.distributed, name))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+@functools.cache
+def _without_profile(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The call of torch.distributed, which also takes `prof`, `log_name` and `debug`; they have no effect."""
+
+    @functools.wraps(call)
+    def run(*args: Any, prof: bool = False, log_name: str = "", debug: str = "", **kwargs: Any) -> Any:
+        if prof:
+            log_once(logging.WARNING, _NO_LOG)
+        return call(*args, **kwargs)
+
+    return run
+
+
+def inference_all_reduce(tensor: torch.Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
+    """`all_reduce`: there is no other one for inference. (all ranks of the group)"""
+    return __getattr__("all_reduce")(tensor, op or torch.distributed.ReduceOp.SUM, group, async_op)
+
+
+def all_gather_coalesced(
+    output_tensors: Sequence[torch.Tensor],
+    input_tensors: Sequence[torch.Tensor],
+    group: Any = None,
+    async_op: bool = False,
+) -> list[Any] | None:
+    """Gathers each input, (n,) on each of W ranks, into its output, (W n,). (all ranks of the group)
+
+    Returns:
+        What to wait for, one per tensor, with `async_op`; else None.
+    """
+    gather = __getattr__("all_gather_into_tensor")
+    works = [gather(out, part, group, async_op=True) for out, part in zip(output_tensors, input_tensors, strict=True)]
+    return _awaited(works, async_op=async_op)
+
+
+def all_reduce_coalesced(
+    tensors: Sequence[torch.Tensor],
+    op: Any = None,
+    group: Any = None,
+    async_op: bool = False,
+    prof: bool = False,
+    log_name: str = "",
+    debug: str = "",
+) -> list[Any] | None:
+    """`all_reduce` of each tensor. (all ranks of the group)
+
+    Returns:
+        What to wait for, one per tensor, with `async_op`; else None.
+    """
+    reduce = __getattr__("all_reduce")
+    works = [reduce(tensor, op or torch.distributed.ReduceOp.SUM, group, async_op=True) for tensor in tensors]
+    return _awaited(works, async_op=async_op)
+
+
+def _awaited(works: list[Any], *, async_op: bool) -> list[Any] | None:
+    if async_op:
+        return works
+    for work in works:
+        work.wait()
+    return None
+
+
+def configure(
+    deepspeed_config: Any = None,
+    enabled: bool | None = None,
+    prof_all: bool | None = None,
+    prof_ops: Sequence[str] | None = None,
+    verbose: bool | None = None,
+    debug: bool | None = None,
+) -> None:
+    """Does nothing, with a warning where logging of collectives is asked for: nothing logs them here."""
+    if enabled or prof_all or prof_ops:
+        log_once(logging.WARNING, _NO_LOG)
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+    """Says that no collective was logged; with `return_dict` returns a summary without entries."""
+    log_once(logging.WARNING, _NO_LOG)
+    return {"summary": {}, "straggler_analysis": None} if return_dict else None
+
+
+# -- groups
+
+
+def get_world_group() -> Any:
+    """The group of all ranks."""
+    return torch.distributed.group.WORLD
+
+
+def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
+    """The rank in the job of a rank of a group."""
+    return torch.distributed.get_global_rank(group or get_world_group(), group_rank)
+
+
+def get_all_ranks_from_group(group: Any = None) -> list[int]:
+    """The ranks in the job of a group, by default of the group of all."""
+    return torch.distributed.get_process_group_ranks(group or get_world_group())
+
+
+def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> Any:
+    """A `DeviceMesh` over all ranks. (all ranks)"""
+    return device_mesh(tuple(mesh_shape), tuple(mesh_dim_names))
+
+
+def has_coalesced() -> bool:
+    """True: this torch has the calls that DeepSpeed asks for."""
+    return True

@@ -6,35 +6,73 @@ beyond those it has.
 
 from __future__ import annotations
 
-import argparse
-import logging
+import gc
 import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from zeroaccel.checkpoint.find import has_checkpoints
 from zeroaccel.checkpoint.weights import placeholder_state_dict
-from zeroaccel.compat import transformers_calls
-from zeroaccel.compat.deepspeed_comm import require_process_group
+from zeroaccel.comm.agree import agreed
+from zeroaccel.compat import loss_scale_members, transformers_calls
+from zeroaccel.compat.deepspeed_comm import get_local_rank, require_process_group
 from zeroaccel.compat.deepspeed_init import from_library
+from zeroaccel.compat.deepspeed_monitor import MonitorMaster
+from zeroaccel.compat.deepspeed_timers import StepThroughput, SynchronizedWallClockTimer
+from zeroaccel.compat.engine_questions import ABSENT_MEMBERS, PRIVATE_MEMBERS, QUESTIONS
 from zeroaccel.compat.finder import VERSION
-from zeroaccel.compat.parameters import ParameterOffload, attach, marked_names
-from zeroaccel.errors import ConfigError, UsageError
+from zeroaccel.compat.leaf_modules import mark_configured, mark_parameters, marked_names
+from zeroaccel.compat.parameters import ParameterOffload, attach
+from zeroaccel.config import Config, load_config
+from zeroaccel.config.document import read_document
+from zeroaccel.config.parallel import ParallelConfig
+from zeroaccel.data import build_dataloader
+from zeroaccel.errors import ConfigError, EngineStateError, UsageError, listed
 from zeroaccel.initialization import initialize as assemble
-from zeroaccel.logs import logger
-from zeroaccel.nested import map_tensors, to_device
+from zeroaccel.logs import log_always, logger
 from zeroaccel.zero.engine import Engine
+from zeroaccel.zero.from_config import DTYPES
 
 
-class DeepSpeedEngine(Engine):
-    """`Engine` with the members that libraries written for DeepSpeed use."""
+class _EngineKind(type(Engine)):  # type: ignore[misc]
+    """Makes every engine an instance of `DeepSpeedEngine`, by which libraries know what to unwrap."""
 
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, Engine)
+
+
+class DeepSpeedEngine(Engine, metaclass=_EngineKind):
+    """`Engine` with the members that scripts and libraries written for DeepSpeed use.
+
+    Attributes:
+        training_dataloader: the loader of `training_data`; None without.
+        is_compiled: whether `compile` was called.
+        mp_world_size: 1; models that are split over ranks need a mesh.
+    """
+
+    mp_world_size = 1
+    training_dataloader: DataLoader[Any] | None = None
+    is_compiled = False
     _gathered_state: tuple[int, Callable[[], dict[str, Tensor] | None]] = (0, lambda: None)
+    _loss_is_scaled = False
+
+    # -- the training step
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Engine.forward`."""
+        if self.training and (timer := vars(self).get("tput_timer")) is not None:
+            timer.start()
+        return super().forward(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """As `Engine.backward`, but with DeepSpeed's result.
@@ -47,37 +85,103 @@ class DeepSpeedEngine(Engine):
         steps = self.settings.accumulation if scale_wrt_gas else 1
         return loss / steps if steps > 1 else loss
 
-    def load_checkpoint(  # type: ignore[override]  # DeepSpeed's result without a checkpoint has no client state
-        self, load_dir: str | os.PathLike[str], tag: object = None, *args: Any, **kwargs: Any
-    ) -> tuple[str | None, dict[str, Any] | None]:
-        """As `Engine.load_checkpoint`; a folder without any checkpoint is no error. (all ranks)
+    def scale(self, loss: Tensor) -> Tensor:
+        """`loss` times the loss scale, for a plain `backward()` of the result instead of `engine.backward(loss)`.
 
-        Returns:
-            (the checkpoint's folder, the client state); (None, None) where no tag is given and the folder is not there
-            or is empty, as a script expects that resumes if there is something.
+        Raises:
+            UsageError: `loss` is not a scalar with a gradient.
+            EngineStateError: the engine has no optimizer.
         """
-        if tag is None and all(self.collectives.gather_objects(_is_empty(load_dir), "load_checkpoint: look")):
-            logger.warning("%s: no checkpoint to load; nothing is changed", os.fspath(load_dir))
-            return None, None
-        vars(self).pop("_gathered_state", None)  # of other weights from now on
-        return super().load_checkpoint(load_dir, tag, *args, **kwargs)
+        self._check_loss(loss)
+        self._require_optimizer("scale")
+        self._loss_is_scaled = True
+        return loss * self.loss_scale.value if self.loss_scale.value != 1.0 else loss
+
+    def _begin_backward(self, *, direct: bool) -> None:
+        # `Engine` takes a plain backward under fp16 for one that misses the loss scale.
+        is_scaled, self._loss_is_scaled = self._loss_is_scaled, False
+        super()._begin_backward(direct=direct and not is_scaled)
+        self._step.is_direct = direct
+
+    @cached_property
+    def _refuses_unused(self) -> bool:
+        # At stages 0 and 3 DeepSpeed does not look, either.
+        plan = self.settings.plan
+        return (
+            plan.optimizer and not plan.params and not self._checked_config.zero_optimization.ignore_unused_parameters
+        )
+
+    def _check_all_used(self) -> None:
+        """Raises UsageError on all ranks if a parameter had no gradient in this step on one of them. (all ranks)"""
+        buffers = [(gradients.written, gradients.buffer) for gradients in self.grad_reducer.gradients]
+        unused = [slot.fqn for seen, b in buffers for i, slot in enumerate(b.layout.slots) if i not in seen]
+        with agreed(self.collectives, "zero_optimization.ignore_unused_parameters"):
+            if unused:
+                raise UsageError(
+                    "zero_optimization.ignore_unused_parameters false",
+                    expected="a gradient for every parameter",
+                    got=f"none for {listed(sorted(unused))}",
+                    fix="set it to true, or freeze what the loss does not depend on",
+                )
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """As `Engine.step`; `engine.optimizer.overflow` then tells whether the update was skipped.
 
         Raises:
-            UsageError: `lr_kwargs` are given; a scheduler's `step` takes none here.
+            UsageError: `lr_kwargs` are given; a scheduler's `step` takes none here. Or a parameter had no gradient
+                while `zero_optimization.ignore_unused_parameters` is false; nothing was updated.
         """
         if lr_kwargs:
             raise UsageError("engine.step(lr_kwargs)", expected="none", got=dict(lr_kwargs))
-        skipped = self.skipped_steps
+        if self._refuses_unused and self._step.num_backwards and self.is_gradient_accumulation_boundary():
+            self._check_all_used()
+        skipped, steps = self.skipped_steps, self.global_steps
         super().step()
+        if (timer := vars(self).get("tput_timer")) is not None:
+            timer.stop(global_step=self.global_steps > steps)
         self.optimizer.overflow = self.skipped_steps > skipped
 
-    @property
-    def device(self) -> torch.device:
-        """Where this rank computes."""
-        return self.units[0].buffers[0].full.device if self.units else torch.device("cpu")
+    def count_micro_step(self) -> None:
+        """As `Engine.count_micro_step`, but `global_samples` grows by whole steps, as DeepSpeed counts."""
+        samples = self.train_batch_size() if self.is_gradient_accumulation_boundary() else 0
+        before = self.global_samples
+        super().count_micro_step()
+        self.global_samples = before + samples
+
+    def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
+        """Several backwards inside are reduced together where gradients are not sharded: `no_sync` by another name."""
+        return self.no_sync()
+
+    def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
+        """Does nothing: gradients are reduced during backward and, what is left, by `step`."""
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Sets the samples per step by the number of micro-batches. (all ranks, between steps)
+
+        Raises:
+            UsageError: it is no multiple of the micro-batch times the ranks.
+            EngineStateError: an accumulation is not finished.
+        """
+        per_micro_step = self.train_micro_batch_size_per_gpu() * self.collectives.world_size
+        if train_batch_size < per_micro_step or train_batch_size % per_micro_step:
+            raise UsageError(
+                "engine.set_train_batch_size",
+                expected=f"a multiple of {per_micro_step}, the samples of all ranks in a micro-batch",
+                got=train_batch_size,
+            )
+        self._require_between_steps("set_train_batch_size")
+        self.settings = replace(self.settings, accumulation=train_batch_size // per_micro_step)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Sets the samples per rank and forward; micro-batches per step stay. (all ranks, between steps)"""
+        if micro_batch_size < 1:
+            raise UsageError("engine.set_train_micro_batch_size", expected="at least 1", got=micro_batch_size)
+        self._require_between_steps("set_train_micro_batch_size")
+        self.settings = replace(self.settings, micro_batch_size=micro_batch_size)
+
+    def _require_between_steps(self, call: str) -> None:
+        if self.has_gradients:
+            raise EngineStateError(f"engine.{call}()", expected="to be called between steps")
 
     def compile(
         self,
@@ -95,6 +199,46 @@ class DeepSpeedEngine(Engine):
             if value:
                 raise UsageError(f"engine.compile({name})", expected="to be left out", got=value)
         self.module.compile(backend=backend, **(compile_kwargs or {}))
+        self.is_compiled = True
+
+    def is_deepcompile_enabled(self) -> bool:
+        """False: `compile` is torch's."""
+        return False
+
+    # -- places
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self.units[0].buffers[0].full.device if self.units else torch.device("cpu")
+
+    @property
+    def local_rank(self) -> int:
+        """The rank among those on this machine."""
+        return get_local_rank()
+
+    @property
+    def global_rank(self) -> int:
+        return self.collectives.job.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.collectives.job.world_size
+
+    @property
+    def dp_world_size(self) -> int:
+        """Ranks that see different samples."""
+        return self.collectives.world_size
+
+    @property
+    def data_parallel_group(self) -> Any:
+        return torch.distributed.group.WORLD
+
+    def get_data_parallel_rank(self) -> int:
+        return self.collectives.rank
+
+    def get_model_parallel_rank(self) -> int:
+        return 0
 
     # -- the config
 
@@ -104,6 +248,9 @@ class DeepSpeedEngine(Engine):
     def zero_optimization(self) -> bool:
         return self.settings.plan.optimizer
 
+    def zero_optimization_partition_gradients(self) -> bool:
+        return self.settings.plan.grads
+
     def zero_optimization_partition_weights(self) -> bool:
         return self.settings.plan.params
 
@@ -111,11 +258,249 @@ class DeepSpeedEngine(Engine):
         """True: weights are gathered when they are saved, without a setting before training."""
         return True
 
+    def zero_cpu_offload(self) -> bool:
+        section = self._checked_config.zero_optimization.offload_optimizer
+        return section is not None and section.device == "cpu"
+
+    def zero_use_cpu_optimizer(self) -> bool:
+        section = self._checked_config.zero_optimization.offload_optimizer
+        return section is not None and section.device in ("cpu", "nvme")
+
     def fp16_enabled(self) -> bool:
         return self.settings.loss_scaled
 
-    def bfloat16_enabled(self) -> bool:
-        return bool(self.config.get("bf16", {}).get("enabled", False))
+    def log_level(self) -> str | None:
+        """The config's `log_level`, as it is written; None where it has none."""
+        level = self.config.get("log_level")
+        return None if level is None else str(level)
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the config asks for a scale that changes; also true without fp16, as in DeepSpeed."""
+        return float(self.config.get("fp16", {}).get("loss_scale", 0.0)) == 0.0
+
+    def optimizer_name(self) -> str | None:
+        """The class of the optimizer that was passed in, or the config's type in lower case; None for inference."""
+        section = self._checked_config.optimizer
+        if self.optimizer is None:
+            return None
+        configured = None if section is None else section.type
+        return type(self.optimizer).__name__ if configured is None else configured.lower()
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """(samples per step, samples per rank and forward, micro-batches per step)."""
+        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """(dtype of the model, dtype in which gradients are summed over micro-steps)."""
+        config = self._checked_config
+        summed = config.data_types.grad_accum_dtype
+        model = DTYPES[config.precision]
+        return model, self.settings.rules.accumulation_dtype or (model if summed is None else DTYPES[summed])
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """The dtype in which gradients are reduced."""
+        config = self._checked_config
+        return DTYPES[config.communication_data_type or config.precision]
+
+    def get_mom(self) -> list[Any]:
+        """Momentum or betas of each param group; None for a group that has neither."""
+        groups = self._require_optimizer("get_mom").optimizer.param_groups
+        return [group.get("betas", group.get("momentum")) for group in groups]
+
+    def get_type(self) -> list[Any]:
+        """The "type" of each param group; None where it has none."""
+        return [group.get("type") for group in self._require_optimizer("get_type").optimizer.param_groups]
+
+    @cached_property
+    def _checked_config(self) -> Config:
+        """The config with all defaults."""
+        return load_config(self.config, unknown_keys="lenient")
+
+    def __getattr__(self, name: str) -> Any:
+        if name in QUESTIONS:
+            return partial(_answer, self, name)
+        if name in ABSENT_MEMBERS:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None or not hasattr(module, name):
+                raise AttributeError(
+                    f"engine.{name}: zeroaccel answers for deepspeed here and does not have this; "
+                    f"{ABSENT_MEMBERS[name]}"
+                )
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name in PRIVATE_MEMBERS:
+                raise AttributeError(
+                    f"engine.{name} is DeepSpeed's own and not here; {PRIVATE_MEMBERS[name]}"
+                ) from error
+            raise
+
+    # -- data and reports
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DataLoader[Any]:
+        """A loader of this rank's part of a dataset.
+
+        Args:
+            batch_size: by default the engine's.
+            route: "train" shuffles; "eval" and "predict" do not.
+            pin_memory: of effect where there is CUDA.
+            data_sampler: chooses the indices instead; then it must divide them between the ranks.
+            num_local_io_workers: processes that load; by default this one does.
+        """
+        size, workers = batch_size or self.train_micro_batch_size_per_gpu(), num_local_io_workers or 0
+        pinned = pin_memory and torch.cuda.is_available()
+        if data_sampler is not None:
+            return DataLoader(
+                dataset,
+                size,
+                sampler=data_sampler,
+                collate_fn=collate_fn,
+                num_workers=workers,
+                pin_memory=pinned,
+                drop_last=self._checked_config.dataloader_drop_last,
+            )
+        return build_dataloader(
+            dataset,
+            size,
+            self.collectives.rank,
+            self.collectives.world_size,
+            collate_fn,
+            self._checked_config.dataloader_drop_last,
+            shuffle=route == "train",
+            num_workers=workers,
+            pin_memory=pinned,
+        )
+
+    @property
+    def monitor(self) -> MonitorMaster:
+        """Writes (name, value, samples) events to the config's monitors, beside the engine's own."""
+        return MonitorMaster(self._report.monitors)
+
+    @cached_property
+    def timers(self) -> SynchronizedWallClockTimer:
+        """Timers by name, for the script's own phases."""
+        return SynchronizedWallClockTimer()
+
+    @cached_property
+    def tput_timer(self) -> StepThroughput:
+        """Samples per second from a forward to its step, beginning where it is first asked for.
+
+        Both ends wait for the device, so until then there is none.
+        """
+        return StepThroughput(None, batch_size=self.train_batch_size())
+
+    # -- checkpoints
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: object = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """As `Engine.save_checkpoint`, into rank 0's folder where the ranks name different ones. (all ranks)
+
+        Scripts make the folder's name from the clock, each rank for itself.
+        """
+        # Anything but a path is left to the call itself, which refuses it by name.
+        own = os.fspath(save_dir) if isinstance(save_dir, (str, os.PathLike)) else ""
+        folders = self.collectives.gather_objects(own, "save_checkpoint: folder")
+        if len(set(folders)) > 1:
+            logger.warning("save_checkpoint: the ranks name different folders; all save into rank 0's, %s", folders[0])
+        return super().save_checkpoint(folders[0], tag, client_state, save_latest, exclude_frozen_parameters)
+
+    def load_checkpoint(  # type: ignore[override]  # DeepSpeed's result without a checkpoint has no client state
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: object = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """As `Engine.load_checkpoint`; a folder without a checkpoint is no error. (all ranks)
+
+        Args:
+            custom_load_fn: must be None: weights are read into shards, without a state dict to pass to it.
+
+        Returns:
+            (the checkpoint's folder, the client state); (None, None) where no tag is given and the folder is not there
+            or contains neither `latest` nor a checkpoint, as a script expects that resumes if there is something.
+        """
+        if custom_load_fn is not None:
+            raise UsageError(
+                "engine.load_checkpoint(custom_load_fn)",
+                expected="None, as weights are read into shards",
+                got=custom_load_fn,
+                fix="read the weights with deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint, "
+                "change them, and pass them to engine.load_module_state_dict",
+            )
+        found = tag is not None or has_checkpoints(Path(load_dir))
+        if tag is None and not any(self.collectives.gather_objects(found, "load_checkpoint: look")):
+            logger.warning("%s: no checkpoint to load; nothing is changed", os.fspath(load_dir))
+            return None, None
+        vars(self).pop("_gathered_state", None)  # of other weights from now on
+        return super().load_checkpoint(
+            load_dir, tag, load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only
+        )
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The model's state dict; at stage 3 inside `zero.GatheredParameters` only."""
+        arguments = {} if destination is None else {"destination": destination}
+        state: dict[str, Any] = self.module.state_dict(prefix=prefix, keep_vars=keep_vars, **arguments)
+        if exclude_frozen_parameters:
+            for name, param in self.module.named_parameters(remove_duplicate=False):
+                if not param.requires_grad:
+                    state.pop(prefix + name, None)
+        return state
+
+    def load_module_state_dict(
+        self,
+        checkpoint: Mapping[str, Any],
+        strict: bool = True,
+        custom_load_fn: Callable[..., Any] | None = None,
+        fetch_z3_params: bool = False,
+    ) -> None:
+        """Loads `checkpoint["module"]`, a state dict of the model, into shards and masters. (all ranks)
+
+        Args:
+            custom_load_fn: called with `src` and `dst` instead of the model's `load_state_dict`.
+            fetch_z3_params: of no effect: sharded parameters take their values without being gathered.
+        """
+        state = checkpoint["module"]
+        if custom_load_fn is not None:
+            custom_load_fn(src=state, dst=self.module)
+        else:
+            self.module.load_state_dict(state, strict=strict)
+
+    def save_fp16_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
+        """`save_16bit_model` by its older name. (all ranks)"""
+        return self.save_16bit_model(save_dir, save_filename)
+
+    def empty_partition_cache(self) -> None:
+        """Frees the gathered parameters that wait to be used, and the device memory that torch caches. (all ranks)"""
+        self._coordinator.end_step()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     # -- full weights
 
@@ -159,29 +544,30 @@ def initialize(
     """`zeroaccel.initialize` with DeepSpeed's arguments. (all ranks)
 
     Args:
-        args: an object whose `deepspeed_config` is the config's path, where no config is given otherwise.
+        args: an object whose `deepspeed_config`, or `deepscale_config` by its oldest name, is the config's path, where
+            no config is given otherwise.
+        optimizer: takes the place of the config's `optimizer` section.
+        lr_scheduler: takes the place of the config's `scheduler` section.
         config, config_params: two names for the same; one may be given.
         distributed_port: of no effect, as for `init_distributed`.
-        mpu, mesh_param: must be None.
+        mpu: tells how many ranks share a sequence, by `get_sequence_parallel_world_size`; no other axis may be split.
+        mesh_param: must be None.
 
     Returns:
         (engine, optimizer, dataloader, lr_scheduler); what there is none of is None.
     """
     if model is None:
         raise UsageError("deepspeed.initialize(model)", expected="a torch.nn.Module", got=None)
-    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
-        if value is not None:
-            raise UsageError(
-                f"deepspeed.initialize({name})",
-                expected="None",
-                got=type(value).__name__,
-                fix="model and sequence parallelism are not part of zeroaccel",
-            )
+    if mesh_param is not None:
+        raise UsageError(
+            "deepspeed.initialize(mesh_param)",
+            expected="None",
+            got=mesh_param,
+            fix="call zeroaccel.initialize(mesh=) with a DeviceMesh",
+        )
     require_process_group("deepspeed.initialize", dist_init_required)
-    source = _config_of(config, config_params, getattr(args, "deepspeed_config", None))
-    if isinstance(source, Mapping):
-        source = from_library(source)
-        _add_leaves(source, model)
+    from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    source = _with_arguments(_config_of(config, config_params, from_args), model, optimizer, lr_scheduler)
     engine, *others = assemble(
         model,
         optimizer,
@@ -192,15 +578,57 @@ def initialize(
         collate_fn=collate_fn,
         engine_type=DeepSpeedEngine,
         unknown_keys="lenient",
+        parallel=_parallel_of(mpu),
     )
+    assert type(engine) is DeepSpeedEngine, "the engine_type that was asked for"
+    mark_configured(model, engine._checked_config)
+    mark_parameters(model)
     if engine.settings.plan.params:
         attach(engine.registry)
     transformers_calls.attach(engine)
-    logger.info("DeepSpeed info: version=%s, which zeroaccel answers for", VERSION)
+    loss_scale_members.attach(engine)
+    engine.training_dataloader = others[1]
+    log_always(f"DeepSpeed info: version={VERSION}, git-hash=unknown, git-branch=unknown")
     if engine.optimizer is not None:
         engine.optimizer.overflow = False
         engine.optimizer.parameter_offload = ParameterOffload(model)
     return engine, *others
+
+
+def _parallel_of(mpu: Any) -> ParallelConfig | None:
+    """The mesh that an object in the manner of Megatron's `mpu` describes."""
+    if mpu is None:
+        return None
+    split = ("model", "tensor_model", "pipeline", "pipeline_model", "pipe")
+    sizes = {
+        name: size()
+        for name in (f"get_{axis}_parallel_world_size" for axis in (*split, "sequence"))
+        if callable(size := getattr(mpu, name, None))
+    }
+    if not sizes:
+        raise UsageError(
+            "deepspeed.initialize(mpu)",
+            expected="an object with get_sequence_parallel_world_size or get_model_parallel_world_size",
+            got=type(mpu).__name__,
+        )
+    sequence = sizes.pop("get_sequence_parallel_world_size", 1)
+    for name, size in sizes.items():
+        if size > 1:
+            raise UsageError(
+                "deepspeed.initialize(mpu)",
+                expected="ranks that hold the same model, or share its sequences",
+                got=f"{size} ranks by {name}",
+                fix="split the model over a DeviceMesh, and call zeroaccel.initialize(mesh=)",
+            )
+    return None if sequence == 1 else ParallelConfig(sp=sequence)
+
+
+def _answer(engine: DeepSpeedEngine, name: str) -> Any:
+    """The value that the config has, with defaults, for one of `QUESTIONS`; None in an absent section."""
+    value: Any = engine._checked_config
+    for key in QUESTIONS[name].split("."):
+        value = None if value is None else getattr(value, key)
+    return value
 
 
 def _config_of(config: Any, config_params: Any, from_args: Any) -> Any:
@@ -217,56 +645,25 @@ def _config_of(config: Any, config_params: Any, from_args: Any) -> Any:
     return sources[names[0]]
 
 
-def _add_leaves(config: dict[str, Any], model: nn.Module) -> None:
-    """Modules marked by `set_z3_leaf_modules`, as the config names them."""
-    if names := marked_names(model):
-        leaf = config.setdefault("zero_optimization", {}).setdefault("leaf_module", {})
-        leaf["names"] = [*leaf.get("names", []), *names]
+def _with_arguments(config: Any, model: nn.Module, optimizer: Any, lr_scheduler: Any) -> Any:
+    """The config with what the other arguments say of it; as it is, with the places of its keys, if they say nothing.
 
-
-def _is_empty(folder: str | os.PathLike[str]) -> bool:
-    """Whether there is no such folder, or nothing in it."""
-    try:
-        with os.scandir(folder) as entries:
-            return next(entries, None) is None
-    except FileNotFoundError:
-        return True
-    except OSError:  # load_checkpoint names it
-        return False
-
-
-def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds --deepspeed and --deepspeed_config to a script's parser."""
-    group = parser.add_argument_group("DeepSpeed", "config of the engine")
-    group.add_argument("--deepspeed", action="store_true", help="accepted; the engine is used where it is initialized")
-    group.add_argument("--deepspeed_config", default=None, metavar="FILE", help="DeepSpeed-format JSON")
-    return parser
-
-
-def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
-    """A copy of nested containers whose tensors have storage of their own size, on `device`.
-
-    Names that share a tensor, as tied weights do, share one in the copy too, so that it is written once.
+    Marked leaf modules are added to those that it names. The sections of an optimizer and a scheduler that are passed
+    in are left out, as DeepSpeed ignores them.
     """
-    clones: dict[Any, Tensor] = {}
-
-    def cloned(tensor: Tensor) -> Tensor:
-        key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
-        if key not in clones:
-            clones[key] = tensor.detach().clone().to(device)
-        return clones[key]
-
-    return map_tensors(cloned, item)
-
-
-def move_to_device(item: Any, device: torch.device | str) -> Any:
-    """Nested containers with their tensors on `device`."""
-    return to_device(item, device)
-
-
-def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
-    """Logs on the given ranks; on all for None or [-1]."""
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    selected = list(ranks) if ranks is not None else [-1]
-    if -1 in selected or rank in selected:
-        logger.log(level, "%s", message)
+    leaves = marked_names(model)
+    if not isinstance(config, Mapping):
+        tree = read_document(config).tree
+        sections = {"optimizer": optimizer, "scheduler": lr_scheduler}
+        if not leaves and not any(section in tree for section, passed in sections.items() if passed is not None):
+            return config
+        config = tree
+    settings = from_library(config)
+    for section, passed in (("optimizer", optimizer), ("scheduler", lr_scheduler)):
+        if passed is not None and (settings.get(section) or {}).get("type") is not None:
+            logger.warning("%s: the config's section is left aside, as one is passed to initialize", section)
+            settings[section] = {key: value for key, value in settings[section].items() if key == "kind"} or None
+    if leaves:
+        leaf = settings.setdefault("zero_optimization", {}).setdefault("leaf_module", {})
+        leaf["names"] = [*leaf.get("names", []), *leaves]
+    return settings

@@ -8,14 +8,17 @@ accept: these add keys that no user has written, and that the checks would right
 from __future__ import annotations
 
 import copy
+import enum
 import math
+import weakref
 from collections.abc import Callable, Mapping
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
-from zeroaccel.compat.parameters import attach
+from zeroaccel.compat.parameters import attach, attach_whole
 from zeroaccel.config import load_config
 from zeroaccel.errors import UsageError
 from zeroaccel.zero.access.deferred_init import Init as OwnInit
@@ -71,6 +74,7 @@ class DeepSpeedInit(OwnInit):
         settings = None if source is None else load_config(source, unknown_keys="lenient")
         offload = None if settings is None else settings.zero_optimization.offload_param
         device = remote_device or (None if offload is None else offload.device)
+        self._built: list[weakref.ref[nn.Module]] = []
         super().__init__(
             module,
             dtype=dtype,
@@ -81,6 +85,20 @@ class DeepSpeedInit(OwnInit):
         )
         if self._shards is not None:
             attach(self._shards.registry)
+            if module is not None and self._shards.collectives.world_size == 1:
+                attach_whole(module.parameters())
+
+    def note(self, module: nn.Module) -> None:
+        super().note(module)
+        self._built.append(weakref.ref(module))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, traceback)
+        built, self._built = [reference() for reference in self._built], []
+        if self._shards is not None and self._shards.collectives.world_size == 1:
+            attach_whole(p for module in built if module is not None for p in module.parameters(recurse=False))
 
 
 _IN_CONFIG = "leave it out; what the config given to deepspeed.initialize says is applied to these parameters too"
@@ -111,9 +129,9 @@ def from_library(config: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of `config` in the documented format.
 
     A dotted key at the top, such as "zero_optimization.reduce_bucket_size" from TRL, is the value of that key within
-    its section; `steps_per_print: inf` from accelerate is never.
+    its section; `steps_per_print: inf` from accelerate is never; a member of DeepSpeed's enumerations is its value.
     """
-    tree = copy.deepcopy(dict(config))
+    tree: dict[str, Any] = _values(copy.deepcopy(dict(config)))
     for key in [key for key in tree if "." in key and key.partition(".")[0] in _SECTIONS]:
         value = tree.pop(key)
         *parents, last = key.split(".")
@@ -125,3 +143,12 @@ def from_library(config: Mapping[str, Any]) -> dict[str, Any]:
     if tree.get("steps_per_print") == math.inf:
         del tree["steps_per_print"]
     return tree
+
+
+def _values(tree: Any) -> Any:
+    """The tree with members of enumerations, such as `OffloadDeviceEnum.cpu`, replaced by their values."""
+    if isinstance(tree, Mapping):
+        return {key: _values(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_values(value) for value in tree]
+    return tree.value if isinstance(tree, enum.Enum) else tree

@@ -17,10 +17,10 @@ from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
-from zeroaccel.compat.surface import ABSENT, PACKAGE, SURFACE, nearest
+from zeroaccel.compat.surface import ABSENT, PACKAGE, SCRIPTS, SURFACE, nearest
 from zeroaccel.errors import UsageError
 
 VERSION = "0.19.5+zeroaccel"
@@ -37,20 +37,31 @@ _STARTUP = str(Path(__file__).parent / "startup")
 _DECIDED_AT_IMPORT = ("accelerate", "transformers")  # these look for deepspeed once, when they are imported
 
 
+_SCRIPT = """\
+import sys
+from zeroaccel.errors import ZeroAccelError
+from {name} import main
+try:
+    sys.exit(main())
+except ZeroAccelError as error:
+    sys.exit(f"{name}: {{error}}")
+"""
+
+
 class FacadeModule(ModuleType):
     """A module of the surface; its names are imported from zeroaccel when they are first used."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
+        target = SURFACE[self.__name__].get(name)
+        if target is None and name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         qualified = f"{self.__name__}.{name}"
-        if qualified in SURFACE:
+        if target is None and qualified in SURFACE:
             return import_module(qualified)
-        target = SURFACE[self.__name__].get(name)
         if target is None:
             raise AttributeError(_absence(qualified))
         module, _, attribute = target.partition(":")
-        value = getattr(import_module(module), attribute)
+        value = getattr(import_module(module), attribute) if attribute else import_module(module)
         setattr(self, name, value)
         return value
 
@@ -65,7 +76,16 @@ class _FacadeLoader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         if module.__name__ == PACKAGE:
-            module.__dict__["__version__"] = VERSION
+            numbers = VERSION.partition("+")[0].split(".")
+            parts = zip(("major", "minor", "patch"), map(int, numbers), strict=True)
+            module.__dict__.update({f"__version_{part}__": number for part, number in parts}, __version__=VERSION)
+            module.__dict__.update(__git_hash__="unknown", __git_branch__="unknown")  # as of a release
+
+    def get_code(self, fullname: str) -> CodeType | None:
+        """What `python -m` runs: the module's `main`, where it has one."""
+        if fullname not in SCRIPTS:
+            return None
+        return compile(_SCRIPT.format(name=fullname), f"<{fullname}>", "exec")
 
 
 class _Distribution(Distribution):
@@ -85,8 +105,8 @@ class _Finder(DistributionFinder):
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if fullname in SURFACE:
-            spec = ModuleSpec(fullname, _FacadeLoader(), origin="zeroaccel", is_package=True)
-            spec.submodule_search_locations = []
+            # A script is no package: of one, `python -m` would look for a `__main__`.
+            spec = ModuleSpec(fullname, _FacadeLoader(), origin="zeroaccel", is_package=fullname not in SCRIPTS)
             return spec
         parent, _, name = fullname.rpartition(".")
         if fullname.partition(".")[0] != PACKAGE or name in SURFACE.get(parent, {}):
@@ -181,7 +201,8 @@ def real_location() -> str | None:
 
 
 def _absence(name: str) -> str:
-    reason = next((text for prefix, text in ABSENT.items() if name == prefix or name.startswith(f"{prefix}.")), None)
+    rows = [prefix for prefix in ABSENT if name == prefix or name.startswith(f"{prefix}.")]
+    reason = ABSENT[max(rows, key=len)] if rows else None
     if reason is None:
         similar = nearest(name)
         reason = f"the nearest it has is {similar}" if similar else "it is not part of what libraries use"

@@ -1,28 +1,24 @@
-"""DeepSpeed's members of parameters and modules: `ds_id`, `ds_shape`, `ds_status`, ..., and the marks of leaf modules.
+"""DeepSpeed's members of parameters and modules: `ds_id`, `ds_shape`, `ds_status`, ...
 
 The only file that adds to torch's classes: properties of `nn.Parameter` that work for parameters of models at stage 3
 only, from the first such model on until `detach()`. They are read from the unit of the parameter. Nothing is stored on
 a parameter, so nothing is saved or copied with it.
-
-A leaf module is one whose parameters are gathered together. The marks that DeepSpeed's calls set on modules are read
-when an engine is made.
 """
 
 from __future__ import annotations
 
 import enum
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
-from zeroaccel.errors import UsageError
 from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry, handle_of
 from zeroaccel.zero.param_unit import ShardState
-
-_LEAF_MARK = "_z3_leaf"  # libraries and their tests read this attribute
 
 
 class ZeroParamStatus(enum.Enum):
@@ -39,11 +35,24 @@ _STATUS = {
     ShardState.GATHERING: ZeroParamStatus.INFLIGHT,
 }
 _REGISTRIES: weakref.WeakSet[ParamRegistry] = weakref.WeakSet()
+_WHOLE: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter of a `zero.Init` on one rank -> its number
+_NUMBERS = itertools.count()
 
 
 def attach(registry: ParamRegistry) -> None:
     """Makes the members work on the parameters of this registry."""
     _REGISTRIES.add(registry)
+    _add_members()
+
+
+def attach_whole(params: Iterable[nn.Parameter]) -> None:
+    """Makes the members work on parameters that a `zero.Init` on one rank does not shard."""
+    for param in params:
+        _WHOLE.setdefault(param, next(_NUMBERS))
+    _add_members()
+
+
+def _add_members() -> None:
     for name, read in _MEMBERS.items():
         setattr(nn.Parameter, name, property(_member(name, read)))
     nn.Module.ds_external_parameters = _no_parameters  # type: ignore[attr-defined]
@@ -52,6 +61,7 @@ def attach(registry: ParamRegistry) -> None:
 def detach() -> None:
     """Removes the members from torch's classes."""
     _REGISTRIES.clear()
+    _WHOLE.clear()
     for name in _MEMBERS:
         if name in nn.Parameter.__dict__:
             delattr(nn.Parameter, name)
@@ -77,9 +87,11 @@ class ParameterOffload:
 def _member(name: str, read: Callable[[ParamHandle], Any]) -> Callable[[nn.Parameter], Any]:
     def member(param: nn.Parameter) -> Any:
         handle = handle_of(param)
-        if handle is None or handle.registry not in _REGISTRIES:
-            raise AttributeError(f"{name}: not a parameter of a model at stage 3")
-        return read(handle)
+        if handle is not None and handle.registry in _REGISTRIES:
+            return read(handle)
+        if param in _WHOLE:
+            return _WHOLE_MEMBERS[name](param)
+        raise AttributeError(f"{name}: not a parameter of a model at stage 3")
 
     return member
 
@@ -109,60 +121,22 @@ _MEMBERS: dict[str, Callable[[ParamHandle], Any]] = {
 }
 
 
+# The same of a parameter that is not sharded: there is one rank, which has all of it.
+_WHOLE_MEMBERS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "ds_active_sub_modules": lambda param: set(),
+    "ds_id": lambda param: _WHOLE[param],
+    "ds_numel": lambda param: param.numel(),
+    "ds_process_group": lambda param: torch.distributed.group.WORLD,
+    "ds_shape": lambda param: param.shape,
+    "ds_status": lambda param: ZeroParamStatus.AVAILABLE,
+    "ds_tensor": lambda param: param.detach().flatten(),
+}
+
+
 def _no_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """None: parameters that are read outside their module are detected without a list."""
     return iter(())
 
 
-# -- leaf modules
-
-
-def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
-    """Marks every module of these classes. Returns them.
-
-    Args:
-        leaf_module_classes: classes, or their names.
-
-    Raises:
-        UsageError: none is in the model.
-    """
-    return list(_mark(model, leaf_module_classes, value=True))
-
-
-def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str]) -> list[nn.Module]:
-    """Unmarks them. Returns the modules."""
-    return list(_mark(model, leaf_module_classes, value=False))
-
-
-def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """The marked modules."""
-    return [module for module in model.modules() if z3_leaf_module(module)]
-
-
-def z3_leaf_module(module: nn.Module) -> bool:
-    """Whether a module is marked."""
-    return bool(module.__dict__.get(_LEAF_MARK, False))
-
-
-def marked_names(model: nn.Module) -> list[str]:
-    """Names of the marked modules in the model."""
-    return [name for name, module in model.named_modules() if z3_leaf_module(module)]
-
-
-def _mark(model: nn.Module, classes: Iterable[type[nn.Module] | str], *, value: bool) -> Iterator[nn.Module]:
-    kinds = list(classes)
-    modules = [
-        module
-        for module in model.modules()
-        if any(type(module).__name__ == kind if isinstance(kind, str) else isinstance(module, kind) for kind in kinds)
-    ]
-    if not modules:
-        names = sorted({type(module).__name__ for module in model.modules()})
-        raise UsageError(
-            "set_z3_leaf_modules",
-            expected=f"classes of modules of the model ({', '.join(names)})",
-            got=", ".join(kind if isinstance(kind, str) else kind.__name__ for kind in kinds),
-        )
-    for module in modules:
-        module.__dict__[_LEAF_MARK] = value
-    yield from modules
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Does nothing, as `register_external_parameter`: parameters that are read outside their module are detected."""

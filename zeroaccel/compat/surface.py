@@ -1,7 +1,7 @@
 """Table of the names that `import deepspeed` provides, each with the "module:attribute" that implements it.
 
-One row per module; attributes are imported when they are first used. These are the names that accelerate, transformers,
-PEFT and TRL import, and that scripts written for DeepSpeed commonly use. Pure data.
+One row per module; attributes are imported when they are first used. A target without an attribute is a module. These
+are the names of DeepSpeed's documentation, and those that accelerate, transformers, PEFT and TRL import. Pure data.
 """
 
 from __future__ import annotations
@@ -12,53 +12,101 @@ from difflib import get_close_matches
 PACKAGE = "deepspeed"
 
 _ENGINE = "zeroaccel.compat.deepspeed_engine"
+_CALLS = "zeroaccel.compat.deepspeed_calls"
 _COMMUNICATION = "zeroaccel.compat.deepspeed_comm"
 _ZERO = "zeroaccel.zero"
 _SHARDING = "zeroaccel.compat.deepspeed_init"
+_LEAF_MODULES = "zeroaccel.compat.leaf_modules"
 _SCHEDULES = "zeroaccel.optim.lr_schedules"
+_SCHEDULE_FLAGS = "zeroaccel.compat.deepspeed_schedules"
 _OPTIMIZERS = "zeroaccel.compat.deepspeed_optimizers"
 _ACCELERATOR = "zeroaccel.compat.device_accelerator"
-_CONSOLIDATION = "zeroaccel.checkpoint.consolidate"
+_BUILDERS = "zeroaccel.compat.deepspeed_ops"
+_WEIGHTS = "zeroaccel.compat.deepspeed_weights"
+_CONFIGURATION = "zeroaccel.compat.deepspeed_config"
+_SECTIONS = "zeroaccel.config.schema_zero"
+_ESTIMATORS = "zeroaccel.compat.memory_estimators"
+_RECOMPUTATION = "zeroaccel.compat.activation_checkpointing"
+_PROFILER = "zeroaccel.compat.flops_profiler"
+_TIMERS = "zeroaccel.compat.deepspeed_timers"
+_GROUPS = "zeroaccel.compat.deepspeed_groups"
+_MEMBERS = "zeroaccel.compat.loss_scale_members"
+_SEQUENCE_STATE = "zeroaccel.compat.parallel_state_sp"
+_SEQUENCE_CALLS = tuple(
+    f"get_sequence_{kind}_{what}" for kind in ("parallel", "data_parallel") for what in ("group", "rank", "world_size")
+)
+
+
+def _same(module: str, *names: str) -> dict[str, str]:
+    """Names that are called the same in `module`."""
+    return {name: f"{module}:{name}" for name in names}
+
 
 _INIT = {
-    "GatheredParameters": f"{_ZERO}:GatheredParameters",
+    **_same(_ZERO, "GatheredParameters", "register_external_parameter"),
     "Init": f"{_SHARDING}:DeepSpeedInit",
     "ZeroParamStatus": "zeroaccel.compat.parameters:ZeroParamStatus",
-    "register_external_parameter": f"{_ZERO}:register_external_parameter",
+    "unregister_external_parameter": "zeroaccel.compat.parameters:unregister_external_parameter",
 }
+_TILES = _same("zeroaccel.compat.tiled_linear", "TiledLinear", "TiledLinearReturnBias")
 _ACCESS = {
     f"safe_{verb}_{part}_{what}": f"{_ZERO}:safe_{verb}_{part}_{what}"
     for verb in ("get", "set")
     for part in ("full", "local")
     for what in ("fp32_param", "grad", "optimizer_state")
-}
-_LEAVES = {
-    name: f"zeroaccel.compat.parameters:{name}"
-    for name in ("get_z3_leaf_modules", "set_z3_leaf_modules", "unset_z3_leaf_modules", "z3_leaf_module")
-}
-_COMM = {
-    name: f"torch.distributed:{name}"
-    for name in (
+} | _same(_CALLS, "safe_update_full_grad_vectorized")
+_LEAVES = _same(
+    _LEAF_MODULES,
+    "get_z3_leaf_modules",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+    "z3_leaf_parameter",
+)
+_COMM = (
+    _same(
+        "torch.distributed",
+        "P2POp",
+        "ProcessGroup",
         "ReduceOp",
-        "all_gather",
-        "all_gather_into_tensor",
-        "all_gather_object",
-        "all_reduce",
-        "all_to_all",
-        "all_to_all_single",
-        "barrier",
-        "broadcast",
-        "broadcast_object_list",
         "destroy_process_group",
-        "gather",
         "get_backend",
         "get_rank",
         "get_world_size",
-        "irecv",
         "is_available",
-        "isend",
-        "monitored_barrier",
         "new_group",
+    )
+    | _same(
+        _COMMUNICATION,
+        "all_gather",
+        "all_gather_coalesced",
+        "all_gather_into_tensor",
+        "all_gather_object",
+        "all_reduce",
+        "all_reduce_coalesced",
+        "all_to_all",
+        "all_to_all_single",
+        "barrier",
+        "batch_isend_irecv",
+        "broadcast",
+        "broadcast_object_list",
+        "configure",
+        "gather",
+        "get_all_ranks_from_group",
+        "get_global_rank",
+        "get_local_rank",
+        "get_world_group",
+        "inference_all_reduce",
+        "init_distributed",
+        "initialize_mesh_device",
+        "irecv",
+        "is_initialized",
+        "isend",
+        "log_summary",
+        "monitored_barrier",
         "recv",
         "reduce",
         "reduce_scatter",
@@ -66,108 +114,325 @@ _COMM = {
         "scatter",
         "send",
     )
-} | {name: f"{_COMMUNICATION}:{name}" for name in ("get_local_rank", "init_distributed", "is_initialized")}
-_LR_SCHEDULES = {
-    name: f"{_SCHEDULES}:{name}"
-    for name in ("LRRangeTest", "OneCycle", "VALID_LR_SCHEDULES", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR")
-}
-_CONVERSION = {
-    name: f"{_CONSOLIDATION}:{name}"
-    for name in (
-        "convert_zero_checkpoint_to_fp32_state_dict",
-        "get_fp32_state_dict_from_zero_checkpoint",
-        "load_state_dict_from_zero_checkpoint",
+    | dict.fromkeys(
+        (
+            "has_all_gather_into_tensor",
+            "has_all_reduce_coalesced",
+            "has_coalescing_manager",
+            "has_reduce_scatter_tensor",
+        ),
+        f"{_COMMUNICATION}:has_coalesced",
     )
+)
+_LR_SCHEDULES = _same(
+    _SCHEDULES, "LRRangeTest", "OneCycle", "VALID_LR_SCHEDULES", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"
+) | _same(
+    _SCHEDULE_FLAGS,
+    "COS_MIN_RATIO",
+    "CYCLE_FIRST_STAIR_COUNT",
+    "CYCLE_FIRST_STEP_SIZE",
+    "CYCLE_MAX_LR",
+    "CYCLE_MAX_MOM",
+    "CYCLE_MIN_LR",
+    "CYCLE_MIN_MOM",
+    "CYCLE_MOMENTUM",
+    "CYCLE_SECOND_STAIR_COUNT",
+    "CYCLE_SECOND_STEP_SIZE",
+    "DECAY_LR_RATE",
+    "DECAY_MOM_RATE",
+    "DECAY_STEP_SIZE",
+    "EDGE_VALUE",
+    "LR_RANGE_TEST",
+    "LR_RANGE_TEST_MIN_LR",
+    "LR_RANGE_TEST_STAIRCASE",
+    "LR_RANGE_TEST_STEP_RATE",
+    "LR_RANGE_TEST_STEP_SIZE",
+    "LR_SCHEDULE",
+    "MID_VALUE",
+    "ONE_CYCLE",
+    "TOTAL_NUM_STEPS",
+    "WARMUP_COSINE_LR",
+    "WARMUP_DECAY_LR",
+    "WARMUP_LINEAR_RATE",
+    "WARMUP_LOG_RATE",
+    "WARMUP_LR",
+    "WARMUP_MAX_LR",
+    "WARMUP_MIN_LR",
+    "WARMUP_MIN_RATIO",
+    "WARMUP_NUM_STEPS",
+    "WARMUP_TYPE",
+    "add_tuning_arguments",
+    "get_config_from_args",
+    "get_lr_from_config",
+    "parse_arguments",
+)
+_CONVERSION = _same(
+    _WEIGHTS,
+    "convert_zero_checkpoint_to_fp32_state_dict",
+    "get_fp32_state_dict_from_zero_checkpoint",
+    "load_state_dict_from_zero_checkpoint",
+)
+_LOGGING = {
+    **_same(_CALLS, "log_dist", "log_dist_once", "set_log_level_from_string"),
+    "logger": "zeroaccel.logs:logger",
 }
-_LOGGING = {"log_dist": f"{_ENGINE}:log_dist", "logger": "zeroaccel.logs:logger"}
 _ENGINE_CLASS = {"DeepSpeedEngine": f"{_ENGINE}:DeepSpeedEngine"}
+_OPTIMIZER_CLASS = {"DeepSpeedOptimizer": f"{_MEMBERS}:DeepSpeedOptimizer"}
+_DEVICE = _same(_ACCELERATOR, "get_accelerator", "is_current_accelerator_supported", "set_accelerator")
+_BUILDER_CLASSES = _same(
+    _BUILDERS,
+    "AsyncIOBuilder",
+    "CPUAdagradBuilder",
+    "CPUAdamBuilder",
+    "CPULionBuilder",
+    "FusedAdamBuilder",
+    "FusedLambBuilder",
+    "FusedLionBuilder",
+    "InferenceBuilder",
+    "OpBuilder",
+    "QuantizerBuilder",
+    "SparseAttnBuilder",
+    "TransformerBuilder",
+) | {"UtilsBuilder": f"{_BUILDERS}:FlattenBuilder"}
+_CHECKPOINTING = _same(
+    _RECOMPUTATION,
+    "checkpoint",
+    "configure",
+    "is_configured",
+    "partition_activations_in_checkpoint",
+    "reset",
+    "set_num_layers",
+)
+_CONFIG_CLASS = {
+    **_same(_CONFIGURATION, "DeepSpeedConfig"),
+    "DeepSpeedConfigError": "zeroaccel.errors:ConfigError",
+}
+_OFFLOAD = {
+    **_same(_CONFIGURATION, "DeepSpeedZeroOffloadOptimizerConfig", "OffloadDeviceEnum", "OffloadStateTypeEnum"),
+    "DeepSpeedZeroOffloadParamConfig": f"{_SECTIONS}:OffloadParam",
+}
+_PROFILES = {"FlopsProfiler": f"{_PROFILER}:OperationProfiler"} | _same(
+    _PROFILER,
+    "duration_to_string",
+    "flops_to_string",
+    "get_model_profile",
+    "macs_to_string",
+    "number_to_string",
+    "params_to_string",
+)
 
 SURFACE: Mapping[str, Mapping[str, str]] = {
     PACKAGE: {
         **_ENGINE_CLASS,
+        **_OPTIMIZER_CLASS,
+        **_CONFIG_CLASS,
+        **_LOGGING,
+        "OnDevice": f"{_CALLS}:OnDevice",
+        "add_config_arguments": f"{_CALLS}:add_config_arguments",
+        "checkpointing": "deepspeed.runtime.activation_checkpointing.checkpointing",
+        "dist": "deepspeed.comm",
         "get_accelerator": f"{_ACCELERATOR}:get_accelerator",
         "init_distributed": f"{_COMMUNICATION}:init_distributed",
         "initialize": f"{_ENGINE}:initialize",
-        **_LOGGING,
-        "add_config_arguments": f"{_ENGINE}:add_config_arguments",
+        "version": "zeroaccel.compat.finder:VERSION",
     },
-    "deepspeed.accelerator": {"get_accelerator": f"{_ACCELERATOR}:get_accelerator"},
+    "deepspeed.accelerator": _DEVICE,
+    "deepspeed.accelerator.real_accelerator": _DEVICE,
     "deepspeed.checkpoint": {},
-    "deepspeed.checkpoint.utils": {
-        "clone_tensors_for_torch_save": f"{_ENGINE}:clone_tensors_for_torch_save",
-    },
+    "deepspeed.checkpoint.ds_to_universal": _same("zeroaccel.compat.universal_checkpoint", "main", "parse_arguments"),
+    "deepspeed.checkpoint.utils": _same(_CALLS, "clone_tensors_for_torch_save"),
+    "deepspeed.checkpointing": _CHECKPOINTING,
     "deepspeed.comm": _COMM,
+    "deepspeed.comm.comm": _COMM,
+    "deepspeed.compression": {},
+    "deepspeed.compression.helper": _same(_CALLS, "recursive_getattr", "recursive_setattr"),
+    "deepspeed.env_report": {"main": "zeroaccel.cli.compat:report"},
     "deepspeed.launcher": {},
-    "deepspeed.launcher.runner": {"DEEPSPEED_ENVIRONMENT_NAME": f"{_COMMUNICATION}:DEEPSPEED_ENVIRONMENT_NAME"},
-    "deepspeed.ops": {},
-    "deepspeed.ops.adagrad": {"DeepSpeedCPUAdagrad": f"{_OPTIMIZERS}:DeepSpeedCPUAdagrad"},
-    "deepspeed.ops.adam": {
-        "DeepSpeedCPUAdam": f"{_OPTIMIZERS}:DeepSpeedCPUAdam",
-        "FusedAdam": f"{_OPTIMIZERS}:FusedAdam",
+    "deepspeed.launcher.runner": {
+        "DEEPSPEED_ENVIRONMENT_NAME": f"{_COMMUNICATION}:DEEPSPEED_ENVIRONMENT_NAME",
+        "main": "zeroaccel.cli.compat:main",
     },
-    "deepspeed.ops.lion": {
-        "DeepSpeedCPULion": f"{_OPTIMIZERS}:DeepSpeedCPULion",
-        "FusedLion": f"{_OPTIMIZERS}:FusedLion",
-    },
+    "deepspeed.moe": {},
+    "deepspeed.moe.utils": _same(
+        _GROUPS,
+        "has_moe_layers",
+        "is_moe_param",
+        "is_moe_param_group",
+        "split_params_into_different_moe_groups_for_optimizer",
+    ),
+    "deepspeed.monitor": {},
+    "deepspeed.monitor.monitor": _same("zeroaccel.compat.deepspeed_monitor", "MonitorMaster"),
+    "deepspeed.ops": {"__compatible_ops__": f"{_BUILDERS}:__compatible_ops__"},
+    "deepspeed.ops.adagrad": _same(_OPTIMIZERS, "DeepSpeedCPUAdagrad"),
+    "deepspeed.ops.adam": _same(_OPTIMIZERS, "DeepSpeedCPUAdam", "FusedAdam"),
+    "deepspeed.ops.adam.cpu_adam": _same(_OPTIMIZERS, "DeepSpeedCPUAdam"),
+    "deepspeed.ops.adam.fused_adam": _same(_OPTIMIZERS, "FusedAdam"),
+    "deepspeed.ops.aio": _same(_BUILDERS, "AsyncIOBuilder"),
+    "deepspeed.ops.lion": _same(_OPTIMIZERS, "DeepSpeedCPULion", "FusedLion"),
+    "deepspeed.ops.op_builder": _BUILDER_CLASSES,
+    "deepspeed.ops.op_builder.all_ops": _same(_BUILDERS, "ALL_OPS"),
+    "deepspeed.profiling": {},
+    "deepspeed.profiling.flops_profiler": _PROFILES,
+    "deepspeed.profiling.flops_profiler.profiler": _PROFILES,
     "deepspeed.runtime": {},
+    "deepspeed.runtime.activation_checkpointing": {},
+    "deepspeed.runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
+    "deepspeed.runtime.base_optimizer": _OPTIMIZER_CLASS,
+    "deepspeed.runtime.config": _CONFIG_CLASS,
+    "deepspeed.runtime.dataloader": _same(_CALLS, "RepeatingLoader"),
     "deepspeed.runtime.engine": _ENGINE_CLASS,
     "deepspeed.runtime.lr_schedules": _LR_SCHEDULES,
-    "deepspeed.runtime.utils": {"move_to_device": f"{_ENGINE}:move_to_device"},
-    "deepspeed.runtime.zero": _INIT,
+    "deepspeed.runtime.sequence_parallel": {},
+    "deepspeed.runtime.sequence_parallel.parallel_state_sp": _same(
+        _SEQUENCE_STATE, "initialize_sequence_parallel", *_SEQUENCE_CALLS
+    ),
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": _same(
+        "zeroaccel.compat.ulysses_sp", "UlyssesSPAttentionHF", "UlyssesSPDataLoaderAdapter"
+    ),
+    "deepspeed.runtime.utils": _same(
+        _CALLS, "clip_grad_norm_", "move_to_device", "see_memory_usage", "set_random_seed"
+    ),
+    "deepspeed.runtime.zero": {**_INIT, **_TILES, **_same(_CALLS, "unwrap_model_for_generation")},
+    "deepspeed.runtime.zero.config": {
+        **_OFFLOAD,
+        **_same(_CONFIGURATION, "DeepSpeedZeroConfig", "ZeroStageEnum"),
+    },
+    "deepspeed.runtime.zero.offload_config": _OFFLOAD,
     "deepspeed.runtime.zero.partition_parameters": {
         **_INIT,
         "_orig_torch_arange": "torch:arange",
         "get_accelerator": f"{_ACCELERATOR}:get_accelerator",
         "zero_wrapper_for_fp_tensor_constructor": f"{_SHARDING}:zero_wrapper_for_fp_tensor_constructor",
     },
+    "deepspeed.runtime.zero.stage3": _same(_CALLS, "unwrap_model_for_generation")
+    | _same(
+        _ESTIMATORS,
+        "estimate_zero3_model_states_mem_needs",
+        "estimate_zero3_model_states_mem_needs_all_cold",
+        "estimate_zero3_model_states_mem_needs_all_live",
+    ),
+    "deepspeed.runtime.zero.stage_1_and_2": _same(
+        _ESTIMATORS,
+        "estimate_zero2_model_states_mem_needs",
+        "estimate_zero2_model_states_mem_needs_all_cold",
+        "estimate_zero2_model_states_mem_needs_all_live",
+    ),
+    "deepspeed.runtime.zero.tiling": _TILES,
     "deepspeed.utils": {
         **_ACCESS,
         **_LEAVES,
         **_LOGGING,
+        **_same(_CALLS, "OnDevice", "RepeatingLoader", "instrument_w_nvtx"),
         "is_initialized": f"{_COMMUNICATION}:is_initialized",
     },
+    "deepspeed.utils.groups": {
+        **_same(
+            _GROUPS,
+            "get_data_parallel_group",
+            "get_data_parallel_rank",
+            "get_data_parallel_world_size",
+            "get_model_parallel_rank",
+            "get_model_parallel_world_size",
+        ),
+        "_get_data_parallel_group": f"{_GROUPS}:get_data_parallel_group",
+        "_get_data_parallel_rank": f"{_GROUPS}:get_data_parallel_rank",
+        "_get_data_parallel_world_size": f"{_GROUPS}:get_data_parallel_world_size",
+        **{f"_{name}": f"{_SEQUENCE_STATE}:{name}" for name in _SEQUENCE_CALLS},
+    },
+    "deepspeed.utils.init_on_device": _same(_CALLS, "OnDevice"),
     "deepspeed.utils.logging": _LOGGING,
-    "deepspeed.utils.zero_to_fp32": _CONVERSION,
-    "deepspeed.zero": _INIT,
+    "deepspeed.utils.nvtx": _same(_CALLS, "instrument_w_nvtx"),
+    "deepspeed.utils.tensor_fragment": _ACCESS,
+    "deepspeed.utils.timer": {
+        **_same(_TIMERS, "NoopTimer", "SynchronizedWallClockTimer", "trim_mean"),
+        "ThroughputTimer": f"{_TIMERS}:StepThroughput",
+    },
+    "deepspeed.utils.z3_leaf_module": _LEAVES,
+    "deepspeed.utils.zero_to_fp32": {**_CONVERSION, "main": f"{_WEIGHTS}:main"},
+    "deepspeed.zero": {**_INIT, **_TILES},
 }
 
-_CONFIG = "zeroaccel.config.load_config reads and checks a config"
+SCRIPTS = frozenset(
+    {
+        "deepspeed.checkpoint.ds_to_universal",
+        "deepspeed.env_report",
+        "deepspeed.launcher.runner",
+        "deepspeed.utils.zero_to_fp32",
+    }
+)
+"""Modules that `python -m` runs, by their `main`."""
+
 _ESTIMATE = "`zeroaccel estimate` tells what a model needs at each stage"
 _INFERENCE = "to run a model that does not fit, prepare it without an optimizer at stage 3"
 _PIPELINE = "pipeline parallelism is torch.distributed.pipelining's"
 _OPTIMIZERS_THERE = "any elementwise optimizer of torch.optim can be given to initialize, or named in the config"
+_NO_SEQUENCE = "zeroaccel.parallel.UlyssesAttention exchanges the heads of transformers' models"
+_INSPECT = "`zeroaccel checkpoint inspect` shows what is in a checkpoint"
+_TRACKERS = (
+    "name tensorboard, csv_monitor or wandb in the config; deepspeed.monitor.monitor.MonitorMaster writes to them"
+)
+_SEEDS = "torch's random numbers are drawn again in recomputation; seeds of a tensor-parallel model are its own"
+_STATES = "the optimizer that initialize returns is the one that was passed in or named in the config"
 
 ABSENT: Mapping[str, str] = {
-    "deepspeed.DeepSpeedConfig": _CONFIG,
+    "deepspeed.DeepSpeedHybridEngine": "engine.gathered() makes the weights whole to generate with them",
+    "deepspeed.DeepSpeedTransformerConfig": _INFERENCE,
+    "deepspeed.DeepSpeedTransformerLayer": _INFERENCE,
+    "deepspeed.InferenceEngine": _INFERENCE,
+    "deepspeed.PipelineEngine": _PIPELINE,
     "deepspeed.PipelineModule": _PIPELINE,
     "deepspeed.autotuning": _ESTIMATE,
-    "deepspeed.checkpointing": "use zeroaccel.activations.checkpoint, or the config's activation_checkpointing section",
+    "deepspeed.checkpoint.DeepSpeedCheckpoint": _INSPECT,
+    "deepspeed.checkpoint.universal_checkpoint": "a checkpoint is resumed from by any number of ranks as it is",
+    "deepspeed.checkpointing.get_cuda_rng_tracker": _SEEDS,
+    "deepspeed.checkpointing.model_parallel_cuda_manual_seed": _SEEDS,
+    "deepspeed.comm.reset_log": "no collective is logged here; torch.profiler measures them",
+    "deepspeed.comm.torch": "torch.distributed is what communicates",
+    "deepspeed.compile": "engine.compile(backend=...) is torch.compile of the model",
+    "deepspeed.compression": "compression of a trained model is not part of zeroaccel; torch.ao quantises and prunes",
     "deepspeed.elasticity": "a checkpoint is resumed from by any number of ranks as it is",
     "deepspeed.inference": _INFERENCE,
     "deepspeed.init_inference": _INFERENCE,
     "deepspeed.linear": "PEFT's adapters over a frozen base train as they are",
     "deepspeed.module_inject": _INFERENCE,
     "deepspeed.moe": "expert layers of a model train as they are; name them in leaf_module.classes at stage 3",
-    "deepspeed.monitor": "name tensorboard, csv_monitor or wandb in the config",
-    "deepspeed.ops.lamb": _OPTIMIZERS_THERE,
+    "deepspeed.monitor": _TRACKERS,
+    "deepspeed.nebula": "checkpoint.async_save saves in the background",
+    "deepspeed.ops.aio.aio_handle": "offload_param and offload_optimizer use NVMe; torch.from_file maps a file",
+    "deepspeed.ops.fp_quantizer": "zero_quantized_weights and zero_quantized_gradients quantise what is sent",
+    "deepspeed.ops.lamb": "name Lamb as the type in the config, or pass an optimizer",
+    "deepspeed.ops.muon": "name Muon as the type in the config",
     "deepspeed.ops.op_builder": "nothing is compiled, so there is nothing to build",
+    "deepspeed.ops.sparse_attention": "torch.nn.attention.flex_attention takes sparse masks",
+    "deepspeed.ops.transformer": _INFERENCE,
     "deepspeed.pipe": _PIPELINE,
-    "deepspeed.profiling": "torch.profiler measures a step",
-    "deepspeed.runtime.activation_checkpointing": "use zeroaccel.activations.checkpoint",
-    "deepspeed.runtime.config": _CONFIG,
+    "deepspeed.replace_transformer_layer": _INFERENCE,
+    "deepspeed.runtime.activation_checkpointing.checkpointing.get_cuda_rng_tracker": _SEEDS,
+    "deepspeed.runtime.activation_checkpointing.checkpointing.model_parallel_cuda_manual_seed": _SEEDS,
+    "deepspeed.runtime.base_optimizer.ZeROOptimizer": _STATES,
+    "deepspeed.runtime.bf16_optimizer": _STATES,
+    "deepspeed.runtime.checkpoint_engine": "engine.save_checkpoint and load_checkpoint; async_save in the background",
+    "deepspeed.runtime.data_pipeline": "pass training_data to initialize, or loop over a loader of your own",
     "deepspeed.runtime.dataloader": "deepspeed.initialize(training_data=...) makes a loader",
+    "deepspeed.runtime.eigenvalue": "torch.func.hvp gives what power iterations need",
     "deepspeed.runtime.fp16": _OPTIMIZERS_THERE,
     "deepspeed.runtime.hybrid_engine": "engine.gathered() makes the weights whole to generate with them",
     "deepspeed.runtime.pipe": _PIPELINE,
-    "deepspeed.runtime.sequence_parallel": "sequence parallelism is not part of zeroaccel; use sp_size 1",
-    "deepspeed.runtime.zero.stage3": _ESTIMATE,
-    "deepspeed.runtime.zero.stage_1_and_2": _ESTIMATE,
-    "deepspeed.sequence": "sequence parallelism is not part of zeroaccel",
+    "deepspeed.runtime.progressive_layer_drop": "drop layers in the model's forward",
+    "deepspeed.runtime.sequence_parallel.ulysses_sp": "zeroaccel.parallel exchanges heads and cuts batches",
+    "deepspeed.runtime.sparse_tensor": "a sparse gradient is reduced as a dense one",
+    "deepspeed.runtime.tensor_parallel": "tensor parallelism is torch.distributed.tensor.parallel's",
+    "deepspeed.runtime.weight_quantizer": "torch.ao quantises a trained model",
+    "deepspeed.runtime.zero.mics": "mics_shard_size in the config of initialize counts as ever",
+    "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": _STATES,
+    "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": _STATES,
+    "deepspeed.sequence": _NO_SEQUENCE,
     "deepspeed.tp_model_init": "tensor parallelism is torch.distributed.tensor.parallel's; use autotp_size 1",
-    "deepspeed.utils.groups": "sequence and expert parallel groups are not part of zeroaccel",
+    "deepspeed.utils.groups": "expert parallel groups are not part of zeroaccel",
+    "deepspeed.utils.numa": "updates on the host use this rank's part of the machine's cores",
     "deepspeed.zero.MiCS_Init": "use deepspeed.zero.Init; mics_shard_size in the config of initialize counts as ever",
 }
-"""Names of DeepSpeed that are not provided -> what does the same."""
+"""Names of DeepSpeed that are not provided -> what does the same. Of a module's row count for all names in it."""
 
 
 def nearest(name: str) -> str | None:

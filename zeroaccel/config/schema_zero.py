@@ -201,7 +201,7 @@ class ZeroOptimization(ConfigSection):
     sub_group_size: Count = 1_000_000_000
     """Elements, per rank, that the optimizer updates in one tile; 0 is one parameter at a time."""
     prefetch_bucket_size: Annotated[Count, AlsoSpelled("stage3_prefetch_bucket_size")] = 50_000_000
-    """Elements gathered ahead of their use, at most (stage 3)."""
+    """Layers are gathered ahead of their use until this many elements are; 0 turns it off (stage 3)."""
     param_persistence_threshold: Annotated[Count, AlsoSpelled("stage3_param_persistence_threshold")] = 100_000
     """Parameters of at most this many elements stay gathered between steps (stage 3)."""
     model_persistence_threshold: Annotated[Count, AlsoSpelled("stage3_model_persistence_threshold")] = sys.maxsize

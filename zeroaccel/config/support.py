@@ -143,7 +143,7 @@ KEYS: Mapping[str, SupportStatus] = {
     "gradient_allreduce_op": _WORKS,
     "disable_allgather": _ignored("it has no effect; updated parameters are gathered when they are used"),
     "seq_parallel_communication_data_type": _ignored(
-        "there is no sequence parallelism; communication_data_type counts"
+        "gradients travel in communication_data_type, whether sequences are cut or not"
     ),
     # what a run prints
     "steps_per_print": _WORKS,
@@ -322,7 +322,9 @@ KEYS: Mapping[str, SupportStatus] = {
     "activation_checkpointing.synchronize_checkpoint_boundary": _WORKS,
     "activation_checkpointing.profile": _WORKS,
     # beyond sharded data parallelism
-    "sequence_parallel_size": _refused("sequence parallelism is not available yet"),
+    "sequence_parallel_size": _refused(
+        "a config does not cut sequences", fix="remove it, and call initialize(parallel=ParallelConfig(sp=N))"
+    ),
     "use_data_before_expert_parallelism": _unsupported("there is no expert parallelism, whose ranks it orders"),
     "expert_parallel": _refused("expert parallelism is not available yet", switch="enabled"),
     "tensor_parallel": _refused("tensor parallelism is not available", switch="autotp_size"),

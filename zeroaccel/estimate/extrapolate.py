@@ -24,6 +24,7 @@ class Moment(NamedTuple):
 
     Attributes:
         phase: number of phases of the step that are complete.
+        reduced: of the gradients, those that are summed over the ranks: with an optimizer on the host they are there.
     """
 
     phase: int
@@ -31,6 +32,7 @@ class Moment(NamedTuple):
     params: int
     optimizer: int
     gradients: int
+    reduced: int = 0
 
 
 @dataclass(frozen=True)

@@ -81,14 +81,16 @@ def estimate(
         UsageError: the model's forward needs values.
     """
     what = model if isinstance(model, Subject) else subject(model)
-    simulated: dict[int, Simulated] = {}
+    simulated: dict[tuple[int, bool], Simulated] = {}
     rows = []
     for stage, optimizer, param in plans:
         # Without accumulation there is nothing between micro-steps that stage 2 could shard.
-        kind = 1 if stage == 2 and workload.accumulation == 1 else stage
+        simulated_stage = 1 if stage == 2 and workload.accumulation == 1 else stage
+        # One rank alone shards nothing, unless shards are elsewhere than the full parameters.
+        kind = simulated_stage, workload.ranks == 1 and param != "none"
         if kind not in simulated:
-            simulated[kind] = simulate(what, workload, kind, on_cpu=on_cpu)
-        rows.append(_with_offload(simulated[kind], workload, stage, optimizer, param))
+            simulated[kind] = simulate(what, workload, simulated_stage, on_cpu=on_cpu, offloads_params=kind[1])
+        rows.append(_with_offload(simulated[kind], workload, stage, optimizer, param, on_cpu=on_cpu))
     return rows
 
 
@@ -136,7 +138,9 @@ def _plans_for(workload: Workload) -> Sequence[tuple[int, Offload, Offload]]:
     return sorted(PLANS, key=lambda plan: plan != (0, "none", "none")) if workload.ranks == 1 else PLANS
 
 
-def _with_offload(step: Simulated, workload: Workload, stage: int, optimizer: Offload, param: Offload) -> Estimate:
+def _with_offload(
+    step: Simulated, workload: Workload, stage: int, optimizer: Offload, param: Offload, *, on_cpu: bool
+) -> Estimate:
     """Moves what offload moves from the device to the host or to files, as `zero.storage` does by default."""
     device, host, disk = step.peak, MemoryByKind(), MemoryByKind()
     masters = 4 * sum(step.trained)
@@ -147,6 +151,13 @@ def _with_offload(step: Simulated, workload: Workload, stage: int, optimizer: Of
         # fp32 weights get a separate master too, as the device computes with its own copy.
         states = masters + 4 * workload.states_per_element * sum(step.trained)
         device = replace(device, optimizer=0)
+        if not on_cpu:  # there one memory is both
+            # Gradients go to the host as they are reduced; the next micro-step's are added there to a sum in fp32.
+            itemsize = 4 if workload.precision == "fp32" else 2
+            if stage > 1 and workload.accumulation > 1:
+                itemsize += 4
+            device = replace(device, gradients=device.gradients - step.reduced)
+            host = replace(host, gradients=itemsize * sum(step.trained))
         if optimizer == "cpu":
             host = replace(host, optimizer=states)
         else:
@@ -159,6 +170,12 @@ def _with_offload(step: Simulated, workload: Workload, stage: int, optimizer: Of
         device = replace(device, params=device.params - shards)
         host = replace(host, params=in_memory + min(shards - in_memory, _read_ahead(step.shards)))
         disk = replace(disk, params=shards - in_memory)
+        if workload.precision == "fp32" and not on_cpu:
+            # The device's masters are no longer its shards; on the host, those of the optimizer are.
+            if optimizer == "none":
+                device = replace(device, optimizer=device.optimizer + shards)
+            elif optimizer == "cpu":
+                host = replace(host, optimizer=host.optimizer - in_memory)
     return Estimate(stage, optimizer, param, step.numel, device, host, disk, step.when)
 
 

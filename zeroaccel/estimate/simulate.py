@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ from zeroaccel.zero.from_config import (
     placement_of,
     unit_specs_of,
 )
-from zeroaccel.zero.grad_reducer import GradStats
+from zeroaccel.zero.grad_norm import GradCheck, GradStats, KnownStats
 from zeroaccel.zero.precision import cast_buffers
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
 from zeroaccel.zero.storage.placement import OffloadRules, TierSet
@@ -62,6 +62,7 @@ class Simulated:
         numel: parameters of the model, without padding.
         peak: bytes at the peak.
         when: "forward", "backward" or "step".
+        reduced: bytes of the gradients at the peak that are reduced to shards; part of `peak.gradients`.
         shards: elements and bytes of each shard of parameters, in order; part of `peak.params`.
         trained: elements of each run of weights that this rank updates, padding included.
     """
@@ -69,59 +70,66 @@ class Simulated:
     numel: int
     peak: MemoryByKind
     when: str
+    reduced: int
     shards: tuple[tuple[int, int], ...]
     trained: tuple[int, ...]
 
 
-def simulate(subject: Subject, workload: Workload, stage: int, *, on_cpu: bool = False) -> Simulated:
+def simulate(
+    subject: Subject, workload: Workload, stage: int, *, on_cpu: bool = False, offloads_params: bool = False
+) -> Simulated:
     """Runs two optimizer steps on tensors without data.
 
     A model of many equal blocks is run with a few of them, from which it is extrapolated; see `extrapolate_depth`.
 
     Args:
         on_cpu: the ranks compute in host memory and talk through gloo, which needs buffers to receive into.
+        offloads_params: shards are elsewhere than full parameters, so that even one rank alone has shards.
 
     Raises:
         UsageError: the model does something that needs values.
     """
+    how = _How(on_cpu, offloads_params)
     shortest = _EDGES + -(-_WINDOW_NUMEL // max(subject.layer_numel, 1))
     if subject.build_short is not None and shortest + 2 < subject.layers // 2:
         lengths = range(shortest, shortest + 3)
         traces = [
-            _trace(
-                partial(subject.build_short, layers), subject.name, workload, stage, on_cpu=on_cpu, every_moment=True
-            )
+            _trace(partial(subject.build_short, layers), subject.name, workload, stage, how._replace(every_moment=True))
             for layers in lengths
         ]
         if (trace := extrapolate_depth(traces, subject.layers - lengths[-1])) is not None:
             return _simulated(trace)
-    return _simulated(_trace(subject.build, subject.name, workload, stage, on_cpu=on_cpu))
+    return _simulated(_trace(subject.build, subject.name, workload, stage, how))
 
 
 _EDGES = 4  # blocks at both ends that may be treated in another way than those between
 _WINDOW_NUMEL = 10**9  # elements that the engine prefetches, or reuses without resharding, by default
 
 
+class _How(NamedTuple):
+    """Of a simulation: see `simulate`; `every_moment` of `_PeakRecorder`."""
+
+    on_cpu: bool
+    offloads_params: bool
+    every_moment: bool = False
+
+
 def _simulated(trace: MemoryTrace) -> Simulated:
     moment = max(trace.moments, key=lambda moment: moment.total)  # the first of several
     states = moment.params + moment.optimizer + moment.gradients
     peak = MemoryByKind(moment.params, moment.optimizer, moment.gradients, max(0, moment.total - states))
-    return Simulated(trace.numel, peak, _PHASES[moment.phase % len(_PHASES)], trace.shards, trace.trained)
+    return Simulated(
+        trace.numel, peak, _PHASES[moment.phase % len(_PHASES)], moment.reduced, trace.shards, trace.trained
+    )
 
 
 def _trace(
-    build: Callable[[], tuple[nn.Module, Step]],
-    name: str,
-    workload: Workload,
-    stage: int,
-    *,
-    on_cpu: bool,
-    every_moment: bool = False,
+    build: Callable[[], tuple[nn.Module, Step]], name: str, workload: Workload, stage: int, how: _How
 ) -> MemoryTrace:
     """Memory over the second of two steps: at every operation, or without `every_moment` at every new peak."""
     with FakeTensorMode() as fake:
         try:
-            return _run_two_steps(build, workload, stage, on_cpu=on_cpu, every_moment=every_moment)
+            return _run_two_steps(build, workload, stage, how)
         except (UnsupportedFakeTensorException, torch._subclasses.fake_tensor.DataDependentOutputException) as error:
             raise UsageError(
                 f"{name}: its forward depends on values, which an estimate does not have: {error}",
@@ -132,14 +140,14 @@ def _trace(
 
 
 def _run_two_steps(
-    build: Callable[[], tuple[nn.Module, Step]], workload: Workload, stage: int, *, on_cpu: bool, every_moment: bool
+    build: Callable[[], tuple[nn.Module, Step]], workload: Workload, stage: int, how: _How
 ) -> MemoryTrace:
-    recorder = _PeakRecorder(every_moment=every_moment)
+    recorder = _PeakRecorder(every_moment=how.every_moment)
     with MemoryTracker(recorder.record) as tracker:
         model, step = build()
         numel = sum(param.numel() for param in model.parameters())
-        collectives = FakeRanks(workload.ranks, receives_in_host_memory=on_cpu)
-        engine = _engine(model, workload, stage, collectives)
+        collectives = FakeRanks(workload.ranks, receives_in_host_memory=how.on_cpu)
+        engine = _engine(model, workload, stage, collectives, offloads_params=how.offloads_params)
         tracker.follow(buffer.full for unit in engine.units for buffer in unit.buffers)
         # The first step records the prefetch trace, and leaves receive buffers in the pool.
         for _ in range(2):
@@ -328,7 +336,7 @@ class _StatesOnly(torch.optim.Optimizer):
         self._count = states_per_element
 
     def step_shard(
-        self, group: dict[str, Any], param: Tensor, grad: Tensor, *, grad_scale: float, out: Tensor | None
+        self, group: dict[str, Any], param: Tensor, grad: Tensor, *, grad_scale: float | Tensor, out: Tensor | None
     ) -> None:
         if not self.state[param]:
             self.state[param] = {str(index): torch.zeros_like(param) for index in range(self._count)}
@@ -338,17 +346,20 @@ class _StatesOnly(torch.optim.Optimizer):
 
 
 class _EngineWithoutValues(Engine):
-    def memory_by_kind(self) -> tuple[int, int, int]:
-        """Bytes of parameters, of the optimizer and of gradients, in-flight ones included."""
-        states = self.model_state_nbytes()
-        return states["params"], states["optimizer"], states["gradients"] + self.grad_reducer.in_flight_nbytes()
+    def memory_by_kind(self) -> tuple[int, int, int, int]:
+        """Bytes of parameters, of the optimizer, of gradients, in-flight ones included, and of those the reduced."""
+        states, reducer = self.model_state_nbytes(), self.grad_reducer
+        gradients = states["gradients"] + reducer.in_flight_nbytes()
+        return states["params"], states["optimizer"], gradients, reducer.shard_nbytes()
 
-    def _check_gradients(self, *, norm: bool) -> GradStats:
+    def _check_gradients(self, *, norm: bool) -> GradCheck:
         self._finish_reductions()
-        return GradStats(finite=True, norm=1.0, same_history=True, same_settings=True)
+        return KnownStats(GradStats(finite=True, norm=1.0, same_history=True, same_settings=True))
 
 
-def _engine(model: nn.Module, workload: Workload, stage: int, collectives: FakeRanks) -> _EngineWithoutValues:
+def _engine(
+    model: nn.Module, workload: Workload, stage: int, collectives: FakeRanks, *, offloads_params: bool
+) -> _EngineWithoutValues:
     """As `initialize`, without what needs a process group or values."""
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": workload.batch,
@@ -370,6 +381,7 @@ def _engine(model: nn.Module, workload: Workload, stage: int, collectives: FakeR
     device = torch.device("cpu")
     residences = tier_plan(settings)
     placement = placement_of(model, settings, plan, groups, device, residences)
+    placement = replace(placement, offloads_params=offloads_params)  # no tier: the tracker counts tensors only
     cast_buffers(model, device, buffer_dtypes_of(model, settings))
     plans = plan_units(specs, placement, workload.ranks)
     rules = OffloadRules.of(settings, residences.param, residences.optimizer)
@@ -387,7 +399,7 @@ def _engine(model: nn.Module, workload: Workload, stage: int, collectives: FakeR
         micro=workload.batch,
         accumulation=min(workload.accumulation, 2),
     )
-    engine_settings = engine_settings_of(settings, plan, batch, workload.ranks)
+    engine_settings = engine_settings_of(settings, plan, batch, workload.ranks, workload.ranks)
     return _EngineWithoutValues(model, units, collectives, engine_settings, EngineParts(shard), settings.raw)
 
 

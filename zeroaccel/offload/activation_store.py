@@ -5,8 +5,11 @@ holds equally (`partition_activations`); in one contiguous buffer (`contiguous_m
 has the same bits and the same strides. Knows nothing of autograd; `activations.py` calls it.
 
 [Note: activation streams] Copies run on a stream of their own. A copy to the host waits for the kernels that made the
-tensor, and `record_stream` keeps its memory from being reused so long. A copy back is prefetched: it starts when the
-backward of the function that ran after it begins, overlaps with that, and the stream that uses the tensor waits for it.
+tensor, and `record_stream` keeps its memory from being reused so long. It runs beside the function whose input it is;
+what the program launches after that call waits for it, since that may change the tensor in place. A copy back is
+prefetched: it starts when the backward of the function that ran after it begins, overlaps with that, and the stream
+that uses the tensor waits for it. If its graph is dropped instead, nothing waits, and `record_stream` keeps the memory
+that it goes into.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from torch import Tensor
 
 from zeroaccel.comm.collectives import PartitionedTensors
 from zeroaccel.errors import UsageError
+from zeroaccel.offload.host_buffers import HostArena
 
 
 class DeviceCopy(Protocol):
@@ -36,6 +40,9 @@ class HostLink(Protocol):
 
     def copy_to_host(self, target: Tensor, source: Tensor) -> None:
         """Starts target = source, from the device to the host."""
+
+    def protect_sources(self) -> None:
+        """What is launched from now on may change the sources of copies to the host: it waits for those under way."""
 
     def copy_to_device(self, source: Tensor, device: torch.device) -> DeviceCopy:
         """Starts a copy of host memory into a new tensor on the device."""
@@ -118,6 +125,7 @@ class ActivationStore:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._slot_nbytes = 0
         self._num_saved = 0
+        self._links: set[HostLink] = set()  # with copies to the host since the last `end_call`
         # By weak references: autograd owns what it saves, and frees it when the graph is freed, used or not.
         self._live: dict[int, weakref.ref[SavedActivation]] = {}
 
@@ -127,7 +135,7 @@ class ActivationStore:
         return len(self._live)
 
     def save(self, tensor: Tensor) -> SavedActivation | Tensor:
-        """Stores a tensor, which may be changed afterwards unless it is returned itself.
+        """Stores a tensor, which may be changed after `end_call` unless it is returned itself.
 
         Raises:
             UsageError: the buffer has no slot left, or none so large.
@@ -156,12 +164,20 @@ class ActivationStore:
             saved.data = place.view(flat.dtype)
             if link is not None:
                 link.copy_to_host(saved.data, flat)
+                self._links.add(link)
             else:
                 saved.data.copy_(flat)
         self._live[saved.number] = weakref.ref(saved)
         self.stored_nbytes += nbytes
         self.peak_nbytes = max(self.peak_nbytes, self.stored_nbytes)
         return saved
+
+    def end_call(self) -> None:
+        """The function whose inputs were saved last is over: they may be changed in place from now on."""
+        # Not earlier: the function itself hides the copies of its inputs.
+        for link in self._links:
+            link.protect_sources()
+        self._links.clear()
 
     def fetch(self, saved: SavedActivation | Tensor) -> Tensor:
         """The tensor that was saved. (with a partition: all ranks of the group, in the same order)"""
@@ -254,16 +270,24 @@ class _CudaLink:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
+        self._sent = torch.cuda.Event()  # behind the last copy to the host
+        # Inputs are as large in every step. Copies of both directions are on the stream, so memory that is used again
+        # is written behind what was read from it.
+        self._arena = HostArena(pinned=True)
 
     def allocate(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return self._arena.empty((nbytes,), torch.uint8)
 
     def copy_to_host(self, target: Tensor, source: Tensor) -> None:
         # The copy starts behind the kernels that write `source`, whose memory must not be reused before its end.
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
+            self._sent.record()
         source.record_stream(self._stream)
+
+    def protect_sources(self) -> None:
+        self._sent.wait(torch.cuda.current_stream(self._device))
 
     def copy_to_device(self, source: Tensor, device: torch.device) -> DeviceCopy:
         # Allocated on the current stream, whose earlier kernels may still use that memory: the copy waits for them.
@@ -273,6 +297,7 @@ class _CudaLink:
             target.copy_(source, non_blocking=True)
             event = torch.cuda.Event()
             event.record()
+        target.record_stream(self._stream)  # its graph may be dropped, and the target with it, before anything waits
         return _CudaCopy(target, source, event)
 
 

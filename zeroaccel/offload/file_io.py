@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
@@ -311,17 +312,27 @@ class BlockFile:
         return f"offloaded data in {self.folder.path}, byte {offset}"
 
 
-def _open_nameless(folder: OffloadFolder, where: str) -> int:
-    """A file without a name that only this user may open: O_TMPFILE, or where the file system lacks it, unlinked."""
+def nameless_file(folder: Path) -> int:
+    """Opens a file that has no name, and is gone with the last descriptor or mapping of it.
+
+    Only this user may open it. Made by O_TMPFILE; where the file system lacks that, it has a name for a moment.
+
+    Raises:
+        OSError: as the system says it.
+    """
     try:
-        try:
-            return os.open(folder.path, os.O_RDWR | os.O_TMPFILE | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
-                raise
-        handle, name = tempfile.mkstemp(prefix="zeroaccel-offload-", dir=folder.path)
-        os.unlink(name)
-        return handle
+        return os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR, errno.EINVAL):
+            raise
+    handle, name = tempfile.mkstemp(prefix="zeroaccel-offload-", dir=folder)
+    os.unlink(name)
+    return handle
+
+
+def _open_nameless(folder: OffloadFolder, where: str) -> int:
+    try:
+        return nameless_file(folder.path)
     except OSError as error:
         raise ConfigError(
             where,

@@ -3,25 +3,22 @@
 Files are read into and written from `HostBuffers`, which keeps freed buffers for the next request of about their size,
 since fresh pages cost more than a fast disk. Nothing here blocks: waiting for room is up to `nvme.py`.
 
-torch's allocator of pinned memory rounds a request up to a power of two, which for a state buffer of 33 GiB means 64.
-CuPy's pool takes what is asked for (in steps of 512 bytes); the tensors here are views of its memory, and give it back
-with the last of them. Without CuPy on a CUDA host it is torch's, and the log says once what that may cost.
+`aligned_bytes` is where all slabs of host memory come from; `page_locked.py` maps and locks their pages.
 """
 
 from __future__ import annotations
 
 import ctypes
-import logging
-import mmap
+import math
 import threading
-from typing import Any, Protocol
+import weakref
+from collections import deque
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from zeroaccel.logs import log_once
-from zeroaccel.offload.cupy_adam import cupy_is_installed
+from zeroaccel.offload.page_locked import mapped_bytes
 
 ALIGN_NBYTES = 4096
 """Direct I/O needs addresses, offsets and lengths in multiples of the device's logical block: 512, or 4096 of some."""
@@ -37,14 +34,22 @@ def aligned_bytes(nbytes: int, *, pinned: bool = False) -> Tensor:
 
     Args:
         nbytes: a multiple of `ALIGN_NBYTES`, above 0.
-        pinned: page-locked, so that a CUDA device copies from and to it concurrently with its kernels.
+        pinned: page-locked, so that a CUDA device copies from and to it concurrently with its kernels; pageable where
+            there is no room for that, which is said once.
     """
-    if not pinned:
-        return torch.frombuffer(mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
-    # CuPy's pool allocates in steps of 512 bytes: one page more, and the view begins at the first page boundary.
-    raw = pinned_bytes(nbytes + ALIGN_NBYTES)
-    start = -raw.data_ptr() % ALIGN_NBYTES
-    return raw[start : start + nbytes]
+    return mapped_bytes(nbytes, pinned=pinned)
+
+
+def empty_on_host(shape: Sequence[int], dtype: torch.dtype, *, pinned: bool) -> Tensor:
+    """(*shape) of a dtype in host memory, zeros where it is page-locked; freed with the last view of it.
+
+    Args:
+        pinned: page-locked, in pages of its own; else from torch's allocator.
+    """
+    nbytes = math.prod(shape) * dtype.itemsize
+    if not pinned or not nbytes:
+        return torch.empty(tuple(shape), dtype=dtype)
+    return aligned_bytes(aligned_nbytes(nbytes), pinned=True)[:nbytes].view(dtype).view(tuple(shape))
 
 
 def return_freed_memory() -> None:
@@ -102,14 +107,14 @@ class HostBuffers:
     def release(self, buffer: Tensor) -> None:
         """Takes a buffer back; `buffer` is any view of it."""
         with self._lock:
-            base = self._in_use.pop(_address(buffer))
+            base = self._in_use.pop(_storage_id(buffer))
             self.in_use_nbytes -= base.numel()
             self._free.append(base)
             self._trim(self.budget_nbytes)
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether `tensor` is a view of a buffer of this pool that is in use."""
-        return _address(tensor) in self._in_use
+        return _storage_id(tensor) in self._in_use
 
     def clear(self) -> None:
         """Frees the buffers that are not in use."""
@@ -127,7 +132,7 @@ class HostBuffers:
             # Room is made before the allocation, not after: the peak is what counts.
             self._trim(self.budget_nbytes - size)
             base = aligned_bytes(size, pinned=self._pinned)
-        self._in_use[_address(base)] = base
+        self._in_use[_storage_id(base)] = base
         self.in_use_nbytes += base.numel()
         self.peak_nbytes = max(self.peak_nbytes, self._allocated_nbytes())
         return base[:nbytes]
@@ -141,49 +146,67 @@ class HostBuffers:
         return self.in_use_nbytes + sum(free.numel() for free in self._free)
 
 
-def _address(tensor: Tensor) -> int:
-    """The address of the memory below a view, which has none of its own if it is empty."""
-    return tensor.untyped_storage().data_ptr()
+def _storage_id(tensor: Tensor) -> int:
+    """Of the memory below a view; by its storage, since a view without elements has no address."""
+    identity: int = tensor.untyped_storage()._cdata
+    return identity
 
 
-class PinnedPool(Protocol):
-    """The part of CuPy's pinned memory pool that is used: something with the buffer protocol, of at least a size."""
+class HostArena:
+    """Host memory for tensors that come and go in every step. The memory of a tensor returns with its last view.
 
-    def malloc(self, size: int, /) -> Any: ...
+    Invariant: what is free was in use at some time, so the arena is never larger than the most that was in use, up to
+    the quarter by which a reused block may be too large.
 
-
-def pinned_bytes(nbytes: int, pool: PinnedPool | None = None) -> Tensor:
-    """(nbytes,) uint8 of zeros, page-locked.
-
-    A copy that is still under way when the last view goes is not waited for: let it end first.
+    For targets of copies on one stream: memory that returns while a copy into it is under way is next used behind that
+    copy. The source of a copy has to be referred to until the copy is through.
 
     Args:
-        nbytes: above 0.
-        pool: to allocate from; by default CuPy's own, or torch's where there is no CuPy.
+        pinned: see `aligned_bytes`.
+
+    Example:
+        >>> arena = HostArena(pinned=False)
+        >>> first = arena.empty((3, 2), torch.bfloat16)
+        >>> place = first.data_ptr()
+        >>> del first
+        >>> arena.empty((6,), torch.bfloat16).data_ptr() == place
+        True
     """
-    if pool is None:
-        if not cupy_is_installed():
-            log_once(
-                logging.WARNING,
-                "pinned memory comes from torch, which rounds each slab up to a power of two; "
-                "for exact sizes install the extra: pip install zeroaccel[cuda]",
-            )
-            return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
-        import cupy
 
-        pool = _pool(cupy)
-    # The array refers to the pool's memory, and the tensor to the array: the memory is freed with the last view.
-    memory = np.frombuffer(pool.malloc(nbytes), np.uint8, nbytes)
-    memory[:] = 0
-    return torch.from_numpy(memory)
+    def __init__(self, *, pinned: bool) -> None:
+        self._pinned = pinned
+        self._lock = threading.Lock()
+        self._free: list[Tensor] = []
+        # Appended to by finalizers, which may run anywhere, inside `empty` too: without the lock, at once.
+        self._returned: deque[Tensor] = deque()
 
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """(*shape) of a dtype, uninitialised."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if not nbytes:
+            return torch.empty(tuple(shape), dtype=dtype)
+        with self._lock:
+            base = self._take(max(aligned_nbytes(nbytes), ALIGN_NBYTES))
+        # The tensor refers to this array and not to the block, so that the array's end is that of the last view.
+        view = base.numpy()[:nbytes]
+        weakref.finalize(view, self._returned.append, base).atexit = False
+        return torch.from_numpy(view).view(dtype).view(tuple(shape))
 
-_cupy_pool: PinnedPool | None = None
+    def clear(self) -> None:
+        """Frees what is not in use."""
+        with self._lock:
+            self._collect()
+            self._free.clear()
 
+    def _take(self, size: int) -> Tensor:
+        self._collect()
+        fitting = [free for free in self._free if size <= free.numel() <= size + size // 4]
+        if not fitting:
+            return aligned_bytes(size, pinned=self._pinned)
+        base = min(fitting, key=Tensor.numel)
+        self._free = [free for free in self._free if free is not base]
+        return base
 
-def _pool(cupy: Any) -> PinnedPool:
-    """One pool for the process, so that the next engine reuses the memory of this one."""
-    global _cupy_pool
-    if _cupy_pool is None:
-        _cupy_pool = cupy.cuda.PinnedMemoryPool()
-    return _cupy_pool
+    def _collect(self) -> None:
+        while self._returned:
+            self._free.append(self._returned.popleft())

@@ -4,6 +4,9 @@
 by the write itself. If nothing is, the thread that waits may be the one that owns the other buffers, so its request is
 granted over the budget.
 
+[Note: loans that a device reads] A buffer may be released with an event, behind an accelerator's copy from it. It stays
+in use until the event has passed, which each fetch looks for; only a request that finds no room waits for one.
+
 [Note: order] A fetch of a key starts after the store of it that is in flight, and so does another store. Otherwise
 transfers are independent.
 """
@@ -20,6 +23,7 @@ from torch import Tensor
 from zeroaccel.offload.file_io import BlockFile, Direction, IoSettings, Traffic
 from zeroaccel.offload.host_buffers import ALIGN_NBYTES, HostBuffers, aligned_nbytes
 from zeroaccel.offload.offload_folder import OffloadFolder
+from zeroaccel.offload.tier import DeviceEvent
 
 
 class _Fetch:
@@ -77,6 +81,7 @@ class NvmeTier:
         self._state = threading.Condition()
         self._queued: deque[_Fetch] = deque()
         self._writing: set[str] = set()
+        self._read_by_device: deque[tuple[Tensor, DeviceEvent]] = deque()  # released, oldest first
         self._failure: Exception | None = None
 
     def fetch(self, key: str, nbytes: int | None = None) -> _Fetch:
@@ -84,6 +89,7 @@ class NvmeTier:
         # Queued even if it can start at once, so that there is one place that decides about room and order.
         fetch = _Fetch(self, key, self._table[key][1] if nbytes is None else nbytes)
         with self._state:
+            self._take_back()
             self._queued.append(fetch)
             self._start_queued()
         return fetch
@@ -112,10 +118,14 @@ class NvmeTier:
             self._writing.add(key)
         self.file.start("write", _aligned(buffer, size if nbytes is None else nbytes), offset, stored)
 
-    def release(self, buffer: Tensor) -> None:
-        """See `Tier.release`."""
+    def release(self, buffer: Tensor, *, after: DeviceEvent | None = None) -> None:
+        """See `Tier.release` and [Note: loans that a device reads]."""
         with self._state:
-            self.buffers.release(buffer)
+            if after is not None:
+                self._read_by_device.append((buffer, after))
+                self._take_back()
+            else:
+                self.buffers.release(buffer)
             self._start_queued()
 
     def read(self, key: str, start: int, nbytes: int) -> Tensor:
@@ -154,6 +164,8 @@ class NvmeTier:
 
     def close(self) -> None:
         """See `Tier.close`."""
+        with self._state:
+            self._take_back(at_least=len(self._read_by_device))
         self.file.close()
         self.buffers.clear()
 
@@ -183,12 +195,29 @@ class NvmeTier:
 
     def _acquire(self, nbytes: int) -> Tensor:
         """A buffer, as [Note: no deadlock] says."""
+        self._take_back()
         while (buffer := self.buffers.acquire(nbytes)) is None:
+            if self._read_by_device:
+                self._take_back(at_least=1)
+                continue
             # No write in flight, no buffer that will be released by itself: see [Note: no deadlock].
             if not self._writing:
                 return self.buffers.acquire_over_budget(nbytes)
             self._state.wait()
         return buffer
+
+    def _take_back(self, at_least: int = 0) -> None:
+        """Takes buffers back that the device has read, or waits until it has read the oldest `at_least`."""
+        # In the order of their copies, which run one after the other.
+        while self._read_by_device:
+            buffer, copied = self._read_by_device[0]
+            if at_least > 0:
+                copied.synchronize()
+                at_least -= 1
+            elif not copied.query():
+                return
+            self._read_by_device.popleft()
+            self.buffers.release(buffer)
 
     def _start(self, fetch: _Fetch, buffer: Tensor) -> None:
         self._queued.remove(fetch)

@@ -16,6 +16,16 @@ from zeroaccel.offload.file_io import Direction, Traffic
 from zeroaccel.offload.host_buffers import aligned_bytes, aligned_nbytes
 
 
+class DeviceEvent(Protocol):
+    """A point in the work of an accelerator, as `torch.cuda.Event`."""
+
+    def query(self) -> bool:
+        """Whether the device has passed it."""
+
+    def synchronize(self) -> None:
+        """Returns when the device has passed it."""
+
+
 class Fetch(Protocol):
     """A read from a tier in flight."""
 
@@ -59,8 +69,12 @@ class Tier(Protocol):
         Errors come with the next `settle`.
         """
 
-    def release(self, buffer: Tensor) -> None:
-        """Gives a buffer back that was only read."""
+    def release(self, buffer: Tensor, *, after: DeviceEvent | None = None) -> None:
+        """Gives a buffer back that was only read.
+
+        Args:
+            after: behind the last copy that an accelerator reads it with; until it has passed, the buffer is in use.
+        """
 
     def read(self, key: str, start: int, nbytes: int) -> Tensor:
         """A copy of bytes [start, start + nbytes) of a key. May be called at any time, by any thread."""
@@ -179,8 +193,9 @@ class HostTier:
     def store(self, key: str, buffer: Tensor, nbytes: int | None = None) -> None:
         assert buffer is self._buffers[key], f"{key}: stored a buffer that is not this tier's"
 
-    def release(self, buffer: Tensor) -> None:
-        return None
+    def release(self, buffer: Tensor, *, after: DeviceEvent | None = None) -> None:
+        if after is not None:
+            after.synchronize()  # the buffer is the stored bytes themselves, which the next `take` may change
 
     def read(self, key: str, start: int, nbytes: int) -> Tensor:
         return self._buffers[key][start : start + nbytes].clone()

@@ -1,5 +1,7 @@
 """Dispatch to `kernels`: CPU tensors viewed as arrays, and one span of a call per thread.
 
+Every compiled loop over tensors runs through `launch`, which names what it reads and writes.
+
 Threads are Python's, over kernels that release the GIL, because Numba's own parallel layers end the process when it
 forks after OpenMP started (every DataLoader worker does) or when two threads enter their work queue at once. A
 hand-over costs about 50 us, so short calls run on the calling thread. Neither the number of threads nor the spans may
@@ -9,7 +11,7 @@ change a result; that is the kernels' contract.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import pairwise
 from typing import TypeVar
@@ -77,6 +79,43 @@ def use_threads(count: int | None) -> None:
     """Sets how many threads calls are spread over in this process; None for torch's number."""
     global _num_threads
     _num_threads = count
+
+
+def launch(
+    kernel: str,
+    numel: int,
+    bind: Callable[[], Callable[[int, int], _Result]],
+    *,
+    reads: Sequence[Tensor],
+    writes: Sequence[Tensor],
+    divisible: bool = True,
+) -> list[_Result]:
+    """Runs a compiled loop over `numel` elements of host memory, in spans, on up to `threads` threads.
+
+    Autograd, torch's dispatcher and its profilers do not see what a compiled loop touches: it is named here, for those
+    who follow accesses, such as the stream model of the tests.
+
+    Example:
+        >>> values, total = torch.ones(3), torch.zeros(3)
+        >>> def bind():
+        ...     source, target = array_of(values), array_of(total)
+        ...     return lambda start, stop: target[start:stop].__iadd__(source[start:stop])
+        >>> _ = launch("add", 3, bind, reads=[values, total], writes=[total])
+        >>> total
+        tensor([1., 1., 1.])
+
+    Args:
+        kernel: its name.
+        numel: elements that the spans divide.
+        bind: views the tensors as arrays; returns what is called with each span, [start, stop) in elements.
+        reads, writes: every tensor that is touched, on the CPU; one that is read and written is in both.
+        divisible: False for one span, whose elements share bytes that only one thread may write.
+
+    Returns:
+        What the calls return, in the order of the spans.
+    """
+    work = bind()
+    return in_spans(numel, work) if divisible else [work(0, numel)]
 
 
 def in_spans(numel: int, work: Callable[[int, int], _Result]) -> list[_Result]:

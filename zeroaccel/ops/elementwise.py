@@ -285,7 +285,7 @@ class SGD(ShardOptimizer):
             state = self.state[param]
             buffer = state.get("momentum_buffer")
             if buffer is None:  # torch's own SGD may have saved None
-                buffer = state["momentum_buffer"] = torch.zeros_like(param, memory_format=torch.contiguous_format)
+                buffer = state["momentum_buffer"] = self._empty_state(param, param.shape, param.dtype).zero_()
             else:
                 weight = 1 - group["dampening"]
         direction = (1.0, momentum) if group["nesterov"] else (0.0, 1.0)

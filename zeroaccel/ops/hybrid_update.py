@@ -2,7 +2,7 @@
 
 Where the cores are slower than the link (DeepSpeed's TwinFlow), tiles of masters, moments and gradient are copied to
 the device, updated there and copied back while the cores update the rest. Both round alike, so where the update is
-split shows in no bit. `offload/cupy_adam.py` is the lane over a CUDA device; `placement.py` connects the two.
+split shows in no bit. `offload/device_lane.py` is the lane over a CUDA device; `placement.py` connects the two.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PendingUpdate(Protocol):
     """A part of an update in flight."""
 
     def wait(self) -> float:
-        """Blocks until it is done; returns the seconds it took."""
+        """Blocks until it is done; returns the seconds from its start to its end, however late this is asked."""
 
 
 class DeviceLane(Protocol):

@@ -12,6 +12,9 @@ The sums are exact up to 2**38 elements over all ranks (2.7e11). Squares are rou
 ``4**exponent``, at most 4 times the largest square, so the norm's relative error is at most N * 2**-50 for N elements,
 and about sqrt(N) * 2**-50 where they do not conspire. The CPU and the torch path give equal integers.
 
+`max_abs_into` and `square_sums_into` are the same on a device without a wait of the host: they add to values that stay
+there. `step_control.py` makes the norm of these.
+
 `sum_ranks` is the local half of a reduce-scatter over all-to-all, on the CPU only: elsewhere the backend reduces.
 Nothing here knows of ranks or process groups.
 """
@@ -19,16 +22,22 @@ Nothing here knows of ranks or process groups.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from zeroaccel.ops import kernels
-from zeroaccel.ops.dispatch import array_of, in_spans
+from zeroaccel.ops.device_kernels import kernels_for
+from zeroaccel.ops.device_values import read_values
+from zeroaccel.ops.dispatch import array_of, launch
 
-_BITS = kernels.NORM_BITS
+SUM_BITS = kernels.NORM_BITS
+"""Bits of a square that go into the lower one of its two sums."""
+
+_BITS = SUM_BITS
+_INFINITY = 0x7F800000
 _TILE_NUMEL = 1 << 22  # bounds the float64 and int64 temporaries off the CPU: 32 MiB each
 
 
@@ -43,14 +52,87 @@ def max_abs(tensor: Tensor) -> float:
     if tensor.numel() == 0:
         return 0.0
     if tensor.device.type != "cpu":
-        largest = float(torch.linalg.vector_norm(tensor.detach(), math.inf))
+        found = torch.zeros(1, dtype=torch.int32, device=tensor.device)
+        max_abs_into(tensor, found)
+        [largest] = read_values(found.view(torch.float32))
         return math.inf if math.isnan(largest) else largest
     integer = torch.int32 if tensor.element_size() == 4 else torch.int16
-    patterns = tensor.detach().view(-1).view(integer).numpy()
-    mask = patterns.dtype.type(torch.iinfo(integer).max)
-    pattern = max(in_spans(patterns.size, lambda start, stop: kernels.largest_pattern(patterns[start:stop], mask)))
+
+    def bind() -> Callable[[int, int], int]:
+        patterns = tensor.detach().view(-1).view(integer).numpy()
+        mask = patterns.dtype.type(torch.iinfo(integer).max)
+        return lambda start, stop: kernels.largest_pattern(patterns[start:stop], mask)
+
+    pattern = max(launch("largest_pattern", tensor.numel(), bind, reads=[tensor], writes=[]))
     largest = float(torch.tensor(pattern, dtype=integer).view(tensor.dtype))
     return math.inf if math.isnan(largest) else largest
+
+
+def max_abs_into(tensor: Tensor, largest: Tensor) -> None:
+    """``largest = max(largest, max_abs(tensor))``, as bits; the host does not wait.
+
+    Example:
+        >>> largest = torch.zeros(1, dtype=torch.int32)
+        >>> for part in torch.tensor([[1.0, -3.0], [2.0, 0.5]]):
+        ...     max_abs_into(part, largest)
+        >>> largest.view(torch.float32).item()
+        3.0
+
+    Args:
+        tensor: contiguous float32, bfloat16 or float16, any number of elements.
+        largest: (1,) int32 on the same device, bits of a float32 without a sign; 0 before the first call. At least
+            0x7f800000 where an element is inf or NaN.
+    """
+    if tensor.numel() == 0:
+        return
+    device_kernels = kernels_for(tensor.device)
+    if device_kernels is not None:
+        device_kernels.max_abs_into(tensor.detach(), largest)
+    elif tensor.device.type == "cpu":
+        value = torch.tensor([max_abs(tensor)], dtype=torch.float32)
+        torch.maximum(largest, value.view(torch.int32), out=largest)
+    else:
+        _raise_largest(tensor.detach().view(-1), largest)
+
+
+def _raise_largest(flat: Tensor, largest: Tensor) -> None:
+    integer = torch.int32 if flat.element_size() == 4 else torch.int16
+    for tile in flat.view(integer).split(_TILE_NUMEL):
+        pattern = (tile & torch.iinfo(integer).max).amax()  # integers order like magnitudes, NaN above inf
+        value = pattern.view(1).view(flat.dtype).to(torch.float32)
+        torch.maximum(largest, value.view(torch.int32) & 0x7FFFFFFF, out=largest)
+
+
+def square_sums_into(tensor: Tensor, largest: Tensor, sums: Tensor) -> None:
+    """``sums += square_sums(tensor, norm_exponent(largest))``; the host does not wait.
+
+    Args:
+        tensor: contiguous float32, bfloat16 or float16, any number of elements.
+        largest: (1,) int32 on the same device, see `max_abs_into`: of all tensors, of every rank.
+        sums: (2,) int64 on the same device; zeros before the first call. Of no meaning where `largest` is not finite.
+    """
+    if tensor.numel() == 0:
+        return
+    device_kernels = kernels_for(tensor.device)
+    if device_kernels is not None:
+        device_kernels.square_sums_into(tensor.detach(), largest, sums)
+        return
+    if tensor.device.type == "cpu":
+        if int(largest) < _INFINITY:
+            exponent = norm_exponent(float(largest.view(torch.float32)))
+            sums += torch.tensor(square_sums(tensor, exponent), dtype=torch.int64)
+        return
+    _add_square_sums(tensor.detach().view(-1), _norm_scale(largest), sums)
+
+
+def _norm_scale(largest: Tensor) -> Tensor:
+    """(1,) float64 by which values are multiplied before they are squared."""
+    return power_of_two(_BITS - torch.frexp(largest.view(torch.float32).to(torch.float64))[1])
+
+
+def power_of_two(exponent: Tensor) -> Tensor:
+    """``2.0**exponent`` in float64, exact: integers, which are limited to [-1000, 1000], become bits."""
+    return ((exponent.to(torch.int64).clamp(-1000, 1000) + 1023) << 52).view(torch.float64)
 
 
 def norm_exponent(largest: float) -> int:
@@ -69,22 +151,28 @@ def square_sums(tensor: Tensor, exponent: int) -> tuple[int, int]:
     Returns:
         (high, low): each below 2**63 as long as all the elements that are added up are at most 2**38.
     """
-    scale = math.ldexp(1.0, _BITS - exponent)
     if tensor.device.type != "cpu":
-        return _square_sums_in_tiles(tensor.detach().view(-1), scale)
-    flat = array_of(tensor)
-    spans = in_spans(flat.size, lambda start, stop: kernels.square_sums(flat[start:stop], np.float64(scale)))
+        totals = torch.zeros(2, dtype=torch.int64, device=tensor.device)
+        # A number that has this exponent.
+        below = torch.full((1,), math.ldexp(0.5, exponent), dtype=torch.float32, device=tensor.device)
+        square_sums_into(tensor, below.view(torch.int32), totals)
+        high, low = read_values(totals)
+        return high, low
+    scale = math.ldexp(1.0, _BITS - exponent)
+
+    def bind() -> Callable[[int, int], tuple[int, int]]:
+        flat = array_of(tensor)
+        return lambda start, stop: kernels.square_sums(flat[start:stop], np.float64(scale))
+
+    spans = launch("square_sums", tensor.numel(), bind, reads=[tensor], writes=[])
     return sum(high for high, _ in spans), sum(low for _, low in spans)
 
 
-def _square_sums_in_tiles(flat: Tensor, scale: float) -> tuple[int, int]:
-    totals = torch.zeros(2, dtype=torch.int64, device=flat.device)
-    for start in range(0, flat.numel(), _TILE_NUMEL):
-        squares = (flat[start : start + _TILE_NUMEL].to(torch.float64) * scale).square_().round_().to(torch.int64)
+def _add_square_sums(flat: Tensor, scale: float | Tensor, totals: Tensor) -> None:
+    for tile in flat.split(_TILE_NUMEL):
+        squares = (tile.to(torch.float64) * scale).square_().round_().to(torch.int64)
         totals[0] += (squares >> _BITS).sum()
         totals[1] += (squares & ((1 << _BITS) - 1)).sum()
-    high, low = totals.tolist()
-    return high, low
 
 
 def norm_from(high: int, low: int, exponent: int) -> float:
@@ -128,5 +216,25 @@ def sum_ranks(out: Tensor, flat_chunks: Tensor, scale: float) -> None:
     ranks, numel = flat_chunks.shape
     assert ranks >= 1, "there is no rank to sum over"
     assert out.shape == (numel,), f"out must have the shape of a chunk, ({numel},), got {tuple(out.shape)}"
-    target, flat, factor = array_of(out), array_of(flat_chunks), np.float32(scale)
-    in_spans(numel, lambda start, stop: kernels.sum_rows(target, flat, numel, start, stop, factor))
+
+    def bind() -> Callable[[int, int], None]:
+        target, flat, factor = array_of(out), array_of(flat_chunks), np.float32(scale)
+        return lambda start, stop: kernels.sum_rows(target, flat, numel, start, stop, factor)
+
+    launch("sum_rows", numel, bind, reads=[flat_chunks], writes=[out])
+
+
+def scale_rounded_once(out: Tensor, flat: Tensor, scale: float) -> None:
+    """out = round(scale * flat), the product in float32 and rounded once, without a float32 copy of either.
+
+    Args:
+        out, flat: (n,), float32, bfloat16 or float16, of one device; not necessarily of one dtype.
+        scale: is rounded to float32.
+    """
+    # torch multiplies 16-bit elements by a Python number in float32 and rounds the product to the dtype of the input.
+    if out.dtype == flat.dtype or flat.dtype is torch.float32:
+        torch.mul(flat, scale, out=out)
+    else:
+        widened = out if out.dtype is torch.float32 else torch.empty_like(flat, dtype=torch.float32)
+        widened.copy_(flat)
+        torch.mul(widened, scale, out=out)

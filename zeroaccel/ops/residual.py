@@ -11,12 +11,13 @@ upper bits do, in 17 bits per element besides the weight.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from zeroaccel.ops.dispatch import in_spans, unowned_array
+from zeroaccel.ops.dispatch import launch, unowned_array
 from zeroaccel.ops.number_formats import Array, bits_of, compiled, float_of, inlined
 
 _BYTES = 16  # of ties that are examined together: hardly ever is there one among their 128 elements
@@ -38,13 +39,12 @@ def join(weights: Tensor, residuals: Tensor, ties: Tensor, out: Tensor, first: i
         out: (L,) float32.
         first: number of the first element in `ties`.
     """
-    arrays = [unowned_array(tensor) for tensor in (weights, residuals, ties, out)]
 
-    def work(start: int, stop: int) -> None:
-        w, r, t, x = arrays
-        _join(w[start:stop], r[start:stop], t, x[start:stop], first + start)
+    def bind() -> Callable[[int, int], None]:
+        w, r, t, x = [unowned_array(tensor) for tensor in (weights, residuals, ties, out)]
+        return lambda start, stop: _join(w[start:stop], r[start:stop], t, x[start:stop], first + start)
 
-    in_spans(out.numel(), work)
+    launch("join", out.numel(), bind, reads=[weights, residuals, ties], writes=[out])
 
 
 def split(values: Tensor, residuals: Tensor, ties: Tensor, first: int = 0) -> None:
@@ -52,16 +52,14 @@ def split(values: Tensor, residuals: Tensor, ties: Tensor, first: int = 0) -> No
 
     Bits of `ties` that belong to other elements do not change.
     """
-    arrays = [unowned_array(tensor) for tensor in (values, residuals, ties)]
 
-    def work(start: int, stop: int) -> None:
-        x, r, t = arrays
-        _split(x[start:stop], r[start:stop], t, first + start)
+    def bind() -> Callable[[int, int], None]:
+        x, r, t = [unowned_array(tensor) for tensor in (values, residuals, ties)]
+        return lambda start, stop: _split(x[start:stop], r[start:stop], t, first + start)
 
-    if first % 8:  # spans would share a byte
-        work(0, values.numel())
-    else:
-        in_spans(values.numel(), work)
+    numel = values.numel()
+    # Where the first element is within a byte of `ties`, spans would share bytes.
+    launch("split", numel, bind, reads=[values, ties], writes=[residuals, ties], divisible=first % 8 == 0)
 
 
 @compiled

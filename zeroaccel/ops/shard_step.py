@@ -1,15 +1,15 @@
 """Stepping one shard at a time: the protocol the engine uses, and its implementation by the native optimizers.
 
 `ShardStep` is the protocol: advance one flat master shard, not the entire model, so that the caller decides when each
-shard is swapped in. `ShardOptimizer` implements it over a kernel of `updates` (CPU) or over torch operations (any other
-device), and is an ordinary torch.optim.Optimizer besides. Nothing here knows of ranks, stages or tiers, and no step
-communicates.
+shard is swapped in. `ShardOptimizer` implements it over a kernel of `updates` (CPU), of `device_kernels` (CUDA) or over
+torch operations (any other device), and is an ordinary torch.optim.Optimizer besides. Nothing here knows of ranks,
+stages or tiers, and no step communicates.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Protocol, TypeVar, overload, runtime_checkable
 
 import numpy as np
@@ -19,12 +19,15 @@ from torch.optim.optimizer import ParamsT
 
 from zeroaccel.errors import UsageError
 from zeroaccel.ops import moments
-from zeroaccel.ops.dispatch import array_of, in_spans
+from zeroaccel.ops.device_kernels import kernels_for
+from zeroaccel.ops.dispatch import array_of, launch
 from zeroaccel.ops.hybrid_update import HybridUpdate
 from zeroaccel.ops.number_formats import Array
 from zeroaccel.ops.updates import BLOCK_NUMEL
 
 Hyperparameters = dict[str, Any]
+HostMemory = Callable[[Sequence[int], torch.dtype], Tensor]
+"""(shape, dtype) -> (*shape) of that dtype in host memory, of any contents."""
 
 _GRAD_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TILE_NUMEL = 1 << 25  # bounds the float32 copy of a 16-bit gradient off the CPU: 128 MiB
@@ -36,7 +39,7 @@ class ShardStep(Protocol):
     """An optimizer that can advance one parameter at a time."""
 
     def step_shard(
-        self, group: Hyperparameters, param: Tensor, grad: Tensor, *, grad_scale: float, out: Tensor | None
+        self, group: Hyperparameters, param: Tensor, grad: Tensor, *, grad_scale: float | Tensor, out: Tensor | None
     ) -> None:
         """Advances `param` in place by one step; its state is ``self.state[param]``, made at its first step.
 
@@ -44,7 +47,10 @@ class ShardStep(Protocol):
             group: the hyperparameters: the entry of `param_groups` that holds `param`.
             param: float32, any shape: the master weights, or any piece of them.
             grad: float32, bfloat16 or float16, of as many elements, on the same device. Left unchanged.
-            grad_scale: every gradient is multiplied by it first (1 / loss scale, times the clipping factor).
+            grad_scale: every gradient is multiplied by it first (1 / loss scale, times the clipping factor). A tensor
+                is a `control` of `step_control.py`: (2,) float32 on the same device, of the factor, and of whether
+                the update applies; where it does not, neither `param` nor its state nor `out` is written, but the step
+                is counted (see `ShardOptimizer.undo_count`).
             out: gets `param` rounded to its dtype (nearest, ties to even; overflow to inf, NaN kept), if given.
 
         Raises:
@@ -81,9 +87,10 @@ class NativeOptimizer(torch.optim.Optimizer):
 class ShardOptimizer(NativeOptimizer):
     """An elementwise optimizer that reads the gradient once, updates state and master, and writes a rounded copy.
 
-    A result does not depend on how the elements are divided into parameters, nor on the number of threads. Elsewhere
-    than on the CPU the same formula runs as torch operations, in several passes. Each of them rounds once, by IEEE 754,
-    so that a device which follows that standard gives the same bits. Two rules ensure it: no operation that a backend
+    A result does not depend on how the elements are divided into parameters, nor on the number of threads. On CUDA a
+    kernel does what that of the CPU does. Where it cannot be compiled, and elsewhere, the same formula runs as torch
+    operations, in several passes. Each of them rounds once, by IEEE 754, so that a device which follows that standard
+    gives the same bits. Two rules ensure it: no operation that a backend
     may contract (lerp, addcmul, addcdiv, add with alpha), and no division by a scalar, which CUDA turns into a product
     with its reciprocal.
 
@@ -99,6 +106,8 @@ class ShardOptimizer(NativeOptimizer):
     """The kernel for moments in 8-bit blocks."""
     hybrid: HybridUpdate | None = None
     """Splits updates of host memory with a device; for Adam with float32 moments."""
+    host_memory: HostMemory | None = None
+    """Makes the memory of states of parameters in host memory; None for torch's allocator."""
     moments: ClassVar[Mapping[str, bool]] = {}
     """Name in the state -> whether it has signs, of each moment that may have fewer bits."""
 
@@ -111,6 +120,7 @@ class ShardOptimizer(NativeOptimizer):
             moments_dtype,
         )
         self.moments_dtype = moments_dtype
+        self._new_states: set[int] = set()  # ids of the parameters whose last step made their state
         super().__init__(params, defaults)
 
     @classmethod
@@ -141,6 +151,7 @@ class ShardOptimizer(NativeOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._new_states = set()
         for group in self.param_groups:  # a state_dict of torch's counterpart lacks our switches
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
@@ -152,6 +163,14 @@ class ShardOptimizer(NativeOptimizer):
                     plain = moments.per_element(entries, name, signed=signed)
                     entries.pop(moments.exponents_name(name), None)
                     entries.update(moments.to_format(plain, name, dtype, signed=signed))
+            if self.host_memory is not None:
+                self._move_states(entries)
+
+    def _move_states(self, entries: dict[str, Any]) -> None:
+        """Moves a parameter's loaded states into memory of `host_memory`."""
+        for name, value in entries.items():
+            if isinstance(value, Tensor) and value.dim() > 0 and value.device.type == "cpu":
+                entries[name] = self._empty_state(value, value.shape, value.dtype).copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's; moments in 8-bit blocks are decoded, so that any format can load them."""
@@ -177,10 +196,15 @@ class ShardOptimizer(NativeOptimizer):
             if dtype is torch.uint8:
                 one = moments.to_format(torch.full((1,), fill, device=param.device), name, dtype, signed=signed)
                 blocks = -(-param.numel() // BLOCK_NUMEL)
-                state[name] = one[name].expand(param.shape).contiguous()
-                state[moments.exponents_name(name)] = one[moments.exponents_name(name)].expand(blocks).contiguous()
+                for entry, shape in ((name, param.shape), (moments.exponents_name(name), (blocks,))):
+                    state[entry] = self._empty_state(param, shape, one[entry].dtype).copy_(one[entry])
             else:
-                state[name] = torch.full_like(param, fill, dtype=dtype, memory_format=torch.contiguous_format)
+                state[name] = self._empty_state(param, param.shape, dtype).fill_(fill)
+
+    def _empty_state(self, param: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        if self.host_memory is not None and param.device.type == "cpu":
+            return self.host_memory(shape, dtype)
+        return param.new_empty(tuple(shape), dtype=dtype)
 
     def _moments_of(self, param: Tensor) -> list[Tensor | None]:
         """The kernel's buffers."""
@@ -200,20 +224,33 @@ class ShardOptimizer(NativeOptimizer):
 
     @torch.no_grad()
     def step_shard(
-        self, group: Hyperparameters, param: Tensor, grad: Tensor, *, grad_scale: float, out: Tensor | None
+        self, group: Hyperparameters, param: Tensor, grad: Tensor, *, grad_scale: float | Tensor, out: Tensor | None
     ) -> None:
         """See `ShardStep.step_shard`."""
         self._check(param, grad, out)
+        control = grad_scale if isinstance(grad_scale, Tensor) else None
+        if control is not None:
+            self._check_control(param, control)
+        self._note_state(param)
         buffers, coefficients = self._advance(group, param)
         self._check_buffers(param, buffers)
+        if control is not None and control.device.type == "cpu":
+            grad_scale, applies = control.tolist()
+            if not applies:
+                return
+            control = None
         # Kernels need flat contiguous memory. Of a tensor that is not, `flats` has a copy, which is written back below.
         written = [param, *buffers, out]
         flats = [_flat(tensor) for tensor in written]
-        update = self._update_in_tiles
-        if param.device.type == "cpu":
-            update = self._update_on_cpu if self.hybrid is None else self._update_hybrid
-        scalars = [v if isinstance(v, np.uint32) else np.float32(v) for v in (grad_scale, *coefficients)]
-        update(flats, grad.detach().contiguous().view(-1), scalars)
+        factor = 1.0 if isinstance(grad_scale, Tensor) else grad_scale
+        scalars = [v if isinstance(v, np.uint32) else np.float32(v) for v in (factor, *coefficients)]
+        flat_grad = grad.detach().contiguous().view(-1)
+        if param.device.type != "cpu":
+            self._update_on_device(flats, flat_grad, scalars, control)
+        elif self.hybrid is None:
+            self._update_on_cpu(flats, flat_grad, scalars)
+        else:
+            self._update_hybrid(flats, flat_grad, scalars)
         for tensor, flat in zip(written, flats, strict=True):
             if tensor is None or flat is None:
                 continue
@@ -222,16 +259,43 @@ class ShardOptimizer(NativeOptimizer):
             else:
                 tensor.copy_(flat.view(tensor.shape))
 
+    def undo_count(self, params: Iterable[Tensor]) -> None:
+        """Takes back that the last step of `params` counted, after their control said that it does not apply.
+
+        A state that this step has made is dropped, as there is none before the first one.
+
+        Args:
+            params: each stepped once since its steps were last known to apply.
+        """
+        for param in params:
+            if id(param) in self._new_states:
+                self._new_states.remove(id(param))
+                self.state.pop(param, None)
+            elif "step" in self.state.get(param, {}):
+                self.state[param]["step"] -= 1
+
+    def _note_state(self, param: Tensor) -> None:
+        """Notes before a step whether it makes the state."""
+        if self.state.get(param):
+            self._new_states.discard(id(param))
+        else:
+            self._new_states.add(id(param))
+
     def _update_on_cpu(self, written: Sequence[Tensor | None], grad: Tensor, scalars: Sequence[np.generic]) -> None:
-        *state, out = [None if flat is None else array_of(flat) for flat in written]
-        arrays = [*state, array_of(grad), out]
         kernel = type(self).block_kernel if self._in_blocks(written) else type(self).kernel
         assert kernel is not None, f"{type(self).__name__} has no kernel for moments in blocks"
+        numel = grad.numel()
 
-        def update(start: int, stop: int) -> None:
-            kernel(*[None if array is None else _span(array, grad.numel(), start, stop) for array in arrays], *scalars)
+        def bind() -> Callable[[int, int], None]:
+            *state, out = [None if flat is None else array_of(flat) for flat in written]
+            arrays = [*state, array_of(grad), out]
+            return lambda start, stop: kernel(
+                *[None if array is None else _span(array, numel, start, stop) for array in arrays], *scalars
+            )
 
-        in_spans(grad.numel(), update)
+        *state, out = written
+        states = [flat for flat in state if flat is not None]
+        launch("update", numel, bind, reads=[*states, grad], writes=states if out is None else [*states, out])
 
     def _update_hybrid(self, written: Sequence[Tensor | None], grad: Tensor, scalars: Sequence[np.generic]) -> None:
         assert self.hybrid is not None, "there is no device to split the update with"
@@ -241,7 +305,28 @@ class ShardOptimizer(NativeOptimizer):
 
         self.hybrid.run([flat for flat in written if flat is not None], grad, scalars, on_host)
 
-    def _update_in_tiles(self, written: Sequence[Tensor | None], grad: Tensor, scalars: Sequence[np.generic]) -> None:
+    def _update_on_device(
+        self, written: Sequence[Tensor | None], grad: Tensor, scalars: Sequence[np.generic], control: Tensor | None
+    ) -> None:
+        kernels = kernels_for(grad.device)
+        if kernels is None:
+            self._update_in_tiles(written, grad, scalars, control)
+        else:
+            kernels.update(self.kernel_name(), written[:-1], grad, written[-1], control, scalars)
+
+    def kernel_name(self) -> str:
+        """Of the kernel for the format of the moments: the same among the loops of `updates` and on a CUDA device."""
+        kernel = type(self).block_kernel if self.moments_dtype == "int8" else type(self).kernel
+        assert kernel is not None, f"{type(self).__name__} has no kernel for moments in blocks"
+        return kernel.__name__
+
+    def _update_in_tiles(
+        self,
+        written: Sequence[Tensor | None],
+        grad: Tensor,
+        scalars: Sequence[np.generic],
+        control: Tensor | None = None,
+    ) -> None:
         keys = [int(value) for value in scalars if isinstance(value, np.uint32)]
         grad_scale, *coefficients = [float(value) for value in scalars if isinstance(value, np.float32)]
         rounded = any(flat is not None and flat.dtype in (torch.uint8, torch.bfloat16) for flat in written[1:-1])
@@ -250,13 +335,21 @@ class ShardOptimizer(NativeOptimizer):
         for start in range(0, grad.numel(), length):
             stop = min(start + length, grad.numel())
             *state, out = [None if flat is None else _span(flat, grad.numel(), start, stop) for flat in written]
-            master, *buffers = [flat for flat in state if flat is not None]
-            d = grad[start:stop].to(torch.float32) * grad_scale
+            master, *buffers = tile = [flat for flat in state if flat is not None]
+            before = [] if control is None else [flat.clone() for flat in tile]
+            d = grad[start:stop].to(torch.float32) * (grad_scale if control is None else control[0])
             if rounded:
                 self._update_rounded_tile(master, buffers, d, keys[0], coefficients)
             else:
                 self._update_tile(master, buffers, d, coefficients)
-            if out is not None:
+            if control is not None:
+                # The host does not know whether the update applies: where it does not, the old values are put back.
+                applies = control[1] != 0
+                for flat, old in zip(tile, before, strict=True):
+                    flat.copy_(torch.where(applies, flat, old))
+                if out is not None:
+                    out.copy_(torch.where(applies, master.to(out.dtype), out))
+            elif out is not None:
                 out.copy_(master)
 
     def _update_rounded_tile(
@@ -300,6 +393,15 @@ class ShardOptimizer(NativeOptimizer):
             if tensor.numel() != param.numel() or tensor.device != param.device:
                 kind = f"{tensor.numel()} elements on {tensor.device}"
                 raise UsageError(f"{where}, {name}", expected=f"{param.numel()} elements on {param.device}", got=kind)
+
+    def _check_control(self, param: Tensor, control: Tensor) -> None:
+        if (control.dtype, control.numel(), control.device) != (torch.float32, 2, param.device):
+            raise UsageError(
+                f"{type(self).__name__}, grad_scale as a tensor",
+                expected=f"2 torch.float32 elements on {param.device}: the factor, and whether the update applies",
+                got=f"{control.numel()} {control.dtype} elements on {control.device}",
+                fix="pass the control of zeroaccel.ops.step_control, on the device of the master",
+            )
 
     def _check_buffers(self, param: Tensor, buffers: Sequence[Tensor | None]) -> None:
         dtype = moments.MOMENT_DTYPES[self.moments_dtype]

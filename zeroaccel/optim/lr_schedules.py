@@ -478,10 +478,18 @@ class OneCycle(GroupSchedule):
             return [low + (high - low) * height for low, high in zip(self._min_lrs, self._max_lrs, strict=True)]
         return [low / (1.0 + self._decay_lr_rate * self._decay(n)) for low in self._min_lrs]
 
+    def get_mom(self) -> list[tuple[float, ...]] | None:
+        """The betas of each group at `last_batch_iteration`; None where no momentum is cycled.
+
+        Before the first `step()` the top of the range, while the groups have `cycle_min_mom`; both as in DeepSpeed.
+        """
+        if not self._cycles_momentum:
+            return None
+        pairs = zip(self._groups(), self._beta1s(), strict=True)
+        return [(beta1, *group.get("betas", ())[1:]) for group, beta1 in pairs]
+
     def _beta1s(self) -> list[float]:
         n = self.last_batch_iteration
-        if n < 0:
-            return self._min_moms
         if n < self._first + self._second:
             height = self._height(n + 1)
             return [high - (high - low) * height for low, high in zip(self._min_moms, self._max_moms, strict=True)]
@@ -502,7 +510,8 @@ class OneCycle(GroupSchedule):
         super()._write()
         if not self._cycles_momentum:
             return
-        for group, beta1 in zip(self._groups(), self._beta1s(), strict=True):
+        beta1s = self._min_moms if self.last_batch_iteration < 0 else self._beta1s()
+        for group, beta1 in zip(self._groups(), beta1s, strict=True):
             if beta1 >= 1:
                 raise ConfigError(
                     address("decay_mom_rate"),

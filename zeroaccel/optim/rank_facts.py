@@ -367,7 +367,8 @@ class HyperparameterCheck:
         )
         ranks: list[_RankSettings] = self._collectives.gather_objects(own, "compare param groups")
         late = difference([rank.used for rank in ranks]) if any(rank.is_late for rank in ranks) else None
-        differs = late or difference([rank.now for rank in ranks])
+        # On an accelerator the difference may be known a step late, when the settings are equal again.
+        differs = late or difference([rank.now for rank in ranks]) or difference([rank.used for rank in ranks])
         assert differs is not None, "param groups with different digests and the same settings"
         when = f"the update in step {step - 1}" if late else f"step {step}"
         scheduled = any(f"['{name}']" in differs.address for name in _SCHEDULED)

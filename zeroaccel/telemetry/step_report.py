@@ -258,6 +258,11 @@ class StepReport:
         self._steps = 0  # since the last lines
         self._since: tuple[int, float] | None = None  # samples and time at the last lines, or after the first step
 
+    @property
+    def monitors(self) -> EventSink | None:
+        """Those that receive events; None for none, as on ranks that do not report."""
+        return self._monitors
+
     def begin(self, phase: str) -> None:
         """A phase begins."""
         if self._clock is not None:

@@ -339,7 +339,7 @@ def _build_unit(
         )
         buffer.adopt(source, *tiers.storages(plan, buffer.place()))
         buffers.append(buffer)
-    unit = ParamUnit(spec.name, spec.modules, buffers, collectives, tiers.copies)
+    unit = ParamUnit(spec.name, spec.modules, buffers, collectives)
     if not unit.persistent:
         unit.reshard()
     return unit

@@ -19,22 +19,25 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from zeroaccel.comm.agree import disagreement_report
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import CollectiveError, EngineStateError, UsageError
 from zeroaccel.optim.rank_facts import HyperparameterCheck
+from zeroaccel.parallel.sequence import SequenceGroup
 from zeroaccel.telemetry.step_report import OffloadReport, StepReport
 from zeroaccel.zero.access.full_params import gathered, iter_named_full_params
 from zeroaccel.zero.access.param_registry import ParamRegistry, Training
 from zeroaccel.zero.coordinator import ParamCoordinator
+from zeroaccel.zero.device_check import misplaced_inputs
 from zeroaccel.zero.from_config import EngineSettings
-from zeroaccel.zero.grad_reducer import GradReducer, GradStats, check_grads, clip_factor
+from zeroaccel.zero.grad_norm import FactorRule, GradCheck
+from zeroaccel.zero.grad_reducer import GradReducer
 from zeroaccel.zero.hooks import Hooks, StateDictHooks
 from zeroaccel.zero.param_check import ParamIntegrityCheck
 from zeroaccel.zero.param_unit import ParamUnit, ShardState
 from zeroaccel.zero.precision import LossScale, cast_floats
 from zeroaccel.zero.prefetch import PrefetchTrace
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
+from zeroaccel.zero.step_boundary import StepBoundary
 from zeroaccel.zero.storage.placement import TierSet
 from zeroaccel.zero.storage.state_offload import StateOffload
 from zeroaccel.zero.weight_update import WeightUpdate
@@ -53,6 +56,7 @@ class EngineParts:
         report: logs steps, phases and monitor events.
         tiers: of offloaded shards and states; None for none.
         unoptimized: trainable parameters that no optimizer updates; their gradients are dropped.
+        sequence_group: the ranks that share this one's sequences; None as estimates make an engine, without ranks.
     """
 
     optimizer: ShardedOptimizer | None = None
@@ -61,6 +65,7 @@ class EngineParts:
     report: StepReport = field(default_factory=StepReport)
     tiers: TierSet | None = None
     unoptimized: Sequence[nn.Parameter] = ()
+    sequence_group: SequenceGroup | None = None
 
 
 @dataclass
@@ -71,24 +76,20 @@ class StepState:
         in_backward: from the first gradient that reaches the model until autograd is done.
         is_direct: that backward is a plain `loss.backward()`, not `engine.backward(loss)`.
         collects_gradients: it leaves gradients to reduce; False through a frozen model, where they only pass.
+        is_last_backward: its gradients complete the step.
         num_backwards: backwards since the last `step()`, whose gradients wait for it.
         syncs: False inside `no_sync()`.
         boundary: set by the program instead of counted; None where it is counted.
-        grad_stats: of the reduced gradients of the coming update; None before they are complete.
-        grad_factor: multiplies the gradients of the coming update, besides clipping.
-        grad_norm: of the last boundary.
         applied: the last `step()` changed the weights.
     """
 
     in_backward: bool = False
     is_direct: bool = False
     collects_gradients: bool = False
+    is_last_backward: bool = False
     num_backwards: int = 0
     syncs: bool = True
     boundary: bool | None = None
-    grad_stats: GradStats | None = None
-    grad_factor: float = 1.0
-    grad_norm: float | None = None
     applied: bool = False
 
 
@@ -99,6 +100,8 @@ class Checkpoints(Protocol):
 
     def state(self) -> Any:
         """The model, units and optimizer, as the writers of `checkpoint/` take them (an `EngineState`)."""
+
+    def prepare_to_save(self, call: str) -> None: ...
 
     def save_checkpoint(
         self,
@@ -202,7 +205,7 @@ class Engine(nn.Module):
         copies = tiers.copies if tiers is not None and tiers.steps_on_host else None
         self.grad_reducer = GradReducer(trained, collectives, settings.plan, settings.rules, copies)
         self.weight_update = None if optimizer is None else self._build_weight_update(optimizer)
-        self._hyperparameters = None if optimizer is None else HyperparameterCheck(optimizer.optimizer, collectives.job)
+        self._boundary = None if self.weight_update is None else self._build_boundary(self.weight_update)
 
         # Unshard and reshard. Persistent units stay unsharded, so nothing has to be hooked or prefetched for them.
         sharded_units = [unit for unit in units if not unit.persistent]
@@ -227,8 +230,13 @@ class Engine(nn.Module):
         self._integrity = ParamIntegrityCheck(model, units, trained=optimizer is not None)
         self._state_offload = StateOffload(self.units, self.grad_reducer, optimizer)
         self._checkpointer: Checkpoints | None = None
+        self._sequence_group = parts.sequence_group
         self._undo: list[Callable[[], None]] = []
         self._destroyed = False
+
+    def _build_boundary(self, weights: WeightUpdate) -> StepBoundary:
+        settings = HyperparameterCheck(self._require_optimizer("step").optimizer, self.collectives.job)
+        return StepBoundary(self.grad_reducer, weights, settings, self.collectives, self._refuse_step)
 
     def _build_weight_update(self, optimizer: ShardedOptimizer) -> WeightUpdate:
         return WeightUpdate(
@@ -261,6 +269,11 @@ class Engine(nn.Module):
         # `finally`, as an exception in a forward may be caught and the next batch tried.
         try:
             return self.module(*args, **kwargs)
+        except RuntimeError as error:
+            mistake = misplaced_inputs(error, args, kwargs, self.collectives.topology.device)
+            if mistake is None:
+                raise
+            raise mistake from error
         finally:
             self._report.end("forward")
 
@@ -324,45 +337,41 @@ class Engine(nn.Module):
         self._step.num_backwards = 0
         if boundary:
             self._report.begin("step")
-            self._update(weights)
+            self._update()
             self._report.end("step")
             self._report.step(self)
 
     def count_micro_step(self) -> None:
         """Counts a micro-batch as `step()` does where nothing is updated, for loops that call it at boundaries only."""
         self.micro_steps += 1
-        self.global_samples += self.settings.micro_batch_size * self.collectives.world_size
+        self.global_samples += self.settings.micro_batch_size * self.settings.data_parallel_size
 
-    def _update(self, weights: WeightUpdate) -> None:
+    def _update(self) -> None:
         """Norm, overflow check, clipping and update."""
-        step = self._step
-        norm_was_taken = step.grad_stats is not None
-        stats = self._check_gradients(norm=self.settings.compute_norm or self.settings.clipping > 0)
+        step, boundary = self._step, self._require_boundary("step")
+        boundary.verify_earlier_steps()
+        late = boundary.settings_may_be_late()
+        check = self._check_gradients(norm=self.settings.compute_norm or self.settings.clipping > 0)
         for unit in self.units:
             unit.drop_secondary()
         # The scale that unscales is the one of this step's backwards; it moves only after the update.
-        scale = self.loss_scale.value
-        step.grad_norm = math.inf if not stats.finite else None if math.isnan(stats.norm) else stats.norm / scale
-        overflow = self.settings.skip_overflow and not stats.finite
+        rule = FactorRule(self.loss_scale.value, self.settings.clipping, boundary.factor, self.settings.skip_overflow)
         try:
-            if overflow:
-                self.skipped_steps += 1
-                weights.finish()
-            else:
-                # The hyperparameters were compared when the norm was taken; a loop may have changed them since.
-                if norm_was_taken and self._hyperparameters is not None and not weights.is_early:
-                    self._hyperparameters.note_update()
-                clip = 1.0 if step.grad_norm is None else clip_factor(step.grad_norm, self.settings.clipping)
-                # One factor for unscaling and clipping, applied by the update kernel itself: no pass of its own.
-                weights.apply(min(clip, step.grad_factor) / scale)
-                step.applied = True
-        finally:
-            # Also after a failed tier, on all ranks alike: counters and digests must not diverge.
-            self._drop_gradients()
-            self.global_steps += 1
-        self.loss_scale.update(overflow=overflow)
+            step.applied = boundary.update(check, rule, self.global_steps, late=late)
+        except (CollectiveError, UsageError):  # the step is refused
+            raise
+        except BaseException:  # a failed tier, on all ranks alike: counters and digests must not diverge
+            self._close_step()
+            raise
+        self._close_step()
+        self.skipped_steps += not step.applied
+        self.loss_scale.update(overflow=not step.applied)
         if step.applied and self.lr_scheduler is not None:
             self.lr_scheduler.step()
+
+    def _close_step(self) -> None:
+        self._drop_gradients()
+        self.global_steps += 1
 
     # -- gradients of the coming update
 
@@ -376,7 +385,7 @@ class Engine(nn.Module):
             CollectiveError, UsageError: as `step()`, which compares the ranks by the same collective.
         """
         self._require_gradients("gradient_norm")
-        stats = self._check_gradients(norm=True)
+        stats = self._require_boundary("gradient_norm").read(self._check_gradients(norm=True), self.global_steps)
         return stats.norm / self.loss_scale.value if stats.finite else math.inf
 
     def scale_gradients(self, factor: float) -> None:
@@ -384,7 +393,7 @@ class Engine(nn.Module):
         self._require_gradients("scale_gradients")
         if factor != 1.0:
             self._require_own_gradients("scale_gradients")
-        self._step.grad_factor = float(factor)
+        self._require_boundary("scale_gradients").factor = float(factor)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamps every element of the reduced gradients to [-clip_value, clip_value]. (all ranks)
@@ -394,9 +403,10 @@ class Engine(nn.Module):
         """
         self._require_gradients("clip_grad_value_")
         self._require_own_gradients("clip_grad_value_")
-        if self._step.grad_stats is not None:
+        if self._require_boundary("clip_grad_value_").check is not None:
             raise EngineStateError("engine.clip_grad_value_()", expected="to come before the norm is taken")
         self._finish_reductions()
+        self.grad_reducer.changed()
         limit = float(clip_value) * self.loss_scale.value
         for gradients in self.grad_reducer.gradients:
             grad = gradients.shard if gradients.full is None else gradients.full
@@ -409,32 +419,13 @@ class Engine(nn.Module):
         self._drop_gradients()
         self._step.num_backwards = 0
 
-    def _check_gradients(self, *, norm: bool) -> GradStats:
+    def _check_gradients(self, *, norm: bool) -> GradCheck:
         """Completes the reductions of this step, takes the norm, and compares the ranks; once a step. (all ranks)"""
-        if self._step.grad_stats is not None:
-            return self._step.grad_stats
+        boundary = self._require_boundary("step")
+        if boundary.check is not None:
+            return boundary.check
         self._finish_reductions()
-        ranks, history = self.collectives, self.collectives.flight_recorder.digest()
-        shards = [(g.shard, g.buffer) for g in self.grad_reducer.gradients if g.shard is not None]
-        # Gradients that several ranks hold, on replicas or along another axis of the mesh, enter the norm once.
-        counted = [
-            shard for shard, buffer in shards if ranks.replica == 0 and (ranks.is_first_data_group or buffer.is_split)
-        ]
-        check = self._hyperparameters
-        # Settings of an update during backward were compared before it began, and `apply` checks that they still hold.
-        is_early = self.weight_update is not None and self.weight_update.is_early
-        settings = 0 if check is None or is_early else check.digest()
-        stats = check_grads(
-            [shard for shard, _ in shards], counted, ranks.job, history=history, settings=settings, norm=norm
-        )
-        if not stats.same_history:
-            raise CollectiveError(disagreement_report(ranks))
-        if not stats.same_settings and check is not None:
-            self._drop_gradients()  # a program that catches the error goes on with the next forward
-            self._step.num_backwards = 0
-            check.refuse(self.global_steps)
-        self._step.grad_stats = stats
-        return stats
+        return boundary.take_stats(norm=norm)
 
     def _finish_reductions(self) -> None:
         self._note_phase("step")
@@ -443,12 +434,16 @@ class Engine(nn.Module):
 
     def _drop_gradients(self) -> None:
         self.grad_reducer.clear()
-        self._step.grad_stats, self._step.grad_factor = None, 1.0
+        if self._boundary is not None:
+            self._boundary.clear()
 
-    def _compare_hyperparameters(self) -> None:
+    def _refuse_step(self) -> None:
+        self._drop_gradients()  # a program that catches the error goes on with the next forward
+        self._step.num_backwards = 0
+
+    def _compare_settings(self) -> None:
         """Before updates that begin earlier than `step()`. (all ranks)"""
-        if self._hyperparameters is not None:
-            self._hyperparameters.compare(self.global_steps)
+        self._require_boundary("backward").compare(self.global_steps)
 
     # -- events of backward, from the hooks
 
@@ -490,7 +485,7 @@ class Engine(nn.Module):
             raise EngineStateError(
                 "loss.backward() under fp16 misses the loss scale", fix="call engine.backward(loss) instead"
             )
-        if collects and self._step.grad_stats is not None:
+        if collects and self._boundary is not None and self._boundary.check is not None:
             raise EngineStateError(
                 "engine: a backward after the gradients were clipped", fix="clip after the last backward of a step"
             )
@@ -503,15 +498,16 @@ class Engine(nn.Module):
             return
         # ZeRO-2 and 3 reduce each micro-step and keep a shard; 0 and 1 accumulate unreduced gradients (1/accumulation
         # of the traffic, for N instead of S elements) and reduce in the last backward.
-        is_last = self._step.syncs and self.is_gradient_accumulation_boundary()
+        is_last = self._step.is_last_backward = self._step.syncs and self.is_gradient_accumulation_boundary()
         weights = self.weight_update
-        early = weights.begin_backward(self._compare_hyperparameters) if is_last and weights else None
+        early = weights.begin_backward(self._compare_settings) if is_last and weights else None
         self.grad_reducer.begin(reduce=self.settings.plan.grads or is_last, on_shard_ready=early)
 
     def _end_backward(self) -> None:
         if self._step.collects_gradients:
             self._report.begin("reduce")
-            self.grad_reducer.end()
+            joins = self._boundary if self._step.is_last_backward else None
+            self.grad_reducer.end(None if joins is None else joins.join_facts)
             self._report.end("reduce")
             self._step.num_backwards += 1
         self._coordinator.end_backward()
@@ -607,6 +603,11 @@ class Engine(nn.Module):
         assert self.weight_update is not None, "an optimizer without a WeightUpdate"
         return self.weight_update
 
+    def _require_boundary(self, call: str) -> StepBoundary:
+        self._require_optimizer(call)
+        assert self._boundary is not None, "an optimizer without a StepBoundary"
+        return self._boundary
+
     def _require_gradients(self, call: str) -> None:
         self._require_optimizer(call)
         self._check_usable()
@@ -635,7 +636,7 @@ class Engine(nn.Module):
 
         None before the first boundary, and with `compute_grad_norm` off.
         """
-        return self._step.grad_norm
+        return None if self._boundary is None else self._boundary.grad_norm
 
     def get_lr(self) -> list[float]:
         """Learning rate of each param group."""
@@ -643,7 +644,7 @@ class Engine(nn.Module):
 
     def train_batch_size(self) -> int:
         """Samples per step over all ranks."""
-        return self.train_micro_batch_size_per_gpu() * self.settings.accumulation * self.collectives.world_size
+        return self.train_micro_batch_size_per_gpu() * self.settings.accumulation * self.settings.data_parallel_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples per rank and forward."""
@@ -680,9 +681,12 @@ class Engine(nn.Module):
     def finish_update(self) -> None:
         """Installs an update that runs one step late (`update_during`: "next_step") now. (all ranks)
 
-        Calls that save or read the full model do it too. Without such an update it does nothing.
+        Calls that save or read the full model do it too. Without such an update it does nothing but compare the ranks
+        in the steps that did not wait for that; see [Note: boundary] of `grad_norm.py`.
         """
         self._check_usable()
+        if self._boundary is not None:
+            self._boundary.verify_earlier_steps(wait=True)
         if self.weight_update is not None:
             self.weight_update.finish()
 
@@ -754,6 +758,14 @@ class Engine(nn.Module):
     def reload_states(self, non_blocking: bool = False) -> None:
         """Moves the states back. Without `offload_states` before it does nothing."""
         self._state_offload.reload()
+
+    # -- sequence parallelism
+
+    @property
+    def sequence_group(self) -> SequenceGroup:
+        """The ranks that share this one's sequences: itself alone, unless a `ParallelConfig` says otherwise."""
+        assert self._sequence_group is not None, "an engine without ranks, as only estimates make it"
+        return self._sequence_group
 
     # -- checkpoints
 
@@ -958,7 +970,13 @@ class Engine(nn.Module):
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None:
                 raise
-            return getattr(module, name)
+            try:
+                return getattr(module, name)
+            except AttributeError:
+                if hasattr(type(module), name):  # its property raised it
+                    raise
+                kinds = f"{type(self).__name__} nor its model {type(module).__name__}"
+                raise AttributeError(f"neither {kinds} has an attribute {name!r}", name=name, obj=self) from None
 
     def __reduce__(self) -> Any:
         raise EngineStateError(

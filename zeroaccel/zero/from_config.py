@@ -38,6 +38,7 @@ class EngineSettings:
     Attributes:
         plan: what is sharded.
         micro_batch_size: samples per rank and forward.
+        data_parallel_size: ranks that see different samples.
         accumulation: backwards per step.
         managed_accumulation: False makes every `step()` a boundary.
         clipping: maximal global gradient norm; 0 is off.
@@ -54,6 +55,7 @@ class EngineSettings:
     plan: ShardPlan
     micro_batch_size: int
     accumulation: int
+    data_parallel_size: int
     managed_accumulation: bool = True
     clipping: float = 0.0
     compute_norm: bool = True
@@ -128,11 +130,19 @@ def buffer_dtypes_of(model: nn.Module, settings: Config) -> dict[str, torch.dtyp
 
 
 def engine_settings_of(
-    settings: Config, plan: ShardPlan, batch: BatchSizes, world_size: int, *, cast_inputs: bool = False
+    settings: Config,
+    plan: ShardPlan,
+    batch: BatchSizes,
+    world_size: int,
+    data_parallel_size: int,
+    *,
+    cast_inputs: bool = False,
 ) -> EngineSettings:
     """The engine's part of the config.
 
     Args:
+        world_size: ranks whose gradients are averaged.
+        data_parallel_size: those of them that see different samples.
         cast_inputs: cast floating inputs of forward to the precision whatever it is.
     """
     zero = settings.zero_optimization
@@ -147,6 +157,7 @@ def engine_settings_of(
         plan=plan,
         micro_batch_size=batch.micro,
         accumulation=batch.accumulation,
+        data_parallel_size=data_parallel_size,
         managed_accumulation=settings.managed_gradient_accumulation,
         clipping=settings.gradient_clipping,
         compute_norm=zero.compute_grad_norm,

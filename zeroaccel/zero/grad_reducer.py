@@ -1,4 +1,4 @@
-"""Gradients of a step: reduce-scatter during backward, accumulation over micro-steps, then norm and overflow check.
+"""Gradients of a step: reduce-scatter during backward, and accumulation over micro-steps.
 
 [Note: gradient path] A gradient is copied once, into its slot of its buffer's flat gradient, as soon as autograd
 has accumulated it. When the last one of a buffer arrives its reduce-scatter starts; parameters without a gradient
@@ -9,12 +9,16 @@ the accumulation boundary.
 [Note: order of reductions] Collectives must start in one order on all ranks, yet a parameter may be unused on one
 rank only. So buffers are launched in a fixed order, each waiting for its predecessors, as DDP's buckets are.
 
+[Note: gradients in host memory] For a step on the host a reduced gradient is copied as soon as its reduction has been
+launched: the stream of the copies waits for the reduction, the host and the computation do not. `end` waits for all
+copies of a backward at once. Meanwhile at most `_D2H_LIMIT` reduced gradients stay on the device; for one more, the
+computation waits for the oldest copy.
+
 The reduced gradient has the communication dtype; it becomes the accumulation dtype when a second one is added.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -22,15 +26,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from zeroaccel.comm.collective_tracker import DONE
 from zeroaccel.comm.collectives import Collectives, Work
 from zeroaccel.config.shard_plan import ShardPlan
 from zeroaccel.errors import EngineStateError, ShardStateError
-from zeroaccel.ops.reductions import max_abs, norm_exponent, norm_from, square_sums
+from zeroaccel.ops.reductions import max_abs_into
 from zeroaccel.zero.param_unit import FlatBuffer
 from zeroaccel.zero.storage.copy_stream import CopyHandle, CopyStream
 from zeroaccel.zero.tensor_subclasses import local_grad
 
-_D2H_LIMIT = 2  # reduced gradients that stay on the device while they are copied to the host
+_D2H_LIMIT = 2  # reduced gradients that stay on the device while they are copied to the host, besides the newest
 
 
 @dataclass(frozen=True)
@@ -125,10 +130,13 @@ class GradientBuffer:
 
 @dataclass
 class _InflightReduce:
+    """`copy`: of `reduced`, which `work` makes, to host memory; None where it stays, or has not started."""
+
     gradients: GradientBuffer
     flat: Tensor
     reduced: Tensor
     work: Work
+    copy: CopyHandle | None = None
 
 
 class GradReducer:
@@ -139,6 +147,9 @@ class GradReducer:
 
     Args:
         copies: copies reduced gradients to host memory as they complete, for a step on the host.
+
+    Attributes:
+        facts: what `end` was asked to join, in host memory; None where it was not, or gradients have changed since.
     """
 
     def __init__(
@@ -168,6 +179,18 @@ class GradReducer:
         self._on_shard_ready: Callable[[GradientBuffer], None] | None = None
         self._stepped_early: set[int] = set()
         self._accumulated_twice: set[int] = set()
+        self.facts: Tensor | None = None
+        self._largest: Tensor | None = None  # (1,) int32, of what goes to the host as it is
+
+    @property
+    def device(self) -> torch.device:
+        """That gradients are computed and reduced on."""
+        return self.gradients[0].buffer.full.device if self.gradients else torch.device("cpu")
+
+    @property
+    def leaves_device(self) -> bool:
+        """Whether reduced gradients go to host memory, for a step there."""
+        return self._copies is not None
 
     # -- one backward
 
@@ -183,6 +206,10 @@ class GradReducer:
         self._on_shard_ready = on_shard_ready
         self._stepped_early.clear()
         self._next = 0
+        self.facts = self._largest = None
+        leaves = self._copies is not None and self._copies.pinned and reduce and on_shard_ready is None
+        if leaves and all(gradients.shard is None for gradients in self.gradients):
+            self._largest = torch.zeros(1, dtype=torch.int32, device=self.device)
         for gradients in self.gradients:
             gradients.ready.clear()
             gradients.launched = False
@@ -208,12 +235,28 @@ class GradReducer:
         if self._reducing and gradients.complete:
             self._launch_ready()
 
-    def end(self) -> None:
-        """Ends a backward: launches the remaining buffers, with zeros for missing gradients, and waits for all."""
+    def end(self, join: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Ends a backward: launches the remaining buffers, with zeros for missing gradients, and waits for all.
+
+        Args:
+            join: makes `facts` of the largest magnitude on the device, as `max_abs_into`, of gradients that go to the
+                host as they are; called before the host waits for them, so that it waits once for both.
+        """
         if self._reducing:
             self._launch_ready(force=True)
             self._reduce_late()
         self._drain(0)
+        joined = None
+        if join is not None and self._largest is not None and self._copies is not None:
+            self._copies.join()
+            joined = self._copies.to_host(join(self._largest), DONE)
+        self._land_copies()
+        if joined is not None:
+            self.facts = joined.landed()
+
+    def changed(self) -> None:
+        """A program has changed reduced gradients: what is known of them holds no longer."""
+        self.facts = None
 
     # -- one step
 
@@ -225,10 +268,30 @@ class GradReducer:
         if not self._plan.optimizer:
             self._gather_full()
 
+    def mean_so_far(self, gradients: GradientBuffer) -> Tensor | None:
+        """(S,) fp32: what the shard would be if this were the boundary; the accumulation goes on. (all ranks)
+
+        None where no rank has a gradient of this buffer, and where none waits for its reduction.
+        """
+        if self._plan.grads or gradients.launched:
+            return None
+        label = f"gradients so far of {gradients.name}"
+        if not any(self._collectives.gather_objects(gradients.flat is not None, label)):
+            return None
+        was_absent, layout = gradients.flat is None, gradients.buffer.layout
+        flat = gradients.zero_fill_unused(self._accum_dtype(gradients)).to(self._comm_dtype(gradients), copy=True)
+        if was_absent:
+            gradients.flat = None
+        reduced = torch.empty(layout.shard_numel(gradients.buffer.rank), dtype=flat.dtype, device=flat.device)
+        self._collectives.reduce_scatter(reduced, flat, label, self._rules.postscale, layout.uneven_sizes).wait()
+        return reduced.float() if gradients.shard is None else reduced.float() + gradients.shard
+
     def clear(self) -> None:
         """Drops every gradient, waiting for the reductions in flight."""
         self._drain(0)
+        self._land_copies()
         self._late.clear()
+        self.facts = self._largest = None
         for gradients in self.gradients:
             gradients.clear()
 
@@ -247,9 +310,15 @@ class GradReducer:
         tensors = [t for g in self.gradients for t in (g.flat, g.full if g.full is not None else g.shard)]
         return sum(t.numel() * t.itemsize for t in tensors if t is not None)
 
+    def shard_nbytes(self) -> int:
+        """Bytes of the gradients that are reduced to this rank's shards; with a step on the host they are there."""
+        shards = (gradients.shard for gradients in self.gradients if gradients.full is None)
+        return sum(shard.nbytes for shard in shards if shard is not None)
+
     def in_flight_nbytes(self) -> int:
         """Bytes of the gradients that are being reduced, and of what they are reduced into."""
-        return sum(reduce.flat.nbytes + reduce.reduced.nbytes for reduce in self._inflight)
+        tensors = {id(tensor): tensor for reduce in self._inflight for tensor in (reduce.flat, reduce.reduced)}
+        return sum(tensor.nbytes for tensor in tensors.values())
 
     # -- launching
 
@@ -279,33 +348,75 @@ class GradReducer:
             # instead of when the bucket is full.
             room = min(room, self._inflight[-1].flat.numel())
         self._drain(max(room, 0))
+        reduced, work = self._start_reduction(gradients, flat)
+        reduce = _InflightReduce(gradients, flat, reduced, work)
+        if self._copies is not None and self._copies.pinned:
+            reduce.copy = self._copies.to_host(reduced, work, self._examine)
+        self._inflight.append(reduce)
+        self._drain_finished()
+        if not self._rules.overlap:
+            self._drain(0)
+
+    def _examine(self, reduced: Tensor) -> None:
+        if self._largest is not None:
+            max_abs_into(reduced, self._largest)
+
+    def _start_reduction(self, gradients: GradientBuffer, flat: Tensor) -> tuple[Tensor, Work]:
+        if self._collectives.world_size == 1 and self._rules.postscale == 1.0:
+            return flat, DONE  # the mean over one rank; nothing else refers to `flat` any more
         layout = gradients.buffer.layout
         reduced = torch.empty(layout.shard_numel(gradients.buffer.rank), dtype=flat.dtype, device=flat.device)
         label = f"reduce {gradients.name}"
-        work = self._collectives.reduce_scatter(reduced, flat, label, self._rules.postscale, layout.uneven_sizes)
-        self._inflight.append(_InflightReduce(gradients, flat, reduced, work))
-        if not self._rules.overlap:
-            self._drain(0)
+        return reduced, self._collectives.reduce_scatter(
+            reduced, flat, label, self._rules.postscale, layout.uneven_sizes
+        )
 
     def _drain(self, limit_numel: int) -> None:
         """Waits for the oldest reductions until at most `limit_numel` elements are in flight."""
         while self._inflight and sum(reduce.flat.numel() for reduce in self._inflight) > limit_numel:
             reduce = self._inflight.popleft()
-            reduce.work.wait()
             if self._copies is None:
+                reduce.work.wait()
                 self._accumulate(reduce.gradients, reduce.reduced)
             else:
-                # The D2H copy runs on its own stream beside backward; `_D2H_LIMIT` bounds the device memory it pins.
-                self._pending_d2h.append((reduce.gradients, self._copies.to_host(reduce.reduced)))
-                self._drain_d2h(_D2H_LIMIT)
-        if limit_numel == 0:
-            self._drain_d2h(0)
+                # Memory that is not page-locked: the copy blocks, so it begins as late as it can.
+                copy = reduce.copy or self._copies.to_host(reduce.reduced, reduce.work)
+                copy.wait_for_source()  # and not for the copy, so that `flat` goes back to the allocator now
+                self._pending_d2h.append((reduce.gradients, copy))
+                self._bound_copies()
 
-    def _drain_d2h(self, limit: int) -> None:
-        """Waits for copies to host memory until at most `limit` are pending."""
-        while len(self._pending_d2h) > limit:
+    def _drain_finished(self) -> None:
+        """Gives up what the oldest reductions read, of those that go to the host, once they are through."""
+        while self._inflight and (copy := self._inflight[0].copy) is not None:
+            # The current stream itself has done what needed no message, so there is nothing to wait for.
+            if not (self._inflight[0].work is DONE or copy.is_source_ready):
+                return
+            self._pending_d2h.append((self._inflight.popleft().gradients, copy))
+            self._bound_copies()
+
+    def _bound_copies(self) -> None:
+        """Gives device memory back that has been copied to the host, and bounds what has not."""
+        on_device = [copy for _, copy in self._pending_d2h if copy.on_device]
+        for copy in on_device[:-_D2H_LIMIT]:
+            copy.drop_source()
+        for copy in on_device[-_D2H_LIMIT:]:
+            if not copy.is_copied:
+                break
+            copy.drop_source()
+        if self._on_shard_ready is not None:
+            # An update during backward waits for gradients: those whose memory had to be given back are landed now.
+            while len(self._pending_d2h) > _D2H_LIMIT:
+                gradients, copy = self._pending_d2h.popleft()
+                self._accumulate(gradients, copy.wait())
+
+    def _land_copies(self) -> None:
+        """Waits for all copies to host memory, once."""
+        if self._pending_d2h:
+            assert self._copies is not None, "copies to the host without a stream"
+            self._copies.finish()
+        while self._pending_d2h:
             gradients, copy = self._pending_d2h.popleft()
-            self._accumulate(gradients, copy.wait())
+            self._accumulate(gradients, copy.landed())
 
     def _accumulate(self, gradients: GradientBuffer, reduced: Tensor) -> None:
         """Adds a reduced shard to that of earlier micro-steps."""
@@ -331,6 +442,8 @@ class GradReducer:
     def _reduce_late(self) -> None:
         """A second reduction of the buffers with late gradients. Ranks agree on it: they run the same graph."""
         late, self._late = self._late, []
+        if late:
+            self._largest = None  # they are added to what was reduced before
         again: dict[int, GradientBuffer] = {}
         for param, grad in late:
             gradients, index = self._slot_of[param]
@@ -367,79 +480,3 @@ class GradReducer:
 
     def _accum_dtype(self, gradients: GradientBuffer) -> torch.dtype:
         return self._rules.accumulation_dtype or gradients.buffer.dtype
-
-
-# -- norm, overflow and clipping
-
-
-@dataclass(frozen=True)
-class GradStats:
-    """Norm and checks of one step's gradients, equal on all ranks.
-
-    Attributes:
-        finite: no infinity and no NaN on any rank.
-        norm: the global L2 norm, still multiplied by the loss scale; NaN when not computed or not finite.
-        same_history: every rank issued the same collectives since the start.
-        same_settings: every rank's optimizer has the same hyperparameters.
-    """
-
-    finite: bool
-    norm: float
-    same_history: bool
-    same_settings: bool
-
-
-def check_grads(
-    shards: Sequence[Tensor],
-    counted: Sequence[Tensor],
-    collectives: Collectives,
-    *,
-    history: int,
-    settings: int,
-    norm: bool,
-) -> GradStats:
-    """Overflow check, global norm and comparison of the ranks; two small all-reduces over all ranks.
-
-    A floating-point sum depends on its order, so squares are summed as integers (`ops/reductions.py`): the norm has the
-    same bits for every layout, world size and stage, and so has the clipping.
-
-    Args:
-        shards: the mean gradients of this rank's own elements, any float dtype, any number.
-        counted: those of them that enter the norm: replicated gradients are counted on one of their ranks only.
-        history: digest below 2^52 of the collectives this rank has issued.
-        settings: likewise, of its optimizer's hyperparameters.
-        norm: whether to compute the norm too.
-    """
-    # The first collective carries three answers: an overflow anywhere, and two digests as (value, -value), so that
-    # one max shows the largest and the smallest of each. Digests fit a float64 exactly, hence 2^52.
-    largest = max((max_abs(shard) for shard in shards), default=0.0)
-    facts = torch.tensor([largest, history, -history, settings, -settings], dtype=torch.float64)
-    collectives.all_reduce(facts, "max", "gradient overflow check")
-    largest, latest, earliest, highest, lowest = facts.tolist()
-    same_history, same_settings = latest == -earliest, highest == -lowest
-    finite = math.isfinite(largest)
-    if not (finite and same_history and same_settings and norm):
-        return GradStats(finite, math.nan, same_history, same_settings)
-    if largest == 0.0:
-        return GradStats(True, 0.0, same_history, same_settings)
-    # Every rank scales by the power of two above the global maximum, so no square overflows its 50 bits.
-    exponent = norm_exponent(largest)
-    sums = torch.zeros(2, dtype=torch.int64)
-    for shard in counted:
-        sums += torch.tensor(square_sums(shard, exponent), dtype=torch.int64)
-    collectives.all_reduce(sums, "sum", "gradient norm")
-    return GradStats(True, norm_from(int(sums[0]), int(sums[1]), exponent), same_history, same_settings)
-
-
-def clip_factor(norm: float, max_norm: float) -> float:
-    """The factor that reduces gradients of this norm to `max_norm`, at most 1; 1 when `max_norm` is 0 (off).
-
-    Example:
-        >>> round(clip_factor(norm=4.0, max_norm=1.0), 3)
-        0.25
-        >>> clip_factor(norm=0.5, max_norm=1.0)
-        1.0
-    """
-    if max_norm <= 0.0:
-        return 1.0
-    return min(1.0, max_norm / (norm + 1e-6))  # the 1e-6 of torch.nn.utils.clip_grad_norm_

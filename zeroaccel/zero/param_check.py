@@ -16,22 +16,29 @@ import torch
 from torch import Tensor, nn
 
 from zeroaccel.errors import EngineStateError
+from zeroaccel.ops.device_values import read_values
 from zeroaccel.zero.layout import ALIGN_NUMEL, round_up
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
 from zeroaccel.zero.tensor_subclasses import local
 
-_WORDS = 1 << 18  # int64 hashed at a time
+_WORDS = 1 << 18  # int64 hashed at a time: what a core's cache holds
+_DEVICE_WORDS = 1 << 23  # the same on an accelerator, where every kernel has to be launched
 
 
 @dataclass
 class _Observed:
+    """A parameter in use; the fingerprint is (1,) int64 on its device, None where a writer was first."""
+
     readers: int = 0
     writers: int = 0
-    fingerprint: int = 0
+    fingerprint: Tensor | None = None
 
 
 class WriteDetector:
-    """Fingerprints of unsharded parameters, from the first reader that enters to the last that leaves."""
+    """Fingerprints of unsharded parameters, from the first reader that enters to the last that leaves.
+
+    Taking one does not wait for the device that the parameter is on; comparing them does, once for all parameters.
+    """
 
     def __init__(self) -> None:
         self._observed: dict[tuple[int, int], _Observed] = {}
@@ -47,10 +54,20 @@ class WriteDetector:
         observed.readers += not writes
         observed.writers += writes
 
-    def changed(self, buffer: FlatBuffer, index: int) -> bool:
-        """Whether the parameter was written since the first reader entered, and no writer has entered."""
-        observed = self._observed[id(buffer), index]
-        return not observed.writers and observed.fingerprint != _fingerprint(buffer, index)
+    def changed(self, params: Sequence[tuple[FlatBuffer, int]]) -> list[bool]:
+        """Which of the parameters were written since their first reader entered, and no writer has entered."""
+        before, after, places = [], [], []
+        for place, (buffer, index) in enumerate(params):
+            observed = self._observed[id(buffer), index]
+            if not observed.writers and observed.fingerprint is not None:
+                before.append(observed.fingerprint)
+                after.append(_fingerprint(buffer, index))
+                places.append(place)
+        answers = [False] * len(params)
+        if places:
+            for place, differs in zip(places, read_values(torch.cat(before) != torch.cat(after)), strict=True):
+                answers[place] = differs
+        return answers
 
     def refresh(self, buffer: FlatBuffer, index: int) -> None:
         """Takes the fingerprint anew, after a permitted change."""
@@ -67,27 +84,32 @@ class WriteDetector:
             del self._observed[id(buffer), index]
 
 
-def _fingerprint(buffer: FlatBuffer, index: int) -> int:
+def _fingerprint(buffer: FlatBuffer, index: int) -> Tensor:
     slot = buffer.layout.slots[index]
     return fingerprint(buffer.full[slot.start : slot.start + round_up(slot.numel, ALIGN_NUMEL)])
 
 
-def fingerprint(data: Tensor) -> int:
-    """A hash of the bits and their order. A change within any single 8 bytes always changes it.
+def fingerprint(data: Tensor) -> Tensor:
+    """(1,) int64, a hash of the bits and their order. A change within any single 8 bytes always changes it.
+
+    Computed where the data is, without a wait for it.
 
     Args:
         data: (n,) contiguous, of a multiple of 8 bytes.
+
+    Example:
+        >>> fingerprint(torch.tensor([1, 2])), fingerprint(torch.tensor([2, 1]))
+        (tensor([7]), tensor([5]))
     """
     words = data.detach().view(torch.uint8).view(torch.int64)
-    if not words.numel():
-        return 0
-    # Odd weights are invertible modulo 2^64, so no difference in one word is multiplied to zero.
-    weights = torch.arange(1, 2 * min(words.numel(), _WORDS) + 1, 2, device=data.device)
-    total = 0
-    for number, start in enumerate(range(0, words.numel(), _WORDS)):
-        part = words[start : start + _WORDS]
-        total += (2 * number + 1) * int((part * weights[: part.numel()]).sum().item())
-    return total & (1 << 64) - 1
+    total = torch.zeros(1, dtype=torch.int64, device=data.device)
+    # Odd weights are invertible modulo 2^64, so no difference in one word is multiplied to zero. Sums of int64 wrap.
+    length = _WORDS if data.device.type == "cpu" else _DEVICE_WORDS
+    weights = torch.arange(1, 2 * min(words.numel(), length) + 1, 2, device=data.device)
+    for number, start in enumerate(range(0, words.numel(), length)):
+        part = words[start : start + length]
+        total += (2 * number + 1) * (part * weights[: part.numel()]).sum()
+    return total
 
 
 _OTHERWISE = "say which are trained before initialize() or prepare(), or destroy() the engine and make another"

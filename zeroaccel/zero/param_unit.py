@@ -222,7 +222,6 @@ class ParamUnit:
     3. `reshard()` after the last. Each is a no-op where it has nothing to do; anything illegal raises ShardStateError.
 
     Args:
-        copies: moves shards from host memory to the device, where they are two.
         sharded: whether the full buffers have no values, so that it starts sharded.
     """
 
@@ -232,7 +231,6 @@ class ParamUnit:
         modules: Sequence[nn.Module],
         buffers: Sequence[FlatBuffer],
         collectives: Collectives,
-        copies: CopyStream | None = None,
         *,
         sharded: bool = False,
     ):
@@ -242,7 +240,6 @@ class ParamUnit:
         self.persistent = all(buffer.persistent for buffer in buffers)
         self.numel = sum(buffer.layout.numel for buffer in buffers)
         self._collectives = collectives
-        self._copies = copies
         self._works: list[Work] = []
         self._exact = True
         self._state = ShardState.UNSHARDED
@@ -332,9 +329,6 @@ class ParamUnit:
         for work in self._works:
             work.wait()
         self._works.clear()
-        if self._copies is not None:
-            # What was swapped in goes back to a pool that reuses it at once: the host has to see its copies through.
-            self._copies.wait(finished=self.is_swapped)
         self._release()
         if not self.persistent:
             for buffer in self.buffers:

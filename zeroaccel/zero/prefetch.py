@@ -18,7 +18,14 @@ from zeroaccel.logs import logger
 
 @dataclass(frozen=True)
 class PrefetchLimits:
-    """Bounds on unsharded and prefetched parameters, in elements (the `stage3_*` keys of the same names)."""
+    """Bounds on unsharded and prefetched parameters, in elements (the `stage3_*` keys of the same names).
+
+    Attributes:
+        prefetch_bucket_size: units are gathered ahead until this many elements are; the last of them may pass it. 0
+            gathers nothing ahead.
+        max_live_parameters: of all unsharded units; nothing is gathered ahead that would pass it.
+        max_reuse_distance: a unit that is needed again within so many elements stays unsharded.
+    """
 
     prefetch_bucket_size: int = 50_000_000
     max_live_parameters: int = 1_000_000_000
@@ -172,6 +179,10 @@ class PrefetchTrace:
         budget = self._limits.prefetch_bucket_size - sum(self._numels[name] for name in self._prefetched)
         ahead: list[str] = []
         for name in self._trace.order[self._position + 1 :]:
+            # Until the bucket is passed, not as far as units fit: a unit is a layer, which is larger than the buckets
+            # that programs of DeepSpeed set, and without the next one ahead no gather is hidden behind computation.
+            if budget <= 0:
+                break
             if name in self._prefetched:
                 continue
             if name in live:
@@ -180,8 +191,8 @@ class PrefetchTrace:
                     continue
                 break  # it is resharded before; gathering what comes after it first would only hold memory longer
             numel = self._numels[name]
-            # No look past a unit that does not fit: a smaller one further on would take its memory.
-            if numel > budget or numel > room:
+            # No look past a unit that has no room: a smaller one further on would take its memory.
+            if numel > room:
                 break
             budget, room = budget - numel, room - numel
             ahead.append(name)

@@ -94,6 +94,7 @@ class ShardedOptimizer:
         self._counters: StepCounters | None = None
         self._settled_seconds = 0.0
         self._copies = copies
+        self._writes_host = False  # copies of new weights to host memory are under way
         self._sub_group_numel = sub_group_numel
         self.group_of = {
             slot.fqn: groups[id(param)]
@@ -127,6 +128,18 @@ class ShardedOptimizer:
             group["params"] = [piece.param for _, piece in sorted(own, key=lambda item: item[0])]
 
     @property
+    def takes_control(self) -> bool:
+        """Whether the device may decide about an update while it is under way: not by an optimizer with a code of its
+        own, and not in host memory.
+        """
+        return isinstance(self.optimizer, ShardOptimizer) and not self._calls_together and self._copies is None
+
+    def take_back_step(self) -> None:
+        """After an update that the device did not apply: the optimizer has not counted it."""
+        assert isinstance(self.optimizer, ShardOptimizer), "only a native optimizer is updated unseen"
+        self.optimizer.undo_count([piece.param for buffer in self.buffers for piece in buffer.masters.pieces])
+
+    @property
     def waited_seconds(self) -> float:
         """Of all updates so far, for a tier."""
         return self._settled_seconds + sum(buffer.masters.waited_seconds for buffer in self.buffers)
@@ -134,7 +147,7 @@ class ShardedOptimizer:
     def step(
         self,
         gradients: Sequence[GradientBuffer],
-        grad_scale: float,
+        grad_scale: float | Tensor,
         done: Callable[[FlatBuffer], None] = lambda buffer: None,
         earlier: EarlierUpdates | None = None,
     ) -> None:
@@ -142,7 +155,8 @@ class ShardedOptimizer:
 
         Args:
             gradients: the reduced gradients of every buffer.
-            grad_scale: unscaling and clipping, multiplied into the gradients.
+            grad_scale: unscaling and clipping, multiplied into the gradients; or a control tensor on the device, as
+                `ShardStep.step_shard` takes it, where `takes_control`.
             done: called after each buffer, so that its gather can start while the next is stepped.
             earlier: has updated some buffers already, or is about to; their gradients are not looked at.
 
@@ -151,7 +165,9 @@ class ShardedOptimizer:
                 are on their way to its gathers; masters and parameters are a mixture of old and new.
         """
         self._counters = None
+        self._await_copies()
         if self._calls_together:
+            assert isinstance(grad_scale, float), "a coupled optimizer takes no control tensor"
             with self._timed():
                 self._step_together(gradients, grad_scale, done)
             return
@@ -183,19 +199,19 @@ class ShardedOptimizer:
             raise failure
 
     def _step_buffer(
-        self, buffer: FlatBuffer, grad: FlatTensor, grad_scale: float, following: Mapping[int, MasterStorage]
+        self, buffer: FlatBuffer, grad: FlatTensor, grad_scale: float | Tensor, following: Mapping[int, MasterStorage]
     ) -> None:
         # Rounded copies are written by the kernel that updates the masters, while those are in cache: one pass less.
         out = buffer.masters.stage_weights()
         self.update(buffer, grad, grad_scale, following.get(id(buffer)), out, self.optimizer.param_groups)
         if out is not None:
-            buffer.shard.commit()
+            self._commit(buffer)
 
     def update(
         self,
         buffer: FlatBuffer,
         grad: FlatTensor,
-        grad_scale: float,
+        grad_scale: float | Tensor,
         following: MasterStorage | None,
         out: FlatTensor | None,
         groups: Sequence[dict[str, Any]],
@@ -212,6 +228,7 @@ class ShardedOptimizer:
             if isinstance(self.optimizer, ShardStep):
                 self._step_native(self.optimizer, pieces, grad, grad_scale, out, groups)
             else:
+                assert isinstance(grad_scale, float), "a foreign optimizer takes no control tensor"
                 self._step_generic(pieces, grad, grad_scale, out)
 
     def _step_native(
@@ -219,7 +236,7 @@ class ShardedOptimizer:
         kernel: ShardStep,
         pieces: Sequence[MasterPiece],
         grad: FlatTensor,
-        grad_scale: float,
+        grad_scale: float | Tensor,
         out: FlatTensor | None,
         groups: Sequence[dict[str, Any]],
     ) -> None:
@@ -259,8 +276,9 @@ class ShardedOptimizer:
             for piece in buffer.masters.pieces:
                 self._take_weights(piece, out)
             if out is not None:
-                buffer.shard.commit()
+                self._commit(buffer)
             self._finish(buffer, done)
+        self._finish_host_writes()
 
     def change_masters(self, call: Callable[[], object], done: Callable[[FlatBuffer], None]) -> None:
         """Lets a method of the optimizer that is no step, such as its `eval`, change masters and states.
@@ -274,6 +292,7 @@ class ShardedOptimizer:
                 are a mixture of old and new.
         """
         self._counters = None
+        self._await_copies()
         if self._calls_together:
             call()
         following = followers(self.buffers)
@@ -286,6 +305,7 @@ class ShardedOptimizer:
                 failure = error
                 _break_off(buffer, self.buffers)
             self._finish(buffer, done)
+        self._finish_host_writes()
         if failure is not None:
             raise failure
         if self._counters is None and not self._calls_together:  # this rank owns nothing
@@ -301,7 +321,7 @@ class ShardedOptimizer:
             for piece in pieces:
                 self._take_weights(piece, out)
         if out is not None:
-            buffer.shard.commit()
+            self._commit(buffer)
 
     def count_step(self) -> None:
         """Lets the optimizer, its schedulers and its hooks take note of a step in which its `step` was not called."""
@@ -356,10 +376,11 @@ class ShardedOptimizer:
         target, device = out[piece.range], piece.param.device
         if target.device == device:
             yield target
-        elif target.device.type == "cpu":  # masters on the device, shards on the host: a blocking copy
+        elif target.device.type == "cpu":  # masters on the device, shards on the host
             staged = torch.empty_like(target, device=device)
             yield staged
-            target.copy_(staged)
+            self._copy_stream().write_host(target, staged)
+            self._writes_host = True
         else:
             # The copy runs on its own stream while the next piece is updated: each piece needs a buffer of its own, and
             # the allocator of pinned memory keeps it until the copy is through.
@@ -374,9 +395,28 @@ class ShardedOptimizer:
             if rounded is not None:
                 rounded.copy_(piece.param.detach().flatten())
 
+    def _await_copies(self) -> None:
+        """Before masters change: those in host memory may be the weights that the device still copies.
+
+        For a forward between backward and step, say, which the host has issued and the device has not reached.
+        """
+        if self._copies is not None:
+            self._copies.finish_reads()
+
     def _copy_stream(self) -> CopyStream:
         assert self._copies is not None, "masters in another memory than the parameters, and no stream to copy them"
         return self._copies
+
+    def _commit(self, buffer: FlatBuffer) -> None:
+        """The new weights are in the memory that the shard staged, or on their way there."""
+        if buffer.shard.is_swapped:  # they go on to a file
+            self._finish_host_writes()
+        buffer.shard.commit()
+
+    def _finish_host_writes(self) -> None:
+        if self._writes_host:
+            self._copy_stream().finish()
+            self._writes_host = False
 
     def _finish(self, buffer: FlatBuffer, done: Callable[[FlatBuffer], None]) -> None:
         if self._copies is not None:
@@ -386,6 +426,7 @@ class ShardedOptimizer:
     def _settle(self, buffers: Sequence[FlatBuffer]) -> None:
         begun = time.perf_counter()
         try:
+            self._finish_host_writes()
             for buffer in buffers:
                 buffer.shard.settle()
                 buffer.masters.settle()

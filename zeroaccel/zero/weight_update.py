@@ -236,8 +236,17 @@ class WeightUpdate:
         self._async.begin(order, 1.0)
         return self._async.add
 
-    def apply(self, grad_scale: float) -> None:
+    @property
+    def takes_control(self) -> bool:
+        """Whether `apply` takes a control tensor, so that the device decides by itself whether the update applies."""
+        return self._during == "step" and self._optimizer.takes_control
+
+    def apply(self, grad_scale: float | Tensor) -> None:
         """Updates with the gradients of this step, or starts to. (all ranks)
+
+        Args:
+            grad_scale: multiplied into the gradients; or a control tensor, where `takes_control`; `settle`
+                comes after that.
 
         Raises:
             OffloadError: a tier failed; on every rank.
@@ -247,13 +256,22 @@ class WeightUpdate:
             # The weights of the step before first: its updates read the same masters that these are about to change.
             self.finish()
             gradients = self._reducer.gradients
+            assert isinstance(grad_scale, float), "updates on a thread take a number"
             self._async.begin([gradient.buffer for gradient in gradients], grad_scale)
             for gradient in gradients:
                 self._async.add(gradient)
         else:
-            assert grad_scale == 1.0 or not self.is_early, "clipped after the updates had begun"
+            assert not self.is_early or grad_scale == 1.0, "clipped after the updates had begun"
             self._replace(grad_scale)
-        self._optimizer.count_step()
+        if isinstance(grad_scale, float):
+            self._optimizer.count_step()
+
+    def settle(self, *, applied: bool) -> None:
+        """After an `apply` with a control tensor, when the outcome is known: a skipped step does not count."""
+        if applied:
+            self._optimizer.count_step()
+        else:
+            self._optimizer.take_back_step()
 
     def finish(self) -> None:
         """Installs the weights of an update that runs one step late, if there is one. (all ranks)
@@ -303,7 +321,7 @@ class WeightUpdate:
             self.finish()
         self._async.close()
 
-    def _replace(self, grad_scale: float) -> None:
+    def _replace(self, grad_scale: float | Tensor) -> None:
         """Steps or installs buffer by buffer."""
         # A program may change a learning rate between backward and step. Updates that have begun went by the old one:
         # the step is carried out all the same, so that the ranks stay together, and then refused on all of them.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 
@@ -155,8 +155,10 @@ def _owners(model: nn.Module, boundaries: dict[int, str]) -> dict[int, list[_Own
 
 
 def _boundaries(model: nn.Module, rules: LeafRules) -> Iterator[tuple[int, str]]:
-    """(id, fqn) of every module below the root that starts a unit."""
+    """(id, fqn) of the root, and of every module below it that starts a unit."""
     yield id(model), ""
+    if replace(rules, granularity=0).match("", model):
+        return  # the root itself is named a leaf: ranks may run different parts of it
     yield from _walk_boundaries(model, "", rules, inside=False)
 
 

@@ -39,7 +39,7 @@ class Call(NamedTuple):
         return self[:6] == other[:6]
 
     def __str__(self) -> str:
-        size = f"{self.numel} x {self.dtype}" if self.dtype else ""
+        size = f"{self.numel} x {self.dtype}" if self.numel else self.dtype
         details = ", ".join(filter(None, (size, self.phase)))
         return f'{self.kind} #{self.seq} {self.op} "{self.label}"' + (f" ({details})" if details else "")
 

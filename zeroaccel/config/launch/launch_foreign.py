@@ -189,6 +189,8 @@ _AS_TEXT = (
 _OTHER_MACHINES = (
     "deepspeed_hostfile", "deepspeed_inclusion_filter", "deepspeed_exclusion_filter", "deepspeed_multinode_launcher",
 )  # fmt: skip
+MPI_LAUNCHERS = ("openmpi", "mpich", "impi", "mvapich")
+"""Ways of DeepSpeed to start processes on the machines of a hostfile, which ssh does here."""
 _NAMED = ("_path", "_file", "_clipping", "hostfile")
 
 
@@ -353,6 +355,11 @@ def _settle_section(foreign: ForeignKeys) -> None:
             settled[key] = value  # `normalize` reports it as unknown, with the key that was meant
         else:
             foreign.notes.append(((_SECTION, key), "does nothing, accelerate has no such setting and ignores it"))
+    for key in ("deepspeed_multinode_launcher", "multinode_launcher"):
+        if foreign.tree.get("num_machines") != 1 and str(settled.get(key, "")).lower() in MPI_LAUNCHERS:
+            text = f"{settled[key]} -> ssh, by which the machines of the hostfile are reached; it trains the same"
+            foreign.notes.append(((_SECTION, key), text))
+            settled[key] = "ssh"
     if foreign.tree.get("num_machines") == 1:
         for key in [key for key in settled if key in _OTHER_MACHINES]:
             if settled[key] not in ("standard", "pdsh", "nossh"):

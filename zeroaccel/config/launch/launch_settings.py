@@ -77,6 +77,7 @@ def _stage(value: object) -> object:
 
 def _gpu_ids(value: object) -> object:
     text = str(value).replace(" ", "") if isinstance(value, (int, str)) and not isinstance(value, bool) else ""
+    text = text.removesuffix(",")  # "0," is how one device is kept a list in accelerate's files
     names = text.split(",")
     if text == "all" or (text and all(re.fullmatch(r"\d+|(GPU|MIG)-[\w/-]+", name) for name in names)):
         if len(set(names)) == len(names):

@@ -311,6 +311,10 @@ def launched_environment(settings: LaunchSettings, sources: Mapping[str, str]) -
     if settings.uses_zero or settings.distributed_type is not None:
         values["use_zero"] = settings.uses_zero
         value_sources["use_zero"] = sources.get("distributed_type", "default")
+    if settings.uses_zero and values.get("use_cpu"):
+        # accelerate reads the variable as "DDP, whatever else is asked for". Devices are hidden from ranks anyway; said
+        # as false, as ranks inherit the variable where the launcher has it from its own environment.
+        values["use_cpu"] = False
     return to_environment(LaunchedSettings(**values), value_sources)
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import os
-import tempfile
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -31,6 +30,7 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import init_process_group
 from zeroaccel.config import Config, load_config
 from zeroaccel.errors import ConfigError, UsageError
+from zeroaccel.offload.file_io import nameless_file
 from zeroaccel.zero.access.param_registry import ParamRegistry, handle_of
 from zeroaccel.zero.build import float64_error, initial_values
 from zeroaccel.zero.from_config import DTYPES
@@ -89,13 +89,11 @@ class ShardTarget:
         if self.folder is None or not numel:
             return torch.empty(numel, dtype=dtype, device=self.device)
         try:
-            handle, name = tempfile.mkstemp(prefix="zeroaccel-shard-", dir=self.folder)
-            os.close(handle)
-            # Unlinked at once: the mapping keeps the file's blocks, which are freed when the process ends, however.
+            handle = nameless_file(self.folder)
             try:
-                return torch.from_file(name, shared=True, size=numel, dtype=dtype)
+                return torch.from_file(f"/proc/self/fd/{handle}", shared=True, size=numel, dtype=dtype)
             finally:
-                os.unlink(name)
+                os.close(handle)  # the mapping keeps the file's blocks, which are freed when the process ends, however
         except (OSError, RuntimeError) as error:
             raise ConfigError(
                 f"offload_param.nvme_path {self.folder}: no room for a shard of {numel} elements ({error})"

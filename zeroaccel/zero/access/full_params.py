@@ -247,7 +247,8 @@ def _replaced(handles: Sequence[ParamHandle]) -> UsageError | None:
 
 
 def _written(registry: ParamRegistry, handles: Sequence[ParamHandle]) -> UsageError | None:
-    names = [handle.slot.fqn for handle in handles if registry.write_detector.changed(handle.buffer, handle.index)]
+    changed = registry.write_detector.changed([(handle.buffer, handle.index) for handle in handles])
+    names = [handle.slot.fqn for handle, was_written in zip(handles, changed, strict=True) if was_written]
     if not names:
         return None
     differs = any(handle.buffer.persistent for handle in handles)

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from zeroaccel.comm.agree import agreed
 from zeroaccel.errors import EngineStateError, UsageError
+from zeroaccel.ops.device_values import read_values
 from zeroaccel.zero.access.param_registry import ParamHandle, Training, handle_of
 from zeroaccel.zero.grad_reducer import GradientBuffer
 from zeroaccel.zero.layout import FlatRange, FlatTensor
@@ -109,13 +110,11 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
     """The mean gradient over ranks, without loss scale, not clipped; None if there is none. (all ranks)
 
-    Between a backward and the step. With accumulation it is what has come so far.
-
-    Raises:
-        EngineStateError: gradients are unsharded on each rank until the boundary, and not reduced yet.
+    Between a backward and the step. With accumulation it is what has come so far; where gradients are not sharded, this
+    call reduces the whole buffer of the parameter, as the boundary will once more.
     """
     handle = handle_of(param)
-    values = None if handle is None else _gradients(handle, "safe_get_full_grad")
+    values = None if handle is None else _gradients_so_far(handle) or _gradients(handle, "safe_get_full_grad")
     return None if handle is None or values is None else _full(handle, values, "gradient of")
 
 
@@ -230,10 +229,27 @@ def _gradients(handle: ParamHandle, call: str) -> _Values | None:
 
     def write(part: FlatRange, values: Tensor) -> None:
         reduced[part].copy_(values)
+        training.reducer.changed()
 
     # Reduced gradients have the loss scale in them until the step: a caller sees them without.
     alone = handle.registry.collectives.world_size == 1
     return _Values(reduced.__getitem__, write, alone, 1.0 / training.loss_scale().value)
+
+
+def _gradients_so_far(handle: ParamHandle) -> _Values | None:
+    """Gradients that are accumulated and not reduced yet, to be read. (all ranks)"""
+    training = handle.registry.training
+    gradient = None if training is None else _gradient_buffer(handle, training)
+    mean = None if training is None or gradient is None else training.reducer.mean_so_far(gradient)
+    if training is None or mean is None:
+        return None
+    reduced = FlatTensor(handle.buffer.own, mean)
+    alone = handle.registry.collectives.world_size == 1
+    return _Values(reduced.__getitem__, _refuse_to_write, alone, 1.0 / training.loss_scale().value)
+
+
+def _refuse_to_write(part: FlatRange, values: Tensor) -> None:
+    raise AssertionError("a mean of gradients so far is read only")
 
 
 def _gradient_buffer(handle: ParamHandle, training: Training) -> GradientBuffer | None:
@@ -354,7 +370,7 @@ def _checked(handle: ParamHandle, value: Tensor, call: str) -> Tensor:
             raise UsageError(f"{where}: the value", expected=f"shape {handle.slot.shape}", got=tuple(value.shape))
         flat = value.detach().to(device=handle.buffer.full.device, dtype=torch.float32).contiguous().view(-1)
     # Different values would leave shards, masters and persistent copies of the ranks apart, and no later check sees it.
-    digest = fingerprint(torch.cat([flat, flat.new_zeros(flat.numel() % 2)]))
+    (digest,) = read_values(fingerprint(torch.cat([flat, flat.new_zeros(flat.numel() % 2)])))
     if len(set(collectives.gather_objects(digest, f"{where}: value"))) > 1:
         raise UsageError(f"{where}: the value", expected="the same on all ranks", got="different ones")
     return flat

@@ -1,38 +1,81 @@
-"""Copies between pinned host memory and a CUDA device, on a stream of their own during the computation.
+"""Copies between pinned host memory and a CUDA device, on a stream for each direction beside the computation.
 
-[Note: streams] Tensors are allocated and used on the current stream. A copy to the device first waits for what the
-current stream has been given so far, since the allocator may have handed out memory that earlier work there still
-reads; before the result is used, `wait` makes the current stream wait. Host memory that is reused by hand may be
-changed after `wait(finished=True)`. A source on the device is kept until its `CopyHandle` is waited for.
+[Note: streams] Tensors are allocated and used on the current stream. A copy first waits for what the current stream has
+been sent so far, since the allocator may have handed out memory that earlier work there still reads. A stream that uses
+a copy waits for its event and for no other: later copies may be queued behind it. Memory of the device that a copy uses
+goes back to the allocator only after the current stream has waited for it; memory of the host may be changed only after
+the host has, which `finish_reads` and `finish` are for.
 
 Where the device is the CPU there is none of this: host and device are one memory.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
+from zeroaccel.comm.collectives import Work
+from zeroaccel.offload.host_buffers import HostArena
+
 
 class CopyHandle:
-    """A tensor on its way to host memory."""
+    """A tensor on its way to host memory.
 
-    def __init__(self, host: Tensor, source: Tensor, event: torch.cuda.Event) -> None:
+    Args:
+        host: where it goes.
+        source: on the device.
+        ready: when the source has its values.
+        copied: when the copy is through.
+    """
+
+    def __init__(self, host: Tensor, source: Tensor, ready: torch.cuda.Event, copied: torch.cuda.Event) -> None:
         self._host = host
         self._source: Tensor | None = source
-        self._event = event
+        self._ready = ready
+        self._copied = copied
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the source occupies memory of the device."""
+        return self._source is not None
+
+    @property
+    def is_source_ready(self) -> bool:
+        """Whether the source has its values, so that what it is made of can be freed."""
+        return bool(self._ready.query())
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether the copy is through."""
+        return bool(self._copied.query())
+
+    def wait_for_source(self) -> None:
+        """Makes the current stream wait until the source has its values."""
+        if self._source is not None:
+            self._ready.wait(torch.cuda.current_stream(self._source.device))
+
+    def drop_source(self) -> None:
+        """Gives the source's memory back. The current stream waits for the copy, the host does not."""
+        if self._source is not None:
+            self._copied.wait(torch.cuda.current_stream(self._source.device))
+            self._source = None
 
     def wait(self) -> Tensor:
-        """The tensor in host memory, once it is there."""
-        self._event.synchronize()
+        """The tensor in host memory, once it is there. The host waits."""
+        self._copied.synchronize()
+        return self.landed()
+
+    def landed(self) -> Tensor:
+        """The tensor in host memory, of a copy that the host has waited for in another way (`CopyStream.finish`)."""
         self._source = None
         return self._host
 
 
 class CopyStream:
-    """The stream of one engine's copies.
+    """The copies of one engine.
 
     Args:
         device: a CUDA device.
@@ -42,36 +85,83 @@ class CopyStream:
     def __init__(self, device: torch.device, *, pinned: bool) -> None:
         self.pinned = pinned
         self._device = device
-        self._stream = torch.cuda.Stream(device)
+        self._arena = HostArena(pinned=pinned)  # what is copied to the host is as large in every step
+        # The device has an engine for each direction: gradients leave while weights come.
+        self._to_device = torch.cuda.Stream(device)
+        self._to_host = torch.cuda.Stream(device)
+        self._joining = torch.cuda.Stream(device)  # waits for what makes a source, apart from the copies before it
+        self._last_read: torch.cuda.Event | None = None  # behind the copies that the host has not seen through
 
     def stream(self) -> AbstractContextManager[None]:
-        """Makes the stream of the copies the current one, for work that follows a copy."""
-        return torch.cuda.stream(self._stream)
+        """Makes the stream of the copies to the device the current one, for work that follows a copy."""
+        return torch.cuda.stream(self._to_device)
 
-    def to_device(self, target: Tensor, source: Tensor) -> None:
-        """target = source, from host memory. The allocator of pinned memory keeps a source that is freed meanwhile."""
+    def to_device(self, target: Tensor, source: Tensor) -> torch.cuda.Event:
+        """Starts target = source, from host memory, which must not change before `finish_reads`.
+
+        Returns:
+            The event behind the copy, for the stream that uses it. The allocator of pinned memory keeps a source that
+            is freed meanwhile.
+        """
         # Before the copy: the allocator may have reused memory of `target` that kernels of this stream still read.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        self._to_device.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._to_device):
             target.copy_(source, non_blocking=self.pinned)
+            self._last_read = torch.cuda.Event()
+            self._last_read.record()
+        return self._last_read
 
-    def to_host(self, source: Tensor) -> CopyHandle:
-        """Starts to copy a tensor of the device into new host memory."""
-        # The event, not the stream, is what `CopyHandle.wait` waits for: later copies may be queued behind this one.
-        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=self.pinned)
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            host.copy_(source, non_blocking=self.pinned)
-            event = torch.cuda.Event()
-            event.record()
-        return CopyHandle(host, source, event)
-
-    def wait(self, *, finished: bool = False) -> None:
-        """Makes the current stream wait for all copies so far.
+    def to_host(
+        self, source: Tensor, work: Work, examine: Callable[[Tensor], None] = lambda source: None
+    ) -> CopyHandle:
+        """Starts to copy a tensor of the device into host memory, which is used again once no view of it is left.
 
         Args:
-            finished: also the host, so that their sources may change.
+            work: makes the values of `source`, in memory of the current stream. The copy waits for it, the current
+                stream does not.
+            examine: launches kernels that read the source, before the copy; see `join`.
         """
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
-        if finished:
-            self._stream.synchronize()
+        # The arena's condition holds: all copies into its memory are on one stream.
+        host = self._arena.empty(source.shape, source.dtype)
+        ready, copied = torch.cuda.Event(), torch.cuda.Event()
+        self._joining.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._joining):
+            work.wait()
+            examine(source)
+            ready.record()
+        with torch.cuda.stream(self._to_host):
+            ready.wait()
+            host.copy_(source, non_blocking=self.pinned)
+            copied.record()
+        return CopyHandle(host, source, ready, copied)
+
+    def write_host(self, target: Tensor, source: Tensor) -> None:
+        """Starts target = source, in host memory, which has the values after `finish`."""
+        self._to_host.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._to_host):
+            target.copy_(source, non_blocking=self.pinned)
+        # The caller drops the source at once; its memory is used again when the copy is through, not before.
+        source.record_stream(self._to_host)
+
+    def join(self) -> None:
+        """Makes the current stream wait until every source of a copy to the host was made and examined."""
+        torch.cuda.current_stream(self._device).wait_stream(self._joining)
+
+    def wait(self) -> None:
+        """Makes the current stream wait for all copies to the device so far."""
+        torch.cuda.current_stream(self._device).wait_stream(self._to_device)
+
+    def finish_reads(self) -> None:
+        """Returns when no copy to the device reads host memory any more, which may then be changed."""
+        if self._last_read is not None and not self._last_read.query():
+            self._last_read.synchronize()
+        self._last_read = None
+
+    def finish(self) -> None:
+        """Returns when the copies of both directions are through. One wait of the host, on one event."""
+        if self._last_read is not None:
+            self._to_host.wait_event(self._last_read)
+            self._last_read = None
+        event = torch.cuda.Event()
+        event.record(self._to_host)
+        event.synchronize()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from zeroaccel.offload.host_buffers import empty_on_host
 from zeroaccel.ops.shard_step import ShardOptimizer
 from zeroaccel.ops.updates import BLOCK_NUMEL
 from zeroaccel.optim.optimizer_kinds import renew_state
@@ -95,6 +96,7 @@ class MasterPlace:
         pieces: that this rank steps.
         device: where masters in memory of their own live.
         replicated: every rank has the masters of all N elements.
+        pinned: masters in host memory are page-locked.
     """
 
     key: str
@@ -104,6 +106,7 @@ class MasterPlace:
     pieces: Sequence[MasterPiece]
     device: torch.device
     replicated: bool = False
+    pinned: bool = False
 
     @property
     def range(self) -> FlatRange:
@@ -291,11 +294,16 @@ class SeparateMasters(MasterStorage):
     def __init__(self, place: MasterPlace) -> None:
         super().__init__(place)
         self._device = place.device
+        self._pinned = place.pinned
         self._masters = FlatTensor(self.range, stand_in((self.range.numel,)))
 
     def initialize(self, source: Tensor) -> None:
         # From the original weights, so that an fp32 model keeps the bits that 16-bit parameters drop.
-        self._point_at(source.to(self._device, torch.float32, copy=True))
+        if not self._pinned:
+            self._point_at(source.to(self._device, torch.float32, copy=True))
+            return
+        masters = empty_on_host(source.shape, torch.float32, pinned=True)
+        self._point_at(masters.copy_(source))
 
     def _point_at(self, values: Tensor) -> None:
         self._masters = FlatTensor(self.range, values)
@@ -366,6 +374,14 @@ class AliasedMasters(SeparateMasters):
 
     def initialize(self, source: Tensor) -> None:
         self._point_at(self.shard.stage()[self.range])
+
+    def write(self, part: FlatRange, values: Tensor, state: str | None = None) -> None:
+        self.shard.stage()  # copies of the weights to the device may still read this memory
+        super().write(part, values, state)
+
+    def load(self, fill: FillRange, flush: Callable[[], None]) -> None:
+        self.shard.stage()
+        super().load(fill, flush)
 
     def stage_weights(self) -> FlatTensor | None:
         return None

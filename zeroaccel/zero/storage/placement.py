@@ -21,12 +21,13 @@ from zeroaccel.config.schema_zero import OffloadOptimizer, OffloadParam
 from zeroaccel.config.shard_plan import Residence, UpdateTime
 from zeroaccel.errors import ConfigError
 from zeroaccel.logs import logger
-from zeroaccel.offload.cupy_adam import CupyAdamLane, cupy_is_installed
+from zeroaccel.offload.device_lane import AdamLane
 from zeroaccel.offload.file_io import IoSettings
 from zeroaccel.offload.host_buffers import HostBuffers, aligned_nbytes, return_freed_memory
 from zeroaccel.offload.nvme import NvmeTier
 from zeroaccel.offload.offload_folder import OffloadFolder, examine_folder
 from zeroaccel.offload.tier import HostTier, Tier
+from zeroaccel.ops.device_kernels import kernels_for
 from zeroaccel.ops.elementwise import Adam
 from zeroaccel.ops.hybrid_update import HybridUpdate
 from zeroaccel.ops.shard_step import ShardStep
@@ -181,6 +182,7 @@ class TierSet:
         optimizer: None for inference.
 
     Attributes:
+        device: where the engine computes.
         swapper: of masters and optimizer states, where they are in a tier; None where they stay in memory.
         shards: tiers of the parameters that are sharded: "host" and "nvme", as far as they are used.
         copies: between host memory and the device, where they are two and anything is on the host.
@@ -199,7 +201,7 @@ class TierSet:
     ) -> None:
         self._rules = rules
         self._rank = rank
-        self._device = device
+        self.device = device
         self.copies: CopyStream | None = None
         self.swapper: StateSwapper | None = None
         self.shards: dict[Residence, Tier] = {}
@@ -249,13 +251,14 @@ class TierSet:
             self.shards["nvme"] = self._file_tier(self._shard_file)
         if self._host_states:
             pinned = self._pins(section.pin_memory)
-            self.swapper = StateSwapper(HostTier(self._host_states, pinned=pinned), self._sub_groups)
+            self.swapper = StateSwapper(HostTier(self._host_states, pinned=pinned), self._sub_groups, pinned=pinned)
         if self._state_file is not None:
             self.swapper = StateSwapper(
                 self._file_tier(self._state_file),
                 self._sub_groups,
                 pipeline_read=section.pipeline_read,
                 pipeline_write=section.pipeline_write,
+                pinned=self._pins(section.pin_memory),
             )
 
     @property
@@ -274,6 +277,11 @@ class TierSet:
     def steps_on_host(self) -> bool:
         """Whether the optimizer steps in host memory rather than on the device."""
         return self._rules.optimizer != "device"
+
+    @property
+    def pins_states(self) -> bool:
+        """Whether masters and states in host memory are page-locked, for a device that copies from and to them."""
+        return self.steps_on_host and self._pins(self._rules.optimizer_section.pin_memory)
 
     @property
     def can_fail(self) -> bool:
@@ -296,8 +304,9 @@ class TierSet:
             self._rank,
             shard,
             plan.pieces(self._rank) if plan.trainable else (),
-            self._device if self._rules.optimizer == "device" else _HOST,
+            self.device if self._rules.optimizer == "device" else _HOST,
             plan.replicated,
+            self.pins_states,
         )
         swapper = self.swapper if self.swapper is not None else _NO_SWAPPER
         return shard, MASTER_STORAGES[self._master_kind(plan, shard, masters.device)](masters, swapper)
@@ -337,7 +346,7 @@ class TierSet:
             tier.close()
 
     def _pins(self, pin_memory: bool) -> bool:
-        return pin_memory and self._device.type == "cuda"
+        return pin_memory and self.device.type == "cuda"
 
     def _plan_states(self, plans: Sequence[BufferPlan], states: _HostStates) -> None:
         section, where = self._rules.optimizer_section, f"{self._rules.where}.offload_optimizer"
@@ -520,15 +529,14 @@ def share_updates(optimizer: Optimizer, ratio: float | None, device: torch.devic
         if ratio is not None:
             logger.info("%s.ratio: the training device is the host's own, which updates everything", where)
         return
-    missing = None
-    if not isinstance(optimizer, Adam) or optimizer.moments_dtype != "fp32":
-        missing = "Adam or AdamW with fp32 moments"
-    elif not cupy_is_installed():
-        missing = "CuPy: pip install zeroaccel[cuda]"
-    if missing is None:
-        assert isinstance(optimizer, Adam), "checked above"
-        optimizer.hybrid = HybridUpdate(CupyAdamLane(device), ratio)
-    elif ratio is not None:
+    missing = "Adam or AdamW with fp32 moments"
+    if isinstance(optimizer, Adam) and optimizer.moments_dtype == "fp32":
+        kernels = kernels_for(device)
+        if kernels is not None:
+            optimizer.hybrid = HybridUpdate(AdamLane(device, kernels), ratio)
+            return
+        missing = f"kernels on {device}, which could not be compiled (the log says why)"
+    if ratio is not None:
         raise ConfigError(f"{where}.ratio", expected="1.0", got=ratio, fix=f"a share for the device needs {missing}")
 
 

@@ -86,6 +86,7 @@ class ShardStorage(ABC):
         self._shard = place.shard
         self._split_sizes = place.layout.uneven_sizes
         self._copies = place.copies
+        self._copied: torch.cuda.Event | None = None  # behind the copy of the last gather from host memory
 
     # -- what a tier implements
 
@@ -186,15 +187,37 @@ class ShardStorage(ABC):
         # Straight into this rank's part of the output, so that the gather is in place; behind the copy, on its stream.
         assert self._copies is not None, f"{label}: a shard on {source.device} and no stream to copy it"
         own = full[self._shard.at(0)]
-        self._copies.to_device(own, source)
+        self._copied = self._copies.to_device(own, source)
         with self._copies.stream():
-            return self._gather(own, full, collectives, label, exact=exact)
+            return _CopiedGather(self._copied, self._gather(own, full, collectives, label, exact=exact), full.device)
 
     def _gather(self, source: Tensor, full: Tensor, collectives: Collectives, label: str, *, exact: bool) -> Work:
         # qwZ rounds what is sent; weights that are saved, written or shown to the program are gathered exactly.
         if collectives.quantized_weights and not exact:
             return collectives.gather_weights(full, source, label, self._split_sizes)
         return collectives.all_gather(full, source, label, self._split_sizes)
+
+
+class _CopiedGather:
+    """A gather behind the copy of this rank's shard to the device; a `Work`.
+
+    Args:
+        copied: behind the copy, and behind no later one: a unit must not wait for the copies of those after it.
+    """
+
+    def __init__(self, copied: torch.cuda.Event, gather: Work, device: torch.device) -> None:
+        self._copied = copied
+        self._gather = gather
+        self._device = device
+
+    def wait(self) -> None:
+        """See `Work`."""
+        self._copied.wait(torch.cuda.current_stream(self._device))
+        self._gather.wait()
+
+    def is_completed(self) -> bool:
+        """See `Work`."""
+        return self._copied.query() and self._gather.is_completed()
 
 
 class MemoryShard(ShardStorage):
@@ -232,19 +255,28 @@ class MemoryShard(ShardStorage):
         return self._memory[part]
 
     def write(self, part: FlatRange, values: Tensor) -> None:
+        self._await_copies()
         self._memory[part].copy_(values)
 
     def stage(self) -> FlatTensor:
+        self._await_copies()
         return self._memory
 
     def gather_input(self) -> Tensor:
         return self._memory[self._shard]
 
+    def _await_copies(self) -> None:
+        """Before the memory changes: the device may still copy it, for a forward that the host has only issued."""
+        if self._copied is not None and not self._copied.query():
+            assert self._copies is not None, "copied without a stream"
+            self._copies.finish_reads()  # of all shards, so that the first one that is written waits for the others
+        self._copied = None
+
     def tensors(self) -> Iterator[Tensor]:
         yield self._memory.values
 
     def load(self, fill: FillRange, flush: Callable[[], None]) -> None:
-        fill(self.range, self._memory.values)  # what stays in memory can wait for a flush of many
+        fill(self.range, self.stage().values)  # what stays in memory can wait for a flush of many
 
 
 class NvmeShard(ShardStorage):
@@ -279,6 +311,11 @@ class NvmeShard(ShardStorage):
             fetch, self._fetch = self._fetch, None
             with contextlib.suppress(OffloadError):  # if it matters, the next fetch meets it too
                 self._tier.release(fetch.wait())
+        if self._copied is not None and self._loan is not None:
+            # The host runs ahead of the device: the tier takes the memory back once the copy has read it.
+            loan, self._loan = self._loan, None
+            copied, self._copied = self._copied, None
+            self._tier.release(loan, after=copied)
         self.discard()
 
     def stage(self) -> FlatTensor:

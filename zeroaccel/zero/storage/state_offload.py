@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from zeroaccel.errors import EngineStateError, UsageError
+from zeroaccel.offload.host_buffers import empty_on_host
 from zeroaccel.zero.grad_reducer import GradReducer
 from zeroaccel.zero.param_unit import ParamUnit
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
@@ -34,7 +35,7 @@ class OffloadedStates:
         for storage in storages.values():
             if storage.nbytes():
                 source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-                host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=pinned)
+                host = empty_on_host((storage.nbytes(),), torch.uint8, pinned=pinned)
                 host.copy_(source)
                 del source
                 storage.resize_(0)

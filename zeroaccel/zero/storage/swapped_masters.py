@@ -25,7 +25,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroaccel.errors import OffloadError, UsageError
+from zeroaccel.offload.host_buffers import empty_on_host
 from zeroaccel.offload.tier import Fetch, StoredElements, Tier
+from zeroaccel.ops.device_values import begin_together
 from zeroaccel.ops.residual import join, split, ties_nbytes
 from zeroaccel.zero.layout import ALIGN_NUMEL, FlatRange, round_up
 from zeroaccel.zero.storage.masters import MasterPiece, MasterPlace, MasterStorage, make_states, stand_in
@@ -192,6 +194,7 @@ class StateSwapper:
         sub_groups: key of a buffer -> its sub-groups.
         pipeline_read: swap the next sub-group in while one is stepped.
         pipeline_write: go on while one is written back.
+        pinned: page-lock the memory of joined masters, from which a device may update its part.
     """
 
     def __init__(
@@ -201,11 +204,13 @@ class StateSwapper:
         *,
         pipeline_read: bool = False,
         pipeline_write: bool = False,
+        pinned: bool = False,
     ) -> None:
         self.tier = tier
         self.sub_groups = {key: tuple(groups) for key, groups in sub_groups.items()}
         self.pipeline_read = pipeline_read
         self.pipeline_write = pipeline_write
+        self._pinned = pinned
         self._scratch = torch.empty(0)
 
     def fetch(self, group: SubGroup) -> Fetch:
@@ -221,7 +226,8 @@ class StateSwapper:
     def scratch(self, numel: int) -> Tensor:
         """(numel,) fp32 for the masters of the sub-group in memory; one is at a time."""
         if self._scratch.numel() < numel:
-            self._scratch = torch.empty(numel)
+            self._scratch = torch.empty(0)  # frees the old one before the new one is allocated
+            self._scratch = empty_on_host((numel,), torch.float32, pinned=self._pinned)
         return self._scratch[:numel]
 
 
@@ -318,7 +324,7 @@ class SwappedMasters(MasterStorage):
                         fix='do not change what it keeps during training, or set offload_optimizer.device to "cpu"',
                     )
                 place = group.state(buffer, name)[piece.range.at(group.range.start)].view(piece.shape)
-                if value.data_ptr() != place.data_ptr():  # made by this step
+                if not begin_together(value, place):  # made by this step
                     place.copy_(value)
         for piece in group.pieces:
             for name, value in _element_states(optimizer, piece):

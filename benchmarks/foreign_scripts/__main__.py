@@ -1,0 +1,198 @@
+"""Runs scripts of other projects, unedited, with zeroaccel and plainly as DDP, and compares their losses.
+
+    python benchmarks/foreign_scripts --sources DIR --work DIR [--only 'cifar*'] [--table FILE]
+
+The folder of sources has checkouts (or their example folders) by the names that `scripts.py` uses. Each run gets two
+CPU ranks, its seeds from `on_path/sitecustomize.py`, and a log in the working folder. A row that is done is not run
+again as long as its results lie there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from fnmatch import fnmatch
+from pathlib import Path
+
+from inputs import write_inputs
+from scripts import SCRIPTS, Script
+
+_HERE = Path(__file__).parent
+_SECONDS = 560
+_WAYS = ("zeroaccel", "plain")
+# Optimizer and scheduler are Trainer's own in both runs, as DeepSpeed's WarmupDecayLR is another schedule.
+_ZERO3 = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "train_batch_size": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+}
+
+
+class Runner:
+    """Runs rows in the working folder; what a run leaves is `runs/ROW/WAY/`: log, losses by rank, result, output."""
+
+    def __init__(self, sources: Path, work: Path) -> None:
+        self._sources, self._work = sources.resolve(), work.resolve()
+
+    def run(self, script: Script, way: str) -> dict[str, object]:
+        """What a run gave: its exit status, seconds and losses by rank; from its folder, if it was run before."""
+        folder = self._folder(script.name, way)
+        result = folder / "result.json"
+        if result.exists():
+            made: dict[str, object] = json.loads(result.read_text())
+            return made
+        shutil.rmtree(folder, ignore_errors=True)
+        (folder / "out").mkdir(parents=True)
+        if script.after:
+            shutil.copytree(self._folder(script.after, way) / "out", folder / "out", dirs_exist_ok=True)
+        command = self._command(script, way, folder)
+        begun = time.perf_counter()
+        with (folder / "log").open("w") as log:
+            log.write(f"$ {shlex.join(command)}\n")
+            log.flush()
+            try:
+                status = subprocess.run(
+                    command,
+                    cwd=self._work,
+                    env=self._environment(script, way, folder),
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    timeout=_SECONDS,
+                    check=False,
+                ).returncode
+            except subprocess.TimeoutExpired:
+                status = -1
+        losses = [[float(line) for line in path.read_text().split()] for path in sorted(folder.glob("losses.*"))]
+        made = {"status": status, "seconds": time.perf_counter() - begun, "losses": losses}
+        if script.measure and status == 0:
+            measured = json.loads((folder / "out" / "all_results.json").read_text())[script.measure]
+            made["losses"] = [[float(measured)]]
+        result.write_text(json.dumps(made))
+        return made
+
+    def is_done(self, script: Script) -> bool:
+        """Whether both runs of a row have left their results."""
+        return all((self._folder(script.name, way) / "result.json").exists() for way in _WAYS)
+
+    def forget(self, script: Script) -> None:
+        """Makes a row run again."""
+        for way in _WAYS:
+            (self._folder(script.name, way) / "result.json").unlink(missing_ok=True)
+
+    def _folder(self, name: str, way: str) -> Path:
+        return self._work / "runs" / name.replace(" ", "_").replace(",", "") / way
+
+    def _command(self, script: Script, way: str, folder: Path) -> list[str]:
+        if script.imports and way == "zeroaccel":
+            path = str(self._changed(script, folder))
+        else:
+            path = script.path if script.path.startswith("-m ") else str(self._sources / script.path)
+        if way == "zeroaccel":
+            launcher = f"-m zeroaccel.cli launch {script.launch}"
+            arguments = f"{script.arguments} {script.extra}"
+        else:
+            launcher, arguments = script.plain, f"{script.arguments} {script.plain_extra}"
+        line = f"{launcher} {path} {arguments}"
+        return [sys.executable, *shlex.split(line.format(out=folder / "out", sources=self._sources))]
+
+    def _changed(self, script: Script, folder: Path) -> Path:
+        """A copy of the script in which nothing is changed but the package that it imports."""
+        source = self._sources / script.path
+        lines = source.read_text().splitlines(keepends=True)
+        copy = folder / source.name
+        copy.write_text(
+            "".join(
+                line.replace("accelerate", "zeroaccel")
+                if line.lstrip().startswith(("from accelerate", "import accelerate"))
+                else line
+                for line in lines
+            )
+        )
+        return copy
+
+    def _environment(self, script: Script, way: str, folder: Path) -> dict[str, str]:
+        path = [str(_HERE / "on_path")]
+        if script.pictures:
+            path.append(str(_HERE / "pictures"))
+        if script.path.startswith("DeepSpeedExamples/applications"):
+            path.append(str(self._sources / "DeepSpeedExamples/applications/DeepSpeed-Chat"))
+        if script.stands_in and way == "plain":
+            path.insert(0, str(_HERE / "plain"))
+        return {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path),
+            "FOREIGN_SCRIPTS_LOSSES": str(folder / "losses"),
+            "PYTHONDONTWRITEBYTECODE": "",
+            "HF_HUB_OFFLINE": "1",
+            "HF_HOME": str(self._work / "hf_home"),
+            "NLTK_DATA": str(self._work / "nltk_data"),
+            "OMP_NUM_THREADS": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+            # accelerate makes DDP of ranks on CPUs by this variable, and with it looks at no DeepSpeed plugin.
+            **({"ACCELERATE_USE_CPU": "true"} if way == "plain" else {}),
+        }
+
+
+def compare(here: list[list[float]], plain: list[list[float]]) -> float | None:
+    """The greatest relative difference of the losses on any rank; None where there is not the same number of them."""
+    if not here or [len(losses) for losses in here] != [len(losses) for losses in plain] or not here[0]:
+        return None
+    pairs = [pair for a, b in zip(here, plain, strict=True) for pair in zip(a, b, strict=True)]
+    return max(abs(a - b) / max(abs(b), 1e-3) for a, b in pairs)
+
+
+def row(script: Script, results: dict[str, dict[str, object]]) -> str:
+    """One line of the table."""
+    here, plain = (results[way] for way in _WAYS)
+    launch = "zeroaccel launch " + script.launch.replace("{sources}/", "")
+    steps = len(here["losses"][0]) if here["losses"] else 0  # type: ignore[index, arg-type]
+    last = [result["losses"][0][-1] if result["losses"] and result["losses"][0] else None for result in (here, plain)]  # type: ignore[index]
+    difference = compare(here["losses"], plain["losses"])  # type: ignore[arg-type]
+    if here["status"] or plain["status"]:
+        verdict = f"exit status {here['status']} here, {plain['status']} plainly"
+    elif difference is None:
+        verdict = "numbers of losses differ"
+    else:
+        verdict = f"{difference:.1e}" + ("" if difference <= script.tolerance else " !")
+    shown = [f"{value:.6f}" if value is not None else "-" for value in last]
+    return f"| {script.name} | `{launch}` `{script.extra}` | {steps} | {shown[0]} | {shown[1]} | {verdict} |".replace(
+        "``", ""
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sources", type=Path, required=True, help="folder with the checkouts")
+    parser.add_argument("--work", type=Path, required=True, help="folder for inputs, logs and results")
+    parser.add_argument("--only", default="*", help="pattern of the names of rows")
+    parser.add_argument("--table", type=Path, help="file for the table; it is printed anyway")
+    parser.add_argument("--again", action="store_true", help="run rows that were run before, too")
+    parser.add_argument("--done", action="store_true", help="run nothing: the table of rows that were run before")
+    arguments = parser.parse_args()
+    write_inputs(arguments.work)
+    (arguments.work / "zero3.json").write_text(json.dumps(_ZERO3, indent=2))
+    runner = Runner(arguments.sources, arguments.work)
+    lines = [
+        "| script | started by | losses | last, here | last, DDP | greatest difference |",
+        "|---|---|---|---|---|---|",
+    ]
+    for script in SCRIPTS:
+        if fnmatch(script.name, arguments.only) and (not arguments.done or runner.is_done(script)):
+            if arguments.again:
+                runner.forget(script)
+            lines.append(row(script, {way: runner.run(script, way) for way in _WAYS}))
+            print(lines[-1], flush=True)
+    if arguments.table:
+        arguments.table.write_text("\n".join([*lines, ""]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,244 @@
+"""Which scripts are run, with which arguments, and how; paths are below the folder of sources.
+
+A row is run twice: with zeroaccel by `zeroaccel launch` and plainly, as DDP. Everything is in fp32 where a script lets
+one choose, so that the losses can be compared closely.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+TORCHRUN = "-m torch.distributed.run --standalone --nproc_per_node 2"
+STAGE = "--use_deepspeed --zero_stage {stage} --num_processes 2 --mixed_precision no"
+
+
+@dataclass(frozen=True)
+class Script:
+    """One row of the table.
+
+    Attributes:
+        name: of the row.
+        path: of the script below the folder of sources; or `-m module`.
+        arguments: of the script, in both runs. `{out}` is a folder of the run's own.
+        launch: arguments of `zeroaccel launch`.
+        extra: arguments of the script that only the run with zeroaccel gets.
+        plain: arguments of Python for the DDP run.
+        plain_extra: arguments of the script that only the DDP run gets.
+        pictures: torchvision and timm are stood in for. Only where they are used: transformers, too, looks for them.
+        stands_in: for a script that needs DeepSpeed, DDP behind its names takes the plain run.
+        after: name of the row whose output folder this row starts with.
+        tolerance: relative difference of the losses that is expected at most.
+        imports: the script's `accelerate` becomes `zeroaccel`, in a copy.
+        measure: a key of the script's `all_results.json` that is compared instead of the losses.
+    """
+
+    name: str
+    path: str
+    arguments: str = ""
+    launch: str = STAGE.format(stage=2)
+    extra: str = ""
+    plain: str = TORCHRUN
+    plain_extra: str = ""
+    pictures: bool = False
+    stands_in: bool = False
+    after: str = ""
+    tolerance: float = 1e-5
+    imports: bool = False
+    measure: str = ""
+
+
+_EXAMPLES = "DeepSpeedExamples/training"
+_CHAT = "DeepSpeedExamples/applications/DeepSpeed-Chat/training/step1_supervised_finetuning/main.py"
+_SFT = (
+    "--data_path Dahoas/rm-static --data_split 10,0,0 --data_output_path {out}/data --max_seq_len 64 "
+    "--model_name_or_path facebook/opt-125m --per_device_train_batch_size 4 --per_device_eval_batch_size 4 "
+    "--dtype bf16 --output_dir {out}/model --num_train_epochs 1 --deepspeed --print_loss"
+)
+
+
+def _cifar(stage: int) -> Script:
+    return Script(
+        f"cifar10, stage {stage}",
+        f"{_EXAMPLES}/cifar/cifar10_deepspeed.py",
+        f"--deepspeed --epochs 2 --dtype fp32 --stage {stage} --log-interval 5",
+        launch="--num_gpus 2",
+        pictures=True,
+        stands_in=True,
+    )
+
+
+DEEPSPEED = (
+    *(_cifar(stage) for stage in range(4)),
+    Script(
+        "HelloDeepSpeed",
+        f"{_EXAMPLES}/HelloDeepSpeed/train_bert_ds.py",
+        "--checkpoint_dir {out} --max_seq_length 64 --h_dim 32 --ff_dim 64 --num_heads 2 --num_layers 2 --dropout 0.0 "
+        "--batch_size 4 --num_iterations 13 --checkpoint_every 6",
+        launch="--num_gpus 2 --bind_cores_to_rank",
+        stands_in=True,
+        tolerance=1e-2,
+    ),
+    *(
+        Script(
+            f"DeepSpeed-Chat SFT, stage {stage}{name}",
+            _CHAT,
+            f"{_SFT} --zero_stage {stage} {extra}",
+            launch="--num_gpus 2",
+            plain_extra="--zero_stage 0",
+            stands_in=True,
+            tolerance=1e-2,
+        )
+        for stage, name, extra in (
+            (2, "", ""),
+            (3, "", ""),
+            (2, ", offload", "--offload"),
+            (3, ", LoRA", "--lora_dim 4 --only_optimize_lora"),
+        )
+    ),
+)
+
+_BY_FEATURE = {
+    "automatic_gradient_accumulation": "",
+    "checkpointing": "--checkpointing_steps epoch --output_dir {out}",
+    "cross_validation": "--num_folds 2",
+    "ddp_comm_hook": "",
+    "early_stopping": "",
+    "gradient_accumulation": "--gradient_accumulation_steps 2",
+    "gradient_accumulation_for_autoregressive_models": "--gradient_accumulation_steps 2 --per_device_batch_size 4",
+    "local_sgd": "--gradient_accumulation_steps 2 --local_sgd_steps 2",
+    "memory": "",
+    "multi_process_metrics": "",
+    "profiler": "",
+    "schedule_free": "",
+    "tracking": "--with_tracking --project_dir {out}",
+}
+_CONFIG_SUPPORT = (
+    "--train_file lines_train.txt --validation_file lines_validation.txt --model_name_or_path openai-community/gpt2 "
+    "--per_device_train_batch_size 4 --per_device_eval_batch_size 4 --block_size 32 --num_train_epochs 1 --seed 0 "
+    "--output_dir {out} --learning_rate 1e-3"
+)
+
+ACCELERATE = (
+    Script("nlp_example", "accelerate/examples/nlp_example.py"),
+    Script("complete_nlp_example", "accelerate/examples/complete_nlp_example.py", "--output_dir {out}"),
+    Script("cv_example", "accelerate/examples/cv_example.py", "--data_dir pictures", pictures=True),
+    Script(
+        "complete_cv_example",
+        "accelerate/examples/complete_cv_example.py",
+        "--data_dir pictures --output_dir {out}",
+        pictures=True,
+    ),
+    *(Script(name, f"accelerate/examples/by_feature/{name}.py", arguments) for name, arguments in _BY_FEATURE.items()),
+    Script(
+        "deepspeed_with_config_support",
+        "accelerate/examples/by_feature/deepspeed_with_config_support.py",
+        _CONFIG_SUPPORT,
+        launch=STAGE.format(stage=3),
+    ),
+)
+
+IMPORTS = tuple(
+    replace(script, name=f"{script.name}, import changed", imports=True, launch="--num_processes 2")
+    for script in ACCELERATE
+)
+
+_TRAINER = (
+    "--do_train --per_device_train_batch_size 4 --per_device_eval_batch_size 4 --max_steps 8 --logging_steps 1 "
+    "--save_steps 4 --learning_rate 1e-3 --report_to none --output_dir {out}"
+)
+_PLAIN = "--use_cpu --ddp_backend gloo"
+_TASKS = {
+    "run_clm": (
+        "language-modeling",
+        "--model_name_or_path openai-community/gpt2 --train_file lines_train.txt "
+        "--validation_file lines_validation.txt --block_size 32",
+    ),
+    "run_glue": (
+        "text-classification",
+        "--model_name_or_path bert-base-cased --train_file pairs_train.csv --validation_file pairs_validation.csv "
+        "--max_seq_length 32",
+    ),
+    "run_qa": (
+        "question-answering",
+        "--model_name_or_path bert-base-cased --train_file questions_train.json "
+        "--validation_file questions_validation.json --max_seq_length 48 --doc_stride 16",
+    ),
+    "run_summarization": (
+        "summarization",
+        "--model_name_or_path google-t5/t5-small --train_file summaries_train.json "
+        "--validation_file summaries_validation.json --max_source_length 48 --max_target_length 12 "
+        "--predict_with_generate",
+    ),
+}
+
+
+def _trainer_rows(name: str) -> list[Script]:
+    folder, data = _TASKS[name]
+    path = f"transformers/examples/pytorch/{folder}/{name}.py"
+    train = Script(
+        f"{name}, train",
+        path,
+        f"{data} {_TRAINER} --do_eval",
+        launch="--num_processes 2",
+        extra="--deepspeed zero3.json",
+        plain_extra=_PLAIN,
+    )
+    return [
+        train,
+        replace(
+            train,
+            name=f"{name}, resumed",
+            arguments=f"{data} {_TRAINER} --resume_from_checkpoint {{out}}/checkpoint-4",
+            after=train.name,
+        ),
+        replace(
+            train,
+            name=f"{name}, evaluation only",
+            arguments=f"{data} --do_eval --per_device_eval_batch_size 4 --report_to none --output_dir {{out}}",
+            measure="eval_loss" if name != "run_qa" else "eval_exact_match",
+        ),
+    ]
+
+
+def _loop_row(name: str) -> Script:
+    folder, data = _TASKS[name]
+    data = data.replace("--max_seq_length", "--max_length") if name == "run_glue" else data
+    data = data.replace(" --predict_with_generate", "")
+    return Script(
+        f"{name}_no_trainer",
+        f"transformers/examples/pytorch/{folder}/{name}_no_trainer.py",
+        f"{data} --per_device_train_batch_size 4 --per_device_eval_batch_size 4 --max_train_steps 8 "
+        "--learning_rate 1e-3 --seed 0 --output_dir {out}",
+        launch=STAGE.format(stage=3),
+    )
+
+
+TRANSFORMERS = (*(row for name in _TASKS for row in _trainer_rows(name)), *map(_loop_row, _TASKS))
+
+_TRL = (
+    "--model_name_or_path HuggingFaceTB/SmolLM-360M --dtype float32 --bf16 False --per_device_train_batch_size 4 "
+    "--max_steps 5 --logging_steps 1 --report_to none --learning_rate 1e-3 --output_dir {out} "
+    "--gradient_checkpointing False"
+)
+_TRL_DATA = {
+    "sft": "--dataset_name trl-lib/Capybara",
+    "dpo": "--dataset_name trl-lib/ultrafeedback_binarized",
+    "reward": "--dataset_name trl-lib/ultrafeedback_binarized",
+    "grpo": "--dataset_name HuggingFaceH4/Polaris-Dataset-53K --reward_funcs think_format_reward "
+    "--max_completion_length 8 --num_generations 4",
+}
+
+TRL = tuple(
+    Script(
+        f"trl.scripts.{name}, {stage}.yaml",
+        f"-m trl.scripts.{name}",
+        f"{_TRL} {data}",
+        launch=f"--config_file {{sources}}/trl/trl/accelerate_configs/{stage}.yaml --num_processes 2 "
+        "--mixed_precision no",
+        plain_extra=_PLAIN,
+    )
+    for name, data in _TRL_DATA.items()
+    for stage in ("zero2", "zero3")
+)
+
+SCRIPTS = (*DEEPSPEED, *ACCELERATE, *TRANSFORMERS, *TRL, *IMPORTS)

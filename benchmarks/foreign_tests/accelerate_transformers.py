@@ -1,0 +1,186 @@
+"""The DeepSpeed tests of accelerate and transformers, on CPUs, with zeroaccel in DeepSpeed's place.
+
+    python benchmarks/foreign_tests/accelerate_transformers.py accelerate --source DIR
+    python benchmarks/foreign_tests/accelerate_transformers.py transformers --source DIR --only zero3 --markdown FILE
+
+DIR is a checkout of the project (its `tests` folder is what counts) near the version that is installed; the libraries
+themselves are the installed ones. Models are tiny ones made here (`tiny_hub`), so no network is used. Needs
+`parameterized`, for transformers `optuna` and `evaluate` as well. Exit code 1 if a test failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from harness import DIFFERS, FAILED, Cause, explained, facade_environment, markdown, run_files
+from tiny_hub import TinyModel, make_hub
+
+
+@dataclass(frozen=True)
+class Suite:
+    """What of a project is run, on what, and why some of it cannot pass."""
+
+    files: Sequence[str]
+    models: Mapping[str, TinyModel]
+    causes: Sequence[Cause]
+    options: Sequence[str] = ()
+
+
+_GPT2 = TinyModel("gpt2", {"n_positions": 64, "vocab_size": 1000, "bos_token_id": 0, "eos_token_id": 0})
+
+_UNTRAINED = "asks for the accuracy of the hub's trained BERT; the one here has random weights"
+
+_ABSENT = "couldn't connect to|LocalEntryNotFoundError|Couldn't find a module script|OfflineModeIsEnabled"
+_NO_SEQUENCE_PARALLELISM = "asks for `deepspeed.runtime.sequence_parallel`, which the facade refuses by name"
+
+_CLASSIFIER = "AutoModelForSequenceClassification"
+
+ACCELERATE = Suite(
+    files=(
+        "tests/deepspeed/test_deepspeed.py",
+        "tests/deepspeed/test_deepspeed_gradient_accumulation.py",
+        "tests/deepspeed/test_deepspeed_multiple_model.py",
+        "tests/deepspeed/test_alst_ulysses_sp.py",
+    ),
+    models={
+        "sshleifer/tiny-gpt2": _GPT2,
+        "hf-internal-testing/tiny-random-gpt2": _GPT2,
+        "gpt2": _GPT2,
+        "distilbert-base-uncased": TinyModel(
+            "distilbert", {"dim": 32, "n_heads": 4, "n_layers": 2, "hidden_dim": 64}, _CLASSIFIER, tokenizer=True
+        ),
+        "bert-base-cased": TinyModel("bert", head=_CLASSIFIER, tokenizer=True),
+        "apple/mobilevit-xx-small": TinyModel("mobilevit", head=""),
+        "peft-internal-testing/tiny-random-qwen-1.5-MoE": TinyModel(
+            "qwen2_moe",
+            {
+                "moe_intermediate_size": 16,
+                "shared_expert_intermediate_size": 16,
+                "num_experts": 4,
+                "num_key_value_heads": 4,
+                "vocab_size": 1000,
+            },
+        ),
+    },
+    causes=(
+        Cause(
+            "full weights are gathered whenever they are asked for; `stage3_gather_16bit_weights_on_model_save: false` "
+            "forbids nothing (docs/huggingface.md)",
+            test="test_save_checkpoints",
+            report="ValueError not raised",
+            status=DIFFERS,
+        ),
+        Cause(_UNTRAINED, report="is lower than the lower bound|best_performance"),
+        Cause(_NO_SEQUENCE_PARALLELISM, "test_deepspeed_alst_ulysses_sp", "sequence", DIFFERS),
+        Cause(
+            "without `--use_deepspeed` accelerate's launcher starts ranks only for the GPUs that it counts",
+            test="test_zero3_integration|test_train_multiple_models",
+            report="simple_launcher",
+        ),
+    ),
+)
+
+_OF_TRAINER = "tests/trainer/distributed/test_trainer_distributed_deepspeed.py"
+
+TRANSFORMERS = Suite(
+    files=(
+        f"{_OF_TRAINER}::TestTrainerIntegrationDeepSpeed",
+        f"{_OF_TRAINER}::TestNonTrainerIntegrationDeepSpeed",
+        f"{_OF_TRAINER}::TestTrainerDistributedDeepSpeed",
+        f"{_OF_TRAINER}::TestTrainerDistributedDeepSpeedCommon",
+        f"{_OF_TRAINER}::TestDeepSpeedModelZoo",
+        "tests/trainer/test_trainer_checkpointing.py::TrainerAutoBatchSizeTest::test_auto_batch_size_with_deepspeed",
+    ),
+    models={
+        "sshleifer/tiny-gpt2": TinyModel("gpt2", {"n_positions": 512}, tokenizer=True),
+        "patrickvonplaten/t5-tiny-random": TinyModel(
+            "t5",
+            {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
+            head="AutoModelForSeq2SeqLM",
+            tokenizer=True,
+        ),
+        "hf-internal-testing/tiny-random-gptj": TinyModel(
+            "gptj", {"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "n_positions": 512}, tokenizer=True
+        ),
+        "trl-internal-testing/tiny-Qwen2ForCausalLM-2.5": TinyModel(
+            "qwen2", {"num_key_value_heads": 2}, tokenizer=True
+        ),
+    },
+    causes=(
+        Cause(
+            "asks for DeepSpeed's file names; checkpoints are zeroaccel's own (docs/checkpoints.md)",
+            test="test_save_checkpoints",
+            report=r"model_states\.pt is not found",
+            status=DIFFERS,
+        ),
+        Cause(
+            "reads private attributes of DeepSpeed's optimizers",
+            test="test_mixed_precision_model_and_optimizer_dtypes",
+            report="fp32_partitioned_groups_flat|single_partition_of_fp32_groups",
+            status=DIFFERS,
+        ),
+        Cause(
+            "zero.Init leaves parameters the dtype that the model gives them until `initialize`, so that fp32 masters "
+            "have all bits (docs/deepspeed_names.md)",
+            test="test_init_zero3_(fp16|bf16)|test_arange_bf16",
+            report="torch.float32 != torch.b?float16|False is not true",
+            status=DIFFERS,
+        ),
+        Cause(_NO_SEQUENCE_PARALLELISM, "test_alst_ulysses_sp", "sequence", DIFFERS),
+        Cause("needs a model or a metric of the hub that has no tiny stand-in here", report=_ABSENT),
+        Cause("compares the device with cpu:0: on CPUs ranks have no index", "env_parity", "'cpu:[01]' not"),
+        Cause(
+            "asks that the launch prints something, and then as at stage 2", "zero3_env_parity", "produced no output"
+        ),
+    ),
+)
+
+SUITES = {"accelerate": ACCELERATE, "transformers": TRANSFORMERS}
+
+
+def main() -> int:
+    """Runs a suite and writes its tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("suite", choices=SUITES)
+    parser.add_argument("--source", type=Path, required=True, help="the project's checkout, which has `tests`")
+    parser.add_argument("--only", default="", help="pytest's -k")
+    parser.add_argument("--file", default="", help="only files and classes with this in their name")
+    parser.add_argument("--home", type=Path, default=Path(tempfile.gettempdir()) / "zeroaccel-tiny-hub")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds for one test")
+    parser.add_argument("--markdown", type=Path, help="where the tables go; printed otherwise")
+    parser.add_argument("--verbose", action="store_true", help="print the report of every failure")
+    arguments = parser.parse_args()
+    suite = SUITES[arguments.suite]
+    source = arguments.source.resolve()
+    if missing := [file for file in suite.files if not (source / file.partition("::")[0]).is_file()]:
+        print(f"--source {source}: expected a checkout of {arguments.suite} with {missing[0]}", file=sys.stderr)
+        return 2
+    environment = facade_environment({"RUN_SLOW": "1", **make_hub(arguments.home, suite.models)})
+    options = [*suite.options, *(["-k", arguments.only] if arguments.only else [])]
+    found = run_files(
+        [file for file in suite.files if arguments.file in file],
+        source=source,
+        environment=environment,
+        plugins=["accelerators"],
+        options=options,
+        limit_seconds=arguments.limit,
+    )
+    outcomes = explained(found, suite.causes)
+    if arguments.verbose:
+        print(*(f"=== {o.file}::{o.test}\n{o.text}" for o in outcomes if o.status == FAILED), sep="\n")
+    command = f"python benchmarks/foreign_tests/accelerate_transformers.py {arguments.suite} --source DIR"
+    text = markdown(f"{arguments.suite}'s tests of DeepSpeed", command, outcomes, ("accelerate", "transformers"))
+    if arguments.markdown is None:
+        print(text)
+    else:
+        arguments.markdown.write_text(text)
+    return int(any(outcome.status == FAILED for outcome in outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,387 @@
+"""The parts of the plan for a GPU, each of at most ten minutes, in the order in which they say most.
+
+A part is a function of a `Run`; it adds `Figure`s as it goes, so that what was read before a failure is kept. A part
+whose means are missing (a second interpreter with DeepSpeed, a sanitizer) says so in a figure's note.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from figures import Figure
+from plans import PLANS, SIZES
+from torch import Tensor
+from workloads import Workload
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Run:
+    """One part under way.
+
+    Args:
+        size: of the workloads, a name in `SIZES`.
+        seconds: that the part may take.
+        report: called with each figure.
+        predictions: by "plan/quantity".
+    """
+
+    def __init__(
+        self, size: str, seconds: float, report: Callable[[Figure], None], predictions: dict[str, float]
+    ) -> None:
+        self.size = size
+        self.seconds = seconds
+        self._report = report
+        self._predictions = predictions
+
+    def add(self, name: str, value: float | None, unit: str = "", *, key: str = "", note: str = "") -> None:
+        """Adds a figure; `key` names its prediction."""
+        self._report(Figure(name, value, unit, self._predictions.get(key), note))
+
+    def skip(self, name: str, why: str) -> None:
+        """Adds a figure that could not be read."""
+        self.add(name, None, note=f"skipped: {why}")
+
+
+def milliseconds(call: Callable[[], object], count: int = 5) -> float:
+    """Median time of a call, with the device drained before and after."""
+    call()
+    times = []
+    for _ in range(count):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begun)
+    return sorted(times)[count // 2] * 1e3
+
+
+# -- one process
+
+
+def machine(run: Run) -> None:
+    """What the device, its link and its memory can do: the ceilings of all that follows."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    versions = (
+        f"{properties.name}, torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {torch.cuda.nccl.version()}"
+    )
+    run.add("device memory", properties.total_memory / 2**30, "GiB", note=versions)
+    run.add("processors", os.cpu_count(), "cores")
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    run.add("copy on the device", 2 * source.numel() / milliseconds(lambda: target.copy_(source)) / 1e6, "GB/s")
+    device = source[: 1 << 28]
+    for pinned in (True, False):
+        host = torch.empty(1 << 28, dtype=torch.uint8, pin_memory=pinned)
+        kind = "pinned" if pinned else "pageable"
+
+        def to_device(host: Tensor = host) -> None:
+            device.copy_(host, non_blocking=True)
+
+        def to_host(host: Tensor = host) -> None:
+            host.copy_(device, non_blocking=True)
+
+        run.add(f"{kind} memory to the device", host.numel() / milliseconds(to_device) / 1e6, "GB/s")
+        run.add(f"device to {kind} memory", host.numel() / milliseconds(to_host) / 1e6, "GB/s")
+
+
+def tests(run: Run) -> None:
+    """tests/gpu: the promise between stages, the bits of the kernels, pinned memory, the lane."""
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "-q", "-p", "no:cacheprovider", "--tb", "short", "-rf"]
+    begun = time.perf_counter()
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=run.seconds)
+    print(found.stdout[-6000:], found.stderr[-2000:])
+    last = found.stdout.strip().splitlines()[-1] if found.stdout.strip() else "no output"
+    run.add("tests/gpu", time.perf_counter() - begun, "s", note=f"exit {found.returncode}: {last}")
+
+
+def kernels(run: Run) -> None:
+    """The step's kernels beside torch's fused AdamW and its norm, in milliseconds for 1e9 elements."""
+    from zeroaccel.comm.quantized import INT4, INT8, dequantize, dequantize_add, quantize
+    from zeroaccel.ops import Adam
+    from zeroaccel.ops.reductions import max_abs_into, square_sums_into
+
+    numel = 200_000_000 if run.size == "large" else 20_000_000
+    per = 1e9 / numel
+    master = torch.randn(numel, device="cuda")
+    grad, out = master.bfloat16(), torch.empty(numel, dtype=torch.bfloat16, device="cuda")
+    control = torch.tensor([0.5, 1.0], device="cuda")
+    for kind in ("fp32", "bf16", "int8"):
+        optimizer = Adam([master], moments_dtype=kind)
+        group = optimizer.param_groups[0]
+
+        def step(optimizer: Adam = optimizer, group: dict[str, object] = group) -> None:
+            optimizer.step_shard(group, master, grad, grad_scale=control, out=out)
+
+        run.add(f"AdamW, {kind} moments, bf16 gradient", per * milliseconds(step), "ms", key=f"kernels/adam {kind}")
+        del optimizer
+    param = torch.nn.Parameter(master.clone())
+    param.grad = grad.float()
+    fused = torch.optim.AdamW([param], fused=True)
+    run.add("torch's fused AdamW, fp32 gradient", per * milliseconds(fused.step), "ms")
+    del param, fused
+    largest = torch.zeros(1, dtype=torch.int32, device="cuda")
+    sums = torch.zeros(2, dtype=torch.int64, device="cuda")
+    run.add("largest magnitude, bf16", per * milliseconds(lambda: max_abs_into(grad, largest)), "ms", key="kernels/max")
+    run.add(
+        "sums of squares, bf16",
+        per * milliseconds(lambda: square_sums_into(grad, largest, sums)),
+        "ms",
+        key="kernels/squares",
+    )
+    norm = milliseconds(lambda: torch.linalg.vector_norm(grad, dtype=torch.float32))
+    run.add("torch's norm, bf16", per * norm, "ms")
+    total = torch.zeros(numel, device="cuda")
+    for codec, name in ((INT8, "int8"), (INT4, "int4")):
+        code = torch.empty(codec.nbytes(numel), dtype=torch.uint8, device="cuda")
+        calls: dict[str, Callable[[], None]] = {
+            "quantize": lambda codec=codec, code=code: quantize(grad, codec, code),  # type: ignore[misc]
+            "dequantize": lambda codec=codec, code=code: dequantize(code, codec, out),  # type: ignore[misc]
+            "dequantize_add": lambda codec=codec, code=code: dequantize_add(code, codec, total),  # type: ignore[misc]
+        }
+        for call, function in calls.items():
+            run.add(f"{call} {name}", per * milliseconds(function), "ms", key=f"kernels/{call} {name}")
+
+
+def waits(run: Run) -> None:
+    """Calls of one step at which the host waits: those that torch's debug mode sees, and events that are waited for."""
+    for name in PLANS:
+        work = Workload(name, run.size)
+        for _ in range(3):
+            work.step()
+        torch.cuda.synchronize()
+        places = _waits_of(work.step)
+        note = ", ".join(f"{count} x {place}" for place, count in places.most_common(4))
+        run.add(f"waits of the host, {name}", sum(places.values()), "per step", key=f"{name}/waits", note=note)
+        work.close()
+
+
+def _waits_of(step: Callable[[], object]) -> collections.Counter[str]:
+    """How often the host waits in a call, by file and line."""
+    places: collections.Counter[str] = collections.Counter()
+    synchronize = torch.cuda.Event.synchronize
+
+    def counted(event: torch.cuda.Event) -> None:
+        caller = sys._getframe(1)
+        places[f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"] += 1
+        synchronize(event)
+
+    torch.cuda.Event.synchronize = counted  # the debug mode does not see it
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.Event.synchronize = synchronize
+    places.update(f"{Path(wait.filename).name}:{wait.lineno}" for wait in seen if "synchron" in str(wait.message))
+    return places
+
+
+def overlap(run: Run) -> None:
+    """Time of a step, and how much of the copies lies beside computation."""
+    for name in PLANS:
+        work = Workload(name, run.size)
+        for _ in range(3):
+            work.step()
+        run.add(f"step, {name}", milliseconds(work.step), "ms", key=f"{name}/ms")
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            work.step()
+            torch.cuda.synchronize()
+        spans: dict[str, list[tuple[float, float]]] = {"copies": [], "kernels": []}
+        for event in profile.events():
+            is_copy = "HtoD" in event.name or "DtoH" in event.name
+            spans["copies" if is_copy else "kernels"].append((event.time_range.start, event.time_range.end))
+        copies, kernels_time, both = (
+            _union_ms(part) for part in (*spans.values(), [*spans["copies"], *spans["kernels"]])
+        )
+        run.add(f"kernels, {name}", kernels_time, "ms", note=f"{len(spans['kernels'])} launches")
+        run.add(f"copies, {name}", copies, "ms", note=f"{copies + kernels_time - both:.1f} ms of it beside kernels")
+        work.close()
+
+
+def _union_ms(spans: Sequence[tuple[float, float]]) -> float:
+    """Length of the union of spans in microseconds, in milliseconds."""
+    total, reached = 0.0, float("-inf")
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total / 1e3
+
+
+def memory(run: Run) -> None:
+    """Peaks of the caching allocator, beside the model's."""
+    for name in PLANS:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        work = Workload(name, run.size)
+        for _ in range(4):
+            work.step()
+        torch.cuda.synchronize()
+        stats = torch.cuda.memory_stats()
+        allocated, reserved = (stats[f"{kind}_bytes.all.peak"] / 2**30 for kind in ("allocated", "reserved"))
+        note = f"reserved {reserved:.2f} GiB, {stats['num_alloc_retries']} retries"
+        run.add(f"peak, {name}", allocated, "GiB", key=f"{name}/peak GiB", note=note)
+        work.close()
+
+
+def lane(run: Run) -> None:
+    """One update of host-resident state, by the cores, by the device, and split between them."""
+    from zeroaccel.offload.device_lane import AdamLane
+    from zeroaccel.ops import Adam
+    from zeroaccel.ops.hybrid_update import HybridUpdate
+
+    numel = 50_000_000
+    for pinned in (True, False):
+        for ratio in (1.0, 0.5, 0.0, None):
+            tensors = [torch.randn(numel), torch.empty(numel, dtype=torch.bfloat16), torch.randn(numel).bfloat16()]
+            master, out, grad = [tensor.pin_memory() if pinned else tensor for tensor in tensors]
+            optimizer = Adam([master])
+            if ratio != 1.0:
+                optimizer.hybrid = HybridUpdate(AdamLane(torch.device("cuda")), ratio)
+
+            def step(
+                optimizer: Adam = optimizer, master: Tensor = master, grad: Tensor = grad, out: Tensor = out
+            ) -> None:
+                optimizer.step_shard(optimizer.param_groups[0], master, grad, grad_scale=1.0, out=out)
+
+            found = milliseconds(step, 8)
+            host_ratio = 1.0 if optimizer.hybrid is None else optimizer.hybrid.host_ratio
+            kind = "pinned" if pinned else "pageable"
+            asked = "measured" if ratio is None else str(ratio)
+            run.add(f"update, {kind}, ratio {asked}", found, "ms", note=f"{host_ratio:.2f} of it by the host")
+
+
+# -- several processes
+
+
+def ranks(run: Run) -> None:
+    """Two ranks over NCCL on this one device: the bits of the stages, of offload and of ZeRO++'s exact parts."""
+    # A host name of its own for each rank gets NCCL past its check for two ranks on one device; they talk over lo.
+    environment = {
+        **os.environ,
+        **{"WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"},
+        **{"NCCL_SOCKET_IFNAME": "lo", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_IB_DISABLE": "1"},
+        **{"NCCL_NVLS_ENABLE": "0", "NCCL_MULTI_RANK_GPU_ENABLE": "1", "MASTER_PORT": "29555"},
+    }
+    script = str(Path(__file__).with_name("two_ranks.py"))
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [open(Path(folder, f"rank{rank}"), "w+") for rank in range(2)]  # noqa: SIM115
+        started = [
+            subprocess.Popen(
+                [sys.executable, script],
+                env={**environment, "RANK": str(rank), "NCCL_HOSTID": f"rank{rank}"},
+                stdout=logs[rank],
+                stderr=subprocess.STDOUT,
+            )
+            for rank in range(2)
+        ]
+        deadline = time.monotonic() + 0.9 * run.seconds
+        for process in started:
+            try:
+                process.wait(max(1.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGKILL)
+        texts = []
+        for log in logs:
+            log.seek(0)
+            texts.append(log.read())
+            log.close()
+    if "Duplicate GPU" in texts[0]:
+        run.skip("two ranks on one device", "this NCCL refuses them (Duplicate GPU)")
+        return
+    for line in texts[0].splitlines():
+        if line.startswith("FIGURE "):
+            name, _, verdict = line.removeprefix("FIGURE ").partition(": ")
+            run.add(name, float(verdict == "same"), "", note=verdict)
+    codes = [process.returncode for process in started]
+    run.add("ranks that ended well", sum(code == 0 for code in codes), "of 2", note=texts[0].strip()[-200:])
+
+
+def sanitizer(run: Run) -> None:
+    """Torch's own check of stream order around each plan; it sees no host memory, the stream model does."""
+    script = (
+        f"import sys; sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]\n"
+        "from workloads import PLANS, Workload\n"
+        "for name in PLANS:\n"
+        "    work = Workload(name, 'small')\n"
+        "    [work.step() for _ in range(3)]\n"
+        "    work.close()\n"
+        "    print('FINE', name, flush=True)\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "TORCH_CUDA_SANITIZER": "1"},
+        capture_output=True,
+        text=True,
+        timeout=0.5 * run.seconds,
+    )
+    complaints = found.stderr.count("CSAN detected")
+    fine = found.stdout.count("FINE")
+    run.add("complaints of torch's sanitizer", complaints, "", note=f"{fine} of {len(PLANS)} plans ran through")
+    memcheck = shutil.which("compute-sanitizer")
+    if memcheck is None:
+        run.skip("memory errors of the kernels", "no compute-sanitizer on this machine")
+        return
+    command = [memcheck, "--tool", "memcheck", sys.executable, "-m", "pytest", "tests/gpu", "-q", "-k", "kernels"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=0.45 * run.seconds)
+    summary = [line for line in found.stdout.splitlines() if "ERROR SUMMARY" in line]
+    errors = float(summary[-1].split()[3]) if summary else None
+    run.add("memory errors of the kernels", errors, "", note=summary[-1] if summary else found.stdout[-200:])
+
+
+def side_by_side(run: Run) -> None:
+    """The same step by plain torch with fused AdamW, and by DeepSpeed where it is installed; ratios to ours."""
+    from contenders_on_gpu import deepspeed_step, torch_step
+
+    ours = {}
+    for name in PLANS:
+        work = Workload(name, run.size)
+        ours[name] = milliseconds(work.step)
+        work.close()
+    plain = milliseconds(torch_step(SIZES[run.size]))
+    run.add("plain torch, fused AdamW", plain, "ms", note=f"ours, stage 2: {ours['stage 2'] / plain:.2f}x")
+    for name in ("stage 2", "stage 2, optimizer on host", "stage 3, both on host"):
+        try:
+            theirs = milliseconds(deepspeed_step(SIZES[run.size], PLANS[name]))
+        except ImportError:
+            run.skip(f"DeepSpeed, {name}", "DeepSpeed is not installed")
+            continue
+        run.add(f"DeepSpeed, {name}", theirs, "ms", note=f"ours: {ours[name] / theirs:.2f}x")
+
+
+def largest(run: Run) -> None:
+    """The largest decoder that trains within 32 GB of device memory, with optimizer and parameters on the host."""
+    from largest_model import SIZES, host_nbytes, train
+
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    deadline = time.monotonic() + 0.9 * run.seconds
+    for name, shape in SIZES.items():
+        needed = host_nbytes(shape)
+        if needed > 0.95 * free:
+            run.skip(name, f"{needed / 1e9:.0f} GB of host memory, {free / 1e9:.0f} free")
+            continue
+        found = train(shape, deadline)
+        sizes = f"{found.numel / 1e9:.1f}e9 parameters, peak {found.peak_nbytes / 1e9:.1f} GB of 32"
+        note = f"{sizes}, step {found.seconds:.1f} s"
+        run.add(name, found.teraflops, "TFLOPS", note=note)
+        return
+
+
+PARTS: dict[str, Callable[[Run], None]] = {
+    part.__name__: part
+    for part in (machine, tests, kernels, waits, overlap, memory, lane, ranks, sanitizer, side_by_side, largest)
+}
+"""By name, in order."""

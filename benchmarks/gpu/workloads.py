@@ -1,0 +1,41 @@
+"""An engine on the GPU, its batch, and a step over them."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from plans import PLANS, SIZES
+from torch import Tensor
+
+import zeroaccel
+from tests.cuda_model.gated_network import GatedNetwork
+
+
+class Workload:
+    """Trains what the stream model predicts: the same network, batch and config.
+
+    Args:
+        plan: a name in `PLANS`.
+        size: a name in `SIZES`.
+    """
+
+    def __init__(self, plan: str, size: str) -> None:
+        torch.manual_seed(0)
+        with torch.device("cuda"):
+            network = GatedNetwork(SIZES[size])
+            self.tokens = torch.randint(SIZES[size].vocabulary, (1, SIZES[size].tokens))
+        self.engine, *_ = zeroaccel.initialize(network, config=copy.deepcopy(PLANS[plan]))
+
+    def step(self) -> Tensor:
+        """One step; returns its loss."""
+        loss: Tensor = self.engine(self.tokens)
+        self.engine.backward(loss)
+        self.engine.step()
+        return loss.detach()
+
+    def close(self) -> None:
+        """Gives the memory back."""
+        self.engine.destroy()
+        del self.engine
+        torch.cuda.empty_cache()

@@ -1,0 +1,53 @@
+"""`python -m tests.cuda_model [PART OF A NAME...]` runs cases and prints the table; `--bugs` the planted bugs."""
+
+from __future__ import annotations
+
+import argparse
+
+from tests.cuda_model import run
+from tests.cuda_model.configurations import CASES, PEAKS, case_of
+from tests.cuda_model.planted_bugs import BUGS
+
+_COLUMNS = ("findings", "kernels", "boundary", "B/param", "waits", "control", "peak MB", "ms")
+_HEAD = f"{'case':66}" + "".join(f"{column:>9}" for column in _COLUMNS)
+
+
+def _row(name: str, outcome: run.Outcome) -> str:
+    numbers = (
+        f"{sum(outcome.findings.values()):9}{outcome.kernels:9}{outcome.boundary_kernels:9}"
+        f"{outcome.boundary_bytes:9.1f}{outcome.num_waits:9}{outcome.num_control:9}{outcome.peak_nbytes / 1e6:9.2f}"
+        f"{outcome.ms:9.2f}"
+    )
+    return f"{name:66}{numbers}"
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tests.cuda_model", description=__doc__)
+    parser.add_argument("names", nargs="*", help="parts of names of cases or bugs; all by default")
+    parser.add_argument("--bugs", action="store_true", help="plant bugs instead of running the cases as they are")
+    parser.add_argument("--serve", action="store_true", help="answer requests of the tests")
+    parser.add_argument("--details", action="store_true", help="show findings, waits and collectives with their places")
+    options = parser.parse_args()
+    if options.serve:
+        run.serve()
+        return
+    print(_HEAD)
+    for name in BUGS if options.bugs else [*CASES, *PEAKS]:
+        if options.names and not any(part in name for part in options.names):
+            continue
+        bug = BUGS[name] if options.bugs else None
+        outcome = run.run_case(case_of(bug.case if bug else name), bug.plant if bug else None)
+        print(_row(name, outcome), flush=True)
+        details = {
+            **outcome.findings,
+            **(outcome.early_frees | outcome.waits | outcome.control if options.details else {}),
+        }
+        for text, count in list(details.items())[: None if options.details else 3]:
+            print(f"    {count} x {text}")
+        if outcome.error:
+            print(outcome.error)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""What the model trains: a network of gated blocks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tests.cuda_model.network_size import Size
+
+
+class _GatedBlock(nn.Module):
+    """Seven matrices and two norms: 4 w^2 + 3 w i elements."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        width, inner = size.width, size.inner
+        self.norm_in, self.norm_out = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.query, self.key, self.value, self.mix = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm_in(x)
+        x = x + self.mix(self.query(y) * torch.sigmoid(self.key(y)) + self.value(y))
+        y = self.norm_out(x)
+        return x + self.down(torch.relu(self.gate(y)) * self.up(y))
+
+
+class GatedNetwork(nn.Module):
+    """Tokens to a loss: it predicts its own input."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(size.vocabulary, size.width)
+        self.layers = nn.ModuleList(_GatedBlock(size) for _ in range(size.layers))
+        self.norm = nn.LayerNorm(size.width)
+        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.head(self.norm(x)).float()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())

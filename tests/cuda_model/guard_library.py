@@ -1,0 +1,83 @@
+"""Compiles `guard.cpp`, once per version of torch and of the source, and loads it.
+
+Nothing here imports torch: the library has to be loaded before it. Compiling takes a C++ compiler and about 20 seconds;
+the result lies in a folder of the user's cache, under a name that says what it was made from.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+_SOURCE = Path(__file__).with_name("guard.cpp")
+_FLAGS = ("-O1", "-std=c++20", "-shared", "-fPIC", "-D_GLIBCXX_USE_CXX11_ABI=1")
+
+
+def why_not() -> str | None:
+    """Why the library cannot be compiled here, in words; None where it can."""
+    if _compiler() is None:
+        return "the CUDA model needs a C++ compiler (g++ or clang++)"
+    if importlib.util.find_spec("torch") is None:
+        return "the CUDA model needs torch"
+    return None
+
+
+def compiled() -> Path:
+    """The library, compiled if there is none yet.
+
+    Raises:
+        RuntimeError: the compiler refuses the source; its messages are in the error.
+    """
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None, why_not()
+    assert spec.origin is not None, "torch is a package"
+    torch = Path(spec.origin).parent
+    made_from = hashlib.sha256(_SOURCE.read_bytes() + importlib.metadata.version("torch").encode() + bytes(torch))
+    library = _cache() / f"cuda_guard-{made_from.hexdigest()[:16]}.so"
+    if library.exists():
+        return library
+    compiler = _compiler()
+    assert compiler is not None, why_not()
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        result = Path(folder) / library.name
+        headers = (f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include")
+        libraries = (f"-L{torch}/lib", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch}/lib")
+        command = [compiler, *_FLAGS, *headers, str(_SOURCE), "-o", str(result), *libraries]
+        outcome = subprocess.run(command, capture_output=True, text=True, check=False)
+        if outcome.returncode:
+            raise RuntimeError(f"{' '.join(command)}\n{outcome.stderr[-3000:]}")
+        # Renamed, not written in place: another process may load it meanwhile.
+        result.replace(library)
+    return library
+
+
+@functools.cache
+def loaded() -> ctypes.CDLL:
+    """The library in this process, which must not have imported torch before the first call."""
+    library = ctypes.CDLL(str(compiled()))
+    library.current_stream.restype = ctypes.c_int64
+    library.set_current_stream.argtypes = [ctypes.c_int64]
+    return library
+
+
+EventReport = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64)
+"""What the library calls with (event, stream); keep it alive as long as it is set."""
+
+
+def _compiler() -> str | None:
+    return shutil.which("g++") or shutil.which("clang++")
+
+
+def _cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(base) / "zeroaccel-tests"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

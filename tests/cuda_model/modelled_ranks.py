@@ -1,0 +1,336 @@
+"""zeroaccel on `cuda:0` of a job of W ranks, of which this process is the first, in a `StreamModel`.
+
+What is replaced: collectives (torch's group without peers, on a stream per group as ProcessGroupNCCL has them),
+compiled loops of the host (`ops/dispatch.launch`) and of the device (`ops/device_kernels.DeviceKernels`), page-locked
+slabs (`offload/host_buffers.aligned_bytes`), the NVMe tier's file, and threads. All else is the package's own code.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from tests.cuda_model.fake_cuda import CUDA, FakeCuda  # first: it loads the library before torch
+
+import torch  # isort: skip
+import torch.distributed as dist
+from torch import Tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
+
+import zeroaccel.checkpoint
+import zeroaccel.comm
+import zeroaccel.offload
+import zeroaccel.ops
+import zeroaccel.zero
+from tests.cuda_model import model_threads
+from tests.cuda_model.replacements import Replacements
+from tests.cuda_model.stream_model import Moment, StreamModel
+from zeroaccel.comm import topology as topologies
+from zeroaccel.comm import transport
+from zeroaccel.comm.collectives import Collectives
+from zeroaccel.offload import activation_store, host_buffers
+from zeroaccel.offload.file_io import BlockFile, Direction, IoSettings, Traffic
+from zeroaccel.offload.host_buffers import HostArena
+from zeroaccel.ops import dispatch, step_control
+from zeroaccel.ops.device_kernels import DeviceKernels, kernels_for
+
+_PACKAGES = (zeroaccel.checkpoint, zeroaccel.comm, zeroaccel.offload, zeroaccel.ops, zeroaccel.zero)
+_THREADED_PACKAGES = ("zeroaccel.checkpoint", "zeroaccel.offload", "zeroaccel.zero", "zeroaccel.comm.hierarchical")
+
+
+@dataclass
+class ModelledRank:
+    """The first rank of a job, on the model.
+
+    Attributes:
+        cuda: its device.
+        model: what happens there.
+        turns: of its threads.
+    """
+
+    cuda: FakeCuda
+    model: StreamModel
+    turns: model_threads.Turns
+
+
+@contextmanager
+def modelled_rank(world_size: int = 1, model: StreamModel | None = None) -> Iterator[ModelledRank]:
+    """The first rank of a job, for the length of a block."""
+    model = model or StreamModel()
+    cuda = FakeCuda(model)
+    turns = model_threads.Turns(model, cuda.modes)
+    replacements = Replacements()
+    # What a module takes from another is replaced in both, so all of them are imported before.
+    for package in _PACKAGES:
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)
+    with ExitStack() as stack:
+        stack.callback(activation_store._LINKS.clear)  # of a device of this model
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+        stack.callback(dist.destroy_process_group)
+        stack.callback(replacements.undo)
+        stack.enter_context(cuda.installed())
+        _replace_collectives(cuda, replacements)
+        _replace_host_work(cuda, turns, replacements)
+        model_threads.install(turns, replacements, _THREADED_PACKAGES)
+        topologies.init_process_group(device=CUDA)
+        stack.callback(topologies.destroy)
+        yield ModelledRank(cuda, model, turns)
+
+
+# -- collectives
+
+
+class _Pending:
+    """A collective on its group's stream; it holds its tensors until `wait`, as ProcessGroupNCCL does."""
+
+    def __init__(self, model: StreamModel, end: Moment, tensors: Sequence[Tensor]) -> None:
+        self._model, self._end, self._tensors = model, end, tuple(tensors)
+
+    def wait(self, timeout: object = None) -> bool:
+        self._model.join(self._model.current_stream(), self._end)
+        self._tensors = ()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._model.has_seen(self._model.thread, self._end)
+
+
+class _PendingOnHost:
+    """A collective in host memory, for which the thread that waits is blocked."""
+
+    def __init__(self, model: StreamModel, op: str) -> None:
+        self._model, self._op = model, op
+
+    def wait(self, timeout: object = None) -> bool:
+        self._model.control_collective(self._op)
+        return True
+
+    def is_completed(self) -> bool:
+        return False
+
+
+class _Groups:
+    """The process groups of the job, each with a stream per device as NCCL's communicators have."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+        self._streams: dict[int, int] = {}
+
+    def collective(
+        self,
+        op: str,
+        group: dist.ProcessGroup | None,
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        share: float,
+        async_op: bool,
+    ) -> Any:
+        """Enters a collective; `share` of the larger tensor's bytes leave this rank."""
+        model, rates = self._cuda.model, self._cuda.model.rates
+        tensors = [*reads, *writes]
+        group = group or dist.group.WORLD
+        assert group is not None, "there is no default group"
+        if all(tensor.device.type == "cpu" for tensor in tensors):
+            self._cuda.on_host(op, reads, writes)
+            pending: Any = _PendingOnHost(model, op)
+        else:
+            stream = self._stream_of(group)
+            nbytes = int(share * max(tensor.numel() * tensor.itemsize for tensor in tensors))
+            # The group's stream starts behind the current one, as it is at the call.
+            model.join(stream, model.moment(model.current_stream()))
+            seconds = rates.collective_seconds + nbytes / rates.network
+            uses = self._cuda.uses_of(reads), self._cuda.uses_of(writes)
+            model.launch(stream, *uses, op, seconds, nbytes)
+            pending = _Pending(model, model.moment(stream), tensors)
+        if async_op:
+            return pending
+        pending.wait()
+        return None
+
+    def _stream_of(self, group: dist.ProcessGroup) -> int:
+        if id(group) not in self._streams:
+            names = {id(getattr(topologies.current_topology(), f"{kind}_group")): kind for kind in ("gather", "reduce")}
+            kind = names.get(id(group), f"group {len(self._streams)}")
+            self._streams[id(group)] = self._cuda.model.add_stream(f"NCCL's stream ({kind})")
+        return self._streams[id(group)]
+
+
+def _replace_collectives(cuda: FakeCuda, replacements: Replacements) -> None:
+    groups = _Groups(cuda)
+
+    def others(group: dist.ProcessGroup | None) -> float:
+        size = dist.get_world_size(group)
+        return (size - 1) / size
+
+    def all_gather(out: Tensor, own: Tensor, group: Any = None, async_op: bool = False) -> Any:
+        pending = groups.collective("all_gather", group, [own], [out], others(group), async_op)
+        cuda.compute(out, lambda values: values.reshape(-1).repeat(out.numel() // max(own.numel(), 1)), own)
+        return pending
+
+    def reduce_scatter(out: Tensor, flat: Tensor, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
+        return groups.collective("reduce_scatter", group, [flat], [out], others(group), async_op)
+
+    def all_to_all(
+        out: Tensor, parts: Tensor, *splits: Any, group: Any = None, async_op: bool = False, **sizes: Any
+    ) -> Any:
+        return groups.collective("all_to_all", group, [parts], [out], others(group), async_op)
+
+    def broadcast(tensor: Tensor, src: int = 0, group: Any = None, async_op: bool = False, **_: Any) -> Any:
+        own = dist.get_rank() == src
+        return groups.collective("broadcast", group, [tensor] if own else [], [] if own else [tensor], 1.0, async_op)
+
+    def reduce(tensor: Tensor, dst: int, op: Any = None, group: Any = None, async_op: bool = False) -> Any:
+        writes = [tensor] if dist.get_rank() == dst else []
+        return groups.collective("reduce", group, [tensor], writes, 1.0, async_op)
+
+    def all_reduce(tensor: Tensor, op: Any = dist.ReduceOp.SUM, group: Any = None, async_op: bool = False) -> Any:
+        pending = groups.collective("all_reduce", group, [tensor], [tensor], 2 * others(group), async_op)
+        if op == dist.ReduceOp.SUM:
+            cuda.compute(tensor, lambda values: values * dist.get_world_size(group), tensor)
+        return pending
+
+    replacements.set(transport, "_all_gather", all_gather)
+    replacements.set(transport, "_reduce_scatter", reduce_scatter)
+    replacements.set(transport, "_all_to_all", all_to_all)
+    replacements.set(dist, "broadcast", broadcast)
+    replacements.set(dist, "reduce", reduce)
+    replacements.set(dist, "all_reduce", all_reduce)
+
+    def gather_objects(collectives: Collectives, obj: Any, label: str) -> list[Any]:
+        if collectives.world_size > 1:
+            cuda.model.control_collective("gather_objects")
+        return [obj] * collectives.world_size
+
+    # Pickles are values of unknown size; the collectives below are numbers, which small tensors have.
+    replacements.set(Collectives, "gather_objects", gather_objects)
+
+
+# -- kernels
+
+
+class _ModelKernels(DeviceKernels):
+    """Kernels that are entered into the model; on small tensors they compute, by torch operations of the same name."""
+
+    def __init__(self, cuda: FakeCuda) -> None:
+        self._cuda = cuda
+
+    def launch(
+        self,
+        name: str,
+        arguments: Sequence[Any],
+        *,
+        reads: Sequence[Tensor | None],
+        writes: Sequence[Tensor | None],
+        blocks: int,
+        rows: int = 1,
+    ) -> None:
+        read, written = ([tensor for tensor in side if tensor is not None] for side in (reads, writes))
+        nbytes = sum(tensor.numel() * tensor.itemsize for tensor in (*read, *written))
+        self._cuda.kernel(name, read, written, nbytes, 0.0)
+
+    def max_abs_into(self, tensor: Tensor, largest: Tensor) -> None:
+        super().max_abs_into(tensor, largest)
+        self._cuda.compute(largest, lambda: torch.ones(1).view(torch.int32))
+
+    def square_sums_into(self, tensor: Tensor, largest: Tensor, sums: Tensor) -> None:
+        super().square_sums_into(tensor, largest, sums)
+        self._cuda.compute(sums, lambda: torch.ones(2, dtype=torch.int64))
+
+    def write_facts(self, largest: Tensor, history: int, settings: int, facts: Tensor) -> None:
+        super().write_facts(largest, history, settings, facts)
+        self._cuda.call(lambda small, out: step_control.write_facts(small, history, settings, out), largest, facts)
+
+    def largest_of_facts(self, facts: Tensor, largest: Tensor) -> None:
+        super().largest_of_facts(facts, largest)
+        self._cuda.call(step_control.largest_of_facts, facts, largest)
+
+    def finalize(
+        self,
+        facts: Tensor,
+        sums: Tensor | None,
+        control: Tensor,
+        summary: Tensor,
+        factors: tuple[float, float, float],
+        *,
+        skip_overflow: bool,
+    ) -> None:
+        super().finalize(facts, sums, control, summary, factors, skip_overflow=skip_overflow)
+        scale, clipping, grad_factor = factors
+        settings: dict[str, Any] = {"scale": scale, "clipping": clipping, "grad_factor": grad_factor}
+        outputs = {"control": self._cuda.values_of(control), "summary": self._cuda.values_of(summary)}
+        inputs = self._cuda.values_of(facts), None if sums is None else self._cuda.values_of(sums)
+        with _disable_current_modes():
+            step_control.finalize(*inputs, **settings, **outputs, skip_overflow=skip_overflow)
+
+
+# -- the host
+
+
+class _ModelFile:
+    """`BlockFile` without a file: transfers run on a thread of their own, in order."""
+
+    def __init__(self, cuda: FakeCuda, calls: Callable[..., Any], folder: Any, nbytes: int, where: str, io: IoSettings):
+        self._cuda = cuda
+        self._thread = calls(1, "of a file")
+        self.folder, self.nbytes, self.settings, self.direct = folder, nbytes, io, True
+        self.traffic: dict[Direction, Traffic] = {"read": Traffic(), "write": Traffic()}
+
+    def start(self, direction: Direction, data: Tensor, offset: int, done: Callable[[Exception | None], None]) -> None:
+        """See `BlockFile.start`."""
+        self._thread.submit(self._move, direction, data, done)
+
+    def measure(self) -> tuple[float, float]:
+        """See `BlockFile.measure`."""
+        return (self._cuda.model.rates.disk,) * 2
+
+    def close(self) -> None:
+        """See `BlockFile.close`."""
+        self._thread.shutdown()
+
+    def _move(self, direction: Direction, data: Tensor, done: Callable[[Exception | None], None]) -> None:
+        uses = self._cuda.uses_of([data])
+        reads, writes = ([], uses) if direction == "read" else (uses, [])
+        seconds = data.numel() / self._cuda.model.rates.disk
+        self._cuda.model.run_on_host(reads, writes, f"{direction} of a file", seconds)
+        self.traffic[direction].nbytes += data.numel()
+        del data, uses, reads, writes
+        done(None)
+
+
+def _replace_host_work(cuda: FakeCuda, turns: model_threads.Turns, replacements: Replacements) -> None:
+    def launch(
+        kernel: str, numel: int, bind: Any, *, reads: Sequence[Tensor], writes: Sequence[Tensor], divisible: bool = True
+    ) -> list[Any]:
+        cuda.on_host(kernel, reads, writes)
+        if kernel == "largest_pattern":
+            bits = torch.int32 if reads[0].itemsize == 4 else torch.int16
+            with _disable_current_modes():
+                return [int(torch.ones(1, dtype=reads[0].dtype).view(bits))]
+        return [(1, 1)] if kernel == "square_sums" else [None]
+
+    def aligned_bytes(nbytes: int, *, pinned: bool = False) -> Tensor:
+        made = torch.empty(nbytes, dtype=torch.uint8)
+        if pinned:
+            cuda.pin(made)
+        return made
+
+    def empty(arena: HostArena, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        made = torch.empty(tuple(shape), dtype=dtype)
+        if made.numel():
+            base = arena._take(host_buffers.aligned_nbytes(made.numel() * made.itemsize))
+            cuda.place_in(made, base, lambda: arena._returned.append(base))
+        return made
+
+    kernels = _ModelKernels(cuda)
+    replacements.everywhere(kernels_for, lambda device: kernels if device.type == "cuda" else None)
+    _, _, executor = model_threads.thread_classes(turns)
+    replacements.everywhere(dispatch.launch, launch)
+    replacements.everywhere(host_buffers.aligned_bytes, aligned_bytes)
+    replacements.set(HostArena, "empty", empty)  # whose tensors tell their end by arrays, which fake ones have not
+    replacements.everywhere(BlockFile, lambda *arguments: _ModelFile(cuda, executor, *arguments))

@@ -1,0 +1,123 @@
+"""Runs cases on the model, and says what it saw."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from tests.cuda_model.modelled_ranks import modelled_rank  # first: it loads the library before torch
+
+from tests.cuda_model.configurations import Case, case_of  # isort: skip
+from tests.cuda_model.planted_bugs import BUGS
+from tests.cuda_model.replacements import Replacements
+from tests.cuda_model.stream_model import StreamModel
+from tests.cuda_model.training_loops import LOOPS, Program, new_engine
+
+_STEPS = 3  # the last one is counted: the first ones allocate, and record the order of units
+_BOUNDARY = "step"
+
+
+@dataclass
+class Outcome:
+    """Of one run. Counts are of its last step.
+
+    Attributes:
+        findings: unordered accesses, in words -> how often, in all steps.
+        early_frees: see `StreamModel`.
+        error: what the run raised, with its traceback; empty if nothing.
+        kernels, boundary_kernels: operations of the device: of the step, and within `engine.step()`.
+        boundary_bytes: that those of the boundary read and write, per element of the rank's shard.
+        waits, control: of the host, "phase: why at place" -> how often.
+        peak_nbytes, pinned_nbytes: of device memory, of page-locked host memory: the most at a time.
+        ms: of the model's clock.
+        busy_ms: of each lane.
+        seconds: that the run took here.
+    """
+
+    findings: dict[str, int] = field(default_factory=dict)
+    early_frees: dict[str, int] = field(default_factory=dict)
+    error: str = ""
+    kernels: int = 0
+    boundary_kernels: int = 0
+    boundary_bytes: float = 0.0
+    waits: dict[str, int] = field(default_factory=dict)
+    control: dict[str, int] = field(default_factory=dict)
+    peak_nbytes: int = 0
+    pinned_nbytes: int = 0
+    ms: float = 0.0
+    busy_ms: dict[str, float] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def num_waits(self) -> int:
+        """Of the host for the device."""
+        return sum(self.waits.values())
+
+    @property
+    def num_control(self) -> int:
+        """Blocking collectives in host memory."""
+        return sum(self.control.values())
+
+
+def run_case(case: Case, plant: Callable[[Replacements], None] | None = None) -> Outcome:
+    """Trains some steps on the model, with a planted bug if there is one."""
+    begin, model, replacements = time.perf_counter(), StreamModel(), Replacements()
+    outcome = Outcome()
+    try:
+        with modelled_rank(case.world_size, model) as rank:
+            if plant is not None:
+                plant(replacements)
+            engine, tokens = new_engine(case)
+            program = Program(case, model, engine, tokens)
+            loop = LOOPS[case.loop]
+            for step in range(_STEPS):
+                if step == _STEPS - 1:
+                    model.reset_counts()
+                loop(program)
+            rank.turns.finish()
+            shard_numel = sum(buffer.own.numel for unit in engine.units for buffer in unit.buffers if buffer.trainable)
+            _count(outcome, model, shard_numel)
+            for each in (engine, *program.others):
+                each.destroy()
+            rank.turns.finish()
+            if rank.turns.failures:
+                raise rank.turns.failures[0]
+            shutil.rmtree(program.folder, ignore_errors=True)
+    except Exception:
+        outcome.error = traceback.format_exc()
+    finally:
+        replacements.undo()
+    outcome.findings, outcome.early_frees = dict(model.findings), dict(model.early_frees)
+    outcome.seconds = round(time.perf_counter() - begin, 2)
+    return outcome
+
+
+def _count(outcome: Outcome, model: StreamModel, shard_numel: int) -> None:
+    outcome.kernels = sum(model.kernels.values())
+    outcome.boundary_kernels = model.sum_of(model.kernels, [_BOUNDARY])
+    outcome.boundary_bytes = round(model.sum_of(model.kernel_nbytes, [_BOUNDARY]) / shard_numel, 1)
+    outcome.waits, outcome.control = _in_words(model.waits), _in_words(model.control)
+    outcome.peak_nbytes, outcome.pinned_nbytes = model.peak_nbytes, model.pinned_peak_nbytes
+    outcome.ms = round(model.elapsed_seconds() * 1e3, 3)
+    outcome.busy_ms = {model.names[lane]: round(seconds * 1e3, 3) for lane, seconds in model.busy.items()}
+
+
+def _in_words(counts: Counter[tuple[str, str, str]]) -> dict[str, int]:
+    return {f"{phase}: {why} at {place}": count for (phase, why, place), count in counts.items()}
+
+
+def serve() -> None:
+    """Answers requests, {"case": name, "bug": name or null}, one a line, each with an outcome."""
+    # Answers alone go to the standard output: what the package prints goes elsewhere.
+    answers, sys.stdout = sys.stdout, sys.stderr
+    for line in sys.stdin:
+        request: dict[str, Any] = json.loads(line)
+        bug = BUGS[request["bug"]].plant if request["bug"] else None
+        print(json.dumps(asdict(run_case(case_of(request["case"]), bug))), file=answers, flush=True)

@@ -1,0 +1,24 @@
+"""The model finds bugs that are planted, each in a case that is free of findings without it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+
+from tests.cuda_model.configurations import CASES
+from tests.cuda_model.planted_bugs import BUGS
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_it_is_found(name: str, outcome_of: Callable[..., SimpleNamespace]) -> None:
+    bug = BUGS[name]
+    assert not CASES[bug.case].open
+    outcome = outcome_of(bug.case, name)
+    assert not outcome.error
+    assert any(bug.finding in text for text in (*outcome.findings, *outcome.early_frees))
+
+
+def test_there_are_many() -> None:
+    assert len(BUGS) >= 15

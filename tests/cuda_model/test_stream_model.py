@@ -1,0 +1,262 @@
+"""The model by itself: each rule on the shortest program that keeps or breaks it."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from tests.cuda_model import model_threads
+from tests.cuda_model.stream_model import HOST, MAIN, Memory, StreamModel, Use
+
+
+@pytest.fixture
+def model() -> StreamModel:
+    return StreamModel()
+
+
+def _device(model: StreamModel, nbytes: int = 100) -> Memory:
+    return model.allocate(nbytes, on_device=True)
+
+
+def _write(model: StreamModel, lane: int, memory: Memory, start: int = 0, stop: int = 100) -> None:
+    model.launch(lane, [], [Use(memory, start, stop)], "write", 1.0)
+
+
+def _read(model: StreamModel, lane: int, memory: Memory, start: int = 0, stop: int = 100) -> None:
+    model.launch(lane, [Use(memory, start, stop)], [], "read", 1.0)
+
+
+def _kinds(model: StreamModel) -> list[str]:
+    return [finding.partition(":")[0] for finding in model.findings]
+
+
+def test_one_stream_is_in_order(model: StreamModel) -> None:
+    memory = _device(model)
+    _write(model, MAIN, memory)
+    _read(model, MAIN, memory)
+    _write(model, MAIN, memory)
+    assert not model.findings
+
+
+def test_two_streams_are_not(model: StreamModel) -> None:
+    memory, side = _device(model), model.add_stream("side")
+    _write(model, MAIN, memory)
+    _read(model, side, memory)
+    assert _kinds(model) == ["READ AFTER WRITE"]
+    _write(model, MAIN, memory)
+    assert _kinds(model) == ["READ AFTER WRITE", "WRITE AFTER READ"]
+
+
+def test_a_wait_orders_what_came_before_it(model: StreamModel) -> None:
+    memory, side = _device(model), model.add_stream("side")
+    _write(model, MAIN, memory)
+    event = model.moment(MAIN)
+    _write(model, MAIN, memory, 0, 10)
+    model.join(side, event)
+    _read(model, side, memory, 10, 100)
+    assert not model.findings
+    _read(model, side, memory, 0, 10)
+    assert _kinds(model) == ["READ AFTER WRITE"]
+
+
+def test_bytes_apart_do_not_meet(model: StreamModel) -> None:
+    memory, side = _device(model), model.add_stream("side")
+    _write(model, MAIN, memory, 0, 50)
+    _write(model, side, memory, 50, 100)
+    assert not model.findings
+    _write(model, side, memory, 49, 51)
+    assert _kinds(model) == ["WRITE AFTER WRITE"]
+
+
+def test_order_goes_through_a_third_stream(model: StreamModel) -> None:
+    memory, second, third = _device(model), model.add_stream("second"), model.add_stream("third")
+    _write(model, MAIN, memory)
+    model.join(second, model.moment(MAIN))
+    model.join(third, model.moment(second))
+    _read(model, third, memory)
+    assert not model.findings
+
+
+def test_the_host_has_to_wait_for_a_copy(model: StreamModel) -> None:
+    memory = model.allocate(100, on_device=False, pinned=True)
+    _write(model, MAIN, memory)
+    model.run_on_host([Use(memory, 0, 100)], [], "read", 0.0)
+    assert _kinds(model) == ["READ AFTER WRITE"]
+
+
+def test_a_wait_of_the_host_is_counted_and_orders(model: StreamModel) -> None:
+    memory = model.allocate(100, on_device=False, pinned=True)
+    _write(model, MAIN, memory)
+    model.wait_on_host(model.moment(MAIN), "event")
+    model.run_on_host([Use(memory, 0, 100)], [], "read", 0.0)
+    assert not model.findings
+    assert sum(model.waits.values()) == 1
+
+
+def test_kernels_come_after_what_the_host_has_seen(model: StreamModel) -> None:
+    memory, side = model.allocate(100, on_device=False, pinned=True), model.add_stream("side")
+    _write(model, MAIN, memory)
+    model.wait_on_host(model.moment(MAIN), "event")
+    _read(model, side, memory)
+    assert not model.findings
+
+
+def test_a_block_is_reused_on_its_stream(model: StreamModel) -> None:
+    first = _device(model)
+    _write(model, MAIN, first)
+    model.free(first)
+    _write(model, MAIN, _device(model))
+    assert not model.findings
+
+
+def test_a_block_is_not_reused_while_another_stream_reads_it(model: StreamModel) -> None:
+    first, side = _device(model), model.add_stream("side")
+    _write(model, MAIN, first)
+    model.join(side, model.moment(MAIN))
+    _read(model, side, first)
+    model.free(first)
+    _write(model, MAIN, _device(model))
+    assert _kinds(model) == ["FREED IN USE"]
+
+
+@pytest.mark.parametrize("how", ["recorded", "waited for"])
+def test_unless_the_stream_is(how: str, model: StreamModel) -> None:
+    first, side = _device(model), model.add_stream("side")
+    _write(model, MAIN, first)
+    model.join(side, model.moment(MAIN))
+    _read(model, side, first)
+    if how == "recorded":
+        first.recorded.add(side)
+    model.free(first)
+    second = _device(model)
+    if how == "waited for":
+        model.join(MAIN, model.moment(side))
+    _write(model, MAIN, second)
+    assert not model.findings
+    assert bool(model.early_frees) == (how == "waited for")
+
+
+def test_a_new_block_may_still_be_used_by_its_stream(model: StreamModel) -> None:
+    side = model.add_stream("side")
+    _write(model, MAIN, _device(model))
+    memory = _device(model)
+    _write(model, side, memory)
+    assert _kinds(model) == ["USED TOO EARLY"]
+
+
+def test_memory_that_is_allocated_anew_has_no_past(model: StreamModel) -> None:
+    memory, side = _device(model), model.add_stream("side")
+    _write(model, side, memory)
+    model.join(MAIN, model.moment(side))
+    model.free(memory)
+    model.reallocate(memory, 60)
+    _write(model, MAIN, memory)
+    assert not model.findings
+    assert (model.live_nbytes, model.peak_nbytes) == (60, 100)
+
+
+def test_freed_slabs_wait_for_the_device(model: StreamModel) -> None:
+    memory = model.allocate(100, on_device=False)
+    model.pin(memory)
+    assert model.pinned_peak_nbytes == 100
+    model.free(memory)
+    assert [why for _, why, _ in model.waits] == ["unlocking of pages"]
+
+
+def test_launches_of_two_threads_on_one_stream_are_not_in_order(model: StreamModel) -> None:
+    memory, thread = _device(model), model.add_thread("another")
+    _write(model, MAIN, memory)
+    with model.as_thread(thread):
+        _write(model, MAIN, memory)
+    assert _kinds(model) == ["WRITE AFTER WRITE"]
+
+
+def test_the_clock_overlaps_streams(model: StreamModel) -> None:
+    first, second, side = _device(model), _device(model), model.add_stream("side")
+    model.reset_counts()
+    _write(model, MAIN, first)
+    _write(model, side, second)
+    assert model.elapsed_seconds() == pytest.approx(1.0, abs=1e-3)
+    model.join(side, model.moment(MAIN))
+    _write(model, side, second)
+    assert model.elapsed_seconds() == pytest.approx(2.0, abs=1e-3)
+
+
+# -- threads
+
+
+@pytest.fixture
+def turns(model: StreamModel) -> model_threads.Turns:
+    return model_threads.Turns(model, contextlib.nullcontext)
+
+
+def test_a_thread_is_apart_until_it_is_joined(model: StreamModel, turns: model_threads.Turns) -> None:
+    threading, _, _ = model_threads.thread_classes(turns)
+    memory = model.allocate(100, on_device=False)
+    use = [Use(memory, 0, 100)]
+    thread = threading.Thread(target=lambda: model.run_on_host([], use, "write", 0.0))
+    thread.start()
+    thread.join()
+    model.run_on_host(use, [], "read", 0.0)
+    assert not model.findings
+    other = threading.Thread(target=lambda: model.run_on_host([], use, "write", 0.0))
+    other.start()
+    model.run_on_host(use, [], "read", 0.0)
+    turns.finish()
+    assert _kinds(model) == ["WRITE AFTER READ"]
+
+
+def test_results_items_and_events_order(model: StreamModel, turns: model_threads.Turns) -> None:
+    threading, queue, executor = model_threads.thread_classes(turns)
+    memory = model.allocate(100, on_device=False)
+    items, event = queue.SimpleQueue(), threading.Event()
+
+    def work() -> int:
+        model.run_on_host([], [Use(memory, 0, 10)], "write", 0.0)
+        items.put("an item")
+        model.run_on_host([], [Use(memory, 10, 20)], "write", 0.0)
+        event.set()
+        model.run_on_host([], [Use(memory, 20, 30)], "write", 0.0)
+        return 7
+
+    result = executor(1, "worker").submit(work)
+    assert items.get() == "an item"
+    model.run_on_host([Use(memory, 0, 10)], [], "read", 0.0)
+    event.wait()
+    model.run_on_host([Use(memory, 0, 20)], [], "read", 0.0)
+    assert result.result() == 7
+    model.run_on_host([Use(memory, 0, 30)], [], "read", 0.0)
+    assert not model.findings
+
+
+def test_an_item_orders_nothing_that_comes_after_it(model: StreamModel, turns: model_threads.Turns) -> None:
+    threading, queue, _ = model_threads.thread_classes(turns)
+    memory, items = model.allocate(100, on_device=False), queue.SimpleQueue()
+
+    def work() -> None:
+        items.put("an item")
+        model.run_on_host([], [Use(memory, 0, 100)], "write", 0.0)
+
+    threading.Thread(target=work).start()
+    items.get()
+    model.run_on_host([Use(memory, 0, 100)], [], "read", 0.0)
+    turns.finish()
+    assert _kinds(model) == ["READ AFTER WRITE"]
+
+
+def test_threads_that_wait_for_each_other_are_named(model: StreamModel, turns: model_threads.Turns) -> None:
+    threading, _, _ = model_threads.thread_classes(turns)
+    with pytest.raises(RuntimeError, match="the host waits for ever, for an event"):
+        threading.Event().wait()
+    assert model.thread == HOST
+
+
+def test_an_error_of_a_thread_is_the_callers(turns: model_threads.Turns) -> None:
+    _, _, executor = model_threads.thread_classes(turns)
+
+    def fail() -> None:
+        raise ValueError("no space")
+
+    with pytest.raises(ValueError, match="no space"):
+        executor(1, "worker").submit(fail).result()

@@ -1,0 +1,174 @@
+"""How programs train: one step of each loop, by the name that a `Case` has."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import zeroaccel
+from tests.cuda_model.configurations import Case
+from tests.cuda_model.gated_network import GatedNetwork
+from tests.cuda_model.stream_model import StreamModel
+from zeroaccel.zero.engine import Engine
+
+
+@dataclass
+class Program:
+    """What a loop works with.
+
+    Attributes:
+        tokens: (1, T) int64, a batch.
+        others: engines besides the first, for loops that make some.
+        folder: for checkpoints.
+        rounds: calls of the loop so far, where it counts them.
+    """
+
+    case: Case
+    model: StreamModel
+    engine: Engine
+    tokens: Tensor
+    others: list[Engine] = field(default_factory=list)
+    folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="cuda-model-")))
+    rounds: int = 0
+
+    def phase(self, name: str) -> None:
+        """Counts are kept by phase."""
+        self.model.phase = name
+
+    def backward(self, engine: Engine | None = None) -> None:
+        """The micro-steps up to the boundary, without the last `step`."""
+        engine = engine or self.engine
+        rounds = self.case.config["gradient_accumulation_steps"]
+        for round_ in range(rounds):
+            self.phase("forward")
+            loss = engine(self.tokens)
+            self.phase("backward")
+            engine.backward(loss)
+            if round_ < rounds - 1:
+                engine.step()
+
+    def evaluate(self) -> None:
+        """A forward without gradients."""
+        self.phase("evaluation")
+        with torch.no_grad():
+            self.engine(self.tokens)
+
+    def step(self, engine: Engine | None = None) -> None:
+        """The boundary."""
+        self.phase("step")
+        (engine or self.engine).step()
+        self.phase("")
+
+
+def new_engine(case: Case) -> tuple[Engine, Tensor]:
+    """An engine of a case on the device, and a batch."""
+    with torch.device("cuda"):
+        network = GatedNetwork(case.size)
+        tokens = torch.zeros(1, case.size.tokens, dtype=torch.long)
+    engine, *_ = zeroaccel.initialize(network, config=dict(case.config))
+    return engine, tokens
+
+
+def plain(program: Program) -> None:
+    """Forward, backward, step."""
+    program.backward()
+    program.step()
+
+
+def forward_and_backward(program: Program) -> None:
+    """As `plain`, but the last time without the step: what the clock shows is the overlap within a backward."""
+    program.rounds += 1
+    program.backward()
+    if program.rounds < 3:
+        program.step()
+
+
+def evaluation_before_step(program: Program) -> None:
+    """An evaluation between backward and step reads the old weights while the step is about to write new ones."""
+    program.backward()
+    program.evaluate()
+    program.step()
+
+
+def evaluation_on_another_stream(program: Program) -> None:
+    """An evaluation on a stream of the program, which waits for the default stream, and that for it."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        program.evaluate()
+    torch.cuda.current_stream().wait_stream(side)
+    plain(program)
+
+
+def full_parameters(program: Program) -> None:
+    """Full parameters are read and written right after an evaluation."""
+    plain(program)
+    program.evaluate()
+    parameters = list(program.engine.module.layers[0].parameters())
+    with zeroaccel.zero.GatheredParameters(parameters):
+        pass
+    with zeroaccel.zero.GatheredParameters(parameters, modifier_rank=0), torch.no_grad():
+        parameters[0].mul_(0.5)
+
+
+def input_changed_in_place(program: Program) -> None:
+    """A block's input is changed in place after the block ran."""
+    engine, network = program.engine, program.engine.module
+    x = network.embedding(program.tokens) * 1.0
+    for layer in network.layers:
+        y = layer(x)
+        x = x.detach().mul_(0.5) + y
+    engine.backward(x.float().sum())
+    program.step()
+
+
+def graph_dropped(program: Program) -> None:
+    """Backward reaches a part of what forward computed; the rest is dropped with its graph."""
+    engine, network = program.engine, program.engine.module
+    x = network.embedding(program.tokens) * 1.0
+    for layer in list(network.layers)[:-1]:
+        x = layer(x)
+    y = network.layers[-1](x.detach().requires_grad_())
+    engine.backward(y.float().sum())
+    program.step()
+    del x, y
+    gc.collect()
+
+
+def two_engines(program: Program) -> None:
+    """Two engines take turns, as a student and a teacher that is trained, too."""
+    if not program.others:
+        program.others.append(new_engine(program.case)[0])
+    program.backward()
+    program.backward(program.others[0])
+    program.step()
+    program.step(program.others[0])
+
+
+def background_save(program: Program) -> None:
+    """A checkpoint is saved in the background while the next step is computed."""
+    plain(program)
+    program.engine.save_checkpoint(program.folder)
+    plain(program)
+
+
+LOOPS: Mapping[str, Callable[[Program], None]] = {
+    loop.__name__: loop
+    for loop in (
+        background_save,
+        evaluation_before_step,
+        evaluation_on_another_stream,
+        forward_and_backward,
+        full_parameters,
+        graph_dropped,
+        input_changed_in_place,
+        plain,
+        two_engines,
+    )
+}

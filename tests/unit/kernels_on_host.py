@@ -1,0 +1,82 @@
+"""The CUDA source of the kernels, compiled as C++ for the host: the same text, with threads in turn.
+
+`HostRunner` takes the place of `nvrtc.DriverModule`, so that `DeviceKernels` works on tensors in host memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+import subprocess
+import tempfile
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from zeroaccel.ops.device_kernels import SOURCE, DeviceKernels, kernel_names
+from zeroaccel.ops.nvrtc import argument_addresses
+
+_SHIM = Path(__file__).with_name("cuda_on_host.h")
+_DRIVER = Path(__file__).with_name("driver_on_host.h")
+# No contraction, as on the device; -fwrapv, since integers of the codes are meant to wrap.
+_OPTIONS = ("-std=c++17", "-O2", "-ffp-contract=off", "-fwrapv", "-shared", "-fPIC", "-Wno-unknown-pragmas", "-w")
+
+
+class HostRunner:
+    """A `KernelRunner` on the host.
+
+    Args:
+        library: with a `launch` function.
+
+    Attributes:
+        launched: the names of kernels, in the order of their launches.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        self._lock = threading.Lock()
+        self.launched: list[str] = []
+
+    def run(self, name: str, grid: tuple[int, int], threads: int, arguments: Sequence[object]) -> None:
+        """See `nvrtc.DriverModule.run`; returns when the kernel has run."""
+        with self._lock:
+            self.launched.append(name)
+            known = self._library.launch(name.encode(), *grid, threads, argument_addresses(arguments))
+        assert known, f"there is no kernel {name}"
+
+
+def host_kernels(architecture: int = 800) -> DeviceKernels:
+    """The kernels on host memory, as compiled for that `__CUDA_ARCH__`; skips the test without a C++ compiler."""
+    return DeviceKernels(HostRunner(host_library(architecture)))
+
+
+@functools.cache
+def host_library(architecture: int) -> ctypes.CDLL:
+    """The compiled kernels, and a driver that runs them."""
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no C++ compiler (g++ or clang++) to compile the kernels for the host with")
+    folder = Path(tempfile.mkdtemp(prefix="zeroaccel-kernels-"))
+    try:
+        calls = "\n".join(
+            f'    if (!strcmp(name, "{name}")) {{ run_grid(Call<{name}>::run, blocks, rows, threads, arguments);'
+            " return 1; }"
+            for name in kernel_names(SOURCE.read_text(encoding="utf-8"))
+        )
+        source = folder / "kernels.cpp"
+        source.write_text(
+            f'#define __CUDA_ARCH__ {architecture}\n#include "{_SHIM}"\n#include "{SOURCE}"\n#include "{_DRIVER}"\n'
+            'extern "C" int launch(const char* name, int blocks, int rows, int threads, void** arguments) {\n'
+            f"{calls}\n    return 0;\n}}\n"
+        )
+        library = folder / "kernels.so"
+        done = subprocess.run(
+            [compiler, *_OPTIONS, str(source), "-o", str(library)], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"the kernels do not compile as C++:\n{done.stderr[-4000:]}"
+        return ctypes.CDLL(str(library))
+    finally:
+        shutil.rmtree(folder)  # what is loaded stays

@@ -1,0 +1,135 @@
+"""Reduced gradients on their way to host memory, with copies that end as late as a device may let them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zeroaccel
+from zeroaccel.comm.collectives import Work
+from zeroaccel.comm.topology import destroy
+
+_LIMIT = 2  # gradients on the device behind the newest one, as in `grad_reducer.py`
+_LAYERS = 6
+
+
+class LateCopy:
+    """NaN in host memory until the host waits for it. Its source must be there until then, or until it was dropped."""
+
+    def __init__(self, copies: LateCopies, source: Tensor) -> None:
+        self._copies = copies
+        self._values = source.clone()
+        self._host = torch.full_like(source, math.nan)
+        self.on_device = True
+        self.is_source_ready = self.is_copied = False
+
+    def wait_for_source(self) -> None:
+        return None
+
+    def drop_source(self) -> None:
+        self.on_device = False
+
+    def wait(self) -> Tensor:
+        self._copies.single_waits += 1
+        self._host.copy_(self._values)
+        return self.landed()
+
+    def landed(self) -> Tensor:
+        self.on_device = False
+        return self._host
+
+    def land(self) -> None:
+        self._host.copy_(self._values)
+
+
+class LateCopies:
+    """A `CopyStream` of a device that is not there.
+
+    Attributes:
+        finishes, single_waits: how often the host waited for all copies, and for one.
+        most_on_device: sources at a time.
+    """
+
+    pinned = True
+
+    def __init__(self) -> None:
+        self.finishes = self.single_waits = self.most_on_device = 0
+        self._copies: list[LateCopy] = []
+
+    def to_host(self, source: Tensor, work: Work, examine: Callable[[Tensor], None] = lambda source: None) -> LateCopy:
+        work.wait()
+        examine(source)
+        self._copies.append(LateCopy(self, source))
+        self.most_on_device = max(self.most_on_device, sum(copy.on_device for copy in self._copies))
+        return self._copies[-1]
+
+    def join(self) -> None:
+        return None
+
+    def finish(self) -> None:
+        self.finishes += 1
+        for copy in self._copies:
+            copy.land()
+        self._copies.clear()
+
+
+@pytest.fixture(autouse=True)
+def _no_groups_left() -> Iterator[None]:
+    yield
+    destroy()
+
+
+def _train(copies: LateCopies | None, *, precision: str, accumulation: int, **offload: Any) -> list[Tensor]:
+    torch.manual_seed(3)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(_LAYERS)))
+    precisions = {"bf16": {"enabled": True, "check_grad_overflow": False}} if precision == "bf16" else {}
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", **offload}},
+        **precisions,
+    }
+    engine, *_ = zeroaccel.initialize(model=model, config=config)
+    engine.grad_reducer._copies = copies
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    for step in range(3 * accumulation):
+        batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(step)).to(dtype)
+        engine.backward(engine(batch).square().mean())
+        engine.step()
+    trained = [param.detach().clone() for param in model.parameters()]
+    engine.destroy()
+    return trained
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_host_waits_once_a_backward_and_reads_what_was_reduced(precision: str, accumulation: int) -> None:
+    reference = _train(None, precision=precision, accumulation=accumulation)
+    copies = LateCopies()
+    trained = _train(copies, precision=precision, accumulation=accumulation)
+    assert all(torch.equal(one, other) for one, other in zip(trained, reference, strict=True))
+    assert copies.finishes == 3 * accumulation
+    assert copies.single_waits == 0
+
+
+def test_few_gradients_wait_on_the_device() -> None:
+    copies = LateCopies()
+    _train(copies, precision="bf16", accumulation=1)
+    assert 1 < copies.most_on_device <= _LIMIT + 1
+
+
+def test_an_update_during_backward_gets_what_has_landed() -> None:
+    during = {"precision": "bf16", "accumulation": 1, "update_during": "backward"}
+    reference = _train(None, **during)
+    copies = LateCopies()
+    trained = _train(copies, **during)
+    assert all(torch.equal(one, other) for one, other in zip(trained, reference, strict=True))
+    # All but the newest few of a backward are landed one by one, while the backward goes on.
+    assert copies.single_waits > 0
+    assert copies.finishes == 3

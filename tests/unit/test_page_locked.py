@@ -1,0 +1,356 @@
+"""Page-locked host memory over a made-up CUDA runtime: exact sizes, unlocked with the last view, named if refused."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import mmap
+import multiprocessing
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from zeroaccel.config import load_config
+from zeroaccel.offload import page_locked
+from zeroaccel.offload.host_buffers import HostArena, aligned_bytes, empty_on_host
+from zeroaccel.offload.tier import HostTier
+from zeroaccel.ops import Adam, Lion
+from zeroaccel.zero.layout import FlatLayout
+from zeroaccel.zero.storage import placement
+from zeroaccel.zero.storage.masters import MasterPlace, SeparateMasters
+from zeroaccel.zero.storage.placement import OffloadRules, TierSet
+from zeroaccel.zero.storage.shards import MemoryShard, ShardPlace
+
+PAGE = mmap.PAGESIZE
+
+
+class Runtime:
+    """The part of the CUDA runtime that locks pages: what is locked, by address."""
+
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}
+        self.refuses = 0
+        self.pending_error = 0
+        self.synchronized = 0
+        self.current_device = 3
+        self.devices: list[int] = []
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        assert flags == 1
+        self.devices.append(self.current_device)
+        assert address % PAGE == 0
+        if self.refuses:
+            self.pending_error = self.refuses
+            return self.refuses
+        assert address not in self.locked
+        self.locked[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        assert self.synchronized, "unlocked while copies may be under way"
+        self.devices.append(self.current_device)
+        del self.locked[address]
+        return 0
+
+    def cudaGetErrorString(self, code: int) -> str:
+        return {2: "out of memory", 801: "operation not supported"}[code]
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runtime]:
+    runtime = Runtime()
+
+    def launch(*size: int, device: str) -> None:
+        runtime.pending_error = 0
+        raise RuntimeError("CUDA error of the launch before")
+
+    @contextlib.contextmanager
+    def device(index: int) -> Iterator[None]:
+        before, runtime.current_device = runtime.current_device, index
+        yield
+        runtime.current_device = before
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: runtime.current_device)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(page_locked, "_last_device", None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: setattr(runtime, "synchronized", runtime.synchronized + 1))
+    ones = torch.ones
+    monkeypatch.setattr(
+        torch, "ones", lambda *size, device="cpu": (launch if device == "cuda" else ones)(*size, device=device)
+    )
+    monkeypatch.setattr(page_locked, "_said", set())
+    yield runtime
+    gc.collect()
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    logging.getLogger("zeroaccel").addHandler(caplog.handler)
+    yield caplog
+    logging.getLogger("zeroaccel").removeHandler(caplog.handler)
+
+
+def test_a_slab_has_the_pages_it_needs_and_no_more(runtime: Runtime) -> None:
+    slab = aligned_bytes(33 * PAGE, pinned=True)
+    assert runtime.locked == {slab.data_ptr(): 33 * PAGE}
+    assert slab.untyped_storage().nbytes() == 33 * PAGE
+    assert not slab.any()
+    slab.view(torch.float32)[-1] = 1.5
+    aligned_bytes(PAGE, pinned=False)
+    assert len(runtime.locked) == 1
+
+
+def test_the_last_view_unlocks_once_the_device_is_done(runtime: Runtime) -> None:
+    slab = empty_on_host((100, 3), torch.float32, pinned=True)
+    view = slab[7]
+    del slab
+    gc.collect()
+    assert runtime.locked
+    assert not runtime.synchronized
+    del view
+    gc.collect()
+    assert runtime.locked == {}
+    assert runtime.synchronized == 1
+
+
+def test_threads_use_the_device_of_the_process(runtime: Runtime) -> None:
+    slabs = [aligned_bytes(PAGE, pinned=True)]
+
+    def work() -> None:
+        runtime.current_device = 0  # as in any new thread
+        slabs.append(aligned_bytes(PAGE, pinned=True))
+        slabs.clear()
+        gc.collect()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert runtime.devices == [3, 3, 3, 3]
+    assert runtime.locked == {}
+
+
+@pytest.mark.parametrize(("code", "text"), [(2, "CUDA error 2: out of memory"), (801, "CUDA error 801: operation not")])
+def test_memory_that_cannot_be_locked_is_named_and_works(
+    code: int, text: str, runtime: Runtime, warnings: pytest.LogCaptureFixture
+) -> None:
+    runtime.refuses = code
+    slabs = [aligned_bytes(PAGE, pinned=True) for _ in range(3)]
+    (record,) = warnings.records
+    for part in (text, "`ulimit -l` is", "run fewer ranks here, offload less, or set pin_memory to false"):
+        assert part in record.getMessage()
+    assert runtime.pending_error == 0, "the next kernel launch would report it"
+    for slab in slabs:
+        slab.fill_(3)
+    assert sum(int(slab.sum()) for slab in slabs) == 9 * PAGE
+    runtime.refuses = 0
+    assert aligned_bytes(PAGE, pinned=True).data_ptr() in runtime.locked, "smaller slabs may fit later"
+
+
+def test_more_than_is_free_is_not_locked(
+    runtime: Runtime, warnings: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page_locked, "free_nbytes", lambda: 3 * PAGE)
+    assert aligned_bytes(3 * PAGE, pinned=True).data_ptr() in runtime.locked
+    slab = aligned_bytes(4 * PAGE, pinned=True)
+    assert slab.data_ptr() not in runtime.locked
+    assert slab.numel() == 4 * PAGE
+    (record,) = warnings.records
+    assert "0.00 GB are free" in record.getMessage()
+
+
+def test_free_memory_is_that_of_the_tightest_group(tmp_path: Path) -> None:
+    membership, groups = tmp_path / "membership", tmp_path / "groups"
+    own = groups / "job" / "step"
+    own.mkdir(parents=True)
+
+    def write(group: Path, limit: str, used: int, stat: str = "inactive_file 0\nactive_file 0") -> None:
+        for name, text in (("memory.max", limit), ("memory.current", str(used)), ("memory.stat", stat)):
+            (group / name).write_text(f"{text}\n")
+
+    by_machine = page_locked.free_nbytes(groups, membership)  # a system without control groups
+    assert by_machine > 0
+    membership.write_text("1:cpu:/elsewhere\n0::/job/step\n")
+    write(own, "max", 1000)
+    assert page_locked.free_nbytes(groups, membership) == pytest.approx(by_machine, rel=0.2)
+    write(groups / "job", "5000", 1000, "anon 900\ninactive_file 60\nactive_file 7")
+    assert page_locked.free_nbytes(groups, membership) == 5000 - 1000 + 67
+    write(own, "3000", 1000)
+    assert page_locked.free_nbytes(groups, membership) == 2000
+    write(own, "3000", 9000)
+    assert page_locked.free_nbytes(groups, membership) == 0
+    membership.write_text("0::/\n")  # a container sees its own group as the root
+    write(groups, "800", 100)
+    assert page_locked.free_nbytes(groups, membership) == 700
+
+
+def test_a_forked_process_leaves_the_pages_alone(runtime: Runtime) -> None:
+    slab = aligned_bytes(PAGE, pinned=True)
+    context = multiprocessing.get_context("fork")
+
+    def drop(sender: multiprocessing.connection.Connection) -> None:
+        nonlocal slab
+        del slab
+        gc.collect()
+        sender.send(list(runtime.locked))
+
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=drop, args=(sender,))
+    process.start()
+    assert receiver.recv() == [slab.data_ptr()]
+    process.join()
+    assert process.exitcode == 0
+    assert os.getpid() != process.pid
+
+
+def test_an_arena_uses_memory_again(runtime: Runtime) -> None:
+    arena = HostArena(pinned=True)
+    steps = []
+    for _ in range(3):
+        gradients = [arena.empty((numel,), torch.bfloat16) for numel in (50_000, 70_000, 50_000)]
+        assert len({gradient.data_ptr() for gradient in gradients}) == 3
+        steps.append(sorted(gradient.data_ptr() for gradient in gradients))
+        del gradients
+    assert steps[0] == steps[1] == steps[2]
+    assert sum(runtime.locked.values()) < 2 * 170_000 + 3 * PAGE
+    assert arena.empty((), torch.float32).shape == ()
+    assert arena.empty((0, 4), torch.float32).shape == (0, 4)
+    gc.collect()
+    arena.clear()
+    assert runtime.locked == {}
+
+
+def test_an_arena_takes_no_block_that_is_much_too_large_and_none_in_use(runtime: Runtime) -> None:
+    arena = HostArena(pinned=True)
+    large = arena.empty((100 * PAGE,), torch.uint8)
+    part = large[3:5]
+    del large
+    arena.empty((90 * PAGE,), torch.uint8)
+    assert sorted(runtime.locked.values()) == [90 * PAGE, 100 * PAGE], "a view of the first is left"
+    del part
+    arena.empty((10 * PAGE,), torch.uint8)
+    assert sorted(runtime.locked.values()) == [10 * PAGE, 90 * PAGE, 100 * PAGE]
+    arena.empty((85 * PAGE,), torch.uint8)
+    assert len(runtime.locked) == 3
+
+
+def test_an_arena_serves_threads_and_finalizers(runtime: Runtime) -> None:
+    """Memory returns wherever the last view goes; what is in use is never handed out again."""
+    arena = HostArena(pinned=True)
+    wrong: list[str] = []
+
+    def work(number: int) -> None:
+        for round_number in range(200):
+            tensor = arena.empty((1000 + number,), torch.float32)
+            tensor.fill_(number * 1000 + round_number)
+            if not bool((tensor == number * 1000 + round_number).all()):
+                wrong.append(f"{number} {round_number}")
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+    assert len(runtime.locked) <= 8, "a thread has at most two tensors at a time"
+
+
+@pytest.mark.parametrize("moments_dtype", ["fp32", "bf16", "int8"])
+def test_states_of_the_host_are_made_and_loaded_there(moments_dtype: str, runtime: Runtime) -> None:
+    def make() -> tuple[Adam, torch.Tensor]:
+        master = torch.arange(3000, dtype=torch.float32).div_(1000)
+        return Adam([master], moments_dtype=moments_dtype), master
+
+    plain, reference = make()
+    pinned, master = make()
+    pinned.host_memory = lambda shape, dtype: empty_on_host(shape, dtype, pinned=True)
+    for step in range(4):
+        for optimizer, param in ((plain, reference), (pinned, master)):
+            param.grad = torch.sin(param * (step + 1))
+            optimizer.step()
+        if step == 1:
+            pinned.load_state_dict(pinned.state_dict())
+    assert torch.equal(master, reference)
+    states = [value for value in pinned.state[master].values() if isinstance(value, torch.Tensor) and value.dim()]
+    assert len(states) == (4 if moments_dtype == "int8" else 2)
+    assert all(value.data_ptr() in runtime.locked for value in states)
+    expected = plain.portable(plain.state[reference])
+    for name, value in pinned.portable(pinned.state[master]).items():
+        assert value == expected[name] if name == "step" else torch.equal(value, expected[name])
+
+
+def _tiers(monkeypatch: pytest.MonkeyPatch, device: str, stage: int = 3, **sections: object) -> TierSet:
+    monkeypatch.setattr(placement, "CopyStream", lambda device, pinned: None)
+    config = load_config({"zero_optimization": {"stage": stage, **sections}, "train_micro_batch_size_per_gpu": 1})
+    residences = [sections.get(key) for key in ("offload_param", "offload_optimizer")]
+    rules = OffloadRules.of(config, *("host" if section else "device" for section in residences))  # type: ignore[arg-type]
+    return TierSet(rules, [], None, 0, torch.device(device))
+
+
+@pytest.mark.parametrize(
+    ("device", "section", "pins"),
+    [
+        ("cuda", {"device": "cpu"}, True),
+        ("cuda", {"device": "cpu", "pin_memory": False}, False),
+        ("cuda", None, False),
+        ("cpu", {"device": "cpu"}, False),
+    ],
+)
+def test_what_decides_that_states_are_locked(
+    device: str, section: dict[str, object] | None, pins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sections = {} if section is None else {"offload_optimizer": section}
+    assert _tiers(monkeypatch, device, **sections).pins_states == pins
+
+
+def test_masters_of_the_host_are_locked(runtime: Runtime) -> None:
+    layout = FlatLayout.build([("a", (100, 7))], 1)
+    full = torch.zeros(layout.numel, dtype=torch.bfloat16)
+    source = torch.randn(layout.numel)
+    shard = MemoryShard.on_device(ShardPlace("a", layout, 0, full))
+    found = []
+    for pinned in (False, True):
+        masters = SeparateMasters(MasterPlace("a", layout, 0, shard, (), torch.device("cpu"), pinned=pinned))
+        masters.initialize(source)
+        found.append(masters)
+    plain, locked = (next(masters.tensors()) for masters in found)
+    assert torch.equal(plain, source)
+    assert torch.equal(locked, source)
+    assert list(runtime.locked) == [locked.data_ptr()]
+
+
+def test_a_tier_of_the_host_has_exact_slabs(runtime: Runtime) -> None:
+    tier = HostTier({"a": 5 * PAGE, "b": 100}, pinned=True)
+    tier.take("a"), tier.take("b")
+    assert sorted(runtime.locked.values()) == [PAGE, 5 * PAGE]
+    tier.close()
+    gc.collect()
+    assert runtime.locked == {}
+
+
+def test_lion_has_one_state_there(runtime: Runtime) -> None:
+    master = torch.ones(500)
+    optimizer = Lion([master])
+    optimizer.host_memory = lambda shape, dtype: empty_on_host(shape, dtype, pinned=True)
+    master.grad = torch.ones(500)
+    optimizer.step()
+    assert len(runtime.locked) == 1
+
+
+def test_an_interpreter_that_ends_does_not_complain(runtime: Runtime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA may be gone before the last tensor is."""
+    slab = aligned_bytes(PAGE, pinned=True)
+
+    def gone() -> None:
+        raise RuntimeError("driver shutting down")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", gone)
+    with contextlib.suppress(KeyError):
+        runtime.locked.clear()
+    del slab
+    gc.collect()

@@ -1,0 +1,225 @@
+"""Which device a rank computes on, on machines whose CUDA devices are made up here."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zeroaccel import logs
+from zeroaccel.comm import environment, topology
+from zeroaccel.comm.rank_device import (
+    DeviceIdentity,
+    check_one_device_each,
+    identify,
+    rank_device,
+    sole_device,
+    warn_of_unused_devices,
+)
+from zeroaccel.comm.topology import Topology, connect, destroy, init_process_group
+from zeroaccel.errors import ConfigError
+
+
+@dataclass
+class Driver:
+    """The part of torch.cuda that is asked for devices."""
+
+    count: int
+    current: int = 0
+    initialized: bool = False
+    name: str = "NVIDIA H100 80GB HBM3"
+    uuids: tuple[str, ...] = ("aaaa", "bbbb", "cccc", "dddd")
+
+    def set_device(self, device: torch.device) -> None:
+        self.current, self.initialized = device.index or 0, True
+
+    def properties(self, device: torch.device) -> SimpleNamespace:
+        return SimpleNamespace(name=self.name, uuid=self.uuids[device.index or 0])
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Driver]:
+    def install(count: int, **facts: object) -> Driver:
+        driver = Driver(count, **facts)  # type: ignore[arg-type]
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: driver.count)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: driver.count > 0)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: driver.initialized)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: driver.current)
+        monkeypatch.setattr(torch.cuda, "set_device", driver.set_device)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", driver.properties)
+        monkeypatch.setattr(logs, "_seen", set())
+        return driver
+
+    return install
+
+
+@pytest.fixture
+def user_group() -> Iterator[Callable[[str], None]]:
+    def make(backend: str) -> None:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+    yield make
+    destroy()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("visible", [2, 4])
+def test_a_rank_takes_the_device_of_its_number(machine: Callable[..., Driver], visible: int) -> None:
+    machine(visible)
+    assert [rank_device(local, 2).index for local in range(2)] == [0, 1]
+
+
+def test_one_visible_device_is_taken_whatever_the_number(machine: Callable[..., Driver]) -> None:
+    machine(1)
+    assert [rank_device(local, 8).index for local in range(8)] == [0] * 8
+
+
+@pytest.mark.parametrize(("visible", "local_rank"), [(2, 2), (0, 0)])
+def test_too_few_devices_are_named(machine: Callable[..., Driver], visible: int, local_rank: int) -> None:
+    machine(visible)
+    expected = f"LOCAL_RANK: expected less than the {visible} visible CUDA devices, got {local_rank}; start at most one"
+    with pytest.raises(ConfigError, match=expected):
+        rank_device(local_rank, 4)
+
+
+def test_the_device_that_a_group_was_made_for_is_taken(machine: Callable[..., Driver]) -> None:
+    machine(4)
+    assert rank_device(0, 2, torch.device("cuda", 3)).index == 3
+
+
+def test_a_process_alone_takes_the_current_device(machine: Callable[..., Driver]) -> None:
+    driver = machine(4)
+    assert sole_device().index == 0, "asking for the current device would have made a context"
+    driver.set_device(torch.device("cuda", 3))
+    assert sole_device().index == 3
+
+
+def test_a_process_alone_without_a_device_is_told(machine: Callable[..., Driver]) -> None:
+    machine(0)
+    with pytest.raises(ConfigError, match="NCCL without a visible CUDA device; make it with backend"):
+        sole_device()
+
+
+def test_ranks_with_one_gpu_are_named(machine: Callable[..., Driver]) -> None:
+    machine(1)
+    gpu = torch.device("cuda", 0)
+    same = {rank: identify(gpu, "node1", shares=False) for rank in (0, 1)}
+    with pytest.raises(ConfigError) as raised:
+        check_one_device_each(same | {2: DeviceIdentity("node1", "other", "NVIDIA H100 80GB HBM3")})
+    text = "devices of node1: expected one GPU for each rank, got 'ranks 0, 1 on NVIDIA H100 80GB HBM3, UUID aaaa'"
+    assert text in str(raised.value)
+
+
+def test_instances_of_a_gpu_and_shared_ones_by_request_pass(machine: Callable[..., Driver]) -> None:
+    gpu = torch.device("cuda", 0)
+    machine(1)
+    check_one_device_each({rank: identify(gpu, "node1", shares=True) for rank in (0, 1)})
+    check_one_device_each({rank: identify(torch.device("cpu"), "node1", shares=False) for rank in (0, 1)})
+    machine(1, name="NVIDIA A100-SXM4-40GB MIG 1g.5gb")
+    check_one_device_each({rank: identify(gpu, "node1", shares=False) for rank in (0, 1)})
+
+
+@pytest.mark.parametrize(
+    ("variables", "shares"), [({}, False), ({"NCCL_HOSTID": "a"}, True), ({"NCCL_MULTI_RANK_GPU_ENABLE": "1"}, True)]
+)
+def test_who_asks_nccl_for_shared_devices(
+    variables: dict[str, str], shares: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("NCCL_HOSTID", "NCCL_MULTI_RANK_GPU_ENABLE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert environment.ranks_may_share_devices() == shares
+
+
+@pytest.mark.parametrize(
+    ("version", "before", "after"),
+    [((2, 6), None, "1"), ((2, 7), "0", "0"), ((2, 7), None, "1"), ((2, 8), None, None), ((2, 13), None, None)],
+)
+def test_old_torch_frees_in_the_order_of_the_stream(
+    version: tuple[int, int], before: str | None, after: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "TORCH_NCCL_AVOID_RECORD_STREAMS"
+    monkeypatch.setenv(name, before or "")  # so that the variable is put back whatever happens
+    if before is None:
+        monkeypatch.delenv(name)
+    environment.avoid_record_streams(version)
+    assert os.environ.get(name) == after
+
+
+def test_a_group_without_nccl_beside_devices_is_named(
+    machine: Callable[..., Driver], user_group: Callable[[str], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    machine(2)
+    logging.getLogger("zeroaccel").addHandler(caplog.handler)
+    try:
+        user_group("gloo")
+        assert init_process_group().device == torch.device("cpu")
+        (record,) = caplog.records
+        assert '"cpu:gloo' in record.message
+        assert "2 CUDA devices are unused; make the group with init_process_group(" in record.message
+        destroy()
+        dist.destroy_process_group()
+
+        # A group on the CPU that was asked for is none to warn of, nor one on a machine without devices.
+        caplog.clear()
+        machine(2)
+        assert init_process_group("gloo").device == torch.device("cpu")
+        destroy()
+        machine(0)
+        warn_of_unused_devices("gloo")
+        assert not caplog.records
+    finally:
+        logging.getLogger("zeroaccel").removeHandler(caplog.handler)
+
+
+def test_nccl_groups_are_connected_in_order_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of two fake ranks: each is used once, on the host's time, in the order of the call."""
+    used: list[dist.ProcessGroup] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda one, group: used.append(group))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch, "ones", lambda size, device: torch.zeros(1))
+    place = _place("cpu:gloo,cuda:nccl", "cuda")
+    first, second, alone = (_Group(n) for n in (2, 2, 1))
+    connect(place, {"a": first, "b": second, "c": alone})  # type: ignore[dict-item]
+    connect(place, {"b": second, "a": first})  # type: ignore[dict-item]
+    assert used == [first, second]
+    assert [call.label for call in place.flight_recorder.recent()] == ["connect a", "connect b"]
+    assert place.flight_recorder.longest_wait is None
+    used.clear()
+    connect(_place("gloo", "cpu"), {"a": first})  # type: ignore[dict-item]
+    assert used == []
+
+
+class _Group:
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+
+def _place(backend: str, device: str) -> Topology:
+    group = _Group(2)
+    recorder = topology.FlightRecorder()
+    return Topology(
+        0,
+        2,
+        0,
+        2,
+        torch.device(device, 0),
+        backend,
+        group,  # type: ignore[arg-type]
+        group,  # type: ignore[arg-type]
+        group,  # type: ignore[arg-type]
+        recorder,
+        None,
+        ((0, 1),),
+    )

@@ -1,0 +1,409 @@
+"""Keyword handlers and enumerations of accelerate: classes of these names, and what an `Accelerator` does with each.
+
+Objects of accelerate's own classes count as well, by the name of their class and the fields that they have. A handler
+does what it says, or is named in a note with the reason why it changes nothing, or is refused with what to do.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, dataclass, field, fields
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from zeroaccel.errors import ConfigError, UsageError
+from zeroaccel.logs import log_once
+
+_ACTIVITIES = {"cpu": torch.profiler.ProfilerActivity.CPU, "cuda": torch.profiler.ProfilerActivity.CUDA}
+_ARGUMENT = "Accelerator(kwargs_handlers)"
+_NO_FP8 = 'leave it out: there is no 8-bit training; use mixed_precision="bf16"'
+_REFUSED = dict.fromkeys(("FP8RecipeKwargs", "TERecipeKwargs", "AORecipeKwargs", "MSAMPRecipeKwargs"), _NO_FP8)
+
+T = TypeVar("T")
+
+
+# -- enumerations
+
+
+class _TakesValues(enum.EnumMeta):
+    """Enumerations that are asked with a value: `"MULTI_GPU" in DistributedType`."""
+
+    def __contains__(cls, value: object) -> bool:
+        return value in {member for one in cls for member in (one, one.value)}  # type: ignore[var-annotated]
+
+
+class DistributedType(str, enum.Enum, metaclass=_TakesValues):
+    """Kind of a job; compares equal to its name, as scripts write it.
+
+    An `Accelerator` is one of NO, MULTI_CPU, MULTI_GPU and DEEPSPEED. The others are those of accelerate, for scripts
+    that compare with them.
+    """
+
+    NO = "NO"
+    MULTI_CPU = "MULTI_CPU"
+    MULTI_GPU = "MULTI_GPU"
+    MULTI_NPU = "MULTI_NPU"
+    MULTI_MLU = "MULTI_MLU"
+    MULTI_SDAA = "MULTI_SDAA"
+    MULTI_MUSA = "MULTI_MUSA"
+    MULTI_XPU = "MULTI_XPU"
+    DEEPSPEED = "DEEPSPEED"
+    ZERO = "DEEPSPEED"
+    FSDP = "FSDP"
+    XLA = "XLA"
+    MEGATRON_LM = "MEGATRON_LM"
+    MULTI_HPU = "MULTI_HPU"
+    MULTI_NEURON = "MULTI_NEURON"
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}.{self.name}"
+
+
+class _Named(str, enum.Enum, metaclass=_TakesValues):
+    """Members that read as their values."""
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    @classmethod
+    def list(cls) -> list[str]:
+        """All values."""
+        return [str(member) for member in cls]
+
+
+class PrecisionType(_Named):
+    """Precisions of `Accelerator(mixed_precision)`; FP8 is refused there."""
+
+    NO = "no"
+    FP8 = "fp8"
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+
+class LoggerType(_Named):
+    """Trackers of `Accelerator(log_with)`; those that are not here are refused there, by name."""
+
+    ALL = "all"
+    AIM = "aim"
+    TENSORBOARD = "tensorboard"
+    WANDB = "wandb"
+    TRACKIO = "trackio"
+    COMETML = "comet_ml"
+    MLFLOW = "mlflow"
+    CLEARML = "clearml"
+    DVCLIVE = "dvclive"
+    SWANLAB = "swanlab"
+
+
+class DDPCommunicationHookType(_Named):
+    """Compressions of gradients in `DistributedDataParallelKwargs`."""
+
+    NO = "no"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    POWER_SGD = "power_sgd"
+    BATCHED_POWER_SGD = "batched_power_sgd"
+
+
+def value_of(member: Any) -> Any:
+    """The value of an enumeration's member, ours or accelerate's; anything else as it is."""
+    return member.value if isinstance(member, enum.Enum) else member
+
+
+# -- handlers
+
+
+class KwargsHandler:
+    """Base of the handlers; `to_kwargs` is what differs from the defaults."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Every field."""
+        return {one.name: getattr(self, one.name) for one in fields(self)}  # type: ignore[arg-type]
+
+    def to_kwargs(self) -> dict[str, Any]:
+        """The fields whose values are not the defaults."""
+        return {
+            one.name: getattr(self, one.name)
+            for one in fields(self)  # type: ignore[arg-type]
+            if getattr(self, one.name) != (one.default if one.default_factory is MISSING else one.default_factory())
+        }
+
+
+@dataclass
+class AutocastKwargs(KwargsHandler):
+    """Settings of `accelerator.autocast()`; of a model, its precision is the engine's.
+
+    Attributes:
+        enabled: False computes in the precision of the tensors.
+        cache_enabled: whether weights that were cast are cached; None leaves it to torch.
+    """
+
+    enabled: bool = True
+    cache_enabled: bool | None = None
+
+
+@dataclass
+class DistributedDataParallelKwargs(KwargsHandler):
+    """Settings of torch's DistributedDataParallel, of which the engine takes `comm_hook`.
+
+    Attributes:
+        dim, broadcast_buffers, bucket_cap_mb, check_reduction, gradient_as_bucket_view, static_graph: without effect,
+            which a note says: gradients are views of flat buffers, in buckets of `reduce_bucket_size`.
+        find_unused_parameters: without effect: parameters that a step does not use are noticed in either case.
+        comm_hook: "fp16" or "bf16" reduces gradients in that dtype (`communication_data_type`). PowerSGD is refused.
+        comm_wrapper, comm_state_option: of PowerSGD.
+    """
+
+    dim: int = 0
+    broadcast_buffers: bool = True
+    bucket_cap_mb: int = 25
+    find_unused_parameters: bool = False
+    check_reduction: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+    comm_hook: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    comm_wrapper: DDPCommunicationHookType = DDPCommunicationHookType.NO
+    comm_state_option: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class GradScalerKwargs(KwargsHandler):
+    """The loss scale under fp16, where no config sets it.
+
+    Attributes:
+        init_scale: the first scale, a power of two.
+        growth_factor, backoff_factor: 2 and 0.5; others are refused.
+        growth_interval: updates without overflow until the scale doubles.
+        enabled: False leaves the scale at 1.
+    """
+
+    init_scale: float = 65536.0
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    growth_interval: int = 2000
+    enabled: bool = True
+
+    def settings(self) -> dict[str, int | float]:
+        """The keys of the config's fp16 section that say the same.
+
+        Raises:
+            ConfigError: they cannot.
+        """
+        if (self.growth_factor, self.backoff_factor) != (2.0, 0.5):
+            raise ConfigError(
+                "GradScalerKwargs(growth_factor, backoff_factor)",
+                expected="2 and 0.5, by which the engine changes the scale",
+                got=(self.growth_factor, self.backoff_factor),
+            )
+        if not self.enabled:
+            return {"loss_scale": 1.0}
+        power = math.log2(self.init_scale) if self.init_scale >= 1 else -1.0
+        if power < 0 or power != int(power):
+            raise ConfigError("GradScalerKwargs(init_scale)", expected="a power of two", got=self.init_scale)
+        return {"initial_scale_power": int(power), "loss_scale_window": self.growth_interval}
+
+
+@dataclass
+class InitProcessGroupKwargs(KwargsHandler):
+    """How the process joins its job.
+
+    Attributes:
+        backend: of the process group; "nccl" and None leave it to the device.
+        init_method: "env://", "tcp://HOST:PORT" or "file://PATH"; by default the launcher's variables.
+        timeout: how long a collective may wait; by default what the launcher says, or 600 s.
+    """
+
+    backend: str | None = "nccl"
+    init_method: str | None = None
+    timeout: timedelta | None = None
+
+
+@dataclass
+class ProfileKwargs(KwargsHandler):
+    """Settings of torch.profiler.profile.
+
+    Attributes:
+        activities: "cpu", "cuda"; by default those of the device.
+        schedule_option: arguments of torch.profiler.schedule: wait, warmup, active, repeat, skip_first.
+        on_trace_ready: called with the profiler when a trace is complete.
+        record_shapes, profile_memory, with_stack, with_flops, with_modules: as of torch.
+        output_trace_dir: folder for `profile_<rank>.json`, which Chrome and Perfetto read.
+
+    Example:
+        >>> import torch
+        >>> from zeroaccel import Accelerator, ProfileKwargs
+        >>> accelerator = Accelerator(cpu=True)
+        >>> with accelerator.profile(ProfileKwargs(activities=["cpu"])) as profiler:
+        ...     product = torch.ones(8, 8) @ torch.ones(8, 8)
+        >>> "aten::mm" in {event.key for event in profiler.key_averages()}
+        True
+    """
+
+    activities: Sequence[str] | None = None
+    schedule_option: dict[str, int] | None = None
+    on_trace_ready: Callable[[Any], Any] | None = None
+    record_shapes: bool = False
+    profile_memory: bool = False
+    with_stack: bool = False
+    with_flops: bool = False
+    with_modules: bool = False
+    output_trace_dir: str | None = None
+
+
+@dataclass(frozen=True)
+class HandlerSettings:
+    """The handlers of an accelerator, one of each kind at most.
+
+    Attributes:
+        profile: of `accelerator.profile()`.
+        autocast: of `accelerator.autocast()`.
+        process_group: how to join the job.
+        scaler: the loss scale of plain data parallelism.
+        communication: dtype in which gradients are reduced; None leaves it to the config.
+    """
+
+    profile: ProfileKwargs
+    autocast: AutocastKwargs
+    process_group: InitProcessGroupKwargs
+    scaler: GradScalerKwargs | None
+    communication: str | None
+
+
+_KINDS: tuple[type[KwargsHandler], ...] = (
+    AutocastKwargs,
+    DistributedDataParallelKwargs,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+)
+# Settings of DistributedDataParallel -> why they change nothing here
+_WITHOUT_EFFECT = {
+    "find_unused_parameters": "parameters that a step does not use are noticed without it",
+    "static_graph": "every backward is followed anew, at no cost that a static graph would save",
+    "gradient_as_bucket_view": "gradients are views of flat buffers in any case",
+    "bucket_cap_mb": "gradients are reduced in buckets of zero_optimization.reduce_bucket_size",
+    "broadcast_buffers": "buffers are each rank's own",
+    "check_reduction": "the order of reductions is compared between the ranks in every step",
+    "dim": "each rank computes on one device",
+}
+
+
+def own(kind: type[T], item: Any, where: str) -> T:
+    """`item` as an instance of `kind`: as it is, or from the fields of another library's class of that name.
+
+    Raises:
+        UsageError: its class has another name.
+    """
+    if isinstance(item, kind):
+        return item
+    if type(item).__name__ != kind.__name__:
+        raise UsageError(where, expected=f"a {kind.__name__}", got=type(item).__name__)
+    names = [one.name for one in fields(kind)]  # type: ignore[arg-type]
+    return kind(**{name: value_of(getattr(item, name)) for name in names if hasattr(item, name)})
+
+
+def process_group_of(handlers: Sequence[Any]) -> InitProcessGroupKwargs:
+    """How to join the job, which comes before all that the ranks agree on: so this raises nothing."""
+    for handler in handlers:
+        if type(handler).__name__ == InitProcessGroupKwargs.__name__:
+            return own(InitProcessGroupKwargs, handler, _ARGUMENT)
+    return InitProcessGroupKwargs()
+
+
+def handlers_of(handlers: Sequence[Any]) -> HandlerSettings:
+    """What the handlers ask for; a note names what has no effect.
+
+    Raises:
+        UsageError: one that has no work here, or two of a kind.
+    """
+    by_kind: dict[str, Any] = {}
+    kinds = {kind.__name__: kind for kind in _KINDS}
+    for handler in handlers:
+        name = next((each.__name__ for each in type(handler).__mro__ if each.__name__ in kinds), type(handler).__name__)
+        if name not in kinds:
+            fix = _REFUSED.get(name, "set what it says in the config")
+            raise UsageError(_ARGUMENT, expected=f"handlers among {', '.join(kinds)}", got=name, fix=fix)
+        if name in by_kind:
+            raise UsageError(_ARGUMENT, expected="one handler of a kind", got=f"two {name}")
+        by_kind[name] = handler if isinstance(handler, kinds[name]) else own(kinds[name], handler, _ARGUMENT)
+    return HandlerSettings(
+        by_kind.get("ProfileKwargs", ProfileKwargs()),
+        by_kind.get("AutocastKwargs", AutocastKwargs()),
+        by_kind.get("InitProcessGroupKwargs", InitProcessGroupKwargs()),
+        by_kind.get("GradScalerKwargs"),
+        _communication(by_kind.get("DistributedDataParallelKwargs", DistributedDataParallelKwargs())),
+    )
+
+
+def _communication(handler: DistributedDataParallelKwargs) -> str | None:
+    """The dtype in which `comm_hook` reduces gradients; all else of the handler changes nothing."""
+    changed = handler.to_kwargs()
+    for name, reason in _WITHOUT_EFFECT.items():
+        if name in changed:
+            note(f"DistributedDataParallelKwargs({name}={changed[name]!r})", reason)
+    hook, wrapper = value_of(handler.comm_hook), value_of(handler.comm_wrapper)
+    if hook == "no":
+        if "comm_wrapper" in changed or "comm_state_option" in changed:
+            note("DistributedDataParallelKwargs(comm_wrapper, comm_state_option)", "there is no comm_hook to change")
+        return None
+    if hook not in ("fp16", "bf16") or wrapper not in ("no", hook):
+        raise UsageError(
+            "DistributedDataParallelKwargs(comm_hook, comm_wrapper)",
+            expected='"no", "fp16" or "bf16"',
+            got=(hook, wrapper),
+            fix="leave them out; zero_quantized_gradients in the config reduces gradients in 4 bits",
+        )
+    return str(hook)
+
+
+def note(where: str, reason: str) -> None:
+    """Says once, on rank 0, that a setting changes nothing, and why."""
+    log_once(logging.WARNING, f"{where} changes nothing here: {reason}")
+
+
+# -- the profiler
+
+
+@contextmanager
+def profile(settings: Any, rank: int, device: torch.device) -> Iterator[Any]:
+    """torch's profiler, running.
+
+    Raises:
+        UsageError: an unknown activity, or a folder that cannot be made; before anything runs.
+    """
+    settings = own(ProfileKwargs, settings, "accelerator.profile(profile_handler)")
+    folder = None if settings.output_trace_dir is None else Path(settings.output_trace_dir)
+    if folder is not None:
+        _make(folder)
+    activities = settings.activities or sorted({"cpu", device.type})
+    for name in activities:
+        if name not in _ACTIVITIES:
+            raise UsageError("ProfileKwargs(activities)", expected='"cpu" or "cuda"', got=name)
+    with torch.profiler.profile(
+        activities=[_ACTIVITIES[name] for name in activities],
+        schedule=torch.profiler.schedule(**settings.schedule_option) if settings.schedule_option else None,
+        on_trace_ready=settings.on_trace_ready,
+        record_shapes=settings.record_shapes,
+        profile_memory=settings.profile_memory,
+        with_stack=settings.with_stack,
+        with_flops=settings.with_flops,
+        with_modules=settings.with_modules,
+    ) as profiler:
+        yield profiler
+    if folder is not None:
+        profiler.export_chrome_trace(str(folder / f"profile_{rank}.json"))
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        where = "ProfileKwargs(output_trace_dir)"
+        raise UsageError(where, expected="a folder that can be made", got=f"{folder} ({error.strerror})") from error

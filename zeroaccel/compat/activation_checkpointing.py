@@ -1,0 +1,109 @@
+"""`deepspeed.checkpointing`: recomputation of activations, by `zeroaccel.activations`."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from zeroaccel import activations
+from zeroaccel.config import load_config
+from zeroaccel.config.schema_sections import ActivationCheckpointing
+from zeroaccel.errors import UsageError
+from zeroaccel.logs import log_once
+
+_section: ActivationCheckpointing | None = None
+
+# Argument of `configure` -> key of the config's section.
+_KEYS = {
+    "partition_activations": "partition_activations",
+    "contiguous_checkpointing": "contiguous_memory_optimization",
+    "num_checkpoints": "number_checkpoints",
+    "checkpoint_in_cpu": "cpu_checkpointing",
+    "synchronize": "synchronize_checkpoint_boundary",
+    "profile": "profile",
+}
+
+
+def configure(
+    mpu_: Any,
+    deepspeed_config: Any = None,
+    partition_activations: bool | None = None,
+    contiguous_checkpointing: bool | None = None,
+    num_checkpoints: int | None = None,
+    checkpoint_in_cpu: bool | None = None,
+    synchronize: bool | None = None,
+    profile: bool | None = None,
+) -> None:
+    """Sets how `checkpoint` stores inputs from now on, in this process.
+
+    Args:
+        mpu_: an object with `get_tensor_model_parallel_group` or `get_model_parallel_group`, whose ranks share
+            partitioned inputs; or None.
+        deepspeed_config: a config, or the path of one, whose `activation_checkpointing` is taken.
+        partition_activations, ..., profile: take the place of the config's keys.
+
+    Raises:
+        UsageError: contiguous memory without the number of checkpointed calls.
+    """
+    global _section
+    section = ActivationCheckpointing()
+    if deepspeed_config is not None:
+        section = load_config(deepspeed_config, unknown_keys="lenient").activation_checkpointing
+    arguments = {
+        "partition_activations": partition_activations,
+        "contiguous_checkpointing": contiguous_checkpointing,
+        "num_checkpoints": num_checkpoints,
+        "checkpoint_in_cpu": checkpoint_in_cpu,
+        "synchronize": synchronize,
+        "profile": profile,
+    }
+    section = section.model_copy(update={_KEYS[name]: value for name, value in arguments.items() if value is not None})
+    group = _tensor_parallel_group(mpu_)
+    if section.partition_activations and group is None:
+        log_once(
+            logging.WARNING,
+            "deepspeed.checkpointing.configure(partition_activations): inputs stay whole, as mpu_ has no group of "
+            "ranks that split the model",
+        )
+        section = section.model_copy(update={"partition_activations": False})
+    activations.configure(section, tensor_parallel_group=group)
+    _section = section
+
+
+def checkpoint(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls ``function(*args, **kwargs)`` and recomputes it in backward; see `zeroaccel.activations.checkpoint`."""
+    return activations.checkpoint(function, *args, **kwargs)
+
+
+def is_configured() -> bool:
+    """Whether `configure` was called."""
+    return _section is not None
+
+
+def reset() -> None:
+    """Drops the inputs that are stored for a backward that never came, as after an evaluation with gradients."""
+    if _section is not None:
+        activations.configure(_section)
+
+
+def partition_activations_in_checkpoint(partition_activation: bool) -> None:
+    """`configure(None, partition_activations=...)` with the rest as it is."""
+    _change("partition_activations", partition_activation)
+
+
+def set_num_layers(nlayers: int) -> None:
+    """`configure(None, num_checkpoints=...)` with the rest as it is."""
+    _change("number_checkpoints", nlayers)
+
+
+def _change(key: str, value: Any) -> None:
+    if _section is None:
+        raise UsageError(f"deepspeed.checkpointing, {key}", expected="configure() before it")
+    configure(None, {"activation_checkpointing": _section.model_dump(exclude_unset=True) | {key: value}})
+
+
+def _tensor_parallel_group(mpu: Any) -> Any:
+    for name in ("get_tensor_model_parallel_group", "get_model_parallel_group"):
+        if hasattr(mpu, name):
+            return getattr(mpu, name)()
+    return None

@@ -1,0 +1,264 @@
+"""Functions and small classes of DeepSpeed's utility modules, which need no engine."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+import psutil
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from zeroaccel.compat.device_accelerator import get_accelerator
+from zeroaccel.errors import UsageError
+from zeroaccel.logs import log_once, logger, set_log_level
+from zeroaccel.nested import map_tensors, to_device
+from zeroaccel.seeds import set_seed
+from zeroaccel.telemetry.step_report import memory_now
+from zeroaccel.zero import GatheredParameters, safe_get_full_grad, safe_set_full_grad
+from zeroaccel.zero.engine import Engine
+
+P = ParamSpec("P")
+R = TypeVar("R")
+_GIB = 1 << 30
+
+# -- arguments, containers and log lines
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds --deepspeed and --deepspeed_config to a script's parser."""
+    group = parser.add_argument_group("DeepSpeed", "config of the engine")
+    group.add_argument("--deepspeed", action="store_true", help="accepted; the engine is used where it is initialized")
+    group.add_argument("--deepspeed_config", default=None, metavar="FILE", help="DeepSpeed-format JSON")
+    return parser
+
+
+def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
+    """A copy of nested containers whose tensors have storage of their own size, on `device`.
+
+    Names that share a tensor, as tied weights do, share one in the copy too, so that it is written once.
+    """
+    clones: dict[Any, Tensor] = {}
+
+    def cloned(tensor: Tensor) -> Tensor:
+        key = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        if key not in clones:
+            clones[key] = tensor.detach().clone().to(device)
+        return clones[key]
+
+    return map_tensors(cloned, item)
+
+
+def move_to_device(item: Any, device: torch.device | str) -> Any:
+    """Nested containers with their tensors on `device`."""
+    return to_device(item, device)
+
+
+def recursive_getattr(model: nn.Module, module_name: str) -> Any:
+    """The submodule or parameter of a dotted name."""
+    return functools.reduce(getattr, module_name.split("."), model)
+
+
+def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
+    """Puts `module` in the place of a dotted name."""
+    parent, _, last = module_name.rpartition(".")
+    setattr(recursive_getattr(model, parent) if parent else model, last, module)
+
+
+def log_dist(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
+    """Logs on the given ranks; on all for None or [-1]."""
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    selected = list(ranks) if ranks is not None else [-1]
+    if -1 in selected or rank in selected:
+        logger.log(level, "%s", message)
+
+
+def log_dist_once(message: str, ranks: Iterable[int] | None = None, level: int = logging.INFO) -> None:
+    """As `log_dist`, the first time only."""
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    selected = list(ranks) if ranks is not None else [-1]
+    if -1 in selected or rank in selected:
+        log_once(level, message)
+
+
+def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
+    """Sets the level of zeroaccel's logger, or of another, by a name such as "info"."""
+    if custom_logger is None:
+        set_log_level(log_level_str)
+    else:
+        custom_logger.setLevel(log_level_str.upper())
+
+
+def instrument_w_nvtx(func: Callable[P, R]) -> Callable[P, R]:
+    """`func` within a range of its name in NVTX profiles, where there is CUDA; else `func` as it is."""
+    if not torch.cuda.is_available():
+        return func
+
+    @functools.wraps(func)
+    def in_range(*args: P.args, **kwargs: P.kwargs) -> R:
+        get_accelerator().range_push(func.__qualname__)
+        try:
+            return func(*args, **kwargs)
+        finally:
+            get_accelerator().range_pop()
+
+    return in_range
+
+
+# -- memory
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Prints `message` and the memory in use, in GiB, on rank 0; nothing without `force`.
+
+    MA and CA are what torch has allocated and reserved on the device, on the CPU the memory of this process; then
+    follows the memory of the machine. The peak counts anew afterwards.
+    """
+    if not force or (torch.distributed.is_initialized() and torch.distributed.get_rank() != 0):
+        return
+    gc.collect()  # so that tensors that only wait for collection do not count
+    accelerator = get_accelerator()
+    on_device = torch.cuda.is_available()
+    used = memory_now(torch.device(accelerator.current_device_name()))
+    reserved, peak_reserved = accelerator.memory_reserved(), accelerator.max_memory_reserved()
+    print(message)
+    print(
+        f"MA {used.current / _GIB:.2f} GB  Max_MA {used.peak / _GIB:.2f} GB  "
+        f"CA {(reserved if on_device else used.current) / _GIB:.2f} GB  "
+        f"Max_CA {(peak_reserved if on_device else used.peak) / _GIB:.2f} GB"
+    )
+    machine = psutil.virtual_memory()
+    print(
+        f"CPU Virtual Memory:  used = {(machine.total - machine.available) / _GIB:.2f} GB, percent = {machine.percent}%"
+    )
+    accelerator.reset_peak_memory_stats()
+
+
+# -- models and gradients
+
+
+def set_random_seed(seed: int) -> None:
+    """Seeds Python's, NumPy's and torch's generators."""
+    set_seed(int(seed))
+
+
+def clip_grad_norm_(
+    parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0, mpu: Any = None
+) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_` of parameters that no engine has; those of one are clipped by its config.
+
+    Raises:
+        UsageError: an `mpu` is passed.
+    """
+    if mpu is not None:
+        raise UsageError("deepspeed.runtime.utils.clip_grad_norm_(mpu)", expected="None", got=type(mpu).__name__)
+    return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+def safe_update_full_grad_vectorized(
+    params: Iterable[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
+) -> None:
+    """Replaces the reduced gradient of each parameter by `update_func(gradient, parameter)`. (all ranks)
+
+    Parameters without a gradient are left out. All ranks must compute the same values.
+    """
+    for param in params:
+        grad = safe_get_full_grad(param)
+        if grad is not None:
+            safe_set_full_grad(param, update_func(grad, param))
+
+
+@contextmanager
+def unwrap_model_for_generation(model: Engine) -> Iterator[Engine]:
+    """The engine with all parameters gathered, so that its model generates without a gather per module. (all ranks)"""
+    with GatheredParameters(model.module.parameters()):
+        yield model
+
+
+class OnDevice:
+    """Modules built inside have their floating-point tensors in `dtype` and all of them on `device`.
+
+    Args:
+        dtype: of floating-point tensors made by torch's factories, whatever dtype they ask for.
+        device: "meta" makes no values.
+        enabled: False does nothing.
+
+    Example:
+        >>> import torch
+        >>> with OnDevice(dtype=torch.bfloat16, device="meta"):
+        ...     layer = torch.nn.Linear(2, 2)
+        >>> layer.weight.dtype, layer.weight.device.type
+        (torch.bfloat16, 'meta')
+    """
+
+    def __init__(self, dtype: torch.dtype, device: torch.device | str = "meta", enabled: bool = True) -> None:
+        self.dtype, self.device, self.enabled = dtype, device, enabled
+        self._contexts = ExitStack()
+
+    def __enter__(self) -> None:
+        if self.enabled:
+            self._contexts.enter_context(torch.device(self.device))
+            self._contexts.enter_context(_FloatsOf(self.dtype))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._contexts.close()
+
+
+_FACTORIES = frozenset({torch.empty, torch.zeros, torch.ones, torch.full, torch.tensor, torch.rand, torch.randn})
+
+
+class _FloatsOf(TorchFunctionMode):
+    """Floating-point results of torch's factories in one dtype."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in _FACTORIES and result.is_floating_point():
+            return result.to(self._dtype)
+        return result
+
+
+# -- data
+
+
+class RepeatingLoader:
+    """Batches of a loader without an end: after the last one comes the first of its next iteration.
+
+    Args:
+        loader: anything with `__iter__`.
+
+    Example:
+        >>> batches = RepeatingLoader([1, 2])
+        >>> [next(batches) for _ in range(5)]
+        [1, 2, 1, 2, 1]
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.data_iter = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.data_iter)
+        except StopIteration:
+            self.data_iter = iter(self.loader)
+            return next(self.data_iter)
+
+    def __len__(self) -> int:
+        """Batches of one iteration, where the loader tells."""
+        return len(self.loader)

@@ -1,0 +1,276 @@
+"""`deepspeed.profiling.flops_profiler`: operations, parameters and time of a model, counted by torch.
+
+torch's `FlopCounterMode` counts matrix products, convolutions and attention, which are nearly all of a model's
+operations; those of single elements (activations, norms) are not counted, as DeepSpeed does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from zeroaccel.compat.device_accelerator import get_accelerator
+from zeroaccel.errors import EngineStateError, UsageError
+from zeroaccel.zero.access.param_registry import handle_of
+
+_MAGNITUDES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "K"), (1.0, ""))
+
+
+class OperationProfiler:
+    """Counts what a model does between `start_profile` and `stop_profile`.
+
+    Args:
+        model: the model, or an engine's `module`.
+        ds_engine: of no effect: sharded parameters are counted in full.
+        recompute_fwd_factor: operations of recomputation, as a share of those that are counted, added to them.
+
+    Example:
+        >>> profiler = OperationProfiler(torch.nn.Linear(4, 2))
+        >>> profiler.start_profile()
+        >>> _ = profiler.model(torch.ones(3, 4))
+        >>> profiler.stop_profile()
+        >>> profiler.get_total_flops(), profiler.get_total_macs(), profiler.get_total_params()
+        (48, 24, 10)
+        >>> profiler.end_profile()
+    """
+
+    def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
+        self.model, self.ds_engine, self.recompute_fwd_factor = model, ds_engine, recompute_fwd_factor
+        self.started = False
+        self._counter: FlopCounterMode | None = None
+        self._ignored: tuple[type[nn.Module], ...] = ()
+        self._begun = self._seconds = 0.0
+        self._counting = False
+
+    def start_profile(self, ignore_list: Iterable[type[nn.Module]] | None = None) -> None:
+        """Begins to count anew.
+
+        Args:
+            ignore_list: classes of modules whose operations are left out.
+
+        Raises:
+            EngineStateError: it counts already.
+        """
+        if self._counting:
+            raise EngineStateError("FlopsProfiler.start_profile()", expected="a profiler that is stopped")
+        self._ignored = tuple(ignore_list or ())
+        self._counter = FlopCounterMode(display=False)
+        self.started = self._counting = True
+        get_accelerator().synchronize()
+        self._begun = time.perf_counter()
+        self._counter.__enter__()
+
+    def stop_profile(self) -> None:
+        """Ends the count; the numbers stay until `end_profile`. Without a count it does nothing."""
+        if self._counter is not None and self._counting:
+            self._counter.__exit__(None, None, None)
+            get_accelerator().synchronize()
+            self._seconds = time.perf_counter() - self._begun
+            self._counting = False
+
+    def reset_profile(self) -> None:
+        """Forgets the numbers; a count that runs goes on from 0."""
+        counting = self._counting
+        self.end_profile()
+        if counting:
+            self.start_profile(self._ignored)
+
+    def end_profile(self) -> None:
+        """Ends the count, and forgets the numbers."""
+        self.stop_profile()
+        self.started, self._counter, self._seconds = False, None, 0.0
+
+    def get_total_flops(self, as_string: bool = False) -> int | str:
+        """Operations, two of them per multiplication and addition."""
+        flops = round(self._flops("") * (1.0 + self.recompute_fwd_factor))
+        return number_to_string(flops) if as_string else flops
+
+    def get_total_macs(self, as_string: bool = False) -> int | str:
+        """Multiplications with an addition."""
+        macs = round(self._flops("") * (1.0 + self.recompute_fwd_factor)) // 2
+        return macs_to_string(macs) if as_string else macs
+
+    def get_total_duration(self, as_string: bool = False) -> float | str:
+        """Seconds of the count, with the device's work."""
+        seconds = time.perf_counter() - self._begun if self._counting else self._seconds
+        return duration_to_string(seconds) if as_string else seconds
+
+    def get_total_params(self, as_string: bool = False) -> int | str:
+        """Parameters of the model, in full."""
+        total = _numel(self.model)
+        return params_to_string(total) if as_string else total
+
+    def print_model_profile(
+        self,
+        profile_step: int = 1,
+        module_depth: int = -1,
+        top_modules: int = 1,
+        detailed: bool = True,
+        output_file: str | None = None,
+    ) -> None:
+        """Prints what was counted; nothing before a count.
+
+        Args:
+            profile_step: the step that was counted, for the report.
+            module_depth: of the modules that are aggregated; -1 for the innermost.
+            top_modules: how many of these are shown.
+            detailed: a line per module, besides the sums.
+            output_file: takes the report instead of the standard output.
+        """
+        if not self.started:
+            return
+        if output_file:
+            Path(output_file).parent.mkdir(parents=True, exist_ok=True)
+        with open(output_file, "w", encoding="utf-8") if output_file else contextlib.nullcontext(sys.stdout) as out:
+            print(f"flops profiler, step {profile_step}", file=out)
+            print(f"params: {self.get_total_params(as_string=True)}", file=out)
+            print(f"flops:  {self.get_total_flops(as_string=True)}", file=out)
+            print(f"MACs:   {self.get_total_macs(as_string=True)}", file=out)
+            print(f"time:   {self.get_total_duration(as_string=True)}", file=out)
+            self._print_top(module_depth, top_modules, out)
+            if detailed:
+                print("module, params, MACs:", file=out)
+                for name, module in self.model.named_modules():
+                    macs = macs_to_string(self._flops(name) // 2)
+                    label = name or type(self.model).__name__
+                    print(f"  {label}: {type(module).__name__}, {params_to_string(_numel(module))}, {macs}", file=out)
+
+    def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
+        """Prints the classes of modules with the most operations at this depth."""
+        self._print_top(module_depth, top_modules, sys.stdout)
+
+    def _print_top(self, module_depth: int, top_modules: int, out: Any) -> None:
+        depths: dict[int, dict[str, int]] = {}
+        for name, module in self.model.named_modules():
+            depth = name.count(".") + 1 if name else 0
+            at_depth = depths.setdefault(depth, {})
+            kind = type(module).__name__
+            at_depth[kind] = at_depth.get(kind, 0) + self._flops(name)
+        chosen = max(depths) if module_depth < 0 else min(module_depth, max(depths))
+        ranking = sorted(depths[chosen].items(), key=lambda item: -item[1])[: max(top_modules, 1)]
+        shown = ", ".join(f"{kind} {macs_to_string(flops // 2)}" for kind, flops in ranking)
+        print(f"depth {chosen}: {shown}", file=out)
+
+    def _flops(self, name: str) -> int:
+        """Of the module of this name and those in it, without the ignored ones."""
+        if self._counter is None:
+            return 0
+        counts: Mapping[str, Mapping[Any, int]] = self._counter.get_flop_counts()
+        root = type(self.model).__name__
+
+        def of(fqn: str) -> int:
+            return sum(counts.get(f"{root}.{fqn}" if fqn else ("Global" if not name else root), {}).values())
+
+        ignored: list[str] = []
+        for fqn, module in self.model.named_modules():
+            inside = not name or fqn == name or fqn.startswith(f"{name}.")
+            if (
+                inside
+                and isinstance(module, self._ignored)
+                and not any(fqn.startswith(f"{outer}.") for outer in ignored)
+            ):
+                ignored.append(fqn)
+        return of(name) - sum(of(fqn) for fqn in ignored)
+
+
+def get_model_profile(
+    model: nn.Module,
+    input_shape: tuple[int, ...] | None = None,
+    args: Iterable[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    print_profile: bool = True,
+    detailed: bool = True,
+    module_depth: int = -1,
+    top_modules: int = 1,
+    warm_up: int = 1,
+    as_string: bool = True,
+    output_file: str | None = None,
+    ignore_modules: Iterable[type[nn.Module]] | None = None,
+    mode: str = "forward",
+) -> tuple[int | str, int | str, int | str]:
+    """(operations, multiply-additions, parameters) of one forward of a model, which is put into eval mode.
+
+    Args:
+        input_shape: of the only argument, in the dtype of the parameters; or
+        args, kwargs: the arguments themselves.
+        print_profile, detailed, module_depth, top_modules, output_file: as of `OperationProfiler.print_model_profile`.
+        warm_up: forwards before the one that is counted.
+        as_string: texts such as "1.5 GMACs" instead of numbers.
+        ignore_modules: classes of modules whose operations are left out.
+        mode: "forward" or "generate", the method of the model.
+
+    Raises:
+        UsageError: no input, or another mode.
+    """
+    if mode not in ("forward", "generate"):
+        raise UsageError("get_model_profile(mode)", expected='"forward" or "generate"', got=mode)
+    inputs, named = list(args), dict(kwargs or {})
+    if input_shape is not None:
+        first = next(model.parameters(), torch.empty(0))
+        inputs = [torch.ones(tuple(input_shape), dtype=first.dtype, device=first.device)]
+    if not inputs and not named:
+        raise UsageError("get_model_profile", expected="input_shape, args or kwargs", got=None)
+    model.eval()
+    call = model if mode == "forward" else model.generate
+    profiler = OperationProfiler(model)
+    for _ in range(warm_up):
+        call(*inputs, **named)  # type: ignore[operator]
+    profiler.start_profile(ignore_modules)
+    try:
+        call(*inputs, **named)  # type: ignore[operator]
+    finally:
+        profiler.stop_profile()
+    counted = profiler.get_total_flops(), profiler.get_total_macs(), profiler.get_total_params()
+    texts = (
+        profiler.get_total_flops(as_string=True),
+        profiler.get_total_macs(as_string=True),
+        profiler.get_total_params(as_string=True),
+    )
+    if print_profile:
+        profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
+    profiler.end_profile()
+    return texts if as_string else counted
+
+
+def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
+    """ "1.5 G" for 1.5e9; `units` is one of T, G, M, K or "" instead of the one that fits."""
+    sizes = {unit: size for size, unit in _MAGNITUDES}
+    unit = next((u for size, u in _MAGNITUDES if num >= size), "") if units is None else units
+    return f"{round(num / sizes.get(unit, 1.0), precision):g} {unit}"
+
+
+def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:
+    """ "1.5 GMACs"."""
+    return f"{number_to_string(macs, units, precision)}MACs"
+
+
+def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
+    """ "1.5 GFLOPS"."""
+    return f"{number_to_string(flops, units, precision)}FLOPS"
+
+
+def params_to_string(params_num: float, units: str | None = None, precision: int = 2) -> str:
+    """ "1.5 B", where B is 1e9."""
+    text = number_to_string(params_num, units.replace("B", "G") if units else units, precision)
+    return text.replace("G", "B").strip()
+
+
+def duration_to_string(duration: float, units: str | None = None, precision: int = 2) -> str:
+    """ "1.5 s", "12 ms", "3 us"; `units` is "s", "ms" or "us"."""
+    scales = {"s": 1.0, "ms": 1e3, "us": 1e6}
+    unit = units or next((u for u, scale in scales.items() if duration * scale >= 1), "us")
+    return f"{round(duration * scales[unit], precision):g} {unit}"
+
+
+def _numel(module: nn.Module) -> int:
+    """Parameters, in full where they are sharded."""
+    handles = ((param, handle_of(param)) for param in module.parameters())
+    return sum(param.numel() if handle is None else handle.slot.numel for param, handle in handles)

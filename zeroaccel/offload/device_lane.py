@@ -1,0 +1,83 @@
+"""The CUDA lane of the hybrid step: Adam on host-resident state, in tiles, by the device's kernel on two streams.
+
+The kernel is that of masters on the device (`ops/device_kernels.py`), so its bits are those of the CPU's. It is
+launched on the stream of a tile's copies: these follow each other without events, and the tiles of one stream overlap
+those of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from zeroaccel.ops.device_kernels import DeviceKernels
+
+_TILE_NUMEL = 1 << 22  # elements: 16 MiB per float32 tensor
+_NUM_STATES = 3  # master and two moments
+
+
+class AdamLane:
+    """See `hybrid_update.DeviceLane`. For Adam with float32 moments.
+
+    Args:
+        device: a CUDA device.
+        kernels: of that device.
+    """
+
+    def __init__(self, device: torch.device, kernels: DeviceKernels) -> None:
+        self._device = device
+        self._kernels = kernels
+        self._streams = [torch.cuda.Stream(device) for _ in range(2)]
+
+    def start(self, written: Sequence[Tensor], grad: Tensor, scalars: Sequence[np.generic]) -> _Tiles:
+        """Queues all tiles, without blocking the host."""
+        begin = self._mark(self._streams[0])
+        # Tiles alternate between two streams, so that the copies of one overlap with the kernel of the other.
+        for index, start in enumerate(range(0, grad.numel(), _TILE_NUMEL)):
+            span = slice(start, min(start + _TILE_NUMEL, grad.numel()))
+            self._tile([tensor[span] for tensor in written], grad[span], scalars, self._streams[index % 2])
+        return _Tiles(begin, [self._mark(stream) for stream in self._streams])
+
+    def _mark(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        return event
+
+    def _tile(
+        self, written: Sequence[Tensor], grad: Tensor, scalars: Sequence[np.generic], stream: torch.cuda.Stream
+    ) -> None:
+        # Copies in, kernel and copies out follow each other in the order of the stream, without events. The
+        # allocator reuses a tile's memory for the next one of its stream: the device holds a few tiles at a time.
+        with torch.cuda.stream(stream):
+            states = [tensor.to(self._device, non_blocking=True) for tensor in written[:_NUM_STATES]]
+            source = grad.to(self._device, non_blocking=True)
+            outs = [torch.empty_like(tensor, device=self._device) for tensor in written[_NUM_STATES:]]  # one or none
+            self._kernels.update("adam", states, source, outs[0] if outs else None, None, scalars)
+            # Back into the host's own tensors; the events of `start` tell when all of it is there.
+            for host, tensor in zip(written, [*states, *outs], strict=True):
+                host.copy_(tensor, non_blocking=True)
+
+
+class _Tiles:
+    """Tiles in flight; a `PendingUpdate`.
+
+    Args:
+        begin: before the first tile.
+        ends: behind the last tile of each stream.
+    """
+
+    def __init__(self, begin: torch.cuda.Event, ends: Sequence[torch.cuda.Event]) -> None:
+        self._begin = begin
+        self._ends = ends
+
+    def wait(self) -> float:
+        """Seconds from the start to the end of the last tile, by the device's clock."""
+        # The host asks once it has updated its own part. A lane that was done long before would else seem as slow as
+        # the host, and its part of the update never grew.
+        for event in self._ends:
+            event.synchronize()
+        milliseconds: float = max(self._begin.elapsed_time(event) for event in self._ends)
+        return milliseconds / 1e3

@@ -1,0 +1,579 @@
+// Optimizer updates, the gradient norm, the decisions of a step, and 8- and 4-bit codes on a CUDA device.
+//
+// `device_kernels.py` compiles this file at run time and launches what it defines. The kernels of optimizers bear the
+// names of the host's loops in `updates.py`. All give the bits of the host's loops: the same operations in the same order,
+// one rounding each. Hence every float operation is an intrinsic that rounds to nearest, which a compiler may not contract
+// into an FMA. The sign and payload of a NaN are the device's own.
+//
+// A thread block has THREADS threads. `kind` is the dtype of an array: 0 float32, 1 bfloat16, 2 float16. `control` may
+// be null: then gradients are multiplied by `factor`, and the update applies.
+//
+// Includes nothing, so that NVRTC needs no headers; the tests compile it as C++ for the host, too.
+
+#define THREADS 256
+#define WARPS 8
+#define ITEMS 4 /* elements per thread of an update, loaded before the first is computed */
+#define FULL_WARP 0xffffffffu
+#define FLOAT32 0
+#define BFLOAT16 1
+#define INFINITY_BITS 0x7f800000u
+#define NAN_BITS 0x7fc00000u
+#define SCALE_FLOOR_BITS 0x03800000u /* 2**-120, `kernels.SCALE_FLOOR` */
+#define SUM_BITS 25                  /* `kernels.NORM_BITS` */
+#define BLOCK 32                     /* `updates.BLOCK_NUMEL`: one warp has a block of 8-bit moments */
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+// ---- number formats ----
+
+__device__ __forceinline__ u32 load_raw(const void* array, i64 index, int kind) {
+    return kind == FLOAT32 ? ((const u32*)array)[index] : ((const u16*)array)[index];
+}
+
+// Loads this thread's items of an array; beyond the end they are zeros.
+__device__ __forceinline__ void load_items(const void* array, i64 first, i64 numel, int kind, u32 (&raws)[ITEMS]) {
+#pragma unroll
+    for (int k = 0; k < ITEMS; ++k) {
+        i64 i = first + k * THREADS;
+        raws[k] = i < numel ? load_raw(array, i, kind) : 0;
+    }
+}
+
+__device__ __forceinline__ u32 float16_to_bits(u32 half) {
+    u32 magnitude = half & 0x7fffu, sign = (half & 0x8000u) << 16;
+    u32 subnormal = __float_as_uint(__fmul_rn((float)magnitude, __uint_as_float(0x33800000u)));  // 2**-24
+    u32 normal = (magnitude << 13) + (magnitude < 0x7c00u ? (127u - 15u) << 23 : (255u - 31u) << 23);
+    return sign | (magnitude < 0x0400u ? subnormal : normal);
+}
+
+// The bits of the float32 that a loaded pattern stands for.
+__device__ __forceinline__ u32 bits_of_raw(u32 raw, int kind) {
+    return kind == FLOAT32 ? raw : kind == BFLOAT16 ? raw << 16 : float16_to_bits(raw);
+}
+
+__device__ __forceinline__ float number_of(u32 raw, int kind) { return __uint_as_float(bits_of_raw(raw, kind)); }
+
+__device__ __forceinline__ u16 encode_bfloat16(u32 bits) {
+    u32 quiet_nan = (bits >> 16) | 0x40u, number = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    return (u16)((bits & 0x7fffffffu) > INFINITY_BITS ? quiet_nan : number);
+}
+
+__device__ __forceinline__ u16 encode_float16(u32 bits) {
+    u32 magnitude = bits & 0x7fffffffu, sign = (bits >> 16) & 0x8000u;
+    u32 normal = (magnitude + 0x0fffu + ((magnitude >> 13) & 1u) - ((127u - 15u) << 23)) >> 13;
+    // In [0.5, 1) a float32's last place is worth 2**-24, as in a subnormal float16: the addition does the rounding.
+    u32 subnormal = __float_as_uint(__fadd_rn(__uint_as_float(magnitude), 0.5f)) - 0x3f000000u;
+    u32 number = magnitude < (127u - 14u) << 23 ? subnormal : normal;
+    u32 beyond = magnitude > INFINITY_BITS ? 0x7e00u : 0x7c00u;
+    return (u16)(sign | (magnitude >= (127u + 16u) << 23 ? beyond : number));
+}
+
+__device__ __forceinline__ void store(void* array, i64 index, float value, int kind) {
+    u32 bits = __float_as_uint(value);
+    if (kind == FLOAT32) {
+        ((u32*)array)[index] = bits;
+    } else {
+        ((u16*)array)[index] = kind == BFLOAT16 ? encode_bfloat16(bits) : encode_float16(bits);
+    }
+}
+
+__device__ __forceinline__ void store_out(void* out, i64 index, float value, int kind) {
+    if (out) store(out, index, value, kind);
+}
+
+// ---- stochastic rounding and 8-bit blocks: the notes of that name in `updates.py` ----
+
+__device__ __forceinline__ u32 random_bits(float weight, float moment, u32 key) {
+    u32 seed = __float_as_uint(weight) ^ (__float_as_uint(moment) * 0x9e3779b9u) ^ key;
+    seed = (seed ^ (seed >> 16)) * 0x7feb352du;
+    seed = (seed ^ (seed >> 15)) * 0x846ca68bu;
+    return seed ^ (seed >> 16);
+}
+
+__device__ __forceinline__ void store_moment(void* array, i64 index, float value, u32 random, int kind) {
+    u32 bits = __float_as_uint(value);
+    if (kind == FLOAT32) {
+        ((u32*)array)[index] = bits;
+    } else {
+        bool finite = (bits & INFINITY_BITS) < INFINITY_BITS;
+        ((u16*)array)[index] = finite ? (u16)((bits + (random & 0xffffu)) >> 16) : encode_bfloat16(bits);
+    }
+}
+
+__device__ __forceinline__ u32 warp_max(u32 value) {
+#if __CUDA_ARCH__ >= 800
+    return __reduce_max_sync(FULL_WARP, value);
+#else
+    for (int distance = 16; distance; distance >>= 1) {
+        u32 other = __shfl_xor_sync(FULL_WARP, value, distance);
+        value = other > value ? other : value;
+    }
+    return value;
+#endif
+}
+
+// The bits of a block's least normal magnitude; all ones for a block that is not finite.
+__device__ __forceinline__ u32 lowest_of(u32 exponent, u32 reach) {
+    return exponent == 255u ? 0xffffffffu : (exponent - reach + 1u) << 23;
+}
+
+__device__ __forceinline__ float decode_magnitude(u32 code, u32 lowest) {
+    u32 steps = code << 20;
+    if (code >= 8u) return __uint_as_float(steps + (lowest - 0x800000u));
+    return __fsub_rn(__uint_as_float(lowest + steps), __uint_as_float(lowest));
+}
+
+__device__ __forceinline__ u32 encode_magnitude(u32 bits, u32 lowest, u32 random) {
+    u32 small = __float_as_uint(__fadd_rn(__uint_as_float(bits), __uint_as_float(lowest))) - lowest;
+    u32 steps = bits < lowest ? small : bits - (lowest - 0x800000u);
+    return (steps + ((random & 0xffffu) << 4)) >> 20;
+}
+
+__device__ __forceinline__ float decode_signed(u32 code, u32 exponent) {
+    u32 lowest = lowest_of(exponent, 15u);
+    if (lowest == 0xffffffffu) return __uint_as_float(NAN_BITS);
+    return __uint_as_float(__float_as_uint(decode_magnitude(code & 0x7fu, lowest)) | ((code & 0x80u) << 24));
+}
+
+__device__ __forceinline__ float decode_unsigned(u32 code, u32 exponent) {
+    u32 lowest = lowest_of(exponent, 31u);
+    return lowest == 0xffffffffu ? __uint_as_float(NAN_BITS) : decode_magnitude(code, lowest);
+}
+
+// The exponent byte of the warp's block.
+__device__ __forceinline__ u32 block_exponent(float value) {
+    u32 exponent = (warp_max(__float_as_uint(value) & 0x7fffffffu) + 0xfffffu) >> 23;
+    return exponent >= 254u ? 255u : exponent < 40u ? 40u : exponent;
+}
+
+__device__ __forceinline__ u8 encode_signed(float value, u32 exponent, u32 random) {
+    u32 bits = __float_as_uint(value), lowest = lowest_of(exponent, 15u);
+    u32 code = encode_magnitude(bits & 0x7fffffffu, lowest, random);
+    return lowest == 0xffffffffu ? 0 : (u8)((code & 0x7fu) | ((bits >> 24) & 0x80u));
+}
+
+__device__ __forceinline__ u8 encode_unsigned(float value, u32 exponent, u32 random) {
+    u32 bits = __float_as_uint(value), lowest = lowest_of(exponent, 31u);
+    u32 code = encode_magnitude(bits, lowest, random);
+    if (code == 0u && bits > 0u) code = 1u;
+    return lowest == 0xffffffffu ? 0 : (u8)code;
+}
+
+// ---- optimizer updates: the formulas stand at the host's loops ----
+//
+// The warp meets (`__syncwarp`) after the arithmetic of each item. Without that the compiler copies all that follows for
+// each way through a division or a root, and takes a second per kernel.
+
+// Takes the factor from the control; whether the update applies.
+__device__ __forceinline__ bool applies(const float* control, float* factor) {
+    if (!control) return true;
+    *factor = control[0];
+    return control[1] != 0.0f;
+}
+
+__device__ __forceinline__ i64 first_item() { return (i64)blockIdx.x * (THREADS * ITEMS) + threadIdx.x; }
+
+struct Adam {
+    float decay, l2, weight1, beta2, weight2, inverse_root, eps, negative_step;
+
+    // Advances x, m and v by the scaled gradient, which the L2 term joins.
+    __device__ __forceinline__ void step(float* x, float* m, float* v, float scaled) const {
+        float d = __fadd_rn(scaled, __fmul_rn(l2, *x));
+        *m = __fadd_rn(*m, __fmul_rn(weight1, __fsub_rn(d, *m)));
+        *v = __fadd_rn(__fmul_rn(*v, beta2), __fmul_rn(__fmul_rn(weight2, d), d));
+        float below = __fadd_rn(__fmul_rn(__fsqrt_rn(*v), inverse_root), eps);
+        *x = __fadd_rn(__fmul_rn(*x, decay), __fdiv_rn(__fmul_rn(negative_step, *m), below));
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS) adam(
+    float* master, void* exp_avg, void* exp_avg_sq, const void* grad, void* out, const float* control, float factor,
+    u32 key, float decay, float l2, float weight1, float beta2, float weight2, float inverse_root, float eps,
+    float negative_step, i64 numel, int grad_kind, int moment_kind, int out_kind) {
+    if (!applies(control, &factor)) return;
+    const Adam rule = {decay, l2, weight1, beta2, weight2, inverse_root, eps, negative_step};
+    u32 xs[ITEMS], ms[ITEMS], vs[ITEMS], gs[ITEMS];
+    i64 first = first_item();
+    load_items(master, first, numel, FLOAT32, xs);
+    load_items(exp_avg, first, numel, moment_kind, ms);
+    load_items(exp_avg_sq, first, numel, moment_kind, vs);
+    load_items(grad, first, numel, grad_kind, gs);
+#pragma unroll
+    for (int k = 0; k < ITEMS; ++k) {
+        float x = __uint_as_float(xs[k]), m = number_of(ms[k], moment_kind), v = number_of(vs[k], moment_kind);
+        float before = x;
+        rule.step(&x, &m, &v, __fmul_rn(number_of(gs[k], grad_kind), factor));
+        u32 random = random_bits(before, m, key);
+        i64 i = first + k * THREADS;
+        __syncwarp();
+        if (i < numel) {
+            store_moment(exp_avg, i, m, random, moment_kind);
+            store_moment(exp_avg_sq, i, v, random >> 16, moment_kind);
+            master[i] = x;
+            store_out(out, i, x, out_kind);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) adam_blocks(
+    float* master, u8* exp_avg, u8* exp_avg_exponents, u8* exp_avg_sq, u8* exp_avg_sq_exponents, const void* grad,
+    void* out, const float* control, float factor, u32 key, float decay, float l2, float weight1, float beta2,
+    float weight2, float inverse_root, float eps, float negative_step, i64 numel, int grad_kind, int moment_kind,
+    int out_kind) {
+    if (!applies(control, &factor)) return;
+    const Adam rule = {decay, l2, weight1, beta2, weight2, inverse_root, eps, negative_step};
+    u32 xs[ITEMS], gs[ITEMS], m_codes[ITEMS], m_exponents[ITEMS], v_codes[ITEMS], v_exponents[ITEMS];
+    i64 first = first_item();
+    load_items(master, first, numel, FLOAT32, xs);
+    load_items(grad, first, numel, grad_kind, gs);
+#pragma unroll
+    for (int k = 0; k < ITEMS; ++k) {
+        i64 i = first + k * THREADS;
+        m_codes[k] = m_exponents[k] = v_codes[k] = v_exponents[k] = 0;
+        if (i < numel) {
+            m_codes[k] = exp_avg[i];
+            m_exponents[k] = exp_avg_exponents[i / BLOCK];
+            v_codes[k] = exp_avg_sq[i];
+            v_exponents[k] = exp_avg_sq_exponents[i / BLOCK];
+        }
+    }
+#pragma unroll
+    for (int k = 0; k < ITEMS; ++k) {
+        i64 i = first + k * THREADS;
+        float x = __uint_as_float(xs[k]), before = x;
+        float m = decode_signed(m_codes[k], m_exponents[k]), v = decode_unsigned(v_codes[k], v_exponents[k]);
+        rule.step(&x, &m, &v, __fmul_rn(number_of(gs[k], grad_kind), factor));
+        // All lanes of a warp take part in the maximum; those beyond the end count as zeros.
+        u32 m_exponent = block_exponent(i < numel ? m : 0.0f), v_exponent = block_exponent(i < numel ? v : 0.0f);
+        if (i < numel) {
+            u32 random = random_bits(before, m, key);
+            exp_avg[i] = encode_signed(m, m_exponent, random);
+            exp_avg_sq[i] = encode_unsigned(v, v_exponent, random >> 16);
+            if (i % BLOCK == 0) {
+                exp_avg_exponents[i / BLOCK] = (u8)m_exponent;
+                exp_avg_sq_exponents[i / BLOCK] = (u8)v_exponent;
+            }
+            master[i] = x;
+            store_out(out, i, x, out_kind);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) lion(
+    float* master, void* exp_avg, const void* grad, void* out, const float* control, float factor, u32 key, float decay,
+    float beta1, float weight1, float beta2, float weight2, float negative_lr, i64 numel, int grad_kind,
+    int moment_kind, int out_kind) {
+    if (!applies(control, &factor)) return;
+    u32 xs[ITEMS], ms[ITEMS], gs[ITEMS];
+    i64 first = first_item();
+    load_items(master, first, numel, FLOAT32, xs);
+    load_items(exp_avg, first, numel, moment_kind, ms);
+    load_items(grad, first, numel, grad_kind, gs);
+#pragma unroll
+    for (int k = 0; k < ITEMS; ++k) {
+        float x = __uint_as_float(xs[k]), m = number_of(ms[k], moment_kind);
+        float d = __fmul_rn(number_of(gs[k], grad_kind), factor);
+        float c = __fadd_rn(__fmul_rn(beta1, m), __fmul_rn(weight1, d));
+        m = __fadd_rn(__fmul_rn(beta2, m), __fmul_rn(weight2, d));
+        u32 random = random_bits(x, m, key);
+        float direction = c > 0.0f ? 1.0f : c < 0.0f ? -1.0f : c;
+        x = __fadd_rn(__fmul_rn(x, decay), __fmul_rn(negative_lr, direction));
+        i64 i = first + k * THREADS;
+        __syncwarp();
+        if (i < numel) {
+            store_moment(exp_avg, i, m, random, moment_kind);
+            master[i] = x;
+            store_out(out, i, x, out_kind);
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) adagrad(
+    float* master, void* square_sum, const void* grad, void* out, const float* control, float factor, u32 key, float l2,
+    float eps, float negative_lr, i64 numel, int grad_kind, int moment_kind, int out_kind) {
+    if (!applies(control, &factor)) return;
+    u32 xs[ITEMS], ss[ITEMS], gs[ITEMS];
+    i64 first = first_item();
+    load_items(master, first, numel, FLOAT32, xs);
+    load_items(square_sum, first, numel, moment_kind, ss);
+    load_items(grad, first, numel, grad_kind, gs);
+#pragma unroll
+    for (int k = 0; k < ITEMS; ++k) {
+        float x = __uint_as_float(xs[k]);
+        float d = __fadd_rn(__fmul_rn(number_of(gs[k], grad_kind), factor), __fmul_rn(l2, x));
+        float s = __fadd_rn(number_of(ss[k], moment_kind), __fmul_rn(d, d));
+        u32 random = random_bits(x, s, key);
+        x = __fadd_rn(x, __fdiv_rn(__fmul_rn(negative_lr, d), __fadd_rn(__fsqrt_rn(s), eps)));
+        i64 i = first + k * THREADS;
+        __syncwarp();
+        if (i < numel) {
+            store_moment(square_sum, i, s, random, moment_kind);
+            master[i] = x;
+            store_out(out, i, x, out_kind);
+        }
+    }
+}
+
+// `momentum_buffer` is null without momentum.
+extern "C" __global__ void __launch_bounds__(THREADS) sgd(
+    float* master, float* momentum_buffer, const void* grad, void* out, const float* control, float factor, float l2,
+    float momentum, float weight, float grad_weight, float buffer_weight, float negative_lr, i64 numel, int grad_kind,
+    int moment_kind, int out_kind) {
+    if (!applies(control, &factor)) return;
+    u32 xs[ITEMS], bs[ITEMS], gs[ITEMS];
+    i64 first = first_item();
+    load_items(master, first, numel, FLOAT32, xs);
+    load_items(momentum_buffer, first, momentum_buffer ? numel : 0, FLOAT32, bs);
+    load_items(grad, first, numel, grad_kind, gs);
+#pragma unroll
+    for (int k = 0; k < ITEMS; ++k) {
+        float x = __uint_as_float(xs[k]);
+        float d = __fadd_rn(__fmul_rn(number_of(gs[k], grad_kind), factor), __fmul_rn(l2, x));
+        float b = __fadd_rn(__fmul_rn(momentum, __uint_as_float(bs[k])), __fmul_rn(weight, d));
+        if (momentum_buffer) d = __fadd_rn(__fmul_rn(grad_weight, d), __fmul_rn(buffer_weight, b));
+        x = __fadd_rn(x, __fmul_rn(negative_lr, d));
+        i64 i = first + k * THREADS;
+        __syncwarp();
+        if (i < numel) {
+            if (momentum_buffer) momentum_buffer[i] = b;
+            master[i] = x;
+            store_out(out, i, x, out_kind);
+        }
+    }
+}
+
+// ---- the gradient norm: `reductions.py` ----
+
+// Raises `largest` to the bits of the largest magnitude, inf below NaN.
+extern "C" __global__ void __launch_bounds__(THREADS) max_abs(
+    const void* values, int* largest, i64 numel, int kind) {
+    __shared__ u32 of_warp[WARPS];
+    u32 found = 0;
+    i64 stride = (i64)gridDim.x * (THREADS * ITEMS);
+    for (i64 first = first_item(); first < numel; first += stride) {
+        u32 raws[ITEMS];
+        load_items(values, first, numel, kind, raws);
+#pragma unroll
+        for (int k = 0; k < ITEMS; ++k) {
+            u32 magnitude = raws[k] & (kind == FLOAT32 ? 0x7fffffffu : 0x7fffu);
+            found = magnitude > found ? magnitude : found;
+        }
+    }
+    found = warp_max(found);
+    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = found;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        for (int w = 1; w < WARPS; ++w) found = of_warp[w] > found ? of_warp[w] : found;
+        atomicMax(largest, (int)bits_of_raw(found, kind));
+    }
+}
+
+__device__ __forceinline__ double double_of(u64 bits) { return __longlong_as_double((i64)bits); }
+
+// Adds to `sums` the upper and the lower bits of the squares, as integers; nothing where the largest is not finite.
+//
+// A float32 times the power of two of the norm's scale is put together from its bits, in float64: a conversion would be
+// slower than the memory. The square has at most 48 bits, so that only the addition of 2**52 rounds.
+extern "C" __global__ void __launch_bounds__(THREADS) square_sums(
+    const void* values, const int* largest, u64* sums, i64 numel, int kind) {
+    __shared__ u64 of_warp[2][WARPS];
+    u32 top = (u32)*largest;
+    if (top >= INFINITY_BITS) return;
+    // 2**exponent is the least power of two above the largest; `offset` is what a float32's exponent lacks as a double.
+    int exponent = top >= 0x800000u ? (int)(top >> 23) - 126 : top ? 32 - __clz((int)top) - 149 : 0;
+    u64 offset = (u64)(i64)(1023 - 127 + SUM_BITS - exponent) << 52;
+    double implicit = double_of((0x800000ull << 29) + offset);
+    u64 high = 0, low = 0;
+    i64 stride = (i64)gridDim.x * (THREADS * ITEMS);
+    for (i64 first = first_item(); first < numel; first += stride) {
+        u32 raws[ITEMS], highs = 0, lows = 0;
+        load_items(values, first, numel, kind, raws);
+#pragma unroll
+        for (int k = 0; k < ITEMS; ++k) {
+            u32 bits = bits_of_raw(raws[k], kind) & 0x7fffffffu;
+            double root = double_of(((u64)(bits | (bits < 0x800000u ? 0x800000u : 0)) << 29) + offset);
+            if (bits < 0x800000u) root = __dsub_rn(root, implicit);  // no leading one: zero, or subnormal
+            u64 square = (u64)__double_as_longlong(__dadd_rn(__dmul_rn(root, root), 4503599627370496.0));
+            square &= (1ull << 52) - 1;
+            highs += (u32)(square >> SUM_BITS);
+            lows += (u32)square & ((1u << SUM_BITS) - 1);
+        }
+        high += highs;
+        low += lows;
+    }
+    for (int distance = 16; distance; distance >>= 1) {
+        high += __shfl_xor_sync(FULL_WARP, high, distance);
+        low += __shfl_xor_sync(FULL_WARP, low, distance);
+    }
+    if (threadIdx.x % 32 == 0) {
+        of_warp[0][threadIdx.x / 32] = high;
+        of_warp[1][threadIdx.x / 32] = low;
+    }
+    __syncthreads();
+    if (threadIdx.x < 2) {
+        u64 total = 0;
+        for (int w = 0; w < WARPS; ++w) total += of_warp[threadIdx.x][w];
+        if (total) atomicAdd(&sums[threadIdx.x], total);
+    }
+}
+
+// ---- the decisions of a step: `step_control.py`; one thread ----
+
+extern "C" __global__ void write_facts(const int* largest, i64 history, i64 settings, double* facts) {
+    u32 top = (u32)*largest;
+    facts[0] = top >= INFINITY_BITS ? double_of(0x7ff0000000000000ull) : (double)__uint_as_float(top);
+    facts[1] = (double)history;
+    facts[2] = -(double)history;
+    facts[3] = (double)settings;
+    facts[4] = -(double)settings;
+}
+
+extern "C" __global__ void largest_of_facts(const double* facts, int* largest) {
+    *largest = (int)__float_as_uint(__double2float_rn(facts[0]));
+}
+
+// `sums` is null without a norm.
+extern "C" __global__ void finalize(
+    const double* facts, const u64* sums, float* control, double* summary, double scale, double clipping,
+    double grad_factor, int skip_overflow) {
+    const double infinity = double_of(0x7ff0000000000000ull), nan = double_of(0x7ff8000000000000ull);
+    double largest = facts[0], norm = nan;
+    bool finite = largest < infinity, same_history = facts[1] == -facts[2], same_settings = facts[3] == -facts[4];
+    if (sums && finite && same_history && same_settings) {
+        u64 high = sums[0] + (sums[1] >> SUM_BITS), low = sums[1] & ((1u << SUM_BITS) - 1);
+        double upper = __dmul_rn((double)(high >> 11), 68719476736.0);  // 2**36
+        double root = __dsqrt_rn(__dadd_rn(upper, (double)(((high & 2047u) << SUM_BITS) | low)));
+        // The largest is that of float32 values, and so a normal number as float64.
+        u64 bits = (u64)__double_as_longlong(largest);
+        i64 exponent = bits ? (i64)(bits >> 52) - 1022 : 0;
+        norm = __dmul_rn(root, double_of((u64)(exponent - SUM_BITS + 1023) << 52));
+    }
+    double clip = 1.0, unscaled = finite ? __ddiv_rn(norm, scale) : infinity;
+    if (clipping > 0.0) {
+        double ratio = __ddiv_rn(clipping, __dadd_rn(unscaled, 1e-6));
+        clip = ratio < 1.0 ? ratio : 1.0;  // also 1 for NaN: without a norm nothing is clipped
+    }
+    if (grad_factor < clip) clip = grad_factor;
+    control[0] = __double2float_rn(__ddiv_rn(clip, scale));
+    control[1] = same_history && same_settings && (finite || !skip_overflow) ? 1.0f : 0.0f;
+    summary[0] = finite ? 1.0 : 0.0;
+    summary[1] = norm;
+    summary[2] = same_history ? 1.0 : 0.0;
+    summary[3] = same_settings ? 1.0 : 0.0;
+}
+
+// ---- codes: the format of `comm/quantized.py`; a warp has a block, blockIdx.y is the row ----
+
+// The low bits of a float32 below 2**22 rounded to an integer, ties to even, in two's complement.
+__device__ __forceinline__ u32 to_integer(float value) { return __float_as_uint(__fadd_rn(value, 12582912.0f)); }
+
+__device__ __forceinline__ bool is_nan(float value) { return (__float_as_uint(value) & 0x7fffffffu) > INFINITY_BITS; }
+
+__device__ __forceinline__ int warp_index() { return blockIdx.x * WARPS + threadIdx.x / 32; }
+
+// The integer of a code for value i of n: 8 bits, or 4 with value i + ceil(n / 2) in the upper half of byte i.
+__device__ __forceinline__ int integer_at(const u8* integers, int i, int n, int bits) {
+    if (bits == 8) return (signed char)integers[i];
+    int half = (n + 1) / 2;
+    return i < half ? (signed char)(integers[i] << 4) >> 4 : (signed char)integers[i - half] >> 4;
+}
+
+// Row r of `codes` becomes the code of row order[r] of `values`, or of row r where `order` is null; rows
+// [skip_first, skip_last) stay as they are.
+extern "C" __global__ void __launch_bounds__(THREADS) encode(
+    const void* values, const int* order, u8* codes, i64 numel, i64 code_nbytes, int kind, int bits, int block,
+    int skip_first, int skip_last) {
+    int row = blockIdx.y, index = warp_index(), lane = threadIdx.x % 32;
+    i64 blocks = (numel + block - 1) / block;
+    if (index >= blocks || (row >= skip_first && row < skip_last)) return;
+    i64 start = (i64)index * block;
+    int size = (int)(numel - start < block ? numel - start : block);
+    i64 first = (order ? order[row] : row) * numel + start;
+    u8* code = codes + row * code_nbytes;
+    u8* integers = code + 4 * blocks + start * bits / 8;
+
+    u32 largest = 0;
+    for (int i = lane; i < size; i += 32) {
+        u32 bits_of = bits_of_raw(load_raw(values, first + i, kind), kind) & 0x7fffffffu;
+        largest = bits_of > largest ? bits_of : largest;
+    }
+    largest = warp_max(largest);
+    float scale = __fdiv_rn(__uint_as_float(largest), bits == 8 ? 127.0f : 7.0f);
+    scale = scale < __uint_as_float(SCALE_FLOOR_BITS) ? __uint_as_float(SCALE_FLOOR_BITS) : scale;
+    bool finite = largest < INFINITY_BITS;
+    if (!finite) scale = __uint_as_float(NAN_BITS);
+    if (lane == 0) ((float*)code)[index] = scale;
+    float inverse = __fdiv_rn(1.0f, scale);
+    if (bits == 8) {
+        for (int i = lane; i < size; i += 32) {
+            u32 integer = to_integer(__fmul_rn(number_of(load_raw(values, first + i, kind), kind), inverse));
+            integers[i] = finite ? (u8)integer : 0;
+        }
+    } else {
+        int half = (size + 1) / 2;
+        for (int i = lane; i < half; i += 32) {
+            u32 low = to_integer(__fmul_rn(number_of(load_raw(values, first + i, kind), kind), inverse)) & 15u, high = 0;
+            if (i + half < size) {
+                high = to_integer(__fmul_rn(number_of(load_raw(values, first + half + i, kind), kind), inverse)) << 4;
+            }
+            integers[i] = finite ? (u8)(low | high) : 0;
+        }
+    }
+    // The padding is zeroed, so that equal values have equal codes, byte for byte.
+    if (index == blocks - 1) {
+        for (i64 i = 4 * blocks + (numel * bits + 7) / 8 + lane; i < code_nbytes; i += 32) code[i] = 0;
+    }
+}
+
+// Row r of `out` becomes the values of row r of `codes`, or gets them added where `adds`, in float32.
+extern "C" __global__ void __launch_bounds__(THREADS) decode(
+    const u8* codes, void* out, i64 numel, i64 code_nbytes, int kind, int bits, int block, int adds) {
+    int row = blockIdx.y, index = warp_index(), lane = threadIdx.x % 32;
+    i64 blocks = (numel + block - 1) / block;
+    if (index >= blocks) return;
+    i64 start = (i64)index * block;
+    int size = (int)(numel - start < block ? numel - start : block);
+    i64 first = row * numel + start;
+    const u8* code = codes + row * code_nbytes;
+    const u8* integers = code + 4 * blocks + start * bits / 8;
+    float scale = ((const float*)code)[index];
+    for (int i = lane; i < size; i += 32) {
+        float value = __fmul_rn((float)integer_at(integers, i, size, bits), scale);
+        if (is_nan(scale)) value = scale;
+        if (adds) value = __fadd_rn(((const float*)out)[first + i], value);
+        store(out, first + i, value, kind);
+    }
+}
+
+// totals[r] = ((0 + c0) + c1) + ..., in float32, where the c are the values of codes[rank][r]; that of rank `own` is row
+// order[own * rows + r] of `values` itself, or that row where `order` is null.
+extern "C" __global__ void __launch_bounds__(THREADS) sum_codes(
+    const u8* codes, const void* values, const int* order, float* totals, i64 numel, i64 code_nbytes, int kind,
+    int bits, int block, int ranks, int own) {
+    int row = blockIdx.y, rows = gridDim.y, index = warp_index(), lane = threadIdx.x % 32;
+    i64 blocks = (numel + block - 1) / block;
+    if (index >= blocks) return;
+    i64 start = (i64)index * block;
+    int size = (int)(numel - start < block ? numel - start : block);
+    int own_row = own * rows + row;
+    i64 own_first = (order ? order[own_row] : own_row) * numel + start;
+    for (int i = lane; i < size; i += 32) {
+        float total = 0.0f;
+        for (int rank = 0; rank < ranks; ++rank) {
+            float value;
+            if (rank == own) {
+                value = number_of(load_raw(values, own_first + i, kind), kind);
+            } else {
+                const u8* code = codes + ((i64)rank * rows + row) * code_nbytes;
+                const u8* integers = code + 4 * blocks + start * bits / 8;
+                value = __fmul_rn((float)integer_at(integers, i, size, bits), ((const float*)code)[index]);
+            }
+            total = __fadd_rn(total, value);
+        }
+        totals[row * numel + start + i] = total;
+    }
+}

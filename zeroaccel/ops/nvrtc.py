@@ -1,0 +1,193 @@
+"""CUDA source to a loaded module: NVIDIA's run-time compiler and driver, called through ctypes.
+
+CUDA builds of torch come with the compiler's library, so no toolkit and no other package is needed. torch's own wrapper
+of it (`torch.cuda._compile_kernel`) is private, asks for an installed toolkit's headers, compiles one kernel at a time,
+and passes integers as 32 bits and every float as a double, which kernels of float32 scalars and long arrays cannot use.
+
+Knows no kernel: `device_kernels.py` has those.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+_OPTIONS = ("--std=c++17", "--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true")
+_TORCHS_OWN = "libcaffe2_nvrtc.so"  # of torch: linked against the compiler's library, wherever that lies
+
+
+class KernelError(RuntimeError):
+    """Kernels cannot be compiled, loaded or launched; the message says why, in words."""
+
+
+class Nvrtc:
+    """The compiler.
+
+    Args:
+        library: with the functions of NVRTC.
+    """
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        library.nvrtcGetErrorString.restype = ctypes.c_char_p
+
+    def architectures(self) -> list[int]:
+        """The compute capabilities that it knows, 80 for 8.0, ascending."""
+        count = ctypes.c_int()
+        self._call("nvrtcGetNumSupportedArchs", ctypes.byref(count))
+        found = (ctypes.c_int * count.value)()
+        self._call("nvrtcGetSupportedArchs", found)
+        return sorted(found)
+
+    def target(self, capability: tuple[int, int]) -> str:
+        """The architecture to compile for: the device's own, or for a newer device a virtual one that it also runs.
+
+        Raises:
+            KernelError: this compiler supports no device as old as that.
+        """
+        wanted = 10 * capability[0] + capability[1]
+        fitting = [arch for arch in self.architectures() if arch <= wanted]
+        if not fitting:
+            raise KernelError(f"NVRTC does not support compute capability {capability[0]}.{capability[1]}")
+        return f"sm_{wanted}" if fitting[-1] == wanted else f"compute_{fitting[-1]}"
+
+    def compile(self, source: str, name: str, target: str) -> bytes:
+        """What the driver loads: machine code for "sm_80" and the like, PTX for "compute_80".
+
+        Args:
+            name: of the file, in messages.
+
+        Raises:
+            KernelError: with the compiler's own messages.
+        """
+        program = ctypes.c_void_p()
+        self._call("nvrtcCreateProgram", ctypes.byref(program), source.encode(), name.encode(), 0, None, None)
+        try:
+            options = [option.encode() for option in (f"--gpu-architecture={target}", *_OPTIONS)]
+            status = self._library.nvrtcCompileProgram(
+                program, len(options), (ctypes.c_char_p * len(options))(*options)
+            )
+            if status:
+                log = self._read(program, "nvrtcGetProgramLog").rstrip(b"\0").decode(errors="replace")
+                raise KernelError(f"NVRTC for {target}: {self._words(status)}: {log.strip()}")
+            return self._read(program, "nvrtcGetCUBIN" if target.startswith("sm_") else "nvrtcGetPTX")
+        finally:
+            self._library.nvrtcDestroyProgram(ctypes.byref(program))
+
+    def _read(self, program: ctypes.c_void_p, function: str) -> bytes:
+        size = ctypes.c_size_t()
+        self._call(f"{function}Size", program, ctypes.byref(size))
+        text = ctypes.create_string_buffer(size.value)
+        self._call(function, program, text)
+        return text.raw
+
+    def _call(self, function: str, *arguments: object) -> None:
+        status = getattr(self._library, function)(*arguments)
+        if status:
+            raise KernelError(f"{function}: {self._words(status)}")
+
+    def _words(self, status: int) -> str:
+        words: bytes = self._library.nvrtcGetErrorString(status)
+        return words.decode()
+
+
+def open_nvrtc() -> Nvrtc:
+    """The compiler of this torch, or one in a package beside it.
+
+    Raises:
+        KernelError: there is none.
+    """
+    for path in _candidates():
+        try:
+            library = ctypes.CDLL(path)
+            library.nvrtcCreateProgram  # noqa: B018  # a library that only is linked against it answers, too
+        except (OSError, AttributeError):
+            continue
+        return Nvrtc(library)
+    raise KernelError("libnvrtc was not found: it comes with CUDA builds of torch, and as nvidia-cuda-nvrtc")
+
+
+def _candidates() -> Iterator[str]:
+    yield str(Path(torch.__file__).parent / "lib" / _TORCHS_OWN)
+    major = (torch.version.cuda or "").split(".")[0]
+    if major:
+        yield f"libnvrtc.so.{major}"
+    # Packages of NVIDIA's libraries: nvidia/cuda_nvrtc/lib up to CUDA 12, nvidia/cu13/lib since.
+    package = importlib.util.find_spec("nvidia")
+    for folder in package.submodule_search_locations or () if package is not None else ():
+        # Another version than torch's serves, too: what it makes depends on the device and its driver only.
+        names = sorted(Path(folder).glob("*/lib/libnvrtc.so.*"), key=lambda name: (name.suffix != f".{major}", name))
+        yield from (str(name) for name in names)
+    yield "libnvrtc.so"
+
+
+class DriverModule:
+    """Compiled kernels loaded into a device, in torch's own context of it.
+
+    Args:
+        image: from `Nvrtc.compile`.
+        device: a CUDA device with an index, which torch has initialised.
+        names: of the kernels.
+
+    Raises:
+        KernelError: the driver does not load it, or it has no kernel of one of the names.
+    """
+
+    def __init__(self, image: bytes, device: torch.device, names: Iterable[str]) -> None:
+        try:
+            self._driver = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise KernelError(f"the driver's library: {error}") from error
+        self._device = device
+        self._context = ctypes.c_void_p()
+        handle = ctypes.c_int()
+        self._call("cuDeviceGet", ctypes.byref(handle), device.index)
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), handle)
+        self._module = ctypes.c_void_p()
+        self._in_context("cuModuleLoadData", ctypes.byref(self._module), image)
+        # All at once: the driver loads a kernel when it is asked for, and may wait for the whole device then.
+        self._functions = {name: self._function(name) for name in names}
+
+    def _function(self, name: str) -> ctypes.c_void_p:
+        function = ctypes.c_void_p()
+        self._in_context("cuModuleGetFunction", ctypes.byref(function), self._module, name.encode())
+        return function
+
+    def run(self, name: str, grid: tuple[int, int], threads: int, arguments: Sequence[object]) -> None:
+        """Launches a kernel on torch's current stream of the device, and returns before it has run.
+
+        Args:
+            grid: blocks in x and y.
+            threads: per block.
+            arguments: ctypes values, in the kernel's order.
+
+        Raises:
+            KernelError: the driver refuses; also where something before has failed on the device.
+        """
+        stream = ctypes.c_void_p(torch.cuda.current_stream(self._device).cuda_stream)
+        addresses = argument_addresses(arguments)
+        self._in_context("cuLaunchKernel", self._functions[name], *grid, 1, threads, 1, 1, 0, stream, addresses, None)
+
+    def _in_context(self, function: str, *arguments: object) -> None:
+        # A thread that has not used the device has no context, and another device's may be the current one.
+        self._call("cuCtxPushCurrent_v2", self._context)
+        try:
+            self._call(function, *arguments)
+        finally:
+            self._call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
+    def _call(self, function: str, *arguments: object) -> None:
+        status = getattr(self._driver, function)(*arguments)
+        if status:
+            words = ctypes.c_char_p()
+            self._driver.cuGetErrorString(status, ctypes.byref(words))
+            raise KernelError(f"{function} on {self._device}: {(words.value or b'').decode()} ({status})")
+
+
+def argument_addresses(arguments: Sequence[object]) -> ctypes.Array[ctypes.c_void_p]:
+    """The addresses of ctypes values, which have to outlive it."""
+    return (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(value) for value in arguments))  # type: ignore[arg-type]

@@ -1,0 +1,392 @@
+"""Attention over sequences that are cut: the exchange of heads, under transformers' attention interface.
+
+(Ulysses: Jacobs et al., 2023, arXiv:2309.14509, section 3.2.) A model of transformers looks its attention function up
+by the name in its config ("sdpa", "flash_attention_2", "eager"), and the function that makes its mask likewise. Both
+are replaced under that name by ones that do as before for models without sequence parallelism, so every place that
+asks for the name goes on. For a model with it:
+
+```text
+query (B, H, s, D), key, value (B, K, s, D)    this rank's tokens, all heads
+  exchange                                     one all-to-all of the three
+query (B, H/P, S, D), key, value (B, K'/P, S, D)   all tokens, this rank's heads; K' = K, or copies of heads, see below
+  the model's own attention function, with the mask of whole sequences
+out (B, S, H/P, D)
+  exchange
+out (B, s, H, D)
+```
+
+**Heads of keys** are fewer in grouped-query attention. Where P does not divide K, each is copied so often that it does:
+P / K times where K divides P, else H / K times. Gradients of copies are added up by autograd.
+
+**The mask** has to be that of whole sequences. Before each forward the ranks bring their padding masks and positions
+together; the model is handed the padding mask of all S tokens, by which transformers' mask functions know how long
+keys are. Positions that begin anew within a row are packed sequences, which do not see each other.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from zeroaccel.comm.agree import agreed
+from zeroaccel.errors import UsageError
+from zeroaccel.parallel.sequence import SequenceGroup
+
+__all__ = ["UlyssesAttention"]
+
+_EAGER = "eager"
+
+
+@dataclass(frozen=True)
+class _Sequences:
+    """What the masks of one forward are made of, for all S tokens.
+
+    Attributes:
+        padding: (B, S) bool, False for padding; None where there is none.
+        packed: (B, S) the index of each token's sequence in its row; None where rows are one sequence.
+    """
+
+    length: int
+    padding: Tensor | None
+    packed: Tensor | None
+
+
+class UlyssesAttention:
+    """Sequence parallelism of one model of transformers, until `undo`.
+
+    Args:
+        model: called with this rank's run of the tokens, as `SequenceGroup.shard` cuts them.
+        in_eval: in eval mode, too; else each rank computes whole sequences of its own there.
+
+    A model that has it already, as one that is prepared a second time, has it once: the later one counts.
+
+    Raises:
+        UsageError: the model has no attention of transformers, or its heads cannot be shared out.
+
+    Example:
+        >>> from zeroaccel.comm.topology import destroy, init_process_group
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4)
+        >>> group = SequenceGroup.of(init_process_group(), size=1)
+        >>> attention = UlyssesAttention(LlamaForCausalLM(config), group)
+        >>> attention.undo()
+        >>> destroy()
+    """
+
+    def __init__(self, model: nn.Module, group: SequenceGroup, *, in_eval: bool = True) -> None:
+        self.group = group
+        self._in_eval = in_eval
+        self._model = weakref.ref(model)
+        config = _config_of(model)
+        text = config.get_text_config()
+        self.implementation: str = getattr(text, "_attn_implementation", None) or _EAGER
+        _check_heads(text, group.size)
+        self._configs = {id(part.config) for part in model.modules() if hasattr(part, "config")}
+        for earlier in {id(one): one for part in model.modules() if (one := _ATTACHED.get(part))}.values():
+            earlier.undo()
+        self._sequences: _Sequences | None = None
+        # Of each forward's own positions, those of whole sequences: recomputation in backward asks for them again.
+        self._positions: Any = WeakIdKeyDictionary()
+        for part in model.modules():
+            _ATTACHED[part] = self
+        _replacements(self.implementation).add(self)
+        self._hooks = [
+            model.register_forward_pre_hook(self._before, with_kwargs=True),
+            model.register_forward_hook(self._after, always_call=True),
+        ]
+
+    @staticmethod
+    def of(model: nn.Module) -> UlyssesAttention | None:
+        """That of a model, if it has any."""
+        return _ATTACHED.get(model)
+
+    def undo(self) -> None:
+        """The model's attention is as before."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        model = self._model()
+        for part in () if model is None else model.modules():
+            if _ATTACHED.get(part) is self:
+                del _ATTACHED[part]
+        _replacements(self.implementation).discard(self)
+
+    def is_on(self, module: nn.Module) -> bool:
+        """Whether sequences are cut now."""
+        return self.group.size > 1 and (self._in_eval or module.training)
+
+    # -- a forward
+
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not self.is_on(model):
+            return None
+        tokens = next((kwargs[k] for k in ("input_ids", "inputs_embeds") if kwargs.get(k) is not None), None)
+        tokens = args[0] if tokens is None and args else tokens
+        padding, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        self._check_same(tokens, padding, positions, kwargs.get("past_key_values"))
+        assert isinstance(tokens, Tensor), "_check_same refuses anything else"
+        run, group = tokens.shape[1], self.group
+        if positions is None:
+            first = group.rank * run
+            positions = torch.arange(first, first + run, device=tokens.device)
+        own = positions.expand(len(tokens), -1).contiguous()
+        whole = group.gather(own)
+        self._positions[own] = whole
+        packed = (torch.diff(whole, prepend=whole[:, :1] - 1, dim=1) != 1).cumsum(1)
+        all_padding = None if padding is None else group.gather(padding.to(torch.bool))
+        # Padded rows may count positions in any way; where there is a padding mask, it says what is seen.
+        is_packed = all_padding is None and bool((packed[:, -1] > 0).any())
+        self._sequences = _Sequences(whole.shape[1], all_padding, packed if is_packed else None)
+        if all_padding is None:
+            all_padding = torch.ones_like(whole, dtype=torch.bool)
+        return args, {**kwargs, "position_ids": own, "attention_mask": all_padding}
+
+    def _after(self, model: nn.Module, args: Any, output: Any) -> None:
+        self._sequences = None
+
+    def _check_same(self, tokens: Any, padding: Any, positions: Any, cache: Any) -> None:
+        """Refuses, on all ranks of the group, what cannot be exchanged; and ranks with other shapes."""
+        where = "sequence parallelism: forward"
+        with agreed(self.group.collectives, where):
+            if not isinstance(tokens, Tensor) or tokens.ndim < 2:
+                raise UsageError(where, expected="input_ids of (batch, tokens)", got=type(tokens).__name__)
+            if isinstance(padding, Tensor) and (padding.ndim != 2 or padding.shape != tokens.shape[:2]):
+                raise UsageError(
+                    f"{where}: attention_mask",
+                    expected=f"{tuple(tokens.shape[:2])}, of this rank's tokens",
+                    got=tuple(padding.shape),
+                    fix="pass the padding mask of two dims; the mask of attention is made from it",
+                )
+            if cache is not None and cache.get_seq_length():
+                raise UsageError(
+                    f"{where}: past_key_values",
+                    expected="none",
+                    got="a cache",
+                    fix="generate without sequence parallelism",
+                )
+        own = (tuple(tokens.shape), padding is not None, positions is not None)
+        shapes = self.group.collectives.gather_objects(own, "shapes of sequences")
+        if len(set(shapes)) > 1:
+            differing = next(rank for rank, shape in enumerate(shapes) if shape != shapes[0])
+            raise UsageError(
+                where,
+                expected="runs of one shape on all ranks of a sequence, each with a mask and positions or none",
+                got=f"{shapes[0]} on its rank 0 and {shapes[differing]} on its rank {differing}",
+                fix="cut batches by SequenceLoader or SequenceGroup.shard",
+            )
+
+    # -- what replaces transformers' functions
+
+    def mask(self, make: Callable[..., Any], arguments: Mapping[str, Any]) -> Any:
+        """The mask of whole sequences, by the function of transformers that makes it."""
+        sequences = self._sequences
+        assert sequences is not None, "a mask is made within a forward"
+        changed: dict[str, Any] = {
+            "q_length": sequences.length,
+            "kv_length": sequences.length,
+            "q_offset": 0,
+            "kv_offset": 0,
+            "attention_mask": sequences.padding,
+        }
+        if sequences.packed is not None:
+            changed["mask_function"] = _within_sequences(arguments["mask_function"], sequences.packed)
+            changed["allow_is_causal_skip"] = False
+        return make(**{**arguments, **changed})
+
+    def attend(
+        self,
+        attention: Callable[..., Any],
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Any,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Any]:
+        """Attention of this rank's heads over whole sequences.
+
+        Args:
+            query: (B, H, s, D).
+            key, value: (B, K, s, D); D of values may differ.
+
+        Returns:
+            ((B, s, H, D), None)
+        """
+        for name in ("s_aux", "position_bias"):
+            if kwargs.get(name) is not None:
+                raise UsageError(
+                    f"sequence parallelism: {type(module).__name__}",
+                    expected="attention whose heads differ in their weights only",
+                    got=f"{name}, which is per head",
+                    fix="train this model without sequence parallelism",
+                )
+        group, heads = self.group, query.shape[1]
+        copies = _copies(heads, key.shape[1], group.size)
+        key, value = (_repeated(tensor, copies) for tensor in (key, value))
+        local_heads = [self._heads_in(tensor) for tensor in (query, key, value)]
+        sizes = [part.shape[1] for part in local_heads]
+        received = group.exchange(torch.cat(local_heads, 1), "exchange heads").split(sizes, 1)
+        query, key, value = (
+            _heads_out(part, tensor, group.size) for part, tensor in zip(received, (query, key, value), strict=True)
+        )
+        positions = kwargs.get("position_ids")
+        if positions is not None:
+            kwargs["position_ids"] = self._positions.get(positions, positions)
+        out, _ = attention(_Grouped(module, query.shape[1] // key.shape[1]), query, key, value, mask, **kwargs)
+        batch, length, local, width = out.shape
+        run = length // group.size
+        parts = out.view(batch, group.size, run, local, width).movedim(1, 0).reshape(group.size, -1)
+        mine = group.exchange(parts, "exchange outputs").view(group.size, batch, run, local, width)
+        return mine.movedim(0, 2).reshape(batch, run, heads, width), None
+
+    def _heads_in(self, tensor: Tensor) -> Tensor:
+        """(B, H, s, D) -> (P, n): row r has the heads of rank r."""
+        batch, heads, run, width = tensor.shape
+        size = self.group.size
+        return tensor.view(batch, size, heads // size, run, width).movedim(1, 0).reshape(size, -1)
+
+
+def _heads_out(part: Tensor, like: Tensor, size: int) -> Tensor:
+    """(P, n), row r being the run of rank r -> (B, H/P, S, D)."""
+    batch, heads, run, width = like.shape
+    runs = part.view(size, batch, heads // size, run, width)
+    return runs.movedim(0, 2).reshape(batch, heads // size, size * run, width)
+
+
+def _repeated(tensor: Tensor, copies: int) -> Tensor:
+    """(B, K, s, D) -> (B, K * copies, s, D), copies of a head being next to each other."""
+    return tensor if copies == 1 else tensor.repeat_interleave(copies, 1)
+
+
+def _copies(heads: int, key_heads: int, ranks: int) -> int:
+    """How often heads of keys are copied; see the module."""
+    if key_heads % ranks == 0:
+        return 1
+    return ranks // key_heads if ranks % key_heads == 0 else heads // key_heads
+
+
+def _within_sequences(mask_function: Callable[..., Any], packed: Tensor) -> Callable[..., Any]:
+    """A mask function of transformers that lets tokens see those of their own sequence only."""
+
+    def same_sequence(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return mask_function(batch, head, query, key) & (packed[batch, query] == packed[batch, key])
+
+    return same_sequence
+
+
+class _Grouped:
+    """An attention module with another number of heads of queries for each of keys; the same in all else."""
+
+    def __init__(self, module: nn.Module, groups: int) -> None:
+        self._module = module
+        self.num_key_value_groups = groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+# -- under the names of transformers
+
+_ATTACHED: weakref.WeakKeyDictionary[nn.Module, UlyssesAttention] = weakref.WeakKeyDictionary()
+_BY_NAME: dict[str, _Replacements] = {}
+
+
+def _replacements(name: str) -> _Replacements:
+    return _BY_NAME.setdefault(name, _Replacements(name))
+
+
+class _Replacements:
+    """The functions of one name of transformers, replaced while any model needs it."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._users: list[UlyssesAttention] = []
+        self._attention: Callable[..., Any] | None = None
+        self._mask: Callable[..., Any] | None = None
+
+    def add(self, user: UlyssesAttention) -> None:
+        if not self._users:
+            attentions, masks = _interfaces()
+            # "eager" is in no table: each model's file has its own.
+            self._attention = attentions.get(self._name)
+            self._mask = masks.get(self._name)
+            attentions[self._name] = self.attend
+            if self._mask is not None:
+                masks[self._name] = self.mask
+        self._users.append(user)
+
+    def discard(self, user: UlyssesAttention) -> None:
+        if user not in self._users:
+            return
+        self._users.remove(user)
+        if not self._users:
+            for table in _interfaces():
+                with suppress(KeyError):
+                    del table[self._name]
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+        attention = self._attention or _eager_of(module)
+        user = _ATTACHED.get(module)
+        if user is None or not user.is_on(module):
+            return attention(module, query, key, value, mask, **kwargs)
+        return user.attend(attention, module, query, key, value, mask, **kwargs)
+
+    def mask(self, *args: Any, **kwargs: Any) -> Any:
+        assert self._mask is not None, "replaced only where there is one"
+        config = kwargs.get("config")
+        for user in self._users:
+            if user._sequences is not None and id(config) in user._configs:
+                return user.mask(self._mask, kwargs)
+        return self._mask(*args, **kwargs)
+
+
+def _interfaces() -> tuple[Any, Any]:
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    return ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
+
+
+def _eager_of(module: nn.Module) -> Callable[..., Any]:
+    file = sys.modules[type(module).__module__]
+    try:
+        function: Callable[..., Any] = file.eager_attention_forward
+    except AttributeError:
+        raise UsageError(
+            f"sequence parallelism: {type(module).__name__}",
+            expected="an attention function in its file, as transformers' models have",
+            got="none",
+            fix='load the model with attn_implementation="sdpa"',
+        ) from None
+    return function
+
+
+def _config_of(model: nn.Module) -> Any:
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "get_text_config"):
+        raise UsageError(
+            f"sequence parallelism: {type(model).__name__}",
+            expected="a model of transformers, whose attention is looked up by the name in its config",
+            got="no config of transformers",
+            fix="exchange heads in the model's own attention, by SequenceGroup.exchange",
+        )
+    return config
+
+
+def _check_heads(config: Any, ranks: int) -> None:
+    heads = getattr(config, "num_attention_heads", None)
+    if not isinstance(heads, int) or heads % ranks:
+        raise UsageError(
+            "sequence parallelism",
+            expected=f"a number of attention heads that is divisible by the {ranks} ranks of a sequence",
+            got=heads,
+            fix="choose an sp that divides it",
+        )

@@ -1,0 +1,185 @@
+"""The boundary of a step: gradients are examined, the ranks compared, and the update runs or is skipped.
+
+`grad_norm.py` has the arithmetic and says what stays on the device, `weight_update.py` the update itself. Knows nothing
+of the loss scale's life, of schedulers and of counters, which are the engine's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from torch import Tensor
+
+from zeroaccel.comm.agree import disagreement_report
+from zeroaccel.comm.collectives import Collectives
+from zeroaccel.errors import CollectiveError
+from zeroaccel.ops.device_kernels import kernels_for
+from zeroaccel.optim.rank_facts import HyperparameterCheck
+from zeroaccel.zero.grad_norm import (
+    DeviceStats,
+    FactorRule,
+    GradCheck,
+    GradStats,
+    KnownStats,
+    RankDigests,
+    check_on_device,
+    join_facts_on_device,
+    join_facts_on_host,
+    stats_on_host,
+)
+from zeroaccel.zero.grad_reducer import GradReducer
+from zeroaccel.zero.weight_update import WeightUpdate
+
+
+class StepBoundary:
+    """Takes one engine's gradients to an update, or to a skipped step.
+
+    Life of a step: 1. `take_stats`, once its reductions are complete, 2. `update`, 3. `clear`. A program may read the
+    statistics in between.
+
+    Args:
+        hyperparameters: of the optimizer, compared over the ranks.
+        drop: drops the gradients of a step that is refused, so that a program that catches the error can go on.
+
+    Attributes:
+        check: of the gradients of the coming update; None before they are complete.
+        factor: an upper bound of the clipping factor of the coming update, set by the program.
+    """
+
+    def __init__(
+        self,
+        reducer: GradReducer,
+        weights: WeightUpdate,
+        hyperparameters: HyperparameterCheck,
+        collectives: Collectives,
+        drop: Callable[[], None],
+    ) -> None:
+        self.check: GradCheck | None = None
+        self.factor = 1.0
+        self._reducer = reducer
+        self._weights = weights
+        self._hyperparameters = hyperparameters
+        self._collectives = collectives
+        # Where masters are on an accelerator, so are the gradients that step them.
+        self._checks_on_device = reducer.device.type != "cpu" and not reducer.leaves_device
+        self._drop = drop
+        kernels_for(reducer.device)  # compiled now, and not in the first step
+        self._last: tuple[GradCheck, float] | None = None  # with the loss scale of then
+        self._unverified: deque[tuple[int, DeviceStats]] = deque()  # steps that went on before the ranks were compared
+
+    @property
+    def grad_norm(self) -> float | None:
+        """Of the last update, unscaled and unclipped; None before the first, or where it was not asked for."""
+        if self._last is None:
+            return None
+        check, scale = self._last
+        return check.read().unscaled_norm(scale)
+
+    def compare(self, step: int) -> None:
+        """Compares the ranks' hyperparameters, before updates that begin earlier than `step()`. (all ranks)"""
+        self._hyperparameters.compare(step)
+
+    def join_facts(self, largest: Tensor) -> Tensor:
+        """The facts of all ranks for gradients that go to the host, which need not wait for them by themselves.
+
+        Args:
+            largest: as for `grad_norm.join_facts_on_device`.
+        """
+        return join_facts_on_device(largest, self._digests(), self._collectives.job)
+
+    def take_stats(self, *, norm: bool) -> GradCheck:
+        """Examines complete gradients and compares the ranks; once a step. (all ranks)"""
+        ranks = self._collectives
+        shards = [(g.shard, g.buffer) for g in self._reducer.gradients if g.shard is not None]
+        # Gradients that several ranks hold, on replicas or along another axis of the mesh, enter the norm once.
+        counted = [
+            shard for shard, buffer in shards if ranks.replica == 0 and (ranks.is_first_data_group or buffer.is_split)
+        ]
+        tensors, device, facts = [shard for shard, _ in shards], self._reducer.device, self._reducer.facts
+        if self._checks_on_device:
+            self.check = check_on_device(tensors, counted, ranks.job, device=device, digests=self._digests(), norm=norm)
+        else:
+            if facts is None:
+                facts = join_facts_on_host(tensors, self._digests(), ranks.job, device)
+            self.check = KnownStats(stats_on_host(facts, counted, ranks.job, device, norm=norm))
+        return self.check
+
+    def read(self, check: GradCheck, step: int) -> GradStats:
+        """The statistics of ranks that agree; the host may wait for them.
+
+        Args:
+            step: the number of the step, from 0.
+
+        Raises:
+            CollectiveError: the ranks have been through different collectives.
+            UsageError: the ranks' optimizers have different settings. The gradients are dropped.
+        """
+        stats = check.read()
+        if not stats.same_history:
+            raise CollectiveError(disagreement_report(self._collectives))
+        if not stats.same_settings:
+            self._drop()
+            self._hyperparameters.refuse(step)
+        return stats
+
+    def verify_earlier_steps(self, *, wait: bool = False) -> None:
+        """Raises if the ranks differed in an earlier step that was not waited for; the device skipped its update.
+
+        Args:
+            wait: also for steps that the device has not come to.
+        """
+        while self._unverified and (wait or self._unverified[0][1].is_ready()):
+            step, check = self._unverified.popleft()
+            self.read(check, step)
+
+    def settings_may_be_late(self) -> bool:
+        """Whether the ranks were compared already, so that a loop may have changed settings since."""
+        return self.check is not None or self._reducer.facts is not None
+
+    def update(self, check: GradCheck, rule: FactorRule, step: int, *, late: bool) -> bool:
+        """Updates, or skips the step; whether the weights have changed. (all ranks)
+
+        Args:
+            step: the number of the step, from 0.
+            late: `settings_may_be_late`, of before these statistics.
+
+        Raises:
+            CollectiveError, UsageError: as `read`; nothing was updated.
+            OffloadError: a tier failed; on every rank.
+        """
+        self._last = check, rule.loss_scale
+        if isinstance(check, DeviceStats) and not check.was_read and self._weights.takes_control:
+            return self._update_unseen(check, rule, step)
+        factor = rule.factor(self.read(check, step))
+        if factor is None:
+            self._weights.finish()
+            return False
+        if late and not self._weights.is_early:
+            self._hyperparameters.note_update()
+        # One factor for unscaling and clipping, applied by the update kernel itself: no pass of its own.
+        self._weights.apply(factor)
+        return True
+
+    def clear(self) -> None:
+        """The gradients are gone."""
+        self.check, self.factor = None, 1.0
+
+    def _update_unseen(self, check: DeviceStats, rule: FactorRule, step: int) -> bool:
+        """Launches an update that the device skips where it has to; see [Note: boundary] of `grad_norm.py`."""
+        self._weights.apply(check.control(rule))
+        applied = True
+        if rule.skips_overflow:
+            stats = check.read()
+            applied = stats.finite and stats.same_history and stats.same_settings
+        elif self._collectives.job.world_size > 1:
+            self._unverified.append((step, check))
+        self._weights.settle(applied=applied)
+        if rule.skips_overflow:
+            self.read(check, step)
+        return applied
+
+    def _digests(self) -> RankDigests:
+        # Settings of an update during backward were compared before it began, and `apply` checks that they still hold.
+        settings = 0 if self._weights.is_early else self._hyperparameters.digest()
+        return RankDigests(self._collectives.flight_recorder.digest(), settings)
