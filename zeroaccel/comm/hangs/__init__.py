@@ -23,7 +23,8 @@ How a hang ends (all ranks unless noted):
 1. A rank sees that one of its collectives is overdue, or can never complete: desync (a peer stalls at the same number
    with another history), deadlock (two ranks wait for calls that the other has not issued), a peer that has left
    without issuing it, or a closed connection. It raises the alarm.
-2. Each rank that sees the alarm, within a second, publishes its state.
+2. Each rank that sees the alarm, within a second, publishes its state; one that still moves, once it has stopped, or
+   after another second.
 3. (one rank, the lowest that can) The states become one hang report, which is logged once. A rank that the store does
    not answer reports alone what it knows.
 4. Threads blocked in a collective are interrupted and raise that report as an exception, so that `finally` blocks run.

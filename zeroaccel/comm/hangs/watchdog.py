@@ -33,6 +33,8 @@ _POLL_SECONDS = 1.0
 _ALARM_POLL_SECONDS = 0.1  # between polls while there is an alarm
 _STALL_SECONDS = 5.0  # a wait this long is worth comparing histories
 _COLLECT_SECONDS = 3.0  # for the ranks' states to come in
+_STEADY_SECONDS = 0.2  # a wait this long is where its rank stays
+_SETTLE_SECONDS = 1.0  # for a rank to get there: it may be alarmed between two collectives
 _SUCCESSION_SECONDS = 2.0  # after which another rank than the lowest may write the report
 _REPORT_SECONDS = _SUCCESSION_SECONDS + 2 * _COLLECT_SECONDS  # after which each rank reports alone
 _RAISE_SECONDS = 5.0  # for an interrupted thread to raise; then the process is ended
@@ -333,7 +335,7 @@ class Watchdog:
     def _answer_alarm(self, channel: SideChannel, alarm: Alarm) -> None:
         """Steps 2 and 3 of the package's docstring: publishes this rank's state, and writes or awaits the report."""
         self._move(WatchdogState.ALARMED)
-        channel.publish_state(self._exit_notice or self._rank_state())
+        channel.publish_state(self._settled_state(alarm))
         start = time.monotonic()
         report: HangReport | None = None
         may_claim = True
@@ -352,6 +354,20 @@ class Watchdog:
                 time.sleep(_ALARM_POLL_SECONDS)
         self._release_store(channel)
         self._adopt(report, logged=True)
+
+    def _settled_state(self, alarm: Alarm) -> RankState:
+        """Where this rank is once it has stopped moving, as far as that comes soon.
+
+        Another rank may raise an alarm while this one still runs towards the collective that it will wait for. What it
+        does on the way is no part of the hang.
+        """
+        deadline = time.monotonic() + (_SETTLE_SECONDS if alarm.rank != self._rank else 0.0)
+        while self._exit_notice is None and time.monotonic() < deadline:
+            entry = self._longest_pending()
+            if entry is not None and time.monotonic() - entry.since >= _STEADY_SECONDS:
+                break
+            time.sleep(_STEADY_SECONDS / 4)
+        return self._exit_notice or self._rank_state()
 
     def _is_lowest_able(self) -> bool:
         return all(self._peers.cannot_answer(rank) for rank in range(self._rank))
