@@ -335,7 +335,9 @@ def _losses_by_torch() -> tuple[list[float], list[int]]:
     loss = torch.tensor(float(1 + torch.distributed.get_rank()), requires_grad=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of its successor
-        parts = torch.distributed.nn.functional.all_gather(loss, group=group)
+        from torch.distributed.nn.functional import all_gather
+
+        parts = all_gather(loss, group=group)
     (3 * parts[0] + 5 * parts[1]).backward()
     assert loss.grad is not None
     return [part.item() for part in parts] + [loss.grad.item()], torch.distributed.get_process_group_ranks(group)
