@@ -86,6 +86,7 @@ LONG_FILES = {
 # Which files outside zero/hooks.py register hooks, and for what.
 HOOKS_ELSEWHERE = {
     "zeroaccel/parallel/ulysses.py": "arguments of one model's forward, also where there is no engine yet",
+    "zeroaccel/zero/tensor_parallel.py": "hooks that torch's styles of tensor parallelism make for split layers",
 }
 STORAGE_FOLDER = "zeroaccel/zero/storage"
 # What distinguishes storages from each other, and how many functions outside their folder may ask for it.
@@ -121,6 +122,7 @@ ENGINE_LAYERS: tuple[tuple[str, ...], ...] = (
         "precision",
         "prefetch",
         "grad_norm",
+        "tensor_parallel",
         "tensor_subclasses",
         "wrap_policy",
         "access.safetensors_file",

@@ -3,40 +3,49 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from zeroaccel.errors import UsageError
 
-AXES = ("dp_replicate", "dp_shard", "sp")
+AXES = ("dp_replicate", "dp_shard", "sp", "tp")
 """Outermost first: ranks next to each other differ in the last axis."""
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """The mesh of a job, dp_replicate x dp_shard x sp ranks; names and order as torchtitan's.
+    """The mesh of a job, dp_replicate x dp_shard x sp x tp ranks; names and order as torchtitan's.
 
     The two data axes see different samples. Ranks that differ in `sp` only have parts of the same sequences (Ulysses,
-    Jacobs et al., 2023, arXiv:2309.14509). ZeRO shards over dp_shard x sp ranks, which all have the same parameters.
+    Jacobs et al., 2023, arXiv:2309.14509). Ranks that differ in `tp` only have parts of the same layers (Megatron-LM,
+    Shoeybi et al., 2019, arXiv:1909.08053) and compute on the same samples. ZeRO shards over dp_shard x sp ranks,
+    which all have the same parameters.
 
     Attributes:
         dp_replicate: groups of ranks that each hold one sharded model.
         dp_shard: -1 takes the ranks that the other axes leave.
         sp: ranks that share a sequence.
+        tp: ranks that share each layer.
+        tp_plan: which modules the ranks of `tp` share, and how: the end of a module's name, where * is one part of it
+            between dots, -> "colwise", "rowwise" and the like (docs/tensor_parallel.md). By default what a model of
+            transformers says of itself. With tp of 1 nothing is split.
 
     Raises:
-        UsageError: a size is not a positive integer.
+        UsageError: a size is not a positive integer; or sequences and layers are both to be split.
 
     Example:
         >>> mesh = ParallelConfig(sp=2).resolve(world_size=8)
         >>> mesh.dp_shard, mesh.data_parallel_size
         (4, 4)
         >>> mesh.coordinates(rank=5)
-        {'dp_replicate': 0, 'dp_shard': 2, 'sp': 1}
+        {'dp_replicate': 0, 'dp_shard': 2, 'sp': 1, 'tp': 0}
     """
 
     dp_replicate: int = 1
     dp_shard: int = -1
     sp: int = 1
+    tp: int = 1
+    tp_plan: Mapping[str, str] | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -44,6 +53,13 @@ class ParallelConfig:
             if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and (axis, size) != ("dp_shard", -1)):
                 rest = " or -1" if axis == "dp_shard" else ""
                 raise UsageError(f"ParallelConfig({axis})", expected=f"a positive number of ranks{rest}", got=size)
+        if self.sp > 1 and self.tp > 1:
+            raise UsageError(
+                "ParallelConfig",
+                expected="sp or tp above 1, not both: the exchange of heads is for attention that has all of them",
+                got=f"sp {self.sp}, tp {self.tp}",
+                fix="leave one of them at 1",
+            )
 
     @property
     def data_parallel_size(self) -> int:
@@ -56,8 +72,8 @@ class ParallelConfig:
         Raises:
             UsageError: the axes do not multiply to the ranks of the job.
         """
-        others = self.dp_replicate * self.sp
-        mesh = replace(self, dp_shard=world_size // others) if self.dp_shard == -1 else self
+        others = self.dp_replicate * self.sp * self.tp
+        mesh = replace(self, dp_shard=world_size // others) if self.dp_shard == -1 and world_size >= others else self
         sizes = [getattr(mesh, axis) for axis in AXES]
         if math.prod(sizes) != world_size:
             known = [axis for axis in AXES if getattr(self, axis) != -1]
