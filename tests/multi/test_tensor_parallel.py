@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import zeroaccel
 from tests.multi.pool import Pool
 from tests.multi.training import ADAMW, Run, config, differences, offloaded
+from zeroaccel.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
+from zeroaccel.checkpoint.reshard import reshard
 from zeroaccel.comm.topology import init_process_group
 from zeroaccel.config.parallel import ParallelConfig
-from zeroaccel.errors import ZeroAccelError
-from zeroaccel.zero import Init
+from zeroaccel.errors import EngineStateError, UsageError, ZeroAccelError
+from zeroaccel.zero import (
+    GatheredParameters,
+    Init,
+    safe_get_full_fp32_param,
+    safe_get_full_grad,
+    safe_get_full_optimizer_state,
+    safe_set_full_fp32_param,
+    safe_set_full_grad,
+    safe_set_full_optimizer_state,
+)
 
 transformers = pytest.importorskip("transformers")
 
@@ -287,3 +300,152 @@ MISTAKES = [
 def test_what_cannot_be_split_is_named(ranks: Ranks, what: str, says: str) -> None:
     for message in ranks(2).run(_mistaken, what):
         assert says in message
+
+
+def _contents(engine: Any, model: nn.Module) -> dict[str, Tensor]:
+    """Masters and states of every parameter, whole."""
+    found = {}
+    for name, param in model.named_parameters():
+        found[name] = safe_get_full_fp32_param(param)
+        for key in ("exp_avg", "exp_avg_sq"):
+            found[f"{key} {name}"] = safe_get_full_optimizer_state(param, key)
+    return found
+
+
+def _steps(engine: Any, first: int, count: int, parallel: ParallelConfig) -> list[float]:
+    losses = []
+    for step in range(first, first + count):
+        loss = engine(**_batch(step, torch.distributed.get_rank() // parallel.tp)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def _saves(folder: str, stage: int, parallel: ParallelConfig, keys: dict[str, Any]) -> tuple[Any, ...]:
+    init_process_group()
+    model = _llama(num_key_value_heads=4)
+    settings = config(stage, "bf16", optimizer=ADAMW, **keys)
+    engine, *_ = zeroaccel.initialize(model, config=settings, parallel=parallel)
+    _steps(engine, 0, 2, parallel)
+    engine.save_checkpoint(folder, "before", client_state={"epoch": 3})
+    contents = _contents(engine, model)
+    full = engine.consolidated_state_dict()
+    engine.save_16bit_model(folder, "model.safetensors")
+    streamed = {name: value.clone() for name, value in engine.iter_named_full_params()}
+    losses = _steps(engine, 2, 2, parallel)
+    engine.load_checkpoint(folder)
+    again = _steps(engine, 2, 2, parallel)
+    engine.destroy()
+    return contents, full, streamed, losses, again
+
+
+def _loads(folder: str, stage: int, parallel: ParallelConfig, keys: dict[str, Any]) -> dict[str, Tensor]:
+    init_process_group()
+    torch.manual_seed(99)
+    model = transformers.LlamaForCausalLM(_llama(num_key_value_heads=4).config)
+    settings = config(stage, "bf16", optimizer=ADAMW, **keys)
+    engine, *_ = zeroaccel.initialize(model, config=settings, parallel=parallel)
+    path, client = engine.load_checkpoint(folder)
+    assert path is not None
+    assert client == {"epoch": 3}
+    contents = _contents(engine, model)
+    assert all(loss < 10 for loss in _steps(engine, 2, 1, parallel))
+    engine.destroy()
+    return contents
+
+
+def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
+    assert one.keys() == other.keys()
+    return [name for name, value in one.items() if not torch.equal(value, other[name])]
+
+
+@pytest.mark.parametrize(
+    ("saved", "stage", "loaded"),
+    [
+        ((4, 2), 3, [(4, 1, 3), (4, 4, 2), (2, 2, 0), (2, 1, 3)]),
+        ((4, 1), 2, [(4, 2, 3), (2, 2, 2)]),
+        ((2, 2), 0, [(4, 2, 1), (4, 4, 3)]),
+    ],
+)
+def test_checkpoints_are_of_any_mesh(
+    ranks: Ranks, tmp_path: Path, saved: tuple[int, int], stage: int, loaded: list[tuple[int, int, int]]
+) -> None:
+    world, tp = saved
+    folder = str(tmp_path)
+    of_ranks = ranks(world).run(_saves, folder, stage, ParallelConfig(tp=tp), {})
+    contents, full, streamed = of_ranks[0][:3]
+    for rank, (other, _, _, losses, again) in enumerate(of_ranks):
+        assert _same(contents, other) == []
+        assert losses == again, rank
+    for world, tp, other_stage in loaded:
+        for found in ranks(world).run(_loads, folder, other_stage, ParallelConfig(tp=tp), {}):
+            assert _same(contents, found) == []
+    masters = {name: value for name, value in contents.items() if not name.startswith("exp_avg")}
+    assert _same(masters, get_fp32_state_dict_from_zero_checkpoint(folder)) == []
+    bf16 = {name: value.bfloat16() for name, value in masters.items()}
+    assert _same(bf16, full) == _same(bf16, streamed) == _same(bf16, load_file(tmp_path / "model.safetensors")) == []
+    version = json.loads((tmp_path / "before" / "manifest.json").read_text())["manifest"]["version"]
+    assert version == (1 if saved[1] == 1 else 2)  # programs of before read what they can
+    plain = reshard(tmp_path, tmp_path / "plain", 3)
+    assert json.loads((plain / "manifest.json").read_text())["manifest"]["version"] == 1
+    assert _same(masters, get_fp32_state_dict_from_zero_checkpoint(tmp_path / "plain")) == []
+
+
+def _access(stage: int, keys: dict[str, Any]) -> list[str]:
+    """Reads and writes whole values between steps."""
+    init_process_group()
+    model = _llama()
+    values = {name: value.clone() for name, value in model.state_dict().items()}
+    parallel = ParallelConfig(tp=2)
+    engine, *_ = zeroaccel.initialize(model, config=config(stage, "bf16", optimizer=ADAMW, **keys), parallel=parallel)
+    told = []
+    projection = model.get_submodule("model.layers.1.mlp.down_proj").weight
+    norm = model.get_submodule("model.norm").weight
+    assert torch.equal(safe_get_full_fp32_param(projection), values["model.layers.1.mlp.down_proj.weight"])
+    engine.backward(engine(**_batch(0, torch.distributed.get_rank() // 2)).loss)
+    gradient = safe_get_full_grad(projection)
+    assert gradient.shape == (32, 48)
+    safe_set_full_grad(projection, gradient * 0)
+    assert not safe_get_full_grad(projection).any()
+    safe_set_full_grad(projection, gradient)
+    engine.step()
+    # A new value for a split parameter, and states for it: all ranks pass the same whole tensors.
+    new = torch.arange(32 * 48.0).view(32, 48) / 1000
+    safe_set_full_fp32_param(projection, new)
+    safe_set_full_optimizer_state(projection, new * 2, "exp_avg")
+    assert torch.equal(safe_get_full_fp32_param(projection), new)
+    assert torch.equal(safe_get_full_optimizer_state(projection, "exp_avg"), new * 2)
+    assert torch.equal(dict(engine.iter_named_full_params())["model.layers.1.mlp.down_proj.weight"], new.bfloat16())
+    with GatheredParameters(norm, modifier_rank=1):
+        if torch.distributed.get_rank() == 1:
+            norm.data.fill_(0.5)
+    assert (safe_get_full_fp32_param(norm) == 0.5).all()
+    for call in (
+        lambda: GatheredParameters(projection, modifier_rank=0).__enter__(),
+        lambda: safe_set_full_fp32_param(projection, new[:16]),
+        lambda: safe_set_full_fp32_param(projection, new + torch.distributed.get_rank()),
+    ):
+        with pytest.raises(UsageError) as caught:
+            call()
+        told.append(str(caught.value))
+    with engine.gathered(), pytest.raises(EngineStateError) as refused:
+        model.state_dict()
+    told.append(str(refused.value))
+    engine.load_state_dict(values)
+    for name, param in model.named_parameters():
+        assert torch.equal(safe_get_full_fp32_param(param), values[name]), name
+    engine.destroy()
+    return told
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_whole_values_are_read_and_written(ranks: Ranks, tmp_path: Path, stage: int) -> None:
+    keys = offloaded(tmp_path, "nvme", "nvme") if stage == 3 else {}
+    for gathered, shape, differs, states in ranks(4).run(_access, stage, keys):
+        assert (
+            "(modifier_rank): model.layers.1.mlp.down_proj.weight: expected parameters that every rank has" in gathered
+        )
+        assert "the value: expected shape (32, 48), got (16, 48)" in shape
+        assert "the value: expected the same on all ranks, got 'different ones'" in differs
+        assert "state_dict(): model.embed_tokens.weight is split over ranks" in states

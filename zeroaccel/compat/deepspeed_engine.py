@@ -415,7 +415,7 @@ class DeepSpeedEngine(Engine, metaclass=_EngineKind):
         """
         # Anything but a path is left to the call itself, which refuses it by name.
         own = os.fspath(save_dir) if isinstance(save_dir, (str, os.PathLike)) else ""
-        folders = self.collectives.gather_objects(own, "save_checkpoint: folder")
+        folders = self.collectives.job.gather_objects(own, "save_checkpoint: folder")
         if len(set(folders)) > 1:
             logger.warning("save_checkpoint: the ranks name different folders; all save into rank 0's, %s", folders[0])
         return super().save_checkpoint(folders[0], tag, client_state, save_latest, exclude_frozen_parameters)
@@ -448,7 +448,7 @@ class DeepSpeedEngine(Engine, metaclass=_EngineKind):
                 "change them, and pass them to engine.load_module_state_dict",
             )
         found = tag is not None or has_checkpoints(Path(load_dir))
-        if tag is None and not any(self.collectives.gather_objects(found, "load_checkpoint: look")):
+        if tag is None and not any(self.collectives.job.gather_objects(found, "load_checkpoint: look")):
             logger.warning("%s: no checkpoint to load; nothing is changed", os.fspath(load_dir))
             return None, None
         vars(self).pop("_gathered_state", None)  # of other weights from now on

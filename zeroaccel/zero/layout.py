@@ -117,6 +117,27 @@ class Split:
         """The parameter from the parts of all ranks, in their order."""
         return torch.cat(list(parts), self.dim)
 
+    def runs(self, shape: Sequence[int], part: FlatRange) -> Iterator[tuple[int, FlatRange]]:
+        """Where elements of a part lie in the parameter, flattened in row-major order: runs that lie there together.
+
+        Args:
+            shape: of the part.
+            part: of its elements, flattened.
+
+        Yields:
+            The first element of a run in the parameter, and its range in the part.
+
+        Example:
+            >>> list(Split(dim=1, parts=2, index=1).runs((2, 2), FlatRange(1, 4)))
+            [(3, FlatRange(start=1, end=2)), (6, FlatRange(start=2, end=4))]
+        """
+        run = math.prod(shape[self.dim :])
+        while part:
+            row, first = divmod(part.start, run)
+            own = FlatRange(part.start, min(part.end, (row + 1) * run))
+            yield (row * self.parts + self.index) * run + first, own
+            part = FlatRange(own.end, part.end)
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:
@@ -137,6 +158,26 @@ class Slot:
     def whole_shape(self) -> tuple[int, ...]:
         """The shape of the parameter as the model has it."""
         return self.shape if self.split is None else self.split.whole_shape(self.shape)
+
+    @property
+    def whole_numel(self) -> int:
+        """Elements of the parameter as the model has it."""
+        return math.prod(self.whole_shape)
+
+    def runs(self, part: FlatRange) -> Iterator[tuple[int, FlatRange]]:
+        """Where elements of the slot lie in the whole parameter, flattened.
+
+        Args:
+            part: of the flat buffer, within the slot.
+
+        Yields:
+            The first element of a run in the parameter, and its range in the flat buffer.
+        """
+        if self.split is None:
+            yield part.start - self.start, part
+            return
+        for first, own in self.split.runs(self.shape, FlatRange(part.start - self.start, part.end - self.start)):
+            yield first, FlatRange(self.start + own.start, self.start + own.end)
 
     @property
     def end(self) -> int:
