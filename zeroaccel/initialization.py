@@ -41,8 +41,9 @@ from zeroaccel.config import (
     solve_batch,
     tier_plan,
 )
+from zeroaccel.config.document import read_document
 from zeroaccel.config.normalize import UnknownKeys
-from zeroaccel.config.parallel import AXES, ParallelConfig
+from zeroaccel.config.parallel import AXES, ParallelConfig, with_autotp
 from zeroaccel.data import build_dataloader
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.logs import log_once, logger, set_log_level
@@ -156,7 +157,7 @@ def initialize(
         >>> engine.step()
     """
     # 1. The ranks: which processes train together, on which cores and which axis of the mesh.
-    ranks = _join_ranks(collectives, mesh, parallel)
+    ranks = _join_ranks(collectives, mesh, parallel, config)
 
     # 2. The plan: all that can be decided, and be wrong, before a tensor moves. An error on one rank raises on all.
     with agreed(ranks.collectives, "initialize: config"):
@@ -238,7 +239,7 @@ def initialize(
     if attention is not None:
         engine.at_destroy(attention.undo)
     if tensor_parallel is not None:
-        tensor_parallel.attach()
+        tensor_parallel.attach(model, collectives)
         engine.at_destroy(tensor_parallel.detach)
     if job.optimizer is not None:
         _let_modes_change_weights(job.optimizer, engine)
@@ -277,11 +278,18 @@ class _Ranks:
     tensor_group: RankGroup | None = None
 
 
-def _join_ranks(collectives: Collectives | None, mesh: DeviceMesh | None, parallel: ParallelConfig | None) -> _Ranks:
+def _join_ranks(
+    collectives: Collectives | None,
+    mesh: DeviceMesh | None,
+    parallel: ParallelConfig | None,
+    config: ConfigSource | None,
+) -> _Ranks:
     topology = init_process_group()
     collectives = collectives or Collectives(topology)
     _divide_cores(topology, collectives)
     with agreed(collectives, "initialize: parallel"):
+        # How many ranks share layers decides on how many see different samples, which the config is resolved with.
+        parallel = with_autotp(_as_written(config), parallel)
         if mesh is not None and parallel is not None:
             raise UsageError("initialize", expected="a mesh or a ParallelConfig", got="both", fix="leave one out")
         resolved = (parallel or ParallelConfig()).resolve(collectives.world_size)
@@ -302,9 +310,16 @@ def _join_ranks(collectives: Collectives | None, mesh: DeviceMesh | None, parall
     return _Ranks(topology, collectives, groups, len(groups[0]), resolved, Fact(len(groups[0]), "initialize(mesh)"))
 
 
+def _as_written(config: ConfigSource | None) -> Mapping[str, Any]:
+    if config is None:
+        return {}
+    return config.raw if isinstance(config, Config) else read_document(config).tree
+
+
 def _check_same_mesh(parallel: ParallelConfig, collectives: Collectives) -> None:
     """Other axes on one rank would be other groups, and a hang. (all ranks)"""
-    own = {axis: getattr(parallel, axis) for axis in AXES} | {"tp_plan": parallel.tp_plan and dict(parallel.tp_plan)}
+    own: dict[str, Any] = {axis: getattr(parallel, axis) for axis in AXES}
+    own["tp_plan"] = dict(parallel.tp_plan) if isinstance(parallel.tp_plan, Mapping) else parallel.tp_plan
     of_ranks: list[dict[str, Any]] = collectives.gather_objects(own, "initialize: mesh of the job")
     for rank, other in enumerate(of_ranks):
         for key, value in other.items():

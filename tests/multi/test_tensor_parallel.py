@@ -449,3 +449,91 @@ def test_whole_values_are_read_and_written(ranks: Ranks, tmp_path: Path, stage: 
         assert "the value: expected shape (32, 48), got (16, 48)" in shape
         assert "the value: expected the same on all ranks, got 'different ones'" in differs
         assert "state_dict(): model.embed_tokens.weight is split over ranks" in states
+
+
+def _opt() -> nn.Module:
+    """A model without a plan of its own, whose attention counts its heads."""
+    torch.manual_seed(3)
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "ffn_dim": 48, "word_embed_proj_dim": 32}
+    settings = transformers.OPTConfig(
+        num_hidden_layers=2, num_attention_heads=4, dropout=0.0, use_cache=False, pad_token_id=1, **sizes
+    )
+    return transformers.OPTForCausalLM(settings)
+
+
+def _by_json(make: Callable[[], nn.Module], settings: dict[str, Any]) -> Run:
+    """The size from the config, the batches from the engine's loader, which feeds by data-parallel rank."""
+    init_process_group()
+    model = make()
+    data = [{name: value[0] for name, value in _batch(step, 0).items()} for step in range(2 * STEPS)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    engine, _, loader, _ = zeroaccel.initialize(model, optimizer, training_data=data, config=settings)
+    assert loader is not None
+    run = Run()
+    for batch in loader:
+        loss = engine(**batch).loss
+        engine.backward(loss)
+        engine.step()
+        run.losses.append(loss.item())
+        run.norms.append(engine.get_global_grad_norm())
+    engine.destroy()
+    run.weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+    return run
+
+
+@pytest.mark.parametrize("make", [_llama, _opt])
+def test_the_size_of_a_json(ranks: Ranks, make: Callable[[], nn.Module]) -> None:
+    collection = Path(__file__).parents[1] / "data" / "collection" / "deepspeed_configs.json"
+    (entry,) = (one for one in json.loads(collection.read_text()) if "tensor_parallel" in one["settings"])
+    values = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0}
+    settings = {**entry["settings"], **values, "bf16": {"enabled": False}, "fp16": {"enabled": False}}
+    settings |= {"train_batch_size": 2, "data_types": {}}
+    assert settings["tensor_parallel"] == {"autotp_size": 2}
+    first, second = ranks(2).run(_by_json, make, settings)
+    assert differences(first, second) == []
+    whole, _ = ranks(2).run(_by_json, make, {**settings, "tensor_parallel": {}, "train_micro_batch_size_per_gpu": 1})
+    assert len(first.losses) == len(whole.losses) == STEPS
+    assert first.norms == pytest.approx(whole.norms, rel=2e-6)
+    for name, weight in whole.weights.items():
+        assert torch.allclose(first.weights[name], weight, rtol=1e-4, atol=3e-6), name
+
+
+def _fed(what: str) -> str:
+    init_process_group()
+    rank = torch.distributed.get_rank()
+    settings = config(1, "fp32", optimizer=SGD) | {"tensor_parallel": {"autotp_size": 2}}
+    try:
+        if what == "batches":
+            engine, *_ = zeroaccel.initialize(_llama(), config=settings)
+            engine(**_batch(0, rank))
+        elif what == "names":
+            zeroaccel.initialize(_gpt2(), config=settings)
+        elif what == "unknown":
+            model = nn.Module()
+            model.layers = nn.ModuleList([nn.ModuleDict({"up_proj": nn.Linear(4, 8), "shrink": nn.Linear(8, 4)})])
+            zeroaccel.initialize(model, config=settings)
+        elif what == "sizes":
+            zeroaccel.initialize(_llama(), config=settings, parallel=ParallelConfig(tp=4))
+        else:
+            accelerator = zeroaccel.Accelerator(zero_plugin=zeroaccel.ZeroPlugin(settings))
+            accelerator.prepare(_llama())
+    except ZeroAccelError as error:
+        if what == "batches":
+            engine.destroy()
+        return str(error)
+    raise AssertionError("it was taken")
+
+
+FED = [
+    ("batches", "the first batch of rank 1: expected that of rank 0, with which it shares the layers"),
+    ("names", "expected a plan, as GPT2LMHeadModel has none of its own"),
+    ("unknown", "tensor parallelism of Module: layers.0.shrink: expected names of layers that say how to cut them"),
+    ("sizes", "ParallelConfig(tp): expected 2, as tensor_parallel.autotp_size of the config says, got 4"),
+    ("accelerator", "tensor_parallel.autotp_size: expected 0 or 1: the loaders of an Accelerator give each rank"),
+]
+
+
+@pytest.mark.parametrize(("what", "says"), FED)
+def test_mistakes_of_a_json_are_named(ranks: Ranks, what: str, says: str) -> None:
+    for message in ranks(2).run(_fed, what):
+        assert says in message

@@ -29,6 +29,7 @@ from zeroaccel.accelerate.zero_plugin import ZeroPlugin, gather_facts
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.config import Fact, Facts, load_config, shard_plan
+from zeroaccel.config.parallel import with_autotp
 from zeroaccel.data import PreparedLoader
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.initialization import initialize
@@ -370,6 +371,13 @@ def _check_cases(group: PrepareGroup, tree: Mapping[str, Any], sources: Mapping[
     def section(name: str) -> str:
         return f"{sources.get(name, plugin.title)}: {name}"
 
+    if with_autotp(tree, None) is not None:
+        raise ConfigError(
+            f"{section('tensor_parallel')}.autotp_size",
+            expected="0 or 1: the loaders of an Accelerator give each rank batches of its own, and ranks that share "
+            "layers need the same",
+            fix="call zeroaccel.initialize, whose loader feeds them alike, or remove it",
+        )
     named = tree.get(_OPTIMIZER)
     # A section with `kind` only says how to treat an optimizer that comes from code.
     configured = named is not None and not (isinstance(named, Mapping) and set(named) == {"kind"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from zeroaccel.errors import UsageError
 
@@ -28,7 +29,8 @@ class ParallelConfig:
         tp: ranks that share each layer.
         tp_plan: which modules the ranks of `tp` share, and how: the end of a module's name, where * is one part of it
             between dots, -> "colwise", "rowwise" and the like (docs/tensor_parallel.md). By default what a model of
-            transformers says of itself. With tp of 1 nothing is split.
+            transformers says of itself; "auto" is the same, and for other models goes by the names of their layers.
+            With tp of 1 nothing is split.
 
     Raises:
         UsageError: a size is not a positive integer; or sequences and layers are both to be split.
@@ -45,7 +47,7 @@ class ParallelConfig:
     dp_shard: int = -1
     sp: int = 1
     tp: int = 1
-    tp_plan: Mapping[str, str] | None = field(default=None, hash=False)
+    tp_plan: Mapping[str, str] | str | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -53,6 +55,8 @@ class ParallelConfig:
             if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and (axis, size) != ("dp_shard", -1)):
                 rest = " or -1" if axis == "dp_shard" else ""
                 raise UsageError(f"ParallelConfig({axis})", expected=f"a positive number of ranks{rest}", got=size)
+        if isinstance(self.tp_plan, str) and self.tp_plan != "auto":
+            raise UsageError("ParallelConfig(tp_plan)", expected='"auto", or patterns with styles', got=self.tp_plan)
         if self.sp > 1 and self.tp > 1:
             raise UsageError(
                 "ParallelConfig",
@@ -94,3 +98,33 @@ class ParallelConfig:
         for axis in reversed(AXES):
             rank, places[axis] = divmod(rank, getattr(self, axis))
         return {axis: places[axis] for axis in AXES}
+
+
+def with_autotp(tree: Mapping[str, Any], parallel: ParallelConfig | None) -> ParallelConfig | None:
+    """The mesh of an argument and of `tensor_parallel.autotp_size` of a config, which says how many ranks share layers.
+
+    Args:
+        tree: of the config, as it was written; what is wrong in it is for `load_config` to say.
+
+    Raises:
+        UsageError: they say different sizes.
+
+    Example:
+        >>> with_autotp({"tensor_parallel": {"autotp_size": 2}}, None)
+        ParallelConfig(dp_replicate=1, dp_shard=-1, sp=1, tp=2, tp_plan='auto')
+    """
+    section = tree.get("tensor_parallel")
+    if not isinstance(section, Mapping):
+        return parallel
+    older = section.get("tensor_parallel", section.get("tp"))
+    sizes = [section.get("autotp_size"), older.get("tp_size") if isinstance(older, Mapping) else None]
+    size = max((size for size in sizes if isinstance(size, int) and not isinstance(size, bool)), default=1)
+    if size <= 1:
+        return parallel
+    if parallel is None:
+        return ParallelConfig(tp=size, tp_plan="auto")
+    if parallel.tp not in (1, size):
+        raise UsageError(
+            "ParallelConfig(tp)", expected=f"{size}, as tensor_parallel.autotp_size of the config says", got=parallel.tp
+        )
+    return replace(parallel, tp=size, tp_plan="auto" if parallel.tp_plan is None else parallel.tp_plan)

@@ -10,9 +10,11 @@ is detached again is the model as it was.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import UsageError, listed
+from zeroaccel.nested import leaves_of
 from zeroaccel.zero.layout import Slot, Split
 
 if TYPE_CHECKING:
@@ -29,6 +32,14 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
 _HEADS = ("num_attention_heads", "num_key_value_heads")
+_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_head", "n_heads")
+# Layers by the last part of their names, as DeepSpeed's AutoTP goes by names (docs/tensor_parallel.md): those whose
+# output is added to the residual stream are cut by rows, those before them by columns.
+_ROWWISE = frozenset({"o_proj", "down_proj", "out_proj", "dense_4h_to_h", "fc2", "fc_out", "wo", "w2"})
+_COLUMNWISE = frozenset(
+    {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "dense_h_to_4h", "fc1", "fc_in"}
+    | {"wi", "wi_0", "wi_1", "w1", "w3"}
+)
 
 
 def _styles() -> dict[str, Callable[[], ParallelStyle]]:
@@ -73,17 +84,21 @@ class SplitLayers:
 
     def __init__(self, layers: list[_SplitLayer], splits: Mapping[int, Split]) -> None:
         self._layers = layers
+        self._heads: list[tuple[nn.Module, dict[str, int]]] = []
+        self._first_batch: RemovableHandle | None = None
         self.splits = dict(splits)
         self.names = [layer.name for layer in layers]
 
     @classmethod
-    def of(cls, model: nn.Module, mesh: DeviceMesh, index: int, plan: Mapping[str, str] | None = None) -> SplitLayers:
+    def of(
+        cls, model: nn.Module, mesh: DeviceMesh, index: int, plan: Mapping[str, str] | str | None = None
+    ) -> SplitLayers:
         """Finds the layers of a plan, and how each is cut. Nothing of the model changes.
 
         Args:
             mesh: of one axis, the ranks that share layers.
             index: of this rank on it.
-            plan: pattern -> style, as of `ParallelConfig.tp_plan`; by default that of a model of transformers.
+            plan: as of `ParallelConfig.tp_plan`.
 
         Raises:
             UsageError: there is no plan, or the model cannot be cut by it.
@@ -101,15 +116,51 @@ class SplitLayers:
         _check_ties(model, splits, set(styles))
         return cls(layers, splits)
 
-    def attach(self) -> None:
+    def attach(self, model: nn.Module, collectives: Collectives) -> None:
         """The layers compute with their parts from now on; after the engine's own hooks are on the model."""
         for layer in self._layers:
             layer.attach()
+        for parent in {name.rpartition(".")[0]: None for name in self.names}:
+            module = model.get_submodule(parent)
+            if any(f"{parent}.{name}" in self.names for name in ("q_proj", "k_proj", "v_proj")):
+                self._heads.append((module, {key: vars(module)[key] for key in _COUNTS if key in vars(module)}))
+        for module, heads in self._heads:  # a rank's attention is that of its own heads
+            vars(module).update({key: count // self._size for key, count in heads.items()})
+        self._first_batch = model.register_forward_pre_hook(partial(self._compare, collectives), with_kwargs=True)
 
     def detach(self) -> None:
         """Removes every hook; the parameters must be whole again."""
         for layer in self._layers:
             layer.detach()
+        for module, heads in self._heads:
+            vars(module).update(heads)
+        self._heads.clear()
+        if self._first_batch is not None:
+            self._first_batch.remove()
+
+    @property
+    def _size(self) -> int:
+        return next(iter(self.splits.values())).parts
+
+    def _compare(self, collectives: Collectives, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Compares the first inputs of the ranks that share layers. (all ranks)
+
+        Raises:
+            UsageError: on every rank: they differ, as of a loader that feeds each rank by itself.
+        """
+        assert self._first_batch is not None, "the hook of a detached model"
+        self._first_batch.remove()
+        own = [(tuple(leaf.shape), _digest(leaf)) for _, leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
+        of_ranks = collectives.job.gather_objects(own, "first batch")
+        for rank, batch in enumerate(of_ranks):
+            first = rank - rank % self._size
+            if batch != of_ranks[first]:
+                raise UsageError(
+                    f"tensor parallelism: the first batch of rank {rank}",
+                    expected=f"that of rank {first}, with which it shares the layers",
+                    got="another one",
+                    fix=f"have loaders divide the data by rank // {self._size}",
+                )
 
 
 @dataclass
@@ -196,22 +247,56 @@ class _SplitLayer:
         return None if output is None else self.finish(module, args, output)  # None: the forward raised
 
 
+def _digest(value: Tensor) -> str:
+    data = value.detach().cpu().contiguous().view(-1)
+    return hashlib.sha256(data.view(torch.uint8).numpy().tobytes() if data.numel() else b"").hexdigest()
+
+
 # -- a plan
 
 
-def _matched(model: nn.Module, plan: Mapping[str, str] | None) -> dict[str, str]:
+def _by_name(model: nn.Module) -> dict[str, str]:
+    """Name of a layer -> style, by the last part of its name, of the linear layers in the model's rows of blocks.
+
+    Raises:
+        UsageError: the names of some say nothing, so that nothing is known of what lies before and after them.
+    """
+    blocks = [f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    styles, unknown = {}, []
+    for name, module in model.named_modules():
+        last = name.rpartition(".")[2]
+        if not isinstance(module, nn.Linear) or not any(name.startswith(block) for block in blocks):
+            continue
+        if last in _ROWWISE or last in _COLUMNWISE:
+            styles[name] = "rowwise" if last in _ROWWISE else "colwise"
+        else:
+            unknown.append(name)
+    if unknown:
+        raise UsageError(
+            f"tensor parallelism of {type(model).__name__}: {listed(unknown, most=3)}",
+            expected=f"names of layers that say how to cut them: {', '.join(sorted(_COLUMNWISE | _ROWWISE))}",
+            fix="pass ParallelConfig(tp_plan={...}) with patterns of names",
+        )
+    return styles
+
+
+def _matched(model: nn.Module, plan: Mapping[str, str] | str | None) -> dict[str, str]:
     """Name of a module -> style, in the order of the model.
 
     Raises:
         UsageError: there is no plan, a pattern matches nothing, or a style is not known.
     """
     where = "ParallelConfig(tp_plan)"
-    own = getattr(model, "_tp_plan", None) if plan is None else None  # of transformers
-    patterns = dict(plan if plan is not None else own or {})
+    own = None if isinstance(plan, Mapping) else getattr(model, "_tp_plan", None)  # of transformers
+    if not own and plan == "auto":
+        own = _by_name(model)
+    patterns = dict(plan if isinstance(plan, Mapping) else own or {})
     if not patterns:
         raise UsageError(
             where,
-            expected=f"a plan, as {type(model).__name__} has none of its own" if plan is None else "a pattern",
+            expected="a pattern"
+            if isinstance(plan, Mapping)
+            else f"a plan, as {type(model).__name__} has none of its own",
             got="none",
             fix='pass tp_plan={"layers.*.up": "colwise", "layers.*.down": "rowwise"}',
         )
@@ -239,7 +324,7 @@ def _matched(model: nn.Module, plan: Mapping[str, str] | None) -> dict[str, str]
             got=", ".join(f"{style} for {pattern}" for pattern, style in unknown.items()),
             fix="pass a tp_plan without these modules, if the others can be split by themselves",
         )
-    if unused and (plan is not None or not found):
+    if unused and (isinstance(plan, Mapping) or not found):
         raise UsageError(
             f"{where}: {listed(unused)}",
             expected="the end of a module's name, * one part of it",
