@@ -41,6 +41,7 @@ from zeroaccel.config import (
     solve_batch,
     tier_plan,
 )
+from zeroaccel.config.launch.launch_sources import from_environment
 from zeroaccel.config.normalize import UnknownKeys
 from zeroaccel.config.parallel import ParallelConfig
 from zeroaccel.data import build_dataloader
@@ -273,6 +274,8 @@ def _join_ranks(collectives: Collectives | None, mesh: DeviceMesh | None, parall
     with agreed(collectives, "initialize: parallel"):
         if mesh is not None and parallel is not None:
             raise UsageError("initialize", expected="a mesh or a ParallelConfig", got="both", fix="leave one out")
+        if mesh is None and parallel is None:
+            _check_launched_mesh()
         resolved = (parallel or ParallelConfig()).resolve(collectives.world_size)
     if mesh is None:
         source = "the process group" if parallel is None else "initialize(parallel)"
@@ -280,6 +283,20 @@ def _join_ranks(collectives: Collectives | None, mesh: DeviceMesh | None, parall
         return _Ranks(topology, collectives, None, collectives.world_size, resolved, samplers)
     groups = data_groups(mesh, collectives)
     return _Ranks(topology, collectives, groups, len(groups[0]), resolved, Fact(len(groups[0]), "initialize(mesh)"))
+
+
+def _check_launched_mesh() -> None:
+    """Parts of one sample per rank need a script that deals its batches out accordingly, and so says it."""
+    settings, sources = from_environment(os.environ)
+    if settings.parallel is not None and settings.parallel.splits_samples:
+        axes = {"sp": settings.parallel.sp}
+        said = ", ".join(f"{axis}={size}" for axis, size in axes.items() if size > 1)
+        raise UsageError(
+            f"initialize(parallel): the launch asks for {said} ({sources.get('sp_size', 'its environment')})",
+            expected=f"parallel=ParallelConfig({said}), with batches by data-parallel rank",
+            got=None,
+            fix="pass it, prepare model and loaders by an Accelerator, or launch without",
+        )
 
 
 def _divide_cores(topology: Topology, collectives: Collectives) -> None:

@@ -69,6 +69,7 @@ ENVIRONMENT_READERS = {
     "zeroaccel/compat/__main__.py": "hands the facade on to the processes that a script starts",
     "zeroaccel/compat/startup/sitecustomize.py": "whether the facade was handed on to this process",
     "zeroaccel/accelerate/zero_plugin.py": "what the launcher says of training",
+    "zeroaccel/initialization.py": "whether the launcher asks for a mesh that its caller says nothing of",
     "zeroaccel/accelerate/script_calls.py": "its calls are about the environment, for scripts that import them",
     "zeroaccel/logging.py": "ACCELERATE_LOG_LEVEL, the level of a script's loggers",
     "zeroaccel/accelerate/launchers.py": "inside the ranks it starts, to tell them their places",

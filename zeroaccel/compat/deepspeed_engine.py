@@ -595,10 +595,10 @@ def initialize(
     return engine, *others
 
 
-def _parallel_of(mpu: Any) -> ParallelConfig | None:
+def _parallel_of(mpu: Any) -> ParallelConfig:
     """The mesh that an object in the manner of Megatron's `mpu` describes."""
     if mpu is None:
-        return None
+        return ParallelConfig()
     split = ("model", "tensor_model", "pipeline", "pipeline_model", "pipe")
     sizes = {
         name: size()
@@ -620,7 +620,7 @@ def _parallel_of(mpu: Any) -> ParallelConfig | None:
                 got=f"{size} ranks by {name}",
                 fix="split the model over a DeviceMesh, and call zeroaccel.initialize(mesh=)",
             )
-    return None if sequence == 1 else ParallelConfig(sp=sequence)
+    return ParallelConfig(sp=sequence)
 
 
 def _answer(engine: DeepSpeedEngine, name: str) -> Any:

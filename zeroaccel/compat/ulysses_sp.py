@@ -27,7 +27,7 @@ class UlyssesSPAttentionHF:
     def register_with_transformers(
         cls,
         model_name_or_path: nn.Module,
-        core_attn_implementation: str,
+        core_attn_implementation: str | None,
         sequence_parallel_size: int,
         micro_batch_size: int,
         seq_length: int | None = None,
@@ -39,7 +39,8 @@ class UlyssesSPAttentionHF:
 
         Args:
             model_name_or_path: the model; a name, which DeepSpeed takes too, would mean every model of the process.
-            core_attn_implementation: what the model's config says.
+            core_attn_implementation: what the model's config says; None, as accelerate has it where nothing is chosen,
+                says the same.
             micro_batch_size, seq_length, seq_length_is_variable, max_length: of no effect: any length that the ranks
                 divide can be exchanged.
             disable_in_eval: in eval mode each rank computes sequences of its own.
@@ -64,7 +65,7 @@ class UlyssesSPAttentionHF:
         attention = UlyssesAttention(
             model_name_or_path, parallel_state_sp.sequence_group(), in_eval=not disable_in_eval
         )
-        if attention.implementation != core_attn_implementation:
+        if core_attn_implementation not in (None, attention.implementation):
             attention.undo()
             raise UsageError(
                 f"{where}(core_attn_implementation)",
