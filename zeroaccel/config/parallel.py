@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from zeroaccel.errors import UsageError
 
-AXES = ("dp_replicate", "dp_shard", "sp")
+AXES = ("pp", "dp_replicate", "dp_shard", "sp")
 """Outermost first: ranks next to each other differ in the last axis."""
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """The mesh of a job, dp_replicate x dp_shard x sp ranks; names and order as torchtitan's.
+    """The mesh of a job, pp x dp_replicate x dp_shard x sp ranks; names and order as torchtitan's.
 
     The two data axes see different samples. Ranks that differ in `sp` only have parts of the same sequences (Ulysses,
     Jacobs et al., 2023, arXiv:2309.14509). ZeRO shards over dp_shard x sp ranks, which all have the same parameters.
 
+    Ranks that differ in `pp` only have the stages of one pipeline and see the same samples.
+
     Attributes:
+        pp: stages of a pipeline, each on ranks of its own.
         dp_replicate: groups of ranks that each hold one sharded model.
         dp_shard: -1 takes the ranks that the other axes leave.
         sp: ranks that share a sequence.
@@ -32,9 +36,10 @@ class ParallelConfig:
         >>> mesh.dp_shard, mesh.data_parallel_size
         (4, 4)
         >>> mesh.coordinates(rank=5)
-        {'dp_replicate': 0, 'dp_shard': 2, 'sp': 1}
+        {'pp': 0, 'dp_replicate': 0, 'dp_shard': 2, 'sp': 1}
     """
 
+    pp: int = 1
     dp_replicate: int = 1
     dp_shard: int = -1
     sp: int = 1
@@ -45,6 +50,13 @@ class ParallelConfig:
             if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and (axis, size) != ("dp_shard", -1)):
                 rest = " or -1" if axis == "dp_shard" else ""
                 raise UsageError(f"ParallelConfig({axis})", expected=f"a positive number of ranks{rest}", got=size)
+        if self.pp > 1 and self.sp > 1:
+            raise UsageError(
+                "ParallelConfig",
+                expected="pp or sp above 1, not both: what goes between stages has the shape of whole sequences",
+                got=f"pp {self.pp}, sp {self.sp}",
+                fix="leave one of them at 1",
+            )
 
     @classmethod
     def from_sizes(cls, sizes: Mapping[str, int | None]) -> ParallelConfig:
@@ -60,7 +72,7 @@ class ParallelConfig:
     @property
     def splits_samples(self) -> bool:
         """Whether ranks work on parts of one sample: not all of them see different ones."""
-        return self.sp > 1
+        return self.sp > 1 or self.pp > 1
 
     @property
     def data_parallel_size(self) -> int:
@@ -108,3 +120,49 @@ class ParallelConfig:
         for axis in reversed(AXES):
             rank, places[axis] = divmod(rank, getattr(self, axis))
         return {axis: places[axis] for axis in AXES}
+
+
+SCHEDULES = ("1f1b", "gpipe")
+SPLITS = ("compute", "parameters", "uniform")
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """How a model is cut into the stages of a pipeline, and in which order they work on micro-batches.
+
+    Attributes:
+        schedule: "1f1b" (PipeDream-flush, Narayanan et al., 2021, arXiv:2006.09503) has at most as many micro-batches
+            in flight as there are stages; "gpipe" (Huang et al., 2019, arXiv:1811.06965) all of a step. Both add up
+            gradients in the order of the micro-batches, and leave each rank idle for (pp - 1) / (m + pp - 1) of a step
+            of m micro-batches.
+        split: what the stages share evenly: "compute", matrix elements that each token meets; "parameters"; or
+            "uniform", the number of blocks. Or the number of blocks of each stage.
+        loss: of (output, targets), for an nn.Sequential, whose batches are pairs (inputs, targets). A model of
+            transformers computes its own from `labels`.
+
+    Raises:
+        UsageError: a schedule or split that there is not.
+
+    Example:
+        >>> PipelineConfig(split=(3, 5)).split
+        (3, 5)
+    """
+
+    schedule: str = "1f1b"
+    split: str | Sequence[int] = "compute"
+    loss: Callable[[Any, Any], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise UsageError(
+                "PipelineConfig(schedule)",
+                expected=" or ".join(f'"{name}"' for name in SCHEDULES),
+                got=self.schedule,
+                fix="others give a rank several stages, or split backward in two, which an engine's hooks do not see",
+            )
+        by_hand = not isinstance(self.split, str) and all(type(number) is int and number > 0 for number in self.split)
+        if not by_hand and self.split not in SPLITS:
+            names = ", ".join(f'"{name}"' for name in SPLITS)
+            raise UsageError(
+                "PipelineConfig(split)", expected=f"one of {names}, or numbers of blocks per stage", got=self.split
+            )
