@@ -86,7 +86,7 @@ class ParallelConfig:
             UsageError: the axes do not multiply to the ranks of the job.
         """
         others = self._num_others
-        mesh = replace(self, dp_shard=world_size // others) if self.dp_shard == -1 else self
+        mesh = replace(self, dp_shard=world_size // others) if self.dp_shard == -1 and world_size >= others else self
         if math.prod(getattr(mesh, axis) for axis in AXES) != world_size:
             raise UsageError(
                 "ParallelConfig",
