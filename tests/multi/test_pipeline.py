@@ -16,6 +16,8 @@ from tests.multi.job import run_job
 from tests.multi.pool import Pool
 from tests.multi.training import ADAMW, SGD, Run, config, differences
 from zeroaccel.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
+from zeroaccel.compat.deepspeed_engine import initialize
+from zeroaccel.compat.deepspeed_pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from zeroaccel.config.parallel import ParallelConfig, PipelineConfig
 from zeroaccel.errors import ZeroAccelError
 
@@ -224,6 +226,46 @@ def test_param_groups_rates_and_evaluation(ranks: Ranks) -> None:
     whole = ranks(1).run(scheduled, 1)[0]
     assert ranks(2).run(scheduled, 2) == [whole, whole]
     assert whole[1][-1] != whole[1][-2]
+
+
+# -- deepspeed.pipe
+
+
+def facade(settings: Mapping[str, Any], stages: int, partition: str) -> Run:
+    """A PipelineModule with a table that is read at both ends."""
+    torch.manual_seed(3)
+
+    def logits(table: nn.Module, hidden: Tensor) -> Tensor:
+        return hidden @ table.weight.t()
+
+    def loss(output: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output.flatten(0, 1), labels.flatten())
+
+    layers = [
+        TiedLayerSpec("table", nn.Embedding, VOCABULARY, 12),
+        *(LayerSpec(nn.Linear, 12, 12) for _ in range(3)),
+        torch.tanh,
+        nn.LayerNorm(12),
+        TiedLayerSpec("table", nn.Embedding, VOCABULARY, 12, forward_fn=logits),
+    ]
+    model = PipelineModule(layers, num_stages=stages, loss_fn=loss, partition_method=partition)
+    engine, *_ = initialize(model=model, config=dict(settings))
+    assert engine.is_pipe_parallel()
+    run = Run()
+    data = ((batch["input_ids"], batch["input_ids"]) for batch in batches("llama", engine.collectives.rank))
+    for _ in range(STEPS):
+        run.losses.append(engine.train_batch(data).item())
+        run.norms.append(engine.get_global_grad_norm())
+    engine.destroy()
+    run.weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+    return run
+
+
+@pytest.mark.parametrize(("partition", "stages"), [("parameters", 2), ("type:linear", 3)])
+def test_a_pipeline_module_of_deepspeed(ranks: Ranks, partition: str, stages: int) -> None:
+    settings = config(1, "fp32", MICRO_BATCHES, optimizer=SGD, gradient_clipping=0.5)
+    whole = ranks(1).run(facade, settings, 1, partition)[0]
+    require_same(ranks(stages).run(facade, settings, stages, partition), whole)
 
 
 # -- checkpoints

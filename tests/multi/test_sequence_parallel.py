@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -323,3 +324,27 @@ def _use_wrongly(engine: Any, what: str) -> None:
 def test_what_cannot_be_cut_is_named_on_every_rank(ranks: Ranks, what: str, says: str) -> None:
     for message in ranks(4).run(_mistaken, what):
         assert says in message
+
+
+def _losses_by_torch() -> tuple[list[float], list[int]]:
+    """What transformers' Trainer does with the losses of a sequence's ranks."""
+    from zeroaccel.compat import parallel_state_sp
+
+    parallel_state_sp.initialize_sequence_parallel(2)
+    group = parallel_state_sp.get_sequence_parallel_group()
+    loss = torch.tensor(float(1 + torch.distributed.get_rank()), requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of its successor
+        from torch.distributed.nn.functional import all_gather
+
+        parts = all_gather(loss, group=group)
+    (3 * parts[0] + 5 * parts[1]).backward()
+    assert loss.grad is not None
+    return [part.item() for part in parts] + [loss.grad.item()], torch.distributed.get_process_group_ranks(group)
+
+
+def test_torchs_gather_has_gradients_in_every_group(ranks: Ranks) -> None:
+    runs = ranks(4).run(_losses_by_torch)
+    assert runs == [
+        ([1, 2, 6], [0, 1]), ([1, 2, 10], [0, 1]), ([3, 4, 6], [2, 3]), ([3, 4, 10], [2, 3])
+    ]  # fmt: skip

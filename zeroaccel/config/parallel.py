@@ -139,6 +139,7 @@ class PipelineConfig:
             "uniform", the number of blocks. Or the number of blocks of each stage.
         loss: of (output, targets), for an nn.Sequential, whose batches are pairs (inputs, targets). A model of
             transformers computes its own from `labels`.
+        costs: of the children of an nn.Sequential, to divide evenly instead of what `split` counts.
 
     Raises:
         UsageError: a schedule or split that there is not.
@@ -151,6 +152,7 @@ class PipelineConfig:
     schedule: str = "1f1b"
     split: str | Sequence[int] = "compute"
     loss: Callable[[Any, Any], Any] | None = None
+    costs: Sequence[float] | None = None
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:

@@ -88,11 +88,18 @@ class ReadsCopy(nn.Module):
                 self.register_parameter(other, param)
         module._parameters[name] = nn.Parameter(torch.empty(0))
 
+    def __getattr__(self, name: str) -> Any:
+        # A function of the module, as a tied layer may have, reads the parameter itself.
+        return self._leaf() if name == self.__dict__.get("_name") else super().__getattr__(name)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        leaf = self.value
+        params = {**dict(self.named_parameters()), self._name: self._leaf()}
+        return functional_call(self._unregistered[0], params, args, kwargs)
+
+    def _leaf(self) -> Tensor:
         if torch.is_grad_enabled() and self.is_trained:
-            leaf = self.leaves.setdefault(self.micro_batch, self.value.detach().requires_grad_())
-        return functional_call(self._unregistered[0], {**dict(self.named_parameters()), self._name: leaf}, args, kwargs)
+            return self.leaves.setdefault(self.micro_batch, self.value.detach().requires_grad_())
+        return self.value
 
 
 class Stage(ABC):
@@ -298,24 +305,56 @@ def _cut_sequential(
             fix="pass pipeline=PipelineConfig(loss=...)",
         )
     names = list(model._modules)
-    firsts = [*_firsts([_cost([child], config) for child in model], count, config, model), len(names)]
+    own_costs = config.costs or [_cost([child], config) for child in model]
+    firsts = [*_firsts(own_costs, count, config, model), len(names)]
     stage_of = {name: stage for stage in range(count) for name in names[firsts[stage] : firsts[stage + 1]]}
-    homes: dict[int, int] = {}
-    for name, child in model._modules.items():
-        for inner, param in child.named_parameters() if child is not None else ():
-            if homes.setdefault(id(param), stage_of[name]) != stage_of[name]:
-                raise _shared_by_stages(f"{name}.{inner}")
     stage = _SequentialStage(model, whole, index, count, config)
+    stage.shared = [item for item in _tied_children(model, stage_of, index) if index in (item.owner, item.reader)]
+    copies = {id(item.copy._unregistered[0]): item.copy for item in stage.shared if item.copy is not None}
     for name in names:
         if stage_of[name] != index:
             model._modules[name] = _Nothing()
+    _replace(model, copies)
     return stage
+
+
+def _tied_children(model: nn.Sequential, stage_of: Mapping[str, int], index: int) -> Iterator[SharedParameter]:
+    """Parameters of children on two stages: of one module that is nothing else, in the later one."""
+    holders: dict[int, list[tuple[int, str, nn.Module, str]]] = {}
+    for name, child in model._modules.items():
+        for path, module in child.named_modules() if child is not None else ():
+            for attribute, param in module._parameters.items():
+                if param is not None:
+                    where = ".".join(filter(None, (name, path, attribute)))
+                    holders.setdefault(id(param), []).append((stage_of[name], where, module, attribute))
+    for places in holders.values():
+        stages = sorted({stage for stage, *_ in places})
+        if len(stages) == 1:
+            continue
+        readers = [(module, attribute) for stage, _, module, attribute in places if stage == stages[-1]]
+        module, attribute = readers[0]
+        if len(stages) > 2 or len(readers) > 1 or sum(param is not None for param in module._parameters.values()) > 1:
+            raise _shared_by_stages(places[0][1])
+        item = SharedParameter(places[0][1], owner=stages[0], reader=stages[-1])
+        if index == item.owner:
+            item.param = module._parameters[attribute]
+        if index == item.reader:
+            item.copy = ReadsCopy(module, attribute)
+        yield item
+
+
+def _replace(model: nn.Module, replaced: Mapping[int, nn.Module]) -> None:
+    """Puts other modules in the place of some, by their ids."""
+    for module in list(model.modules()):
+        for name, child in module._modules.items():
+            if child is not None and id(child) in replaced:
+                module._modules[name] = replaced[id(child)]
 
 
 def _shared_by_stages(name: str) -> UsageError:
     return UsageError(
         f"pipeline: parameter {name}",
-        expected="to be of one stage; or of the first and the last, and there of a module outside the blocks",
+        expected="to be of one stage; or of two, and alone in its module outside the blocks in the later one",
         got="one that other stages compute with",
         fix="choose another PipelineConfig(split), or leave pp at 1",
     )
@@ -528,10 +567,7 @@ class _BlockCut:
             replaced[id(self.others[name])] = self._no_input(name, stage.carry)
         for name in after if not stage.is_last else ():
             replaced[id(self.others[name])] = _Nothing()
-        for module in list(self.model.modules()):
-            for name, child in module._modules.items():
-                if child is not None and id(child) in replaced:
-                    module._modules[name] = replaced[id(child)]
+        _replace(self.model, replaced)
         self._verify(stage, begin, end)
         return stage
 

@@ -104,7 +104,7 @@ class PipelineEngine(Engine):
         """Raises EngineStateError: call `train_batch`."""
         raise self._not_alone("engine.backward()")
 
-    def step(self) -> None:
+    def step(self, *args: Any, **kwargs: Any) -> None:
         """Raises EngineStateError: call `train_batch`."""
         raise self._not_alone("engine.step()")
 
