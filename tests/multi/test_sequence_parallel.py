@@ -310,8 +310,8 @@ def _use_wrongly(engine: Any, what: str) -> None:
     [
         ("heads", "a number of attention heads that is divisible by the 2 ranks of a sequence, got 3"),
         ("model", "sequence parallelism: Linear: expected a model of transformers"),
-        ("product", "expected sizes that multiply to the job's 4 ranks, got 'dp_replicate 1 x dp_shard 2 x sp 4 = 8'"),
-        ("divisor", "expected sizes that divide the job's 4 ranks, got 'dp_replicate 1 x sp 3 = 3'"),
+        ("product", "expected sizes that multiply to the job's 4 ranks, got 'dp_shard 2 x sp 4 = 8'"),
+        ("divisor", "expected sizes that divide the job's 4 ranks, got 'sp 3 = 3'"),
         ("size", "ParallelConfig(sp): expected a positive number of ranks, got 0"),
         ("key", "zero_optimization.mics_shard_size: expected 2, dp_shard x sp of ParallelConfig, got 4"),
         ("length", "a sequence length that is divisible by the 2 ranks of a sequence, got '15 tokens'"),

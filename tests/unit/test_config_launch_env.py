@@ -34,6 +34,7 @@ FULL = LaunchedSettings(
     dp_replicate_size=2,
     dp_shard_size=4,
     sp_size=2,
+    tp_size=1,
     sp_seq_length=4096,
     sp_seq_length_is_variable=True,
     sp_attn_implementation="sdpa",

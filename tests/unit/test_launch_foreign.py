@@ -242,7 +242,7 @@ def test_flags_that_change_nothing_are_noted_and_others_taken() -> None:
     typed: dict[str, Any] = dict.fromkeys(("quiet", "downcast_bf16", "use_fsdp"), True)
     typed |= {
         "use_parallelism_config": True,
-        "parallelism_config_tp_size": "1",
+        "parallelism_config_cp_size": "1",
     }
     typed |= {"pass_local_rank": None, "master_port": "5", "log_level": "info", "fsdp_version": "2", "num_gpus": "-1"}
     flags = ForeignFlags.take_from(typed)

@@ -69,6 +69,7 @@ TRIPLES: dict[str, tuple[str, str, str]] = {
     "dp_replicate_size": ("1", "2", "3"),
     "dp_shard_size": ("1", "2", "3"),
     "sp_size": ("1", "2", "3"),
+    "tp_size": ("1", "2", "3"),
     "sp_seq_length": ("8", "16", "32"),
     "sp_attn_implementation": ("sdpa", "flash_attention_2", "flash_attention_3"),
     "dynamo_backend": ("inductor", "eager", "cudagraphs"),

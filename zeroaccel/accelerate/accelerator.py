@@ -52,7 +52,7 @@ from zeroaccel.accelerate.training_loop import TrainingLoop
 from zeroaccel.accelerate.zero_plugin import ZeroPlugin, launched
 from zeroaccel.comm.agree import agreed
 from zeroaccel.config import Facts
-from zeroaccel.config.parallel import ParallelConfig
+from zeroaccel.config.parallel import ParallelConfig, with_autotp
 from zeroaccel.data import DataLoaderConfiguration, PreparedLoader, prepare_data_loader, skip_first_batches
 from zeroaccel.errors import UsageError
 from zeroaccel.operations import collectives_of_process
@@ -82,8 +82,8 @@ class Accelerator:
             launcher asks for ZeRO; else training is plain data parallelism, which is stage 0.
         fsdp_plugin: accelerate's; its strategy becomes the stage that shards the same.
         torch_tp_plugin, megatron_lm_plugin: refused, unless they split nothing.
-        parallelism_config: replicas, and processes that share sequences: a `ParallelConfig` or accelerate's; by default
-            what the launcher says.
+        parallelism_config: replicas, and processes that share sequences or layers: a `ParallelConfig` or accelerate's;
+            by default what the launcher says.
         rng_types: generators that are made rank 0's at the start of each epoch: "torch", "cuda", "numpy", "python". The
             order of samples is common to the ranks in any case.
         log_with: trackers: "tensorboard", "wandb", "all", instances of `GeneralTracker`, or a list of these.
@@ -166,7 +166,6 @@ class Accelerator:
         with agreed(self.collectives, "Accelerator: settings"):
             handlers = handlers_of(kwargs_handlers or ())
             refuse_other_parallelism(torch_tp_plugin=torch_tp_plugin, megatron_lm_plugin=megatron_lm_plugin)
-            mesh = parallel_of(parallelism_config, settings).resolve(self.collectives.world_size)
             accumulation = GradientAccumulationPlugin()
             if gradient_accumulation_plugin is not None:
                 where = "Accelerator(gradient_accumulation_plugin)"
@@ -176,8 +175,11 @@ class Accelerator:
                 precision=precision_of(mixed_precision, settings, sources),
             )
             plugins = plugins_of([deepspeed_plugin, deepspeed_plugins, fsdp_plugin, zero_plugin], settings)
+            mesh = parallel_of(parallelism_config, settings)
             # Stage 0 is made only where nothing asks for ZeRO, as it would contradict a launch that does.
             fallback = next(iter(plugins.values())) if plugins else ZeroPlugin(zero_stage=0)
+            mesh = with_autotp(fallback.document(), mesh) or mesh
+            mesh = mesh.resolve(self.collectives.world_size)
             apply_handlers(handlers, plugins, fallback)
             compilation = compilation_of(dynamo_backend, settings, sources, dynamo_plugin)
             self.dataloader_config = loader_settings_of(dataloader_config, split_batches)
@@ -425,7 +427,7 @@ class Accelerator:
     @property
     def data_parallel_rank(self) -> int:
         """This process's place among those that compute on different data."""
-        return self.process_index // self._mesh.sp
+        return self._mesh.data_parallel_rank(self.process_index)
 
     @property
     def data_parallel_shard_rank(self) -> int:
@@ -434,8 +436,8 @@ class Accelerator:
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """0: no operation is split over processes."""
-        return 0
+        """Which part of the layers this process has."""
+        return self._mesh.coordinates(self.process_index)["tp"]
 
     @property
     def pipeline_parallel_rank(self) -> int:
@@ -793,8 +795,8 @@ class Accelerator:
             raise UsageError(
                 "accelerator.gather_for_metrics",
                 expected="processes that have samples of their own",
-                got=f"{self._mesh.sp} processes that share each sequence",
-                fix="put parts together by model.sequence_group.gather(part), and count what is the same once",
+                got=f"a mesh of {self._mesh}",
+                fix="gather() has what every process holds; count what several hold once",
             )
         last = self.gradient_state.end_of_dataloader
         num_samples = self.gradient_state.remainder if last else -1

@@ -222,7 +222,7 @@ def parallel_of(parallelism_config: Any, settings: LaunchedSettings) -> Parallel
             )
         return parallelism_config
     where = "Accelerator(parallelism_config)"
-    sizes = {axis: getattr(parallelism_config, f"{axis}_size", None) for axis in (*AXES, "tp", "cp")}
+    sizes = {axis: getattr(parallelism_config, f"{axis}_size", None) for axis in (*AXES, "cp")}
     if all(size is None for size in sizes.values()):
         got = type(parallelism_config).__name__
         raise UsageError(where, expected="a ParallelConfig, or accelerate's ParallelismConfig", got=got)
@@ -235,7 +235,6 @@ def parallel_of(parallelism_config: Any, settings: LaunchedSettings) -> Parallel
 
 _OTHER_AXES = {
     "cp": "context parallelism is not available; sp_size cuts sequences",
-    "tp": "tensor parallelism beside ZeRO is zeroaccel.initialize(mesh=...)",
 }
 
 
@@ -262,7 +261,7 @@ def refuse_other_parallelism(**arguments: Any) -> None:
 
 _INSTEAD_OF = {
     "megatron_lm_plugin": "leave it out, and choose a stage that fits: `zeroaccel estimate` tells",
-    "torch_tp_plugin": "leave it out; tensor parallelism beside ZeRO is zeroaccel.initialize(mesh=...)",
+    "torch_tp_plugin": "leave it out, and pass parallelism_config=ParallelConfig(tp=N)",
 }
 
 

@@ -82,8 +82,7 @@ class Checkpointer:
     ) -> None:
         self._engine = engine
         self._whole = whole
-        # The stages of a pipeline make up one checkpoint; otherwise the ranks with the same parameters do.
-        self._ranks = engine.collectives if whole is None else engine.collectives.job
+        self._ranks = engine.collectives.job
         self._settings = settings = settings or CheckpointSettings()
         staging_nbytes = settings.staging_nbytes if settings.background else 4 * CHUNK_NBYTES
         self._staging = Staging(staging_nbytes, pinned=self._device().type == "cuda")
@@ -337,17 +336,17 @@ class Checkpointer:
     def state(self) -> EngineState:
         """The model, units and optimizer, as savers take them."""
         engine = self._engine
-        ranks = self._ranks
+        ranks = engine.collectives
         return EngineState(
             engine.module,
             engine.units,
             engine.sharded_optimizer,
-            ranks.rank,
-            ranks.world_size,
-            engine.collectives.replica,
+            ranks.job.rank,
+            ranks.job.world_size,
+            ranks.replica,
+            ranks,
             self._whole,
-            ranks.rank - engine.collectives.rank,
-            None if self._whole is None else ranks,
+            ranks.job.rank - ranks.rank,
         )
 
     def _device(self) -> torch.device:
@@ -389,11 +388,13 @@ class Checkpointer:
 
     @property
     def _is_divided(self) -> bool:
-        """Other ranks have other parts of the model, on an axis of the mesh that is not this engine's."""
-        return self._ranks.job.world_size != self._ranks.world_size
+        """Other ranks have other parts of the model, on an axis of a mesh that the program has cut it over."""
+        ranks = self._engine.collectives
+        is_ours = ranks.tensor is not None or self._whole is not None
+        return not is_ours and ranks.job.world_size != ranks.world_size
 
     def _require_one_model(self, call: str) -> None:
-        ranks = self._ranks
+        ranks = self._engine.collectives
         if self._is_divided:
             raise EngineStateError(
                 f"engine.{call}(): the model is divided on another axis of the mesh ({ranks.world_size} of the job's "

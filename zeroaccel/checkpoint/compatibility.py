@@ -34,13 +34,13 @@ def check_model(engine_state: EngineState, manifest: Manifest, where: str, *, st
         where: the checkpoint, for the message.
         strict: False lets names be missing on either side; shapes must agree all the same.
     """
-    model = {slot.fqn: slot.shape for buffer in engine_state.buffers() for slot in buffer.layout.slots}
+    model = {slot.fqn: slot.whole_shape for buffer in engine_state.buffers() for slot in buffer.layout.slots}
     saved_names = {fqn: manifest.canonical(fqn) for fqn in model}
     used = {name for name in saved_names.values() if name is not None}
     elsewhere: set[str] = set()
-    if engine_state.whole is not None:  # what other stages load
-        used |= {name for fqn in engine_state.whole.order if (name := manifest.canonical(fqn)) is not None}
-        elsewhere = set(engine_state.whole.buffers)
+    if engine_state.pipelined is not None:  # what other stages load
+        used |= {name for fqn in engine_state.pipelined.order if (name := manifest.canonical(fqn)) is not None}
+        elsewhere = set(engine_state.pipelined.buffers)
     buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(engine_state.model)}
     shapes = [
         f"{fqn}: {tuple(manifest.parameters[name].shape)} in the checkpoint, {model[fqn]} in the model"

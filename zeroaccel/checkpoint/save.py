@@ -170,7 +170,7 @@ def prepare(
         client_state = _encode_client_state(request.client_state, plan if engine_state.rank == 0 else None)
         if engine_state.rank == 0:
             common = _common(request, engine_state, progress, plan) | {"tag": tag, "client_state": client_state}
-    if engine_state.whole is not None:
+    if engine_state.pipelined is not None:
         _join_stages(common, engine_state, plan, collectives, exclude_frozen=request.exclude_frozen)
     tags = collectives.gather_objects((tag, save_id, RankProcess.own()), "save_checkpoint: tag")
     if len({name for name, *_ in tags}) > 1:
@@ -256,7 +256,7 @@ def _join_stages(
     exclude_frozen: bool,
 ) -> None:
     """Completes rank 0's description by what other stages have; each buffer is saved by the first. (all ranks)"""
-    assert engine_state.whole is not None, "stages of no model"
+    assert engine_state.pipelined is not None, "stages of no model"
     buffers = dict(persistent_buffers(engine_state.model))
     own: tuple[dict[str, Any], list[str], dict[str, int]] | None = None
     if engine_state.lead == engine_state.rank:
@@ -274,9 +274,9 @@ def _join_stages(
         if saver == engine_state.rank != 0:  # rank 0 has added its own
             plan.add_full(f"buffer/{name}", buffers[name].clone())
     if common:
-        order = [name for name in engine_state.whole.order if name in parameters]
+        order = [name for name in engine_state.pipelined.order if name in parameters]
         common |= {"parameters": {name: parameters[name] for name in order}, "order": tuple(order)}
-        common["buffers"] = tuple(name for name in engine_state.whole.buffers if name in savers)
+        common["buffers"] = tuple(name for name in engine_state.pipelined.buffers if name in savers)
         if common["optimizer"] is not None:
             for index, group in enumerate(common["optimizer"]["param_groups"]):
                 group["params"] = [name for name in order if group_of.get(name) == index]
@@ -414,7 +414,12 @@ class Save:
 def describe_part(writer: RankFileWriter, record: FileRecord, scalars: Mapping[str, Any], random_state: Any) -> Part:
     """A rank's message to rank 0 about its file."""
     tensors = {
-        entry.key: (entry.dtype, entry.shape, entry.start, entry.data.numel(), writer.layout.offsets[entry.key])
+        entry.key: (
+            (entry.dtype, entry.shape, entry.split),
+            entry.start,
+            entry.data.numel(),
+            writer.layout.offsets[entry.key],
+        )
         for entry in writer.entries
     }
     file = (record.name, record.nbytes, record.rank, record.table_sha256)
@@ -428,12 +433,12 @@ def merge_parts(parts: Sequence[Part], common: Mapping[str, Any]) -> Manifest:
         common: the fields that rank 0 has already; the scalars are added to its `optimizer`.
     """
     pieces: dict[str, list[Piece]] = {}
-    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+    kinds: dict[str, tuple[str, tuple[int, ...], tuple[int, int] | None]] = {}
     scalars: dict[str, Any] = {}
     # Each rank describes its own shards only, so the covering list of pieces exists nowhere before this loop.
     for index, part in enumerate(parts):
-        for key, (dtype, shape, start, length, offset) in part["tensors"].items():
-            kinds[key] = (dtype, tuple(shape))
+        for key, ((dtype, shape, split), start, length, offset) in part["tensors"].items():
+            kinds[key] = (dtype, tuple(shape), split and tuple(split))
             own = pieces.setdefault(key, [])
             if length:
                 own.append((index, start, length, offset))
@@ -452,8 +457,8 @@ def merge_parts(parts: Sequence[Part], common: Mapping[str, Any]) -> Manifest:
         **fields,
         files=tuple(FileRecord(*part["file"]) for part in parts),
         tensors={
-            key: TensorRecord(dtype, shape, tuple(sorted(pieces[key], key=lambda piece: piece[1])))
-            for key, (dtype, shape) in kinds.items()
+            key: TensorRecord(dtype, shape, tuple(sorted(pieces[key], key=lambda piece: piece[1])), split)
+            for key, (dtype, shape, split) in kinds.items()
         },
         random_state=None if any(state is None for state in states) else states,
     )

@@ -23,6 +23,7 @@ from zeroaccel.zero.layout import FlatRange, Slot
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
 from zeroaccel.zero.storage.shards import Elements
+from zeroaccel.zero.tensor_parallel import whole_of
 
 _SAMPLED_NUMEL = 64
 
@@ -70,11 +71,11 @@ class EngineState:
     """The parts of an engine that a checkpoint is about.
 
     Attributes:
-        rank, world_size: among the ranks that save together.
-        whole: where the engine has one stage of a pipeline, the model that its stages make up.
-        lead: the first rank that has the same parameters, which describes them.
-        job: over the ranks that save together, where stages have to exchange what they have.
+        rank, world_size: of the job: each rank has a file.
         replica: which set of shards this rank's belongs to; the first one's ranks save, and all load.
+        collectives: by which split parameters are joined, and stages of a pipeline; None where nothing is.
+        pipelined: where the engine has one stage of a pipeline, the model that its stages make up.
+        lead: the first rank with this stage, which describes it.
     """
 
     model: nn.Module
@@ -83,19 +84,28 @@ class EngineState:
     rank: int
     world_size: int
     replica: int = 0
-    whole: WholeModel | None = None
+    collectives: Collectives | None = None
+    pipelined: WholeModel | None = None
     lead: int = 0
-    job: Collectives | None = None
 
     @property
     def ties(self) -> Mapping[str, str]:
-        """alias -> the first name of the same parameter, in the whole model."""
-        return ties_of(self.model) if self.whole is None else self.whole.ties
+        """alias -> the first name of the same parameter, in the model of all stages."""
+        return ties_of(self.model) if self.pipelined is None else self.pipelined.ties
 
     @property
     def state_dict_names(self) -> Sequence[str]:
         """Of a full state dict, in its order."""
-        return state_dict_names(self.model) if self.whole is None else self.whole.state_dict_names
+        return state_dict_names(self.model) if self.pipelined is None else self.pipelined.state_dict_names
+
+    def saves(self, buffer: FlatBuffer) -> bool:
+        """Whether this rank's part of a buffer is saved by it: of what several ranks hold, one of them saves."""
+        is_first = self.collectives is None or self.collectives.is_first_data_group
+        return self.replica == 0 and (is_first or buffer.is_split)
+
+    def whole(self, slot: Slot, part: Tensor) -> Tensor:
+        """A parameter from this rank's part of it. (all ranks)"""
+        return part if self.collectives is None else whole_of(slot, part, self.collectives)
 
     def buffers(self) -> Iterator[FlatBuffer]:
         """Every flat buffer, in the order of the units."""
@@ -106,7 +116,8 @@ class EngineState:
 class SaveItem:
     """Elements [start, start + data.numel()) of the tensor `key` of shape `shape`.
 
-    `data` is a flat, live view, or reads the elements from a tier a chunk at a time.
+    `data` is a flat, live view, or reads the elements from a tier a chunk at a time. `split` and the order of elements
+    are as of a `TensorRecord`.
     """
 
     key: str
@@ -114,6 +125,7 @@ class SaveItem:
     shape: tuple[int, ...]
     start: int
     data: Elements
+    split: tuple[int, int] | None = None
 
 
 @dataclass
@@ -141,7 +153,7 @@ class SavePlan:
             CheckpointError: the optimizer's state has a form that cannot be saved; it names the state.
         """
         plan = cls(holdings.rank)
-        for buffer in holdings.buffers() if holdings.replica == 0 else ():
+        for buffer in filter(holdings.saves, holdings.buffers()):
             plan._add_weights(buffer, exclude_frozen=exclude_frozen)
             if holdings.optimizer is not None:
                 plan._add_states(holdings.optimizer, buffer)
@@ -174,7 +186,13 @@ class SavePlan:
 
     def _add(self, key: str, slot: Slot, part: FlatRange, data: Elements) -> None:
         data = data.detach() if isinstance(data, Tensor) else data
-        self.entries.append(SaveItem(key, dtype_name(data.dtype), slot.shape, part.start - slot.start, data))
+        start, split = part.start - slot.start, None
+        if slot.split is not None:
+            start += slot.split.index * slot.numel
+            # Parts of the first dim follow each other in row-major order; those of another are saved part after part,
+            # as no rank has elements that lie together.
+            split = (slot.split.dim, slot.split.parts) if slot.split.dim else None
+        self.entries.append(SaveItem(key, dtype_name(data.dtype), slot.whole_shape, start, data, split))
 
     def _add_states(self, optimizer: ShardedOptimizer, buffer: FlatBuffer) -> None:
         for piece in buffer.masters.pieces:
@@ -237,7 +255,7 @@ def describe_parameters(holdings: EngineState, *, exclude_frozen: bool) -> dict[
     records = {
         slot.fqn: ParameterRecord(
             dtype_name(buffer.dtype),
-            slot.shape,
+            slot.whole_shape,
             buffer.trainable,
             groups.get(slot.fqn),
             saved=not (exclude_frozen and not param.requires_grad),

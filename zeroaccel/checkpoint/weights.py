@@ -160,18 +160,18 @@ def with_ties(tensors: dict[str, Tensor], engine_state: EngineState) -> dict[str
 def _streamed(engine_state: EngineState, *, exclude_frozen: bool) -> Iterator[tuple[str, Tensor]]:
     """(name, full value) of the whole model, by descending item size; valid on rank 0, until the next. (all ranks)"""
     own = _streamed_own(engine_state, exclude_frozen=exclude_frozen)
-    if engine_state.whole is None:
+    if engine_state.pipelined is None:
         yield from own
         return
-    assert engine_state.job is not None, "a stage without a way to the others"
+    assert engine_state.collectives is not None, "a stage without a way to the others"
     for source, (name, dtype, shape) in _specs_by_rank(engine_state, exclude_frozen=exclude_frozen):
         value = torch.empty(0)
         if source == engine_state.lead:
             value = next(tensor for other, tensor in own if other == name).contiguous()
         if source != 0:  # all ranks receive, though only rank 0 needs it: one stage's ranks send, tensor by tensor
             if source != engine_state.rank:
-                value = torch.empty(shape, dtype=dtype, device=engine_state.job.topology.device)
-            engine_state.job.broadcast(value, source, f"full value of {name}")
+                value = torch.empty(shape, dtype=dtype, device=engine_state.collectives.job.topology.device)
+            engine_state.collectives.job.broadcast(value, source, f"full value of {name}")
         yield name, value
     for _ in own:  # to the end, where units are sharded again
         pass
@@ -180,10 +180,12 @@ def _streamed(engine_state: EngineState, *, exclude_frozen: bool) -> Iterator[tu
 def _specs_by_rank(engine_state: EngineState, *, exclude_frozen: bool) -> list[tuple[int, TensorSpec]]:
     """Which rank has each tensor of the whole model, in the order of `_streamed`. (all ranks)"""
     own = list(tensor_specs(engine_state, exclude_frozen=exclude_frozen))
-    if engine_state.job is None:
+    if engine_state.pipelined is None or engine_state.collectives is None:
         return [(0, spec) for spec in own]
     leads = engine_state.lead == engine_state.rank
-    per_rank: list[list[TensorSpec]] = engine_state.job.gather_objects(own if leads else [], "tensors of stages")
+    per_rank: list[list[TensorSpec]] = engine_state.collectives.job.gather_objects(
+        own if leads else [], "tensors of stages"
+    )
     first: dict[str, tuple[int, TensorSpec]] = {}
     for rank, specs in enumerate(per_rank):
         for spec in specs:
@@ -209,7 +211,7 @@ def _streamed_own(engine_state: EngineState, *, exclude_frozen: bool) -> Iterato
                 for buffer in buffers:
                     for index, slot in enumerate(buffer.layout.slots):
                         if not (exclude_frozen and not buffer.params[index].requires_grad):
-                            yield slot.fqn, buffer.view(index).detach()
+                            yield slot.fqn, engine_state.whole(slot, buffer.view(index).detach())
                 if was_sharded:
                     unit.reshard()
         for name, value in persistent_buffers(engine_state.model):
@@ -225,7 +227,7 @@ def tensor_specs(engine_state: EngineState, *, exclude_frozen: bool) -> Iterator
             if buffer.dtype.itemsize == itemsize:
                 for slot, param in zip(buffer.layout.slots, buffer.params, strict=True):
                     if not (exclude_frozen and not param.requires_grad):
-                        yield slot.fqn, buffer.dtype, slot.shape
+                        yield slot.fqn, buffer.dtype, slot.whole_shape
         for name, value in persistent_buffers(engine_state.model):
             if value.dtype.itemsize == itemsize:
                 yield name, value.dtype, tuple(value.shape)

@@ -61,6 +61,7 @@ class Collectives:
         job: over all ranks of the job, where these are over some; else these themselves.
         peers: over the ranks that issue the same collectives: `job`, or those of one stage where the job is a pipeline.
         is_first_data_group: True on one data group of the job; values that all data groups hold are counted only there.
+        tensor: over the ranks that have the other parts of split parameters; None without tensor parallelism.
         nodes: the global ranks on each machine.
         quantized_weights: whether `gather_weights` rounds.
         flight_recorder: of what has been issued; the engine sets its `phase` and `step`.
@@ -80,6 +81,7 @@ class Collectives:
     job: Collectives
     peers: Collectives
     is_first_data_group: bool
+    tensor: Collectives | None
     flight_recorder: FlightRecorder
     topology: Topology
     meter: Meter | None
@@ -101,6 +103,7 @@ class Collectives:
         self.nodes = topology.nodes
         self.job = self.peers = self
         self.is_first_data_group = True
+        self.tensor = None
         self.meter = None
         self.flight_recorder = recorder or topology.flight_recorder
         self._tracker = CollectiveTracker(self.flight_recorder, topology.watchdog, records_sizes=records_sizes)

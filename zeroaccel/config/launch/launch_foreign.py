@@ -155,7 +155,6 @@ def _is_true(value: Any) -> bool:
 
 _AXES = "parallelism_config"
 OTHER_AXES: Mapping[str, str] = {
-    "tp_size": "tensor parallelism is not available",
     "cp_size": "context parallelism is not available; sp_size cuts sequences",
     "cp_backend": "",
     "cp_comm_strategy": "",

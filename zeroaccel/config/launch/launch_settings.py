@@ -246,6 +246,8 @@ class ParallelSettings(ConfigSection):
     """Data-parallel processes in each of these groups. [default: what the other sizes leave; 1 says the same]"""
     sp_size: Annotated[PositiveCount | None, AlsoSpelled("parallelism_config_sp_size")] = None
     """Processes that share each sequence (Ulysses). [default: 1]"""
+    tp_size: Annotated[PositiveCount | None, AlsoSpelled("parallelism_config_tp_size")] = None
+    """Processes that share each layer (tensor parallelism). [default: 1]"""
     sp_seq_length: Annotated[PositiveCount | None, AlsoSpelled("parallelism_config_sp_seq_length")] = None
     """Tokens of every sequence, where all are as long; for scripts of accelerate, as lengths may vary here."""
     sp_seq_length_is_variable: Annotated[Flag | None, AlsoSpelled("parallelism_config_sp_seq_length_is_variable")] = (
