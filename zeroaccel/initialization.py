@@ -42,6 +42,7 @@ from zeroaccel.config import (
     tier_plan,
 )
 from zeroaccel.config.document import read_document
+from zeroaccel.config.launch.launch_sources import from_environment
 from zeroaccel.config.normalize import UnknownKeys
 from zeroaccel.config.parallel import AXES, ParallelConfig, with_autotp
 from zeroaccel.data import build_dataloader
@@ -292,6 +293,8 @@ def _join_ranks(
         parallel = with_autotp(_as_written(config), parallel)
         if mesh is not None and parallel is not None:
             raise UsageError("initialize", expected="a mesh or a ParallelConfig", got="both", fix="leave one out")
+        if mesh is None and parallel is None:
+            _check_launched_mesh()
         resolved = (parallel or ParallelConfig()).resolve(collectives.world_size)
     if mesh is None:
         source = "the process group" if parallel is None else "initialize(parallel)"
@@ -308,6 +311,21 @@ def _join_ranks(
         return _Ranks(topology, collectives, data, len(data[0]), resolved, samplers, tensor_group)
     groups = data_groups(mesh, collectives)
     return _Ranks(topology, collectives, groups, len(groups[0]), resolved, Fact(len(groups[0]), "initialize(mesh)"))
+
+
+def _check_launched_mesh() -> None:
+    """Parts of one sample per rank need a script that deals its batches out accordingly, and so says it."""
+    settings, sources = from_environment(os.environ)
+    if settings.parallel is not None and settings.parallel.splits_samples:
+        sizes = {axis: getattr(settings.parallel, axis) for axis in AXES}
+        axes = [axis for axis, size in sizes.items() if size > 1]
+        said = ", ".join(f"{axis}={sizes[axis]}" for axis in axes)
+        raise UsageError(
+            f"initialize(parallel): the launch asks for {said} ({sources.get(f'{axes[-1]}_size', 'its environment')})",
+            expected=f"parallel=ParallelConfig({said}), with batches by data-parallel rank",
+            got=None,
+            fix="pass it, prepare model and loaders by an Accelerator, or launch without",
+        )
 
 
 def _as_written(config: ConfigSource | None) -> Mapping[str, Any]:

@@ -300,7 +300,7 @@ MISTAKES = [
     ("muon", "expected to be whole, since its optimizer looks at whole tensors"),
     ("quantized", "zero_quantized_weights: expected false with tensor parallelism, got True"),
     ("both", "expected sp or tp above 1, not both"),
-    ("ranks", "ParallelConfig: expected sizes that divide the job's 2 ranks, got 'dp_replicate 1 x sp 1 x tp 3 = 3'"),
+    ("ranks", "ParallelConfig: expected sizes that divide the job's 2 ranks, got 'tp 3 = 3'"),
     ("differs", "initialize(parallel): dp_shard on rank 1: expected 1 as on rank 0, got 2"),
     ("plan differs", "initialize(parallel): tp_plan on rank 1: expected None as on rank 0, got {'up_proj': 'colwise'}"),
 ]

@@ -642,10 +642,10 @@ def _batch_of_samplers(config: Any) -> Any:
     return {**tree, "train_batch_size": total // parallel.tp}
 
 
-def _parallel_of(mpu: Any) -> ParallelConfig | None:
+def _parallel_of(mpu: Any) -> ParallelConfig:
     """The mesh that an object in the manner of Megatron's `mpu` describes."""
     if mpu is None:
-        return None
+        return ParallelConfig()
     split = ("model", "tensor_model", "pipeline", "pipeline_model", "pipe")
     sizes = {
         name: size()
@@ -667,7 +667,7 @@ def _parallel_of(mpu: Any) -> ParallelConfig | None:
                 got=f"{size} ranks by {name}",
                 fix="split the model over a DeviceMesh, and call zeroaccel.initialize(mesh=)",
             )
-    return None if sequence == 1 else ParallelConfig(sp=sequence)
+    return ParallelConfig(sp=sequence)
 
 
 def _answer(engine: DeepSpeedEngine, name: str) -> Any:

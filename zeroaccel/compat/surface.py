@@ -288,7 +288,13 @@ SURFACE: Mapping[str, Mapping[str, str]] = {
         _SEQUENCE_STATE, "initialize_sequence_parallel", *_SEQUENCE_CALLS
     ),
     "deepspeed.runtime.sequence_parallel.ulysses_sp": _same(
-        "zeroaccel.compat.ulysses_sp", "UlyssesSPAttentionHF", "UlyssesSPDataLoaderAdapter"
+        "zeroaccel.compat.ulysses_sp",
+        "SequenceTiledCompute",
+        "TiledFusedLogitsLoss",
+        "TiledMLP",
+        "UlyssesSPAttentionHF",
+        "UlyssesSPDataLoaderAdapter",
+        "sequence_tiled_compute",
     ),
     "deepspeed.runtime.utils": _same(
         _CALLS, "clip_grad_norm_", "move_to_device", "see_memory_usage", "set_random_seed"

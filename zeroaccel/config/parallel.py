@@ -71,6 +71,22 @@ class ParallelConfig:
                 fix="leave one of them at 1",
             )
 
+    @classmethod
+    def from_sizes(cls, sizes: Mapping[str, int | None]) -> ParallelConfig:
+        """The mesh of accelerate's sizes, axis -> ranks.
+
+        None is 1. A `dp_shard` of 1 beside one replica is -1, since accelerate's files say 1 where nothing is chosen.
+        """
+        known: dict[str, Any] = {axis: size for axis, size in sizes.items() if size is not None}
+        if known.get("dp_replicate", 1) == 1 and known.get("dp_shard") == 1:
+            del known["dp_shard"]
+        return cls(**known)
+
+    @property
+    def splits_samples(self) -> bool:
+        """Whether several ranks work on one sample: not all of them see different ones."""
+        return self.sp > 1 or self.tp > 1
+
     @property
     def data_parallel_size(self) -> int:
         """Ranks that see different samples; of a resolved mesh."""
@@ -82,21 +98,34 @@ class ParallelConfig:
         Raises:
             UsageError: the axes do not multiply to the ranks of the job.
         """
-        others = self.dp_replicate * self.sp * self.tp
+        others = self._num_others
         mesh = replace(self, dp_shard=world_size // others) if self.dp_shard == -1 and world_size >= others else self
-        sizes = [getattr(mesh, axis) for axis in AXES]
-        if math.prod(sizes) != world_size:
-            known = [axis for axis in AXES if getattr(self, axis) != -1]
-            product = " x ".join(f"{axis} {getattr(self, axis)}" for axis in known)
-            total = math.prod(getattr(self, axis) for axis in known)
-            relation = "divide" if self.dp_shard == -1 else "multiply to"
+        if math.prod(getattr(mesh, axis) for axis in AXES) != world_size:
             raise UsageError(
                 "ParallelConfig",
-                expected=f"sizes that {relation} the job's {world_size} ranks",
-                got=f"{product} = {total}",
+                expected=self._expected(world_size),
+                got=self._product,
                 fix=f"start a multiple of {others} ranks, or choose other sizes",
             )
         return mesh
+
+    def misfit(self, world_size: int) -> str:
+        """What is wrong with the sizes on so many ranks, for a message."""
+        return f"{self._product}, where {self._expected(world_size)} are needed"
+
+    @property
+    def _num_others(self) -> int:
+        """Ranks along the axes other than `dp_shard`."""
+        return math.prod(getattr(self, axis) for axis in AXES if axis != "dp_shard")
+
+    @property
+    def _product(self) -> str:
+        known = [axis for axis in AXES if (size := getattr(self, axis)) > 1 or (axis, size) == ("dp_shard", 1)]
+        product = " x ".join(f"{axis} {getattr(self, axis)}" for axis in known)
+        return f"{product} = {math.prod(getattr(self, axis) for axis in known)}"
+
+    def _expected(self, world_size: int) -> str:
+        return f"sizes that {'divide' if self.dp_shard == -1 else 'multiply to'} the job's {world_size} ranks"
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The place of a rank on each axis of a resolved mesh."""
@@ -104,6 +133,11 @@ class ParallelConfig:
         for axis in reversed(AXES):
             rank, places[axis] = divmod(rank, getattr(self, axis))
         return {axis: places[axis] for axis in AXES}
+
+    def data_parallel_rank(self, rank: int) -> int:
+        """The place of a rank among those that see different samples; of a resolved mesh."""
+        places = self.coordinates(rank)
+        return places["dp_replicate"] * self.dp_shard + places["dp_shard"]
 
 
 def with_autotp(tree: Mapping[str, Any], parallel: ParallelConfig | None) -> ParallelConfig | None:
