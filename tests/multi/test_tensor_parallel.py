@@ -511,7 +511,10 @@ def test_the_size_of_a_json(ranks: Ranks, make: Callable[[], nn.Module]) -> None
 def _fed(what: str) -> str:
     init_process_group()
     rank = torch.distributed.get_rank()
-    settings = config(1, "fp32", optimizer=SGD) | {"tensor_parallel": {"autotp_size": 2}}
+    section: dict[str, Any] = {"autotp_size": 2}
+    if what == "keys":
+        section["partition_config"] = {"layer_specs": []}
+    settings = config(1, "fp32", optimizer=SGD) | {"tensor_parallel": section}
     try:
         if what == "batches":
             engine, *_ = zeroaccel.initialize(_llama(), config=settings)
@@ -522,11 +525,8 @@ def _fed(what: str) -> str:
             model = nn.Module()
             model.layers = nn.ModuleList([nn.ModuleDict({"up_proj": nn.Linear(4, 8), "shrink": nn.Linear(8, 4)})])
             zeroaccel.initialize(model, config=settings)
-        elif what == "sizes":
-            zeroaccel.initialize(_llama(), config=settings, parallel=ParallelConfig(tp=4))
         else:
-            accelerator = zeroaccel.Accelerator(zero_plugin=zeroaccel.ZeroPlugin(settings))
-            accelerator.prepare(_llama())
+            zeroaccel.initialize(_llama(), config=settings, parallel=ParallelConfig(tp=4))
     except ZeroAccelError as error:
         if what == "batches":
             engine.destroy()
@@ -539,7 +539,7 @@ FED = [
     ("names", "expected a plan, as GPT2LMHeadModel has none of its own"),
     ("unknown", "tensor parallelism of Module: layers.0.shrink: expected names of layers that say how to cut them"),
     ("sizes", "ParallelConfig(tp): expected 2, as tensor_parallel.autotp_size of the config says, got 4"),
-    ("accelerator", "tensor_parallel.autotp_size: expected 0 or 1: the loaders of an Accelerator give each rank"),
+    ("keys", "tensor_parallel.partition_config: expected nothing: layers are cut as the model's own plan says"),
 ]
 
 
