@@ -206,15 +206,15 @@ def initialize(
     cast_buffers(model, ranks.topology.device, buffer_dtypes_of(model, settings))
     broadcast_buffers(model, collectives if collectives.tensor is None else collectives.job)
     plans = plan_units(job.specs, placement, collectives.shard_world_size)
-    with agreed(collectives, "initialize: offload"):
+    with agreed(collectives.everyone, "initialize: offload"):
         tiers = _plan_tiers(settings, residences, plans, job.optimizer, collectives, ranks.topology.device)
-    _open_tiers(tiers, collectives)
+    _open_tiers(tiers, collectives.everyone)
     attention: UlyssesAttention | None = None
     try:
-        with agreed(collectives, "initialize: sequence parallelism"):
+        with agreed(collectives.everyone, "initialize: sequence parallelism"):
             attention = _sequence_attention(model, sequences)
         units = build_units(job.specs, plans, placement, collectives, tiers)
-        with agreed(collectives, "initialize: optimizer"):
+        with agreed(collectives.everyone, "initialize: optimizer"):
             tiers.settle()
             shard = _shard_optimizer(job, units, tiers)
             loader = _loader(training_data, settings, job.batch, collectives.rank, ranks, collate_fn)
@@ -229,7 +229,7 @@ def initialize(
         optimizer=shard,
         lr_scheduler=job.scheduler,
         loss_scale=loss_scale_of(settings),
-        report=_report(request, settings, ranks.topology.device, collectives.rank, monitors),
+        report=_report(request, settings, ranks.topology.device, collectives.everyone.rank, monitors),
         tiers=tiers,
         # Gradients that only pass through a model for inference, on their way to another, would pile up in it.
         unoptimized=job.unoptimized,
