@@ -334,7 +334,7 @@ KEYS: Mapping[str, SupportStatus] = {
     "tensor_parallel.tensor_parallel.tp_grain_size": _ignored("sizes are divided equally, or refused"),
     "tensor_parallel.tensor_parallel.mpu": _ignored("groups are made by initialize"),
     "tensor_parallel.tensor_parallel.tp_group": _ignored("groups are made by initialize"),
-    "pipeline": _ignored("it is for models made as pipelines, which there are none of"),
+    "pipeline": _ignored("the arguments of PipelineModule and PipelineConfig say how a model is cut"),
     "hybrid_engine": _unsupported(
         "generation uses the engine that trains; engine.gathered() keeps its weights whole meanwhile", switch="enabled"
     ),
