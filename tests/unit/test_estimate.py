@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroaccel.errors import ConfigError, UsageError, ZeroAccelError
 from zeroaccel.estimate import Capacity, Estimate, Workload, estimate, plan_table, subject
 from zeroaccel.estimate.extrapolate import MemoryTrace, Moment, extrapolate_depth
+from zeroaccel.estimate.shapes_only import RULES, ShapesOnly
 from zeroaccel.estimate.simulate import simulate
 from zeroaccel.estimate.subject import Decoder, Shape, Step, Subject, predict_tokens, shape_of
 
@@ -308,3 +310,48 @@ def test_models_that_do_not_grow_evenly_are_not_lengthened() -> None:
     assert (even.numel, max(even.moments).total) == (7, 7)
     assert extrapolate_depth([course(1, 2, 3), course(1, 2, 3, 4), course(1, 2, 3, 4, 9)], more=2) is None
     assert extrapolate_depth([course(1, 2, 3), course(1, 2, 3, 4), course(1, 2, 3, 4)], more=2) is None
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes"),
+    [(0, {}), (3, {"checkpointing": True, "accumulation": 2}), (1, {"precision": "fp32", "batch": 2})],
+)
+def test_shapes_alone_tell_what_torchs_fake_tensors_do(stage: int, changes: dict[str, object]) -> None:
+    workload = Workload(ranks=4, sequence=32, **changes)  # type: ignore[arg-type]
+    plain = subject("2m")
+    assert plain.shapes_only
+    assert simulate(plain, workload, stage) == simulate(replace(plain, shapes_only=False), workload, stage)
+
+
+def test_the_rules_agree_with_torchs_own() -> None:
+    decoder = Decoder(Shape(layers=1, width=32, inner=48, vocabulary=50)).to("meta", torch.bfloat16)
+    checked: set[object] = set()
+
+    class Compared(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            found = func(*args, **(kwargs or {}))
+            if func in RULES:
+                told = ShapesOnly().result(func, args, kwargs or {})
+                pairs = zip(*(one if isinstance(one, tuple) else (one,) for one in (found, told)), strict=True)
+                for real, other in pairs:
+                    assert (real.shape, real.stride(), real.dtype) == (other.shape, other.stride(), other.dtype), func
+                checked.add(func)
+            return found
+
+    with torch.device("meta"), Compared():
+        loss, _ = predict_tokens(decoder, 2, 8)
+        loss.backward()
+        torch.zeros_like(torch.empty(2, 3))
+        torch.empty_like(torch.empty(2, 3))
+        torch.empty(2, 3).clone()
+    assert {str(func) for func in RULES} == {str(func) for func in checked}
+
+
+def test_growth_in_two_runs_over_the_blocks_is_followed() -> None:
+    def trace(blocks: int) -> MemoryTrace:
+        totals = [*range(10, 10 + 10 * blocks, 10), 10 * blocks + 7, *range(9 + 3 * blocks, 9, -3)]
+        return MemoryTrace(blocks, tuple(Moment(0, total, 0, 0, 0) for total in totals), (), (1,))
+
+    grown = extrapolate_depth([trace(4), trace(5), trace(6)], more=3)
+    assert grown is not None
+    assert max(grown.moments).total == max(trace(9).moments).total

@@ -47,6 +47,8 @@ class Subject:
         layers: number of equal blocks in a row, with nothing else that grows with them; 0 where that is unknown.
         build_short: makes the same model with another number of these blocks.
         layer_numel: parameters of one block.
+        shapes_only: built and run by operations whose results' shapes follow from those of the arguments, and that
+            write to their first argument alone, if to any.
     """
 
     name: str
@@ -55,6 +57,7 @@ class Subject:
     layers: int = 0
     build_short: Callable[[int], tuple[nn.Module, Step]] | None = None
     layer_numel: int = 0
+    shapes_only: bool = False
 
 
 def subject(text: str | nn.Module | Callable[[], Any]) -> Subject:
@@ -92,7 +95,7 @@ def _of_count(text: str, numel: int) -> Subject:
     def build(layers: int = shape.layers) -> tuple[nn.Module, Step]:
         return Decoder(replace(shape, layers=layers)), predict_tokens
 
-    return Subject(f"{text} parameters", note, build, shape.layers, build, shape.block_numel)
+    return Subject(f"{text} parameters", note, build, shape.layers, build, shape.block_numel, shapes_only=True)
 
 
 def predict_tokens(model: nn.Module, batch: int, sequence: int) -> tuple[Tensor, Any]:
@@ -266,11 +269,19 @@ class _Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         normed = self.attention_norm(x)
         q, k, v = (part(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
-        mixed = F.scaled_dot_product_attention(q * 1.0, k * 1.0, v, is_causal=True)  # * 1.0 for the rotation
+        mixed = _attention(q * 1.0, k * 1.0, v)  # * 1.0 for the rotation
         x = x + self.out(mixed.transpose(1, 2).flatten(-2))
         normed = self.mlp_norm(x)
         out: Tensor = x + self.down(F.silu(self.gate(normed)) * self.up(normed))
         return out
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    if not q.is_meta:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    # Without a device, torch takes the kernel that makes the matrix of all scores.
+    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]
+    return out
 
 
 class Decoder(nn.Module):
