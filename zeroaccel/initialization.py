@@ -41,11 +41,12 @@ from zeroaccel.config import (
     solve_batch,
     tier_plan,
 )
+from zeroaccel.config.diagnostics import names_meant
 from zeroaccel.config.normalize import UnknownKeys
 from zeroaccel.config.parallel import ParallelConfig
 from zeroaccel.data import build_dataloader
 from zeroaccel.errors import ConfigError, UsageError
-from zeroaccel.logs import log_once, logger, set_log_level
+from zeroaccel.logs import log_always, log_once, logger, set_log_level
 from zeroaccel.offload.host_buffers import empty_on_host
 from zeroaccel.ops.coupled import CoupledOptimizer, Reductions
 from zeroaccel.ops.dispatch import use_threads
@@ -96,6 +97,7 @@ OptimizerSource = Optimizer | Callable[[list[nn.Parameter]], Optimizer]
 SchedulerSource = Any
 
 
+@names_meant
 def initialize(
     model: nn.Module,
     optimizer: OptimizerSource | None = None,
@@ -233,6 +235,8 @@ def initialize(
         engine.at_destroy(attention.undo)
     if job.optimizer is not None:
         _let_modes_change_weights(job.optimizer, engine)
+    if job.optimizer is None and config is None:
+        log_always("initialize: no config and no optimizer, so the engine is for inference and keeps the model whole")
     if recomputation is not None:
         recomputation.apply()
         engine.at_destroy(recomputation.undo)

@@ -152,3 +152,16 @@ def test_debug_may_come_from_the_environment(
         monkeypatch.setenv("ZEROACCEL_DEBUG", value)
         assert _run("launch", "--cpu", "--dry_run", script) == 0
         assert ("ZEROACCEL_DEBUG=1" in capsys.readouterr().out) is expected
+
+
+@pytest.mark.parametrize(
+    ("name", "here"),
+    [("merge-weights", "zero-to-fp32"), ("estimate-memory", "estimate"), ("ds_report", "doctor")],
+)
+def test_names_of_accelerate_and_deepspeed_lead_to_ours(
+    name: str, here: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([name], prog_name="zeroaccel")
+    assert exit_.value.code == 2
+    assert f"No such command '{name}'; zeroaccel {here}" in capsys.readouterr().err

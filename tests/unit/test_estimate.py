@@ -16,7 +16,7 @@ from zeroaccel.estimate import Capacity, Estimate, Workload, estimate, plan_tabl
 from zeroaccel.estimate.extrapolate import MemoryTrace, Moment, extrapolate_depth
 from zeroaccel.estimate.shapes_only import RULES, ShapesOnly
 from zeroaccel.estimate.simulate import simulate
-from zeroaccel.estimate.subject import Decoder, Shape, Step, Subject, predict_tokens, shape_of
+from zeroaccel.estimate.subject import Decoder, Shape, Step, Subject, known_shape, predict_tokens, shape_of
 
 PLAIN = [(stage, "none", "none") for stage in range(4)]
 TINY = {
@@ -235,6 +235,8 @@ def test_a_model_that_looks_at_values_is_refused() -> None:
     [
         ("seven", "MODEL: expected a parameter count such as 7b"),
         ("meta-llama/nothing", "give the path of a downloaded folder"),
+        ("llama-3.1-9b", r"did you mean llama-3\.1-8b"),
+        ("Qwen/Qwen2.5-8B", r"did you mean qwen2\.5-.*; give the path of a downloaded folder"),
         ("12", "expected between 1000 and 10 trillion parameters, got '12'"),
         ("no_such_module_here:f", "there is no module 'no_such_module_here'"),
         ("tests.unit.test_estimate:nothing", "has no function 'nothing'; it has"),
@@ -355,3 +357,25 @@ def test_growth_in_two_runs_over_the_blocks_is_followed() -> None:
     grown = extrapolate_depth([trace(4), trace(5), trace(6)], more=3)
     assert grown is not None
     assert max(grown.moments).total == max(trace(9).moments).total
+
+
+@pytest.mark.parametrize(
+    ("name", "numel"),
+    [
+        ("llama-2-70b", 68_976_648_192),
+        ("meta-llama/Llama-3.1-8B-Instruct", 8_030_261_248),
+        ("Llama-3.1-405B", 405_853_388_800),
+        ("llama-3.2-1b", 1_235_814_400),
+        ("mistralai/Mistral-7B-Instruct-v0.1", 7_241_732_096),
+        ("Qwen/Qwen2.5-0.5B", 494_032_768),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("TinyLlama-1.1B-Chat-v1.0", 1_100_048_384),
+    ],
+)
+def test_known_models_have_their_published_numbers_of_parameters(name: str, numel: int) -> None:
+    shape = known_shape(name)
+    assert shape is not None
+    with torch.device("meta"):
+        made = sum(param.numel() for param in Decoder(replace(shape, layers=2)).parameters())
+    assert (shape.numel, made) == (numel, replace(shape, layers=2).numel)
+    assert subject(name).layer_numel == shape.block_numel

@@ -130,7 +130,8 @@ def _pointwise(*args: Any) -> tuple[Layout, ...] | None:
     if any((one.shape, one.stride()) != (first.shape, first.stride()) for one in tensors[1:]) or 1 in first.shape[1:]:
         return None
     # A permutation of a contiguous tensor is repeated by the result.
-    order = sorted(range(first.dim()), key=lambda dim: -first.stride(dim))
+    strides = first.stride()
+    order = sorted(range(first.dim()), key=lambda dim: -strides[dim])
     return ((first.shape, first.stride(), dtype),) if first.permute(order).is_contiguous() else None
 
 
@@ -175,7 +176,7 @@ def _loss_backward(grad: Tensor, values: Tensor, *_: Any) -> tuple[Layout, ...]:
 
 def _attention(query: Tensor, *_: Any) -> tuple[Layout, ...] | None:
     same = _pointwise(query)
-    batch, heads, length, _ = query.shape
+    batch, heads, length = query.shape[:3]
     sums = (batch, heads, length), (heads * length, 1, heads), torch.promote_types(query.dtype, torch.float32)
     return None if same is None else (*same, sums)
 
