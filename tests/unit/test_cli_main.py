@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 import zeroaccel
-from tests.multi.environment import outside_any_job
+from tests.multi.environment import ROOT, outside_any_job
 from zeroaccel.cli.main import SUB_COMMANDS, main
 
 SCRIPT = "train.py"
@@ -35,7 +36,7 @@ def _run(*arguments: str) -> int:
         (["--help"], ("torch", "pydantic", "zeroaccel.cli.launch.launch_command")),
         (["--version"], ("torch", "pydantic", "zeroaccel.cli.launch.launch_command")),
         (["config", "--help"], ("torch", "pydantic", "rich", "questionary")),
-        (["launch", "--help"], ("torch",)),
+        (["launch", "--help"], ("torch", "pydantic", "zeroaccel.cli.launch.launch_command")),
     ],
 )
 def test_what_is_not_used_is_not_imported(arguments: list[str], untouched: tuple[str, ...]) -> None:
@@ -165,3 +166,17 @@ def test_names_of_accelerate_and_deepspeed_lead_to_ours(
         main([name], prog_name="zeroaccel")
     assert exit_.value.code == 2
     assert f"No such command '{name}'; zeroaccel {here}" in capsys.readouterr().err
+
+
+def test_the_stored_help_of_launch_is_that_of_its_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    from zeroaccel.cli.launch.launch_command import launch
+    from zeroaccel.cli.launch.launch_flags import LaunchCommand
+
+    assert isinstance(launch, LaunchCommand)
+    path = ROOT / "cli" / "launch" / "launch_help.json"
+    assert path.read_text() == launch.stored_help(), f"write launch.stored_help() into {path.name}"
+    for width in (40, 80, 200):
+        monkeypatch.setenv("COLUMNS", str(width))
+        stored, live = (CliRunner().invoke(main, ["launch", *words]) for words in (["--help"], ["--dry_run", "--help"]))
+        assert stored.output == live.output
+        assert "--num_processes" in stored.output

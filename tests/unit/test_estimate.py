@@ -279,7 +279,8 @@ def test_wrong_workloads_are_reported(changes: dict[str, object], message: str) 
         Workload(**changes)  # type: ignore[arg-type]
 
 
-def test_a_few_of_many_blocks_tell_of_all() -> None:
+@pytest.mark.parametrize(("stage", "lengths_run"), [(0, [4, 5, 6]), (1, [4, 5, 6]), (3, [5, 6, 7])])
+def test_a_few_of_many_blocks_tell_of_all(stage: int, lengths_run: list[int]) -> None:
     shape = Shape(layers=16, width=16384, inner=8192, vocabulary=1000)
 
     def build(layers: int = shape.layers) -> tuple[nn.Module, Step]:
@@ -291,11 +292,11 @@ def test_a_few_of_many_blocks_tell_of_all() -> None:
         lengths.append(layers)
         return build(layers)
 
-    whole = Subject("whole", "", build)
-    short = Subject("short", "", build, shape.layers, build_short, shape.block_numel)
+    whole = Subject("whole", "", build, shapes_only=True)
+    short = Subject("short", "", build, shape.layers, build_short, shape.block_numel, shapes_only=True)
     workload = Workload(ranks=16, sequence=64)
-    one, other = (simulate(what, workload, 3) for what in (whole, short))
-    assert lengths == [5, 6, 7]
+    one, other = (simulate(what, workload, stage) for what in (whole, short))
+    assert lengths == lengths_run
     assert (one.numel, one.when, len(one.trained)) == (other.numel, other.when, len(other.trained))
     assert one.shards == other.shards
     for name in ("params", "optimizer", "gradients", "activations"):
@@ -320,8 +321,10 @@ def test_models_that_do_not_grow_evenly_are_not_lengthened() -> None:
 )
 def test_shapes_alone_tell_what_torchs_fake_tensors_do(stage: int, changes: dict[str, object]) -> None:
     workload = Workload(ranks=4, sequence=32, **changes)  # type: ignore[arg-type]
-    plain = subject("2m")
-    assert plain.shapes_only
+    assert subject("2m").shapes_only
+    # Not a multiple of anything, with heads that share keys, biases and one table.
+    shape = Shape(3, 48, 70, 301, heads=3, head_dim=16, key_heads=1, tied=stage == 3, biased=True)
+    plain = Subject("small", "", lambda: (Decoder(shape), predict_tokens), shapes_only=True)
     assert simulate(plain, workload, stage) == simulate(replace(plain, shapes_only=False), workload, stage)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
+import threading
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from tests.unit.checkpoint_by_hand import Entry, make_checkpoint
 from zeroaccel.cli.main import main
 from zeroaccel.cli.pages.frame import MOST_NBYTES, page
+from zeroaccel.cli.progress import progress
 from zeroaccel.telemetry.trackers import CsvTracker
 
 MODEL = f"{__name__}:tiny"
@@ -223,3 +226,34 @@ def test_pages_work_in_a_browser_in_both_themes(estimated: Path) -> None:
             assert errors == []
         launched.close()
     assert papers[0] != papers[1]
+
+
+def test_an_interrupted_page_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("zeroaccel.cli.estimate.estimate_page", interrupted)
+    assert _run("estimate", MODEL, *_WORKLOAD, "--html", str(tmp_path / "a.html")) == 130
+    assert list(tmp_path.iterdir()) == []
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_line_says_what_takes_long_and_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = _Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    shown = threading.Event()
+    monkeypatch.setattr(terminal, "flush", shown.set)
+    with progress("counting"):
+        assert shown.wait(60)
+    assert re.match(r"\rzeroaccel: counting \(\d+\.\d s\)", terminal.getvalue())
+    assert terminal.getvalue().endswith(" \r")
+    monkeypatch.setattr("zeroaccel.cli.progress._PATIENCE_SECONDS", 60)
+    quick = _Terminal()
+    monkeypatch.setattr("sys.stderr", quick)
+    with progress("counting"):
+        pass
+    assert quick.getvalue() == ""
