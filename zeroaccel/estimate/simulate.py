@@ -241,7 +241,7 @@ class FakeRanks(Collectives):
         self.quantized_weights = False
         self.job, self.is_first_data_group = self, True
         self.nodes = [list(range(world_size))]
-        self.meter = None
+        self.meter = self.tensor = None
         self.flight_recorder = FlightRecorder()
         self._receives = receives_in_host_memory and world_size > 1
         self._free: list[Tensor] = []

@@ -252,7 +252,7 @@ class StateDictHooks:
         loaded: dict[str, Tensor] = {}
         gathered: list[ParamUnit] = []
 
-        def before(module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Any, *rest: Any) -> None:
+        def before(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *rest: Any) -> None:
             # assign=True would put new objects in place of the parameters that units, hooks and optimizer refer to.
             if metadata.get("assign_to_params_buffers"):
                 raise EngineStateError(
@@ -264,8 +264,10 @@ class StateDictHooks:
             for name, handle in owned.items():
                 # Kept until after torch's own copy, which rounds to the parameter's dtype: the master gets all bits.
                 value = state.get(prefix + name)
-                if isinstance(value, Tensor) and tuple(value.shape) == handle.slot.shape:
-                    loaded[name] = value
+                if isinstance(value, Tensor) and tuple(value.shape) == handle.slot.whole_shape:
+                    split = handle.slot.split
+                    # The dict is torch's own copy. Of a split parameter it gets the part that the parameter has.
+                    loaded[name] = state[prefix + name] = value if split is None else split.part(value)
             for unit in units:
                 # torch copies into the parameter after this hook, and `after` writes shard and master from there.
                 if unit.state is ShardState.SHARDED:
@@ -281,14 +283,25 @@ class StateDictHooks:
             loaded.clear()
             gathered.clear()
 
-        def refuse_nans(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            absent = next((unit for unit in units if unit.state is ShardState.SHARDED and not unit.persistent), None)
-            if absent is not None:
-                raise _reads_nan("state_dict()", absent)
+        def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+            _refuse_partial(units, owned)
 
         self._handles.append(module.register_load_state_dict_pre_hook(_Attached(before)))
         self._handles.append(module.register_load_state_dict_post_hook(_Attached(after)))
-        self._handles.append(module.register_state_dict_pre_hook(_Attached(refuse_nans)))
+        self._handles.append(module.register_state_dict_pre_hook(_Attached(refuse)))
+
+
+def _refuse_partial(units: Sequence[ParamUnit], owned: Mapping[str, ParamHandle]) -> None:
+    """Raises EngineStateError where a state dict would have NaN, or parts of parameters, without saying so."""
+    absent = next((unit for unit in units if unit.state is ShardState.SHARDED and not unit.persistent), None)
+    if absent is not None:
+        raise _reads_nan("state_dict()", absent)
+    part = next((handle for handle in owned.values() if handle.slot.split is not None), None)
+    if part is not None:
+        raise EngineStateError(
+            f"state_dict(): {part.slot.fqn} is split over ranks, and this one has a part of it",
+            fix="use engine.consolidated_state_dict(), or save with the checkpoint calls",
+        )
 
 
 def watch_construction(
