@@ -309,11 +309,11 @@ def _join_ranks(
     _divide_cores(topology, collectives)
     with agreed(collectives, "initialize: parallel"):
         # How many ranks share layers decides on how many see different samples, which the config is resolved with.
+        if mesh is None and parallel is None:
+            parallel = _launched_mesh()
         parallel = with_autotp(_as_written(config), parallel)
         if mesh is not None and parallel is not None:
             raise UsageError("initialize", expected="a mesh or a ParallelConfig", got="both", fix="leave one out")
-        if mesh is None and parallel is None:
-            _check_launched_mesh()
         resolved = (parallel or ParallelConfig()).resolve(collectives.world_size)
     if mesh is None:
         source = "the process group" if parallel is None else "initialize(parallel)"
@@ -334,19 +334,23 @@ def _join_ranks(
     return _Ranks(topology, collectives, groups, len(groups[0]), resolved, Fact(len(groups[0]), "initialize(mesh)"))
 
 
-def _check_launched_mesh() -> None:
-    """Parts of one sample per rank need a script that deals its batches out accordingly, and so says it."""
+def _launched_mesh() -> ParallelConfig | None:
+    """The mesh of the launch, for a caller that says nothing of one.
+
+    Raises:
+        UsageError: ranks are to share sequences, which a script has to cut, and so has to know of. What reads whole
+            batches by mistake where layers are split, or stages have other batches, is named at the first batch.
+    """
     settings, sources = from_environment(os.environ)
-    if settings.parallel is not None and settings.parallel.splits_samples:
-        sizes = {axis: getattr(settings.parallel, axis) for axis in AXES}
-        axes = [axis for axis, size in sizes.items() if size > 1]
-        said = ", ".join(f"{axis}={sizes[axis]}" for axis in axes)
+    parallel = settings.parallel
+    if parallel is not None and parallel.sp > 1:
         raise UsageError(
-            f"initialize(parallel): the launch asks for {said} ({sources.get(f'{axes[-1]}_size', 'its environment')})",
-            expected=f"parallel=ParallelConfig({said}), with batches by data-parallel rank",
+            f"initialize(parallel): the launch asks for sp={parallel.sp} ({sources.get('sp_size', 'its environment')})",
+            expected=f"parallel=ParallelConfig(sp={parallel.sp}), with batches by data-parallel rank",
             got=None,
             fix="pass it, prepare model and loaders by an Accelerator, or launch without",
         )
+    return parallel
 
 
 def _join_stages(topology: Topology, collectives: Collectives, parallel: ParallelConfig, samplers: Fact[int]) -> _Ranks:
