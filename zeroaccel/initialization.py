@@ -42,13 +42,14 @@ from zeroaccel.config import (
     solve_batch,
     tier_plan,
 )
+from zeroaccel.config.diagnostics import names_meant
 from zeroaccel.config.document import read_document
 from zeroaccel.config.launch.launch_sources import from_environment
 from zeroaccel.config.normalize import UnknownKeys
 from zeroaccel.config.parallel import AXES, ParallelConfig, PipelineConfig, with_autotp
 from zeroaccel.data import build_dataloader
 from zeroaccel.errors import ConfigError, UsageError
-from zeroaccel.logs import log_once, logger, set_log_level
+from zeroaccel.logs import log_always, log_once, logger, set_log_level
 from zeroaccel.offload.host_buffers import empty_on_host
 from zeroaccel.ops.coupled import CoupledOptimizer, Reductions
 from zeroaccel.ops.dispatch import use_threads
@@ -104,6 +105,7 @@ OptimizerSource = Optimizer | Callable[[list[nn.Parameter]], Optimizer]
 SchedulerSource = Any
 
 
+@names_meant
 def initialize(
     model: nn.Module,
     optimizer: OptimizerSource | None = None,
@@ -259,6 +261,8 @@ def initialize(
         engine.at_destroy(tensor_parallel.detach)
     if job.optimizer is not None:
         _let_modes_change_weights(job.optimizer, engine)
+    else:
+        _say_for_inference(config)
     if recomputation is not None:
         recomputation.apply()
         engine.at_destroy(recomputation.undo)
@@ -269,6 +273,12 @@ def initialize(
         logger.warning("%s", engine_settings)
     _attach(engine, stage, ranks, pipeline, loader)
     return engine, engine.optimizer, loader, job.scheduler
+
+
+def _say_for_inference(config: ConfigSource | None) -> None:
+    """Of an engine without an optimizer, where a config was probably forgotten."""
+    if config is None:
+        log_always("initialize: no config and no optimizer, so the engine is for inference and keeps the model whole")
 
 
 # -- 1. ranks
