@@ -210,7 +210,7 @@ def initialize(
     check_same(model, placement, lines, facts, ranks.collectives, part=0 if stage is None else stage.index)
     has_stages = ranks.parallel.pp > 1
     collectives = arrange(ranks.collectives, communication, ranks.mesh_groups, stages=has_stages)
-    job_ranks = collectives.job if has_stages else collectives
+    job_ranks = collectives.job if has_stages else collectives.everyone
     if ranks.tensor_group is not None:
         collectives.tensor = Collectives(ranks.topology, ranks.tensor_group)
     sequences = SequenceGroup.of(ranks.topology, ranks.parallel.sp)

@@ -241,6 +241,7 @@ class FakeRanks(Collectives):
         self.quantized_weights = False
         self.job = self.peers = self
         self.is_first_data_group = True
+        self.tensor = None
         self.nodes = [list(range(world_size))]
         self.meter = self.tensor = None
         self.flight_recorder = FlightRecorder()
