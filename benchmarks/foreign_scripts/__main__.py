@@ -24,7 +24,6 @@ from inputs import write_inputs
 from scripts import SCRIPTS, Script
 
 _HERE = Path(__file__).parent
-_SECONDS = 560
 _WAYS = ("zeroaccel", "plain")
 # Optimizer and scheduler are Trainer's own in both runs, as DeepSpeed's WarmupDecayLR is another schedule.
 _ZERO3 = {
@@ -39,12 +38,12 @@ _ZERO3 = {
 class Runner:
     """Runs rows in the working folder; what a run leaves is `runs/ROW/WAY/`: log, losses by rank, result, output."""
 
-    def __init__(self, sources: Path, work: Path) -> None:
-        self._sources, self._work = sources.resolve(), work.resolve()
+    def __init__(self, sources: Path, work: Path, seconds: float) -> None:
+        self._sources, self._work, self._seconds = sources.resolve(), work.resolve(), seconds
 
     def run(self, script: Script, way: str) -> dict[str, object]:
         """What a run gave: its exit status, seconds and losses by rank; from its folder, if it was run before."""
-        folder = self._folder(script.name, way)
+        folder = self._folder(script, way)
         result = folder / "result.json"
         if result.exists():
             made: dict[str, object] = json.loads(result.read_text())
@@ -52,7 +51,7 @@ class Runner:
         shutil.rmtree(folder, ignore_errors=True)
         (folder / "out").mkdir(parents=True)
         if script.after:
-            shutil.copytree(self._folder(script.after, way) / "out", folder / "out", dirs_exist_ok=True)
+            shutil.copytree(self._named(script.after, way) / "out", folder / "out", dirs_exist_ok=True)
         command = self._command(script, way, folder)
         begun = time.perf_counter()
         with (folder / "log").open("w") as log:
@@ -65,7 +64,7 @@ class Runner:
                     env=self._environment(script, way, folder),
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    timeout=_SECONDS,
+                    timeout=self._seconds,
                     check=False,
                 ).returncode
             except subprocess.TimeoutExpired:
@@ -80,14 +79,17 @@ class Runner:
 
     def is_done(self, script: Script) -> bool:
         """Whether both runs of a row have left their results."""
-        return all((self._folder(script.name, way) / "result.json").exists() for way in _WAYS)
+        return all((self._folder(script, way) / "result.json").exists() for way in _WAYS)
 
     def forget(self, script: Script) -> None:
         """Makes a row run again."""
         for way in _WAYS:
-            (self._folder(script.name, way) / "result.json").unlink(missing_ok=True)
+            (self._folder(script, way) / "result.json").unlink(missing_ok=True)
 
-    def _folder(self, name: str, way: str) -> Path:
+    def _folder(self, script: Script, way: str) -> Path:
+        return self._named(script.plainly if way == "plain" and script.plainly else script.name, way)
+
+    def _named(self, name: str, way: str) -> Path:
         return self._work / "runs" / name.replace(" ", "_").replace(",", "") / way
 
     def _command(self, script: Script, way: str, folder: Path) -> list[str]:
@@ -173,13 +175,14 @@ def main() -> None:
     parser.add_argument("--sources", type=Path, required=True, help="folder with the checkouts")
     parser.add_argument("--work", type=Path, required=True, help="folder for inputs, logs and results")
     parser.add_argument("--only", default="*", help="pattern of the names of rows")
+    parser.add_argument("--seconds", type=float, default=560, help="time limit of a run")
     parser.add_argument("--table", type=Path, help="file for the table; it is printed anyway")
     parser.add_argument("--again", action="store_true", help="run rows that were run before, too")
     parser.add_argument("--done", action="store_true", help="run nothing: the table of rows that were run before")
     arguments = parser.parse_args()
     write_inputs(arguments.work)
     (arguments.work / "zero3.json").write_text(json.dumps(_ZERO3, indent=2))
-    runner = Runner(arguments.sources, arguments.work)
+    runner = Runner(arguments.sources, arguments.work, arguments.seconds)
     lines = [
         "| script | started by | losses | last, here | last, DDP | greatest difference |",
         "|---|---|---|---|---|---|",

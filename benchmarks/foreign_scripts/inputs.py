@@ -88,6 +88,13 @@ class Made(evaluate.Metric):
         return {"exact_match": 100.0 * sum(hits) / len(hits), "f1": 0.0}
 """
 
+# Rewards that differ within a group of completions, which those of TRL do not for an untrained model.
+_REWARDS = """
+def share_of_vowels(completions, **kwargs):
+    texts = [completion[0]["content"] for completion in completions]
+    return [sum(letter in "aeiou" for letter in text) / max(len(text), 1) for text in texts]
+"""
+
 
 class Sentences:
     """Made-up text, the same for the same seed."""
@@ -130,6 +137,7 @@ def write_inputs(folder: Path) -> None:
     for name, (kind, result) in _METRICS.items():
         _write(folder / name / f"{name}.py", _METRIC.format(kind=kind, result=result))
     _write(folder / "squad" / "squad.py", _SQUAD_METRIC)
+    _write(folder / "made_rewards.py", _REWARDS)
     for name in ("collocations.tab", "sent_starters.txt", "abbrev_types.txt", "ortho_context.tab"):
         _write(folder / "nltk_data" / "tokenizers" / "punkt_tab" / "english" / name, "")
     (folder / "nltk_data" / "tokenizers" / "punkt").mkdir(parents=True, exist_ok=True)

@@ -30,6 +30,7 @@ class Script:
         tolerance: relative difference of the losses that is expected at most.
         imports: the script's `accelerate` becomes `zeroaccel`, in a copy.
         measure: a key of the script's `all_results.json` that is compared instead of the losses.
+        plainly: name of the row whose plain run is this one's too; its own by default.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Script:
     tolerance: float = 1e-5
     imports: bool = False
     measure: str = ""
+    plainly: str = ""
 
 
 _EXAMPLES = "DeepSpeedExamples/training"
@@ -138,7 +140,13 @@ ACCELERATE = (
 )
 
 IMPORTS = tuple(
-    replace(script, name=f"{script.name}, import changed", imports=True, launch="--num_processes 2")
+    replace(
+        script,
+        name=f"{script.name}, import changed",
+        imports=True,
+        launch="--num_processes 2",
+        plainly=script.name,
+    )
     for script in ACCELERATE
 )
 
@@ -224,21 +232,23 @@ _TRL_DATA = {
     "sft": "--dataset_name trl-lib/Capybara",
     "dpo": "--dataset_name trl-lib/ultrafeedback_binarized",
     "reward": "--dataset_name trl-lib/ultrafeedback_binarized",
-    "grpo": "--dataset_name HuggingFaceH4/Polaris-Dataset-53K --reward_funcs think_format_reward "
-    "--max_completion_length 8 --num_generations 4",
+    "grpo": "--dataset_name HuggingFaceH4/Polaris-Dataset-53K --reward_funcs made_rewards.share_of_vowels "
+    # Two updates per generation and a penalty: the loss of the first update is zero, whatever the gradient is.
+    "--max_completion_length 8 --num_generations 4 --num_iterations 2 --beta 0.1",
 }
 
 TRL = tuple(
     Script(
         f"trl.scripts.{name}, {stage}.yaml",
-        f"-m trl.scripts.{name}",
+        f"trl/trl/scripts/{name}.py" if stage == "zero1" else f"-m trl.scripts.{name}",
         f"{_TRL} {data}",
         launch=f"--config_file {{sources}}/trl/trl/accelerate_configs/{stage}.yaml --num_processes 2 "
         "--mixed_precision no",
         plain_extra=_PLAIN,
+        plainly="" if stage == "zero2" else f"trl.scripts.{name}, zero2.yaml",
     )
     for name, data in _TRL_DATA.items()
-    for stage in ("zero2", "zero3")
+    for stage in ("zero2", "zero1", "zero3")
 )
 
 SCRIPTS = (*DEEPSPEED, *ACCELERATE, *TRANSFORMERS, *TRL, *IMPORTS)
