@@ -138,6 +138,7 @@ class Runner:
             "NLTK_DATA": str(self._work / "nltk_data"),
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
+            **({"FOREIGN_SCRIPTS_ORDER": "one"} if script.one_order else {}),
             # accelerate makes DDP of ranks on CPUs by this variable, and with it looks at no DeepSpeed plugin.
             **({"ACCELERATE_USE_CPU": "true"} if way == "plain" else {}),
         }

@@ -37,6 +37,7 @@ _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<' + message['role'] + '> ' + message['content'] + eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"
 )
+_ANY_TOKENIZER = "PreTrainedTokenizerFast"
 _METRICS = {
     "accuracy": (
         "int64",
@@ -266,15 +267,16 @@ def _write_models(folder: Path) -> None:
     }
     for name, (model, tokenizer) in made.items():
         model.save_pretrained(folder / name)
-        _save_tokenizer(tokenizer, folder / name)
+        # DeepSpeed-Chat saves a vocabulary, which only the class of OPT's own tokenizer does.
+        _save_tokenizer(tokenizer, folder / name, "GPT2TokenizerFast" if name == "facebook/opt-125m" else _ANY_TOKENIZER)
     _save_tokenizer(pieces, folder / "roberta-base")
 
 
-def _save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def _save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path, kind: str = _ANY_TOKENIZER) -> None:
     """With the class name that transformers 4 knows, too: some scripts run there only."""
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer_class": "PreTrainedTokenizerFast"}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer_class": kind}))
 
 
 def _write_data(folder: Path) -> None:
