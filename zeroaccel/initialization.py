@@ -27,8 +27,8 @@ from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.environment import check_own_variables, core_set, fair_threads, omp_threads_chosen, usable_cores
 from zeroaccel.comm.hierarchical import arrange
-from zeroaccel.comm.mesh_layout import check_shard_size, data_groups, shard_size_of
-from zeroaccel.comm.topology import Topology, init_process_group
+from zeroaccel.comm.mesh_layout import Groups, check_shard_size, consecutive, data_groups, shard_size_of
+from zeroaccel.comm.topology import RankGroup, Topology, connect, init_process_group, mesh_of, subgroup
 from zeroaccel.config import (
     BatchSizes,
     Config,
@@ -41,8 +41,10 @@ from zeroaccel.config import (
     solve_batch,
     tier_plan,
 )
+from zeroaccel.config.document import read_document
+from zeroaccel.config.launch.launch_sources import from_environment
 from zeroaccel.config.normalize import UnknownKeys
-from zeroaccel.config.parallel import ParallelConfig
+from zeroaccel.config.parallel import AXES, ParallelConfig, with_autotp
 from zeroaccel.data import build_dataloader
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.logs import log_once, logger, set_log_level
@@ -66,6 +68,7 @@ from zeroaccel.zero.build import (
     check_same,
     group_index,
     plan_units,
+    refuse_split,
     warn_unoptimized,
 )
 from zeroaccel.zero.device_check import check_model_device
@@ -84,6 +87,7 @@ from zeroaccel.zero.param_unit import ParamUnit
 from zeroaccel.zero.precision import broadcast_buffers, cast_buffers
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
 from zeroaccel.zero.storage.placement import BufferPlan, OffloadRules, TierSet, check_update_time, share_updates
+from zeroaccel.zero.tensor_parallel import SplitLayers
 from zeroaccel.zero.wrap_policy import UnitSpec
 
 if TYPE_CHECKING:
@@ -127,7 +131,7 @@ def initialize(
         collectives: the communication backend; a `RecordingCollectives` counts the traffic.
         mesh: which ranks see different samples: one axis, e.g. `mesh["dp"]` of one whose other axis splits the model,
             or two, (replicas, shards). By default all ranks do.
-        parallel: replicas, and ranks that share sequences, by their numbers; instead of a mesh.
+        parallel: replicas, and ranks that share sequences or layers, by their numbers; instead of a mesh.
         cast_inputs: cast floating inputs of forward to the precision; without it that happens under fp16 with
             `auto_cast` only.
         engine_type: the class of the engine, for frontends that add calls to it.
@@ -154,7 +158,7 @@ def initialize(
         >>> engine.step()
     """
     # 1. The ranks: which processes train together, on which cores and which axis of the mesh.
-    ranks = _join_ranks(collectives, mesh, parallel)
+    ranks = _join_ranks(collectives, mesh, parallel, config)
 
     # 2. The plan: all that can be decided, and be wrong, before a tensor moves. An error on one rank raises on all.
     with agreed(ranks.collectives, "initialize: config"):
@@ -169,6 +173,7 @@ def initialize(
             accumulation = _batch(settings, ranks.samplers.value, training=False).accumulation
             settings = request.config(settings, accumulation)
         job = _plan(model, optimizer, model_parameters, lr_scheduler, settings, ranks.samplers.value, optimizer_kind)
+        tensor_parallel = _tensor_parallel(model, ranks, job)
         engine_settings = engine_settings_of(
             settings, job.plan, job.batch, ranks.world_size, ranks.samplers.value, cast_inputs=cast_inputs
         )
@@ -180,8 +185,9 @@ def initialize(
     # 3. Agreement: the plans are compared rank by rank while the ranks still share one simple group; a difference that
     #    went unnoticed would show as a hang in some later collective. Then the groups of ZeRO++ and replicas are made.
     residences = tier_plan(settings)
+    splits = {} if tensor_parallel is None else tensor_parallel.splits
     kinds = () if job.kinds is None else job.kinds.groups
-    placement = placement_of(model, settings, job.plan, job.groups, ranks.topology.device, residences, kinds)
+    placement = placement_of(model, settings, job.plan, job.groups, ranks.topology.device, residences, kinds, splits)
     lines = [
         *str(engine_settings).split(", "),
         str(communication),
@@ -190,13 +196,15 @@ def initialize(
     ]
     check_same(model, placement, lines, facts, ranks.collectives)
     collectives = arrange(ranks.collectives, communication, ranks.mesh_groups)
+    if ranks.tensor_group is not None:
+        collectives.tensor = Collectives(ranks.topology, ranks.tensor_group)
     sequences = SequenceGroup.of(ranks.topology, ranks.parallel.sp)
     if job.optimizer is not None and OptimizerKind.COUPLED in kinds and job.plan.optimizer:
         _bind_reductions(job.optimizer, collectives)
 
     # 4. The units: tensors move from here on. Buffers first, since their dtypes follow from those of the parameters.
     cast_buffers(model, ranks.topology.device, buffer_dtypes_of(model, settings))
-    broadcast_buffers(model, collectives)
+    broadcast_buffers(model, collectives if collectives.tensor is None else collectives.job)
     plans = plan_units(job.specs, placement, collectives.shard_world_size)
     with agreed(collectives, "initialize: offload"):
         tiers = _plan_tiers(settings, residences, plans, job.optimizer, collectives, ranks.topology.device)
@@ -231,6 +239,9 @@ def initialize(
     engine.checkpointer = Checkpointer(engine, _checkpoint_settings(settings))
     if attention is not None:
         engine.at_destroy(attention.undo)
+    if tensor_parallel is not None:
+        tensor_parallel.attach(model, collectives)
+        engine.at_destroy(tensor_parallel.detach)
     if job.optimizer is not None:
         _let_modes_change_weights(job.optimizer, engine)
     if recomputation is not None:
@@ -255,6 +266,7 @@ class _Ranks:
         mesh_groups: of a mesh: the groups of ranks that average gradients; None where all ranks do.
         world_size: ranks that average gradients.
         parallel: resolved; of a mesh, one axis of all ranks.
+        tensor_group: the ranks that share this one's layers; None without tensor parallelism.
         samplers: how many ranks see different samples, with the source, for values that are "auto".
     """
 
@@ -264,22 +276,78 @@ class _Ranks:
     world_size: int
     parallel: ParallelConfig
     samplers: Fact[int]
+    tensor_group: RankGroup | None = None
 
 
-def _join_ranks(collectives: Collectives | None, mesh: DeviceMesh | None, parallel: ParallelConfig | None) -> _Ranks:
+def _join_ranks(
+    collectives: Collectives | None,
+    mesh: DeviceMesh | None,
+    parallel: ParallelConfig | None,
+    config: ConfigSource | None,
+) -> _Ranks:
     topology = init_process_group()
     collectives = collectives or Collectives(topology)
     _divide_cores(topology, collectives)
     with agreed(collectives, "initialize: parallel"):
+        # How many ranks share layers decides on how many see different samples, which the config is resolved with.
+        parallel = with_autotp(_as_written(config), parallel)
         if mesh is not None and parallel is not None:
             raise UsageError("initialize", expected="a mesh or a ParallelConfig", got="both", fix="leave one out")
+        if mesh is None and parallel is None:
+            _check_launched_mesh()
         resolved = (parallel or ParallelConfig()).resolve(collectives.world_size)
     if mesh is None:
         source = "the process group" if parallel is None else "initialize(parallel)"
         samplers = Fact(resolved.data_parallel_size, source)
-        return _Ranks(topology, collectives, None, collectives.world_size, resolved, samplers)
+        if parallel is not None:
+            _check_same_mesh(resolved, collectives)
+        if resolved.tp == 1:
+            return _Ranks(topology, collectives, None, collectives.world_size, resolved, samplers)
+        # Ranks next to each other share layers, since they exchange the most; ZeRO works among those of one place.
+        places = tuple(range(collectives.world_size))
+        data: Groups = tuple(places[place :: resolved.tp] for place in range(resolved.tp))
+        tensor_group = subgroup(topology, consecutive((places,), resolved.tp))
+        connect(topology, {"layers": tensor_group.reduce_group})
+        return _Ranks(topology, collectives, data, len(data[0]), resolved, samplers, tensor_group)
     groups = data_groups(mesh, collectives)
     return _Ranks(topology, collectives, groups, len(groups[0]), resolved, Fact(len(groups[0]), "initialize(mesh)"))
+
+
+def _check_launched_mesh() -> None:
+    """Parts of one sample per rank need a script that deals its batches out accordingly, and so says it."""
+    settings, sources = from_environment(os.environ)
+    if settings.parallel is not None and settings.parallel.splits_samples:
+        sizes = {axis: getattr(settings.parallel, axis) for axis in AXES}
+        axes = [axis for axis, size in sizes.items() if size > 1]
+        said = ", ".join(f"{axis}={sizes[axis]}" for axis in axes)
+        raise UsageError(
+            f"initialize(parallel): the launch asks for {said} ({sources.get(f'{axes[-1]}_size', 'its environment')})",
+            expected=f"parallel=ParallelConfig({said}), with batches by data-parallel rank",
+            got=None,
+            fix="pass it, prepare model and loaders by an Accelerator, or launch without",
+        )
+
+
+def _as_written(config: ConfigSource | None) -> Mapping[str, Any]:
+    if config is None:
+        return {}
+    return config.raw if isinstance(config, Config) else read_document(config).tree
+
+
+def _check_same_mesh(parallel: ParallelConfig, collectives: Collectives) -> None:
+    """Other axes on one rank would be other groups, and a hang. (all ranks)"""
+    own: dict[str, Any] = {axis: getattr(parallel, axis) for axis in AXES}
+    own["tp_plan"] = dict(parallel.tp_plan) if isinstance(parallel.tp_plan, Mapping) else parallel.tp_plan
+    of_ranks: list[dict[str, Any]] = collectives.gather_objects(own, "initialize: mesh of the job")
+    for rank, other in enumerate(of_ranks):
+        for key, value in other.items():
+            if value != of_ranks[0][key]:
+                raise UsageError(
+                    f"initialize(parallel): {key} on rank {rank}",
+                    expected=f"{of_ranks[0][key]!r} as on rank 0",
+                    got=value,
+                    fix="pass the same ParallelConfig on every rank",
+                )
 
 
 def _divide_cores(topology: Topology, collectives: Collectives) -> None:
@@ -486,6 +554,40 @@ def _shard_size(ranks: _Ranks, mesh: DeviceMesh | None, settings: Config) -> int
     size = ranks.world_size // ranks.parallel.dp_replicate
     check_shard_size(size, settings, "dp_shard x sp of ParallelConfig", "leave dp_replicate at 1")
     return size
+
+
+def _tensor_parallel(model: nn.Module, ranks: _Ranks, job: _TrainingPlan) -> SplitLayers | None:
+    """The layers that ranks share; None where every rank has all of them. Changes nothing of the model.
+
+    Raises:
+        ConfigError: a setting is not for split layers.
+        UsageError: the model cannot be split by the plan, or its optimizer needs tensors that are whole.
+    """
+    if ranks.tensor_group is None:
+        return None
+    zero = job.settings.zero_optimization
+    for key in ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"):
+        if getattr(zero, key):
+            raise ConfigError(
+                job.settings.where(f"zero_optimization.{key}"),
+                expected="false with tensor parallelism",
+                got=True,
+                fix="remove the key, or leave tp at 1",
+            )
+    mesh = mesh_of(ranks.topology, ranks.tensor_group)
+    layers = SplitLayers.of(model, mesh, ranks.tensor_group.rank, ranks.parallel.tp_plan)
+    kinds = () if job.kinds is None else job.kinds.groups
+    if job.optimizer is not None and OptimizerKind.COUPLED in kinds:
+        raise UsageError(
+            f"optimizer {type(job.optimizer).__name__}",
+            expected="one that updates elements or tensors by themselves, with tensor parallelism",
+            got="one whose rule sums over several parameters",
+            fix="use AdamW, SGD or the like, or leave tp at 1",
+        )
+    for param, index in job.groups.items():
+        if param in layers.splits and kinds[index] is OptimizerKind.PER_TENSOR:
+            refuse_split(job.names[param])
+    return layers
 
 
 def _sequence_attention(model: nn.Module, sequences: SequenceGroup) -> UlyssesAttention | None:

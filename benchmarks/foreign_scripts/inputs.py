@@ -268,7 +268,8 @@ def _write_models(folder: Path) -> None:
     for name, (model, tokenizer) in made.items():
         model.save_pretrained(folder / name)
         # DeepSpeed-Chat saves a vocabulary, which only the class of OPT's own tokenizer does.
-        _save_tokenizer(tokenizer, folder / name, "GPT2TokenizerFast" if name == "facebook/opt-125m" else _ANY_TOKENIZER)
+        kind = "GPT2TokenizerFast" if name == "facebook/opt-125m" else _ANY_TOKENIZER
+        _save_tokenizer(tokenizer, folder / name, kind)
     _save_tokenizer(pieces, folder / "roberta-base")
 
 

@@ -39,7 +39,7 @@ from ..launch.launch_flags import flag, settings_from_flags
 from .config_command import CONTEXT
 from .config_file import checked, log, write_file
 
-_NO_COUNTERPART = ("megatron_lm_config", "parallelism_config", "fp8_config", "mpirun_config")
+_NO_COUNTERPART = ("megatron_lm_config", "fp8_config", "mpirun_config")
 
 
 @click.command(context_settings=CONTEXT)

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import click
 
 from zeroaccel.comm.environment import usable_cores
-from zeroaccel.config.launch.launch_foreign import FSDP_KEYS, MPI_LAUNCHERS
+from zeroaccel.config.launch.launch_foreign import FSDP_KEYS, MPI_LAUNCHERS, OTHER_AXES, refused_axis
 from zeroaccel.config.launch.launch_sources import ExplicitSettings, from_text
 from zeroaccel.errors import ConfigError
 
@@ -42,7 +42,7 @@ _IDLE_SWITCHES: Mapping[str, str] = {
     "save_pid": "the job ends with this process, and no file is needed to end it",
     "detect_nvlink_pairs": "devices are used in the order that CUDA has them in",
     "use_env": "LOCAL_RANK is always in the environment",
-    "use_parallelism_config": "there is data parallelism only, over all ranks",
+    "use_parallelism_config": "the sizes alone say what is divided",
     "no_tpu_cluster": "it is a setting of TPUs",
     "tpu_cluster": "it is a setting of TPUs",
     "tpu_use_sudo": "it is a setting of TPUs",
@@ -58,8 +58,8 @@ _IDLE_VALUES: Mapping[str, str] = {
     "local_addr": "the address towards machine 0 is found by itself",
     "local_ranks_filter": "every rank is shown; --redirects and --log_dir choose",
 }
-# Sizes of accelerate's parallelism: those of data parallelism group the ranks that hold shards, 1 divides nothing.
-_SIZES = tuple(f"parallelism_config_{kind}_size" for kind in ("dp_shard", "dp_replicate", "tp", "cp", "sp"))
+# Settings of accelerate's mesh that may only divide nothing.
+_AXES = {f"parallelism_config_{name}": name for name in OTHER_AXES}
 _REFUSED_VALUES: Mapping[str, tuple[str, str]] = {
     "autotuning": ("settings are not tried out", "`zeroaccel config --model NAME` shows what fits this machine"),
     "ssh_port": ("ssh is told its port by a variable", 'ZEROACCEL_SSH="ssh -p PORT"'),
@@ -114,7 +114,7 @@ def foreign_flag_options(command: _Command) -> _Command:
     for name in ("launcher_args", *_OF_TORCHRUN):
         command = click.option(f"--{name}", hidden=True)(command)
     command = click.option(f"--{_FSDP}", is_flag=True, hidden=True)(command)
-    for name in (*FSDP_KEYS, *_IDLE_VALUES, *_REFUSED_VALUES, *_SIZES):
+    for name in (*FSDP_KEYS, *_IDLE_VALUES, *_REFUSED_VALUES, *_AXES):
         command = click.option(f"--{name}", hidden=True)(command)
     for name in _IDLE_SWITCHES:
         spelled = ("-q", "--quiet") if name == "quiet" else (f"--{name}",)
@@ -161,12 +161,9 @@ class ForeignFlags:
         for name, reason in {**_IDLE_SWITCHES, **_IDLE_VALUES}.items():
             if name in typed_flags:
                 flags.notes.append(f"--{name}: does nothing, {reason}")
-        for name in _SIZES:
-            if name in typed_flags and "_dp_" not in name and typed_flags[name] not in ("0", "1"):
-                reason = "tensor, context and sequence parallelism are not available"
+        for name, axis in _AXES.items():
+            if name in typed_flags and (reason := refused_axis(axis, typed_flags[name])):
                 raise ConfigError(f"--{name} {typed_flags[name]}: {reason}", fix="leave it out")
-            if name in typed_flags:
-                flags.notes.append(f"--{name}: does nothing, there is data parallelism only, over all ranks")
         flags.fsdp = {name: typed_flags[name] for name in FSDP_KEYS if name in typed_flags}
         flags.is_fsdp, flags.no_ssh = _FSDP in typed_flags, "no_ssh" in typed_flags
         flags._take_settings(typed_flags)
@@ -259,7 +256,7 @@ class ForeignFlags:
 
 def _names() -> tuple[str, ...]:
     more = ("pass_local_rank", "launcher_args", _FSDP, *_OF_TORCHRUN)
-    return (*_OPTIONS, *more, *FSDP_KEYS, *_IDLE_VALUES, *_REFUSED_VALUES, *_IDLE_SWITCHES, *_SIZES)
+    return (*_OPTIONS, *more, *FSDP_KEYS, *_IDLE_VALUES, *_REFUSED_VALUES, *_IDLE_SWITCHES, *_AXES)
 
 
 def resolve_devices(explicit: ExplicitSettings, flags: ForeignFlags) -> ExplicitSettings:

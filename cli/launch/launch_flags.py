@@ -29,10 +29,8 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
 
 _KIND_METAVARS = {"switch": "true|false", "count": "N"}
 
-_PARALLELISM = "tensor, context and sequence parallelism are not available"
 _FP8 = "8-bit training is not available; use --mixed_precision bf16"
 _REFUSED_BEGINNINGS: Mapping[str, str] = {
-    "parallelism_config": _PARALLELISM,
     "fp8_": _FP8,
     "megatron_lm_": "a setting of Megatron-LM, which is another engine",
     "use_megatron_lm": "Megatron-LM is another engine",

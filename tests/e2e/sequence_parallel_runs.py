@@ -75,7 +75,7 @@ def by_trainer(folder: Path) -> list[float]:
 def by_hand() -> list[float]:
     set_seed(0)
     plugin = None if RANKS == 1 else DeepSpeedPlugin(zero_stage=2, gradient_clipping=1.0)
-    accelerator = Accelerator(deepspeed_plugin=plugin, parallelism_config=mesh())
+    accelerator = Accelerator(deepspeed_plugin=plugin)  # with the mesh of the launch
     model = llama(attn_implementation="sdpa")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data(), batch_size=2))

@@ -19,6 +19,8 @@ pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
 def _losses(folder: Path, ranks: int) -> Any:
     program = Path(__file__).with_name("sequence_parallel_runs.py")
     launch = [sys.executable, "-m", "zeroaccel.cli", "launch", "--num_processes", ranks, "--engine", "zeroaccel"]
+    if ranks > 1:
+        launch += ["--distributed_type", "DEEPSPEED", "--zero_stage", 2, "--sp_size", ranks]
     result = run_command([*launch, program, folder], timeout=110)
     assert result.returncode == 0, result.stderr[-6000:]
     return json.loads(next(line for line in result.stdout.splitlines() if line.startswith('{"trainer"')))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 import zeroaccel
 from tests.multi.pool import Pool
 from tests.multi.training import config
+from zeroaccel import Accelerator, DataLoaderConfiguration, ZeroPlugin
 from zeroaccel.comm.topology import init_process_group
-from zeroaccel.errors import ZeroAccelError
+from zeroaccel.errors import UsageError, ZeroAccelError
 from zeroaccel.parallel import ParallelConfig, SequenceGroup, SequenceLoader, UlyssesAttention
 
 transformers = pytest.importorskip("transformers")
@@ -122,6 +124,74 @@ def test_training_is_that_of_whole_sequences(
     for _, cut in runs:
         for name, weight in weights.items():
             assert torch.allclose(cut[name], weight, rtol=1e-4, atol=2e-6), name
+
+
+def _accelerated(variables: dict[str, str], dispatch: bool) -> tuple[list[float], dict[str, Tensor], tuple[int, ...]]:
+    """The loop of an accelerate script; the mesh is an argument, or the launcher's."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in variables.items():
+            patch.setenv(name, value)
+        accelerator = Accelerator(
+            cpu=True,
+            zero_plugin=ZeroPlugin(zero_stage=3),
+            dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch),
+            parallelism_config=None if variables else ParallelConfig(sp=2),
+        )
+        model = _model("llama", "sdpa")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        samples = [
+            {name: value[index] for name, value in _batch(step, place, "padded").items()}
+            for step in range(STEPS)
+            for place in range(2)
+            for index in range(BATCH)
+        ]
+        loader: Any = torch.utils.data.DataLoader(samples, batch_size=BATCH)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    group, losses = model.sequence_group, []
+    for batch in loader:
+        assert batch["input_ids"].shape == (BATCH, LENGTH // 2)
+        labels = batch["shift_labels"]
+        loss = group.mean_loss(model(**batch, labels=labels).loss, labels)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    with pytest.raises(UsageError, match=r"gather_for_metrics: expected processes that have samples of their own"):
+        accelerator.gather_for_metrics(loss)
+    places = (accelerator.data_parallel_rank, accelerator.context_parallel_rank, model.train_batch_size())
+    model.destroy()
+    return losses, {name: param.detach().clone() for name, param in model.module.named_parameters()}, places
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize(
+    "variables", [{}, {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_SP_SIZE": "2"}]
+)
+def test_an_accelerator_deals_out_sequences(ranks: Ranks, variables: dict[str, str], dispatch: bool) -> None:
+    losses, weights = _plain("llama", "sdpa", 2, "padded", places=2)
+    runs = ranks(4).run(_accelerated, variables, dispatch)
+    assert [run[2] for run in runs] == [(0, 0, 4), (0, 1, 4), (1, 0, 4), (1, 1, 4)]
+    assert torch.tensor([run[0] for run in runs]).mean(0).tolist() == pytest.approx(losses, rel=2e-6)
+    for _, cut, _ in runs:
+        for name, weight in weights.items():
+            assert torch.allclose(cut[name], weight, rtol=1e-4, atol=2e-6), name
+
+
+def _launched() -> str:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+        patch.setenv("PARALLELISM_CONFIG_SP_SIZE", "2")
+        try:
+            zeroaccel.initialize(_model("llama", "sdpa"), config=config(3, "fp32", optimizer=SGD))
+        except ZeroAccelError as error:
+            return str(error)
+    raise AssertionError("it was taken")
+
+
+def test_a_script_that_does_not_deal_out_sequences_says_so(ranks: Ranks) -> None:
+    for message in ranks(2).run(_launched):
+        assert "initialize(parallel): the launch asks for sp=2 (environment PARALLELISM_CONFIG_SP_SIZE)" in message
+        assert "expected parallel=ParallelConfig(sp=2), with batches by data-parallel rank" in message
 
 
 def _lengths_differ() -> list[float]:
@@ -240,8 +310,8 @@ def _use_wrongly(engine: Any, what: str) -> None:
     [
         ("heads", "a number of attention heads that is divisible by the 2 ranks of a sequence, got 3"),
         ("model", "sequence parallelism: Linear: expected a model of transformers"),
-        ("product", "expected sizes that multiply to the job's 4 ranks, got 'dp_replicate 1 x dp_shard 2 x sp 4 = 8'"),
-        ("divisor", "expected sizes that divide the job's 4 ranks, got 'dp_replicate 1 x sp 3 = 3'"),
+        ("product", "expected sizes that multiply to the job's 4 ranks, got 'dp_shard 2 x sp 4 = 8'"),
+        ("divisor", "expected sizes that divide the job's 4 ranks, got 'sp 3 = 3'"),
         ("size", "ParallelConfig(sp): expected a positive number of ranks, got 0"),
         ("key", "zero_optimization.mics_shard_size: expected 2, dp_shard x sp of ParallelConfig, got 4"),
         ("length", "a sequence length that is divisible by the 2 ranks of a sequence, got '15 tokens'"),
@@ -254,3 +324,27 @@ def _use_wrongly(engine: Any, what: str) -> None:
 def test_what_cannot_be_cut_is_named_on_every_rank(ranks: Ranks, what: str, says: str) -> None:
     for message in ranks(4).run(_mistaken, what):
         assert says in message
+
+
+def _losses_by_torch() -> tuple[list[float], list[int]]:
+    """What transformers' Trainer does with the losses of a sequence's ranks."""
+    from zeroaccel.compat import parallel_state_sp
+
+    parallel_state_sp.initialize_sequence_parallel(2)
+    group = parallel_state_sp.get_sequence_parallel_group()
+    loss = torch.tensor(float(1 + torch.distributed.get_rank()), requires_grad=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of its successor
+        from torch.distributed.nn.functional import all_gather
+
+        parts = all_gather(loss, group=group)
+    (3 * parts[0] + 5 * parts[1]).backward()
+    assert loss.grad is not None
+    return [part.item() for part in parts] + [loss.grad.item()], torch.distributed.get_process_group_ranks(group)
+
+
+def test_torchs_gather_has_gradients_in_every_group(ranks: Ranks) -> None:
+    runs = ranks(4).run(_losses_by_torch)
+    assert runs == [
+        ([1, 2, 6], [0, 1]), ([1, 2, 10], [0, 1]), ([3, 4, 6], [2, 3]), ([3, 4, 10], [2, 3])
+    ]  # fmt: skip

@@ -69,6 +69,7 @@ ENVIRONMENT_READERS = {
     "zeroaccel/compat/__main__.py": "hands the facade on to the processes that a script starts",
     "zeroaccel/compat/startup/sitecustomize.py": "whether the facade was handed on to this process",
     "zeroaccel/accelerate/zero_plugin.py": "what the launcher says of training",
+    "zeroaccel/initialization.py": "whether the launcher asks for a mesh that its caller says nothing of",
     "zeroaccel/accelerate/script_calls.py": "its calls are about the environment, for scripts that import them",
     "zeroaccel/logging.py": "ACCELERATE_LOG_LEVEL, the level of a script's loggers",
     "zeroaccel/accelerate/launchers.py": "inside the ranks it starts, to tell them their places",
@@ -86,6 +87,7 @@ LONG_FILES = {
 # Which files outside zero/hooks.py register hooks, and for what.
 HOOKS_ELSEWHERE = {
     "zeroaccel/parallel/ulysses.py": "arguments of one model's forward, also where there is no engine yet",
+    "zeroaccel/zero/tensor_parallel.py": "hooks that torch's styles of tensor parallelism make for split layers",
 }
 STORAGE_FOLDER = "zeroaccel/zero/storage"
 # What distinguishes storages from each other, and how many functions outside their folder may ask for it.
@@ -108,7 +110,6 @@ SMALL_MODULE_LINES = 60
 SMALL_MODULES = {
     "zeroaccel/accelerate/beside_accelerate.py": "the one file that touches another library's modules, and undoes it",
     "zeroaccel/compat/transformers_calls.py": "patches another library's classes, and `uninstall` finds it by its name",
-    "zeroaccel/compat/parallel_state_sp.py": "is what DeepSpeed calls an mpu: the module itself is passed on",
     "zeroaccel/compat/deepspeed_monitor.py": "is `deepspeed.monitor`, a module of its own there",
     "zeroaccel/estimate/extrapolate.py": "pure arithmetic without torch, with tests of its own",
     "zeroaccel/offload/device_lane.py": "streams and copies, of which the tables that import it and `ops` know nothing",
@@ -121,6 +122,7 @@ ENGINE_LAYERS: tuple[tuple[str, ...], ...] = (
         "precision",
         "prefetch",
         "grad_norm",
+        "tensor_parallel",
         "tensor_subclasses",
         "wrap_policy",
         "access.safetensors_file",

@@ -436,8 +436,8 @@ def test_strategies_of_fsdp_with_replicas_and_other_parallelism() -> None:
     assert (converted.zero_stage, converted.offload_param_device) == (3, "cpu")
     with pytest.raises(UsageError, match=r"Accelerator\(torch_tp_plugin\)"):
         Accelerator(torch_tp_plugin=theirs.TorchTensorParallelPlugin(tp_size=2))
-    with pytest.raises(UsageError, match=r"Accelerator\(parallelism_config\): .*mics_shard_size"):
-        Accelerator(parallelism_config=type("ParallelismConfig", (), {"tp_size": 2, "cp_size": 1})())
+    with pytest.raises(UsageError, match=r"parallelism_config\): cp_size: expected 1"):
+        Accelerator(parallelism_config=type("ParallelismConfig", (), {"tp_size": 1, "cp_size": 2})())
     Accelerator(parallelism_config=type("ParallelismConfig", (), {"tp_size": 1, "cp_size": 1})())
 
 

@@ -105,7 +105,6 @@ def test_what_is_off_or_not_known_yet_says_nothing(tree: dict[str, Any]) -> None
         ({"sparse_attention": {"mode": "fixed"}}, "use torch.nn.attention.flex_attention"),
         ({"torch_autocast": {"enabled": True}}, "autocast by the engine is not available yet; use bf16"),
         ({"bf16": {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": "fp16"}}, "autocast by the engine"),
-        ({"tensor_parallel": {"autotp_size": 2}}, "tensor parallelism is not available"),
         ({"overlap_comm": True}, 'unknown key; did you mean "zero_optimization.overlap_comm"?'),
         (
             {"optimizer": {"type": "Adam", "torch_adam": True}},

@@ -30,6 +30,14 @@ FULL = LaunchedSettings(
     dynamo_use_dynamic=True,
     dynamo_use_regional_compilation=True,
     debug=False,
+    use_parallelism_config=True,
+    dp_replicate_size=2,
+    dp_shard_size=4,
+    sp_size=2,
+    tp_size=1,
+    sp_seq_length=4096,
+    sp_seq_length_is_variable=True,
+    sp_attn_implementation="sdpa",
 )
 
 
@@ -40,7 +48,7 @@ def test_what_is_written_is_read() -> None:
     assert from_environment(environment) == (FULL, sources)
     assert environment["ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH"] == "/fast"
     assert environment["ACCELERATE_CONFIG_DS_FIELDS"] == "zero_stage"
-    assert set(environment) - {SOURCES_VARIABLE} == {name for name in environment if name.startswith("ACCELERATE_")}
+    assert all(name.startswith(("ACCELERATE_", "PARALLELISM_")) for name in set(environment) - {SOURCES_VARIABLE})
 
 
 def test_what_nobody_said_is_not_written() -> None:

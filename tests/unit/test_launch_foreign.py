@@ -144,11 +144,6 @@ def test_what_fsdp_does_not_have_is_refused(fsdp: str, words: str) -> None:
         ("fp8_config: {backend: TE}", {}, "fp8_config: does nothing, as mixed_precision is not fp8"),
         ("megatron_lm_config: {megatron_lm_tp_degree: 2}", {}, "megatron_lm_config: does nothing, as no distributed_t"),
         ("mpirun_config: {mpirun_hostfile: h}", {}, "mpirun_config: does nothing, the processes of this machine are"),
-        (
-            "parallelism_config: {parallelism_config_dp_shard_size: 8, parallelism_config_tp_size: 1}",
-            {},
-            "parallelism_config: does nothing, there is data parallelism only, over all ranks",
-        ),
         ("fp16: true", {"mixed_precision": "fp16"}, "f.yaml:1:1: fp16: true -> mixed_precision fp16"),
         (
             "num_machines: 1\ndeepspeed_config: {deepspeed_hostfile: hosts, deepspeed_multinode_launcher: pdsh}",
@@ -247,8 +242,7 @@ def test_flags_that_change_nothing_are_noted_and_others_taken() -> None:
     typed: dict[str, Any] = dict.fromkeys(("quiet", "downcast_bf16", "use_fsdp"), True)
     typed |= {
         "use_parallelism_config": True,
-        "parallelism_config_dp_shard_size": "8",
-        "parallelism_config_tp_size": "1",
+        "parallelism_config_cp_size": "1",
     }
     typed |= {"pass_local_rank": None, "master_port": "5", "log_level": "info", "fsdp_version": "2", "num_gpus": "-1"}
     flags = ForeignFlags.take_from(typed)
@@ -261,6 +255,4 @@ def test_flags_that_change_nothing_are_noted_and_others_taken() -> None:
         "--downcast_bf16",
         "--use_parallelism_config",
         "--log_level",
-        "--parallelism_config_dp_shard_size",
-        "--parallelism_config_tp_size",
     ]

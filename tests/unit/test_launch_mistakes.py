@@ -128,10 +128,15 @@ def _refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
         (["--ssh_port", "22"], '--ssh_port 22: ssh is told its port by a variable; ZEROACCEL_SSH="ssh -p PORT"'),
         (["--pass_local_rank", "--no_python"], "--pass_local_rank: a program of --no_python is started as it is"),
         (
-            ["--parallelism_config_tp_size", "2"],
-            "--parallelism_config_tp_size 2: tensor, context and sequence parallelism",
+            ["--parallelism_config_cp_size", "2"],
+            "--parallelism_config_cp_size 2: context parallelism is not available; sp_size cuts sequences",
         ),
-        (["--parallelism_config_cp_backend", "torch"], "--parallelism_config_cp_backend: tensor, context and sequence"),
+        (["--sp_size", "3", "--num_processes", "4"], "--sp_size: sp 3 = 3, where sizes that divide the job's 4"),
+        (
+            ["--dp_replicate_size", "2", "--dp_shard_size", "3", "--num_processes", "4"],
+            "dp_replicate 2 x dp_shard 3 = 6",
+        ),
+        (["--parallelism_config_sp_backend", "torch"], "--parallelism_config_sp_backend torch: sequences are cut as"),
         (["--rdzv_conf", "foo=1"], "--rdzv_conf: expected settings of the c10d rendezvous (join_timeout, last_call"),
         (["--tpu"], "--tpu: there is no support for TPUs"),
         (["--fp8_backend", "te"], "--fp8_backend: 8-bit training is not available; use --mixed_precision bf16"),

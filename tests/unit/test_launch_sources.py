@@ -14,7 +14,12 @@ import yaml
 from zeroaccel.cli.launch.launch_flags import GROUPS, flag, setting_flags, settings_from_flags
 from zeroaccel.config.launch.launch_file import read_launch_file
 from zeroaccel.config.launch.launch_json import check_json
-from zeroaccel.config.launch.launch_settings import DeepSpeedSection, DynamoSettings, LaunchSettings
+from zeroaccel.config.launch.launch_settings import (
+    DeepSpeedSection,
+    DynamoSettings,
+    LaunchSettings,
+    ParallelSettings,
+)
 from zeroaccel.config.launch.launch_sources import (
     ExplicitSettings,
     LaunchedSettings,
@@ -23,6 +28,7 @@ from zeroaccel.config.launch.launch_sources import (
     launched_environment,
     settings_from_environment,
 )
+from zeroaccel.config.launch.setting_table import SETTINGS
 from zeroaccel.errors import ConfigError
 
 # setting -> three legal values as text; a file has them as YAML reads them, or as the fourth says
@@ -60,6 +66,12 @@ TRIPLES: dict[str, tuple[str, str, str]] = {
     "inclusion_filter": ("a", "b", "c"),
     "exclusion_filter": ("a", "b", "c"),
     "multinode_launcher": ("ssh", "standard", "ssh"),
+    "dp_replicate_size": ("1", "2", "3"),
+    "dp_shard_size": ("1", "2", "3"),
+    "sp_size": ("1", "2", "3"),
+    "tp_size": ("1", "2", "3"),
+    "sp_seq_length": ("8", "16", "32"),
+    "sp_attn_implementation": ("sdpa", "flash_attention_2", "flash_attention_3"),
     "dynamo_backend": ("inductor", "eager", "cudagraphs"),
     "dynamo_mode": ("default", "reduce-overhead", "max-autotune"),
 }
@@ -67,6 +79,7 @@ SWITCHES = dict.fromkeys(set(LaunchSettings.model_fields) - set(TRIPLES), ("true
 SECTIONS = {
     **dict.fromkeys(DeepSpeedSection.model_fields, "deepspeed_config"),
     **dict.fromkeys(DynamoSettings.model_fields, "dynamo_config"),
+    **dict.fromkeys(ParallelSettings.model_fields, "parallelism_config"),
 }
 
 
@@ -79,7 +92,7 @@ def _typed(name: str, text: str) -> ExplicitSettings:
     def command(**typed: Any) -> None:
         said.append(settings_from_flags(typed))
 
-    values = [flag(name), text] if name in TRIPLES or name.startswith("zero3") else [flag(name)]
+    values = [flag(name), text] if name in TRIPLES or SETTINGS[name].takes_value else [flag(name)]
     if text == "false" and len(values) == 1:
         values = [flag(name).replace("--", "--no_")]
     command.main(values, standalone_mode=False)

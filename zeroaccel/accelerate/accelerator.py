@@ -25,6 +25,7 @@ from zeroaccel.accelerate.accelerator_arguments import (
     apply_handlers,
     compilation_of,
     loader_settings_of,
+    parallel_of,
     plugins_of,
     precision_of,
     refuse_other_parallelism,
@@ -51,9 +52,11 @@ from zeroaccel.accelerate.training_loop import TrainingLoop
 from zeroaccel.accelerate.zero_plugin import ZeroPlugin, launched
 from zeroaccel.comm.agree import agreed
 from zeroaccel.config import Facts
+from zeroaccel.config.parallel import ParallelConfig, with_autotp
 from zeroaccel.data import DataLoaderConfiguration, PreparedLoader, prepare_data_loader, skip_first_batches
 from zeroaccel.errors import UsageError
 from zeroaccel.operations import collectives_of_process
+from zeroaccel.parallel.sequence import SequenceGroup
 from zeroaccel.telemetry.trackers import GeneralTracker, Trackers
 
 _AUTOCAST_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -78,7 +81,9 @@ class Accelerator:
         deepspeed_plugin: a `ZeroPlugin`, or several by name; the first is selected. By default there is one if the
             launcher asks for ZeRO; else training is plain data parallelism, which is stage 0.
         fsdp_plugin: accelerate's; its strategy becomes the stage that shards the same.
-        torch_tp_plugin, megatron_lm_plugin, parallelism_config: refused, unless they split nothing.
+        torch_tp_plugin, megatron_lm_plugin: refused, unless they split nothing.
+        parallelism_config: replicas, and processes that share sequences or layers: a `ParallelConfig` or accelerate's;
+            by default what the launcher says.
         rng_types: generators that are made rank 0's at the start of each epoch: "torch", "cuda", "numpy", "python". The
             order of samples is common to the ranks in any case.
         log_with: trackers: "tensorboard", "wandb", "all", instances of `GeneralTracker`, or a list of these.
@@ -160,11 +165,7 @@ class Accelerator:
         # Variables of the launcher may differ between nodes: whatever is wrong on one rank raises on all of them.
         with agreed(self.collectives, "Accelerator: settings"):
             handlers = handlers_of(kwargs_handlers or ())
-            refuse_other_parallelism(
-                torch_tp_plugin=torch_tp_plugin,
-                megatron_lm_plugin=megatron_lm_plugin,
-                parallelism_config=parallelism_config,
-            )
+            refuse_other_parallelism(torch_tp_plugin=torch_tp_plugin, megatron_lm_plugin=megatron_lm_plugin)
             accumulation = GradientAccumulationPlugin()
             if gradient_accumulation_plugin is not None:
                 where = "Accelerator(gradient_accumulation_plugin)"
@@ -174,8 +175,11 @@ class Accelerator:
                 precision=precision_of(mixed_precision, settings, sources),
             )
             plugins = plugins_of([deepspeed_plugin, deepspeed_plugins, fsdp_plugin, zero_plugin], settings)
+            mesh = parallel_of(parallelism_config, settings)
             # Stage 0 is made only where nothing asks for ZeRO, as it would contradict a launch that does.
             fallback = next(iter(plugins.values())) if plugins else ZeroPlugin(zero_stage=0)
+            mesh = with_autotp(fallback.document(), mesh) or mesh
+            mesh = mesh.resolve(self.collectives.world_size)
             apply_handlers(handlers, plugins, fallback)
             compilation = compilation_of(dynamo_backend, settings, sources, dynamo_plugin)
             self.dataloader_config = loader_settings_of(dataloader_config, split_batches)
@@ -188,9 +192,13 @@ class Accelerator:
             )
             self._trackers = Trackers(trackers, project.logging_dir, is_main_process=self.collectives.rank == 0)
         self._handlers = handlers
+        self._mesh = mesh
+        self._sequences = SequenceGroup.of(self.collectives.topology, mesh.sp)
         self.device_placement = device_placement
         self.dataloaders: list[PreparedLoader] = []
         self.state = AcceleratorState(partial, plugins, fallback, facts)
+        if mesh != ParallelConfig().resolve(self.num_processes):
+            self.state.parallelism_config = parallelism_config or mesh
         self.gradient_state = GradientState(
             self.state.accumulation,
             adjust_scheduler=accumulation.adjust_scheduler,
@@ -204,8 +212,9 @@ class Accelerator:
             facts=facts,
             split_batches=self.dataloader_config.split_batches,
             step_with_optimizer=step_scheduler_with_optimizer,
-            steps_per_update=partial.num_processes if scheduler_counts_processes else 1,
+            steps_per_update=mesh.data_parallel_size if scheduler_counts_processes else 1,
             compilation=compilation,
+            mesh=mesh,
         )
         self._preparation = Preparation(self.state, self.gradient_state, rules, self.collectives)
         self._loop = TrainingLoop(self.state, self.gradient_state)
@@ -396,9 +405,9 @@ class Accelerator:
         return None
 
     @property
-    def parallelism_config(self) -> None:
-        """None: models are split by ZeRO alone."""
-        return None
+    def parallelism_config(self) -> Any:
+        """The mesh, as it was given or launched; None where all processes see different samples of one group."""
+        return self.state.parallelism_config
 
     @property
     def torch_device_mesh(self) -> None:
@@ -417,18 +426,18 @@ class Accelerator:
 
     @property
     def data_parallel_rank(self) -> int:
-        """This process's place among those that compute on different data: all of them."""
-        return self.process_index
+        """This process's place among those that compute on different data."""
+        return self._mesh.data_parallel_rank(self.process_index)
 
     @property
     def data_parallel_shard_rank(self) -> int:
-        """The same."""
-        return self.process_index
+        """The same, within its replica."""
+        return self._mesh.coordinates(self.process_index)["dp_shard"]
 
     @property
     def tensor_parallel_rank(self) -> int:
-        """0: no operation is split over processes."""
-        return 0
+        """Which part of the layers this process has."""
+        return self._mesh.coordinates(self.process_index)["tp"]
 
     @property
     def pipeline_parallel_rank(self) -> int:
@@ -437,8 +446,8 @@ class Accelerator:
 
     @property
     def context_parallel_rank(self) -> int:
-        """0: every process has whole sequences."""
-        return 0
+        """Which part of its sequences this process has."""
+        return self._mesh.coordinates(self.process_index)["sp"]
 
     # -- prepare
 
@@ -530,8 +539,11 @@ class Accelerator:
             data_loader,
             self.dataloader_config,
             collectives=self.collectives,
+            rank=self.data_parallel_rank,
+            world_size=self._mesh.data_parallel_size,
             device=self.device if places else None,
             watch=self.gradient_state,
+            cut=self._sequences.shard if self._mesh.sp > 1 else None,
         )
         if not any(loader is other for other in self.dataloaders):
             self.dataloaders.append(loader)
@@ -779,6 +791,13 @@ class Accelerator:
             >>> sum(len(accelerator.gather_for_metrics(batch % 2 == 0)) for batch in loader)
             10
         """
+        if self._mesh.splits_samples:
+            raise UsageError(
+                "accelerator.gather_for_metrics",
+                expected="processes that have samples of their own",
+                got=f"a mesh of {self._mesh}",
+                fix="gather() has what every process holds; count what several hold once",
+            )
         last = self.gradient_state.end_of_dataloader
         num_samples = self.gradient_state.remainder if last else -1
         return operations.gather_for_metrics(input_data, num_samples, use_gather_object=use_gather_object)

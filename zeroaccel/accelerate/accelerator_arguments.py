@@ -21,6 +21,7 @@ from zeroaccel.accelerate.zero_plugin import ZeroPlugin, gather_facts
 from zeroaccel.activations import repeated_blocks
 from zeroaccel.config import Fact, Facts
 from zeroaccel.config.launch.launch_sources import LaunchedSettings
+from zeroaccel.config.parallel import AXES, ParallelConfig
 from zeroaccel.data import DataLoaderConfiguration
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.logs import log_once
@@ -201,6 +202,35 @@ def _of_fsdp(plugin: Any) -> ZeroPlugin:
     )
 
 
+def parallel_of(parallelism_config: Any, settings: LaunchedSettings) -> ParallelConfig:
+    """The mesh of the argument, ours or accelerate's, else of the launcher.
+
+    Raises:
+        UsageError: it is neither, or has an axis that there is none of here.
+    """
+    if parallelism_config is None:
+        return settings.parallel or ParallelConfig()
+    if settings.parallel is not None:
+        note("Accelerator(parallelism_config)", "it counts more than the sizes of the launch")
+    if isinstance(parallelism_config, ParallelConfig):
+        return parallelism_config
+    where = "Accelerator(parallelism_config)"
+    sizes = {axis: getattr(parallelism_config, f"{axis}_size", None) for axis in (*AXES, "cp")}
+    if all(size is None for size in sizes.values()):
+        got = type(parallelism_config).__name__
+        raise UsageError(where, expected="a ParallelConfig, or accelerate's ParallelismConfig", got=got)
+    for axis, about in _OTHER_AXES.items():
+        size = sizes.pop(axis, None)
+        if size not in (None, 1):
+            raise UsageError(f"{where}: {axis}_size", expected=f"1, as {about}", got=size)
+    return ParallelConfig.from_sizes(sizes)
+
+
+_OTHER_AXES = {
+    "cp": "context parallelism is not available; sp_size cuts sequences",
+}
+
+
 def refuse_other_parallelism(**arguments: Any) -> None:
     """Plugins that split a model otherwise than ZeRO; those that say "do not" pass.
 
@@ -210,7 +240,7 @@ def refuse_other_parallelism(**arguments: Any) -> None:
     for name, plugin in arguments.items():
         sizes = {
             key: getattr(plugin, key)
-            for key in ("tp_size", "cp_size", "sp_size", "dp_replicate_size", "dp_shard_size", "tp_degree", "pp_degree")
+            for key in ("tp_size", "tp_degree", "pp_degree")
             if isinstance(getattr(plugin, key, None), int)
         }
         if plugin is not None and (not sizes or any(size > 1 for size in sizes.values())):
@@ -224,9 +254,7 @@ def refuse_other_parallelism(**arguments: Any) -> None:
 
 _INSTEAD_OF = {
     "megatron_lm_plugin": "leave it out, and choose a stage that fits: `zeroaccel estimate` tells",
-    "parallelism_config": "use ZeroPlugin(zero_stage=3), with mics_shard_size for replicas; zeroaccel.initialize takes "
-    "parallel=ParallelConfig(sp=N) for sequences that are cut, and mesh= for tensor parallelism beside ZeRO",
-    "torch_tp_plugin": "leave it out; tensor parallelism beside ZeRO is zeroaccel.initialize(mesh=...)",
+    "torch_tp_plugin": "leave it out, and pass parallelism_config=ParallelConfig(tp=N)",
 }
 
 

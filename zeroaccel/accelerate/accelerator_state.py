@@ -351,8 +351,9 @@ class AcceleratorState:
 
     Attributes:
         partial: the process's place in the job, whose attributes are this object's too.
-        fsdp_plugin, megatron_lm_plugin, torch_tp_plugin, parallelism_config, device_mesh: None: an engine has a plugin
-            of ZeRO, which those of FSDP become.
+        fsdp_plugin, megatron_lm_plugin, torch_tp_plugin, device_mesh: None: an engine has a plugin of ZeRO, which those
+            of FSDP become.
+        parallelism_config: the mesh; None where all processes see different samples of one group.
         is_fsdp2, use_ipex: False.
         plugins: name -> plugin; empty for plain data parallelism.
         prepared: every model that went through `prepare`, in order.
@@ -433,7 +434,7 @@ class AcceleratorState:
     fsdp_plugin = None
     megatron_lm_plugin = None
     torch_tp_plugin = None
-    parallelism_config = None
+    parallelism_config: Any = None
     device_mesh = None
     is_fsdp2 = False
     use_ipex = False

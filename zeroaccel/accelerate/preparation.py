@@ -29,6 +29,7 @@ from zeroaccel.accelerate.zero_plugin import ZeroPlugin, gather_facts
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.config import Fact, Facts, load_config, shard_plan
+from zeroaccel.config.parallel import ParallelConfig
 from zeroaccel.data import PreparedLoader
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.initialization import initialize
@@ -82,6 +83,7 @@ class PrepareRules:
         step_with_optimizer: schedulers count optimizer steps; False: every call of `step`.
         steps_per_update: scheduler steps per optimizer step.
         compilation: None to compile nothing.
+        mesh: of the processes, resolved; None is one axis of all of them.
     """
 
     facts: Facts = field(default_factory=Facts)
@@ -89,6 +91,7 @@ class PrepareRules:
     step_with_optimizer: bool = True
     steps_per_update: int = 1
     compilation: Compilation | None = None
+    mesh: ParallelConfig | None = None
 
 
 class Preparation:
@@ -138,7 +141,7 @@ class Preparation:
             if group.optimizer is None:
                 tree.pop(_OPTIMIZER, None)
                 tree.pop(_SCHEDULER, None)
-            facts = _facts(group, loaders, plugin, rules, tree, self._collectives.world_size)
+            facts = _facts(group, loaders, plugin, rules, tree, self._samplers)
             config = load_config(tree, sources=sources, facts=facts)
         optimizer, params, scheduler = _arguments(group)
         if rules.compilation is not None:
@@ -151,6 +154,7 @@ class Preparation:
             lr_scheduler=scheduler,
             config=config,
             collectives=self._collectives,
+            parallel=rules.mesh,
             cast_inputs=True,
             optimizer_kind=optimizer_kind,
         )
@@ -165,6 +169,14 @@ class Preparation:
             item.optimizer = PreparedOptimizer(engine, self._gradient_state)
             item.schedulers = [self._wrapped(value, item.optimizer) for _, value in group.schedulers]
         return item
+
+    @property
+    def _samplers(self) -> Fact[int]:
+        """Processes that see different samples."""
+        mesh = self._rules.mesh
+        if mesh is None or not mesh.splits_samples:
+            return Fact(self._collectives.world_size, "the process group")
+        return Fact(mesh.data_parallel_size, "the parallelism_config")
 
     def _late_scheduler(self, scheduler: Any) -> PreparedScheduler:
         """A scheduler whose optimizer was prepared in an earlier call."""
@@ -441,7 +453,7 @@ def _facts(
     plugin: ZeroPlugin,
     rules: PrepareRules,
     tree: Mapping[str, Any],
-    world_size: int,
+    samplers: Fact[int],
 ) -> Facts:
     several = [rules.facts, plugin.facts()]
     if isinstance(group.optimizer, DummyOptim):
@@ -453,7 +465,7 @@ def _facts(
             several.append(scheduler.facts(rules.steps_per_update))
     facts = gather_facts(*several)
     if facts.micro_batch_size is None and group.optimizer is not None:
-        share = world_size if rules.split_batches else 1
+        share = samplers.value if rules.split_batches else 1
         # Reading a first batch may be slow, so a loader is probed only where the config cannot do without its size.
         probe = tree.get("train_micro_batch_size_per_gpu") == "auto" and tree.get("train_batch_size") == "auto"
         size = batch_size_fact(loaders, smallest=plugin.is_train_batch_min, share=share, probe=probe)
@@ -461,7 +473,7 @@ def _facts(
     return replace(
         facts,
         hidden_size=facts_from_model(group.model).hidden_size,
-        world_size=Fact(world_size, "the process group"),
+        world_size=samplers,
         training=group.optimizer is not None,
     )
 

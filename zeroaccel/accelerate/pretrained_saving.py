@@ -54,7 +54,7 @@ def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
         if engine_and_prefix is None:
             return original(*args, **kwargs)
         engine, prefix = engine_and_prefix
-        collectives = engine.collectives
+        collectives = engine.collectives.job
         # Who says which is the main process calls on all ranks; without that a Trainer may have called on one.
         on_all_ranks = "is_main_process" in bound.arguments or collectives.world_size == 1
         if collectives.rank != 0:
@@ -91,7 +91,7 @@ def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
 def _engine_of(model: nn.Module) -> tuple[Any, str] | None:
     """The engine that shards the model, or a model that it is part of; and the prefix of its names there."""
     for engine in _ENGINES:
-        if engine.settings.plan.params:
+        if engine.settings.plan.params or engine.collectives.tensor is not None:
             for name, module in engine.module.named_modules():
                 if module is model:
                     return engine, f"{name}." if name else ""

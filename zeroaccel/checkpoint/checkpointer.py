@@ -102,7 +102,7 @@ class Checkpointer:
         self.prepare_to_save("save_checkpoint")
         self.wait()
         engine = self._engine
-        with agreed(engine.collectives, "save_checkpoint: state"):
+        with agreed(engine.collectives.job, "save_checkpoint: state"):
             self._require_boundary()
         request = SaveRequest(
             save_dir,
@@ -113,23 +113,23 @@ class Checkpointer:
         )
         # After `prepare` the ranks have agreed on everything, so that writing needs no collectives and can go on in the
         # background while training issues its own.
-        save = prepare(request, self.state(), self._progress(), engine.collectives, self._staging)
+        save = prepare(request, self.state(), self._progress(), engine.collectives.job, self._staging)
         if self._settings.background:
             self._saving = BackgroundSave(save)
         else:
-            save.write_now(engine.collectives)
+            save.write_now(engine.collectives.job)
             logger.info("saved checkpoint %s", save.folder)
 
     def save_16bit_model(self, path: PathLike, *, exclude_frozen: bool) -> None:
         self.prepare_to_save("save_16bit_model")
-        save_weights(Path(path), self.state(), self._engine.collectives, exclude_frozen=exclude_frozen)
+        save_weights(Path(path), self.state(), self._engine.collectives.job, exclude_frozen=exclude_frozen)
 
     def save_model(self, save_dir: PathLike, max_nbytes: int, *, pickled: bool, exclude_frozen: bool) -> list[str]:
         self.prepare_to_save("save_model")
         return save_model_files(
             Path(save_dir),
             self.state(),
-            self._engine.collectives,
+            self._engine.collectives.job,
             max_nbytes=max_nbytes,
             pickled=pickled,
             exclude_frozen=exclude_frozen,
@@ -171,7 +171,7 @@ class Checkpointer:
         )
         if tag == "auto":
             return self._load_newest(root, options)
-        with agreed(engine.collectives, "load_checkpoint: find"):
+        with agreed(engine.collectives.job, "load_checkpoint: find"):
             folder, store = self._find(root, tag, options)
         return str(folder), self._load(folder, store, options)
 
@@ -195,15 +195,17 @@ class Checkpointer:
         engine = self._engine
         candidates: list[Path] = []
         skipped: list[str] = []
-        with agreed(engine.collectives, "load_checkpoint: list"):
-            if engine.collectives.rank == 0:
+        with agreed(engine.collectives.job, "load_checkpoint: list"):
+            if engine.collectives.job.rank == 0:
                 candidates, skipped = newest_first(root)
-        candidates, skipped = engine.collectives.gather_objects((candidates, skipped), "load_checkpoint: candidates")[0]
+        candidates, skipped = engine.collectives.job.gather_objects(
+            (candidates, skipped), "load_checkpoint: candidates"
+        )[0]
         for reason in skipped:
             logger.warning("skipped a checkpoint: %s", reason)
         for folder in candidates:
             try:
-                with agreed(engine.collectives, "load_checkpoint: read"):
+                with agreed(engine.collectives.job, "load_checkpoint: read"):
                     folder, store = self._find(root, folder.name, options)
                 return str(folder), self._load(folder, store, options)
             except CheckpointMisfit:
@@ -221,7 +223,7 @@ class Checkpointer:
         manifest = opened.manifest
         self._require_same(folder, manifest)
         state, optimizer, where = self.state(), engine.sharded_optimizer, f"checkpoint {folder}"
-        with agreed(engine.collectives, f"{where}: fit"):
+        with agreed(engine.collectives.job, f"{where}: fit"):
             check_model(state, manifest, where, strict=options.strict)
             if options.optimizer and optimizer is not None:
                 check_optimizer(optimizer, manifest, where)
@@ -231,7 +233,7 @@ class Checkpointer:
         # From here on weights change in place. Damage that shows only now leaves a mixture, with which the engine
         # refuses to run: a second copy of all states for a rollback would not fit the memory that ZeRO is used for.
         self._half_loaded = str(folder)
-        with agreed(engine.collectives, f"{where}: read"), opened as store:
+        with agreed(engine.collectives.job, f"{where}: read"), opened as store:
             load_weights(state, store)
             if options.optimizer and optimizer is not None:
                 load_optimizer(optimizer, store, where)
@@ -240,7 +242,7 @@ class Checkpointer:
             self.loaded = LoadReport(store.requested_nbytes, store.read_nbytes)
         refresh_copies(engine.units)
         if engine.tier_set is not None:
-            with agreed(engine.collectives, f"{where}: store"):
+            with agreed(engine.collectives.job, f"{where}: store"):
                 engine.tier_set.settle()
         self._half_loaded = None
         if engine.weight_update is not None:
@@ -262,8 +264,8 @@ class Checkpointer:
         if isinstance(engine.loss_scale, DynamicLossScale) and scale["type"] == type(engine.loss_scale).__name__:
             engine.loss_scale.load_state_dict(scale["state"])
         if manifest.random_state is not None:
-            if manifest.world_size == engine.collectives.world_size:
-                own = manifest.random_state[engine.collectives.rank]
+            if manifest.world_size == engine.collectives.job.world_size:
+                own = manifest.random_state[engine.collectives.job.rank]
                 restore_random_state(decode(own, store.fetch), self._device())
             else:
                 logger.warning("random state: saved by %d ranks, so it is not restored", manifest.world_size)
@@ -310,7 +312,7 @@ class Checkpointer:
         """Compares the ranks' progress with a save; raises on all ranks if it failed on any. (all ranks)"""
         engine = self._engine
         finished = saving.finished
-        outcomes = engine.collectives.gather_objects(
+        outcomes = engine.collectives.job.gather_objects(
             (finished, str(saving.error) if saving.error is not None else None), f"checkpoint {saving.tag}: standing"
         )
         errors = {rank: error for rank, (_, error) in enumerate(outcomes) if error is not None}
@@ -318,7 +320,7 @@ class Checkpointer:
             self._saving = None
             saving.abandon()
             # From here on no rank opens a file in the folder, so it can be removed.
-            engine.collectives.barrier(f"checkpoint {saving.tag}: given up")
+            engine.collectives.job.barrier(f"checkpoint {saving.tag}: given up")
             saving.discard_folder()
             reasons = "\n".join(f"{error} [rank {rank}]" for rank, error in errors.items())
             raise CheckpointError(f"checkpoint {saving.tag}: saving in the background failed: {reasons}")
@@ -335,9 +337,10 @@ class Checkpointer:
             engine.module,
             engine.units,
             engine.sharded_optimizer,
-            ranks.rank,
-            ranks.world_size,
+            ranks.job.rank,
+            ranks.job.world_size,
             ranks.replica,
+            ranks,
         )
 
     def _device(self) -> torch.device:
@@ -379,8 +382,9 @@ class Checkpointer:
 
     @property
     def _is_divided(self) -> bool:
-        """Other ranks have other parts of the model, on an axis of the mesh that is not this engine's."""
-        return self._engine.collectives.job.world_size != self._engine.collectives.world_size
+        """Other ranks have other parts of the model, on an axis of a mesh that the program has cut it over."""
+        ranks = self._engine.collectives
+        return ranks.tensor is None and ranks.job.world_size != ranks.world_size
 
     def _require_one_model(self, call: str) -> None:
         engine = self._engine
@@ -401,7 +405,7 @@ class Checkpointer:
             )
 
     def _require_same(self, folder: Path, manifest: Manifest) -> None:
-        ids = self._engine.collectives.gather_objects((str(folder), manifest.id), "load_checkpoint: which")
+        ids = self._engine.collectives.job.gather_objects((str(folder), manifest.id), "load_checkpoint: which")
         if len({save_id for _, save_id in ids}) > 1:
             raise CheckpointError(
                 "load_checkpoint",

@@ -34,7 +34,7 @@ def check_model(engine_state: EngineState, manifest: Manifest, where: str, *, st
         where: the checkpoint, for the message.
         strict: False lets names be missing on either side; shapes must agree all the same.
     """
-    model = {slot.fqn: slot.shape for buffer in engine_state.buffers() for slot in buffer.layout.slots}
+    model = {slot.fqn: slot.whole_shape for buffer in engine_state.buffers() for slot in buffer.layout.slots}
     saved_names = {fqn: manifest.canonical(fqn) for fqn in model}
     used = {name for name in saved_names.values() if name is not None}
     buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(engine_state.model)}

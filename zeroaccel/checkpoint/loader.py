@@ -78,7 +78,13 @@ def _fill_weights(
     for slot, part in buffer.layout.slots_in(within):
         key = keys[slot.fqn]
         if key is not None:
-            store.fill(key, part.start - slot.start, target[part.at(within.start)])
+            _fill(store, key, slot, part, target[part.at(within.start)])
+
+
+def _fill(store: TensorStore, key: str, slot: Slot, part: FlatRange, target: Tensor) -> None:
+    """Has a part of a slot, (part.numel,), read into `target` by the next `store.read`."""
+    for start, run in slot.runs(part):
+        store.fill(key, start, target[run.at(part.start)])
 
 
 def refresh_copies(units: Sequence[ParamUnit]) -> None:
@@ -176,19 +182,19 @@ def _fill_state(
 ) -> None:
     record = store.manifest.tensors[key]
     device, shape = piece.param.device, piece.shape
-    if tuple(record.shape) == slot.shape:
+    if tuple(record.shape) == slot.whole_shape:
         if kind not in state:
             state[kind] = torch.zeros(shape, dtype=dtype_of(record.dtype), device=device)
         part = slot.range & piece.range  # a piece may have a part of a slot, parts of several, or only padding
         if part:
-            store.fill(key, part.start - slot.start, state[kind].view(-1)[part.at(piece.range.start)])
-    elif shape == slot.shape:
+            _fill(store, key, slot, part, state[kind].view(-1)[part.at(piece.range.start)])
+    elif shape == slot.whole_shape:
         state[kind] = torch.zeros(record.shape, dtype=dtype_of(record.dtype), device=device)
         store.fill(key, 0, state[kind].view(-1))
     else:
         raise CheckpointError(
             f"{where}: optimizer state {kind!r} of {slot.fqn}",
-            expected=f"one value per element, shape {slot.shape}",
+            expected=f"one value per element, shape {slot.whole_shape}",
             got=tuple(record.shape),
             fix="load it without sharding of the optimizer (stage 0), or pass load_optimizer_states=False",
         )

@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from zeroaccel.errors import CheckpointError
 from zeroaccel.zero.access.safetensors_file import ITEMSIZE
 
 FORMAT = "zeroaccel"
-VERSION = 1
+VERSION = 2
+"""The newest that is read. Written is the oldest that says all: 2 where a tensor is in parts of tensor parallelism."""
 MANIFEST_NAME = "manifest.json"
 
 _MOST_NBYTES = 1 << 30
@@ -49,11 +51,37 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A tensor: safetensors' name of its dtype, its shape, and the pieces that cover it in order."""
+    """A tensor: safetensors' name of its dtype, its shape, and the pieces that cover it in order.
+
+    Attributes:
+        split: (dim, parts): its elements are in the order of the parts that it is cut into along that dim, each in
+            row-major order, and the pieces count in that order; None for row-major order.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+    split: tuple[int, int] | None = None
+
+    @cached_property
+    def runs(self) -> tuple[Piece, ...]:
+        """As `pieces`, in row-major order whatever the order of the pieces is."""
+        if self.split is None:
+            return self.pieces
+        dim, parts = self.split
+        run, itemsize = math.prod(self.shape[dim:]) // parts, ITEMSIZE[self.dtype]
+        part_numel = self.numel // parts
+        found = []
+        for file, start, length, offset in self.pieces:
+            cursor = start
+            while cursor < start + length:
+                part, within = divmod(cursor, part_numel)
+                row, first = divmod(within, run)
+                count = min(run - first, start + length - cursor)
+                at = (row * parts + part) * run + first
+                found.append((file, at, count, offset + (cursor - start) * itemsize))
+                cursor += count
+        return tuple(sorted(found, key=lambda piece: piece[1]))
 
     @property
     def numel(self) -> int:
@@ -145,7 +173,11 @@ class Manifest:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes the manifest atomically, which is what makes the folder a checkpoint."""
-    body = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
+    version = 2 if any(tensor.split for tensor in manifest.tensors.values()) else 1
+    body = {"format": FORMAT, "version": version, **asdict(manifest)}
+    for record in body["tensors"].values():
+        if record["split"] is None:
+            del record["split"]
     text = json.dumps({"checksum": _checksum(body), "manifest": body}, allow_nan=False)
     write_durably(folder / MANIFEST_NAME, text.encode())
 
@@ -230,7 +262,12 @@ def _from_body(body: dict[str, Any]) -> Manifest:
     values = {key: value for key, value in body.items() if key in names}
     values["files"] = tuple(FileRecord(**record) for record in body["files"])
     values["tensors"] = {
-        key: TensorRecord(record["dtype"], tuple(record["shape"]), tuple(_piece(item) for item in record["pieces"]))
+        key: TensorRecord(
+            record["dtype"],
+            tuple(record["shape"]),
+            tuple(_piece(item) for item in record["pieces"]),
+            None if record.get("split") is None else _split(record["split"]),
+        )
         for key, record in body["tensors"].items()
     }
     values["parameters"] = {
@@ -245,6 +282,11 @@ def _from_body(body: dict[str, Any]) -> Manifest:
 def _piece(item: Iterable[Any]) -> Piece:
     file, start, length, offset = (_natural(number) for number in item)
     return file, start, length, offset
+
+
+def _split(item: Iterable[Any]) -> tuple[int, int]:
+    dim, parts = (_natural(number) for number in item)
+    return dim, parts
 
 
 def _natural(number: Any) -> int:
@@ -297,6 +339,10 @@ def _check_pieces(key: str, tensor: TensorRecord, files: Sequence[FileRecord]) -
         raise ValueError(f"tensor {key}: dtype {tensor.dtype!r} is not known")
     if len(tensor.shape) > _MOST_DIMS or math.prod(max(1, _natural(size)) for size in tensor.shape) > LARGEST_SIZE:
         raise ValueError(f"tensor {key}: a shape of {len(tensor.shape)} dims that no tensor has")
+    if tensor.split is not None:
+        dim, parts = tensor.split
+        if dim >= len(tensor.shape) or parts < 1 or tensor.shape[dim] % parts:
+            raise ValueError(f"tensor {key}: {parts} equal parts in dim {dim} of shape {tensor.shape}")
     itemsize = ITEMSIZE[tensor.dtype]
     end = 0
     for file, start, length, offset in tensor.pieces:

@@ -154,7 +154,7 @@ def _contents(layout: FileLayout, plan: list[_WriteItem], files: Sequence[Checke
     for item in plan:
         itemsize = ITEMSIZE[item.tensor.dtype]
         most = CHUNK_NBYTES // itemsize
-        for file, start, length, offset in item.tensor.pieces:
+        for file, start, length, offset in item.tensor.runs:
             part = item.elements & FlatRange(start, start + length)
             for low in range(part.start, part.end, most):
                 chunks: list[Bytes] = []
@@ -206,5 +206,5 @@ def _resharded(
         saved_at=time.time(),
         world_size=world_size,
         files=tuple(records),
-        tensors={key: replace(manifest.tensors[key], pieces=tuple(own)) for key, own in pieces.items()},
+        tensors={key: replace(manifest.tensors[key], pieces=tuple(own), split=None) for key, own in pieces.items()},
     )

@@ -377,7 +377,12 @@ class Save:
 def describe_part(writer: RankFileWriter, record: FileRecord, scalars: Mapping[str, Any], random_state: Any) -> Part:
     """A rank's message to rank 0 about its file."""
     tensors = {
-        entry.key: (entry.dtype, entry.shape, entry.start, entry.data.numel(), writer.layout.offsets[entry.key])
+        entry.key: (
+            (entry.dtype, entry.shape, entry.split),
+            entry.start,
+            entry.data.numel(),
+            writer.layout.offsets[entry.key],
+        )
         for entry in writer.entries
     }
     file = (record.name, record.nbytes, record.rank, record.table_sha256)
@@ -391,12 +396,12 @@ def merge_parts(parts: Sequence[Part], common: Mapping[str, Any]) -> Manifest:
         common: the fields that rank 0 has already; the scalars are added to its `optimizer`.
     """
     pieces: dict[str, list[Piece]] = {}
-    kinds: dict[str, tuple[str, tuple[int, ...]]] = {}
+    kinds: dict[str, tuple[str, tuple[int, ...], tuple[int, int] | None]] = {}
     scalars: dict[str, Any] = {}
     # Each rank describes its own shards only, so the covering list of pieces exists nowhere before this loop.
     for index, part in enumerate(parts):
-        for key, (dtype, shape, start, length, offset) in part["tensors"].items():
-            kinds[key] = (dtype, tuple(shape))
+        for key, ((dtype, shape, split), start, length, offset) in part["tensors"].items():
+            kinds[key] = (dtype, tuple(shape), split and tuple(split))
             own = pieces.setdefault(key, [])
             if length:
                 own.append((index, start, length, offset))
@@ -415,8 +420,8 @@ def merge_parts(parts: Sequence[Part], common: Mapping[str, Any]) -> Manifest:
         **fields,
         files=tuple(FileRecord(*part["file"]) for part in parts),
         tensors={
-            key: TensorRecord(dtype, shape, tuple(sorted(pieces[key], key=lambda piece: piece[1])))
-            for key, (dtype, shape) in kinds.items()
+            key: TensorRecord(dtype, shape, tuple(sorted(pieces[key], key=lambda piece: piece[1])), split)
+            for key, (dtype, shape, split) in kinds.items()
         },
         random_state=None if any(state is None for state in states) else states,
     )

@@ -15,12 +15,14 @@ from torch import Tensor, nn
 
 from zeroaccel.checkpoint.manifest import ParameterRecord
 from zeroaccel.checkpoint.plain_codec import encode
+from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import CheckpointError
 from zeroaccel.zero.access.safetensors_file import dtype_name
 from zeroaccel.zero.layout import FlatRange, Slot
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
 from zeroaccel.zero.storage.shards import Elements
+from zeroaccel.zero.tensor_parallel import whole_of
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,9 @@ class EngineState:
     """The parts of an engine that a checkpoint is about.
 
     Attributes:
+        rank, world_size: of the job: each rank has a file.
         replica: which set of shards this rank's belongs to; the first one's ranks save, and all load.
+        collectives: by which split parameters are joined; None where none is.
     """
 
     model: nn.Module
@@ -37,6 +41,16 @@ class EngineState:
     rank: int
     world_size: int
     replica: int = 0
+    collectives: Collectives | None = None
+
+    def saves(self, buffer: FlatBuffer) -> bool:
+        """Whether this rank's part of a buffer is saved by it: of what several ranks hold, one of them saves."""
+        is_first = self.collectives is None or self.collectives.is_first_data_group
+        return self.replica == 0 and (is_first or buffer.is_split)
+
+    def whole(self, slot: Slot, part: Tensor) -> Tensor:
+        """A parameter from this rank's part of it. (all ranks)"""
+        return part if self.collectives is None else whole_of(slot, part, self.collectives)
 
     def buffers(self) -> Iterator[FlatBuffer]:
         """Every flat buffer, in the order of the units."""
@@ -47,7 +61,8 @@ class EngineState:
 class SaveItem:
     """Elements [start, start + data.numel()) of the tensor `key` of shape `shape`.
 
-    `data` is a flat, live view, or reads the elements from a tier a chunk at a time.
+    `data` is a flat, live view, or reads the elements from a tier a chunk at a time. `split` and the order of elements
+    are as of a `TensorRecord`.
     """
 
     key: str
@@ -55,6 +70,7 @@ class SaveItem:
     shape: tuple[int, ...]
     start: int
     data: Elements
+    split: tuple[int, int] | None = None
 
 
 @dataclass
@@ -82,7 +98,7 @@ class SavePlan:
             CheckpointError: the optimizer's state has a form that cannot be saved; it names the state.
         """
         plan = cls(holdings.rank)
-        for buffer in holdings.buffers() if holdings.replica == 0 else ():
+        for buffer in filter(holdings.saves, holdings.buffers()):
             plan._add_weights(buffer, exclude_frozen=exclude_frozen)
             if holdings.optimizer is not None:
                 plan._add_states(holdings.optimizer, buffer)
@@ -115,7 +131,13 @@ class SavePlan:
 
     def _add(self, key: str, slot: Slot, part: FlatRange, data: Elements) -> None:
         data = data.detach() if isinstance(data, Tensor) else data
-        self.entries.append(SaveItem(key, dtype_name(data.dtype), slot.shape, part.start - slot.start, data))
+        start, split = part.start - slot.start, None
+        if slot.split is not None:
+            start += slot.split.index * slot.numel
+            # Parts of the first dim follow each other in row-major order; those of another are saved part after part,
+            # as no rank has elements that lie together.
+            split = (slot.split.dim, slot.split.parts) if slot.split.dim else None
+        self.entries.append(SaveItem(key, dtype_name(data.dtype), slot.whole_shape, start, data, split))
 
     def _add_states(self, optimizer: ShardedOptimizer, buffer: FlatBuffer) -> None:
         for piece in buffer.masters.pieces:
@@ -178,7 +200,7 @@ def describe_parameters(holdings: EngineState, *, exclude_frozen: bool) -> dict[
     records = {
         slot.fqn: ParameterRecord(
             dtype_name(buffer.dtype),
-            slot.shape,
+            slot.whole_shape,
             buffer.trainable,
             groups.get(slot.fqn),
             saved=not (exclude_frozen and not param.requires_grad),

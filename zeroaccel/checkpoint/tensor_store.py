@@ -65,9 +65,10 @@ class TensorStore:
         self.requested_nbytes += into.numel() * itemsize
         cursor, end = start, start + into.numel()
         # The pieces cover the tensor in order, so the first one is found by bisection and the others follow it.
-        index = bisect_right(record.pieces, cursor, key=lambda piece: piece[1]) - 1
+        runs = record.runs
+        index = bisect_right(runs, cursor, key=lambda piece: piece[1]) - 1
         while cursor < end:
-            file, piece_start, length, offset = record.pieces[index]
+            file, piece_start, length, offset = runs[index]
             count = min(piece_start + length - cursor, end - cursor, limit)
             request = ReadRequest(
                 offset + (cursor - piece_start) * itemsize,
@@ -75,10 +76,14 @@ class TensorStore:
                 _copier(into[cursor - start : cursor - start + count], dtype),
             )
             self._pending.setdefault(file, []).append(request)
-            self._used.setdefault(file, {})[key] = (record.dtype, length, offset)
+            if record.split is None:
+                self._used.setdefault(file, {})[key] = (record.dtype, length, offset)
             cursor += count
             if cursor == piece_start + length:
                 index += 1
+        if record.split is not None:  # what the files' own headers say is of pieces, which have many runs
+            for file, _, length, offset in record.pieces:
+                self._used.setdefault(file, {})[key] = (record.dtype, length, offset)
 
     def read(self) -> None:
         """Carries out all queued requests.

@@ -169,7 +169,7 @@ def _streamed(engine_state: EngineState, *, exclude_frozen: bool) -> Iterator[tu
                 for buffer in buffers:
                     for index, slot in enumerate(buffer.layout.slots):
                         if not (exclude_frozen and not buffer.params[index].requires_grad):
-                            yield slot.fqn, buffer.view(index).detach()
+                            yield slot.fqn, engine_state.whole(slot, buffer.view(index).detach())
                 if was_sharded:
                     unit.reshard()
         for name, value in persistent_buffers(engine_state.model):
@@ -185,7 +185,7 @@ def tensor_specs(engine_state: EngineState, *, exclude_frozen: bool) -> Iterator
             if buffer.dtype.itemsize == itemsize:
                 for slot, param in zip(buffer.layout.slots, buffer.params, strict=True):
                     if not (exclude_frozen and not param.requires_grad):
-                        yield slot.fqn, buffer.dtype, slot.shape
+                        yield slot.fqn, buffer.dtype, slot.whole_shape
         for name, value in persistent_buffers(engine_state.model):
             if value.dtype.itemsize == itemsize:
                 yield name, value.dtype, tuple(value.shape)

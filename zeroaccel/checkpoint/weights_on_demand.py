@@ -65,6 +65,7 @@ class _Requests:
 
     def __init__(self, engine_state: EngineState, collectives: Collectives) -> None:
         self._collectives = collectives
+        self._holdings = engine_state
         self._homes: dict[str, tuple[ParamUnit, FlatBuffer, int]] = {
             slot.fqn: (unit, buffer, index)
             for unit in engine_state.units
@@ -104,7 +105,7 @@ class _Requests:
                 unit.unshard()
                 self._open = unit
             unit.wait()
-        return buffer.view(index).detach()
+        return self._holdings.whole(buffer.layout.slots[index], buffer.view(index).detach())
 
     def _reshard(self) -> None:
         if self._open is not None:

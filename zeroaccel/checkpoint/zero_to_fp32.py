@@ -54,7 +54,7 @@ __all__ = [
 Bytes = NDArray[np.uint8]
 Piece = tuple[int, int, int, int]  # (file, start, length, offset): elements from `start` are at byte `offset` of it
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 MOST_MANIFEST_NBYTES = 1 << 30
 MOST_HEADER_NBYTES = 256 << 20
 LARGEST = (1 << 63) - 1
@@ -342,7 +342,35 @@ def _weight(
         by_file[file][key] = (tensor["dtype"], length, offset)
     if end != math.prod(shape):
         raise ValueError(f"tensor {key}: {end} elements saved of shape {shape}")
+    if tensor.get("split") is not None:
+        pieces = _row_major(key, shape, pieces, itemsize, tensor["split"])
     return Weight(name, tensor["dtype"], shape, pieces, **kind)
+
+
+def _row_major(
+    key: str, shape: tuple[int, ...], pieces: tuple[Piece, ...], itemsize: int, split: Any
+) -> tuple[Piece, ...]:
+    """The pieces of a tensor that was saved part after part, as runs of elements in row-major order.
+
+    Args:
+        split: (dim, parts): the parts are equal, along that dim.
+    """
+    dim, parts = split
+    if any(type(number) is not int or number < 0 for number in (dim, parts)) or dim >= len(shape) or not parts:
+        raise ValueError(f"tensor {key}: parts that cannot be")
+    if shape[dim] % parts:
+        raise ValueError(f"tensor {key}: {parts} equal parts of shape {shape}")
+    run, part_numel = math.prod(shape[dim:]) // parts, math.prod(shape) // parts
+    runs = []
+    for file, start, length, offset in pieces:
+        done = 0
+        while done < length:
+            part, within = divmod(start + done, part_numel)
+            row, first = divmod(within, run)
+            count = min(run - first, length - done)
+            runs.append((file, (row * parts + part) * run + first, count, offset + done * itemsize))
+            done += count
+    return tuple(sorted(runs, key=lambda piece: piece[1]))
 
 
 # ---- the output ----

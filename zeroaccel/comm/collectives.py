@@ -59,6 +59,7 @@ class Collectives:
             the shard group where there is none.
         job: over all ranks of the job, where these are over some; else these themselves.
         is_first_data_group: True on one data group of the job; values that all data groups hold are counted only there.
+        tensor: over the ranks that have the other parts of split parameters; None without tensor parallelism.
         nodes: the global ranks on each machine.
         quantized_weights: whether `gather_weights` rounds.
         flight_recorder: of what has been issued; the engine sets its `phase` and `step`.
@@ -77,6 +78,7 @@ class Collectives:
     nodes: Sequence[Sequence[int]]
     job: Collectives
     is_first_data_group: bool
+    tensor: Collectives | None
     flight_recorder: FlightRecorder
     topology: Topology
     meter: Meter | None
@@ -91,6 +93,7 @@ class Collectives:
         self.nodes = topology.nodes
         self.job = self
         self.is_first_data_group = True
+        self.tensor = None
         self.meter = None
         self.flight_recorder = topology.flight_recorder
         self._tracker = CollectiveTracker(topology.flight_recorder, topology.watchdog, records_sizes=records_sizes)

@@ -89,6 +89,7 @@ class RecordingCollectives(Collectives):
         self.quantized_weights = inner.quantized_weights
         self.job = self if inner.job is inner else inner.job
         self.is_first_data_group = inner.is_first_data_group
+        self.tensor = inner.tensor
         self.flight_recorder = inner.flight_recorder
         self.nodes = self._fixed_nodes or inner.nodes
         inner.meter = self._count

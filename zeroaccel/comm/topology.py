@@ -56,6 +56,7 @@ __all__ = [
     "device_mesh",
     "init_process_group",
     "meet",
+    "mesh_of",
     "subgroup",
 ]
 
@@ -412,6 +413,11 @@ def subgroup(topology: Topology, partition: Sequence[Sequence[int]]) -> RankGrou
         groups = [_rank_group(topology, ranks) for ranks in key]
         topology.subgroups[key] = next(group for group in groups if group is not None)
     return topology.subgroups[key]
+
+
+def mesh_of(topology: Topology, group: RankGroup) -> DeviceMesh:
+    """A mesh of one axis over the ranks of a group, for torch's DTensors. Makes no process group."""
+    return DeviceMesh.from_group(group.reduce_group, topology.device.type)
 
 
 def _rank_group(topology: Topology, ranks: tuple[int, ...]) -> RankGroup | None:

@@ -36,7 +36,7 @@ from zeroaccel.compat.leaf_modules import mark_configured, mark_parameters, mark
 from zeroaccel.compat.parameters import ParameterOffload, attach
 from zeroaccel.config import Config, load_config
 from zeroaccel.config.document import read_document
-from zeroaccel.config.parallel import ParallelConfig
+from zeroaccel.config.parallel import ParallelConfig, with_autotp
 from zeroaccel.data import build_dataloader
 from zeroaccel.errors import ConfigError, EngineStateError, UsageError, listed
 from zeroaccel.initialization import initialize as assemble
@@ -66,10 +66,8 @@ class DeepSpeedEngine(Engine, metaclass=_EngineKind):
     Attributes:
         training_dataloader: the loader of `training_data`; None without.
         is_compiled: whether `compile` was called.
-        mp_world_size: 1; models that are split over ranks need a mesh.
     """
 
-    mp_world_size = 1
     training_dataloader: DataLoader[Any] | None = None
     is_compiled = False
     _gathered_state: tuple[int, Callable[[], dict[str, Tensor] | None]] = (0, lambda: None)
@@ -247,8 +245,13 @@ class DeepSpeedEngine(Engine, metaclass=_EngineKind):
     def get_data_parallel_rank(self) -> int:
         return self.collectives.rank
 
+    @property
+    def mp_world_size(self) -> int:
+        """Ranks that share the layers."""
+        return 1 if self.collectives.tensor is None else self.collectives.tensor.world_size
+
     def get_model_parallel_rank(self) -> int:
-        return 0
+        return 0 if self.collectives.tensor is None else self.collectives.tensor.rank
 
     # -- the config
 
@@ -425,7 +428,7 @@ class DeepSpeedEngine(Engine, metaclass=_EngineKind):
         """
         # Anything but a path is left to the call itself, which refuses it by name.
         own = os.fspath(save_dir) if isinstance(save_dir, (str, os.PathLike)) else ""
-        folders = self.collectives.gather_objects(own, "save_checkpoint: folder")
+        folders = self.collectives.job.gather_objects(own, "save_checkpoint: folder")
         if len(set(folders)) > 1:
             logger.warning("save_checkpoint: the ranks name different folders; all save into rank 0's, %s", folders[0])
         return super().save_checkpoint(folders[0], tag, client_state, save_latest, exclude_frozen_parameters)
@@ -458,7 +461,7 @@ class DeepSpeedEngine(Engine, metaclass=_EngineKind):
                 "change them, and pass them to engine.load_module_state_dict",
             )
         found = tag is not None or has_checkpoints(Path(load_dir))
-        if tag is None and not any(self.collectives.gather_objects(found, "load_checkpoint: look")):
+        if tag is None and not any(self.collectives.job.gather_objects(found, "load_checkpoint: look")):
             logger.warning("%s: no checkpoint to load; nothing is changed", os.fspath(load_dir))
             return None, None
         vars(self).pop("_gathered_state", None)  # of other weights from now on
@@ -577,7 +580,8 @@ def initialize(
         )
     require_process_group("deepspeed.initialize", dist_init_required)
     from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
-    source = _with_arguments(_config_of(config, config_params, from_args), model, optimizer, lr_scheduler)
+    source = _batch_of_samplers(_config_of(config, config_params, from_args))
+    source = _with_arguments(source, model, optimizer, lr_scheduler)
     engine, *others = assemble(
         model,
         optimizer,
@@ -605,10 +609,53 @@ def initialize(
     return engine, *others
 
 
-def _parallel_of(mpu: Any) -> ParallelConfig | None:
+def tp_model_init(
+    model: nn.Module, tp_size: int, dtype: torch.dtype | None = None, config: Any = None, **kwargs: Any
+) -> nn.Module:
+    """The model as it is: `initialize` splits it, by `tensor_parallel.autotp_size` of its config.
+
+    Args:
+        tp_size: compared with the config, if there is one.
+        dtype: of no effect, as the config of `initialize` has the precision.
+        kwargs: must be None: groups are made by `initialize`, and plans are of `ParallelConfig`.
+
+    Raises:
+        UsageError: the config says another size, or a further argument is not None.
+    """
+    for name, value in kwargs.items():
+        if value is not None:
+            raise UsageError(f"deepspeed.tp_model_init({name})", expected="None", got=value, fix="leave it out")
+    parallel = None if config is None else with_autotp(read_document(config).tree, None)
+    if config is not None and tp_size != (1 if parallel is None else parallel.tp):
+        raise UsageError(
+            "deepspeed.tp_model_init(tp_size)",
+            expected="tensor_parallel.autotp_size of its config",
+            got=tp_size,
+            fix="pass the same in both",
+        )
+    return model
+
+
+def _batch_of_samplers(config: Any) -> Any:
+    """The config with the total batch size of ranks that see different samples, where a library has counted all ranks.
+
+    accelerate and transformers fill an "auto" in so, whatever the layers are split over. Any other is left as it is.
+    """
+    tree = config if isinstance(config, Mapping) else read_document(config).tree
+    parallel = with_autotp(tree, None)
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    total, micro, steps = (tree.get(name) for name in names)
+    if parallel is None or not (isinstance(total, int) and isinstance(micro, int) and isinstance(steps, int)):
+        return config
+    if total != micro * steps * torch.distributed.get_world_size():
+        return config
+    return {**tree, "train_batch_size": total // parallel.tp}
+
+
+def _parallel_of(mpu: Any) -> ParallelConfig:
     """The mesh that an object in the manner of Megatron's `mpu` describes."""
     if mpu is None:
-        return None
+        return ParallelConfig()
     split = ("model", "tensor_model", "pipeline", "pipeline_model", "pipe")
     sizes = {
         name: size()
@@ -630,7 +677,7 @@ def _parallel_of(mpu: Any) -> ParallelConfig | None:
                 got=f"{size} ranks by {name}",
                 fix="split the model over a DeviceMesh, and call zeroaccel.initialize(mesh=)",
             )
-    return None if sequence == 1 else ParallelConfig(sp=sequence)
+    return ParallelConfig(sp=sequence)
 
 
 def _answer(engine: DeepSpeedEngine, name: str) -> Any:

@@ -273,4 +273,4 @@ def duration_to_string(duration: float, units: str | None = None, precision: int
 def _numel(module: nn.Module) -> int:
     """Parameters, in full where they are sharded."""
     handles = ((param, handle_of(param)) for param in module.parameters())
-    return sum(param.numel() if handle is None else handle.slot.numel for param, handle in handles)
+    return sum(param.numel() if handle is None else handle.slot.whole_numel for param, handle in handles)

@@ -48,6 +48,26 @@ def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
             )
         return
     _group = SequenceGroup.of(topology, sequence_parallel_size)
+    if _group.size > 1 and dist.get_backend(_group.process_group) == dist.Backend.GLOO:
+        ranks = dist.distributed_c10d._world.pg_group_ranks
+        ranks[_group.process_group] = _RanksOrPlaces(ranks[_group.process_group])
+
+
+class _RanksOrPlaces(dict[int, int]):
+    """Global rank -> place in the group, of a gloo group; a place that is no rank of the group leads to itself.
+
+    The backward of `torch.distributed.nn.functional.all_gather`, by which trainers bring losses together, names the
+    source of its scatters by the place, where torch wants the global rank. Groups are consecutive ranks of one size, so
+    a place that is a rank of the group is the same as its place.
+    """
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or (isinstance(key, int) and 0 <= key < len(self))
+
+    def __missing__(self, key: int) -> int:
+        if 0 <= key < len(self):
+            return key
+        raise KeyError(key)
 
 
 def sequence_group() -> SequenceGroup:

@@ -113,9 +113,9 @@ def _status(handle: ParamHandle) -> ZeroParamStatus:
 _MEMBERS: dict[str, Callable[[ParamHandle], Any]] = {
     "ds_active_sub_modules": lambda handle: set(),
     "ds_id": _identity,
-    "ds_numel": lambda handle: handle.slot.numel,
+    "ds_numel": lambda handle: handle.slot.whole_numel,
     "ds_process_group": lambda handle: torch.distributed.group.WORLD,
-    "ds_shape": lambda handle: torch.Size(handle.slot.shape),
+    "ds_shape": lambda handle: torch.Size(handle.slot.whole_shape),
     "ds_status": _status,
     "ds_tensor": _own_part,
 }

@@ -234,6 +234,7 @@ SURFACE: Mapping[str, Mapping[str, str]] = {
         "get_accelerator": f"{_ACCELERATOR}:get_accelerator",
         "init_distributed": f"{_COMMUNICATION}:init_distributed",
         "initialize": f"{_ENGINE}:initialize",
+        "tp_model_init": f"{_ENGINE}:tp_model_init",
         "version": "zeroaccel.compat.finder:VERSION",
     },
     "deepspeed.accelerator": _DEVICE,
@@ -287,7 +288,13 @@ SURFACE: Mapping[str, Mapping[str, str]] = {
         _SEQUENCE_STATE, "initialize_sequence_parallel", *_SEQUENCE_CALLS
     ),
     "deepspeed.runtime.sequence_parallel.ulysses_sp": _same(
-        "zeroaccel.compat.ulysses_sp", "UlyssesSPAttentionHF", "UlyssesSPDataLoaderAdapter"
+        "zeroaccel.compat.ulysses_sp",
+        "SequenceTiledCompute",
+        "TiledFusedLogitsLoss",
+        "TiledMLP",
+        "UlyssesSPAttentionHF",
+        "UlyssesSPDataLoaderAdapter",
+        "sequence_tiled_compute",
     ),
     "deepspeed.runtime.utils": _same(
         _CALLS, "clip_grad_norm_", "move_to_device", "see_memory_usage", "set_random_seed"
@@ -427,7 +434,6 @@ ABSENT: Mapping[str, str] = {
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": _STATES,
     "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": _STATES,
     "deepspeed.sequence": _NO_SEQUENCE,
-    "deepspeed.tp_model_init": "tensor parallelism is torch.distributed.tensor.parallel's; use autotp_size 1",
     "deepspeed.utils.groups": "expert parallel groups are not part of zeroaccel",
     "deepspeed.utils.numa": "updates on the host use this rank's part of the machine's cores",
     "deepspeed.zero.MiCS_Init": "use deepspeed.zero.Init; mics_shard_size in the config of initialize counts as ever",

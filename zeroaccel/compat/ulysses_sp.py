@@ -1,23 +1,32 @@
-"""`deepspeed.runtime.sequence_parallel.ulysses_sp`: what accelerate and transformers' Trainer call of it.
+"""`deepspeed.runtime.sequence_parallel.ulysses_sp`: sequences that are cut over ranks, and computed tile by tile.
 
 Any attention of transformers can be exchanged, "eager" included, and padding masks count; DeepSpeed leaves masks out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from zeroaccel.compat import parallel_state_sp
 from zeroaccel.errors import UsageError
 from zeroaccel.parallel.sequence import SequenceLoader
 from zeroaccel.parallel.ulysses import UlyssesAttention
 
-__all__ = ["UlyssesSPAttentionHF", "UlyssesSPDataLoaderAdapter"]
+__all__ = [
+    "SequenceTiledCompute",
+    "TiledFusedLogitsLoss",
+    "TiledMLP",
+    "UlyssesSPAttentionHF",
+    "UlyssesSPDataLoaderAdapter",
+    "sequence_tiled_compute",
+]
 
 
 class UlyssesSPAttentionHF:
@@ -27,7 +36,7 @@ class UlyssesSPAttentionHF:
     def register_with_transformers(
         cls,
         model_name_or_path: nn.Module,
-        core_attn_implementation: str,
+        core_attn_implementation: str | None,
         sequence_parallel_size: int,
         micro_batch_size: int,
         seq_length: int | None = None,
@@ -39,7 +48,8 @@ class UlyssesSPAttentionHF:
 
         Args:
             model_name_or_path: the model; a name, which DeepSpeed takes too, would mean every model of the process.
-            core_attn_implementation: what the model's config says.
+            core_attn_implementation: what the model's config says; None, as accelerate has it where nothing is chosen,
+                says the same.
             micro_batch_size, seq_length, seq_length_is_variable, max_length: of no effect: any length that the ranks
                 divide can be exchanged.
             disable_in_eval: in eval mode each rank computes sequences of its own.
@@ -64,7 +74,7 @@ class UlyssesSPAttentionHF:
         attention = UlyssesAttention(
             model_name_or_path, parallel_state_sp.sequence_group(), in_eval=not disable_in_eval
         )
-        if attention.implementation != core_attn_implementation:
+        if core_attn_implementation not in (None, attention.implementation):
             attention.undo()
             raise UsageError(
                 f"{where}(core_attn_implementation)",
@@ -103,3 +113,97 @@ class UlyssesSPDataLoaderAdapter(SequenceLoader):
         except StopIteration:
             self._batches = None
             raise
+
+
+def sequence_tiled_compute(
+    fn: Callable[..., Tensor],
+    seqlen: int,
+    shards: int,
+    kwargs_to_shard: Mapping[str, Any],
+    kwargs_to_pass: Mapping[str, Any],
+    grad_requiring_tensor_key: str,
+    compute_params: Any = None,
+    output_unshard_dimension: int = 1,
+    output_reduction: Literal["mean", "sum"] | None = "mean",
+) -> Tensor:
+    """`fn` of tiles of the sequence, each computed once more in the backward.
+
+    Args:
+        seqlen: S, of all tensors in `kwargs_to_shard`, (B, S, ...).
+        shards: tiles.
+        grad_requiring_tensor_key, compute_params: of no effect; every input and parameter gets its gradient.
+        output_unshard_dimension: along which outputs are put together; 0 stacks them.
+
+    Raises:
+        UsageError: there is no such reduction.
+    """
+    if output_reduction not in (None, "mean", "sum"):
+        expected = 'None, "mean" or "sum"'
+        raise UsageError("sequence_tiled_compute(output_reduction)", expected=expected, got=output_reduction)
+    step = math.ceil(seqlen / shards)
+    outputs = []
+    for start in range(0, seqlen, step):
+        tile = {name: value[:, start : start + step] for name, value in kwargs_to_shard.items()}
+        outputs.append(_tile(fn, **tile, **kwargs_to_pass))
+    dim = output_unshard_dimension
+    whole = torch.stack(outputs) if dim == 0 else torch.cat(outputs, dim=dim)
+    return whole if output_reduction is None else whole.mean() if output_reduction == "mean" else whole.sum()
+
+
+class SequenceTiledCompute:
+    """`sequence_tiled_compute` by the names of its arguments."""
+
+    @staticmethod
+    def apply(
+        fn: Callable[..., Tensor],
+        seqlen: int,
+        shards: int,
+        keys_to_shard: Sequence[str],
+        keys_to_pass: Sequence[str],
+        *others_and_args: Any,
+    ) -> Tensor:
+        """With the four settings of `sequence_tiled_compute` that follow, then the values of the keys."""
+        key, params, dim, reduction, *args = others_and_args
+        values = iter(args)
+        shard = {name: next(values) for name in keys_to_shard}
+        passed = {name: next(values) for name in keys_to_pass}
+        return sequence_tiled_compute(fn, seqlen, shards, shard, passed, key, params, dim, reduction)
+
+
+class TiledMLP:
+    """An MLP over tiles of the tokens, each computed once more in the backward."""
+
+    @staticmethod
+    def apply(fn: Callable[..., Tensor], self: Any, x: Tensor, shards: int, compute_params: Any = None) -> Tensor:
+        """`fn(self, tile)` of the tiles of `x`, (..., S, H). `compute_params` is of no effect."""
+        return torch.cat([_tile(fn, self, tile) for tile in x.chunk(shards, dim=-2)], dim=-2)
+
+
+class TiledFusedLogitsLoss:
+    """A loss over tiles of the tokens, whose logits live no longer than their tile."""
+
+    @staticmethod
+    def apply(
+        fn: Callable[..., Tensor],
+        self: Any,
+        x: Tensor,
+        y: Tensor,
+        mask: Tensor | None,
+        shards: int,
+        compute_params: Any = None,
+        output_reduction: Literal["mean", "sum"] = "mean",
+    ) -> Tensor:
+        """The mean or sum of `fn(self, x, y)`, with `mask` where there is one, over tiles of (B, S, ...)."""
+        if output_reduction not in ("mean", "sum"):
+            raise UsageError("TiledFusedLogitsLoss", expected='"mean" or "sum"', got=output_reduction)
+        tensors = [x, y] if mask is None else [x, y, mask]
+        tiles = zip(*(tensor.chunk(shards, dim=1) for tensor in tensors), strict=True)
+        losses = torch.stack([_tile(fn, self, *tile) for tile in tiles])
+        return losses.mean() if output_reduction == "mean" else losses.sum()
+
+
+def _tile(fn: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    if not torch.is_grad_enabled():
+        return fn(*args, **kwargs)
+    output: Tensor = checkpoint(fn, *args, use_reentrant=False, **kwargs)
+    return output

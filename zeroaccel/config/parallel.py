@@ -3,40 +3,51 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from zeroaccel.errors import UsageError
 
-AXES = ("dp_replicate", "dp_shard", "sp")
+AXES = ("dp_replicate", "dp_shard", "sp", "tp")
 """Outermost first: ranks next to each other differ in the last axis."""
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """The mesh of a job, dp_replicate x dp_shard x sp ranks; names and order as torchtitan's.
+    """The mesh of a job, dp_replicate x dp_shard x sp x tp ranks; names and order as torchtitan's.
 
     The two data axes see different samples. Ranks that differ in `sp` only have parts of the same sequences (Ulysses,
-    Jacobs et al., 2023, arXiv:2309.14509). ZeRO shards over dp_shard x sp ranks, which all have the same parameters.
+    Jacobs et al., 2023, arXiv:2309.14509). Ranks that differ in `tp` only have parts of the same layers (Megatron-LM,
+    Shoeybi et al., 2019, arXiv:1909.08053) and compute on the same samples. ZeRO shards over dp_shard x sp ranks,
+    which all have the same parameters.
 
     Attributes:
         dp_replicate: groups of ranks that each hold one sharded model.
         dp_shard: -1 takes the ranks that the other axes leave.
         sp: ranks that share a sequence.
+        tp: ranks that share each layer.
+        tp_plan: which modules the ranks of `tp` share, and how: the end of a module's name, where * is one part of it
+            between dots, -> "colwise", "rowwise" and the like (docs/tensor_parallel.md). By default what a model of
+            transformers says of itself; "auto" is the same, and for other models goes by the names of their layers.
+            With tp of 1 nothing is split.
 
     Raises:
-        UsageError: a size is not a positive integer.
+        UsageError: a size is not a positive integer; or sequences and layers are both to be split.
 
     Example:
         >>> mesh = ParallelConfig(sp=2).resolve(world_size=8)
         >>> mesh.dp_shard, mesh.data_parallel_size
         (4, 4)
         >>> mesh.coordinates(rank=5)
-        {'dp_replicate': 0, 'dp_shard': 2, 'sp': 1}
+        {'dp_replicate': 0, 'dp_shard': 2, 'sp': 1, 'tp': 0}
     """
 
     dp_replicate: int = 1
     dp_shard: int = -1
     sp: int = 1
+    tp: int = 1
+    tp_plan: Mapping[str, str] | str | None = field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -44,6 +55,31 @@ class ParallelConfig:
             if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and (axis, size) != ("dp_shard", -1)):
                 rest = " or -1" if axis == "dp_shard" else ""
                 raise UsageError(f"ParallelConfig({axis})", expected=f"a positive number of ranks{rest}", got=size)
+        if isinstance(self.tp_plan, str) and self.tp_plan != "auto":
+            raise UsageError("ParallelConfig(tp_plan)", expected='"auto", or patterns with styles', got=self.tp_plan)
+        if self.sp > 1 and self.tp > 1:
+            raise UsageError(
+                "ParallelConfig",
+                expected="sp or tp above 1, not both: the exchange of heads is for attention that has all of them",
+                got=f"sp {self.sp}, tp {self.tp}",
+                fix="leave one of them at 1",
+            )
+
+    @classmethod
+    def from_sizes(cls, sizes: Mapping[str, int | None]) -> ParallelConfig:
+        """The mesh of accelerate's sizes, axis -> ranks.
+
+        None is 1. A `dp_shard` of 1 beside one replica is -1, since accelerate's files say 1 where nothing is chosen.
+        """
+        known: dict[str, Any] = {axis: size for axis, size in sizes.items() if size is not None}
+        if known.get("dp_replicate", 1) == 1 and known.get("dp_shard") == 1:
+            del known["dp_shard"]
+        return cls(**known)
+
+    @property
+    def splits_samples(self) -> bool:
+        """Whether several ranks work on one sample: not all of them see different ones."""
+        return self.sp > 1 or self.tp > 1
 
     @property
     def data_parallel_size(self) -> int:
@@ -56,21 +92,34 @@ class ParallelConfig:
         Raises:
             UsageError: the axes do not multiply to the ranks of the job.
         """
-        others = self.dp_replicate * self.sp
-        mesh = replace(self, dp_shard=world_size // others) if self.dp_shard == -1 else self
-        sizes = [getattr(mesh, axis) for axis in AXES]
-        if math.prod(sizes) != world_size:
-            known = [axis for axis in AXES if getattr(self, axis) != -1]
-            product = " x ".join(f"{axis} {getattr(self, axis)}" for axis in known)
-            total = math.prod(getattr(self, axis) for axis in known)
-            relation = "divide" if self.dp_shard == -1 else "multiply to"
+        others = self._num_others
+        mesh = replace(self, dp_shard=world_size // others) if self.dp_shard == -1 and world_size >= others else self
+        if math.prod(getattr(mesh, axis) for axis in AXES) != world_size:
             raise UsageError(
                 "ParallelConfig",
-                expected=f"sizes that {relation} the job's {world_size} ranks",
-                got=f"{product} = {total}",
+                expected=self._expected(world_size),
+                got=self._product,
                 fix=f"start a multiple of {others} ranks, or choose other sizes",
             )
         return mesh
+
+    def misfit(self, world_size: int) -> str:
+        """What is wrong with the sizes on so many ranks, for a message."""
+        return f"{self._product}, where {self._expected(world_size)} are needed"
+
+    @property
+    def _num_others(self) -> int:
+        """Ranks along the axes other than `dp_shard`."""
+        return math.prod(getattr(self, axis) for axis in AXES if axis != "dp_shard")
+
+    @property
+    def _product(self) -> str:
+        known = [axis for axis in AXES if (size := getattr(self, axis)) > 1 or (axis, size) == ("dp_shard", 1)]
+        product = " x ".join(f"{axis} {getattr(self, axis)}" for axis in known)
+        return f"{product} = {math.prod(getattr(self, axis) for axis in known)}"
+
+    def _expected(self, world_size: int) -> str:
+        return f"sizes that {'divide' if self.dp_shard == -1 else 'multiply to'} the job's {world_size} ranks"
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The place of a rank on each axis of a resolved mesh."""
@@ -78,3 +127,38 @@ class ParallelConfig:
         for axis in reversed(AXES):
             rank, places[axis] = divmod(rank, getattr(self, axis))
         return {axis: places[axis] for axis in AXES}
+
+    def data_parallel_rank(self, rank: int) -> int:
+        """The place of a rank among those that see different samples; of a resolved mesh."""
+        places = self.coordinates(rank)
+        return places["dp_replicate"] * self.dp_shard + places["dp_shard"]
+
+
+def with_autotp(tree: Mapping[str, Any], parallel: ParallelConfig | None) -> ParallelConfig | None:
+    """The mesh of an argument and of `tensor_parallel.autotp_size` of a config, which says how many ranks share layers.
+
+    Args:
+        tree: of the config, as it was written; what is wrong in it is for `load_config` to say.
+
+    Raises:
+        UsageError: they say different sizes.
+
+    Example:
+        >>> with_autotp({"tensor_parallel": {"autotp_size": 2}}, None)
+        ParallelConfig(dp_replicate=1, dp_shard=-1, sp=1, tp=2, tp_plan='auto')
+    """
+    section = tree.get("tensor_parallel")
+    if not isinstance(section, Mapping):
+        return parallel
+    older = section.get("tensor_parallel", section.get("tp"))
+    sizes = [section.get("autotp_size"), older.get("tp_size") if isinstance(older, Mapping) else None]
+    size = max((size for size in sizes if isinstance(size, int) and not isinstance(size, bool)), default=1)
+    if size <= 1:
+        return parallel
+    if parallel is None:
+        return ParallelConfig(tp=size, tp_plan="auto")
+    if parallel.tp not in (1, size):
+        raise UsageError(
+            "ParallelConfig(tp)", expected=f"{size}, as tensor_parallel.autotp_size of the config says", got=parallel.tp
+        )
+    return replace(parallel, tp=size, tp_plan="auto" if parallel.tp_plan is None else parallel.tp_plan)

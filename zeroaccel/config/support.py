@@ -327,8 +327,8 @@ KEYS: Mapping[str, SupportStatus] = {
     ),
     "use_data_before_expert_parallelism": _unsupported("there is no expert parallelism, whose ranks it orders"),
     "expert_parallel": _refused("expert parallelism is not available yet", switch="enabled"),
-    "tensor_parallel": _refused("tensor parallelism is not available", switch="autotp_size"),
-    "tensor_parallel.tensor_parallel.tp_size": _refused("tensor parallelism is not available"),
+    "tensor_parallel": SupportStatus(Kind.WORKS, switch="autotp_size"),
+    "tensor_parallel.tensor_parallel.tp_size": _WORKS,
     "pipeline": _ignored("it is for models made as pipelines, which there are none of"),
     "hybrid_engine": _unsupported(
         "generation uses the engine that trains; engine.gathered() keeps its weights whole meanwhile", switch="enabled"

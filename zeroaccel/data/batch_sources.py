@@ -287,22 +287,29 @@ class DispatchedSource:
 
     Args:
         source: of all ranks' batches; read on rank 0 only.
+        rank, world_size: of this rank's share; ranks with the same `rank` get the same batches.
         length: batches of this rank per epoch.
     """
 
-    def __init__(self, source: BatchSource, collectives: Collectives, length: Callable[[], int]) -> None:
+    def __init__(
+        self, source: BatchSource, collectives: Collectives, rank: int, world_size: int, length: Callable[[], int]
+    ) -> None:
         self._source = source
         self._collectives = collectives
+        self._rank, self._world_size = rank, world_size
         self._length = length
 
     def epoch(self, number: int, skip: int) -> Iterator[LoadedBatch]:
         """As `BatchSource.epoch`. (all ranks, round by round)"""
-        rank, world_size = self._collectives.rank, self._collectives.world_size
-        loaded = self._source.epoch(number, skip) if rank == 0 else iter(())
+        loaded = self._source.epoch(number, skip) if self._collectives.rank == 0 else iter(())
         label = f"batches of epoch {number} from rank 0"
-        while batches := from_rank_0(self._collectives, lambda: [*map(_compact, islice(loaded, world_size))], label):
-            if rank < len(batches):
-                yield LoadedBatch(*batches[rank])
+
+        def next_round() -> list[Any]:
+            return [*map(_compact, islice(loaded, self._world_size))]
+
+        while batches := from_rank_0(self._collectives, next_round, label):
+            if self._rank < len(batches):
+                yield LoadedBatch(*batches[self._rank])
 
     def state(self, *, started: bool) -> Tensor | None:
         return self._source.state(started=started) if self._collectives.rank == 0 else None

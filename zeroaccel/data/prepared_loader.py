@@ -339,6 +339,7 @@ def prepare_data_loader(
     world_size: int | None = None,
     device: torch.device | str | None = None,
     watch: LoaderProgress | None = None,
+    cut: Callable[[Any], Any] | None = None,
 ) -> PreparedLoader:
     """This rank's shard of a loader; a prepared one is returned as it is. (all ranks, where there are collectives)
 
@@ -349,6 +350,7 @@ def prepare_data_loader(
         rank, world_size: of the shard; by default those of `collectives`, or 0 of 1.
         device: to which batches are moved; None leaves them.
         watch: registers every iteration.
+        cut: takes this rank's part of a batch that several ranks have, as parts of its sequences.
 
     Raises:
         UsageError: it is no loader, is sharded already, or cannot be sharded in the way the settings ask for.
@@ -387,15 +389,19 @@ def prepare_data_loader(
     if dispatches:
         if collectives is None:
             raise UsageError("prepare_data_loader(collectives)", expected="a way from rank 0 to the others", got=None)
-        source = DispatchedSource(source, collectives, lambda: _length(loader, rules, rank))
+        source = DispatchedSource(source, collectives, rank, world_size, lambda: _length(loader, rules, rank))
     return PreparedLoader(
         loader,
         source,
         world_size=world_size,
         samples_per_round=_samples_per_round(loader, rules),
-        place=lambda batch: to_device(batch, device, non_blocking=settings.non_blocking) if device else batch,
+        place=lambda batch: _placed(batch if cut is None else cut(batch), device, settings),
         progress=watch,
     )
+
+
+def _placed(batch: Any, device: torch.device | str | None, settings: DataLoaderConfiguration) -> Any:
+    return batch if device is None else to_device(batch, device, non_blocking=settings.non_blocking)
 
 
 def _check(loader: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import zip_longest
 
 import torch
@@ -22,7 +22,7 @@ from zeroaccel.errors import ConfigError, UsageError, listed
 from zeroaccel.logs import logger
 from zeroaccel.optim.rank_facts import SAME_OPTIMIZER, difference
 from zeroaccel.zero.access.param_registry import ParamHandle, handle_of
-from zeroaccel.zero.layout import FlatLayout, OwnerLoads
+from zeroaccel.zero.layout import FlatLayout, OwnerLoads, Split
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
 from zeroaccel.zero.precision import forget_cast
 from zeroaccel.zero.storage.placement import BufferPlan, TierSet
@@ -44,6 +44,7 @@ class Placement:
         quantized_frozen_weights: the shards of frozen parameters are stored as int8 codes.
         full_tensor_groups: indices of the param groups whose optimizer steps on full tensors.
         coupled: its rule sums over several parameters.
+        splits: id(parameter) -> how tensor parallelism cuts it.
     """
 
     dtype: torch.dtype | None
@@ -55,6 +56,7 @@ class Placement:
     quantized_frozen_weights: bool = False
     full_tensor_groups: frozenset[int] = frozenset()
     coupled: bool = False
+    splits: Mapping[int, Split] = field(default_factory=dict)
 
     def param_dtype(self, fqn: str, param: nn.Parameter) -> torch.dtype:
         """The dtype this parameter is stored and computed in."""
@@ -254,15 +256,16 @@ def _plan_buffers(spec: UnitSpec, placement: Placement, loads: OwnerLoads, world
     persistent = spec.persistent or not placement.plan.params or alone
     check_split(spec.params, placement.param_dtype)
     # One flat buffer per dtype and trainability: a collective moves one dtype, and a frozen buffer needs no gradients,
-    # masters or second gather after a step. DTensors apart, as norms count their parts on every rank of their axis.
+    # masters or second gather after a step. Split ones apart, as norms count their parts on every rank of their axis.
     kinds: dict[tuple[torch.dtype, bool, bool, bool], list[tuple[str, nn.Parameter]]] = {}
     for fqn, param in spec.params:
         kind = placement.param_dtype(fqn, param), placement.trainable(param), placement.needs_owner(param)
-        kinds.setdefault((*kind, is_split(param)), []).append((fqn, param))
+        split = id(param) in placement.splits or is_split(param)
+        kinds.setdefault((*kind, split), []).append((fqn, param))
     plans = []
     for index, ((dtype, trainable, has_owners, split), named) in enumerate(kinds.items()):
         if has_owners and split:
-            _refuse_split(named[0][0])
+            refuse_split(named[0][0])
         if trainable:  # parameters of one param group side by side: fewer ranges to step
             named = sorted(named, key=lambda item: placement.groups[id(item[1])])
         if has_owners:
@@ -270,13 +273,17 @@ def _plan_buffers(spec: UnitSpec, placement: Placement, loads: OwnerLoads, world
             owners = loads.assign([param.numel() for _, param in named])
             order = sorted(range(len(named)), key=owners.__getitem__)
             named, owners = [named[i] for i in order], [owners[i] for i in order]
-        entries = [(fqn, tuple(local(param).shape)) for fqn, param in named]
+        splits = {fqn: placement.splits[id(param)] for fqn, param in named if id(param) in placement.splits}
+        entries = []
+        for fqn, param in named:
+            shape = tuple(local(param).shape)
+            entries.append((fqn, splits[fqn].part_shape(shape) if fqn in splits else shape))
         plans.append(
             BufferPlan(
                 f"{spec.name}/{index}",
                 FlatLayout.build_with_owners(entries, owners, world_size)
                 if has_owners
-                else FlatLayout.build(entries, world_size),
+                else FlatLayout.build(entries, world_size, splits),
                 tuple(param for _, param in named),
                 dtype,
                 tuple(placement.groups[id(param)] for _, param in named) if trainable else (),
@@ -289,7 +296,8 @@ def _plan_buffers(spec: UnitSpec, placement: Placement, loads: OwnerLoads, world
     return plans
 
 
-def _refuse_split(fqn: str) -> None:
+def refuse_split(fqn: str) -> None:
+    """Raises UsageError: the optimizer of a split parameter needs it whole."""
     raise UsageError(
         f"parameter {fqn}",
         expected="to be whole, since its optimizer looks at whole tensors",
@@ -369,11 +377,20 @@ def initial_values(
             if handle is not None:
                 handle.registry.acquire([handle.unit])
             previous = handle
-        source[slot.start : slot.end].view(slot.shape).copy_(local(param))
+        value = local(param)
+        if slot.split is not None:
+            if handle is None:  # the parts of one rank's values: each rank may have drawn others
+                value = value.to(device, copy=True).contiguous()
+                collectives.job.broadcast(value.view(-1), 0, f"initial weights of {name}")
+            value = slot.split.part(value)
+        source[slot.start : slot.end].view(slot.shape).copy_(value)
     if previous is not None:
         previous.registry.release([previous.unit])
     if any(_initialized(param) is None for param in params):  # gathered values are the same on all ranks already
-        collectives.broadcast(source, 0, f"initial weights of {name}")
+        if collectives.tensor is None:
+            collectives.broadcast(source, 0, f"initial weights of {name}")
+        elif layout.slots[0].split is None:
+            collectives.job.broadcast(source, 0, f"initial weights of {name}")
     _take_over(params)
     return source
 

@@ -954,7 +954,7 @@ class Engine(nn.Module):
                 unit.unshard()
                 unit.wait()
             for buffer in unit.buffers:
-                buffer.detach_parameters()
+                buffer.detach_parameters(self.collectives)
         self.registry.close()
         while self._undo:  # last in, first out: a patch may lie on top of an earlier one
             self._undo.pop()()

@@ -26,6 +26,7 @@ from zeroaccel.optim.optimizer_factory import build_optimizer
 from zeroaccel.optim.optimizer_kinds import OptimizerKind
 from zeroaccel.zero.build import Placement
 from zeroaccel.zero.grad_reducer import ReduceRules
+from zeroaccel.zero.layout import Split
 from zeroaccel.zero.precision import BufferDtypes, DynamicLossScale, LossScale, StaticLossScale, kept_in_fp32
 from zeroaccel.zero.prefetch import PrefetchLimits
 from zeroaccel.zero.wrap_policy import LeafRules, UnitSpec, group_parameters
@@ -100,12 +101,14 @@ def placement_of(
     device: torch.device,
     residences: TierPlan,
     kinds: Sequence[OptimizerKind] = (),
+    splits: Mapping[int, Split] | None = None,
 ) -> Placement:
     """In which dtype, on which device and how sharded parameters are stored.
 
     Args:
         groups: id of a trained parameter -> index of its param group.
         kinds: of each param group; none without an optimizer.
+        splits: id of a parameter -> how tensor parallelism cuts it.
     """
     fp32 = kept_in_fp32(model, settings.data_types.keep_in_fp32_modules)
     offloads_params = residences.param != "device"
@@ -120,6 +123,7 @@ def placement_of(
         quantized_frozen_weights,
         frozenset(index for index, kind in enumerate(kinds) if kind is OptimizerKind.PER_TENSOR),
         OptimizerKind.COUPLED in kinds,
+        splits or {},
     )
 
 

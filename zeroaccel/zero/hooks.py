@@ -256,7 +256,7 @@ class StateDictHooks:
         loaded: dict[str, Tensor] = {}
         gathered: list[ParamUnit] = []
 
-        def before(module: nn.Module, state: Mapping[str, Any], prefix: str, metadata: Any, *rest: Any) -> None:
+        def before(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *rest: Any) -> None:
             # assign=True would put new objects in place of the parameters that units, hooks and optimizer refer to.
             if metadata.get("assign_to_params_buffers"):
                 raise EngineStateError(
@@ -268,8 +268,10 @@ class StateDictHooks:
             for name, handle in owned.items():
                 # Kept until after torch's own copy, which rounds to the parameter's dtype: the master gets all bits.
                 value = state.get(prefix + name)
-                if isinstance(value, Tensor) and tuple(value.shape) == handle.slot.shape:
-                    loaded[name] = value
+                if isinstance(value, Tensor) and tuple(value.shape) == handle.slot.whole_shape:
+                    split = handle.slot.split
+                    # The dict is torch's own copy. Of a split parameter it gets the part that the parameter has.
+                    loaded[name] = state[prefix + name] = value if split is None else split.part(value)
             for unit in units:
                 # torch copies into the parameter after this hook, and `after` writes shard and master from there.
                 if unit.state is ShardState.SHARDED:
@@ -292,25 +294,43 @@ class StateDictHooks:
     def _attach_to_reading(self, module: nn.Module, owned: Mapping[str, ParamHandle]) -> None:
         on_absent = self._on_absent
 
-        def is_absent(handle: ParamHandle) -> bool:
-            return handle.unit.state is ShardState.SHARDED and not handle.unit.persistent
+        def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+            if on_absent is None:
+                _refuse_absent(owned)
+            _refuse_partial(owned)
 
-        def refuse_nans(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            absent = next(filter(is_absent, owned.values()), None)
-            if absent is not None:
-                raise _reads_nan("state_dict()", absent.unit)
-
+        self._handles.append(module.register_state_dict_pre_hook(_Attached(refuse)))
         if on_absent is None:
-            self._handles.append(module.register_state_dict_pre_hook(_Attached(refuse_nans)))
             return
 
         def leave_out_nans(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
             for name, handle in owned.items():
-                if prefix + name in state and is_absent(handle):
+                if prefix + name in state and _is_absent(handle):
                     on_absent()
                     state[prefix + name] = state[prefix + name].new_empty(0)
 
         self._handles.append(module.register_state_dict_post_hook(_Attached(leave_out_nans)))
+
+
+def _is_absent(handle: ParamHandle) -> bool:
+    return handle.unit.state is ShardState.SHARDED and not handle.unit.persistent
+
+
+def _refuse_absent(owned: Mapping[str, ParamHandle]) -> None:
+    """Raises EngineStateError where a state dict would have NaN without saying so."""
+    absent = next(filter(_is_absent, owned.values()), None)
+    if absent is not None:
+        raise _reads_nan("state_dict()", absent.unit)
+
+
+def _refuse_partial(owned: Mapping[str, ParamHandle]) -> None:
+    """Raises EngineStateError where a state dict would have parts of parameters without saying so."""
+    part = next((handle for handle in owned.values() if handle.slot.split is not None), None)
+    if part is not None:
+        raise EngineStateError(
+            f"state_dict(): {part.slot.fqn} is split over ranks, and this one has a part of it",
+            fix="use engine.consolidated_state_dict(), or save with the checkpoint calls",
+        )
 
 
 def watch_construction(

@@ -17,10 +17,11 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
+import torch
 from torch import Tensor
 
 ALIGN_NUMEL = 32
@@ -80,13 +81,103 @@ class FlatTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Split:
+    """How tensor parallelism cuts a parameter: along one dim into equal parts, one per rank of the `tp` axis.
+
+    Attributes:
+        parts: how many.
+        index: of this rank's part.
+
+    Example:
+        >>> split = Split(dim=1, parts=2, index=1)
+        >>> split.part(torch.arange(8).view(2, 4)).tolist()
+        [[2, 3], [6, 7]]
+        >>> split.whole_shape((2, 2))
+        (2, 4)
+    """
+
+    dim: int
+    parts: int
+    index: int
+
+    def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the parameter, from that of a part."""
+        return tuple(size * self.parts if dim == self.dim else size for dim, size in enumerate(shape))
+
+    def part_shape(self, whole: Sequence[int]) -> tuple[int, ...]:
+        """The shape of a part, from that of the parameter."""
+        return tuple(size // self.parts if dim == self.dim else size for dim, size in enumerate(whole))
+
+    def part(self, whole: Tensor) -> Tensor:
+        """This rank's part: a view."""
+        size = whole.shape[self.dim] // self.parts
+        return whole.narrow(self.dim, self.index * size, size)
+
+    def join(self, parts: Sequence[Tensor]) -> Tensor:
+        """The parameter from the parts of all ranks, in their order."""
+        return torch.cat(list(parts), self.dim)
+
+    def runs(self, shape: Sequence[int], part: FlatRange) -> Iterator[tuple[int, FlatRange]]:
+        """Where elements of a part lie in the parameter, flattened in row-major order: runs that lie there together.
+
+        Args:
+            shape: of the part.
+            part: of its elements, flattened.
+
+        Yields:
+            The first element of a run in the parameter, and its range in the part.
+
+        Example:
+            >>> list(Split(dim=1, parts=2, index=1).runs((2, 2), FlatRange(1, 4)))
+            [(3, FlatRange(start=1, end=2)), (6, FlatRange(start=2, end=4))]
+        """
+        run = math.prod(shape[self.dim :])
+        while part:
+            row, first = divmod(part.start, run)
+            own = FlatRange(part.start, min(part.end, (row + 1) * run))
+            yield (row * self.parts + self.index) * run + first, own
+            part = FlatRange(own.end, part.end)
+
+
+@dataclass(frozen=True, slots=True)
 class Slot:
-    """The range of one parameter in the flat buffer."""
+    """The range of one parameter in the flat buffer.
+
+    Attributes:
+        shape: of this rank's part, where the parameter is split.
+        split: by tensor parallelism; None where every rank has all of it.
+    """
 
     fqn: str
     shape: tuple[int, ...]
     start: int
     numel: int
+    split: Split | None = None
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """The shape of the parameter as the model has it."""
+        return self.shape if self.split is None else self.split.whole_shape(self.shape)
+
+    @property
+    def whole_numel(self) -> int:
+        """Elements of the parameter as the model has it."""
+        return math.prod(self.whole_shape)
+
+    def runs(self, part: FlatRange) -> Iterator[tuple[int, FlatRange]]:
+        """Where elements of the slot lie in the whole parameter, flattened.
+
+        Args:
+            part: of the flat buffer, within the slot.
+
+        Yields:
+            The first element of a run in the parameter, and its range in the flat buffer.
+        """
+        if self.split is None:
+            yield part.start - self.start, part
+            return
+        for first, own in self.split.runs(self.shape, FlatRange(part.start - self.start, part.end - self.start)):
+            yield first, FlatRange(self.start + own.start, self.start + own.end)
 
     @property
     def end(self) -> int:
@@ -150,9 +241,18 @@ class FlatLayout:
         object.__setattr__(self, "_starts", (0, *accumulate(self.split_sizes)))
 
     @classmethod
-    def build(cls, entries: Iterable[tuple[str, tuple[int, ...]]], world_size: int) -> FlatLayout:
-        """Lays out (fqn, shape) entries one after the other, in equal shards."""
-        slots, cursor = _slots(entries)
+    def build(
+        cls,
+        entries: Iterable[tuple[str, tuple[int, ...]]],
+        world_size: int,
+        splits: Mapping[str, Split] | None = None,
+    ) -> FlatLayout:
+        """Lays out (fqn, shape) entries one after the other, in equal shards.
+
+        Args:
+            splits: by fqn, of the entries that are parts of parameters.
+        """
+        slots, cursor = _slots(entries, splits)
         numel = round_up(cursor, ALIGN_NUMEL * world_size)
         return cls(slots, numel, (numel // world_size,) * world_size)
 
@@ -263,11 +363,13 @@ class FlatLayout:
             yield FlatRange(cursor, self.numel)
 
 
-def _slots(entries: Iterable[tuple[str, tuple[int, ...]]]) -> tuple[tuple[Slot, ...], int]:
+def _slots(
+    entries: Iterable[tuple[str, tuple[int, ...]]], splits: Mapping[str, Split] | None = None
+) -> tuple[tuple[Slot, ...], int]:
     """(fqn, shape) entries one after the other at aligned places, and where the last one's padding ends."""
     slots, cursor = [], 0
     for fqn, shape in entries:
         numel = math.prod(shape)
-        slots.append(Slot(fqn, tuple(shape), cursor, numel))
+        slots.append(Slot(fqn, tuple(shape), cursor, numel, (splits or {}).get(fqn)))
         cursor += round_up(numel, ALIGN_NUMEL)
     return tuple(slots), cursor

@@ -26,6 +26,7 @@ from zeroaccel.zero.layout import FlatLayout, FlatRange
 from zeroaccel.zero.storage.copy_stream import CopyStream
 from zeroaccel.zero.storage.masters import MasterPlace, MasterStorage, NoMasters
 from zeroaccel.zero.storage.shards import MemoryShard, SecondaryShard, ShardPlace, ShardStorage
+from zeroaccel.zero.tensor_parallel import whole_of
 from zeroaccel.zero.tensor_subclasses import as_ordinary, as_sharded, is_split, local, set_local
 
 
@@ -122,7 +123,7 @@ class FlatBuffer:
     @property
     def is_split(self) -> bool:
         """Whether tensor parallelism splits its parameters: other ranks have other parts of them."""
-        return is_split(self.params[0])
+        return self.layout.slots[0].split is not None or is_split(self.params[0])
 
     def adopt(self, source: Tensor, shard: ShardStorage, masters: MasterStorage | None = None) -> None:
         """Takes over the weights and becomes what the parameters are views of.
@@ -178,10 +179,10 @@ class FlatBuffer:
         self._views = self._cut()
         self.full.untyped_storage().resize_(0)
 
-    def detach_parameters(self) -> None:
-        """Gives each parameter, unsharded now, storage of its own, as a program that saves the model expects."""
-        for param in self.params:
-            set_local(param, local(param).clone())
+    def detach_parameters(self, collectives: Collectives) -> None:
+        """Gives each parameter, unsharded now, storage of its own and all its elements. (all ranks, if it is split)"""
+        for param, slot in zip(self.params, self.layout.slots, strict=True):
+            set_local(param, whole_of(slot, local(param).clone(), collectives))
         if not self.persistent:
             self.free()
 

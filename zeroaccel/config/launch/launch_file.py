@@ -28,7 +28,7 @@ from zeroaccel.config.diagnostics import (
 )
 from zeroaccel.config.document import key_paths
 from zeroaccel.config.launch.launch_foreign import settle_foreign_keys
-from zeroaccel.config.launch.launch_settings import LaunchFile, LaunchSettings
+from zeroaccel.config.launch.launch_settings import SECTIONS, LaunchFile, LaunchSettings
 from zeroaccel.config.launch.launch_sources import ExplicitSettings
 from zeroaccel.config.normalize import NormalizedConfig
 from zeroaccel.config.yaml_text import parse_yaml
@@ -53,10 +53,8 @@ _MOST_NBYTES = 4 << 20
 
 _PROJECT_MARKS = (".git", "pyproject.toml", "setup.cfg", "setup.py")
 _FILLED_IN = ("machine_rank", "num_machines", "num_processes", "main_process_ip", "main_process_port")
-_SECTIONS = ("deepspeed_config", "dynamo_config")
 _REFUSED: Mapping[str, tuple[str, str]] = {
     "megatron_lm_config": ("settings of Megatron-LM, which is another engine", "remove it"),
-    "parallelism_config": ("tensor, context and sequence parallelism are not available", "remove it"),
     "fp8_config": ("8-bit training is not available", "remove it, and set mixed_precision to bf16"),
     "ipex_config": ("that library is not used", "remove it"),
     "mpirun_config": ("mpirun is not called from here", "remove it, and run `mpirun ... zeroaccel launch ...`"),
@@ -222,7 +220,7 @@ def _without_nothing(tree: dict[Any, Any]) -> dict[Any, Any]:
 def _without(values: Mapping[str, Any], tree: dict[Any, Any]) -> dict[Any, Any]:
     """Without the keys of settings that a flag or a variable decides; the file may have blanks to be filled there."""
     rest = {key: value for key, value in tree.items() if key not in values or key == "distributed_type"}
-    for section in _SECTIONS:
+    for section in SECTIONS:
         if isinstance(rest.get(section), dict):
             rest[section] = {key: value for key, value in rest[section].items() if key not in values}
     return rest
@@ -262,7 +260,7 @@ def _flat(tree: Mapping[str, Any], model: LaunchFile) -> tuple[dict[str, Any], d
     """Setting -> value, and setting -> path of its key, of those that are given in the file."""
     values: dict[str, Any] = {}
     paths: dict[str, KeyPath] = {}
-    for section in ((), *((name,) for name in _SECTIONS)):
+    for section in ((), *((name,) for name in SECTIONS)):
         keys = tree.get(section[0], {}) if section else tree
         owner = getattr(model, section[0]) if section else model
         for name in keys:

@@ -153,6 +153,14 @@ def _is_true(value: Any) -> bool:
     return str(value).lower() in ("true", "1", "yes", "y", "on", "t")
 
 
+_AXES = "parallelism_config"
+OTHER_AXES: Mapping[str, str] = {
+    "cp_size": "context parallelism is not available; sp_size cuts sequences",
+    "cp_backend": "",
+    "cp_comm_strategy": "",
+    "sp_backend": "sequences are cut as DeepSpeed does (Ulysses)",
+}
+"""Settings of accelerate's mesh that are none here -> why, where a value that divides something is refused."""
 _SECTION = "deepspeed_config"
 _FSDP = "fsdp_config"
 _LIKE_GPU = ("MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_SDAA", "MULTI_MUSA", "MULTI_HPU", "MULTI_NEURON")
@@ -282,24 +290,32 @@ def _drop_idle(foreign: ForeignKeys, kind: str | None) -> None:
     if tree.get("mpirun_config") and (kind != "MULTI_CPU" or tree.get("num_machines", 1) == 1):
         del tree["mpirun_config"]
         foreign.notes.append((("mpirun_config",), "does nothing, the processes of this machine are started from here"))
-    _drop_trivial_parallelism(foreign)
+    _settle_axes(foreign)
 
 
-def _drop_trivial_parallelism(foreign: ForeignKeys) -> None:
-    """Sizes of 1 divide nothing, and the data-parallel ones only group the ranks that hold shards."""
-    section = foreign.tree.get("parallelism_config")
-    if not isinstance(section, dict):
+def refused_axis(name: str, value: object) -> str:
+    """Why a value of `OTHER_AXES` is refused; empty for one that divides nothing."""
+    divides_nothing = str(value).lower() in ("none", "0", "1", "deepspeed" if name == "sp_backend" else "")
+    return "" if divides_nothing else OTHER_AXES[name]
+
+
+def _settle_axes(foreign: ForeignKeys) -> None:
+    """Sizes of 1 divide nothing; what belongs to an axis that is not divided does nothing."""
+    section = foreign.tree.get(_AXES)
+    if section is None:
         return
-    sizes = {
-        str(key): value
-        for key, value in section.items()
-        if str(key).endswith("_size") and "_dp_" not in str(key) and not str(key).startswith("dp_")
-    }
-    if all(value in (None, 0, 1) for value in sizes.values()):
-        del foreign.tree["parallelism_config"]
-        if section:
-            text = "does nothing, there is data parallelism only, over all ranks"
-            foreign.notes.append((("parallelism_config",), text))
+    if not isinstance(section, dict):
+        foreign.problems.append(Problem((_AXES,), expected="sizes as in `sp_size: 2`", got=section))
+        del foreign.tree[_AXES]
+        return
+    ours = {}
+    for key, value in section.items():
+        name = str(key).removeprefix(f"{_AXES}_")
+        if name not in OTHER_AXES:
+            ours[key] = value
+        elif reason := refused_axis(name, value):
+            foreign.problems.append(Problem((_AXES, str(key)), text=reason, got=value, fix="remove it"))
+    foreign.tree[_AXES] = ours
 
 
 def _translate(foreign: ForeignKeys, typed: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, ValidationError
 
 from zeroaccel.config.diagnostics import NOTHING, Problem, closest, from_pydantic
+from zeroaccel.config.parallel import AXES, ParallelConfig
 from zeroaccel.config.section import (
     AlsoSpelled,
     ConfigSection,
@@ -32,7 +33,7 @@ from zeroaccel.config.section import (
     spellings,
     wrong,
 )
-from zeroaccel.errors import ConfigError, compose
+from zeroaccel.errors import ConfigError, UsageError, compose
 
 Rendezvous = Literal["static", "c10d"]
 DistributedType = Literal["NO", "MULTI_CPU", "MULTI_GPU", "DEEPSPEED"]
@@ -236,6 +237,27 @@ class DynamoSettings(ConfigSection):
     """Compile the repeated blocks, rather than the model as a whole."""
 
 
+class ParallelSettings(ConfigSection):
+    """How the processes share out the work beyond ZeRO; `parallelism_config` in the file."""
+
+    dp_replicate_size: Annotated[PositiveCount | None, AlsoSpelled("parallelism_config_dp_replicate_size")] = None
+    """Groups of processes that each hold one sharded model. [default: 1]"""
+    dp_shard_size: Annotated[PositiveCount | None, AlsoSpelled("parallelism_config_dp_shard_size")] = None
+    """Data-parallel processes in each of these groups. [default: what the other sizes leave; 1 says the same]"""
+    sp_size: Annotated[PositiveCount | None, AlsoSpelled("parallelism_config_sp_size")] = None
+    """Processes that share each sequence (Ulysses). [default: 1]"""
+    tp_size: Annotated[PositiveCount | None, AlsoSpelled("parallelism_config_tp_size")] = None
+    """Processes that share each layer (tensor parallelism). [default: 1]"""
+    sp_seq_length: Annotated[PositiveCount | None, AlsoSpelled("parallelism_config_sp_seq_length")] = None
+    """Tokens of every sequence, where all are as long; for scripts of accelerate, as lengths may vary here."""
+    sp_seq_length_is_variable: Annotated[Flag | None, AlsoSpelled("parallelism_config_sp_seq_length_is_variable")] = (
+        None
+    )
+    """Whether sequences differ in length; for scripts of accelerate, as they always may here."""
+    sp_attn_implementation: Annotated[Name | None, AlsoSpelled("parallelism_config_sp_attn_implementation")] = None
+    """Attention of the model, as sdpa; for scripts of accelerate, as the model's own is taken here."""
+
+
 class DeepSpeedSection(ZeroSettings, HostSettings):
     """`deepspeed_config` of the launch file."""
 
@@ -263,8 +285,8 @@ class LaunchFile(ProcessSettings):
     """Settings of FSDP: read as the stage and offload that shard the same way, where distributed_type is FSDP."""
     megatron_lm_config: FreeSection = None
     """Settings of another engine."""
-    parallelism_config: FreeSection = None
-    """Tensor, context and sequence parallelism."""
+    parallelism_config: ParallelSettings = ParallelSettings()
+    """How the processes share out the work beyond ZeRO."""
     fp8_config: FreeSection = None
     """8-bit training."""
     ipex_config: FreeSection = None
@@ -272,6 +294,9 @@ class LaunchFile(ProcessSettings):
     mpirun_config: FreeSection = None
     """How mpirun is called."""
 
+
+SECTIONS = ("deepspeed_config", "dynamo_config", "parallelism_config")
+"""Keys of the launch file that hold settings of their own."""
 
 DEFAULT_STAGE = 2
 """The stage of a launch that asks for ZeRO without a stage, as in accelerate."""
@@ -283,7 +308,7 @@ _RENDEZVOUS_KEYS: Mapping[Rendezvous, tuple[str, ...]] = {
 }
 
 
-class LaunchSettings(ProcessSettings, ZeroSettings, HostSettings, DynamoSettings):
+class LaunchSettings(ProcessSettings, ZeroSettings, HostSettings, DynamoSettings, ParallelSettings):
     """How a job is started. Made by `launch_settings`, which also checks the settings against each other."""
 
     @property
@@ -318,6 +343,11 @@ class LaunchSettings(ProcessSettings, ZeroSettings, HostSettings, DynamoSettings
         return bool(self.zero_settings)
 
     @property
+    def parallel(self) -> ParallelConfig:
+        """The mesh that is asked for."""
+        return ParallelConfig.from_sizes({axis: getattr(self, f"{axis}_size") for axis in AXES})
+
+    @property
     def zero_settings(self) -> dict[str, Any]:
         """The settings of ZeRO that were given."""
         return {name: value for name in ZeroSettings.model_fields if (value := getattr(self, name)) is not None}
@@ -325,11 +355,12 @@ class LaunchSettings(ProcessSettings, ZeroSettings, HostSettings, DynamoSettings
 
 def file_path(name: str) -> tuple[str, ...]:
     """The keys of a setting in the launch file, as accelerate spells them."""
-    for section in ("deepspeed_config", "dynamo_config"):
+    for section in SECTIONS:
         nested = nested_section(LaunchFile.model_fields[section])
         if nested is not None and name in nested.model_fields:
             others = [mark.name for mark in spellings(nested.model_fields[name])]
-            return section, next((other for other in others if other.startswith("deepspeed_")), name)
+            prefixes = ("deepspeed_", "parallelism_config_")
+            return section, next((other for other in others if other.startswith(prefixes)), name)
     return (name,)
 
 
@@ -422,6 +453,21 @@ def _contradictions(settings: LaunchSettings) -> Iterator[Problem]:
             expected = f"settings of the {settings.rendezvous} rendezvous ({', '.join(keys)})"
             yield Problem(("rdzv_conf",), expected=expected, got=name)
     yield from _problems_of_zero(settings)
+    yield from _problems_of_axes(settings)
+
+
+def _problems_of_axes(settings: LaunchSettings) -> Iterator[Problem]:
+    if settings.num_processes is None:
+        return  # as many as there are devices: `plan_launch` knows, and every rank checks
+    mesh = settings.parallel
+    try:
+        mesh.resolve(settings.num_processes)
+    except UsageError:
+        names = [f"{axis}_size" for axis in AXES if getattr(settings, f"{axis}_size") is not None]
+        yield Problem((names[-1],), text=mesh.misfit(settings.num_processes), fix=_FITTING)
+
+
+_FITTING = "change num_processes, or the sizes"
 
 
 def _problems_of_elasticity(settings: LaunchSettings) -> Iterator[Problem]:

@@ -19,12 +19,14 @@ from zeroaccel.config.bounds import parse_plain_json
 from zeroaccel.config.diagnostics import Problem, closest
 from zeroaccel.config.launch.launch_settings import LaunchSettings, idle_settings, launch_settings, wrong_settings
 from zeroaccel.config.launch.setting_table import SETTINGS
+from zeroaccel.config.parallel import AXES, ParallelConfig
 from zeroaccel.config.section import as_integer, as_text, spellings
 from zeroaccel.errors import ConfigError, compose
 
 SOURCES_VARIABLE = "ZEROACCEL_LAUNCH_SOURCES"
 _FILE_FIELDS = "ACCELERATE_CONFIG_DS_FIELDS"
 _USE_ZERO = "ACCELERATE_USE_DEEPSPEED"
+_USE_MESH = "ACCELERATE_USE_PARALLELISM_CONFIG"
 _NOT_IN_FILE = ("--", "environment ", "default")
 _PRECISIONS = ("no", "fp16", "bf16", "fp8")
 
@@ -49,6 +51,9 @@ class LaunchedSettings:
         dynamo_backend, dynamo_mode, dynamo_use_fullgraph, dynamo_use_dynamic, dynamo_use_regional_compilation:
             arguments of torch.compile; a backend of "no" compiles nothing.
         debug: check the arguments of the collectives that scripts call.
+        use_parallelism_config: the sizes that follow count.
+        dp_replicate_size, dp_shard_size, sp_size, tp_size: of the mesh, see `ParallelConfig`.
+        sp_seq_length, sp_seq_length_is_variable, sp_attn_implementation: for accelerate.
     """
 
     use_zero: bool | None = None
@@ -71,6 +76,21 @@ class LaunchedSettings:
     dynamo_use_dynamic: bool | None = None
     dynamo_use_regional_compilation: bool | None = None
     debug: bool | None = None
+    use_parallelism_config: bool | None = None
+    dp_replicate_size: int | None = None
+    dp_shard_size: int | None = None
+    sp_size: int | None = None
+    tp_size: int | None = None
+    sp_seq_length: int | None = None
+    sp_seq_length_is_variable: bool | None = None
+    sp_attn_implementation: str | None = None
+
+    @property
+    def parallel(self) -> ParallelConfig | None:
+        """The mesh that the launch asks for."""
+        if not self.use_parallelism_config:
+            return None
+        return ParallelConfig.from_sizes({axis: getattr(self, f"{axis}_size") for axis in AXES})
 
 
 def _integer(text: str) -> int:
@@ -114,10 +134,11 @@ _FORMS_BY_NAME = {
     "offload_param_device": _LOWER,
     "dynamo_backend": _LOWER,
 }
+_SWITCHES = {"use_zero": _USE_ZERO, "use_parallelism_config": _USE_MESH}
 # Field of `LaunchedSettings` -> (variable, form).
 _RANK_VARIABLES: Mapping[str, tuple[str, _Form]] = {
     one.name: (
-        SETTINGS[one.name].rank_variable if one.name in SETTINGS else _USE_ZERO,
+        SETTINGS[one.name].rank_variable if one.name in SETTINGS else _SWITCHES[one.name],
         _FORMS_BY_NAME.get(one.name, _FORMS_BY_TYPE[str(one.type)]),
     )
     for one in fields(LaunchedSettings)
@@ -129,6 +150,8 @@ _UNSET = {
     "offload_optimizer_nvme_path": ("none",),
     "offload_param_nvme_path": ("none",),
     "deepspeed_config_file": ("none",),
+    "sp_seq_length": ("none",),
+    "sp_attn_implementation": ("none",),
 }
 
 
@@ -311,6 +334,9 @@ def launched_environment(settings: LaunchSettings, sources: Mapping[str, str]) -
     if settings.uses_zero or settings.distributed_type is not None:
         values["use_zero"] = settings.uses_zero
         value_sources["use_zero"] = sources.get("distributed_type", "default")
+    if settings.parallel != ParallelConfig(dp_shard=settings.parallel.dp_shard):
+        values["use_parallelism_config"] = True
+        value_sources["use_parallelism_config"] = "default"
     if settings.uses_zero and values.get("use_cpu"):
         # accelerate reads the variable as "DDP, whatever else is asked for". Devices are hidden from ranks anyway; said
         # as false, as ranks inherit the variable where the launcher has it from its own environment.

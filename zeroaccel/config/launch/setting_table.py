@@ -43,7 +43,9 @@ class Setting:
 
 _PROCESSES, _MACHINES, _COMPILATION, _OUTPUT = "Processes", "Machines", "Compilation", "Output and errors"
 _TRAINING = "Precision and ZeRO, for what the script does not say"
+_MESH = "Meshes beside ZeRO"
 _ZERO = "zero_optimization"
+_SIZES = "PARALLELISM_CONFIG"
 
 SETTINGS: Mapping[str, Setting] = {
     setting.name: setting
@@ -138,6 +140,15 @@ SETTINGS: Mapping[str, Setting] = {
             rank_variable="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
             json_path=f"{_ZERO}.leaf_module.classes",
         ),
+        Setting("dp_replicate_size", _MESH, rank_variable=f"{_SIZES}_DP_REPLICATE_SIZE"),
+        Setting("dp_shard_size", _MESH, rank_variable=f"{_SIZES}_DP_SHARD_SIZE"),
+        Setting("sp_size", _MESH, rank_variable=f"{_SIZES}_SP_SIZE"),
+        Setting("tp_size", _MESH, rank_variable=f"{_SIZES}_TP_SIZE"),
+        Setting("sp_seq_length", _MESH, rank_variable=f"{_SIZES}_SP_SEQ_LENGTH"),
+        Setting(
+            "sp_seq_length_is_variable", _MESH, takes_value=True, rank_variable=f"{_SIZES}_SP_SEQ_LENGTH_IS_VARIABLE"
+        ),
+        Setting("sp_attn_implementation", _MESH, "NAME", rank_variable=f"{_SIZES}_SP_ATTN_IMPLEMENTATION"),
         Setting("dynamo_backend", _COMPILATION, "NAME", rank_variable="ACCELERATE_DYNAMO_BACKEND"),
         Setting("dynamo_mode", _COMPILATION, rank_variable="ACCELERATE_DYNAMO_MODE"),
         Setting("dynamo_use_fullgraph", _COMPILATION, rank_variable="ACCELERATE_DYNAMO_USE_FULLGRAPH"),

@@ -25,6 +25,7 @@ from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry, han
 from zeroaccel.zero.coordinator import OnDemandUnshard, ParamCoordinator
 from zeroaccel.zero.layout import FlatTensor
 from zeroaccel.zero.param_unit import ParamUnit
+from zeroaccel.zero.tensor_parallel import whole_of
 
 
 class GatheredParameters:
@@ -49,7 +50,7 @@ class GatheredParameters:
 
     Raises:
         UsageError: on every rank, on leaving: a parameter was written without a `modifier_rank`, or was given other
-            storage. On entering: there is no rank `modifier_rank`.
+            storage. On entering: there is no rank `modifier_rank`, or it has only a part of a parameter.
     """
 
     def __init__(
@@ -70,9 +71,11 @@ class GatheredParameters:
         unique = {id(handle.param): handle for param in self._params if (handle := handle_of(param)) is not None}
         self._handles = sorted(unique.values(), key=lambda handle: handle.order)
         for registry, handles in _by_registry(self._handles):
-            ranks = registry.collectives.world_size
+            ranks = registry.everyone.world_size
             if self._rank is not None and not (type(self._rank) is int and 0 <= self._rank < ranks):
                 raise UsageError("GatheredParameters(modifier_rank)", expected=f"0 to {ranks - 1}", got=self._rank)
+            if self._rank is not None:
+                _refuse_split(handles)
             registry.acquire(_units(handles))
             for handle in handles:
                 registry.write_detector.enter(handle.buffer, handle.index, writes=self._rank is not None)
@@ -102,7 +105,7 @@ class GatheredParameters:
             return  # the program is ending (KeyboardInterrupt, SystemExit): no collective any more
         label = f"GatheredParameters({handles[0].slot.fqn}, {len(handles)} in all)"
         try:
-            agree_or_raise(registry.collectives, error, label)
+            agree_or_raise(registry.everyone, error, label)
         except Exception:
             if raised is None:
                 raise
@@ -111,7 +114,7 @@ class GatheredParameters:
             return
         for handle in handles:
             view = handle.buffer.view(handle.index).detach()
-            registry.collectives.broadcast(view.view(-1), self._rank, f"new values of {handle.slot.fqn}")
+            registry.everyone.broadcast(view.view(-1), self._rank, f"new values of {handle.slot.fqn}")
             store(handle, self._masters.get(id(handle)))
             registry.write_detector.refresh(handle.buffer, handle.index)
 
@@ -163,7 +166,7 @@ def iter_named_full_params(registry: ParamRegistry) -> Iterator[tuple[str, Tenso
         try:
             for buffer in unit.buffers:
                 for index, slot in enumerate(buffer.layout.slots):
-                    yield slot.fqn, buffer.view(index).detach()
+                    yield slot.fqn, whole_of(slot, buffer.view(index).detach(), registry.collectives)
         finally:
             registry.release([unit])
 
@@ -244,6 +247,18 @@ def _replaced(handles: Sequence[ParamHandle]) -> UsageError | None:
         got="other storage assigned to .data",
         fix="copy into it: param.data.copy_(values)",
     )
+
+
+def _refuse_split(handles: Sequence[ParamHandle]) -> None:
+    """One rank cannot write what it has a part of only."""
+    for handle in handles:
+        if handle.slot.split is not None:
+            raise UsageError(
+                f"GatheredParameters(modifier_rank): {handle.slot.fqn}",
+                expected="parameters that every rank has whole",
+                got=f"a part of shape {handle.slot.shape} of one that is split by tensor parallelism",
+                fix="write it with zero.safe_set_full_fp32_param",
+            )
 
 
 def _written(registry: ParamRegistry, handles: Sequence[ParamHandle]) -> UsageError | None:

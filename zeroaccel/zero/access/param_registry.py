@@ -172,6 +172,11 @@ class ParamRegistry:
         self._units.clear()
 
     @property
+    def everyone(self) -> Collectives:
+        """Over the ranks that have the parameters, or parts of them."""
+        return self.collectives if self.collectives.tensor is None else self.collectives.job
+
+    @property
     def units(self) -> tuple[ParamUnit, ...]:
         """In the order of registration, which is the same on all ranks."""
         return tuple(self._units.values())

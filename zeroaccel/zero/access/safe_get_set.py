@@ -28,6 +28,7 @@ from zeroaccel.zero.grad_reducer import GradientBuffer
 from zeroaccel.zero.layout import FlatRange, FlatTensor
 from zeroaccel.zero.param_check import fingerprint
 from zeroaccel.zero.storage.masters import MasterPiece
+from zeroaccel.zero.tensor_parallel import whole_of
 
 _GATHERED_NUMEL = 1 << 22  # of each rank at a time
 
@@ -75,7 +76,11 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
         UsageError: no engine keeps the parameter; `value` has another shape, or differs between ranks.
     """
     handle = _required(param, "safe_set_full_fp32_param")
-    flat = _checked(handle, value, "safe_set_full_fp32_param")
+    _set_masters(handle, _checked(handle, value, "safe_set_full_fp32_param"))
+
+
+def _set_masters(handle: ParamHandle, flat: Tensor) -> None:
+    """Replaces the master and the copies of it by `flat`, (numel,) fp32."""
     values = FlatTensor(handle.slot.range, flat)
     _write(handle, _masters(handle), values)
     with torch.no_grad():  # after the master: in fp32 that is part of these already
@@ -101,7 +106,7 @@ def safe_set_local_fp32_param(param: nn.Parameter, value: Tensor) -> None:
     handle = _required(param, "safe_set_local_fp32_param")
     own = _checked_local(handle, value, "safe_set_local_fp32_param")
     full = _assembled(handle, own, f"set {handle.slot.fqn}")
-    safe_set_full_fp32_param(param, full.view(handle.slot.shape))
+    _set_masters(handle, full)
 
 
 # -- gradients
@@ -298,10 +303,12 @@ def _local(handle: ParamHandle, values: _Values) -> Tensor:
 
 
 def _full(handle: ParamHandle, values: _Values, what: str) -> Tensor:
-    """fp32, of the parameter's shape: a copy, equal on all ranks."""
+    """fp32, of the whole parameter's shape: a copy, equal on all ranks."""
     if values.is_replicated:
-        return _copied(handle, values, handle.slot.range).view(handle.slot.shape)
-    return _assembled(handle, _local(handle, values), f"{what} {handle.slot.fqn}").view(handle.slot.shape)
+        full = _copied(handle, values, handle.slot.range)
+    else:
+        full = _assembled(handle, _local(handle, values), f"{what} {handle.slot.fqn}")
+    return whole_of(handle.slot, full.view(handle.slot.shape), handle.registry.collectives)
 
 
 def _copied(handle: ParamHandle, values: _Values, part: FlatRange) -> Tensor:
@@ -361,19 +368,19 @@ def _required_gradient(param: nn.Parameter, call: str) -> tuple[ParamHandle, _Va
 
 
 def _checked(handle: ParamHandle, value: Tensor, call: str) -> Tensor:
-    """(numel,) fp32; the same on all ranks."""
-    collectives = handle.registry.collectives
-    where = f"{call}({handle.slot.fqn})"
+    """(numel,) fp32, of a value that is the same on all ranks: of a split parameter, this rank's part of it."""
+    collectives, slot = handle.registry.everyone, handle.slot
+    where = f"{call}({slot.fqn})"
     flat = torch.empty(0)
     with agreed(collectives, f"{where}: shape"):
-        if tuple(value.shape) != handle.slot.shape:
-            raise UsageError(f"{where}: the value", expected=f"shape {handle.slot.shape}", got=tuple(value.shape))
+        if tuple(value.shape) != slot.whole_shape:
+            raise UsageError(f"{where}: the value", expected=f"shape {slot.whole_shape}", got=tuple(value.shape))
         flat = value.detach().to(device=handle.buffer.full.device, dtype=torch.float32).contiguous().view(-1)
     # Different values would leave shards, masters and persistent copies of the ranks apart, and no later check sees it.
     (digest,) = read_values(fingerprint(torch.cat([flat, flat.new_zeros(flat.numel() % 2)])))
     if len(set(collectives.gather_objects(digest, f"{where}: value"))) > 1:
         raise UsageError(f"{where}: the value", expected="the same on all ranks", got="different ones")
-    return flat
+    return flat if slot.split is None else slot.split.part(flat.view(slot.whole_shape)).reshape(-1)
 
 
 def _checked_local(handle: ParamHandle, value: Tensor, call: str) -> Tensor:

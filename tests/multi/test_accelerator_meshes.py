@@ -1,0 +1,101 @@
+"""An `Accelerator` whose processes share layers: batches by data-parallel rank, the training of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.multi.pool import Pool
+from zeroaccel import Accelerator, ZeroPlugin
+from zeroaccel.errors import ZeroAccelError
+from zeroaccel.parallel import ParallelConfig
+
+transformers = pytest.importorskip("transformers")
+
+Ranks = Callable[[int], Pool]
+
+
+def _model() -> nn.Module:
+    torch.manual_seed(3)
+    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(use_cache=False, **sizes, **heads))
+    return model
+
+
+def _samples() -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(40, (12, 8), generator=generator)
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def _trained(how: str) -> tuple[list[float], dict[str, Tensor], tuple[int, int, int]]:
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 3}}
+    with pytest.MonkeyPatch.context() as patch:
+        if how == "launch":
+            patch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+            patch.setenv("PARALLELISM_CONFIG_TP_SIZE", "2")
+        if how == "config":
+            config["tensor_parallel"] = {"autotp_size": 2}
+        mesh = ParallelConfig(tp=2) if how == "argument" else None
+        accelerator = Accelerator(cpu=True, zero_plugin=ZeroPlugin(hf_ds_config=config), parallelism_config=mesh)
+        model = _model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        loader: Any = torch.utils.data.DataLoader(_samples(), batch_size=2)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses = []
+    for batch in loader:
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    places = (accelerator.data_parallel_rank, accelerator.tensor_parallel_rank, model.train_batch_size())
+    model.destroy()
+    return losses, {name: param.detach().clone() for name, param in model.module.named_parameters()}, places
+
+
+def _plain() -> tuple[list[list[float]], dict[str, Tensor]]:
+    """One process: each step has a batch of each of the two data-parallel ranks."""
+    model, samples = _model(), _samples()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses: list[list[float]] = [[], []]
+    for start in range(0, 12, 4):
+        total = torch.zeros(())
+        for place in range(2):
+            rows = samples[start + 2 * place : start + 2 * place + 2]
+            loss = model(**{key: torch.stack([row[key] for row in rows]) for key in rows[0]}).loss
+            losses[place].append(loss.item())
+            total = total + loss / 2
+        total.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, {name: param.detach() for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("how", ["argument", "launch", "config"])
+def test_processes_that_share_layers_get_the_same_batches(ranks: Ranks, how: str) -> None:
+    losses, weights = _plain()
+    runs = ranks(4).run(_trained, how)
+    assert [run[2] for run in runs] == [(0, 0, 4), (0, 1, 4), (1, 0, 4), (1, 1, 4)]
+    for rank, (own, trained, _) in enumerate(runs):
+        assert own == pytest.approx(losses[rank // 2], rel=2e-6)
+        for name, weight in weights.items():
+            torch.testing.assert_close(trained[name], weight, rtol=1e-4, atol=2e-6, msg=name)
+
+
+def _mistaken() -> str:
+    try:
+        Accelerator(cpu=True, parallelism_config=ParallelConfig(tp=3))
+    except ZeroAccelError as error:
+        return str(error)
+    raise AssertionError("it was taken")
+
+
+def test_a_mesh_that_does_not_fit_is_named(ranks: Ranks) -> None:
+    for message in ranks(4).run(_mistaken):
+        assert "expected sizes that divide the job's 4 ranks" in message

@@ -1,0 +1,395 @@
+"""Tensor parallelism: which layers of a model the ranks of the `tp` axis share, and their forward.
+
+(Megatron-LM, Shoeybi et al., 2019, arXiv:1909.08053, section 3.) How a layer is cut, and what its inputs and outputs
+need, is said by the styles of `torch.distributed.tensor.parallel`. They are applied to a twin of each layer without
+memory, from which the placements and the hooks are taken. The parameters of the model stay ordinary ones, the objects
+that the program has: the units keep this rank's part of them (`layout.py`: `Split`), and during its forward a layer
+reads DTensors that are made of the parts. So units, shards, gradients and optimizers know nothing of DTensors, and what
+is detached again is the model as it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from zeroaccel.comm.collectives import Collectives
+from zeroaccel.errors import UsageError, listed
+from zeroaccel.nested import leaves_of
+from zeroaccel.zero.layout import Slot, Split
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import Placement
+    from torch.distributed.tensor.parallel import ParallelStyle
+
+_HEADS = ("num_attention_heads", "num_key_value_heads")
+_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_head", "n_heads")
+# Layers by the last part of their names, as DeepSpeed's AutoTP goes by names (docs/tensor_parallel.md): those whose
+# output is added to the residual stream are cut by rows, those before them by columns.
+_ROWWISE = frozenset({"o_proj", "down_proj", "out_proj", "dense_4h_to_h", "fc2", "fc_out", "wo", "w2"})
+_COLUMNWISE = frozenset(
+    {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "dense_h_to_4h", "fc1", "fc_in"}
+    | {"wi", "wi_0", "wi_1", "w1", "w3"}
+)
+
+
+def _styles() -> dict[str, Callable[[], ParallelStyle]]:
+    """The styles by the names that transformers has for them; a function, as the import takes a while."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    return {
+        "colwise": ColwiseParallel,
+        "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+        "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+        "rowwise": RowwiseParallel,
+        "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
+        "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+        "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+        "embedding_colwise": lambda: ColwiseParallel(output_layouts=Replicate()),
+    }
+
+
+def whole_of(slot: Slot, part: Tensor, collectives: Collectives) -> Tensor:
+    """A parameter from this rank's part of it; itself where it is not split. (all ranks of the `tp` axis, if it is)
+
+    Args:
+        part: of the slot's shape.
+    """
+    if slot.split is None:
+        return part
+    tensor = collectives.tensor
+    assert tensor is not None, f"{slot.fqn} is split, and there is no tensor parallelism"
+    rows = part.new_empty(tensor.world_size * part.numel())
+    tensor.all_gather(rows, part.contiguous().view(-1), f"join {slot.fqn}").wait()
+    return slot.split.join([row.view(slot.shape) for row in rows.view(tensor.world_size, -1)])
+
+
+class SplitLayers:
+    """The split layers of one model. Life: 1. made, which changes nothing, 2. `attach`, 3. `detach`.
+
+    Attributes:
+        splits: id(parameter) -> how it is cut.
+        names: of the split modules.
+    """
+
+    def __init__(self, layers: list[_SplitLayer], splits: Mapping[int, Split]) -> None:
+        self._layers = layers
+        self._heads: list[tuple[nn.Module, dict[str, int]]] = []
+        self._first_batch: RemovableHandle | None = None
+        self.splits = dict(splits)
+        self.names = [layer.name for layer in layers]
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, mesh: DeviceMesh, index: int, plan: Mapping[str, str] | str | None = None
+    ) -> SplitLayers:
+        """Finds the layers of a plan, and how each is cut. Nothing of the model changes.
+
+        Args:
+            mesh: of one axis, the ranks that share layers.
+            index: of this rank on it.
+            plan: as of `ParallelConfig.tp_plan`.
+
+        Raises:
+            UsageError: there is no plan, or the model cannot be cut by it.
+        """
+        size = int(mesh.size())
+        styles = _matched(model, plan)
+        _check_heads(model, size, styles)
+        layers, splits = [], dict[int, Split]()
+        for name, style in styles.items():
+            layer = _SplitLayer.of(name, model.get_submodule(name), style, mesh)
+            for key, split in layer.splits(size, index).items():
+                if splits.setdefault(key, split) != split:
+                    raise _tied(name)
+            layers.append(layer)
+        _check_ties(model, splits, set(styles))
+        return cls(layers, splits)
+
+    def attach(self, model: nn.Module, collectives: Collectives) -> None:
+        """The layers compute with their parts from now on; after the engine's own hooks are on the model."""
+        for layer in self._layers:
+            layer.attach()
+        for parent in {name.rpartition(".")[0]: None for name in self.names}:
+            module = model.get_submodule(parent)
+            if any(f"{parent}.{name}" in self.names for name in ("q_proj", "k_proj", "v_proj")):
+                self._heads.append((module, {key: vars(module)[key] for key in _COUNTS if key in vars(module)}))
+        for module, heads in self._heads:  # a rank's attention is that of its own heads
+            vars(module).update({key: count // self._size for key, count in heads.items()})
+        self._first_batch = model.register_forward_pre_hook(partial(self._compare, collectives), with_kwargs=True)
+
+    def detach(self) -> None:
+        """Removes every hook; the parameters must be whole again."""
+        for layer in self._layers:
+            layer.detach()
+        for module, heads in self._heads:
+            vars(module).update(heads)
+        self._heads.clear()
+        if self._first_batch is not None:
+            self._first_batch.remove()
+
+    @property
+    def _size(self) -> int:
+        return next(iter(self.splits.values())).parts
+
+    def _compare(self, collectives: Collectives, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Compares the first inputs of the ranks that share layers. (all ranks)
+
+        Raises:
+            UsageError: on every rank: they differ, as of a loader that feeds each rank by itself.
+        """
+        assert self._first_batch is not None, "the hook of a detached model"
+        self._first_batch.remove()
+        own = [(tuple(leaf.shape), _digest(leaf)) for _, leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
+        of_ranks = collectives.job.gather_objects(own, "first batch")
+        for rank, batch in enumerate(of_ranks):
+            first = rank - rank % self._size
+            if batch != of_ranks[first]:
+                raise UsageError(
+                    f"tensor parallelism: the first batch of rank {rank}",
+                    expected=f"that of rank {first}, with which it shares the layers",
+                    got="another one",
+                    fix=f"have loaders divide the data by rank // {self._size}",
+                )
+
+
+@dataclass
+class _SplitLayer:
+    """A linear layer or an embedding whose parameters are split.
+
+    Attributes:
+        placements: of each of its parameters, by name.
+        prepare, finish: torch's hooks of its style.
+    """
+
+    name: str
+    module: nn.Module
+    mesh: DeviceMesh
+    placements: Mapping[str, tuple[Placement, ...]]
+    prepare: Callable[..., Any]
+    finish: Callable[..., Any]
+    _handles: tuple[RemovableHandle, ...] = ()
+
+    @classmethod
+    def of(cls, name: str, module: nn.Module, style: str, mesh: DeviceMesh) -> _SplitLayer:
+        from torch.distributed.tensor.parallel import parallelize_module
+
+        twin = _twin(name, module)
+        parallelize_module(twin, mesh, _styles()[style](), src_data_rank=None)
+        (prepare,), (finish,) = twin._forward_pre_hooks.values(), twin._forward_hooks.values()
+        params: dict[str, Any] = dict(twin.named_parameters())
+        return cls(name, module, mesh, {key: param.placements for key, param in params.items()}, prepare, finish)
+
+    def splits(self, size: int, index: int) -> dict[int, Split]:
+        """id(parameter) -> how it is cut, of those that are.
+
+        Raises:
+            UsageError: the parts would differ in size.
+        """
+        found = {}
+        for key, (placement,) in self.placements.items():
+            if not placement.is_shard():
+                continue
+            param, dim = getattr(self.module, key), placement.dim  # type: ignore[attr-defined]
+            if param.shape[dim] % size:
+                raise UsageError(
+                    f"tensor parallelism: parameter {self.name}.{key}",
+                    expected=f"a multiple of {size}, the ranks of the tp axis, in dim {dim}",
+                    got=f"{param.shape[dim]} of shape {tuple(param.shape)}",
+                    fix="choose another tp, or leave the module out of tp_plan",
+                )
+            found[id(param)] = Split(dim, size, index)
+        return found
+
+    def attach(self) -> None:
+        # The engine gathers before and reshards after: what is read here has to be the gathered part, and what the
+        # engine sees has to be an ordinary output. So this hook is its module's last one before, and its first after.
+        before = self.module.register_forward_pre_hook(self._before)
+        after = self.module.register_forward_hook(self._after, prepend=True, always_call=True)
+        self._handles = before, after
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = ()
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
+        from torch.distributed.tensor import DTensor
+
+        if not args:
+            raise UsageError(
+                f"tensor parallelism: {self.name}",
+                expected="its input as the first argument",
+                got="keyword arguments only",
+                fix="pass it by position, or leave the module out of tp_plan",
+            )
+        inputs = self.prepare(module, args)
+        for key, placements in self.placements.items():
+            # In the instance's own dict, which is read before its parameters: there stays what the engine knows.
+            part = module._parameters[key]
+            assert part is not None, f"{self.name} has lost {key}"
+            module.__dict__[key] = DTensor.from_local(part, self.mesh, placements, run_check=False)
+        return inputs
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        for key in self.placements:
+            module.__dict__.pop(key, None)
+        return None if output is None else self.finish(module, args, output)  # None: the forward raised
+
+
+def _digest(value: Tensor) -> str:
+    data = value.detach().cpu().contiguous().view(-1)
+    return hashlib.sha256(data.view(torch.uint8).numpy().tobytes() if data.numel() else b"").hexdigest()
+
+
+# -- a plan
+
+
+def _by_name(model: nn.Module) -> dict[str, str]:
+    """Name of a layer -> style, by the last part of its name, of the linear layers in the model's rows of blocks.
+
+    Raises:
+        UsageError: the names of some say nothing, so that nothing is known of what lies before and after them.
+    """
+    blocks = [f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    styles, unknown = {}, []
+    for name, module in model.named_modules():
+        last = name.rpartition(".")[2]
+        if not isinstance(module, nn.Linear) or not any(name.startswith(block) for block in blocks):
+            continue
+        if last in _ROWWISE or last in _COLUMNWISE:
+            styles[name] = "rowwise" if last in _ROWWISE else "colwise"
+        else:
+            unknown.append(name)
+    if unknown:
+        raise UsageError(
+            f"tensor parallelism of {type(model).__name__}: {listed(unknown, most=3)}",
+            expected=f"names of layers that say how to cut them: {', '.join(sorted(_COLUMNWISE | _ROWWISE))}",
+            fix="pass ParallelConfig(tp_plan={...}) with patterns of names",
+        )
+    return styles
+
+
+def _matched(model: nn.Module, plan: Mapping[str, str] | str | None) -> dict[str, str]:
+    """Name of a module -> style, in the order of the model.
+
+    Raises:
+        UsageError: there is no plan, a pattern matches nothing, or a style is not known.
+    """
+    where = "ParallelConfig(tp_plan)"
+    own = None if isinstance(plan, Mapping) else getattr(model, "_tp_plan", None)  # of transformers
+    if not own and plan == "auto":
+        own = _by_name(model)
+    patterns = dict(plan if isinstance(plan, Mapping) else own or {})
+    if not patterns:
+        raise UsageError(
+            where,
+            expected="a pattern"
+            if isinstance(plan, Mapping)
+            else f"a plan, as {type(model).__name__} has none of its own",
+            got="none",
+            fix='pass tp_plan={"layers.*.up": "colwise", "layers.*.down": "rowwise"}',
+        )
+    known = _styles()
+    unknown = {pattern: style for pattern, style in patterns.items() if style not in known}
+    found: dict[str, tuple[str, str]] = {}
+    unused = []
+    names = [name for name, _ in model.named_modules() if name]
+    for pattern, style in patterns.items():
+        shape = re.compile(r"(?:.*\.)?" + re.escape(pattern).replace(r"\*", r"[^.]+"))
+        matches = [name for name in names if shape.fullmatch(name)]
+        if not matches:
+            unused.append(pattern)
+            unknown.pop(pattern, None)  # a plan of transformers has the modules of all variants
+        for name in matches:
+            other, first = found.setdefault(name, (style, pattern))
+            if other != style:
+                raise UsageError(
+                    f"{where}: {first} and {pattern}", expected=f"one style for {name}", got=f"{other} and {style}"
+                )
+    if unknown:
+        raise UsageError(
+            where if own is None else f"tensor parallelism: the plan of {type(model).__name__}",
+            expected="styles that are supported: " + ", ".join(sorted(known)),
+            got=", ".join(f"{style} for {pattern}" for pattern, style in unknown.items()),
+            fix="pass a tp_plan without these modules, if the others can be split by themselves",
+        )
+    if unused and (isinstance(plan, Mapping) or not found):
+        raise UsageError(
+            f"{where}: {listed(unused)}",
+            expected="the end of a module's name, * one part of it",
+            got="no match",
+            fix=f"modules are named like {listed(names[-3:])}",
+        )
+    return {name: found[name][0] for name in names if name in found}
+
+
+def _check_heads(model: nn.Module, size: int, styles: Mapping[str, str]) -> None:
+    """Refuses attention heads that the ranks cannot share equally, by the config of a model of transformers."""
+    config = getattr(model, "config", None)
+    if config is None or not any("attn" in name or "attention" in name for name in styles):
+        return
+    for key in _HEADS:
+        heads = getattr(config, key, None)
+        if isinstance(heads, int) and heads % size:
+            raise UsageError(
+                f"tensor parallelism: {key} of {type(model).__name__}",
+                expected=f"a multiple of {size}, the ranks of the tp axis",
+                got=heads,
+                fix="choose another tp, or leave the attention out of tp_plan",
+            )
+
+
+def _twin(name: str, module: nn.Module) -> nn.Module:
+    """A module of the same kind and sizes without memory.
+
+    Raises:
+        UsageError: torch's styles do not know its kind.
+    """
+    with torch.device("meta"):
+        if isinstance(module, nn.Linear):
+            twin: nn.Module = nn.Linear(module.in_features, module.out_features, module.bias is not None)
+        elif isinstance(module, nn.Embedding):
+            twin = nn.Embedding(module.num_embeddings, module.embedding_dim)
+        else:
+            raise _kind_error(name, module, "a torch.nn.Linear or torch.nn.Embedding")
+    shapes = {key: param.shape for key, param in module.named_parameters()}
+    if shapes != {key: param.shape for key, param in twin.named_parameters()}:  # a quantized one, or with adapters
+        raise _kind_error(name, module, "parameters as of the torch class it is derived from")
+    return twin
+
+
+def _kind_error(name: str, module: nn.Module, expected: str) -> UsageError:
+    return UsageError(
+        f"tensor parallelism: {name}",
+        expected=expected,
+        got=f"{type(module).__module__}.{type(module).__qualname__}",
+        fix="leave the module out of tp_plan",
+    )
+
+
+def _check_ties(model: nn.Module, splits: Mapping[int, Split], split_modules: set[str]) -> None:
+    """Refuses a split parameter that a module outside the plan reads whole."""
+    for prefix, module in model.named_modules():
+        for param in module._parameters.values():
+            if param is not None and id(param) in splits and prefix not in split_modules:
+                raise _tied(prefix)
+
+
+def _tied(name: str) -> UsageError:
+    return UsageError(
+        f"tensor parallelism: {name}",
+        expected="tied parameters that are cut alike in all their modules",
+        got="one that another module of tp_plan cuts, and this one does not, or otherwise",
+        fix='name all of its modules: "embedding_rowwise" and "colwise_gather_output" cut alike; or none of them',
+    )
