@@ -99,6 +99,8 @@ class Runner:
             path = script.path if script.path.startswith("-m ") else str(self._sources / script.path)
         if way == "zeroaccel":
             launcher = f"-m zeroaccel.cli launch {script.launch}"
+            if script.command == "deepspeed":
+                launcher = f"{self._work}/commands/bin/deepspeed {script.launch}"
             arguments = f"{script.arguments} {script.extra}"
         else:
             launcher, arguments = script.plain, f"{script.arguments} {script.plain_extra}"
@@ -122,6 +124,8 @@ class Runner:
 
     def _environment(self, script: Script, way: str, folder: Path) -> dict[str, str]:
         path = [str(_HERE / "on_path")]
+        if script.command == "deepspeed" and way == "zeroaccel":
+            path.append(str(self._work / "commands" / "lib"))
         if script.pictures:
             path.append(str(_HERE / "pictures"))
         if script.path.startswith("DeepSpeedExamples/applications"):
@@ -155,7 +159,7 @@ def compare(here: list[list[float]], plain: list[list[float]]) -> float | None:
 def row(script: Script, results: dict[str, dict[str, object]]) -> str:
     """One line of the table."""
     here, plain = (results[way] for way in _WAYS)
-    launch = "zeroaccel launch " + script.launch.replace("{sources}/", "")
+    launch = f"{script.command} " + script.launch.replace("{sources}/", "")
     steps = len(here["losses"][0]) if here["losses"] else 0  # type: ignore[index, arg-type]
     last = [result["losses"][0][-1] if result["losses"] and result["losses"][0] else None for result in (here, plain)]  # type: ignore[index]
     difference = compare(here["losses"], plain["losses"])  # type: ignore[arg-type]
@@ -183,6 +187,8 @@ def main() -> None:
     arguments = parser.parse_args()
     write_inputs(arguments.work)
     (arguments.work / "zero3.json").write_text(json.dumps(_ZERO3, indent=2))
+    install = [sys.executable, "-m", "zeroaccel.cli", "compat", "install", str(arguments.work / "commands")]
+    subprocess.run(install, check=True, stdout=subprocess.DEVNULL)
     runner = Runner(arguments.sources, arguments.work, arguments.seconds)
     lines = [
         "| script | started by | losses | last, here | last, DDP | greatest difference |",

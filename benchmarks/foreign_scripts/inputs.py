@@ -39,19 +39,25 @@ _CHAT_TEMPLATE = (
 )
 _ANY_TOKENIZER = "PreTrainedTokenizerFast"
 _METRICS = {
-    "accuracy": (
-        "int64",
-        "{'accuracy': float((__import__('numpy').array(predictions) == __import__('numpy').array(references)).mean())}",
-    ),
+    "accuracy": ("int64", "{'accuracy': _share_of_equals(predictions, references)}"),
     "glue": (
         "int64",
-        "{'accuracy': float((__import__('numpy').array(predictions) == __import__('numpy').array(references)).mean())}",
+        "{'accuracy': _share_of_equals(predictions, references), 'f1': _f1(predictions, references)}",
     ),
     "rouge": ("string", "{'rouge1': sum(a == b for a, b in zip(predictions, references)) / len(references)}"),
 }
 _METRIC = """
 import datasets
 import evaluate
+
+
+def _share_of_equals(predictions, references):
+    return sum(a == b for a, b in zip(predictions, references)) / len(references)
+
+
+def _f1(predictions, references):
+    both = sum(a == b == 1 for a, b in zip(predictions, references))
+    return 2 * both / max(sum(predictions) + sum(references), 1)
 
 
 class Made(evaluate.Metric):

@@ -30,6 +30,7 @@ class Script:
         tolerance: relative difference of the losses that is expected at most.
         imports: the script's `accelerate` becomes `zeroaccel`, in a copy.
         measure: a key of the script's `all_results.json` that is compared instead of the losses.
+        command: "deepspeed" starts it by that command, which `zeroaccel compat install` wrote.
         one_order: random samplers give one order in both runs: zeroaccel's own loader draws another than accelerate's.
         plainly: name of the row whose plain run is this one's too; its own by default.
     """
@@ -47,6 +48,7 @@ class Script:
     tolerance: float = 1e-5
     imports: bool = False
     measure: str = ""
+    command: str = "zeroaccel launch"
     one_order: bool = False
     plainly: str = ""
 
@@ -73,6 +75,7 @@ def _cifar(stage: int) -> Script:
 
 DEEPSPEED = (
     *(_cifar(stage) for stage in range(4)),
+    replace(_cifar(2), name="cifar10, by the command deepspeed", command="deepspeed", plainly="cifar10, stage 2"),
     Script(
         "HelloDeepSpeed",
         f"{_EXAMPLES}/HelloDeepSpeed/train_bert_ds.py",
