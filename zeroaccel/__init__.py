@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from zeroaccel.accelerate.project import ProjectConfiguration
     from zeroaccel.accelerate.script_calls import find_executable_batch_size
     from zeroaccel.accelerate.zero_plugin import DeepSpeedPlugin, ZeroPlugin
-    from zeroaccel.config.parallel import ParallelConfig
+    from zeroaccel.config.parallel import ParallelConfig, PipelineConfig
     from zeroaccel.data import DataLoaderConfiguration, skip_first_batches
     from zeroaccel.initialization import initialize
     from zeroaccel.ops.coupled import CoupledOptimizer, Reductions
@@ -52,6 +52,7 @@ __all__ = [
     "InitProcessGroupKwargs",
     "ParallelConfig",
     "PartialState",
+    "PipelineConfig",
     "ProfileKwargs",
     "ProjectConfiguration",
     "Reductions",
@@ -91,6 +92,7 @@ _HOMES = {
     "GradientAccumulationPlugin": "zeroaccel.accelerate.accelerator_arguments",
     "ParallelConfig": "zeroaccel.config.parallel",
     "PartialState": "zeroaccel.accelerate.accelerator_state",
+    "PipelineConfig": "zeroaccel.config.parallel",
     "ProjectConfiguration": "zeroaccel.accelerate.project",
     "Reductions": "zeroaccel.ops.coupled",
     "ZeroPlugin": "zeroaccel.accelerate.zero_plugin",

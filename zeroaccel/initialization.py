@@ -28,6 +28,7 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.environment import check_own_variables, core_set, fair_threads, omp_threads_chosen, usable_cores
 from zeroaccel.comm.hierarchical import arrange
 from zeroaccel.comm.mesh_layout import Groups, check_shard_size, consecutive, data_groups, shard_size_of
+from zeroaccel.comm.pipeline_group import PipelineGroup
 from zeroaccel.comm.topology import RankGroup, Topology, connect, init_process_group, mesh_of, subgroup
 from zeroaccel.config import (
     BatchSizes,
@@ -44,7 +45,7 @@ from zeroaccel.config import (
 from zeroaccel.config.document import read_document
 from zeroaccel.config.launch.launch_sources import from_environment
 from zeroaccel.config.normalize import UnknownKeys
-from zeroaccel.config.parallel import AXES, ParallelConfig, with_autotp
+from zeroaccel.config.parallel import AXES, ParallelConfig, PipelineConfig, with_autotp
 from zeroaccel.data import build_dataloader
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.logs import log_once, logger, set_log_level
@@ -58,6 +59,8 @@ from zeroaccel.optim.optimizer_kinds import OptimizerKind, OptimizerKinds, check
 from zeroaccel.optim.rank_facts import training_facts
 from zeroaccel.parallel.sequence import SequenceGroup
 from zeroaccel.parallel.ulysses import UlyssesAttention
+from zeroaccel.pipeline.model_cut import Stage, cut, own_params
+from zeroaccel.pipeline.pipeline_engine import PipelineEngine
 from zeroaccel.telemetry.step_report import EventSink, StepReport
 from zeroaccel.telemetry.trackers import build_monitors
 from zeroaccel.telemetry.verification import RecordingReport, Verification, verification
@@ -75,6 +78,7 @@ from zeroaccel.zero.device_check import check_model_device
 from zeroaccel.zero.engine import Engine, EngineParts
 from zeroaccel.zero.from_config import (
     DTYPES,
+    EngineSettings,
     addressed,
     buffer_dtypes_of,
     engine_settings_of,
@@ -112,6 +116,7 @@ def initialize(
     collectives: Collectives | None = None,
     mesh: DeviceMesh | None = None,
     parallel: ParallelConfig | None = None,
+    pipeline: PipelineConfig | None = None,
     engine_type: type[Engine] = Engine,
     cast_inputs: bool = False,
     optimizer_kind: OptimizerKind | str | None = None,
@@ -132,6 +137,8 @@ def initialize(
         mesh: which ranks see different samples: one axis, e.g. `mesh["dp"]` of one whose other axis splits the model,
             or two, (replicas, shards). By default all ranks do.
         parallel: replicas, and ranks that share sequences or layers, by their numbers; instead of a mesh.
+        pipeline: how the model is cut where `parallel` has stages; the engine is a `PipelineEngine` then, or with this
+            argument alone.
         cast_inputs: cast floating inputs of forward to the precision; without it that happens under fp16 with
             `auto_cast` only.
         engine_type: the class of the engine, for frontends that add calls to it.
@@ -158,7 +165,7 @@ def initialize(
         >>> engine.step()
     """
     # 1. The ranks: which processes train together, on which cores and which axis of the mesh.
-    ranks = _join_ranks(collectives, mesh, parallel, config)
+    ranks = _join_ranks(collectives, mesh, parallel, config, pipeline)
 
     # 2. The plan: all that can be decided, and be wrong, before a tensor moves. An error on one rank raises on all.
     with agreed(ranks.collectives, "initialize: config"):
@@ -168,6 +175,8 @@ def initialize(
         known = replace(facts_from_model(model), world_size=ranks.samplers, training=optimizer is not None)
         settings = load_config({} if config is None else config, facts=known, unknown_keys=unknown_keys)
         _apply_process_settings(settings)
+        stage = _stage(model, ranks.pipeline, pipeline)
+        optimizer, model_parameters = own_params(stage, optimizer, model_parameters)
         request = verification()
         if request is not None:  # `zeroaccel verify` trains a script once more, as plainly as gives the same numbers
             accumulation = _batch(settings, ranks.samplers.value, training=False).accumulation
@@ -178,6 +187,7 @@ def initialize(
             settings, job.plan, job.batch, ranks.world_size, ranks.samplers.value, cast_inputs=cast_inputs
         )
         communication = comm_plan(settings, ranks.world_size, _shard_size(ranks, mesh, settings))
+        _check_pipeline(job, engine_settings, stage, pipeline or PipelineConfig())
         facts = training_facts(job.optimizer, job.scheduler)
         monitors = build_monitors(settings, ranks.collectives.rank)
         recomputation = _recomputation(model, settings)
@@ -193,9 +203,12 @@ def initialize(
         str(communication),
         str(residences),
         f"optimizer_kind={job.declared_kind!r}",
+        *_lines_of(stage, pipeline),
     ]
-    check_same(model, placement, lines, facts, ranks.collectives)
-    collectives = arrange(ranks.collectives, communication, ranks.mesh_groups)
+    check_same(model, placement, lines, facts, ranks.collectives, part=0 if stage is None else stage.index)
+    has_stages = ranks.parallel.pp > 1
+    collectives = arrange(ranks.collectives, communication, ranks.mesh_groups, stages=has_stages)
+    job_ranks = collectives.job if has_stages else collectives
     if ranks.tensor_group is not None:
         collectives.tensor = Collectives(ranks.topology, ranks.tensor_group)
     sequences = SequenceGroup.of(ranks.topology, ranks.parallel.sp)
@@ -206,15 +219,15 @@ def initialize(
     cast_buffers(model, ranks.topology.device, buffer_dtypes_of(model, settings))
     broadcast_buffers(model, collectives if collectives.tensor is None else collectives.job)
     plans = plan_units(job.specs, placement, collectives.shard_world_size)
-    with agreed(collectives, "initialize: offload"):
+    with agreed(job_ranks, "initialize: offload"):
         tiers = _plan_tiers(settings, residences, plans, job.optimizer, collectives, ranks.topology.device)
-    _open_tiers(tiers, collectives)
+    _open_tiers(tiers, job_ranks)
     attention: UlyssesAttention | None = None
     try:
-        with agreed(collectives, "initialize: sequence parallelism"):
+        with agreed(job_ranks, "initialize: sequence parallelism"):
             attention = _sequence_attention(model, sequences)
         units = build_units(job.specs, plans, placement, collectives, tiers)
-        with agreed(collectives, "initialize: optimizer"):
+        with agreed(job_ranks, "initialize: optimizer"):
             tiers.settle()
             shard = _shard_optimizer(job, units, tiers)
             loader = _loader(training_data, settings, job.batch, collectives.rank, ranks, collate_fn)
@@ -229,14 +242,16 @@ def initialize(
         optimizer=shard,
         lr_scheduler=job.scheduler,
         loss_scale=loss_scale_of(settings),
-        report=_report(request, settings, ranks.topology.device, collectives.rank, monitors),
+        report=_report(request, settings, ranks.topology.device, job_ranks.rank, monitors),
         tiers=tiers,
         # Gradients that only pass through a model for inference, on their way to another, would pile up in it.
         unoptimized=job.unoptimized,
         sequence_group=sequences,
     )
-    engine = engine_type(model, units, collectives, engine_settings, parts, settings.resolved)
-    engine.checkpointer = Checkpointer(engine, _checkpoint_settings(settings))
+    engine = _engine_type(engine_type, stage)(model, units, collectives, engine_settings, parts, settings.resolved)
+    engine.checkpointer = Checkpointer(
+        engine, _checkpoint_settings(settings), None if stage is None or stage.count == 1 else stage.whole
+    )
     if attention is not None:
         engine.at_destroy(attention.undo)
     if tensor_parallel is not None:
@@ -252,6 +267,7 @@ def initialize(
         engine.at_destroy(gc.enable)
     if settings.dump_state:
         logger.warning("%s", engine_settings)
+    _attach(engine, stage, ranks, pipeline, loader)
     return engine, engine.optimizer, loader, job.scheduler
 
 
@@ -268,6 +284,7 @@ class _Ranks:
         parallel: resolved; of a mesh, one axis of all ranks.
         tensor_group: the ranks that share this one's layers; None without tensor parallelism.
         samplers: how many ranks see different samples, with the source, for values that are "auto".
+        pipeline: the ranks with the stages of this one's pipeline; None where models are not cut.
     """
 
     topology: Topology
@@ -277,6 +294,7 @@ class _Ranks:
     parallel: ParallelConfig
     samplers: Fact[int]
     tensor_group: RankGroup | None = None
+    pipeline: PipelineGroup | None = None
 
 
 def _join_ranks(
@@ -284,6 +302,7 @@ def _join_ranks(
     mesh: DeviceMesh | None,
     parallel: ParallelConfig | None,
     config: ConfigSource | None,
+    pipeline: PipelineConfig | None,
 ) -> _Ranks:
     topology = init_process_group()
     collectives = collectives or Collectives(topology)
@@ -301,6 +320,8 @@ def _join_ranks(
         samplers = Fact(resolved.data_parallel_size, source)
         if parallel is not None:
             _check_same_mesh(resolved, collectives)
+        if resolved.pp > 1 or pipeline is not None:
+            return _join_stages(topology, collectives, resolved, samplers)
         if resolved.tp == 1:
             return _Ranks(topology, collectives, None, collectives.world_size, resolved, samplers)
         # Ranks next to each other share layers, since they exchange the most; ZeRO works among those of one place.
@@ -326,6 +347,14 @@ def _check_launched_mesh() -> None:
             got=None,
             fix="pass it, prepare model and loaders by an Accelerator, or launch without",
         )
+
+
+def _join_stages(topology: Topology, collectives: Collectives, parallel: ParallelConfig, samplers: Fact[int]) -> _Ranks:
+    """The ranks of a pipeline: ZeRO works within a stage, whose ranks are next to each other."""
+    size = collectives.world_size // parallel.pp
+    stages = consecutive((tuple(range(collectives.world_size)),), size) if parallel.pp > 1 else None
+    group = PipelineGroup(topology, parallel.pp)
+    return _Ranks(topology, collectives, stages, size, parallel, samplers, pipeline=group)
 
 
 def _as_written(config: ConfigSource | None) -> Mapping[str, Any]:
@@ -556,6 +585,57 @@ def _shard_size(ranks: _Ranks, mesh: DeviceMesh | None, settings: Config) -> int
     return size
 
 
+def _stage(model: nn.Module, group: PipelineGroup | None, pipeline: PipelineConfig | None) -> Stage | None:
+    """Reduces the model to this rank's stage; None where models are not cut."""
+    return None if group is None else cut(model, group.rank, group.size, pipeline or PipelineConfig())
+
+
+def _lines_of(stage: Stage | None, pipeline: PipelineConfig | None) -> list[str]:
+    """What the stages of a pipeline have to have in common."""
+    if stage is None:
+        return []
+    options = pipeline or PipelineConfig()
+    facts = {"schedule": options.schedule, "split": options.split, "weights": stage.whole.fingerprint}
+    return [f"pipeline {name}={value}" for name, value in facts.items()]
+
+
+def _check_pipeline(job: _TrainingPlan, engine: EngineSettings, stage: Stage | None, pipeline: PipelineConfig) -> None:
+    """Refuses what stages cannot do together, and schedules that micro-batches do not fill.
+
+    Raises:
+        ConfigError: too few micro-batches, or updates that begin before all stages are done.
+        UsageError: the optimizer's rule sums over parameters that are on several stages, or a stage trains nothing.
+    """
+    if job.optimizer is None or stage is None or stage.count == 1:
+        return
+    if pipeline.schedule == "1f1b" and engine.accumulation < stage.count:
+        raise ConfigError(
+            job.settings.where("gradient_accumulation_steps"),
+            expected=f'at least {stage.count} micro-batches per step for schedule "1f1b" over {stage.count} stages',
+            got=engine.accumulation,
+            fix='raise it, or use PipelineConfig(schedule="gpipe")',
+        )
+    if engine.update_during != "step":
+        raise ConfigError(
+            job.settings.where("zero_optimization.offload_optimizer.update_during"),
+            expected='"step" with a pipeline, whose norm is known only when all stages are done',
+            got=engine.update_during,
+        )
+    if job.kinds is not None and OptimizerKind.COUPLED in job.kinds.groups:
+        raise UsageError(
+            f"optimizer {type(job.optimizer).__name__} with a pipeline: {job.kinds.reason}",
+            expected="one that updates elements or tensors by themselves",
+            fix="use AdamW, SGD or the like, or leave pp at 1",
+        )
+    if not any(id(param) in job.groups for param in stage.model.parameters()):
+        raise UsageError(
+            f"pipeline: stage {stage.index}",
+            expected="at least one parameter to train on every stage",
+            got="none",
+            fix="choose another PipelineConfig(split), or leave pp at 1",
+        )
+
+
 def _tensor_parallel(model: nn.Module, ranks: _Ranks, job: _TrainingPlan) -> SplitLayers | None:
     """The layers that ranks share; None where every rank has all of them. Changes nothing of the model.
 
@@ -755,6 +835,20 @@ def _checkpoint_settings(settings: Config) -> CheckpointSettings:
         keep_last=section.keep_last,
         random_state=section.save_random_state,
     )
+
+
+def _engine_type(asked: type[Engine], stage: Stage | None) -> type[Engine]:
+    return PipelineEngine if stage is not None and asked is Engine else asked
+
+
+def _attach(
+    engine: Engine, stage: Stage | None, ranks: _Ranks, pipeline: PipelineConfig | None, loader: DataLoader[Any] | None
+) -> None:
+    """Connects an engine with the other stages, where there are any. (all ranks)"""
+    if stage is None:
+        return
+    assert isinstance(engine, PipelineEngine) and ranks.pipeline is not None, "a stage of an engine that has none"
+    engine.attach(stage, ranks.pipeline, pipeline or PipelineConfig(), loader)
 
 
 def _let_modes_change_weights(optimizer: Optimizer, engine: Engine) -> None:

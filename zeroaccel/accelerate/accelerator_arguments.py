@@ -213,6 +213,13 @@ def parallel_of(parallelism_config: Any, settings: LaunchedSettings) -> Parallel
     if settings.parallel is not None:
         note("Accelerator(parallelism_config)", "it counts more than the sizes of the launch")
     if isinstance(parallelism_config, ParallelConfig):
+        if parallelism_config.pp > 1:
+            raise UsageError(
+                "Accelerator(parallelism_config)",
+                expected="pp 1: the stages of a pipeline are not for a loop of forward, backward and step",
+                got=f"pp {parallelism_config.pp}",
+                fix="call zeroaccel.initialize(parallel=) and engine.train_batch()",
+            )
         return parallelism_config
     where = "Accelerator(parallelism_config)"
     sizes = {axis: getattr(parallelism_config, f"{axis}_size", None) for axis in (*AXES, "cp")}

@@ -26,7 +26,7 @@ from zeroaccel.checkpoint.plain_codec import decode, random_state, restore_rando
 from zeroaccel.checkpoint.rank_file import CHUNK_NBYTES
 from zeroaccel.checkpoint.rank_file_writer import Staging
 from zeroaccel.checkpoint.save import CommitRules, Progress, SaveRequest, prepare
-from zeroaccel.checkpoint.save_plan import EngineState, persistent_buffers, ties_of
+from zeroaccel.checkpoint.save_plan import EngineState, WholeModel, persistent_buffers
 from zeroaccel.checkpoint.tensor_store import TensorStore
 from zeroaccel.checkpoint.weights import consolidated_state_dict, save_model_files, save_weights
 from zeroaccel.comm.agree import agreed
@@ -70,12 +70,19 @@ class Checkpointer:
 
     At most one save runs in the background: the next save, load or update waits for it, or for its copies.
 
+    Args:
+        whole: where the engine has one stage of a pipeline, the model that its stages make up.
+
     Attributes:
         loaded: what the last `load_checkpoint` read; None before.
     """
 
-    def __init__(self, engine: Engine, settings: CheckpointSettings | None = None) -> None:
+    def __init__(
+        self, engine: Engine, settings: CheckpointSettings | None = None, whole: WholeModel | None = None
+    ) -> None:
         self._engine = engine
+        self._whole = whole
+        self._ranks = engine.collectives.job
         self._settings = settings = settings or CheckpointSettings()
         staging_nbytes = settings.staging_nbytes if settings.background else 4 * CHUNK_NBYTES
         self._staging = Staging(staging_nbytes, pinned=self._device().type == "cuda")
@@ -102,7 +109,7 @@ class Checkpointer:
         self.prepare_to_save("save_checkpoint")
         self.wait()
         engine = self._engine
-        with agreed(engine.collectives.job, "save_checkpoint: state"):
+        with agreed(self._ranks, "save_checkpoint: state"):
             self._require_boundary()
         request = SaveRequest(
             save_dir,
@@ -113,23 +120,23 @@ class Checkpointer:
         )
         # After `prepare` the ranks have agreed on everything, so that writing needs no collectives and can go on in the
         # background while training issues its own.
-        save = prepare(request, self.state(), self._progress(), engine.collectives.job, self._staging)
+        save = prepare(request, self.state(), self._progress(), self._ranks, self._staging)
         if self._settings.background:
             self._saving = BackgroundSave(save)
         else:
-            save.write_now(engine.collectives.job)
+            save.write_now(self._ranks)
             logger.info("saved checkpoint %s", save.folder)
 
     def save_16bit_model(self, path: PathLike, *, exclude_frozen: bool) -> None:
         self.prepare_to_save("save_16bit_model")
-        save_weights(Path(path), self.state(), self._engine.collectives.job, exclude_frozen=exclude_frozen)
+        save_weights(Path(path), self.state(), self._ranks, exclude_frozen=exclude_frozen)
 
     def save_model(self, save_dir: PathLike, max_nbytes: int, *, pickled: bool, exclude_frozen: bool) -> list[str]:
         self.prepare_to_save("save_model")
         return save_model_files(
             Path(save_dir),
             self.state(),
-            self._engine.collectives.job,
+            self._ranks,
             max_nbytes=max_nbytes,
             pickled=pickled,
             exclude_frozen=exclude_frozen,
@@ -171,7 +178,7 @@ class Checkpointer:
         )
         if tag == "auto":
             return self._load_newest(root, options)
-        with agreed(engine.collectives.job, "load_checkpoint: find"):
+        with agreed(self._ranks, "load_checkpoint: find"):
             folder, store = self._find(root, tag, options)
         return str(folder), self._load(folder, store, options)
 
@@ -186,26 +193,24 @@ class Checkpointer:
             )
             return open_to_resume(root, tag, scheduler_type=scheduler, group_of=groups)
         if (dcp := find_dcp(root, tag)) is not None:
-            buffers = {name for name, _ in persistent_buffers(engine.module)}
-            return dcp, open_dcp(dcp, ties=ties_of(engine.module), is_buffer=buffers.__contains__)
+            whole = self._whole
+            buffers = {name for name, _ in persistent_buffers(engine.module)} | set(whole.buffers if whole else ())
+            return dcp, open_dcp(dcp, ties=self.state().ties, is_buffer=buffers.__contains__)
         folder, manifest = find_checkpoint(root, tag)
         return folder, TensorStore(folder, manifest)
 
     def _load_newest(self, root: Path, options: _LoadOptions) -> tuple[str | None, dict[str, Any]]:
-        engine = self._engine
         candidates: list[Path] = []
         skipped: list[str] = []
-        with agreed(engine.collectives.job, "load_checkpoint: list"):
-            if engine.collectives.job.rank == 0:
+        with agreed(self._ranks, "load_checkpoint: list"):
+            if self._ranks.rank == 0:
                 candidates, skipped = newest_first(root)
-        candidates, skipped = engine.collectives.job.gather_objects(
-            (candidates, skipped), "load_checkpoint: candidates"
-        )[0]
+        candidates, skipped = self._ranks.gather_objects((candidates, skipped), "load_checkpoint: candidates")[0]
         for reason in skipped:
             logger.warning("skipped a checkpoint: %s", reason)
         for folder in candidates:
             try:
-                with agreed(engine.collectives.job, "load_checkpoint: read"):
+                with agreed(self._ranks, "load_checkpoint: read"):
                     folder, store = self._find(root, folder.name, options)
                 return str(folder), self._load(folder, store, options)
             except CheckpointMisfit:
@@ -223,7 +228,7 @@ class Checkpointer:
         manifest = opened.manifest
         self._require_same(folder, manifest)
         state, optimizer, where = self.state(), engine.sharded_optimizer, f"checkpoint {folder}"
-        with agreed(engine.collectives.job, f"{where}: fit"):
+        with agreed(self._ranks, f"{where}: fit"):
             check_model(state, manifest, where, strict=options.strict)
             if options.optimizer and optimizer is not None:
                 check_optimizer(optimizer, manifest, where)
@@ -233,7 +238,7 @@ class Checkpointer:
         # From here on weights change in place. Damage that shows only now leaves a mixture, with which the engine
         # refuses to run: a second copy of all states for a rollback would not fit the memory that ZeRO is used for.
         self._half_loaded = str(folder)
-        with agreed(engine.collectives.job, f"{where}: read"), opened as store:
+        with agreed(self._ranks, f"{where}: read"), opened as store:
             load_weights(state, store)
             if options.optimizer and optimizer is not None:
                 load_optimizer(optimizer, store, where)
@@ -242,7 +247,7 @@ class Checkpointer:
             self.loaded = LoadReport(store.requested_nbytes, store.read_nbytes)
         refresh_copies(engine.units)
         if engine.tier_set is not None:
-            with agreed(engine.collectives.job, f"{where}: store"):
+            with agreed(self._ranks, f"{where}: store"):
                 engine.tier_set.settle()
         self._half_loaded = None
         if engine.weight_update is not None:
@@ -264,8 +269,8 @@ class Checkpointer:
         if isinstance(engine.loss_scale, DynamicLossScale) and scale["type"] == type(engine.loss_scale).__name__:
             engine.loss_scale.load_state_dict(scale["state"])
         if manifest.random_state is not None:
-            if manifest.world_size == engine.collectives.job.world_size:
-                own = manifest.random_state[engine.collectives.job.rank]
+            if manifest.world_size == self._ranks.world_size:
+                own = manifest.random_state[self._ranks.rank]
                 restore_random_state(decode(own, store.fetch), self._device())
             else:
                 logger.warning("random state: saved by %d ranks, so it is not restored", manifest.world_size)
@@ -310,9 +315,8 @@ class Checkpointer:
 
     def _agree_on_outcome(self, saving: BackgroundSave) -> None:
         """Compares the ranks' progress with a save; raises on all ranks if it failed on any. (all ranks)"""
-        engine = self._engine
         finished = saving.finished
-        outcomes = engine.collectives.job.gather_objects(
+        outcomes = self._ranks.gather_objects(
             (finished, str(saving.error) if saving.error is not None else None), f"checkpoint {saving.tag}: standing"
         )
         errors = {rank: error for rank, (_, error) in enumerate(outcomes) if error is not None}
@@ -320,7 +324,7 @@ class Checkpointer:
             self._saving = None
             saving.abandon()
             # From here on no rank opens a file in the folder, so it can be removed.
-            engine.collectives.job.barrier(f"checkpoint {saving.tag}: given up")
+            self._ranks.barrier(f"checkpoint {saving.tag}: given up")
             saving.discard_folder()
             reasons = "\n".join(f"{error} [rank {rank}]" for rank, error in errors.items())
             raise CheckpointError(f"checkpoint {saving.tag}: saving in the background failed: {reasons}")
@@ -341,6 +345,8 @@ class Checkpointer:
             ranks.job.world_size,
             ranks.replica,
             ranks,
+            self._whole,
+            ranks.job.rank - ranks.rank,
         )
 
     def _device(self) -> torch.device:
@@ -384,11 +390,11 @@ class Checkpointer:
     def _is_divided(self) -> bool:
         """Other ranks have other parts of the model, on an axis of a mesh that the program has cut it over."""
         ranks = self._engine.collectives
-        return ranks.tensor is None and ranks.job.world_size != ranks.world_size
+        is_ours = ranks.tensor is not None or self._whole is not None
+        return not is_ours and ranks.job.world_size != ranks.world_size
 
     def _require_one_model(self, call: str) -> None:
-        engine = self._engine
-        ranks = engine.collectives
+        ranks = self._engine.collectives
         if self._is_divided:
             raise EngineStateError(
                 f"engine.{call}(): the model is divided on another axis of the mesh ({ranks.world_size} of the job's "
@@ -405,7 +411,7 @@ class Checkpointer:
             )
 
     def _require_same(self, folder: Path, manifest: Manifest) -> None:
-        ids = self._engine.collectives.job.gather_objects((str(folder), manifest.id), "load_checkpoint: which")
+        ids = self._ranks.gather_objects((str(folder), manifest.id), "load_checkpoint: which")
         if len({save_id for _, save_id in ids}) > 1:
             raise CheckpointError(
                 "load_checkpoint",

@@ -37,6 +37,10 @@ def check_model(engine_state: EngineState, manifest: Manifest, where: str, *, st
     model = {slot.fqn: slot.whole_shape for buffer in engine_state.buffers() for slot in buffer.layout.slots}
     saved_names = {fqn: manifest.canonical(fqn) for fqn in model}
     used = {name for name in saved_names.values() if name is not None}
+    elsewhere: set[str] = set()
+    if engine_state.pipelined is not None:  # what other stages load
+        used |= {name for fqn in engine_state.pipelined.order if (name := manifest.canonical(fqn)) is not None}
+        elsewhere = set(engine_state.pipelined.buffers)
     buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(engine_state.model)}
     shapes = [
         f"{fqn}: {tuple(manifest.parameters[name].shape)} in the checkpoint, {model[fqn]} in the model"
@@ -51,7 +55,7 @@ def check_model(engine_state: EngineState, manifest: Manifest, where: str, *, st
     ]
     # All differences in one message: a wrong model is rarely wrong in one name only.
     missing = [fqn for fqn, name in saved_names.items() if name is None] + sorted(set(buffers) - set(saved_buffers))
-    extra = [fqn for fqn in manifest.order if fqn not in used] + sorted(set(saved_buffers) - set(buffers))
+    extra = [fqn for fqn in manifest.order if fqn not in used] + sorted(set(saved_buffers) - set(buffers) - elsewhere)
     problems = [
         *(["other shapes: " + listed(shapes, "; ")] if shapes else []),
         *(["not in the checkpoint: " + listed(missing)] if missing else []),

@@ -41,7 +41,7 @@ from zeroaccel.checkpoint.manifest import (
 from zeroaccel.checkpoint.plain_codec import encode
 from zeroaccel.checkpoint.rank_file import is_part_of_a_save, rank_file_name
 from zeroaccel.checkpoint.rank_file_writer import RankFileWriter, Staging
-from zeroaccel.checkpoint.save_plan import EngineState, SavePlan, describe_parameters, persistent_buffers, ties_of
+from zeroaccel.checkpoint.save_plan import EngineState, SavePlan, describe_parameters, persistent_buffers
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import CheckpointError, CollectiveError, UsageError
@@ -170,6 +170,8 @@ def prepare(
         client_state = _encode_client_state(request.client_state, plan if engine_state.rank == 0 else None)
         if engine_state.rank == 0:
             common = _common(request, engine_state, progress, plan) | {"tag": tag, "client_state": client_state}
+    if engine_state.pipelined is not None:
+        _join_stages(common, engine_state, plan, collectives, exclude_frozen=request.exclude_frozen)
     tags = collectives.gather_objects((tag, save_id, RankProcess.own()), "save_checkpoint: tag")
     if len({name for name, *_ in tags}) > 1:
         raise UsageError(
@@ -234,7 +236,7 @@ def _common(request: SaveRequest, engine_state: EngineState, progress: Progress,
         "sharded": dict(progress.sharded),
         "parameters": parameters,
         "order": tuple(parameters),
-        "ties": ties_of(engine_state.model),
+        "ties": dict(engine_state.ties),
         "buffers": tuple(name for name, _ in buffers),
         "optimizer": _optimizer(engine_state, plan),
         "counters": dict(progress.counters),
@@ -243,6 +245,41 @@ def _common(request: SaveRequest, engine_state: EngineState, progress: Progress,
         "config": encode(dict(progress.config), "config", plan.keep),
         "writer": {"torch": torch.__version__},
     }
+
+
+def _join_stages(
+    common: dict[str, Any],
+    engine_state: EngineState,
+    plan: SavePlan,
+    collectives: Collectives,
+    *,
+    exclude_frozen: bool,
+) -> None:
+    """Completes rank 0's description by what other stages have; each buffer is saved by the first. (all ranks)"""
+    assert engine_state.pipelined is not None, "stages of no model"
+    buffers = dict(persistent_buffers(engine_state.model))
+    own: tuple[dict[str, Any], list[str], dict[str, int]] | None = None
+    if engine_state.lead == engine_state.rank:
+        groups = {} if engine_state.optimizer is None else dict(engine_state.optimizer.group_of)
+        own = describe_parameters(engine_state, exclude_frozen=exclude_frozen), list(buffers), groups
+    parameters: dict[str, Any] = {}
+    savers: dict[str, int] = {}
+    group_of: dict[str, int] = {}
+    for rank, part in enumerate(collectives.gather_objects(own, "save_checkpoint: stages")):
+        if part is not None:
+            parameters |= part[0]
+            savers = {**dict.fromkeys(part[1], rank), **savers}
+            group_of |= part[2]
+    for name, saver in savers.items():
+        if saver == engine_state.rank != 0:  # rank 0 has added its own
+            plan.add_full(f"buffer/{name}", buffers[name].clone())
+    if common:
+        order = [name for name in engine_state.pipelined.order if name in parameters]
+        common |= {"parameters": {name: parameters[name] for name in order}, "order": tuple(order)}
+        common["buffers"] = tuple(name for name in engine_state.pipelined.buffers if name in savers)
+        if common["optimizer"] is not None:
+            for index, group in enumerate(common["optimizer"]["param_groups"]):
+                group["params"] = [name for name in order if group_of.get(name) == index]
 
 
 def _optimizer(engine_state: EngineState, plan: SavePlan) -> dict[str, Any] | None:

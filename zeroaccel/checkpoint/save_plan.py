@@ -7,7 +7,8 @@ through the buffers' storages: what is in a tier is streamed from it a chunk at 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +25,46 @@ from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
 from zeroaccel.zero.storage.shards import Elements
 from zeroaccel.zero.tensor_parallel import whole_of
 
+_SAMPLED_NUMEL = 64
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """What is known of a model of which each rank has one stage of a pipeline.
+
+    Attributes:
+        order: names of its parameters.
+        ties: alias -> the first name of the same parameter.
+        buffers: names of those that belong into a state dict.
+        state_dict_names: of a full state dict, in its order.
+        param_ids: of its parameters, before it was cut.
+        fingerprint: of a few elements of each parameter.
+    """
+
+    order: tuple[str, ...]
+    ties: Mapping[str, str]
+    buffers: tuple[str, ...]
+    state_dict_names: tuple[str, ...]
+    param_ids: frozenset[int]
+    fingerprint: str
+
+    @classmethod
+    def of(cls, model: nn.Module) -> WholeModel:
+        """Of a model that is whole yet."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, param in model.named_parameters():
+            flat = param.detach().view(-1) if param.is_contiguous() else param.detach().reshape(-1)
+            sample = flat[:: max(1, flat.numel() // _SAMPLED_NUMEL)].cpu().double() if not flat.is_meta else flat
+            digest.update(f"{name} {tuple(param.shape)} {sample.tolist() if not flat.is_meta else ''}".encode())
+        return cls(
+            tuple(name for name, _ in model.named_parameters()),
+            ties_of(model),
+            tuple(name for name, _ in persistent_buffers(model)),
+            tuple(state_dict_names(model)),
+            frozenset(id(param) for param in model.parameters()),
+            digest.hexdigest(),
+        )
+
 
 @dataclass(frozen=True)
 class EngineState:
@@ -32,7 +73,9 @@ class EngineState:
     Attributes:
         rank, world_size: of the job: each rank has a file.
         replica: which set of shards this rank's belongs to; the first one's ranks save, and all load.
-        collectives: by which split parameters are joined; None where none is.
+        collectives: by which split parameters are joined, and stages of a pipeline; None where nothing is.
+        pipelined: where the engine has one stage of a pipeline, the model that its stages make up.
+        lead: the first rank with this stage, which describes it.
     """
 
     model: nn.Module
@@ -42,6 +85,18 @@ class EngineState:
     world_size: int
     replica: int = 0
     collectives: Collectives | None = None
+    pipelined: WholeModel | None = None
+    lead: int = 0
+
+    @property
+    def ties(self) -> Mapping[str, str]:
+        """alias -> the first name of the same parameter, in the model of all stages."""
+        return ties_of(self.model) if self.pipelined is None else self.pipelined.ties
+
+    @property
+    def state_dict_names(self) -> Sequence[str]:
+        """Of a full state dict, in its order."""
+        return state_dict_names(self.model) if self.pipelined is None else self.pipelined.state_dict_names
 
     def saves(self, buffer: FlatBuffer) -> bool:
         """Whether this rank's part of a buffer is saved by it: of what several ranks hold, one of them saves."""
@@ -220,3 +275,15 @@ def ties_of(model: nn.Module) -> dict[str, str]:
         if canonical != name:
             ties[name] = canonical
     return ties
+
+
+def state_dict_names(model: nn.Module) -> list[str]:
+    """The names of a state dict, in its order, without touching a value."""
+    names: list[str] = []
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        own = [
+            *module._parameters,
+            *(name for name in module._buffers if name not in module._non_persistent_buffers_set),
+        ]
+        names += [f"{prefix}.{name}" if prefix else name for name in own]
+    return names

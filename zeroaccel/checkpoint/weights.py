@@ -24,7 +24,7 @@ from zeroaccel.checkpoint import zero_to_fp32
 from zeroaccel.checkpoint.atomic_write import NewFile, remove_abandoned, write_all, write_durably
 from zeroaccel.checkpoint.consolidate import named_errors
 from zeroaccel.checkpoint.rank_file import CHUNK_NBYTES
-from zeroaccel.checkpoint.save_plan import EngineState, persistent_buffers, ties_of
+from zeroaccel.checkpoint.save_plan import EngineState, persistent_buffers
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import CheckpointError
@@ -49,13 +49,14 @@ def save_weights(path: Path, engine_state: EngineState, collectives: Collectives
         CheckpointError: another suffix, or the disk is full or fails; on every rank.
     """
 
+    tensors = all_tensor_specs(engine_state, exclude_frozen=exclude_frozen)
+
     def open_writer() -> PickledWeights | StreamedWeights:
         if path.suffix in _PICKLES:
-            return PickledWeights(path, engine_state.model)
+            return PickledWeights(path, engine_state)
         if path.suffix != ".safetensors":
             raise CheckpointError(f"{path}", expected="a name ending in .safetensors, .bin, .pt or .pth")
-        tensors = list(tensor_specs(engine_state, exclude_frozen=exclude_frozen))
-        return StreamedWeights(path, tensors, ties_of(engine_state.model))
+        return StreamedWeights(path, tensors, engine_state.ties)
 
     stream_into(path.parent, open_writer, engine_state, collectives, exclude_frozen=exclude_frozen)
 
@@ -137,7 +138,7 @@ def consolidated_state_dict(engine_state: EngineState, *, exclude_frozen: bool) 
     for name, value in _streamed(engine_state, exclude_frozen=exclude_frozen):
         if engine_state.rank == 0:
             tensors[name] = value.to("cpu", copy=True)
-    return with_ties(tensors, engine_state.model) if engine_state.rank == 0 else None
+    return with_ties(tensors, engine_state) if engine_state.rank == 0 else None
 
 
 def placeholder_state_dict(engine_state: EngineState, *, exclude_frozen: bool) -> dict[str, Tensor]:
@@ -146,17 +147,58 @@ def placeholder_state_dict(engine_state: EngineState, *, exclude_frozen: bool) -
         name: torch.empty(shape, dtype=dtype, device="meta")
         for name, dtype, shape in tensor_specs(engine_state, exclude_frozen=exclude_frozen)
     }
-    return with_ties(tensors, engine_state.model)
+    return with_ties(tensors, engine_state)
 
 
-def with_ties(tensors: dict[str, Tensor], model: torch.nn.Module) -> dict[str, Tensor]:
+def with_ties(tensors: dict[str, Tensor], engine_state: EngineState) -> dict[str, Tensor]:
     """The same tensors under every name that a state dict of the model has for them, in its order."""
-    ties = {alias: name for alias, name in ties_of(model).items() if name in tensors}
+    ties = {alias: name for alias, name in engine_state.ties.items() if name in tensors}
     named = {**tensors, **{alias: tensors[name] for alias, name in ties.items()}}
-    return {name: named[name] for name in _state_dict_names(model) if name in named}
+    return {name: named[name] for name in engine_state.state_dict_names if name in named}
 
 
 def _streamed(engine_state: EngineState, *, exclude_frozen: bool) -> Iterator[tuple[str, Tensor]]:
+    """(name, full value) of the whole model, by descending item size; valid on rank 0, until the next. (all ranks)"""
+    own = _streamed_own(engine_state, exclude_frozen=exclude_frozen)
+    if engine_state.pipelined is None:
+        yield from own
+        return
+    assert engine_state.collectives is not None, "a stage without a way to the others"
+    for source, (name, dtype, shape) in _specs_by_rank(engine_state, exclude_frozen=exclude_frozen):
+        value = torch.empty(0)
+        if source == engine_state.lead:
+            value = next(tensor for other, tensor in own if other == name).contiguous()
+        if source != 0:  # all ranks receive, though only rank 0 needs it: one stage's ranks send, tensor by tensor
+            if source != engine_state.rank:
+                value = torch.empty(shape, dtype=dtype, device=engine_state.collectives.job.topology.device)
+            engine_state.collectives.job.broadcast(value, source, f"full value of {name}")
+        yield name, value
+    for _ in own:  # to the end, where units are sharded again
+        pass
+
+
+def _specs_by_rank(engine_state: EngineState, *, exclude_frozen: bool) -> list[tuple[int, TensorSpec]]:
+    """Which rank has each tensor of the whole model, in the order of `_streamed`. (all ranks)"""
+    own = list(tensor_specs(engine_state, exclude_frozen=exclude_frozen))
+    if engine_state.pipelined is None or engine_state.collectives is None:
+        return [(0, spec) for spec in own]
+    leads = engine_state.lead == engine_state.rank
+    per_rank: list[list[TensorSpec]] = engine_state.collectives.job.gather_objects(
+        own if leads else [], "tensors of stages"
+    )
+    first: dict[str, tuple[int, TensorSpec]] = {}
+    for rank, specs in enumerate(per_rank):
+        for spec in specs:
+            first.setdefault(spec[0], (rank, spec))
+    return sorted(first.values(), key=lambda item: -item[1][1].itemsize)
+
+
+def all_tensor_specs(engine_state: EngineState, *, exclude_frozen: bool) -> list[TensorSpec]:
+    """Name, dtype and shape of all tensors of the model, in the order in which they are written. (all ranks)"""
+    return [spec for _, spec in _specs_by_rank(engine_state, exclude_frozen=exclude_frozen)]
+
+
+def _streamed_own(engine_state: EngineState, *, exclude_frozen: bool) -> Iterator[tuple[str, Tensor]]:
     """(name, full value), by descending item size; a unit is unsharded while its own are yielded. (all ranks)"""
     # Largest items first, so that in a safetensors file without gaps every tensor is aligned to its item size.
     for itemsize in (8, 4, 2, 1):
@@ -178,7 +220,7 @@ def _streamed(engine_state: EngineState, *, exclude_frozen: bool) -> Iterator[tu
 
 
 def tensor_specs(engine_state: EngineState, *, exclude_frozen: bool) -> Iterator[TensorSpec]:
-    """Name, dtype and shape of what `_streamed` yields, in its order; nothing is gathered."""
+    """Name, dtype and shape of what this rank's stage has of `_streamed`, in its order; nothing is gathered."""
     buffers: list[FlatBuffer] = list(engine_state.buffers())
     for itemsize in (8, 4, 2, 1):
         for buffer in buffers:
@@ -232,9 +274,9 @@ class StreamedWeights:
 class PickledWeights:
     """Collects copies in host memory and writes them at the end, with `torch.save`."""
 
-    def __init__(self, path: Path, model: torch.nn.Module) -> None:
+    def __init__(self, path: Path, engine_state: EngineState) -> None:
         self._path = path
-        self._model = model
+        self._engine_state = engine_state
         self._tensors: dict[str, Tensor] = {}
 
     def add(self, name: str, value: Tensor) -> None:
@@ -245,7 +287,7 @@ class PickledWeights:
         """Writes the file, flushes it and gives it its final name."""
         with NewFile(self._path) as new, os.fdopen(new.handle, "wb", closefd=False) as file:
             try:
-                torch.save(with_ties(self._tensors, self._model), file)
+                torch.save(with_ties(self._tensors, self._engine_state), file)
             except RuntimeError as error:
                 if isinstance(error.__context__, OSError):  # torch raises an error of its own over a full disk's
                     raise error.__context__ from None
@@ -256,18 +298,6 @@ class PickledWeights:
 
     def close(self) -> None:
         """Nothing stays open."""
-
-
-def _state_dict_names(model: torch.nn.Module) -> list[str]:
-    """The names of a state dict, in its order, without touching a value."""
-    names: list[str] = []
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        own = [
-            *module._parameters,
-            *(name for name in module._buffers if name not in module._non_persistent_buffers_set),
-        ]
-        names += [f"{prefix}.{name}" if prefix else name for name in own]
-    return names
 
 
 @dataclass(frozen=True)
@@ -342,7 +372,7 @@ def save_model_files(
         CheckpointError: the folder cannot be written; on every rank.
     """
     suffix = ".bin" if pickled else ".safetensors"
-    files = plan_files(list(tensor_specs(engine_state, exclude_frozen=exclude_frozen)), max_nbytes, suffix)
+    files = plan_files(all_tensor_specs(engine_state, exclude_frozen=exclude_frozen), max_nbytes, suffix)
     stream_into(
         folder,
         lambda: _ShardedWeights(folder, files, engine_state, pickled=pickled),
@@ -359,7 +389,7 @@ class _ShardedWeights:
 
     def __init__(self, folder: Path, files: Sequence[ModelFile], engine_state: EngineState, *, pickled: bool) -> None:
         self._folder, self._files, self._holdings, self._pickled = folder, files, engine_state, pickled
-        self._ties = ties_of(engine_state.model)
+        self._ties = engine_state.ties
         self._open: PickledWeights | StreamedWeights | None = None
         self._num_written = 0
         self._num_missing = 0  # tensors that the open file still waits for
@@ -372,7 +402,7 @@ class _ShardedWeights:
             ties = {alias: first for alias, first in self._ties.items() if first in names}
             path = self._folder / file.name
             if self._pickled:
-                self._open = PickledWeights(path, self._holdings.model)
+                self._open = PickledWeights(path, self._holdings)
             else:
                 self._open = StreamedWeights(path, file.tensors, ties)
         self._open.add(name, value)

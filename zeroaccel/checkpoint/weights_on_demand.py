@@ -55,7 +55,7 @@ def state_dict_on_demand(engine_state: EngineState, collectives: Collectives) ->
     for name, dtype, shape in tensor_specs(engine_state, exclude_frozen=False):
         tensors[name] = _on_demand(_addresses(dtype, shape), functools.partial(requests.ask, name))
     try:
-        yield with_ties(tensors, engine_state.model)
+        yield with_ties(tensors, engine_state)
     finally:
         requests.end()
 

@@ -67,7 +67,7 @@ class CollectiveTracker:
         try:
             return operation(*args, entry.tag)
         except RuntimeError as error:
-            raise self._explain(entry, error) from error
+            raise self.explain(entry, error) from error
 
     def transfer(self, entry: CollectiveRecord, operation: Callable[..., _Pendings], *args: Any) -> None:
         """One of several transfers of a call: starts it and blocks until it is complete."""
@@ -92,7 +92,7 @@ class CollectiveTracker:
             for work in pending:
                 work.wait()
         except RuntimeError as error:
-            raise self._explain(entry, error) from error
+            raise self.explain(entry, error) from error
         finally:
             flight_recorder.end_wait(entry)
 
@@ -107,7 +107,8 @@ class CollectiveTracker:
         self._mark.begin()
         self.flight_recorder.probe = entry, self._mark.has_arrived
 
-    def _explain(self, entry: CollectiveRecord, error: RuntimeError) -> CollectiveError:
+    def explain(self, entry: CollectiveRecord, error: RuntimeError) -> CollectiveError:
+        """What to raise for a call that the backend has given up: the report on all ranks, where there is one."""
         if self._watchdog is None:
             return CollectiveError(f"{entry.call} failed: {error}")
         return self._watchdog.explain(entry, error)

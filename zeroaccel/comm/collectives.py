@@ -50,6 +50,7 @@ class Collectives:
         topology: shared with every other engine of the process.
         group: the data group, of ranks that see different samples; by default all ranks.
         records_sizes: see `CollectiveTracker`.
+        recorder: of these calls; by default that of the calls that all ranks issue.
 
     Attributes:
         rank, world_size: in the data group.
@@ -58,6 +59,7 @@ class Collectives:
         secondary_rank, secondary_world_size: in the secondary group, over which backward gathers (ZeRO++ hpZ); those of
             the shard group where there is none.
         job: over all ranks of the job, where these are over some; else these themselves.
+        peers: over the ranks that issue the same collectives: `job`, or those of one stage where the job is a pipeline.
         is_first_data_group: True on one data group of the job; values that all data groups hold are counted only there.
         tensor: over the ranks that have the other parts of split parameters; None without tensor parallelism.
         nodes: the global ranks on each machine.
@@ -77,13 +79,21 @@ class Collectives:
     quantized_weights: bool
     nodes: Sequence[Sequence[int]]
     job: Collectives
+    peers: Collectives
     is_first_data_group: bool
     tensor: Collectives | None
     flight_recorder: FlightRecorder
     topology: Topology
     meter: Meter | None
 
-    def __init__(self, topology: Topology, group: RankGroup | None = None, *, records_sizes: bool = True) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        group: RankGroup | None = None,
+        *,
+        records_sizes: bool = True,
+        recorder: FlightRecorder | None = None,
+    ) -> None:
         group = group or topology.all_ranks
         self.topology = topology
         self.rank = self.shard_rank = self.secondary_rank = group.rank
@@ -91,12 +101,12 @@ class Collectives:
         self.replica = 0
         self.quantized_weights = False
         self.nodes = topology.nodes
-        self.job = self
+        self.job = self.peers = self
         self.is_first_data_group = True
         self.tensor = None
         self.meter = None
-        self.flight_recorder = topology.flight_recorder
-        self._tracker = CollectiveTracker(topology.flight_recorder, topology.watchdog, records_sizes=records_sizes)
+        self.flight_recorder = recorder or topology.flight_recorder
+        self._tracker = CollectiveTracker(self.flight_recorder, topology.watchdog, records_sizes=records_sizes)
         self._buffer_pool = BufferPool()
         if self.world_size > 1:
             self._gathers = self._transports(group, group.gather_group)

@@ -48,11 +48,14 @@ from zeroaccel.logs import log_once, logger
 from zeroaccel.ops.reductions import scale_rounded_once
 
 
-def arrange(collectives: Collectives, plan: CommPlan, data: Groups | None = None) -> Collectives:
+def arrange(
+    collectives: Collectives, plan: CommPlan, data: Groups | None = None, *, stages: bool = False
+) -> Collectives:
     """The collectives of a plan; `collectives` themselves where it asks for nothing. (all ranks)
 
     Args:
         data: the data groups of the job; by default one of all ranks.
+        stages: each data group is a stage of a pipeline, with parameters and collectives of its own.
     """
     topology = collectives.topology
     if plan.plain and data is None:
@@ -64,7 +67,11 @@ def arrange(collectives: Collectives, plan: CommPlan, data: Groups | None = None
         key = "zero_optimization.zero_quantized_gradients"
         log_once(logging.WARNING, f"{key}: gradients travel as they are: {layout.exact_reason}")
     hierarchical = HierarchicalCollectives(
-        topology, layout, quantized_weights=plan.quantized_weights, watch_interval=plan.watch_interval
+        topology,
+        layout,
+        quantized_weights=plan.quantized_weights,
+        watch_interval=plan.watch_interval,
+        stages=stages,
     )
     hierarchical.nodes = nodes
     return collectives.over(hierarchical)
@@ -76,6 +83,7 @@ class HierarchicalCollectives(Collectives):
     Args:
         quantized_weights: gather weights to compute with as int8.
         watch_interval: steps between two comparisons with exact collectives; 0 is never.
+        stages: as for `arrange`.
 
     Attributes:
         layout: as given.
@@ -83,14 +91,23 @@ class HierarchicalCollectives(Collectives):
     """
 
     def __init__(
-        self, topology: Topology, layout: MeshLayout, *, quantized_weights: bool = False, watch_interval: int = 0
+        self,
+        topology: Topology,
+        layout: MeshLayout,
+        *,
+        quantized_weights: bool = False,
+        watch_interval: int = 0,
+        stages: bool = False,
     ) -> None:
         data_group = subgroup(topology, layout.data_groups)
-        super().__init__(topology, data_group)
+        # The units of another stage are others, and so are its collectives: their histories are not compared.
+        recorder = topology.recorder(f"stage of ranks {data_group.ranks}") if stages else None
+        super().__init__(topology, data_group, recorder=recorder)
         self.layout = layout
         if len(layout.data_groups) > 1:
             self.job = Collectives(topology)
-            self.is_first_data_group = topology.rank in layout.data_groups[0]
+            self.peers = self if stages else self.job
+            self.is_first_data_group = stages or topology.rank in layout.data_groups[0]
         self.quantized_weights = quantized_weights
         # Making process groups is collective: every rank makes all of them, in this order, needed here or not.
         shard_group = subgroup(topology, layout.shard_groups)

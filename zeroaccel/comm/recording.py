@@ -88,6 +88,7 @@ class RecordingCollectives(Collectives):
         self.secondary_rank, self.secondary_world_size = inner.secondary_rank, inner.secondary_world_size
         self.quantized_weights = inner.quantized_weights
         self.job = self if inner.job is inner else inner.job
+        self.peers = self if inner.peers is inner else inner.peers
         self.is_first_data_group = inner.is_first_data_group
         self.tensor = inner.tensor
         self.flight_recorder = inner.flight_recorder

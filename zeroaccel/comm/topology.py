@@ -96,6 +96,7 @@ class Topology:
         groups: every process group made here, but for the default one.
         subgroups: what `subgroup` has made, by its partition.
         connected: the NCCL groups whose ranks have found each other.
+        recorders: what `recorder` has made, by its name.
         limit: seconds a collective may wait.
         local_rank, local_world_size: among the ranks on this machine.
         device: where this rank computes.
@@ -124,12 +125,25 @@ class Topology:
     subgroups: dict[tuple[tuple[int, ...], ...], RankGroup] = field(default_factory=dict)
     transports: TransportFactory = transport_over
     connected: set[dist.ProcessGroup] = field(default_factory=set)
+    recorders: dict[str, FlightRecorder] = field(default_factory=dict)
 
     @property
     def all_ranks(self) -> RankGroup:
         """All ranks of the job."""
         ranks = tuple(range(self.world_size))
         return RankGroup(ranks, self.rank, self.gather_group, self.reduce_group, self.control_group)
+
+    def recorder(self, name: str, needs: Sequence[int] = ()) -> FlightRecorder:
+        """A flight recorder for calls that ranks elsewhere in the job do not issue; made at the first call.
+
+        Args:
+            needs: ranks that none of its calls can complete without; see `Watchdog.follow`.
+        """
+        if name not in self.recorders:
+            self.recorders[name] = FlightRecorder()
+            if self.watchdog is not None:
+                self.watchdog.follow(self.recorders[name], frozenset(needs))
+        return self.recorders[name]
 
 
 _current: tuple[dist.ProcessGroup, Topology] | None = None

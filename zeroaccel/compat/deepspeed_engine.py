@@ -29,6 +29,7 @@ from zeroaccel.compat import loss_scale_members, transformers_calls
 from zeroaccel.compat.deepspeed_comm import get_local_rank, require_process_group
 from zeroaccel.compat.deepspeed_init import from_library
 from zeroaccel.compat.deepspeed_monitor import MonitorMaster
+from zeroaccel.compat.deepspeed_pipe import PipelineModule
 from zeroaccel.compat.deepspeed_timers import StepThroughput, SynchronizedWallClockTimer
 from zeroaccel.compat.engine_questions import ABSENT_MEMBERS, PRIVATE_MEMBERS, QUESTIONS
 from zeroaccel.compat.finder import VERSION
@@ -41,6 +42,7 @@ from zeroaccel.data import build_dataloader
 from zeroaccel.errors import ConfigError, EngineStateError, UsageError, listed
 from zeroaccel.initialization import initialize as assemble
 from zeroaccel.logs import log_always, log_once, logger
+from zeroaccel.pipeline.pipeline_engine import PipelineEngine
 from zeroaccel.zero.engine import Engine
 from zeroaccel.zero.from_config import DTYPES
 
@@ -539,6 +541,21 @@ class DeepSpeedEngine(Engine, metaclass=_EngineKind):
         return state() if version == self.weights_version else None
 
 
+class DeepSpeedPipelineEngine(PipelineEngine, DeepSpeedEngine):
+    """`PipelineEngine` with DeepSpeed's members, for a `PipelineModule`."""
+
+    def is_pipe_parallel(self) -> bool:
+        """True: `train_batch` runs the stages."""
+        return True
+
+    def set_dataloader(self, loader: Iterable[Any]) -> None:
+        """The loader that `train_batch()` without an iterator goes round."""
+        self._loader, self._own_batches = loader, None
+
+    def reset_activation_shape(self) -> None:
+        """Does nothing: a new shape of batches is noticed."""
+
+
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
@@ -590,11 +607,12 @@ def initialize(
         lr_scheduler,
         source,
         collate_fn=collate_fn,
-        engine_type=DeepSpeedEngine,
+        engine_type=DeepSpeedPipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine,
         unknown_keys="lenient",
-        parallel=_parallel_of(mpu),
+        parallel=_parallel_of(mpu, model),
+        pipeline=model.pipeline_config() if isinstance(model, PipelineModule) else None,
     )
-    assert type(engine) is DeepSpeedEngine, "the engine_type that was asked for"
+    assert type(engine) in (DeepSpeedEngine, DeepSpeedPipelineEngine), "the engine_type that was asked for"
     mark_configured(model, engine._checked_config)
     mark_parameters(model)
     if engine.settings.plan.params:
@@ -652,8 +670,12 @@ def _batch_of_samplers(config: Any) -> Any:
     return {**tree, "train_batch_size": total // parallel.tp}
 
 
-def _parallel_of(mpu: Any) -> ParallelConfig:
-    """The mesh that an object in the manner of Megatron's `mpu` describes."""
+def _parallel_of(mpu: Any, model: nn.Module) -> ParallelConfig:
+    """The mesh that an object in the manner of Megatron's `mpu` describes; of a `PipelineModule`, its stages."""
+    if isinstance(model, PipelineModule):
+        if mpu is not None:
+            raise UsageError("deepspeed.initialize(mpu)", expected="None with a PipelineModule", got=type(mpu).__name__)
+        return ParallelConfig(pp=model.num_stages)
     if mpu is None:
         return ParallelConfig()
     split = ("model", "tensor_model", "pipeline", "pipeline_model", "pipe")

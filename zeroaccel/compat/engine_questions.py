@@ -68,7 +68,7 @@ QUESTIONS: Mapping[str, str] = {
     "zero_sub_group_size": f"{_ZERO}.sub_group_size",
 }
 
-_PIPELINE = "pipeline parallelism is torch.distributed.pipelining's"
+_PIPELINE = "the engine of a deepspeed.pipe.PipelineModule has it"
 _DATA = "curriculum learning and data sampling are the loader's: pass training_data, or loop over a loader of your own"
 _REDUCTION = "gradients are reduced during backward, and by engine.step()"
 _ONE_OPTIMIZER = "engine.optimizer is the optimizer itself"

@@ -12,6 +12,7 @@ from difflib import get_close_matches
 PACKAGE = "deepspeed"
 
 _ENGINE = "zeroaccel.compat.deepspeed_engine"
+_PIPE = "zeroaccel.compat.deepspeed_pipe"
 _CALLS = "zeroaccel.compat.deepspeed_calls"
 _COMMUNICATION = "zeroaccel.compat.deepspeed_comm"
 _ZERO = "zeroaccel.zero"
@@ -176,6 +177,7 @@ _LOGGING = {
     **_same(_CALLS, "log_dist", "log_dist_once", "set_log_level_from_string"),
     "logger": "zeroaccel.logs:logger",
 }
+_LAYERS = _same(_PIPE, "LayerSpec", "PipelineModule", "TiedLayerSpec")
 _ENGINE_CLASS = {"DeepSpeedEngine": f"{_ENGINE}:DeepSpeedEngine"}
 _OPTIMIZER_CLASS = {"DeepSpeedOptimizer": f"{_MEMBERS}:DeepSpeedOptimizer"}
 _DEVICE = _same(_ACCELERATOR, "get_accelerator", "is_current_accelerator_supported", "set_accelerator")
@@ -228,6 +230,8 @@ SURFACE: Mapping[str, Mapping[str, str]] = {
         **_CONFIG_CLASS,
         **_LOGGING,
         "OnDevice": f"{_CALLS}:OnDevice",
+        "PipelineEngine": f"{_ENGINE}:DeepSpeedPipelineEngine",
+        "PipelineModule": f"{_PIPE}:PipelineModule",
         "add_config_arguments": f"{_CALLS}:add_config_arguments",
         "checkpointing": "deepspeed.runtime.activation_checkpointing.checkpointing",
         "dist": "deepspeed.comm",
@@ -272,6 +276,7 @@ SURFACE: Mapping[str, Mapping[str, str]] = {
     "deepspeed.ops.lion": _same(_OPTIMIZERS, "DeepSpeedCPULion", "FusedLion"),
     "deepspeed.ops.op_builder": _BUILDER_CLASSES,
     "deepspeed.ops.op_builder.all_ops": _same(_BUILDERS, "ALL_OPS"),
+    "deepspeed.pipe": _LAYERS,
     "deepspeed.profiling": {},
     "deepspeed.profiling.flops_profiler": _PROFILES,
     "deepspeed.profiling.flops_profiler.profiler": _PROFILES,
@@ -283,6 +288,8 @@ SURFACE: Mapping[str, Mapping[str, str]] = {
     "deepspeed.runtime.dataloader": _same(_CALLS, "RepeatingLoader"),
     "deepspeed.runtime.engine": _ENGINE_CLASS,
     "deepspeed.runtime.lr_schedules": _LR_SCHEDULES,
+    "deepspeed.runtime.pipe": _LAYERS,
+    "deepspeed.runtime.pipe.module": _LAYERS,
     "deepspeed.runtime.sequence_parallel": {},
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": _same(
         _SEQUENCE_STATE, "initialize_sequence_parallel", *_SEQUENCE_CALLS
@@ -371,7 +378,6 @@ SCRIPTS = frozenset(
 
 _ESTIMATE = "`zeroaccel estimate` tells what a model needs at each stage"
 _INFERENCE = "to run a model that does not fit, prepare it without an optimizer at stage 3"
-_PIPELINE = "pipeline parallelism is torch.distributed.pipelining's"
 _OPTIMIZERS_THERE = "any elementwise optimizer of torch.optim can be given to initialize, or named in the config"
 _NO_SEQUENCE = "zeroaccel.parallel.UlyssesAttention exchanges the heads of transformers' models"
 _INSPECT = "`zeroaccel checkpoint inspect` shows what is in a checkpoint"
@@ -386,8 +392,6 @@ ABSENT: Mapping[str, str] = {
     "deepspeed.DeepSpeedTransformerConfig": _INFERENCE,
     "deepspeed.DeepSpeedTransformerLayer": _INFERENCE,
     "deepspeed.InferenceEngine": _INFERENCE,
-    "deepspeed.PipelineEngine": _PIPELINE,
-    "deepspeed.PipelineModule": _PIPELINE,
     "deepspeed.autotuning": _ESTIMATE,
     "deepspeed.checkpoint.DeepSpeedCheckpoint": _INSPECT,
     "deepspeed.checkpoint.universal_checkpoint": "a checkpoint is resumed from by any number of ranks as it is",
@@ -412,7 +416,6 @@ ABSENT: Mapping[str, str] = {
     "deepspeed.ops.op_builder": "nothing is compiled, so there is nothing to build",
     "deepspeed.ops.sparse_attention": "torch.nn.attention.flex_attention takes sparse masks",
     "deepspeed.ops.transformer": _INFERENCE,
-    "deepspeed.pipe": _PIPELINE,
     "deepspeed.replace_transformer_layer": _INFERENCE,
     "deepspeed.runtime.activation_checkpointing.checkpointing.get_cuda_rng_tracker": _SEEDS,
     "deepspeed.runtime.activation_checkpointing.checkpointing.model_parallel_cuda_manual_seed": _SEEDS,
@@ -424,7 +427,6 @@ ABSENT: Mapping[str, str] = {
     "deepspeed.runtime.eigenvalue": "torch.func.hvp gives what power iterations need",
     "deepspeed.runtime.fp16": _OPTIMIZERS_THERE,
     "deepspeed.runtime.hybrid_engine": "engine.gathered() makes the weights whole to generate with them",
-    "deepspeed.runtime.pipe": _PIPELINE,
     "deepspeed.runtime.progressive_layer_drop": "drop layers in the model's forward",
     "deepspeed.runtime.sequence_parallel.ulysses_sp": "zeroaccel.parallel exchanges heads and cuts batches",
     "deepspeed.runtime.sparse_tensor": "a sparse gradient is reduced as a dense one",

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zeroaccel.errors import UsageError
 
-AXES = ("dp_replicate", "dp_shard", "sp", "tp")
+AXES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")
 """Outermost first: ranks next to each other differ in the last axis."""
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """The mesh of a job, dp_replicate x dp_shard x sp x tp ranks; names and order as torchtitan's.
+    """The mesh of a job, pp x dp_replicate x dp_shard x sp x tp ranks; names and order as torchtitan's.
 
     The two data axes see different samples. Ranks that differ in `sp` only have parts of the same sequences (Ulysses,
     Jacobs et al., 2023, arXiv:2309.14509). Ranks that differ in `tp` only have parts of the same layers (Megatron-LM,
     Shoeybi et al., 2019, arXiv:1909.08053) and compute on the same samples. ZeRO shards over dp_shard x sp ranks,
     which all have the same parameters.
 
+    Ranks that differ in `pp` only have the stages of one pipeline and see the same samples.
+
     Attributes:
+        pp: stages of a pipeline, each on ranks of its own.
         dp_replicate: groups of ranks that each hold one sharded model.
         dp_shard: -1 takes the ranks that the other axes leave.
         sp: ranks that share a sequence.
@@ -40,9 +43,10 @@ class ParallelConfig:
         >>> mesh.dp_shard, mesh.data_parallel_size
         (4, 4)
         >>> mesh.coordinates(rank=5)
-        {'dp_replicate': 0, 'dp_shard': 2, 'sp': 1, 'tp': 0}
+        {'pp': 0, 'dp_replicate': 0, 'dp_shard': 2, 'sp': 1, 'tp': 0}
     """
 
+    pp: int = 1
     dp_replicate: int = 1
     dp_shard: int = -1
     sp: int = 1
@@ -55,6 +59,13 @@ class ParallelConfig:
             if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and (axis, size) != ("dp_shard", -1)):
                 rest = " or -1" if axis == "dp_shard" else ""
                 raise UsageError(f"ParallelConfig({axis})", expected=f"a positive number of ranks{rest}", got=size)
+        if self.pp > 1 and (self.sp > 1 or self.tp > 1):
+            raise UsageError(
+                "ParallelConfig",
+                expected="pp alone, or sp or tp: stages exchange whole sequences, and have whole layers",
+                got=f"pp {self.pp}, sp {self.sp}, tp {self.tp}",
+                fix="leave pp, or the others, at 1",
+            )
         if isinstance(self.tp_plan, str) and self.tp_plan != "auto":
             raise UsageError("ParallelConfig(tp_plan)", expected='"auto", or patterns with styles', got=self.tp_plan)
         if self.sp > 1 and self.tp > 1:
@@ -79,7 +90,7 @@ class ParallelConfig:
     @property
     def splits_samples(self) -> bool:
         """Whether several ranks work on one sample: not all of them see different ones."""
-        return self.sp > 1 or self.tp > 1
+        return self.sp > 1 or self.tp > 1 or self.pp > 1
 
     @property
     def data_parallel_size(self) -> int:
@@ -145,7 +156,7 @@ def with_autotp(tree: Mapping[str, Any], parallel: ParallelConfig | None) -> Par
 
     Example:
         >>> with_autotp({"tensor_parallel": {"autotp_size": 2}}, None)
-        ParallelConfig(dp_replicate=1, dp_shard=-1, sp=1, tp=2, tp_plan='auto')
+        ParallelConfig(pp=1, dp_replicate=1, dp_shard=-1, sp=1, tp=2, tp_plan='auto')
     """
     section = tree.get("tensor_parallel")
     if not isinstance(section, Mapping):
@@ -162,3 +173,51 @@ def with_autotp(tree: Mapping[str, Any], parallel: ParallelConfig | None) -> Par
             "ParallelConfig(tp)", expected=f"{size}, as tensor_parallel.autotp_size of the config says", got=parallel.tp
         )
     return replace(parallel, tp=size, tp_plan="auto" if parallel.tp_plan is None else parallel.tp_plan)
+
+
+SCHEDULES = ("1f1b", "gpipe")
+SPLITS = ("compute", "parameters", "uniform")
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """How a model is cut into the stages of a pipeline, and in which order they work on micro-batches.
+
+    Attributes:
+        schedule: "1f1b" (PipeDream-flush, Narayanan et al., 2021, arXiv:2006.09503) has at most as many micro-batches
+            in flight as there are stages; "gpipe" (Huang et al., 2019, arXiv:1811.06965) all of a step. Both add up
+            gradients in the order of the micro-batches, and leave each rank idle for (pp - 1) / (m + pp - 1) of a step
+            of m micro-batches.
+        split: what the stages share evenly: "compute", matrix elements that each token meets; "parameters"; or
+            "uniform", the number of blocks. Or the number of blocks of each stage.
+        loss: of (output, targets), for an nn.Sequential, whose batches are pairs (inputs, targets). A model of
+            transformers computes its own from `labels`.
+        costs: of the children of an nn.Sequential, to divide evenly instead of what `split` counts.
+
+    Raises:
+        UsageError: a schedule or split that there is not.
+
+    Example:
+        >>> PipelineConfig(split=(3, 5)).split
+        (3, 5)
+    """
+
+    schedule: str = "1f1b"
+    split: str | Sequence[int] = "compute"
+    loss: Callable[[Any, Any], Any] | None = None
+    costs: Sequence[float] | None = None
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise UsageError(
+                "PipelineConfig(schedule)",
+                expected=" or ".join(f'"{name}"' for name in SCHEDULES),
+                got=self.schedule,
+                fix="others give a rank several stages, or split backward in two, which an engine's hooks do not see",
+            )
+        by_hand = not isinstance(self.split, str) and all(type(number) is int and number > 0 for number in self.split)
+        if not by_hand and self.split not in SPLITS:
+            names = ", ".join(f'"{name}"' for name in SPLITS)
+            raise UsageError(
+                "PipelineConfig(split)", expected=f"one of {names}, or numbers of blocks per stage", got=self.split
+            )

@@ -329,7 +329,7 @@ KEYS: Mapping[str, SupportStatus] = {
     "expert_parallel": _refused("expert parallelism is not available yet", switch="enabled"),
     "tensor_parallel": SupportStatus(Kind.WORKS, switch="autotp_size"),
     "tensor_parallel.tensor_parallel.tp_size": _WORKS,
-    "pipeline": _ignored("it is for models made as pipelines, which there are none of"),
+    "pipeline": _ignored("the arguments of PipelineModule and PipelineConfig say how a model is cut"),
     "hybrid_engine": _unsupported(
         "generation uses the engine that trains; engine.gathered() keeps its weights whole meanwhile", switch="enabled"
     ),

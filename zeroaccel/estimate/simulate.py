@@ -221,7 +221,8 @@ class FakeRanks(Collectives):
         self.world_size = self.shard_world_size = self.secondary_world_size = world_size
         self.replica = 0
         self.quantized_weights = False
-        self.job, self.is_first_data_group = self, True
+        self.job = self.peers = self
+        self.is_first_data_group = True
         self.nodes = [list(range(world_size))]
         self.meter = None
         self.flight_recorder = FlightRecorder()

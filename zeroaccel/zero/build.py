@@ -10,6 +10,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -192,45 +193,50 @@ def check_same(
     settings: Sequence[str],
     optimizer: Mapping[str, str],
     collectives: Collectives,
+    part: int = 0,
 ) -> None:
     """All ranks must have the same settings, and parameters of the same names, shapes and roles in the same order.
 
     Args:
         settings: one line for each.
         optimizer: facts of the optimizer and the scheduler, as in `rank_facts`.
+        part: which part of a model this rank has; only models of ranks with the same part are compared.
 
     Raises:
         UsageError: on every rank, naming the first difference.
     """
     # A digest first: the descriptions grow with the model, times the ranks. Settings are reported before models, since
     # another setting usually is the reason for another model.
-    own = _Compared(list(settings), dict(optimizer), _description(model, placement))
-    digest = hashlib.sha256(repr(own).encode()).hexdigest()
-    if len(set(collectives.gather_objects(digest, "compare models"))) == 1:
+    own = _Compared(list(settings), dict(optimizer), part, _description(model, placement))
+    common, models = (hashlib.sha256(repr(facts).encode()).hexdigest() for facts in (own[:2], own.models))
+    of_ranks = set(collectives.gather_objects((common, part, models), "compare models"))
+    if len({common for common, _, _ in of_ranks}) == 1 and len(of_ranks) == len({part for _, part, _ in of_ranks}):
         return
     compared: Sequence[_Compared] = collectives.gather_objects(own, "compare models in detail")
-    _compare_lines("settings", [rank.settings for rank in compared])
+    _compare_lines("settings", {rank: other.settings for rank, other in enumerate(compared)})
     if (differs := difference([rank.optimizer for rank in compared])) is not None:
         raise UsageError(f"initialize: {differs}", expected="one value on all ranks", fix=SAME_OPTIMIZER)
-    _compare_lines("models", [rank.models for rank in compared])
+    for alike in sorted({rank.part for rank in compared}):
+        _compare_lines("models", {rank: other.models for rank, other in enumerate(compared) if other.part == alike})
 
 
-@dataclass(frozen=True)
-class _Compared:
+class _Compared(NamedTuple):
     """What one rank is about to build."""
 
     settings: list[str]
     optimizer: dict[str, str]
+    part: int
     models: list[str]
 
 
-def _compare_lines(kind: str, of_ranks: Sequence[Sequence[str]]) -> None:
-    for rank, lines in enumerate(of_ranks):
-        for expected, got in zip_longest(of_ranks[0], lines, fillvalue="nothing"):
+def _compare_lines(kind: str, of_ranks: Mapping[int, Sequence[str]]) -> None:
+    first = min(of_ranks)
+    for rank, lines in of_ranks.items():
+        for expected, got in zip_longest(of_ranks[first], lines, fillvalue="nothing"):
             if expected != got:
                 raise UsageError(
                     f"the ranks have different {kind}",
-                    expected=f"{expected} as on rank 0",
+                    expected=f"{expected} as on rank {first}",
                     got=f"{got} on rank {rank}",
                     fix="build the same model, with the same config and optimizer, on every rank",
                 )

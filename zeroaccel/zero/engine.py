@@ -211,6 +211,7 @@ class Engine(nn.Module):
 
         # Unshard and reshard. Persistent units stay unsharded, so nothing has to be hooked or prefetched for them.
         sharded_units = [unit for unit in units if not unit.persistent]
+        self._peers_are_job = collectives.peers is collectives.job
         self.trace = PrefetchTrace({unit.name: unit.numel for unit in units}, settings.limits)
         self._coordinator = ParamCoordinator(sharded_units, self.trace)
         optimized = [param for _, buffer in trained for param in buffer.params] if optimizer else []
@@ -508,7 +509,8 @@ class Engine(nn.Module):
     def _end_backward(self) -> None:
         if self._step.collects_gradients:
             self._report.begin("reduce")
-            joins = self._boundary if self._step.is_last_backward else None
+            # The stages of a pipeline end their last backwards one after the other: all ranks join only in `step`.
+            joins = self._boundary if self._step.is_last_backward and self._peers_are_job else None
             self.grad_reducer.end(None if joins is None else joins.join_facts)
             self._report.end("reduce")
             self._step.num_backwards += 1

@@ -185,6 +185,8 @@ def join_facts_on_host(
 ) -> Tensor:
     """(5,) float64 in host memory, of all ranks: as `step_control.write_facts`. One small all-reduce.
 
+    In a pipeline two: histories are compared within its stages, which issue collectives of their own.
+
     Args:
         shards: the mean gradients of this rank's own elements, in host memory, any float dtype, any number.
         device: that the ranks compute on, and by which the facts travel.
@@ -194,8 +196,17 @@ def join_facts_on_host(
     largest = max((max_abs(shard) for shard in shards), default=0.0)
     values = [largest, digests.history, -digests.history, digests.settings, -digests.settings]
     facts = torch.tensor(values, dtype=torch.float64)
-    _all_reduce(facts, "max", FACTS_LABEL, collectives, device)
+    if collectives.peers is not collectives.job:
+        _all_reduce(facts, "max", FACTS_LABEL, collectives.peers, device)
+        _outcome_of_histories(facts)
+    _all_reduce(facts, "max", FACTS_LABEL, collectives.job, device)
     return facts
+
+
+def _outcome_of_histories(facts: Tensor) -> None:
+    """Replaces two digests, as (largest, -smallest), by whether they differ: what ranks elsewhere can compare."""
+    facts[1] = facts[1] != -facts[2]
+    facts[2] = 0.0
 
 
 def join_facts_on_device(largest: Tensor, digests: RankDigests, collectives: Collectives) -> Tensor:
@@ -206,7 +217,10 @@ def join_facts_on_device(largest: Tensor, digests: RankDigests, collectives: Col
     """
     facts = torch.empty(5, dtype=torch.float64, device=largest.device)
     write_facts(largest, digests.history, digests.settings, facts)
-    collectives.all_reduce_on_device(facts, "max", FACTS_LABEL)
+    if collectives.peers is not collectives.job:
+        collectives.peers.all_reduce_on_device(facts, "max", FACTS_LABEL)
+        _outcome_of_histories(facts)
+    collectives.job.all_reduce_on_device(facts, "max", FACTS_LABEL)
     return facts
 
 
@@ -233,7 +247,7 @@ def stats_on_host(
     sums = torch.zeros(2, dtype=torch.int64)
     for shard in counted:
         sums += torch.tensor(square_sums(shard, exponent), dtype=torch.int64)
-    _all_reduce(sums, "sum", NORM_LABEL, collectives, device)
+    _all_reduce(sums, "sum", NORM_LABEL, collectives.job, device)
     return GradStats(True, norm_from(int(sums[0]), int(sums[1]), exponent), same_history, same_settings)
 
 
@@ -275,7 +289,7 @@ def check_on_device(
     sums = torch.zeros(2, dtype=torch.int64, device=device)
     for shard in counted:
         square_sums_into(shard, largest, sums)
-    collectives.all_reduce_on_device(sums, "sum", NORM_LABEL)
+    collectives.job.all_reduce_on_device(sums, "sum", NORM_LABEL)
     return DeviceStats(facts, sums)
 
 

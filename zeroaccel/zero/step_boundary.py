@@ -86,7 +86,7 @@ class StepBoundary:
         Args:
             largest: as for `grad_norm.join_facts_on_device`.
         """
-        return join_facts_on_device(largest, self._digests(), self._collectives.job)
+        return join_facts_on_device(largest, self._digests(), self._collectives)
 
     def take_stats(self, *, norm: bool) -> GradCheck:
         """Examines complete gradients and compares the ranks; once a step. (all ranks)"""
@@ -98,11 +98,11 @@ class StepBoundary:
         ]
         tensors, device, facts = [shard for shard, _ in shards], self._reducer.device, self._reducer.facts
         if self._checks_on_device:
-            self.check = check_on_device(tensors, counted, ranks.job, device=device, digests=self._digests(), norm=norm)
+            self.check = check_on_device(tensors, counted, ranks, device=device, digests=self._digests(), norm=norm)
         else:
             if facts is None:
-                facts = join_facts_on_host(tensors, self._digests(), ranks.job, device)
-            self.check = KnownStats(stats_on_host(facts, counted, ranks.job, device, norm=norm))
+                facts = join_facts_on_host(tensors, self._digests(), ranks, device)
+            self.check = KnownStats(stats_on_host(facts, counted, ranks, device, norm=norm))
         return self.check
 
     def read(self, check: GradCheck, step: int) -> GradStats:
@@ -117,11 +117,21 @@ class StepBoundary:
         """
         stats = check.read()
         if not stats.same_history:
-            raise CollectiveError(disagreement_report(self._collectives))
+            raise CollectiveError(self._disagreement())
         if not stats.same_settings:
             self._drop()
             self._hyperparameters.refuse(step)
         return stats
+
+    def _disagreement(self) -> str:
+        """How the ranks desynced; where stages have histories of their own, of the first stage that did."""
+        ranks = self._collectives
+        report = disagreement_report(ranks.peers)
+        if ranks.peers is ranks.job:
+            return report
+        histories = ranks.peers.gather_objects(ranks.flight_recorder.digest(), "whose histories differ")
+        reports = ranks.job.gather_objects(report if len(set(histories)) > 1 else "", "where the stages desynced")
+        return next(filter(None, reports), report)
 
     def verify_earlier_steps(self, *, wait: bool = False) -> None:
         """Raises if the ranks differed in an earlier step that was not waited for; the device skipped its update.

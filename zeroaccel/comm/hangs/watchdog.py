@@ -105,6 +105,7 @@ class Watchdog:
         self.error: CollectiveError | None = None
         self.error_logged = False
         self._flight_recorder = flight_recorder
+        self._followed: list[tuple[FlightRecorder, frozenset[int]]] = []
         self._rank = channel.rank
         self._world_size = channel.world_size
         self._channel: SideChannel | None = channel  # None once the store is gone or no longer needed
@@ -130,6 +131,14 @@ class Watchdog:
         threading.Thread(target=self._watch, name="zeroaccel-watchdog", daemon=True).start()
 
     # --- called by the threads that communicate
+
+    def follow(self, flight_recorder: FlightRecorder, needs: frozenset[int]) -> None:
+        """Looks at another recorder too, of calls that only some ranks issue, so that histories are not compared.
+
+        Args:
+            needs: ranks that none of its calls can complete without, whatever they have issued before they left.
+        """
+        self._followed.append((flight_recorder, needs))
 
     def failure(self) -> CollectiveError:
         """The error to raise for a collective that is called after the report."""
@@ -255,12 +264,13 @@ class Watchdog:
         for state in channel.exits(skip=len(self._exited)):
             self._exited[state.rank] = state
 
-    def _longest_pending(self) -> CollectiveRecord | None:
-        """The collective that has blocked this rank longest."""
-        if entry := self._flight_recorder.longest_wait:
+    def _longest_pending(self, recorder: FlightRecorder | None = None) -> CollectiveRecord | None:
+        """The collective that has blocked this rank longest; by default of those that all ranks issue."""
+        recorder = recorder or self._flight_recorder
+        if entry := recorder.longest_wait:
             return entry
         # On an accelerator `wait` does not block the host; there one collective at a time is followed by a probe.
-        if (probe := self._flight_recorder.probe) is None:
+        if (probe := recorder.probe) is None:
             return None
         entry, has_completed = probe
         try:
@@ -269,12 +279,17 @@ class Watchdog:
             is_pending = False
         if is_pending:
             return entry
-        self._flight_recorder.probe = None
+        recorder.probe = None
         return None
+
+    def _longest_of_any(self) -> CollectiveRecord | None:
+        """What blocks this rank: a collective of all ranks if there is one, else of the recorders that are followed."""
+        recorders = (self._flight_recorder, *(recorder for recorder, _ in self._followed))
+        return next((entry for recorder in recorders if (entry := self._longest_pending(recorder))), None)
 
     def _overdue(self) -> Alarm | None:
         """A collective that has waited longer than the limit."""
-        if (entry := self._longest_pending()) is None:
+        if (entry := self._longest_of_any()) is None:
             return None
         waited = time.monotonic() - entry.since
         if waited <= self.limit:
@@ -285,7 +300,7 @@ class Watchdog:
     def _is_doomed(self, channel: SideChannel) -> Alarm | None:
         """A collective that can never complete, noticed before the limit has passed."""
         if (entry := self._longest_pending()) is None:
-            return None
+            return self._is_deserted()
         call = entry.call
         if exited := [rank for rank, state in self._exited.items() if not state.has_issued(call)]:
             headline = f"{rank_list(exited)} left the job while rank {self._rank} waits for {call}"
@@ -294,6 +309,14 @@ class Watchdog:
         if time.monotonic() - entry.since <= min(_STALL_SECONDS, self.limit / 2):
             return None
         return self._desynced(channel, entry) or self._deadlocked(channel, entry)
+
+    def _is_deserted(self) -> Alarm | None:
+        """A wait of a recorder that is followed, for ranks that have left."""
+        for recorder, needs in self._followed:
+            if (exited := needs & self._exited.keys()) and (entry := self._longest_pending(recorder)) is not None:
+                headline = f"{rank_list(exited)} left the job while rank {self._rank} waits for {entry.call}"
+                return Alarm(self._rank, headline, timed_out=False)
+        return None
 
     def _desynced(self, channel: SideChannel, entry: CollectiveRecord) -> Alarm | None:
         """Whether a rank has stalled at the same number, but not at the same call or not by the same history."""
@@ -363,7 +386,7 @@ class Watchdog:
         """
         deadline = time.monotonic() + (_SETTLE_SECONDS if alarm.rank != self._rank else 0.0)
         while self._exit_notice is None and time.monotonic() < deadline:
-            entry = self._longest_pending()
+            entry = self._longest_of_any()
             if entry is not None and time.monotonic() - entry.since >= _STEADY_SECONDS:
                 break
             time.sleep(_STEADY_SECONDS / 4)
@@ -477,7 +500,11 @@ class Watchdog:
 
     def _rank_state(self, exit_reason: str = "", *, failed: bool = False) -> RankState:
         recorder = self._flight_recorder
-        waiting, finished = None if exit_reason else self._longest_pending(), recorder.last_finished
+        waiting = None if exit_reason else self._longest_of_any()
+        recorders = (recorder, *(followed for followed, _ in self._followed))
+        finished = max(
+            (entry for each in recorders if (entry := each.last_finished)), key=lambda entry: entry.since, default=None
+        )
         return RankState(
             rank=self._rank,
             waiting=waiting.call if waiting else None,

@@ -461,7 +461,7 @@ def _unset_words(name: str) -> tuple[str, ...]:
     return ("auto", "none") if name.endswith(("_path", "_file", "_clipping", "_steps")) else ()
 
 
-_OTHERS: Mapping[str, str] = {
+OTHER_VARIABLES: Mapping[str, str] = {
     "ZEROACCEL_COMPAT": "hands the facade for `import deepspeed` on to children",
     "ZEROACCEL_CONFIG": "the launch file",
     "ZEROACCEL_CPU_CORES": "the cores of a rank, from its launcher",
@@ -471,12 +471,13 @@ _OTHERS: Mapping[str, str] = {
     "ZEROACCEL_SSH": "the program that reaches other machines",
     "ZEROACCEL_VERIFY": "the order of `zeroaccel verify`",
 }
+"""Variables that are no settings of a launch -> what they are for."""
 
 
 def known_variables() -> frozenset[str]:
     """Every name that means something."""
     settings = (variable for name in LaunchSettings.model_fields for variable in variables_of(name))
-    return frozenset(_OTHERS) | {variable for variable in settings if variable.startswith(PREFIX)}
+    return frozenset(OTHER_VARIABLES) | {variable for variable in settings if variable.startswith(PREFIX)}
 
 
 def unknown_variable(name: str) -> str:

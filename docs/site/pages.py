@@ -1,0 +1,190 @@
+"""Pages of the site that are made from the code, and links of pages that lie elsewhere in the tree: a hook of mkdocs.
+
+The reference is what the program itself goes by: the commands' own help, the config's schema with the table of what
+takes effect, and the settings of a launch. So it cannot say something else than they do.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+import zeroaccel
+from zeroaccel.cli.main import SUB_COMMANDS
+from zeroaccel.cli.main import main as main_command
+from zeroaccel.config.launch.launch_settings import LaunchSettings, file_path
+from zeroaccel.config.launch.launch_sources import OTHER_VARIABLES, variables_of
+from zeroaccel.config.launch.setting_table import SETTINGS
+from zeroaccel.config.schema import Config
+from zeroaccel.config.section import field_paths, nested_section, spellings
+from zeroaccel.config.support import KEYS, Kind, SupportStatus
+
+ROOT = Path(__file__).resolve().parents[2]
+FROM_TREE = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
+"""Page of the tree -> page of the site; results of benchmarks follow their own paths."""
+_LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the pages that are not in docs/."""
+    pages = {place: _from_tree(ROOT / path, path) for path, place in FROM_TREE.items()}
+    for path in _results_linked_to():
+        pages[path] = _from_tree(ROOT / path, path)
+    pages |= {
+        "reference/api.md": _api("zeroaccel", "The package", [name for name in zeroaccel.__all__ if name[0] != "_"]),
+        "reference/parallel.md": "# Parallelism\n\n::: zeroaccel.parallel\n",
+        "reference/zero.md": "# Parameters\n\n::: zeroaccel.zero\n",
+        "reference/estimate.md": "# Memory\n\n::: zeroaccel.estimate\n",
+        "reference/commands.md": "\n".join(_commands()),
+        "reference/config_keys.md": "\n".join(_config_keys()),
+        "reference/launch_keys.md": "\n".join(_launch_keys()),
+        "reference/environment.md": "\n".join(_variables()),
+    }
+    for place, text in pages.items():
+        files.append(File.generated(config, place, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Leads links out of docs/ to where their pages are on the site; links to other files become their names."""
+    place = page.file.src_uri
+    if place in FROM_TREE.values() or not place.startswith(("reference/", "benchmarks/")):
+        return _relinked(markdown, posixpath.join("docs", place), place)
+    return markdown
+
+
+def _from_tree(path: Path, name: str) -> str:
+    return _relinked(path.read_text(), name, FROM_TREE.get(name, name))
+
+
+def _relinked(text: str, path: str, place: str) -> str:
+    """The text of a page that lies at `path` in the tree and at `place` on the site."""
+
+    def link(match: re.Match[str]) -> str:
+        label, target, anchor = match[1], match[2], match[3] or ""
+        if "://" in target or target.startswith("mailto:"):
+            return match[0]
+        there = posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
+        if there in FROM_TREE:
+            there = FROM_TREE[there]
+        elif there.startswith("docs/"):
+            there = there.removeprefix("docs/")
+        elif not (there.startswith("benchmarks/") and there.endswith(".md")):
+            return match[0] if not (ROOT / there).exists() else f"`{there}`"
+        return f"[{label}]({posixpath.relpath(there, posixpath.dirname(place) or '.')}{anchor})"
+
+    return _LINK.sub(link, text)
+
+
+def _results_linked_to() -> list[str]:
+    """Pages below benchmarks/ that pages of docs/ and of the root lead to."""
+    found = set()
+    for path in [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / name for name in FROM_TREE)]:
+        for match in _LINK.finditer(path.read_text()):
+            there = posixpath.normpath(posixpath.join(path.parent.relative_to(ROOT).as_posix(), match[2]))
+            if there.startswith("benchmarks/") and there.endswith(".md") and (ROOT / there).is_file():
+                found.add(there)
+    return sorted(found)
+
+
+# -- the reference
+
+
+def _api(module: str, title: str, names: list[str]) -> str:
+    return "\n".join([f"# {title}", "", *(f"::: {module}.{name}\n" for name in names)])
+
+
+def _commands() -> Iterator[str]:
+    yield "# Commands"
+    for name in ("", *SUB_COMMANDS):
+        command: click.Command = main_command if not name else _command(name)
+        yield from _help(f"zeroaccel {name}".strip(), command)
+
+
+def _command(name: str) -> click.Command:
+    group = main_command
+    command = group.get_command(click.Context(group), name)
+    assert command is not None, name
+    return command
+
+
+def _help(name: str, command: click.Command) -> Iterator[str]:
+    context = click.Context(command, info_name=name, terminal_width=100, max_content_width=100)
+    yield from ("", f"## {name}", "", "```text", command.get_help(context), "```")
+    if isinstance(command, click.Group) and name != "zeroaccel":
+        for below in command.list_commands(context):
+            sub = command.get_command(context, below)
+            assert sub is not None, below
+            yield from _help(f"{name} {below}", sub)
+
+
+_KINDS = {Kind.WORKS: "works", Kind.IGNORED: "does nothing", Kind.REFUSED: "refused when on"}
+
+
+def _config_keys() -> Iterator[str]:
+    yield "# Keys of the JSON config"
+    yield ""
+    yield "Those of DeepSpeed's format, and a few more. `zeroaccel config validate FILE` says what a file means."
+    yield from ("", "| key | default | what it sets | here |", "| --- | --- | --- | --- |")
+    for path in field_paths(Config):
+        *above, name = path
+        section: Any = Config
+        for part in above:
+            section = nested_section(section.model_fields[part])
+        field = section.model_fields[name]
+        is_section = nested_section(field) is not None
+        status = _status(".".join(path))
+        also = [mark.name for mark in spellings(field)]
+        about = " ".join((field.description or "").split()) + (f" Also spelled {', '.join(also)}." if also else "")
+        here = _KINDS[status.kind] + (f": {status.reason}" if status.reason else "")
+        default = "" if is_section else f"`{_default(field.get_default(call_default_factory=True))}`"
+        yield f"| `{'.'.join(path)}` | {default} | {_cell(about)} | {_cell(here)} |"
+
+
+def _status(key: str) -> SupportStatus:
+    """A key's own line of the table, or that of the section that stands for it."""
+    while key not in KEYS and "." in key:
+        key = key.rpartition(".")[0]
+    return KEYS[key]
+
+
+def _launch_keys() -> Iterator[str]:
+    yield "# Keys of the launch file"
+    yield ""
+    yield "Each setting as a key of the file, as a flag of `zeroaccel launch`, and in the environment. A flag counts"
+    yield "more than the environment, and that more than the file."
+    yield from ("", "| key | flag | variables | what it sets |", "| --- | --- | --- | --- |")
+    for name, setting in SETTINGS.items():
+        about = " ".join((LaunchSettings.model_fields[name].description or "").split())
+        variables = ", ".join(f"`{variable}`" for variable in variables_of(name))
+        yield f"| `{'.'.join(file_path(name))}` | `{setting.flag or '--' + name}` | {variables} | {_cell(about)} |"
+
+
+def _variables() -> Iterator[str]:
+    yield "# Environment variables"
+    yield ""
+    yield "Besides those of the settings of a launch ([here](launch_keys.md)). One that begins with `ZEROACCEL_`"
+    yield "and that nothing reads is an error, with the nearest name."
+    yield from ("", "| variable | what it does |", "| --- | --- |")
+    for name, about in OTHER_VARIABLES.items():
+        yield f"| `{name}` | {about} |"
+
+
+def _default(value: object) -> str:
+    return "" if value is None else str(value).replace("|", "/")
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")

@@ -1,0 +1,94 @@
+"""The ranks of one pipeline, and messages between them: for torch's schedules, and for tensors that two stages share.
+
+What torch's schedules send they send over `PipelineGroup.process_group`, without telling. So the program says what it
+waits for between two computations (`waiting`), and the watchdog sees that like any collective.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from zeroaccel.comm.collective_tracker import CollectiveTracker
+from zeroaccel.comm.hangs.flight_recorder import CollectiveRecord
+from zeroaccel.comm.topology import Topology, connect, subgroup
+from zeroaccel.comm.transport import PendingTransfer
+from zeroaccel.errors import CollectiveError
+
+
+class PipelineGroup:
+    """The ranks with the stages of one pipeline, which see the same samples. (all ranks make it, with the same sizes)
+
+    Pipeline p of P has the ranks p, p + P, p + 2 P and so on: stages are the outermost axis of the mesh.
+
+    Attributes:
+        rank: this one's stage.
+        size: stages.
+        process_group: of these ranks; nothing but the schedule sends in it.
+    """
+
+    def __init__(self, topology: Topology, size: int) -> None:
+        places = tuple(range(topology.world_size))
+        num_pipelines = len(places) // size
+        group = subgroup(topology, tuple(places[pipeline::num_pipelines] for pipeline in range(num_pipelines)))
+        self.rank, self.size = group.rank, size
+        self.process_group = group.gather_group
+        self._shared = group.reduce_group
+        self._ranks = group.ranks
+        connect(topology, {"stages": group.gather_group, "shared parameters": group.reduce_group})
+        recorder = topology.recorder("pipeline", needs=places)
+        self._tracker = CollectiveTracker(recorder, topology.watchdog)
+        self._sent: list[tuple[PendingTransfer, Tensor]] = []
+        self._waiting: CollectiveRecord | None = None
+
+    # -- messages of the schedule
+
+    def begin_wait(self, label: str, tensor: Tensor) -> None:
+        """From now on this rank computes nothing: it waits for messages of the schedule, if it still needs any.
+
+        Args:
+            label: what was computed last, for messages: "forward of micro-batch 2 on stage 1".
+            tensor: of the messages.
+        """
+        self.end_wait()
+        self._waiting = self._tracker.issue("control", "send and receive", label, tensor)
+        self._tracker.flight_recorder.begin_wait(self._waiting)
+
+    def end_wait(self) -> None:
+        """What this rank waited for is there. Without `begin_wait` before it does nothing."""
+        entry, self._waiting = self._waiting, None
+        if entry is not None:
+            self._tracker.flight_recorder.end_wait(entry)
+            self._tracker.finish(entry)
+
+    def failure(self, error: RuntimeError) -> CollectiveError | None:
+        """What to raise where a message of the schedule failed; None where this rank was computing."""
+        entry = self._waiting
+        return None if entry is None else self._tracker.explain(entry, error)
+
+    # -- tensors that two stages share
+
+    def send(self, tensor: Tensor, stage: int, label: str) -> None:
+        """Sends a contiguous tensor without waiting; it must not change until `finish_sends`."""
+        entry = self._tracker.issue("gather", "send", label, tensor)
+        works = self._tracker.start(entry, lambda tag: [self._isend(tensor, stage)])
+        self._sent += [(work, tensor) for work in works]
+        self._tracker.finish(entry)
+
+    def receive(self, tensor: Tensor, stage: int, label: str) -> None:
+        """tensor = the next one that a stage sends to this one. Blocks."""
+        entry = self._tracker.issue("gather", "receive", label, tensor)
+        self._tracker.wait(entry, self._tracker.start(entry, lambda tag: [self._irecv(tensor, stage)]))
+
+    def finish_sends(self) -> None:
+        """Waits until all that was sent has left."""
+        sent, self._sent = self._sent, []
+        for work, tensor in sent:
+            entry = self._tracker.issue("gather", "finish send", "shared parameters", tensor)
+            self._tracker.wait(entry, [work])
+
+    def _isend(self, tensor: Tensor, stage: int) -> PendingTransfer:
+        return dist.isend(tensor, self._ranks[stage], group=self._shared)  # type: ignore[return-value]
+
+    def _irecv(self, tensor: Tensor, stage: int) -> PendingTransfer:
+        return dist.irecv(tensor, self._ranks[stage], group=self._shared)  # type: ignore[return-value]

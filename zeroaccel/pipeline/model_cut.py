@@ -1,0 +1,654 @@
+"""Cuts a model into the stages of a pipeline: a causal model of transformers, unedited, or an nn.Sequential.
+
+A stage is the model itself without the parameters of the other stages: what belongs to another stage is replaced by a
+module without parameters, so names and numbers of the blocks stay those of the whole model. The model's own forward
+runs on every stage, and with it everything that has no parameters: positions, masks, rotary angles. Where a stage
+begins, what the previous one computed takes the place of what its own forward has come to.
+
+A causal model is a row of blocks, with modules before (embeddings) and after (norm, head) them. Which is which shows
+in a forward over three tokens: it must pass the blocks once, in their order, and nothing may come between. The same
+forward is run on each stage once it is cut, and has to give the same bits.
+
+Makes no process groups and sends nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import ScheduleGPipe
+from torch.func import functional_call
+
+from zeroaccel.checkpoint.save_plan import WholeModel
+from zeroaccel.config.parallel import PipelineConfig
+from zeroaccel.errors import UsageError, ZeroAccelError, listed
+
+_CAUSAL = "a causal model of transformers or an nn.Sequential"
+_HIDDEN = "hidden_states"
+_PROBE_LENGTH = 3
+_LOSS_KEYS = ("labels", "shift_labels", "num_items_in_batch")
+
+
+@dataclass
+class Carry:
+    """What goes through the modules at the ends of a stage, in one micro-batch."""
+
+    received: Tensor | None = None
+    sent: Tensor | None = None
+
+
+@dataclass(eq=False)
+class SharedParameter:
+    """A parameter that modules of two stages read, such as tied embeddings. The earlier stage trains it.
+
+    Attributes:
+        name: of the parameter in the whole model.
+        owner, reader: the stages.
+        param: on the owner.
+        copy: on the reader.
+    """
+
+    name: str
+    owner: int
+    reader: int
+    param: nn.Parameter | None = None
+    copy: ReadsCopy | None = None
+
+
+class ReadsCopy(nn.Module):
+    """A module that computes with a copy of a parameter of another stage, and collects the copy's gradients.
+
+    The copy is no parameter: no optimizer, norm or checkpoint of this stage knows it.
+
+    Attributes:
+        value: the copy; before the owner has sent it, what this rank's model was built with.
+        is_trained: whether an optimizer updates the parameter.
+        leaves: micro-batch -> what its forward computed with; its gradient is the owner's to add.
+        micro_batch: whose forward is running.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        super().__init__()
+        self.value: Tensor = module._parameters[name].detach()  # type: ignore[union-attr]
+        self.is_trained = False
+        self.leaves: dict[int, Tensor] = {}
+        self.micro_batch = 0
+        self._name = name
+        self._unregistered = (module,)  # its parameters would be this stage's
+        for other, param in module._parameters.items():
+            if other != name:
+                self.register_parameter(other, param)
+        module._parameters[name] = nn.Parameter(torch.empty(0))
+
+    def __getattr__(self, name: str) -> Any:
+        # A function of the module, as a tied layer may have, reads the parameter itself.
+        return self._leaf() if name == self.__dict__.get("_name") else super().__getattr__(name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        params = {**dict(self.named_parameters()), self._name: self._leaf()}
+        return functional_call(self._unregistered[0], params, args, kwargs)
+
+    def _leaf(self) -> Tensor:
+        if torch.is_grad_enabled() and self.is_trained:
+            return self.leaves.setdefault(self.micro_batch, self.value.detach().requires_grad_())
+        return self.value
+
+
+class Stage(ABC):
+    """One stage of a model, which has lost the parameters of the others.
+
+    Attributes:
+        model: the model that was passed in.
+        whole: what it was.
+        index, count: which stage of how many.
+        shared: parameters that this stage has in common with another.
+    """
+
+    def __init__(self, model: nn.Module, whole: WholeModel, index: int, count: int) -> None:
+        self.model, self.whole, self.index, self.count = model, whole, index, count
+        self.shared: list[SharedParameter] = []
+
+    @property
+    def is_first(self) -> bool:
+        """Computes from the batch."""
+        return self.index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Computes the loss."""
+        return self.index == self.count - 1
+
+    @abstractmethod
+    def run(self, forward: Callable[..., Any], batch: Any, received: Tensor | None) -> Tensor:
+        """One micro-batch: what the next stage receives, or on the last one the loss, a scalar.
+
+        Args:
+            forward: of the model.
+            received: what the previous stage returned; None on the first.
+        """
+
+    def needs_batch(self) -> bool:
+        """Whether it computes anything from the batch."""
+        return True
+
+
+def cut(model: nn.Module, index: int, count: int, config: PipelineConfig) -> Stage:
+    """Reduces a model to one of its stages. Every rank cuts alike, and keeps another.
+
+    Raises:
+        UsageError: the model cannot be cut, or not into so many stages.
+    """
+    if "return_outputs" not in inspect.signature(ScheduleGPipe.step).parameters:
+        fix = "upgrade torch, or leave pp at 1"
+        raise UsageError("pipeline: torch", expected="schedules that keep no outputs", got=torch.__version__, fix=fix)
+    whole = WholeModel.of(model)
+    meta = next((name for name, param in model.named_parameters() if param.is_meta or not param.numel()), None)
+    if meta is not None:
+        raise UsageError(
+            f"pipeline: parameter {meta}",
+            expected="values on every rank before the model is cut",
+            got="none, as of the meta device or zero.Init",
+            fix="build the model without them",
+        )
+    if isinstance(model, nn.Sequential):
+        return _cut_sequential(model, whole, index, count, config)
+    if hasattr(model, "config") and hasattr(model, "get_input_embeddings"):
+        return _BlockCut(model, config).to_stage(whole, index, count)
+    raise _cannot(model, f"{type(model).__name__}, whose parts are in no order that is known")
+
+
+def _cannot(model: nn.Module, why: str) -> UsageError:
+    return UsageError(
+        f"pipeline: {type(model).__name__} cannot be cut",
+        expected=f"{_CAUSAL}, as a row of blocks of which each computes from the one before",
+        got=why,
+        fix="write it as an nn.Sequential, or leave pp at 1",
+    )
+
+
+def own_params(stage: Stage | None, optimizer: Any, params: Any) -> tuple[Any, Any]:
+    """An optimizer, or parameters for one, of the whole model, without those of other stages.
+
+    Groups stay where they are, empty or not, so that all stages have the same ones. A callable stays as it is.
+
+    Parameters that are not of the whole model are left for the caller to refuse. Without a stage nothing changes.
+    """
+    if stage is None:
+        return optimizer, params
+    whole, own = stage.whole.param_ids, {id(param) for param in stage.model.parameters()}
+
+    def kept_of(group: Any) -> list[Any]:
+        items = [group] if isinstance(group, Tensor) else list(group)
+        return [param for param in items if id(param) in own or id(param) not in whole]
+
+    if isinstance(optimizer, torch.optim.Optimizer):
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if id(param) in whole - own:
+                    optimizer.state.pop(param, None)
+            group["params"] = kept_of(group["params"])
+    if params is not None:
+        params = list(params)
+        if params and isinstance(params[0], dict):
+            params = [{**group, "params": kept_of(group["params"])} for group in params]
+        else:
+            params = kept_of(params)
+    return optimizer, params
+
+
+# -- where to cut
+
+
+def divide(costs: Sequence[float], count: int) -> list[int]:
+    """The first item of each stage, so that the largest sum of costs of a stage is as small as it can be.
+
+    Example:
+        >>> divide([1, 1, 1, 1, 4], 2)
+        [0, 4]
+        >>> divide([3, 1, 1, 1], 3)
+        [0, 1, 2]
+    """
+    sums = [0.0]
+    for cost in costs:
+        sums.append(sums[-1] + cost)
+    # best[stages][end]: the smallest largest sum of the first `end` items in so many stages, and where the last begins.
+    best: list[dict[int, tuple[float, int]]] = [{end: (sums[end], 0) for end in range(1, len(costs) + 1)}]
+    for stages in range(2, count + 1):
+        best.append(
+            {
+                end: min((max(best[-1][begin][0], sums[end] - sums[begin]), begin) for begin in range(stages - 1, end))
+                for end in range(stages, len(costs) + 1)
+            }
+        )
+    firsts, end = [], len(costs)
+    for stages in range(count, 0, -1):
+        end = best[stages - 1][end][1]
+        firsts.append(end)
+    return firsts[::-1]
+
+
+def _firsts(costs: Sequence[float], count: int, config: PipelineConfig, model: nn.Module) -> list[int]:
+    if len(costs) < count:
+        raise UsageError(
+            f"pipeline: {type(model).__name__}",
+            expected=f"at least as many blocks as the {count} stages",
+            got=f"{len(costs)} blocks",
+            fix="choose a smaller pp",
+        )
+    if isinstance(config.split, str):
+        return divide([1.0] * len(costs) if config.split == "uniform" else costs, count)
+    if len(config.split) != count or sum(config.split) != len(costs):
+        raise UsageError(
+            "PipelineConfig(split)",
+            expected=f"{count} numbers that add up to the {len(costs)} blocks of the model",
+            got=tuple(config.split),
+        )
+    return [sum(config.split[:stage]) for stage in range(count)]
+
+
+def _cost(modules: Sequence[nn.Module], config: PipelineConfig) -> float:
+    """What a stage has of these modules, in elements."""
+    return sum(_own_cost(inner, config) for outer in modules for inner in outer.modules())
+
+
+def _own_cost(module: nn.Module, config: PipelineConfig) -> float:
+    """As `_cost`, of a module without those inside it."""
+    params = [param for param in module._parameters.values() if param is not None]
+    if config.split == "compute":
+        is_table = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        params = [param for param in params if param.dim() >= 2 and not is_table]
+    return float(sum(param.numel() for param in params))
+
+
+# -- nn.Sequential
+
+
+class _Nothing(nn.Module):
+    """In place of a module of another stage: returns what it gets."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return next(iter((*args, *kwargs.values())))
+
+
+class _SequentialStage(Stage):
+    def __init__(self, model: nn.Module, whole: WholeModel, index: int, count: int, config: PipelineConfig) -> None:
+        super().__init__(model, whole, index, count)
+        self._loss = config.loss
+
+    def run(self, forward: Callable[..., Any], batch: Any, received: Tensor | None) -> Tensor:
+        output = forward(batch[0] if received is None else received)
+        if not self.is_last:
+            return _single(output, f"stage {self.index} of the nn.Sequential")
+        assert self._loss is not None, "an nn.Sequential is cut with a loss only"
+        return _scalar(self._loss(output, batch[1]), "PipelineConfig(loss)")
+
+    def needs_batch(self) -> bool:
+        return self.is_first or self.is_last
+
+
+def _cut_sequential(
+    model: nn.Sequential, whole: WholeModel, index: int, count: int, config: PipelineConfig
+) -> _SequentialStage:
+    if config.loss is None:
+        raise UsageError(
+            "PipelineConfig(loss)",
+            expected="a function of (output, targets), as an nn.Sequential computes no loss",
+            got=None,
+            fix="pass pipeline=PipelineConfig(loss=...)",
+        )
+    names = list(model._modules)
+    own_costs = config.costs or [_cost([child], config) for child in model]
+    firsts = [*_firsts(own_costs, count, config, model), len(names)]
+    stage_of = {name: stage for stage in range(count) for name in names[firsts[stage] : firsts[stage + 1]]}
+    stage = _SequentialStage(model, whole, index, count, config)
+    stage.shared = [item for item in _tied_children(model, stage_of, index) if index in (item.owner, item.reader)]
+    copies = {id(item.copy._unregistered[0]): item.copy for item in stage.shared if item.copy is not None}
+    for name in names:
+        if stage_of[name] != index:
+            model._modules[name] = _Nothing()
+    _replace(model, copies)
+    return stage
+
+
+def _tied_children(model: nn.Sequential, stage_of: Mapping[str, int], index: int) -> Iterator[SharedParameter]:
+    """Parameters of children on two stages: of one module that is nothing else, in the later one."""
+    holders: dict[int, list[tuple[int, str, nn.Module, str]]] = {}
+    for name, child in model._modules.items():
+        for path, module in child.named_modules() if child is not None else ():
+            for attribute, param in module._parameters.items():
+                if param is not None:
+                    where = ".".join(filter(None, (name, path, attribute)))
+                    holders.setdefault(id(param), []).append((stage_of[name], where, module, attribute))
+    for places in holders.values():
+        stages = sorted({stage for stage, *_ in places})
+        if len(stages) == 1:
+            continue
+        readers = [(module, attribute) for stage, _, module, attribute in places if stage == stages[-1]]
+        module, attribute = readers[0]
+        if len(stages) > 2 or len(readers) > 1 or sum(param is not None for param in module._parameters.values()) > 1:
+            raise _shared_by_stages(places[0][1])
+        item = SharedParameter(places[0][1], owner=stages[0], reader=stages[-1])
+        if index == item.owner:
+            item.param = module._parameters[attribute]
+        if index == item.reader:
+            item.copy = ReadsCopy(module, attribute)
+        yield item
+
+
+def _replace(model: nn.Module, replaced: Mapping[int, nn.Module]) -> None:
+    """Puts other modules in the place of some, by their ids."""
+    for module in list(model.modules()):
+        for name, child in module._modules.items():
+            if child is not None and id(child) in replaced:
+                module._modules[name] = replaced[id(child)]
+
+
+def _shared_by_stages(name: str) -> UsageError:
+    return UsageError(
+        f"pipeline: parameter {name}",
+        expected="to be of one stage; or of two, and alone in its module outside the blocks in the later one",
+        got="one that other stages compute with",
+        fix="choose another PipelineConfig(split), or leave pp at 1",
+    )
+
+
+def _single(output: Any, where: str) -> Tensor:
+    if not isinstance(output, Tensor):
+        raise UsageError(f"pipeline: {where}", expected="one tensor for the next stage", got=type(output).__name__)
+    return output
+
+
+def _scalar(loss: Any, where: str) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise UsageError(f"pipeline: {where}", expected="the loss, a scalar", got=got)
+    return loss
+
+
+# -- causal models of transformers
+
+
+class _OtherBlock(nn.Module):
+    """In place of a block of another stage: passes on, and where this stage begins and ends, receives and sends."""
+
+    def __init__(self, block: nn.Module, carry: Carry, *, receives: bool, sends: bool, in_tuple: bool) -> None:
+        super().__init__()
+        for name, value in vars(block).items():  # the model's forward may ask a block of which kind it is
+            if not name.startswith("_") and (value is None or isinstance(value, (str, int, float))):
+                setattr(self, name, value)
+        self._carry, self._receives, self._sends, self._in_tuple = carry, receives, sends, in_tuple
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else kwargs[_HIDDEN]
+        if self._receives:
+            hidden = self._carry.received
+        if self._sends:
+            self._carry.sent = hidden
+        return (hidden,) if self._in_tuple else hidden
+
+
+class _NoInput(nn.Module):
+    """In place of a module before the blocks: zeros in the shape of its output, which nothing is computed from."""
+
+    def __init__(self, carry: Carry, width: int, *, adds_dim: bool) -> None:
+        super().__init__()
+        self._carry, self._width, self._adds_dim = carry, width, adds_dim
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        source = _first_tensor(args, kwargs)
+        assert source is not None and self._carry.received is not None, "a stage that received nothing"
+        shape = source.shape if self._adds_dim else source.shape[:-1]
+        return self._carry.received.new_zeros((*shape, self._width))
+
+
+class _BlockStage(Stage):
+    def __init__(self, model: nn.Module, whole: WholeModel, index: int, count: int, config: PipelineConfig) -> None:
+        super().__init__(model, whole, index, count)
+        self.carry = Carry()
+        self._loss = config.loss
+
+    def run(self, forward: Callable[..., Any], batch: Any, received: Tensor | None) -> Tensor:
+        output = self.outputs(forward, batch, received)
+        if not self.is_last:
+            return output  # type: ignore[no-any-return]
+        if self._loss is not None:
+            return _scalar(self._loss(output, batch), "PipelineConfig(loss)")
+        loss = output.get("loss") if isinstance(output, Mapping) else None
+        if loss is None:
+            raise UsageError("pipeline: batch", expected='"labels", from which the model computes its loss', got=None)
+        return _scalar(loss, "the model's loss")
+
+    def outputs(self, forward: Callable[..., Any], batch: Mapping[str, Any], received: Tensor | None) -> Any:
+        """What the next stage receives, or the model's own output."""
+        kwargs = {**batch, "use_cache": False, "return_dict": True}
+        if not self.is_last:
+            kwargs = {key: value for key, value in kwargs.items() if key not in _LOSS_KEYS}
+        self.carry.received = received
+        try:
+            output = forward(**kwargs)
+            return output if self.is_last else self.carry.sent
+        finally:
+            self.carry.received = self.carry.sent = None
+
+
+@dataclass
+class _Trace:
+    """What one forward over a few tokens went through.
+
+    Attributes:
+        inputs, outputs: hidden states of each block.
+        calls: modules with parameters outside the blocks: "before" or "after" them, or "between".
+        shapes: of such a module: (shape of its input, shape of its output).
+        result: what the model returned.
+    """
+
+    inputs: list[Tensor] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)
+    order: list[int] = field(default_factory=list)
+    calls: dict[str, set[str]] = field(default_factory=dict)
+    shapes: dict[str, tuple[torch.Size, torch.Size]] = field(default_factory=dict)
+    in_tuple: bool = False
+    result: Tensor | None = None
+
+
+class _BlockCut:
+    """How one causal model divides."""
+
+    def __init__(self, model: nn.Module, config: PipelineConfig) -> None:
+        self.model, self.config = model, config
+        self.path, self.blocks = self._find_blocks()
+        inside = {id(module) for block in self.blocks for module in block.modules()}
+        # The modules that have parameters themselves, outside the blocks.
+        self.others = {
+            name: module
+            for name, module in model.named_modules()
+            if id(module) not in inside and any(param is not None for param in module._parameters.values())
+        }
+        self.ids = torch.arange(_PROBE_LENGTH, device=next(model.parameters()).device)[None]
+        self.trace = self._run_once()
+        self._check()
+
+    def _find_blocks(self) -> tuple[str, list[nn.Module]]:
+        lists = [(name, module) for name, module in self.model.named_modules() if isinstance(module, nn.ModuleList)]
+        sized = [(sum(p.numel() for p in blocks.parameters()), name, list(blocks)) for name, blocks in lists]
+        if not sized:
+            raise _cannot(self.model, "no nn.ModuleList of blocks")
+        _, path, blocks = max(sized, key=lambda item: item[0])
+        return path, blocks
+
+    # -- the forward that shows how
+
+    def _run_once(self) -> _Trace:
+        trace = _Trace()
+        wrapped: dict[nn.Module, Callable[..., Any]] = {
+            **{block: partial(self._in_block, trace, i) for i, block in enumerate(self.blocks)},
+            **{module: partial(self._outside, trace, name) for name, module in self.others.items()},
+        }
+        with evaluating(self.model), contextlib.ExitStack() as undo:
+            for module, record in wrapped.items():
+                module.__dict__["forward"] = partial(record, module.forward)
+                undo.callback(module.__dict__.pop, "forward")
+            try:
+                trace.result = self._logits(self.model(input_ids=self.ids, use_cache=False, return_dict=True))
+            except ZeroAccelError:
+                raise
+            except Exception as error:
+                raise _cannot(self.model, f"a forward that fails: {type(error).__name__}: {error}") from error
+        return trace
+
+    def _in_block(self, trace: _Trace, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        hidden = args[0] if args else kwargs.get(_HIDDEN)
+        output = forward(*args, **kwargs)
+        result = output[0] if isinstance(output, tuple) else output
+        if not isinstance(hidden, Tensor) or not isinstance(result, Tensor):
+            raise _cannot(self.model, f"{self.path}.{index}, which takes and returns no hidden states")
+        trace.in_tuple = isinstance(output, tuple)
+        trace.order.append(index)
+        trace.inputs.append(hidden)
+        trace.outputs.append(result)
+        return output
+
+    def _outside(self, trace: _Trace, name: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        before, source = len(trace.order), _first_tensor(args, kwargs)
+        output = forward(*args, **kwargs)
+        after = len(trace.order)
+        all_blocks = len(self.blocks)
+        place = "before" if after == 0 else "after" if before == all_blocks else "between"
+        trace.calls.setdefault(name, set()).add(place)
+        if isinstance(output, Tensor) and source is not None:
+            trace.shapes[name] = source.shape, output.shape
+        return output
+
+    def _check(self) -> None:
+        trace, path = self.trace, self.path
+        if trace.order != list(range(len(self.blocks))):
+            raise _cannot(self.model, f"blocks {path} that run in the order {trace.order}")
+        for index in range(1, len(self.blocks)):
+            if trace.inputs[index] is not trace.outputs[index - 1]:
+                raise _cannot(self.model, f"something between {path}.{index - 1} and {path}.{index}")
+        for name, places in trace.calls.items():
+            if len(places) > 1 or "between" in places:
+                owned = listed([key for key, param in self.others[name]._parameters.items() if param is not None])
+                raise _cannot(self.model, f"parameters of {name or 'the model itself'} ({owned}) used among the blocks")
+
+    # -- one stage of it
+
+    def to_stage(self, whole: WholeModel, index: int, count: int) -> _BlockStage:
+        """Reduces the model to a stage."""
+        before = [name for name in self.others if self.trace.calls.get(name) == {"before"}]
+        after = [name for name in self.others if name not in before]  # also what no forward reaches
+        costs = [_cost([block], self.config) for block in self.blocks]
+        costs[0] += sum(_own_cost(self.others[name], self.config) for name in before)
+        costs[-1] += sum(_own_cost(self.others[name], self.config) for name in after)
+        firsts = [*_firsts(costs, count, self.config, self.model), len(self.blocks)]
+        stage = _BlockStage(self.model, whole, index, count, self.config)
+        begin, end = firsts[index], firsts[index + 1]
+        stage.shared = self._shared(whole, firsts, before, after, index)
+        copies = {id(shared.copy._unregistered[0]): shared.copy for shared in stage.shared if shared.copy is not None}
+        replaced: dict[int, nn.Module] = dict(copies)
+        for position, block in enumerate(self.blocks):
+            if not begin <= position < end:
+                replaced[id(block)] = _OtherBlock(
+                    block,
+                    stage.carry,
+                    receives=position == begin - 1,
+                    sends=position == end,
+                    in_tuple=self.trace.in_tuple,
+                )
+        for name in before if not stage.is_first else ():
+            replaced[id(self.others[name])] = self._no_input(name, stage.carry)
+        for name in after if not stage.is_last else ():
+            replaced[id(self.others[name])] = _Nothing()
+        _replace(self.model, replaced)
+        self._verify(stage, begin, end)
+        return stage
+
+    def _no_input(self, name: str, carry: Carry) -> _NoInput:
+        if name not in self.trace.shapes:
+            raise _cannot(self.model, f"{name}, which takes or returns no tensor")
+        source, output = self.trace.shapes[name]
+        adds_dim = output[:-1] == source
+        if not adds_dim and output[:-1] != source[:-1]:
+            raise _cannot(self.model, f"{name}, which makes {tuple(output)} of {tuple(source)}")
+        return _NoInput(carry, output[-1], adds_dim=adds_dim)
+
+    def _shared(
+        self, whole: WholeModel, firsts: Sequence[int], before: Sequence[str], after: Sequence[str], index: int
+    ) -> list[SharedParameter]:
+        """Parameters of several stages: of the first one, and of modules after the blocks."""
+        last = len(firsts) - 2
+        homes: dict[int, set[int]] = {}
+        for position, block in enumerate(self.blocks):
+            stage = next(stage for stage in range(last, -1, -1) if position >= firsts[stage])
+            for param in block.parameters():
+                homes.setdefault(id(param), set()).add(stage)
+        in_blocks = set(homes)
+        for names, stage in ((before, 0), (after, last)):
+            for name in names:
+                for param in self.others[name]._parameters.values():
+                    if param is not None:
+                        homes.setdefault(id(param), set()).add(stage)
+        names_of = {id(param): name for name, param in self.model.named_parameters()}
+        shared = []
+        for key, stages in homes.items():
+            if len(stages) == 1:
+                continue
+            readers = [
+                (module, attribute)
+                for name in after
+                for module in [self.others[name]]
+                for attribute, param in module._parameters.items()
+                if param is not None and id(param) == key
+            ]
+            if key in in_blocks or len(readers) != 1:
+                raise _shared_by_stages(names_of[key])
+            item = SharedParameter(names_of[key], owner=0, reader=last)
+            module, attribute = readers[0]
+            if index == 0:
+                item.param = module._parameters[attribute]
+            if index == last:
+                item.copy = ReadsCopy(module, attribute)
+            shared.append(item)
+        return [item for item in shared if index in (item.owner, item.reader)]
+
+    def _verify(self, stage: _BlockStage, begin: int, end: int) -> None:
+        """Raises unless the stage computes what the whole model did, from what the whole model had there."""
+        with evaluating(self.model):
+            received = None if stage.is_first else self.trace.inputs[begin]
+            output = stage.outputs(self.model, {"input_ids": self.ids}, received)
+        result = self._logits(output) if stage.is_last else output
+        expected = self.trace.result if stage.is_last else self.trace.outputs[end - 1]
+        if not isinstance(result, Tensor) or expected is None or not torch.equal(result, expected):
+            raise _cannot(self.model, f"stage {stage.index}, which depends on more than the hidden states")
+
+    @staticmethod
+    def _logits(output: Any) -> Tensor:
+        logits = output.get("logits") if isinstance(output, Mapping) else None
+        if not isinstance(logits, Tensor):
+            raise UsageError("pipeline: model", expected="a causal model, whose output has logits", got=type(output))
+        return logits
+
+
+def _first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor | None:
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """No gradients, no dropout; the modes of all modules are restored."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode

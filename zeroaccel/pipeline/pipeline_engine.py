@@ -1,0 +1,479 @@
+"""`PipelineEngine`: one stage of a model, and the steps it makes together with the others.
+
+Each stage is an engine over its own data-parallel ranks. torch's schedules say when a micro-batch goes forward and
+backward and send what goes between stages; here each of these is what `Engine` does for a micro-batch, in the same
+order of additions, so that the number of stages changes no bit. Norm, overflow and clipping are of all stages.
+
+[Note: shared parameters] A parameter that the first and the last stage read, as tied embeddings are, is the first
+one's. The last stage computes with a copy, which is sent anew before each batch, and returns the copy's gradient of
+each micro-batch; the first adds it to its own before anything else is added: the sum that autograd forms where both
+are in one graph. That takes M + 1 messages of its size per step of M micro-batches, where a sum at the end would take
+two, in another order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from zeroaccel.comm.agree import agreed
+from zeroaccel.comm.pipeline_group import PipelineGroup
+from zeroaccel.config.parallel import PipelineConfig
+from zeroaccel.errors import EngineStateError, UsageError
+from zeroaccel.nested import leaves_of, to_device
+from zeroaccel.pipeline.model_cut import SharedParameter, Stage, evaluating
+from zeroaccel.zero.access.param_registry import handle_of
+from zeroaccel.zero.engine import Engine
+
+_SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+
+Batches = Sequence[Any]
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    """What goes from one stage to the next: one tensor per micro-batch."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def example(self, *, requires_grad: bool) -> Tensor:
+        """Such a tensor without memory."""
+        return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=requires_grad)
+
+
+class PipelineEngine(Engine):
+    """Trains one stage of a model; made by `zeroaccel.initialize` with `ParallelConfig(pp=...)`.
+
+    A step is one call, on all ranks: `loss = engine.train_batch(data_iter)`. It takes as many micro-batches as
+    `gradient_accumulation_steps` says; the ranks of one pipeline pass the same ones. `forward`, `backward` and `step`
+    raise: a stage by itself computes no loss.
+
+    Attributes:
+        stage: of the model.
+        pipeline: the ranks with its stages.
+        micro_losses: on the last stage those of the last batch, (M,) float64; elsewhere empty.
+
+    Example:
+        >>> import torch, zeroaccel
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+        >>> config = {"train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": 2,
+        ...           "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+        >>> pipeline = zeroaccel.PipelineConfig(loss=torch.nn.functional.mse_loss)
+        >>> engine, *_ = zeroaccel.initialize(model, config=config, pipeline=pipeline)  # one stage on one rank
+        >>> data = iter([(torch.ones(3, 4), torch.zeros(3, 2))] * 4)
+        >>> losses = [engine.train_batch(data).item() for _ in range(2)]
+        >>> losses[1] < losses[0], engine.global_steps
+        (True, 2)
+        >>> engine.destroy()
+    """
+
+    stage: Stage
+    pipeline: PipelineGroup
+
+    def attach(self, stage: Stage, pipeline: PipelineGroup, config: PipelineConfig, loader: Any = None) -> None:
+        """Completes an engine that `initialize` has made. (all ranks)"""
+        self.stage, self.pipeline = stage, pipeline
+        self.micro_losses = torch.empty(0, dtype=torch.float64)
+        self._schedule_class = _SCHEDULES[config.schedule]
+        self._loader = loader
+        self._own_batches: Iterator[Any] | None = None
+        self._schedules: dict[tuple[Any, bool], tuple[Any, _ScheduledStage]] = {}
+        self._boundaries: dict[Any, list[TensorShape]] = {}
+        self._batches: Batches = ()
+        self._num_backwards = 0
+        self._failure: Exception | None = None
+        self._owned: dict[int, SharedParameter] = {}
+        self._share()
+
+    # -- calls of programs
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises EngineStateError: call `train_batch` or `eval_batch`."""
+        raise self._not_alone("engine(batch)")
+
+    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Raises EngineStateError: call `train_batch`."""
+        raise self._not_alone("engine.backward()")
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Raises EngineStateError: call `train_batch`."""
+        raise self._not_alone("engine.step()")
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """One step over `gradient_accumulation_steps` micro-batches. (all ranks)
+
+        Args:
+            data_iter: of micro-batches: for a causal model mappings of its arguments with `labels`, for an
+                nn.Sequential pairs (inputs, targets). All micro-batches of a step have equal shapes. Absent, it goes
+                round the loader of `training_data`.
+
+        Returns:
+            The mean loss over micro-batches and data-parallel ranks, float32, the same on every rank.
+
+        Raises:
+            UsageError: on every rank: it ran out, a shape differs, or the stages of a pipeline got other batches.
+            CollectiveError: a rank of the pipeline is gone; the message says which stage waits for what.
+        """
+        self._require_optimizer("train_batch")
+        self._check_usable()
+        boundaries = self._next_batches(data_iter, "train_batch")
+        with torch.enable_grad():
+            self._refresh_copies()
+            self._run(boundaries, training=True)
+        super().step()
+        return self._mean_loss()
+
+    def eval_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """As `train_batch`, without gradients, dropout and an update. (all ranks)"""
+        self._check_usable()
+        boundaries = self._next_batches(data_iter, "eval_batch")
+        with evaluating(self.module):
+            self._refresh_copies()
+            self._run(boundaries, training=False)
+        return self._mean_loss()
+
+    def is_first_stage(self) -> bool:
+        """Whether this rank's stage computes from the batch."""
+        return self.stage.is_first
+
+    def is_last_stage(self) -> bool:
+        """Whether this rank's stage computes the loss."""
+        return self.stage.is_last
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any]]:
+        """As `Engine.load_checkpoint`: from any number of stages. (all ranks)"""
+        self._own_batches = None
+        return super().load_checkpoint(*args, **kwargs)
+
+    def reset(self) -> None:
+        """As `Engine.reset`, after an exception on every rank; what stages had sent each other is gone. (all ranks)"""
+        super().reset()
+        for shared in self.stage.shared if hasattr(self, "_schedules") else ():
+            if shared.copy is not None:
+                shared.copy.leaves.clear()
+
+    # -- micro-batches
+
+    def _next_batches(self, data_iter: Iterator[Any] | None, call: str) -> list[TensorShape]:
+        """Takes the micro-batches of a step, and returns what goes between the stages. (all ranks)"""
+        job, width = self.collectives.job, self.collectives.world_size
+        own: _Signature | None = None
+        with agreed(job, f"{call}: micro-batches"):
+            self._batches = self._take(data_iter, self.settings.accumulation, call)
+            own = _Signature.of(self._batches, call) if self._batches else None
+        is_known = own is not None and own.shapes in self._boundaries
+        of_ranks: list[tuple[_Signature | None, bool]] = job.gather_objects((own, is_known), f"{call}: batches")
+        place = job.rank % width
+        first = of_ranks[place][0]
+        with agreed(job, f"{call}: same batches"):
+            assert first is not None, "a first stage without a batch"
+            if own is not None:
+                own.require(first, call, f"{self.stage.index} (rank {job.rank})", f"0 (rank {place})")
+        self._batches = [to_device(batch, self.collectives.topology.device) for batch in self._batches]
+        if not all(known for _, known in of_ranks[:width]):
+            self._boundaries[first.shapes] = self._infer()
+        return self._boundaries[first.shapes]
+
+    def _infer(self) -> list[TensorShape]:
+        """What each stage sends to the next for such batches: one forward through all of them. (all ranks)"""
+        shapes: list[TensorShape] = []
+        place = self.collectives.job.rank % self.collectives.world_size
+        for index in range(self.stage.count - 1):
+            own: TensorShape | None = None
+            if index == self.stage.index:
+                device = self.collectives.topology.device
+                received = torch.zeros(shapes[-1].shape, dtype=shapes[-1].dtype, device=device) if shapes else None
+                with evaluating(self.module):
+                    output = self._forward_of(0, received)
+                own = TensorShape(tuple(output.shape), output.dtype)
+            of_ranks = self.collectives.job.gather_objects(own, "shapes between stages")
+            shapes.append(of_ranks[index * self.collectives.world_size + place])
+        return shapes
+
+    def _take(self, data_iter: Iterator[Any] | None, count: int, call: str) -> Batches:
+        if data_iter is None and self._loader is not None:
+            self._own_batches = self._own_batches or _round(self._loader)
+            data_iter = self._own_batches
+        if data_iter is None:
+            if not self.stage.needs_batch():
+                return ()
+            raise UsageError(
+                f"engine.{call}(data_iter)",
+                expected=f"an iterator of micro-batches on stage {self.stage.index}",
+                got=None,
+                fix="pass one, or training_data to initialize()",
+            )
+        batches = list(itertools.islice(data_iter, count))
+        if len(batches) < count:
+            raise UsageError(
+                f"engine.{call}(data_iter)",
+                expected=f"{count} micro-batches (gradient_accumulation_steps)",
+                got=f"{len(batches)} more",
+                fix="make a new iterator for the next epoch; drop_last=True leaves out what does not fill a step",
+            )
+        return batches
+
+    def _forward_of(self, micro_batch: int, received: Tensor | None) -> Tensor:
+        """The stage's forward of one micro-batch."""
+        for shared in self.stage.shared:
+            if shared.copy is not None:
+                shared.copy.micro_batch = micro_batch
+        batch = self._batches[micro_batch] if self._batches else None
+        return self.stage.run(super().forward, batch, received)
+
+    def _backward_of(self, micro_batch: int, run: Callable[[], None]) -> None:
+        """What `Engine.backward` and `step` do for one micro-batch; the update of the last one comes after all."""
+        self._num_backwards += 1
+        is_last = self._num_backwards == self.settings.accumulation
+        self.set_gradient_accumulation_boundary(is_last)
+        self._report.begin("backward")
+        self._begin_backward(direct=False)
+        run()
+        self._return_gradients(micro_batch)
+        self._end_backward()
+        self._report.end("backward")
+        if not is_last:
+            super().step()
+
+    # -- the schedule
+
+    def _run(self, boundaries: Sequence[TensorShape], *, training: bool) -> None:
+        """Sends the micro-batches through the pipeline. (all ranks)"""
+        losses: list[Tensor] = []
+        self._num_backwards, self._failure = 0, None
+        schedule, scheduled = self._schedule(boundaries, training=training)
+        scheduled.losses = losses
+        run = schedule.step if training else schedule.eval
+        self.pipeline.begin_wait(f"{self._where}, before its first micro-batch", scheduled.unit)
+        try:
+            run(target=torch.arange(self.settings.accumulation), return_outputs=False)
+        except RuntimeError as error:
+            if self._failure is not None:
+                raise self._failure from None
+            failure = self.pipeline.failure(error)
+            if failure is None:
+                raise
+            raise failure from error
+        finally:
+            self.pipeline.end_wait()
+        self.pipeline.finish_sends()
+        scheduled.clear_runtime_states()
+        self.micro_losses = torch.tensor([loss.item() for loss in losses], dtype=torch.float64)
+
+    def _schedule(self, boundaries: Sequence[TensorShape], *, training: bool) -> tuple[Any, _ScheduledStage]:
+        """The schedule for such batches; of several shapes the newest only, as each has buffers of its own."""
+        key = (tuple(boundaries), training)
+        if key not in self._schedules:
+            for other in [known for known in self._schedules if known[1] == training]:
+                del self._schedules[other]
+            scheduled = _ScheduledStage(self, boundaries)
+            kind = self._schedule_class if training else ScheduleGPipe
+            schedule = kind(scheduled, self.settings.accumulation, loss_fn=scheduled.scaled_loss, scale_grads=False)
+            self._schedules[key] = schedule, scheduled
+        return self._schedules[key]
+
+    def _mean_loss(self) -> Tensor:
+        """The mean over micro-batches and data-parallel ranks. (all ranks)"""
+        total = torch.zeros(1, dtype=torch.float64)
+        if self.stage.is_last:
+            total += self.micro_losses.mean() / self.collectives.world_size
+        self.collectives.job.all_reduce(total, "sum", "loss")
+        return total[0].to(self.collectives.topology.device, torch.float32)
+
+    # -- parameters of two stages; see [Note: shared parameters]
+
+    def on_grad_ready(self, param: nn.Parameter) -> None:
+        """As `Engine.on_grad_ready`; to a parameter that another stage reads too, that stage's gradient is added."""
+        shared = self._owned.get(id(param))
+        if shared is not None and param.grad is not None:
+            other = torch.empty_like(param.grad)
+            self.pipeline.receive(other, shared.reader, f"gradient of {shared.name}")
+            param.grad.add_(other)
+        super().on_grad_ready(param)
+
+    def _share(self) -> None:
+        """Agrees on the dtypes of shared parameters, and on which are trained. (all ranks)"""
+        optimized = set() if self.sharded_optimizer is None else set(self.sharded_optimizer.group_of)
+        own = {
+            shared.name: (shared.param.dtype, shared.name in optimized)
+            for shared in self.stage.shared
+            if shared.param is not None
+        }
+        of_ranks: list[dict[str, tuple[torch.dtype, bool]]] = self.collectives.job.gather_objects(own, "shared names")
+        facts = {name: fact for known in of_ranks for name, fact in known.items()}
+        for shared in self.stage.shared:
+            dtype, is_trained = facts[shared.name]
+            if shared.param is not None and is_trained:
+                self._owned[id(shared.param)] = shared
+            if shared.copy is not None:
+                shared.copy.value = shared.copy.value.to(self.collectives.topology.device, dtype, copy=True)
+                shared.copy.is_trained = is_trained
+
+    def _refresh_copies(self) -> None:
+        """Sends shared parameters from the stage that trains them to the one that reads them."""
+        for shared in self.stage.shared:
+            label = f"values of {shared.name}"
+            if shared.copy is not None:
+                self.pipeline.receive(shared.copy.value, shared.owner, label)
+            elif shared.param is not None:
+                handle = handle_of(shared.param)
+                assert handle is not None, f"{shared.name} is in no engine"
+                self.registry.acquire([handle.unit])
+                self.pipeline.send(shared.param.detach().contiguous(), shared.reader, label)
+                self.pipeline.finish_sends()
+                self.registry.release([handle.unit])
+
+    def _return_gradients(self, micro_batch: int) -> None:
+        """Sends the gradients of copies to the stage that trains them."""
+        for shared in self.stage.shared:
+            if shared.copy is not None and shared.copy.is_trained:
+                leaf = shared.copy.leaves.pop(micro_batch)
+                gradient = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.contiguous()
+                self.pipeline.send(gradient, shared.owner, f"gradient of {shared.name}")
+
+    # -- words
+
+    @property
+    def _where(self) -> str:
+        return f"stage {self.stage.index} of {self.stage.count}"
+
+    def _note_phase(self, phase: str) -> None:
+        super()._note_phase(phase)
+        recorder = self.collectives.topology.flight_recorder
+        recorder.phase, recorder.step = phase, self.global_steps
+
+    def _not_alone(self, call: str) -> EngineStateError:
+        return EngineStateError(
+            f"{call} on {self._where} of a pipeline",
+            expected="train_batch() or eval_batch(), which run all stages",
+            fix="call engine.train_batch(data_iter): it takes the micro-batches of a step, and updates",
+        )
+
+
+class _ScheduledStage(PipelineStage):
+    """What torch's schedules see of an engine: the computations of a micro-batch.
+
+    Attributes:
+        losses: of the micro-batches so far, on the last stage.
+        unit: a tensor of what this stage sends or receives, for messages about waits.
+    """
+
+    def __init__(self, engine: PipelineEngine, boundaries: Sequence[TensorShape]) -> None:
+        index, count = engine.stage.index, engine.stage.count
+        self._engine = engine
+        self._micro_batch = 0
+        self.losses: list[Tensor] = []
+        received = (boundaries[index - 1].example(requires_grad=True),) if index else ()
+        sent = boundaries[index].example(requires_grad=True) if index < count - 1 else torch.empty((), device="meta")
+        self.unit = received[0] if received else sent
+        super().__init__(
+            engine.module,
+            index,
+            count,
+            engine.collectives.topology.device,
+            input_args=received,
+            output_args=sent,
+            group=engine.pipeline.process_group,
+        )
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._micro_batch = fwd_chunk_id
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
+        with self._computing(f"forward of micro-batch {self._micro_batch}"):
+            return self._engine._forward_of(self._micro_batch, args[0] if args else None)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        if not self.has_backward:
+            return
+        backward = super().backward_one_chunk
+        with self._computing(f"backward of micro-batch {bwd_chunk_id}"):
+            self._engine._backward_of(bwd_chunk_id, lambda: backward(bwd_chunk_id, *args, **kwargs))
+
+    def scaled_loss(self, loss: Tensor, _: object) -> Tensor:
+        """The loss of a micro-batch as `Engine.backward` scales it: one multiplication of a scalar."""
+        engine = self._engine
+        self.losses.append(loss.detach())
+        engine._report.loss(loss)
+        factor = engine.loss_scale.value / engine.settings.accumulation
+        return loss * factor if factor != 1.0 else loss
+
+    @contextlib.contextmanager
+    def _computing(self, what: str) -> Iterator[None]:
+        """Between two waits of the schedule; the error of a computation is remembered, as torch raises its own."""
+        engine = self._engine
+        engine.pipeline.end_wait()
+        try:
+            yield
+        except Exception as error:
+            engine._failure = error
+            raise
+        engine.pipeline.begin_wait(f"{engine._where}, after the {what}", self.unit)
+
+
+@dataclass(frozen=True)
+class _Signature:
+    """Shapes and contents of a step's micro-batches, to compare the stages of a pipeline by.
+
+    Attributes:
+        shapes: where each tensor of a micro-batch is, its shape and its dtype.
+        checksums: of the micro-batches; of tensors on a device nothing but their shapes.
+    """
+
+    shapes: tuple[tuple[str, tuple[int, ...], str], ...]
+    checksums: tuple[int, ...]
+
+    @classmethod
+    def of(cls, batches: Batches, call: str) -> _Signature:
+        """Raises UsageError where micro-batches have different shapes."""
+        shapes, checksums = [], []
+        for batch in batches:
+            tensors = [(path, leaf) for path, leaf in leaves_of(batch) if isinstance(leaf, Tensor)]
+            shapes.append(tuple((path, tuple(tensor.shape), str(tensor.dtype)) for path, tensor in tensors))
+            checksums.append(_checksum([tensor for _, tensor in tensors if tensor.device.type == "cpu"]))
+        for index, other in enumerate(shapes):
+            if other != shapes[0]:
+                raise UsageError(
+                    f"engine.{call}(data_iter): micro-batch {index}",
+                    expected=f"the shapes of micro-batch 0, {_shown(shapes[0])}",
+                    got=_shown(other),
+                    fix="pad the samples of a step to one length, and drop the last batch of an epoch (drop_last=True)",
+                )
+        return cls(shapes[0], tuple(checksums))
+
+    def require(self, first: _Signature, call: str, own_place: str, first_place: str) -> None:
+        """Raises UsageError unless this is what the first stage has."""
+        if self != first:
+            raise UsageError(
+                f"engine.{call}(data_iter): batches of stage {own_place}",
+                expected=f"those of stage {first_place}, {_shown(first.shapes)}",
+                got=_shown(self.shapes) if self.shapes != first.shapes else "other values in these shapes",
+                fix="load by data-parallel rank (engine.collectives.rank), which the stages of a pipeline share",
+            )
+
+
+def _shown(shapes: tuple[tuple[str, tuple[int, ...], str], ...]) -> str:
+    return ", ".join(f"{path or 'a tensor'} {shape}" for path, shape, _ in shapes)
+
+
+def _checksum(tensors: Sequence[Tensor]) -> int:
+    checksum = 0
+    for tensor in tensors:
+        checksum = zlib.crc32(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data, checksum)
+    return checksum
+
+
+def _round(loader: Any) -> Iterator[Any]:
+    """The loader's batches, epoch after epoch."""
+    while True:
+        yield from loader
