@@ -7,6 +7,7 @@ command also reads DeepSpeed's checkpoints, which that program does not.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -25,6 +26,9 @@ from zeroaccel.checkpoint.reshard import reshard
 from zeroaccel.errors import CheckpointError, UsageError
 from zeroaccel.zero.access.safetensors_file import ITEMSIZE
 
+from .pages.checkpoint_page import checkpoint_facts, checkpoint_page
+from .pages.frame import check_page_path, write_page
+
 _FOLDER = click.Path(path_type=Path)
 _TAG = click.option("-t", "--tag", help="One checkpoint of the folder.")
 
@@ -37,11 +41,32 @@ def checkpoint() -> None:
 @checkpoint.command()
 @click.argument("folder", metavar="DIR", type=_FOLDER)
 @_TAG
-def inspect(folder: Path, tag: str | None) -> None:
+@click.option("--html", "html_path", type=click.Path(dir_okay=False), metavar="FILE", help="A page of one checkpoint.")
+@click.option("--json", "as_json", is_flag=True, help="Every interval of every tensor, for programs.")
+def inspect(folder: Path, tag: str | None, html_path: str | None, as_json: bool) -> None:
     """Show what is in the checkpoints of DIR, per rank, and whether each is complete. Reads no weights.
 
-    Of a checkpoint that DeepSpeed wrote, its files and what they are of.
+    Of a checkpoint that DeepSpeed wrote, its files and what they are of. --html and --json are of one checkpoint, that
+    of --tag or else the one that `latest` names, and say which rank's file has which interval of which tensor.
+
+    \b
+    Examples:
+      zeroaccel checkpoint inspect out
+      zeroaccel checkpoint inspect out --tag step100 --html step100.html
     """
+    check_page_path(html_path)
+    if html_path is not None or as_json:
+        if is_deepspeed_checkpoint(folder, tag):
+            fix = "import it by loading and saving it; without these flags its files are listed"
+            raise UsageError(f"{folder}", expected="a checkpoint of zeroaccel", got="one of DeepSpeed", fix=fix)
+        is_one = tag is None and (folder / MANIFEST_NAME).exists()
+        manifest = read_manifest(folder) if is_one else find_checkpoint(folder, tag)[1]
+        if html_path is not None:
+            write_page(Path(html_path), checkpoint_page(manifest))
+            click.echo(f"zeroaccel: page written to {html_path}", err=True)
+        if as_json:
+            click.echo(json.dumps(checkpoint_facts(manifest), indent=1))
+        return
     if is_deepspeed_checkpoint(folder, tag):
         theirs = open_deepspeed_checkpoint(folder, tag)
         click.echo(

@@ -17,15 +17,16 @@ import click
 
 from zeroaccel.errors import ConfigError
 
+from .pages.estimate_page import estimate_page
+from .pages.frame import check_page_path, write_page
+from .progress import progress
+
 if TYPE_CHECKING:
-    from zeroaccel.estimate import Capacity, PlanRow, Workload
+    from zeroaccel.estimate import Capacity, PlanRow, Subject, Workload
 
     _Type = click.ParamType[Any]
 else:
     _Type = click.ParamType  # generic only in newer releases
-
-if TYPE_CHECKING:
-    from zeroaccel.estimate import Capacity, PlanRow
 
 
 _UNITS = {"": 10**9, "gb": 10**9, "gib": 2**30, "mb": 10**6, "mib": 2**20, "tb": 10**12, "tib": 2**40}
@@ -66,6 +67,7 @@ class Size(_Type):
 @_option("--disk", type=Size(), metavar="SIZE", help="Free for offload on one machine.")
 @_option("--cpu", is_flag=True, help="The ranks compute on the CPU of this machine.")
 @_option("--json", "as_json", is_flag=True, help="Bytes, for programs.")
+@_option("--html", "html_path", type=click.Path(dir_okay=False), metavar="FILE", help="A page with sliders.")
 @_option("--plot", type=click.Path(dir_okay=False), metavar="FILE", help="A chart, as .html or .png.")
 def estimate(
     model: str,
@@ -75,17 +77,60 @@ def estimate(
     disk: int | None,
     cpu: bool,
     as_json: bool,
+    html_path: str | None,
     plot: str | None,
     **workload: Any,
 ) -> None:
     """Memory that each rank needs to train MODEL, on device, host and disk, under every stage and offload.
 
-    MODEL is a number of parameters (7b), the folder or config.json of a Hugging Face model, or module:function, a
-    function that returns a model, or a model and a function (model, batch, sequence) -> loss.
+    MODEL is a number of parameters (7b), the name of a common model (llama-3.1-8b), the folder or config.json of a
+    Hugging Face model, or module:function, a function that returns a model, or a model and a function (model, batch,
+    sequence) -> loss.
 
     A step is taken by the engine itself on tensors without data: no weights are read, no process is started.
+
+    \b
+    Examples:
+      zeroaccel estimate 7b --ranks 8 --device_memory 80GB
+      zeroaccel estimate llama-3.1-8b --ranks 8 --checkpointing --html memory.html
+      zeroaccel estimate my_models:build --cpu --ranks 2 --json
     """
     _check_chart(plot)
+    check_page_path(html_path)
+    with progress(f"estimating {model}") as line:
+        what, requested, capacity, rows = _plans(model, ranks, device_memory, host_memory, disk, cpu, workload)
+        if html_path is not None:
+            line.doing = "estimating what the sliders show"
+            title = f"Memory of {_title(model, requested, rows)}"
+            write_page(Path(html_path), _html(title, model, what, requested, capacity))
+    if what.note:
+        click.echo(f"zeroaccel: {what.note}", err=True)
+    if as_json:
+        click.echo(json.dumps(_report(model, requested, capacity, rows), indent=2))
+    else:
+        _show(model, requested, capacity, rows)
+    if html_path is not None:
+        click.echo(f"zeroaccel: page written to {html_path}", err=True)
+    if plot is not None:
+        draw(Path(plot), _title(model, requested, rows), rows, capacity)
+        click.echo(f"zeroaccel: chart written to {plot}", err=True)
+
+
+def _html(title: str, model: str, what: Subject, requested: Workload, capacity: Capacity) -> str:
+    from zeroaccel.estimate import plan_table
+
+    return estimate_page(title, model, requested, capacity, lambda one: plan_table(what, one, capacity))
+
+
+def _plans(
+    model: str,
+    ranks: int | None,
+    device_memory: int | None,
+    host_memory: int | None,
+    disk: int | None,
+    cpu: bool,
+    workload: dict[str, Any],
+) -> tuple[Subject, Workload, Capacity, list[PlanRow]]:
     from zeroaccel.errors import UsageError
     from zeroaccel.estimate import Capacity, Workload, plan_table, subject
 
@@ -103,16 +148,7 @@ def estimate(
         raise ConfigError(str(error).replace("Workload.", "--")) from None
     what = subject(model)
     capacity = Capacity(device=device_memory, host=host_memory, disk=disk, on_cpu=cpu)
-    rows = plan_table(what, requested, capacity)
-    if what.note:
-        click.echo(f"zeroaccel: {what.note}", err=True)
-    if as_json:
-        click.echo(json.dumps(_report(model, requested, capacity, rows), indent=2))
-    else:
-        _show(model, requested, capacity, rows)
-    if plot is not None:
-        draw(Path(plot), _title(model, requested, rows), rows, capacity)
-        click.echo(f"zeroaccel: chart written to {plot}", err=True)
+    return what, requested, capacity, plan_table(what, requested, capacity)
 
 
 def _check_chart(plot: str | None) -> None:

@@ -42,13 +42,14 @@ from zeroaccel.config import (
     solve_batch,
     tier_plan,
 )
+from zeroaccel.config.diagnostics import names_meant
 from zeroaccel.config.document import read_document
 from zeroaccel.config.launch.launch_sources import from_environment
 from zeroaccel.config.normalize import UnknownKeys
 from zeroaccel.config.parallel import AXES, ParallelConfig, PipelineConfig, with_autotp
 from zeroaccel.data import build_dataloader
 from zeroaccel.errors import ConfigError, UsageError
-from zeroaccel.logs import log_once, logger, set_log_level
+from zeroaccel.logs import log_always, log_once, logger, set_log_level
 from zeroaccel.offload.host_buffers import empty_on_host
 from zeroaccel.ops.coupled import CoupledOptimizer, Reductions
 from zeroaccel.ops.dispatch import use_threads
@@ -104,6 +105,7 @@ OptimizerSource = Optimizer | Callable[[list[nn.Parameter]], Optimizer]
 SchedulerSource = Any
 
 
+@names_meant
 def initialize(
     model: nn.Module,
     optimizer: OptimizerSource | None = None,
@@ -208,7 +210,7 @@ def initialize(
     check_same(model, placement, lines, facts, ranks.collectives, part=0 if stage is None else stage.index)
     has_stages = ranks.parallel.pp > 1
     collectives = arrange(ranks.collectives, communication, ranks.mesh_groups, stages=has_stages)
-    job_ranks = collectives.job if has_stages else collectives
+    job_ranks = collectives.job if has_stages else collectives.everyone
     if ranks.tensor_group is not None:
         collectives.tensor = Collectives(ranks.topology, ranks.tensor_group)
     sequences = SequenceGroup.of(ranks.topology, ranks.parallel.sp)
@@ -259,6 +261,8 @@ def initialize(
         engine.at_destroy(tensor_parallel.detach)
     if job.optimizer is not None:
         _let_modes_change_weights(job.optimizer, engine)
+    else:
+        _say_for_inference(config)
     if recomputation is not None:
         recomputation.apply()
         engine.at_destroy(recomputation.undo)
@@ -269,6 +273,12 @@ def initialize(
         logger.warning("%s", engine_settings)
     _attach(engine, stage, ranks, pipeline, loader)
     return engine, engine.optimizer, loader, job.scheduler
+
+
+def _say_for_inference(config: ConfigSource | None) -> None:
+    """Of an engine without an optimizer, where a config was probably forgotten."""
+    if config is None:
+        log_always("initialize: no config and no optimizer, so the engine is for inference and keeps the model whole")
 
 
 # -- 1. ranks
@@ -309,11 +319,11 @@ def _join_ranks(
     _divide_cores(topology, collectives)
     with agreed(collectives, "initialize: parallel"):
         # How many ranks share layers decides on how many see different samples, which the config is resolved with.
+        if mesh is None and parallel is None:
+            parallel = _launched_mesh()
         parallel = with_autotp(_as_written(config), parallel)
         if mesh is not None and parallel is not None:
             raise UsageError("initialize", expected="a mesh or a ParallelConfig", got="both", fix="leave one out")
-        if mesh is None and parallel is None:
-            _check_launched_mesh()
         resolved = (parallel or ParallelConfig()).resolve(collectives.world_size)
     if mesh is None:
         source = "the process group" if parallel is None else "initialize(parallel)"
@@ -334,19 +344,23 @@ def _join_ranks(
     return _Ranks(topology, collectives, groups, len(groups[0]), resolved, Fact(len(groups[0]), "initialize(mesh)"))
 
 
-def _check_launched_mesh() -> None:
-    """Parts of one sample per rank need a script that deals its batches out accordingly, and so says it."""
+def _launched_mesh() -> ParallelConfig | None:
+    """The mesh of the launch, for a caller that says nothing of one.
+
+    Raises:
+        UsageError: ranks are to share sequences, which a script has to cut, and so has to know of. What reads whole
+            batches by mistake where layers are split, or stages have other batches, is named at the first batch.
+    """
     settings, sources = from_environment(os.environ)
-    if settings.parallel is not None and settings.parallel.splits_samples:
-        sizes = {axis: getattr(settings.parallel, axis) for axis in AXES}
-        axes = [axis for axis, size in sizes.items() if size > 1]
-        said = ", ".join(f"{axis}={sizes[axis]}" for axis in axes)
+    parallel = settings.parallel
+    if parallel is not None and parallel.sp > 1:
         raise UsageError(
-            f"initialize(parallel): the launch asks for {said} ({sources.get(f'{axes[-1]}_size', 'its environment')})",
-            expected=f"parallel=ParallelConfig({said}), with batches by data-parallel rank",
+            f"initialize(parallel): the launch asks for sp={parallel.sp} ({sources.get('sp_size', 'its environment')})",
+            expected=f"parallel=ParallelConfig(sp={parallel.sp}), with batches by data-parallel rank",
             got=None,
             fix="pass it, prepare model and loaders by an Accelerator, or launch without",
         )
+    return parallel
 
 
 def _join_stages(topology: Topology, collectives: Collectives, parallel: ParallelConfig, samplers: Fact[int]) -> _Ranks:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from zeroaccel.errors import ConfigError, UsageError
 
 from ..machine import Machine, gib
+from ..progress import progress
 from .answers import BACK
 from .questions import WizardState, by_key
 
@@ -106,7 +107,8 @@ def memory_summary(model: Model, machine: Machine, answers: Mapping[str, Any]) -
         return ""
     workload, capacity = _question(model, machine, answers)
     plan = (answers["zero_stage"], *(answers.get(name, "none") for name in PLANNED[1:]))
-    one = estimate(model.name, workload, [plan], on_cpu=capacity.on_cpu)[0]
+    with progress(f"estimating {model.name}"):
+        one = estimate(model.name, workload, [plan], on_cpu=capacity.on_cpu)[0]
     fits, short_of = check_capacity(one, workload, capacity)
     words = {True: "which fits", False: f"which does not fit: {short_of}", None: "of unknown room"}[fits]
     return f"{model.name} takes {_sizes(one, workload)}, {words}"
@@ -197,10 +199,11 @@ def _question(model: Model, machine: Machine, answers: Mapping[str, Any]) -> tup
 
 @functools.lru_cache(maxsize=8)  # of a user who goes back and forth
 def _rows(model: Model, workload: Workload, capacity: Capacity) -> list[PlanRow]:
-    from zeroaccel.estimate import plan_table
-
     try:
-        return plan_table(model.name, workload, capacity)
+        with progress(f"estimating {model.name}"):
+            from zeroaccel.estimate import plan_table
+
+            return plan_table(model.name, workload, capacity)
     except ConfigError as error:
         raise ConfigError(str(error).replace("MODEL", "--model", 1)) from None
 

@@ -72,6 +72,13 @@ def launch(
     OMP_NUM_THREADS, the cores of the machine divided by its processes, unless you have set it.
 
     Exits with the code of the process that failed first, 128 + n for signal n, and 2 if nothing could be started.
+
+    \b
+    Examples:
+      zeroaccel launch --num_processes 2 train.py
+      zeroaccel launch --num_processes 8 --zero_stage 3 --mixed_precision bf16 train.py --lr 1e-4
+      zeroaccel launch --hostfile hosts train.py
+      zeroaccel launch --dry_run train.py
     """
     if module and no_python:
         raise click.UsageError("--module and --no_python exclude each other.", click.get_current_context())

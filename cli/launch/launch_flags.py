@@ -6,6 +6,7 @@ Turns parsed flags into `ExplicitSettings`; the command itself is in `launch_com
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeVar, get_args, get_origin
 
@@ -60,16 +61,26 @@ class LaunchCommand(click.Command):
             raise click.UsageError(f"No such option {error.option_name}{fix}", ctx) from None
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, rows in self.sections(ctx):
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+    def sections(self, ctx: click.Context) -> list[tuple[str, list[tuple[str, str]]]]:
+        """(heading, [(flag, what it does)]) of help, in order."""
         records = {param.name: record for param in self.params if (record := param.get_help_record(ctx)) is not None}
         grouped = {name for names in GROUPS.values() for name in names}
-        for title, names in GROUPS.items():
-            with formatter.section(title):
-                formatter.write_dl([records[name] for name in names])
-        with formatter.section("As the deepspeed command has them"):
-            formatter.write_dl([records[name] for name in DEEPSPEED_FLAGS if name in records])
-        with formatter.section("This command"):
-            others = [name for name in records if name not in grouped and name not in DEEPSPEED_FLAGS]
-            formatter.write_dl([records[name] for name in others])
+        others = [name for name in records if name not in grouped and name not in DEEPSPEED_FLAGS]
+        return [
+            *((title, [records[name] for name in names]) for title, names in GROUPS.items()),
+            ("As the deepspeed command has them", [records[name] for name in DEEPSPEED_FLAGS if name in records]),
+            ("This command", [records[name] for name in others]),
+        ]
+
+    def stored_help(self) -> str:
+        """What `launch_help.json` has to hold: all of help but its width."""
+        ctx = click.Context(self, info_name="zeroaccel launch", **self.context_settings)
+        parts = {"usage": self.collect_usage_pieces(ctx), "help": self.help, "sections": self.sections(ctx)}
+        return json.dumps(parts, indent=1) + "\n"
 
 
 def flag(setting: str) -> str:

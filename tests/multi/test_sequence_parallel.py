@@ -299,6 +299,8 @@ def _use_wrongly(engine: Any, what: str) -> None:
         engine(input_ids=batch["input_ids"][:, : 8 + rank % 2])
     elif what == "mask":
         engine(input_ids=batch["input_ids"][:, :8], attention_mask=torch.ones(BATCH, 1, 16, 16))
+    elif what == "uncut":
+        engine(**batch)
     elif what == "tensor":
         group.shard({**batch, "pixels": torch.zeros(2, 3)})
     elif what == "fewer":
@@ -317,6 +319,10 @@ def _use_wrongly(engine: Any, what: str) -> None:
         ("length", "a sequence length that is divisible by the 2 ranks of a sequence, got '15 tokens'"),
         ("ranks", "got '((2, 8), False, False) on its rank 0 and ((2, 9), False, False) on its rank 1'"),
         ("mask", "forward: attention_mask: expected (2, 8), of this rank's tokens, got (2, 1, 16, 16)"),
+        (
+            "uncut",
+            "forward: expected a part of a batch, with shift_labels: those of the next token, got",
+        ),
         ("tensor", "sequence parallelism: pixels: expected (batch, sequence, ...) with 16 tokens"),
         ("fewer", "expected as many batches on each rank of a sequence, got 'none left on rank 0 of its 2 ranks'"),
     ],

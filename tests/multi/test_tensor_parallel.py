@@ -140,11 +140,21 @@ def _tied() -> nn.Module:
     return _llama(tie_word_embeddings=True, attention_bias=True)
 
 
+def _qwen3() -> nn.Module:
+    """Its queries and keys have norms between the layers that are cut."""
+    torch.manual_seed(3)
+    sizes: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    return transformers.Qwen3ForCausalLM(
+        transformers.Qwen3Config(num_attention_heads=4, num_key_value_heads=2, head_dim=8, use_cache=False, **sizes)
+    )
+
+
 CASES = [
     # model, plan, ranks, optimizer, clipping
     (_llama, None, 2, "adamw", 0.05),
     (_llama, ATTENTION, 4, "sgd", 0.0),
     (_tied, None, 4, "adamw", 0.0),
+    (_qwen3, None, 2, "sgd", 0.05),
     (Biased, {"up": "colwise", "down": "rowwise", "embed": "embedding_colwise"}, 2, "sgd", 0.05),
 ]
 
@@ -501,7 +511,10 @@ def test_the_size_of_a_json(ranks: Ranks, make: Callable[[], nn.Module]) -> None
 def _fed(what: str) -> str:
     init_process_group()
     rank = torch.distributed.get_rank()
-    settings = config(1, "fp32", optimizer=SGD) | {"tensor_parallel": {"autotp_size": 2}}
+    section: dict[str, Any] = {"autotp_size": 2}
+    if what == "keys":
+        section["partition_config"] = {"layer_specs": []}
+    settings = config(1, "fp32", optimizer=SGD) | {"tensor_parallel": section}
     try:
         if what == "batches":
             engine, *_ = zeroaccel.initialize(_llama(), config=settings)
@@ -512,11 +525,8 @@ def _fed(what: str) -> str:
             model = nn.Module()
             model.layers = nn.ModuleList([nn.ModuleDict({"up_proj": nn.Linear(4, 8), "shrink": nn.Linear(8, 4)})])
             zeroaccel.initialize(model, config=settings)
-        elif what == "sizes":
-            zeroaccel.initialize(_llama(), config=settings, parallel=ParallelConfig(tp=4))
         else:
-            accelerator = zeroaccel.Accelerator(zero_plugin=zeroaccel.ZeroPlugin(settings))
-            accelerator.prepare(_llama())
+            zeroaccel.initialize(_llama(), config=settings, parallel=ParallelConfig(tp=4))
     except ZeroAccelError as error:
         if what == "batches":
             engine.destroy()
@@ -529,7 +539,7 @@ FED = [
     ("names", "expected a plan, as GPT2LMHeadModel has none of its own"),
     ("unknown", "tensor parallelism of Module: layers.0.shrink: expected names of layers that say how to cut them"),
     ("sizes", "ParallelConfig(tp): expected 2, as tensor_parallel.autotp_size of the config says, got 4"),
-    ("accelerator", "tensor_parallel.autotp_size: expected 0 or 1: the loaders of an Accelerator give each rank"),
+    ("keys", "tensor_parallel.partition_config: expected nothing: layers are cut as the model's own plan says"),
 ]
 
 
@@ -537,3 +547,28 @@ FED = [
 def test_mistakes_of_a_json_are_named(ranks: Ranks, what: str, says: str) -> None:
     for message in ranks(2).run(_fed, what):
         assert says in message
+
+
+def _overflowed() -> list[float]:
+    """The gradient of one rank's part is not finite."""
+    init_process_group()
+    model = _llama()
+    settings = config(2, "fp16", optimizer=SGD)
+    engine, *_ = zeroaccel.initialize(model, config=settings, parallel=ParallelConfig(tp=2))
+    weight = model.get_submodule("model.layers.0.mlp.up_proj").weight
+    before = safe_get_full_fp32_param(weight)
+    engine.backward(engine(**_batch(0, 0)).loss)
+    gradient = safe_get_full_grad(weight)
+    gradient[-1, -1] = torch.inf
+    safe_set_full_grad(weight, gradient)
+    engine.step()
+    assert torch.equal(safe_get_full_fp32_param(weight), before)
+    facts = [engine.skipped_steps, engine.loss_scale.value]
+    engine.destroy()
+    return facts
+
+
+def test_an_overflow_of_one_part_skips_the_step_on_all_ranks(ranks: Ranks) -> None:
+    first, second = ranks(2).run(_overflowed)
+    assert first == second
+    assert first[0] == 1

@@ -97,8 +97,8 @@ def _set(path: str, value: Any) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("edit", "told"),
     [
-        (_set("version", 2), "at most 1, got 2; upgrade"),
-        (_set("version", "1"), "at most 1"),
+        (_set("version", 3), "at most 2, got 3; upgrade"),
+        (_set("version", "1"), "at most 2"),
         (_set("format", "other"), "format 'other'"),
         (_set("files.0.name", "../../etc/passwd"), "not a plain name"),
         (_set("files.0.name", "/etc/passwd.safetensors"), "not a plain name"),

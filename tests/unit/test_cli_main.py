@@ -7,9 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 import zeroaccel
-from tests.multi.environment import outside_any_job
+from tests.multi.environment import ROOT, outside_any_job
 from zeroaccel.cli.main import SUB_COMMANDS, main
 
 SCRIPT = "train.py"
@@ -35,7 +36,7 @@ def _run(*arguments: str) -> int:
         (["--help"], ("torch", "pydantic", "zeroaccel.cli.launch.launch_command")),
         (["--version"], ("torch", "pydantic", "zeroaccel.cli.launch.launch_command")),
         (["config", "--help"], ("torch", "pydantic", "rich", "questionary")),
-        (["launch", "--help"], ("torch",)),
+        (["launch", "--help"], ("torch", "pydantic", "zeroaccel.cli.launch.launch_command")),
     ],
 )
 def test_what_is_not_used_is_not_imported(arguments: list[str], untouched: tuple[str, ...]) -> None:
@@ -152,3 +153,30 @@ def test_debug_may_come_from_the_environment(
         monkeypatch.setenv("ZEROACCEL_DEBUG", value)
         assert _run("launch", "--cpu", "--dry_run", script) == 0
         assert ("ZEROACCEL_DEBUG=1" in capsys.readouterr().out) is expected
+
+
+@pytest.mark.parametrize(
+    ("name", "here"),
+    [("merge-weights", "zero-to-fp32"), ("estimate-memory", "estimate"), ("ds_report", "doctor")],
+)
+def test_names_of_accelerate_and_deepspeed_lead_to_ours(
+    name: str, here: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([name], prog_name="zeroaccel")
+    assert exit_.value.code == 2
+    assert f"No such command '{name}'; zeroaccel {here}" in capsys.readouterr().err
+
+
+def test_the_stored_help_of_launch_is_that_of_its_flags(monkeypatch: pytest.MonkeyPatch) -> None:
+    from zeroaccel.cli.launch.launch_command import launch
+    from zeroaccel.cli.launch.launch_flags import LaunchCommand
+
+    assert isinstance(launch, LaunchCommand)
+    path = ROOT / "cli" / "launch" / "launch_help.json"
+    assert path.read_text() == launch.stored_help(), f"write launch.stored_help() into {path.name}"
+    for width in (40, 80, 200):
+        monkeypatch.setenv("COLUMNS", str(width))
+        stored, live = (CliRunner().invoke(main, ["launch", *words]) for words in (["--help"], ["--dry_run", "--help"]))
+        assert stored.output == live.output
+        assert "--num_processes" in stored.output

@@ -68,7 +68,7 @@ def test_the_metadata_pass_the_gates_of_the_libraries() -> None:
         ("from deepspeed.ops.op_builder import RandomLTDBuilder", "nothing is compiled"),
         ("from deepspeed import zero_to_fp32", "deepspeed.utils.zero_to_fp32"),
         ("from deepspeed.comm import DeepSpeedEngine", "deepspeed.DeepSpeedEngine"),
-        ("import deepspeed; deepspeed.tp_model_init", "torch.distributed.tensor.parallel"),
+        ("import deepspeed.runtime.tensor_parallel", "ParallelConfig"),
         ("import deepspeed; deepspeed.initialise", "deepspeed.initialize"),
         ("from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3", "the optimizer that initialize"),
         ("import deepspeed.compression.compress", "torch.ao"),

@@ -33,6 +33,7 @@ FULL = LaunchedSettings(
     use_parallelism_config=True,
     dp_replicate_size=2,
     dp_shard_size=4,
+    pp_size=1,
     sp_size=2,
     tp_size=1,
     sp_seq_length=4096,

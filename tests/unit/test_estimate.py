@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroaccel.errors import ConfigError, UsageError, ZeroAccelError
 from zeroaccel.estimate import Capacity, Estimate, Workload, estimate, plan_table, subject
 from zeroaccel.estimate.extrapolate import MemoryTrace, Moment, extrapolate_depth
+from zeroaccel.estimate.shapes_only import RULES, ShapesOnly
 from zeroaccel.estimate.simulate import simulate
-from zeroaccel.estimate.subject import Decoder, Shape, Step, Subject, predict_tokens, shape_of
+from zeroaccel.estimate.subject import Decoder, Shape, Step, Subject, known_shape, predict_tokens, shape_of
 
 PLAIN = [(stage, "none", "none") for stage in range(4)]
 TINY = {
@@ -233,6 +235,8 @@ def test_a_model_that_looks_at_values_is_refused() -> None:
     [
         ("seven", "MODEL: expected a parameter count such as 7b"),
         ("meta-llama/nothing", "give the path of a downloaded folder"),
+        ("llama-3.1-9b", r"did you mean llama-3\.1-8b"),
+        ("Qwen/Qwen2.5-8B", r"did you mean qwen2\.5-.*; give the path of a downloaded folder"),
         ("12", "expected between 1000 and 10 trillion parameters, got '12'"),
         ("no_such_module_here:f", "there is no module 'no_such_module_here'"),
         ("tests.unit.test_estimate:nothing", "has no function 'nothing'; it has"),
@@ -275,7 +279,8 @@ def test_wrong_workloads_are_reported(changes: dict[str, object], message: str) 
         Workload(**changes)  # type: ignore[arg-type]
 
 
-def test_a_few_of_many_blocks_tell_of_all() -> None:
+@pytest.mark.parametrize(("stage", "lengths_run"), [(0, [4, 5, 6]), (1, [4, 5, 6]), (3, [5, 6, 7])])
+def test_a_few_of_many_blocks_tell_of_all(stage: int, lengths_run: list[int]) -> None:
     shape = Shape(layers=16, width=16384, inner=8192, vocabulary=1000)
 
     def build(layers: int = shape.layers) -> tuple[nn.Module, Step]:
@@ -287,11 +292,11 @@ def test_a_few_of_many_blocks_tell_of_all() -> None:
         lengths.append(layers)
         return build(layers)
 
-    whole = Subject("whole", "", build)
-    short = Subject("short", "", build, shape.layers, build_short, shape.block_numel)
+    whole = Subject("whole", "", build, shapes_only=True)
+    short = Subject("short", "", build, shape.layers, build_short, shape.block_numel, shapes_only=True)
     workload = Workload(ranks=16, sequence=64)
-    one, other = (simulate(what, workload, 3) for what in (whole, short))
-    assert lengths == [5, 6, 7]
+    one, other = (simulate(what, workload, stage) for what in (whole, short))
+    assert lengths == lengths_run
     assert (one.numel, one.when, len(one.trained)) == (other.numel, other.when, len(other.trained))
     assert one.shards == other.shards
     for name in ("params", "optimizer", "gradients", "activations"):
@@ -308,3 +313,72 @@ def test_models_that_do_not_grow_evenly_are_not_lengthened() -> None:
     assert (even.numel, max(even.moments).total) == (7, 7)
     assert extrapolate_depth([course(1, 2, 3), course(1, 2, 3, 4), course(1, 2, 3, 4, 9)], more=2) is None
     assert extrapolate_depth([course(1, 2, 3), course(1, 2, 3, 4), course(1, 2, 3, 4)], more=2) is None
+
+
+@pytest.mark.parametrize(
+    ("stage", "changes"),
+    [(0, {}), (3, {"checkpointing": True, "accumulation": 2}), (1, {"precision": "fp32", "batch": 2})],
+)
+def test_shapes_alone_tell_what_torchs_fake_tensors_do(stage: int, changes: dict[str, object]) -> None:
+    workload = Workload(ranks=4, sequence=32, **changes)  # type: ignore[arg-type]
+    assert subject("2m").shapes_only
+    # Not a multiple of anything, with heads that share keys, biases and one table.
+    shape = Shape(3, 48, 70, 301, heads=3, head_dim=16, key_heads=1, tied=stage == 3, biased=True)
+    plain = Subject("small", "", lambda: (Decoder(shape), predict_tokens), shapes_only=True)
+    assert simulate(plain, workload, stage) == simulate(replace(plain, shapes_only=False), workload, stage)
+
+
+def test_the_rules_agree_with_torchs_own() -> None:
+    decoder = Decoder(Shape(layers=1, width=32, inner=48, vocabulary=50)).to("meta", torch.bfloat16)
+    checked: set[object] = set()
+
+    class Compared(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            found = func(*args, **(kwargs or {}))
+            if func in RULES:
+                told = ShapesOnly().result(func, args, kwargs or {})
+                pairs = zip(*(one if isinstance(one, tuple) else (one,) for one in (found, told)), strict=True)
+                for real, other in pairs:
+                    assert (real.shape, real.stride(), real.dtype) == (other.shape, other.stride(), other.dtype), func
+                checked.add(func)
+            return found
+
+    with torch.device("meta"), Compared():
+        loss, _ = predict_tokens(decoder, 2, 8)
+        loss.backward()
+        torch.zeros_like(torch.empty(2, 3))
+        torch.empty_like(torch.empty(2, 3))
+        torch.empty(2, 3).clone()
+    assert {str(func) for func in RULES} == {str(func) for func in checked}
+
+
+def test_growth_in_two_runs_over_the_blocks_is_followed() -> None:
+    def trace(blocks: int) -> MemoryTrace:
+        totals = [*range(10, 10 + 10 * blocks, 10), 10 * blocks + 7, *range(9 + 3 * blocks, 9, -3)]
+        return MemoryTrace(blocks, tuple(Moment(0, total, 0, 0, 0) for total in totals), (), (1,))
+
+    grown = extrapolate_depth([trace(4), trace(5), trace(6)], more=3)
+    assert grown is not None
+    assert max(grown.moments).total == max(trace(9).moments).total
+
+
+@pytest.mark.parametrize(
+    ("name", "numel"),
+    [
+        ("llama-2-70b", 68_976_648_192),
+        ("meta-llama/Llama-3.1-8B-Instruct", 8_030_261_248),
+        ("Llama-3.1-405B", 405_853_388_800),
+        ("llama-3.2-1b", 1_235_814_400),
+        ("mistralai/Mistral-7B-Instruct-v0.1", 7_241_732_096),
+        ("Qwen/Qwen2.5-0.5B", 494_032_768),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("TinyLlama-1.1B-Chat-v1.0", 1_100_048_384),
+    ],
+)
+def test_known_models_have_their_published_numbers_of_parameters(name: str, numel: int) -> None:
+    shape = known_shape(name)
+    assert shape is not None
+    with torch.device("meta"):
+        made = sum(param.numel() for param in Decoder(replace(shape, layers=2)).parameters())
+    assert (shape.numel, made) == (numel, replace(shape, layers=2).numel)
+    assert subject(name).layer_numel == shape.block_numel

@@ -68,6 +68,7 @@ TRIPLES: dict[str, tuple[str, str, str]] = {
     "multinode_launcher": ("ssh", "standard", "ssh"),
     "dp_replicate_size": ("1", "2", "3"),
     "dp_shard_size": ("1", "2", "3"),
+    "pp_size": ("1", "2", "3"),
     "sp_size": ("1", "2", "3"),
     "tp_size": ("1", "2", "3"),
     "sp_seq_length": ("8", "16", "32"),

@@ -359,7 +359,7 @@ DAMAGE: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: (folder / "manifest.json").unlink(), r"manifest\.json: missing"),
     (lambda folder: _flip(folder / "manifest.json", 300), r"manifest\.json: damaged"),
     (lambda folder: (folder / "manifest.json").write_text("[1]"), r"manifest\.json: damaged"),
-    (lambda folder: rewrite_manifest(folder, lambda body: body.update(version=2)), r"version 1 at most, got 2"),
+    (lambda folder: rewrite_manifest(folder, lambda body: body.update(version=3)), r"version 2 at most, got 3"),
     (lambda folder: rewrite_manifest(folder, lambda body: body["files"].pop()), r"1 files of ranks|IndexError"),
     (lambda folder: rewrite_manifest(folder, lambda body: body["files"].append(body["files"][0])), r"3 files of ranks"),
     (lambda folder: rewrite_manifest(folder, _overlap), r"master/layer\.weight: a piece at element"),

@@ -52,6 +52,7 @@ from zeroaccel.accelerate.training_loop import TrainingLoop
 from zeroaccel.accelerate.zero_plugin import ZeroPlugin, launched
 from zeroaccel.comm.agree import agreed
 from zeroaccel.config import Facts
+from zeroaccel.config.diagnostics import names_meant
 from zeroaccel.config.parallel import ParallelConfig, with_autotp
 from zeroaccel.data import DataLoaderConfiguration, PreparedLoader, prepare_data_loader, skip_first_batches
 from zeroaccel.errors import UsageError
@@ -125,6 +126,7 @@ class Accelerator:
         ...         optimizer.zero_grad()
     """
 
+    @names_meant
     def __init__(
         self,
         device_placement: bool = True,

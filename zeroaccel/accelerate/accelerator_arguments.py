@@ -208,20 +208,14 @@ def parallel_of(parallelism_config: Any, settings: LaunchedSettings) -> Parallel
     Raises:
         UsageError: it is neither, or has an axis that there is none of here.
     """
-    if parallelism_config is None:
-        return settings.parallel or ParallelConfig()
-    if settings.parallel is not None:
-        note("Accelerator(parallelism_config)", "it counts more than the sizes of the launch")
-    if isinstance(parallelism_config, ParallelConfig):
-        if parallelism_config.pp > 1:
-            raise UsageError(
-                "Accelerator(parallelism_config)",
-                expected="pp 1: the stages of a pipeline are not for a loop of forward, backward and step",
-                got=f"pp {parallelism_config.pp}",
-                fix="call zeroaccel.initialize(parallel=) and engine.train_batch()",
-            )
-        return parallelism_config
     where = "Accelerator(parallelism_config)"
+    if parallelism_config is None:
+        mesh = settings.parallel or ParallelConfig()
+        return _without_stages(mesh, "Accelerator: pp_size of the launch")
+    if settings.parallel is not None:
+        note(where, "it counts more than the sizes of the launch")
+    if isinstance(parallelism_config, ParallelConfig):
+        return _without_stages(parallelism_config, where)
     sizes = {axis: getattr(parallelism_config, f"{axis}_size", None) for axis in (*AXES, "cp")}
     if all(size is None for size in sizes.values()):
         got = type(parallelism_config).__name__
@@ -231,6 +225,17 @@ def parallel_of(parallelism_config: Any, settings: LaunchedSettings) -> Parallel
         if size not in (None, 1):
             raise UsageError(f"{where}: {axis}_size", expected=f"1, as {about}", got=size)
     return ParallelConfig.from_sizes(sizes)
+
+
+def _without_stages(mesh: ParallelConfig, where: str) -> ParallelConfig:
+    if mesh.pp > 1:
+        raise UsageError(
+            where,
+            expected="pp 1: the stages of a pipeline are not for a loop of forward, backward and step",
+            got=f"pp {mesh.pp}",
+            fix="call zeroaccel.initialize(parallel=) and engine.train_batch()",
+        )
+    return mesh
 
 
 _OTHER_AXES = {

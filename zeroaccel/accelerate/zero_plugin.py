@@ -19,7 +19,7 @@ from typing import Any
 
 from zeroaccel.config import Fact, Facts, load_config
 from zeroaccel.config.auto_values import after, shown
-from zeroaccel.config.diagnostics import dotted
+from zeroaccel.config.diagnostics import dotted, names_meant
 from zeroaccel.config.document import key_paths, read_document
 from zeroaccel.config.launch.launch_settings import DEFAULT_STAGE
 from zeroaccel.config.launch.launch_sources import LaunchedSettings, from_environment
@@ -91,6 +91,7 @@ class ZeroPlugin:
         'cpu'
     """
 
+    @names_meant
     def __init__(
         self,
         hf_ds_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,

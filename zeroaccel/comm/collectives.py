@@ -115,6 +115,11 @@ class Collectives:
             self._control = self.topology.transports(group.control_group, "cpu", no_meter)
             self._shard_gathers = self._gathers
 
+    @property
+    def everyone(self) -> Collectives:
+        """Over the ranks that have this model, or parts of it: they fail together."""
+        return self if self.tensor is None else self.job
+
     def _transports(self, group: RankGroup, over: dist.ProcessGroup) -> Transports:
         """The transports over one process group of `group`, by the type of device; what they send is metered."""
 

@@ -430,7 +430,7 @@ ABSENT: Mapping[str, str] = {
     "deepspeed.runtime.progressive_layer_drop": "drop layers in the model's forward",
     "deepspeed.runtime.sequence_parallel.ulysses_sp": "zeroaccel.parallel exchanges heads and cuts batches",
     "deepspeed.runtime.sparse_tensor": "a sparse gradient is reduced as a dense one",
-    "deepspeed.runtime.tensor_parallel": "tensor parallelism is torch.distributed.tensor.parallel's",
+    "deepspeed.runtime.tensor_parallel": "autotp_size in the config, or zeroaccel.ParallelConfig(tp=N)",
     "deepspeed.runtime.weight_quantizer": "torch.ao quantises a trained model",
     "deepspeed.runtime.zero.mics": "mics_shard_size in the config of initialize counts as ever",
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": _STATES,

@@ -8,15 +8,18 @@ that one `ConfigError` lists every mistake of a file. pydantic's errors are tran
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from pydantic_core import ErrorDetails
 
 from zeroaccel.errors import ConfigError, compose, listed
 
 KeyPath = tuple[str | int, ...]
+_Call = TypeVar("_Call", bound=Callable[..., Any])
 
 
 def dotted(path: KeyPath) -> str:
@@ -181,6 +184,34 @@ def closest(word: str, names: Iterable[str], cutoff: float = 0.7) -> str:
         'zero_stage'
     """
     return next(iter(near_names(word, names, 1, cutoff)), "")
+
+
+def names_meant(call: _Call) -> _Call:
+    """A decorator: a keyword argument that the call does not have is refused with the one that was probably meant.
+
+    Still a TypeError, as Python's own before 3.13 without the suggestion.
+
+    Example:
+        >>> @names_meant
+        ... def train(learning_rate=0.1):
+        ...     return learning_rate
+        >>> train(learning_rat=1)
+        Traceback (most recent call last):
+        TypeError: train() got an unexpected keyword argument 'learning_rat'; did you mean 'learning_rate'?
+    """
+    parameters = inspect.signature(call).parameters.values()
+    names = [one.name for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+
+    @functools.wraps(call)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs:
+            if name not in names:
+                meant = closest(name, names)
+                said = f"{call.__qualname__}() got an unexpected keyword argument {name!r}"
+                raise TypeError(f"{said}; did you mean {meant!r}?" if meant else f"{said}; it has {', '.join(names)}")
+        return call(*args, **kwargs)
+
+    return cast(_Call, checked)
 
 
 def near_names(word: str, names: Iterable[str], count: int, cutoff: float = 0.6) -> list[str]:

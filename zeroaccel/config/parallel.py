@@ -9,6 +9,12 @@ from typing import Any
 
 from zeroaccel.errors import UsageError
 
+# Keys of `tensor_parallel` that ask for another cut, or another way to compute, than there is.
+_OWN_PLANS = (
+    *("partition_config", "preset_model", "injection_policy_tuple", "vocab_parallel_lm_head"),
+    *("vocab_parallel_ce_backend", "tp_overlap_comm", "replace_with_kernel_inject", "kernel_inject"),
+)
+
 AXES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")
 """Outermost first: ranks next to each other differ in the last axis."""
 
@@ -152,7 +158,7 @@ def with_autotp(tree: Mapping[str, Any], parallel: ParallelConfig | None) -> Par
         tree: of the config, as it was written; what is wrong in it is for `load_config` to say.
 
     Raises:
-        UsageError: they say different sizes.
+        UsageError: they say different sizes; or the config says by keys of its own how layers are cut or run.
 
     Example:
         >>> with_autotp({"tensor_parallel": {"autotp_size": 2}}, None)
@@ -166,6 +172,14 @@ def with_autotp(tree: Mapping[str, Any], parallel: ParallelConfig | None) -> Par
     size = max((size for size in sizes if isinstance(size, int) and not isinstance(size, bool)), default=1)
     if size <= 1:
         return parallel
+    for key in _OWN_PLANS:
+        if section.get(key):
+            raise UsageError(
+                f"tensor_parallel.{key}",
+                expected="nothing: layers are cut as the model's own plan says, or by their names",
+                got=section[key],
+                fix="remove it, and call initialize(parallel=ParallelConfig(tp=N, tp_plan={...})) for another cut",
+            )
     if parallel is None:
         return ParallelConfig(tp=size, tp_plan="auto")
     if parallel.tp not in (1, size):

@@ -327,8 +327,13 @@ KEYS: Mapping[str, SupportStatus] = {
     ),
     "use_data_before_expert_parallelism": _unsupported("there is no expert parallelism, whose ranks it orders"),
     "expert_parallel": _refused("expert parallelism is not available yet", switch="enabled"),
-    "tensor_parallel": SupportStatus(Kind.WORKS, switch="autotp_size"),
+    "tensor_parallel": _WORKS,
+    "tensor_parallel.autotp_size": _WORKS,
+    "tensor_parallel.tensor_parallel": _WORKS,
     "tensor_parallel.tensor_parallel.tp_size": _WORKS,
+    "tensor_parallel.tensor_parallel.tp_grain_size": _ignored("sizes are divided equally, or refused"),
+    "tensor_parallel.tensor_parallel.mpu": _ignored("groups are made by initialize"),
+    "tensor_parallel.tensor_parallel.tp_group": _ignored("groups are made by initialize"),
     "pipeline": _ignored("the arguments of PipelineModule and PipelineConfig say how a model is cut"),
     "hybrid_engine": _unsupported(
         "generation uses the engine that trains; engine.gathered() keeps its weights whole meanwhile", switch="enabled"

@@ -1,8 +1,9 @@
 """Extrapolates the memory of one step over depth: the trace of a deep model from those of three shallow ones.
 
 [Note: extrapolation over depth] Three models of n, n + 1 and n + 2 equal blocks run steps of the same operations, with
-one block more of them each. At every operation, counted from the nearer end of its phase, the memory must grow from the
-first to the second model as from the second to the third; if it does at all of them, it is taken to grow on linearly.
+one block more of them each. At every operation that changes it, counted from the nearer end of its phase or from the
+turn between two runs over the blocks, the memory must grow from the first to the second model as from the second to the
+third; if it does at all of them, it is taken to grow on linearly.
 The operations in between have amounts between those of their neighbours, so the peak is at one of the operations
 compared. Only padding grows in steps, by less than one part in `_ROUNDING`. Pure arithmetic, without torch.
 """
@@ -12,11 +13,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 _ROUNDING = 10**5
-
-T = TypeVar("T")
 
 
 class Moment(NamedTuple):
@@ -82,25 +81,37 @@ def _grow(
         repeat: insert the amounts of `more` blocks, too, beside those of the blocks at both ends.
     """
     first, second, third = sequences
+    if not any(sequences):
+        return []
     size = len(third) - len(second)
     if size != len(second) - len(first) or not first or len(third) > 2 * len(first) + 1:
         return None
     grown = []
     largest = max(map(max, third))
     for index, amounts in enumerate(third):
-        in_second, in_first = (shorter[_nearer(index, third, shorter)] for shorter in (second, first))
-        for three, two, one in zip(amounts, in_second, in_first, strict=True):
+        # From the nearer end; between two runs over the blocks in one phase, from the end of the first.
+        for skipped in (0 if index < len(third) // 2 else size, size // 2):
+            steps = _steps(amounts, second, first, index - skipped, index - 2 * skipped)
             # The second difference is zero but for padding.
-            if abs((three - two) - (two - one)) * _ROUNDING > largest:
-                return None
-        grown.append(
-            tuple(three + round(more * (three - one) / 2) for three, one in zip(amounts, in_first, strict=True))
-        )
+            if steps and all(abs(last - before) * _ROUNDING <= largest for last, before in steps):
+                break
+        else:
+            return None
+        grown.append(tuple(three + round(more * sum(step) / 2) for three, step in zip(amounts, steps, strict=True)))
     middle = len(third) // 2
     inserted = grown[middle - size : middle] * more if repeat else []
     return [*grown[:middle], *inserted, *grown[middle:]]
 
 
-def _nearer(index: int, long: Sequence[T], short: Sequence[T]) -> int:
-    """The place in a shorter sequence that is as far from the nearer end."""
-    return index if index < len(long) // 2 else index - len(long) + len(short)
+def _steps(
+    three: tuple[int, ...],
+    second: Sequence[tuple[int, ...]],
+    first: Sequence[tuple[int, ...]],
+    in_second: int,
+    in_first: int,
+) -> list[tuple[int, int]]:
+    """Per amount, the growths from the second model to the third and from the first to the second; [] out of range."""
+    if not (0 <= in_second < len(second) and 0 <= in_first < len(first)):
+        return []
+    rows = zip(three, second[in_second], first[in_first], strict=True)
+    return [(last - middle, middle - before) for last, middle, before in rows]

@@ -1,9 +1,10 @@
 """Peak memory of a rank, measured by running the engine for two optimizer steps on tensors without data.
 
-[Note: fake step] The model is built under `FakeTensorMode`, so that every tensor has a shape, a dtype and no values;
-units, coordinator, reducer and optimizer are the engine's own, over ranks that do not exist (`FakeRanks`). The first
-step records the prefetch trace; the second is the one that repeats, and is measured. Only two things are replaced: the
-gradients' norm, which needs values, and the optimizer's arithmetic.
+[Note: fake step] The model is built of tensors that have a shape, a dtype and no values: by `ShapesOnly`, or for models
+that other people wrote by torch's own `FakeTensorMode`, on which every model runs. Units, coordinator, reducer and
+optimizer are the engine's own, over ranks that do not exist (`FakeRanks`). The first step records the prefetch trace;
+the second is the one that repeats, and is measured. Only two things are replaced: the gradients' norm, which needs
+values, and the optimizer's arithmetic.
 
 Counted: every tensor that an operation returns (`MemoryTracker`). Not counted: what a kernel allocates inside itself,
 what allocators round up or cache, and the backend's own memory.
@@ -20,9 +21,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, UnsupportedFakeTensorException
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from zeroaccel.comm.collective_tracker import DONE
@@ -31,6 +30,7 @@ from zeroaccel.comm.hangs.flight_recorder import FlightRecorder
 from zeroaccel.config import BatchSizes, Fact, load_config, shard_plan, tier_plan
 from zeroaccel.errors import UsageError
 from zeroaccel.estimate.extrapolate import MemoryTrace, Moment, extrapolate_depth
+from zeroaccel.estimate.shapes_only import META, ShapesOnly
 from zeroaccel.estimate.subject import Step, Subject
 from zeroaccel.estimate.workload import MemoryByKind, Workload
 from zeroaccel.optim.optimizer_kinds import classify
@@ -52,6 +52,7 @@ from zeroaccel.zero.wrap_policy import group_parameters
 
 _POOLED_BLOCKS = 2  # that `comm.buffer_pool.BufferPool` retains
 _DEVICE = torch.ops.prim.device.default
+_SHAPES = ShapesOnly()  # one for all: what it has worked out is good for every model
 
 
 @dataclass(frozen=True)
@@ -89,9 +90,11 @@ def simulate(
     Raises:
         UsageError: the model does something that needs values.
     """
-    how = _How(on_cpu, offloads_params)
-    shortest = _EDGES + -(-_WINDOW_NUMEL // max(subject.layer_numel, 1))
-    if subject.build_short is not None and shortest + 2 < subject.layers // 2:
+    how = _How(on_cpu, offloads_params, subject.shapes_only)
+    # Only stage 3, and shards apart from their parameters, look ahead over a window of elements.
+    window = -(-_WINDOW_NUMEL // max(subject.layer_numel, 1)) if stage == 3 or offloads_params else 0
+    shortest = _EDGES + window
+    if subject.build_short is not None and shortest + 2 < subject.layers:
         lengths = range(shortest, shortest + 3)
         traces = [
             _trace(partial(subject.build_short, layers), subject.name, workload, stage, how._replace(every_moment=True))
@@ -107,10 +110,11 @@ _WINDOW_NUMEL = 10**9  # elements that the engine prefetches, or reuses without 
 
 
 class _How(NamedTuple):
-    """Of a simulation: see `simulate`; `every_moment` of `_PeakRecorder`."""
+    """Of a simulation: see `simulate`; `shapes_only` of `Subject`, `every_moment` of `_PeakRecorder`."""
 
     on_cpu: bool
     offloads_params: bool
+    shapes_only: bool
     every_moment: bool = False
 
 
@@ -126,7 +130,12 @@ def _simulated(trace: MemoryTrace) -> Simulated:
 def _trace(
     build: Callable[[], tuple[nn.Module, Step]], name: str, workload: Workload, stage: int, how: _How
 ) -> MemoryTrace:
-    """Memory over the second of two steps: at every operation, or without `every_moment` at every new peak."""
+    """Memory over the second of two steps: at every change of it, or without `every_moment` at every new peak."""
+    if how.shapes_only:
+        return _run_two_steps(build, workload, stage, how)
+    # Takes a third of a second to import, which the plain case is spared.
+    from torch._subclasses.fake_tensor import FakeTensorMode, UnsupportedFakeTensorException
+
     with FakeTensorMode() as fake:
         try:
             return _run_two_steps(build, workload, stage, how)
@@ -143,17 +152,19 @@ def _run_two_steps(
     build: Callable[[], tuple[nn.Module, Step]], workload: Workload, stage: int, how: _How
 ) -> MemoryTrace:
     recorder = _PeakRecorder(every_moment=how.every_moment)
-    with MemoryTracker(recorder.record) as tracker:
+    with MemoryTracker(recorder.record, _SHAPES if how.shapes_only else None) as tracker:
         model, step = build()
         numel = sum(param.numel() for param in model.parameters())
         collectives = FakeRanks(workload.ranks, receives_in_host_memory=how.on_cpu)
-        engine = _engine(model, workload, stage, collectives, offloads_params=how.offloads_params)
+        device = META if how.shapes_only else torch.device("cpu")
+        engine = _engine(model, workload, stage, collectives, device, offloads_params=how.offloads_params)
         tracker.follow(buffer.full for unit in engine.units for buffer in unit.buffers)
         # The first step records the prefetch trace, and leaves receive buffers in the pool.
-        for _ in range(2):
-            recorder.begin(engine)
-            tracker.measure()
-            _run_step(engine, step, workload, recorder)
+        _run_step(engine, step, workload, recorder)
+        engine.note_fixed()
+        recorder.begin(engine)
+        tracker.measure()
+        _run_step(engine, step, workload, recorder)
         moments = recorder.moments
         recorder.engine = None
         buffers = [buffer for unit in engine.units for buffer in unit.buffers]
@@ -167,7 +178,10 @@ _PHASES = ("forward", "backward", "step")
 
 
 class _PeakRecorder:
-    """Records memory by kind at every new peak of a step, or at every operation.
+    """Records memory by kind at every new peak of a step, or at every change.
+
+    Operations that change nothing are left out: some come once per unit at one place, and no two lengths of a model
+    could then be laid beside each other.
 
     Attributes:
         phase: number of phases of the step that are complete.
@@ -183,10 +197,14 @@ class _PeakRecorder:
     def begin(self, engine: _EngineWithoutValues) -> None:
         self.engine, self.phase, self.moments, self._highest = engine, 0, [], 0
 
-    def record(self, total: int) -> None:
-        if self.engine is not None and (self._every_moment or total > self._highest):
+    def record(self, total: int, resizable: int) -> None:
+        if self.engine is None:
+            return
+        if total > self._highest or (
+            self._every_moment and (total != self.moments[-1].total or self.phase != self.moments[-1].phase)
+        ):
             self._highest = max(self._highest, total)
-            self.moments.append(Moment(self.phase, total, *self.engine.memory_by_kind()))
+            self.moments.append(Moment(self.phase, total, *self.engine.memory_by_kind(resizable)))
 
 
 def _run_step(engine: Engine, step: Step, workload: Workload, recorder: _PeakRecorder) -> None:
@@ -223,8 +241,9 @@ class FakeRanks(Collectives):
         self.quantized_weights = False
         self.job = self.peers = self
         self.is_first_data_group = True
+        self.tensor = None
         self.nodes = [list(range(world_size))]
-        self.meter = None
+        self.meter = self.tensor = None
         self.flight_recorder = FlightRecorder()
         self._receives = receives_in_host_memory and world_size > 1
         self._free: list[Tensor] = []
@@ -279,12 +298,14 @@ class MemoryTracker(TorchDispatchMode):
     within one operation is not seen.
 
     Args:
-        on_change: called after every operation, with the bytes that are alive then.
+        on_change: called after every operation, with the bytes that are alive then, and of these the resizable ones.
+        shapes: computes the results; without it the operations do.
     """
 
-    def __init__(self, on_change: Callable[[int], None]) -> None:
+    def __init__(self, on_change: Callable[[int, int], None], shapes: ShapesOnly | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._on_change = on_change
+        self._shapes = shapes
         self._nbytes: dict[int, int] = {}
         self._fixed = 0
         self._resizable: list[torch.UntypedStorage] = []
@@ -292,14 +313,21 @@ class MemoryTracker(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if func is _DEVICE and isinstance(args[0], FakeTensor):
+        if self._shapes is not None:
+            result = self._shapes.result(func, args, kwargs or {})
+        elif func is _DEVICE and hasattr(args[0], "fake_device"):
             return args[0].fake_device  # two of three calls, so it takes the shortest way
-        result = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(result):
+        else:
+            result = func(*args, **(kwargs or {}))
+        for leaf in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(leaf, Tensor):
                 self._add(leaf.untyped_storage())
         self.measure()
         return result
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled in here, and keeping dynamo out would take longer than an operation
 
     def follow(self, tensors: Iterable[Tensor]) -> None:
         """From now on these tensors' storages are measured each time, as they are resized."""
@@ -309,14 +337,10 @@ class MemoryTracker(TorchDispatchMode):
             self._nbytes[storage._cdata] = 0  # not to be added again
             self._resizable.append(storage)
 
-    @property
-    def total(self) -> int:
-        """Bytes that are alive now."""
-        return self._fixed + sum(storage.nbytes() for storage in self._resizable)
-
     def measure(self) -> None:
         """Calls `on_change` with the bytes that are alive now."""
-        self._on_change(self.total)
+        resizable = sum([storage.nbytes() for storage in self._resizable])
+        self._on_change(self._fixed + resizable, resizable)
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata
@@ -336,6 +360,10 @@ class _StatesOnly(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.0})
         self._count = states_per_element
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        # torch's own imports its compiler first, which takes a second.
+        self.param_groups.append({**self.defaults, **param_group})
+
     def step_shard(
         self, group: dict[str, Any], param: Tensor, grad: Tensor, *, grad_scale: float | Tensor, out: Tensor | None
     ) -> None:
@@ -347,11 +375,24 @@ class _StatesOnly(torch.optim.Optimizer):
 
 
 class _EngineWithoutValues(Engine):
-    def memory_by_kind(self) -> tuple[int, int, int, int]:
-        """Bytes of parameters, of the optimizer, of gradients, in-flight ones included, and of those the reduced."""
-        states, reducer = self.model_state_nbytes(), self.grad_reducer
-        gradients = states["gradients"] + reducer.in_flight_nbytes()
-        return states["params"], states["optimizer"], gradients, reducer.shard_nbytes()
+    _shards_nbytes = 0
+    _optimizer_nbytes = 0
+
+    def note_fixed(self) -> None:
+        """Notes the bytes that stay as they are from the first step on: of shards, and of the optimizer."""
+        states = self.model_state_nbytes()
+        full = sum(buffer.full.untyped_storage().nbytes() for unit in self.units for buffer in unit.buffers)
+        self._shards_nbytes, self._optimizer_nbytes = states["params"] - full, states["optimizer"]
+
+    def memory_by_kind(self, unsharded: int) -> tuple[int, int, int, int]:
+        """Bytes of parameters, of the optimizer, of gradients, in-flight ones included, and of those the reduced.
+
+        Args:
+            unsharded: bytes of the units' full buffers.
+        """
+        reducer = self.grad_reducer
+        gradients = reducer.nbytes() + reducer.in_flight_nbytes()
+        return self._shards_nbytes + unsharded, self._optimizer_nbytes, gradients, reducer.shard_nbytes()
 
     def _check_gradients(self, *, norm: bool) -> GradCheck:
         self._finish_reductions()
@@ -359,7 +400,13 @@ class _EngineWithoutValues(Engine):
 
 
 def _engine(
-    model: nn.Module, workload: Workload, stage: int, collectives: FakeRanks, *, offloads_params: bool
+    model: nn.Module,
+    workload: Workload,
+    stage: int,
+    collectives: FakeRanks,
+    device: torch.device,
+    *,
+    offloads_params: bool,
 ) -> _EngineWithoutValues:
     """As `initialize`, without what needs a process group or values."""
     config: dict[str, Any] = {
@@ -379,7 +426,6 @@ def _engine(
     specs = unit_specs_of(model, settings, plan)
     if workload.checkpointing:
         _recompute(model)
-    device = torch.device("cpu")
     residences = tier_plan(settings)
     placement = placement_of(model, settings, plan, groups, device, residences)
     placement = replace(placement, offloads_params=offloads_params)  # no tier: the tracker counts tensors only

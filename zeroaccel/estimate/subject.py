@@ -1,4 +1,4 @@
-"""The MODEL of an estimate: a number of parameters, a Hugging Face config or folder, or a function of the user's.
+"""The MODEL of an estimate: a number of parameters, a known name, a Hugging Face config, or a function of the user's.
 
 Each becomes a `Subject`, which builds the model (without weights under fake tensors) and runs one forward of it. A
 number of parameters stands for a `Decoder` of today's open shape: gated MLP, heads of 128, RMS norms, an untied head.
@@ -13,8 +13,9 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zeroaccel.config.bounds import parse_plain_json, read_at_most
+from zeroaccel.config.diagnostics import near_names
 from zeroaccel.errors import ConfigError, UsageError
 
 _MOST_NBYTES = 4 << 20
@@ -33,7 +35,10 @@ Step = Callable[[nn.Module, int, int], Any]
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?)([kmbt]?)", re.IGNORECASE)
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
-_EXPECTED = "a parameter count such as 7b, a folder or config.json of a Hugging Face model, or module:function"
+_EXPECTED = (
+    "a parameter count such as 7b, a name such as llama-3.1-8b, a folder or config.json of a Hugging Face model, "
+    "or module:function"
+)
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,8 @@ class Subject:
         layers: number of equal blocks in a row, with nothing else that grows with them; 0 where that is unknown.
         build_short: makes the same model with another number of these blocks.
         layer_numel: parameters of one block.
+        shapes_only: built and run by operations whose results' shapes follow from those of the arguments, and that
+            write to their first argument alone, if to any.
     """
 
     name: str
@@ -55,6 +62,7 @@ class Subject:
     layers: int = 0
     build_short: Callable[[int], tuple[nn.Module, Step]] | None = None
     layer_numel: int = 0
+    shapes_only: bool = False
 
 
 def subject(text: str | nn.Module | Callable[[], Any]) -> Subject:
@@ -75,9 +83,14 @@ def subject(text: str | nn.Module | Callable[[], Any]) -> Subject:
         return _of_folder(path)
     if match := _COUNT.fullmatch(text.strip().replace("_", "")):
         return _of_count(text, round(float(match[1]) * _UNITS[match[2].lower()]))
+    if shape := known_shape(text):
+        return _of_shape(text, f"{shape.numel:,} parameters in {shape.layers} layers of width {shape.width}", shape)
     if ":" in text and "/" not in text:
         return _of_function(text, _imported(text))
-    fix = "give the path of a downloaded folder" if "/" in text else ""
+    near = near_names(text.rsplit("/", 1)[-1], MODELS, 3, cutoff=0.5)
+    fixes = [f"did you mean {' or '.join(near)}?"] if near else []
+    fixes += ["give the path of a downloaded folder"] if "/" in text else []
+    fix = "; ".join(fixes) or f"names that are known: {', '.join(MODELS)}"
     raise ConfigError("MODEL", expected=_EXPECTED, got=text, fix=fix)
 
 
@@ -89,10 +102,14 @@ def _of_count(text: str, numel: int) -> Subject:
         f"a decoder of {shape.layers} layers and width {shape.width}, with {shape.numel:,} parameters, stands in for it"
     )
 
+    return _of_shape(f"{text} parameters", note, shape)
+
+
+def _of_shape(name: str, note: str, shape: Shape) -> Subject:
     def build(layers: int = shape.layers) -> tuple[nn.Module, Step]:
         return Decoder(replace(shape, layers=layers)), predict_tokens
 
-    return Subject(f"{text} parameters", note, build, shape.layers, build, shape.block_numel)
+    return Subject(name, note, build, shape.layers, build, shape.block_numel, shapes_only=True)
 
 
 def predict_tokens(model: nn.Module, batch: int, sequence: int) -> tuple[Tensor, Any]:
@@ -218,22 +235,84 @@ _HEAD_DIM = 128
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a `Decoder`."""
+    """Sizes of a `Decoder`.
+
+    Attributes:
+        layers: blocks.
+        width: of the residual stream.
+        inner: of the MLPs.
+        vocabulary: rows of the embedding and of the head.
+        heads: of queries; 0 for as many as `head_dim` goes into the width.
+        head_dim: 0 for 128, or 16 where the width is no multiple of it.
+        key_heads: of keys and values; 0 for as many as of queries.
+        tied: the head is the embedding.
+        biased: queries, keys and values have biases.
+    """
 
     layers: int
     width: int
     inner: int
     vocabulary: int
+    heads: int = 0
+    head_dim: int = 0
+    key_heads: int = 0
+    tied: bool = False
+    biased: bool = False
+
+    def __post_init__(self) -> None:
+        head_dim = self.head_dim or (_HEAD_DIM if self.width % _HEAD_DIM == 0 else 16)
+        heads = self.heads or max(1, self.width // head_dim)
+        if not self.heads:
+            head_dim = self.width // heads
+        for name, value in (("head_dim", head_dim), ("heads", heads), ("key_heads", self.key_heads or heads)):
+            object.__setattr__(self, name, value)
 
     @property
     def block_numel(self) -> int:
         """Parameters of one layer."""
-        return 4 * self.width**2 + 3 * self.width * self.inner + 2 * self.width
+        queries, keys = self.heads * self.head_dim, self.key_heads * self.head_dim
+        attention = 2 * self.width * (queries + keys) + (queries + 2 * keys) * self.biased
+        return attention + 3 * self.width * self.inner + 2 * self.width
 
     @property
     def numel(self) -> int:
         """Parameters of the decoder."""
-        return self.layers * self.block_numel + 2 * self.vocabulary * self.width + self.width
+        tables = 1 if self.tied else 2
+        return self.layers * self.block_numel + tables * self.vocabulary * self.width + self.width
+
+
+# From the config.json that each was published with.
+_LLAMA_3 = partial(Shape, vocabulary=128_256, key_heads=8)
+MODELS: Mapping[str, Shape] = {
+    "llama-2-7b": Shape(32, 4096, 11008, 32_000),
+    "llama-2-13b": Shape(40, 5120, 13824, 32_000),
+    "llama-2-70b": Shape(80, 8192, 28672, 32_000, key_heads=8),
+    "llama-3.1-8b": _LLAMA_3(32, 4096, 14336),
+    "llama-3.1-70b": _LLAMA_3(80, 8192, 28672),
+    "llama-3.1-405b": _LLAMA_3(126, 16384, 53248),
+    "llama-3.2-1b": _LLAMA_3(16, 2048, 8192, heads=32, head_dim=64, tied=True),
+    "llama-3.2-3b": _LLAMA_3(28, 3072, 8192, tied=True),
+    "mistral-7b": Shape(32, 4096, 14336, 32_000, key_heads=8),
+    "qwen2.5-0.5b": Shape(24, 896, 4864, 151_936, 14, 64, 2, tied=True, biased=True),
+    "qwen2.5-1.5b": Shape(28, 1536, 8960, 151_936, 12, 128, 2, tied=True, biased=True),
+    "qwen2.5-7b": Shape(28, 3584, 18944, 152_064, 28, 128, 4, biased=True),
+    "qwen2.5-32b": Shape(64, 5120, 27648, 152_064, 40, 128, 8, biased=True),
+    "qwen2.5-72b": Shape(80, 8192, 29568, 152_064, 64, 128, 8, biased=True),
+    "tinyllama-1.1b": Shape(22, 2048, 5632, 32_000, 32, 64, 4),
+}
+"""Common models by name: dense decoders with gated MLPs and RMS norms."""
+_NAME_ENDINGS = re.compile(r"(-(instruct|chat|base|hf|v\d[\d.]*))+$")
+
+
+def known_shape(text: str) -> Shape | None:
+    """The shape of a model by its name, in any case, with or without its owner and what it was tuned for.
+
+    Example:
+        >>> known_shape("meta-llama/Llama-3.1-8B-Instruct").numel
+        8030261248
+    """
+    name = _NAME_ENDINGS.sub("", text.strip().rsplit("/", 1)[-1].lower()).removeprefix("meta-")
+    return MODELS.get(name)
 
 
 def shape_of(numel: int) -> Shape:
@@ -257,20 +336,36 @@ class _Block(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         width, inner = shape.width, shape.inner
-        self.heads = max(1, width // (_HEAD_DIM if width % _HEAD_DIM == 0 else 16))
+        self.head_dim = shape.head_dim
+        self.shared_by = shape.heads // shape.key_heads
+        queries, keys = shape.heads * shape.head_dim, shape.key_heads * shape.head_dim
         self.attention_norm, self.mlp_norm = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.q, self.k, self.v, self.out = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.q = nn.Linear(width, queries, bias=shape.biased)
+        self.k, self.v = (nn.Linear(width, keys, bias=shape.biased) for _ in range(2))
+        self.out = nn.Linear(queries, width, bias=False)
         self.gate, self.up = nn.Linear(width, inner, bias=False), nn.Linear(width, inner, bias=False)
         self.down = nn.Linear(inner, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         normed = self.attention_norm(x)
-        q, k, v = (part(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
-        mixed = F.scaled_dot_product_attention(q * 1.0, k * 1.0, v, is_causal=True)  # * 1.0 for the rotation
+        parts = (self.q, self.k, self.v)
+        q, k, v = (part(normed).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
+        q, k = q * 1.0, k * 1.0  # for the rotation
+        if self.shared_by > 1:
+            k, v = (one.unsqueeze(2).expand(-1, -1, self.shared_by, -1, -1).flatten(1, 2) for one in (k, v))
+        mixed = _attention(q, k, v)
         x = x + self.out(mixed.transpose(1, 2).flatten(-2))
         normed = self.mlp_norm(x)
         out: Tensor = x + self.down(F.silu(self.gate(normed)) * self.up(normed))
         return out
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    if not q.is_meta:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    # Without a device, torch takes the kernel that makes the matrix of all scores.
+    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]
+    return out
 
 
 class Decoder(nn.Module):
@@ -282,6 +377,8 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(_Block(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
+        if shape.tied:
+            self.head.weight = self.embedding.weight
 
     def forward(self, ids: Tensor) -> Tensor:
         x: Tensor = self.embedding(ids)

@@ -131,6 +131,7 @@ class UlyssesAttention:
         tokens = next((kwargs[k] for k in ("input_ids", "inputs_embeds") if kwargs.get(k) is not None), None)
         tokens = args[0] if tokens is None and args else tokens
         padding, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        _check_cut(tokens, kwargs)
         self._check_same(tokens, padding, positions, kwargs.get("past_key_values"))
         assert isinstance(tokens, Tensor), "_check_same refuses anything else"
         run, group = tokens.shape[1], self.group
@@ -367,6 +368,23 @@ def _eager_of(module: nn.Module) -> Callable[..., Any]:
             fix='load the model with attn_implementation="sdpa"',
         ) from None
     return function
+
+
+def _check_cut(tokens: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuses labels that a model would shift: a batch that was cut has those of the next token.
+
+    Whole batches that each rank has for itself would be taken for the parts of one.
+    """
+    labels = kwargs.get("labels")
+    if kwargs.get("shift_labels") is not None or not (isinstance(labels, Tensor) and isinstance(tokens, Tensor)):
+        return
+    if labels.ndim >= 2 and labels.shape[:2] == tokens.shape[:2]:
+        raise UsageError(
+            "sequence parallelism: forward",
+            expected="a part of a batch, with shift_labels: those of the next token",
+            got="labels, which the model would shift within the part",
+            fix="cut batches by SequenceLoader or SequenceGroup.shard; shift_labels go beside labels",
+        )
 
 
 def _config_of(model: nn.Module) -> Any:

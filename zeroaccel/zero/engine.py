@@ -624,6 +624,19 @@ class Engine(nn.Module):
         if self.weight_update is not None:
             self.weight_update.require_own_step(f"engine.{call}()")
 
+    def extra_repr(self) -> str:
+        """Stage, ranks, precision, batch and tiers, in the first line of `repr(engine)`."""
+        settings = self.settings
+        dtypes = sorted({str(b.dtype).removeprefix("torch.") for unit in self.units for b in unit.buffers})
+        batch = f"batch {settings.micro_batch_size} x {settings.accumulation} x {settings.data_parallel_size}"
+        tiers = ", ".join(sorted(self.tier_nbytes())) or "none"
+        kind = "" if self.sharded_optimizer is not None else ", inference"
+        stage = sum((settings.plan.optimizer, settings.plan.grads, settings.plan.params))
+        return (
+            f"stage {stage}, {self.collectives.world_size} ranks, {' and '.join(dtypes)}, "
+            f"{batch} = {self.train_batch_size()}, tiers: {tiers}{kind}"
+        )
+
     # -- numbers of the run
 
     @property

@@ -309,10 +309,10 @@ class ParamUnit:
                     error = raised
         # A disk fails on one rank. Without this small all-reduce the others would hang in a gather it never joins.
         failed = torch.tensor([float(error is not None)])
-        self._collectives.all_reduce(failed, "max", f"fetch of {self.name}")
+        self._collectives.everyone.all_reduce(failed, "max", f"fetch of {self.name}")
         if failed.item():
             self._release()
-            agree_or_raise(self._collectives, error, f"{label}: fetch")
+            agree_or_raise(self._collectives.everyone, error, f"{label}: fetch")
 
     def _release(self) -> None:
         """Gives what was swapped in, or is on its way, back to its tier."""

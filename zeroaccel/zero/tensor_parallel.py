@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
     from torch.distributed.tensor.parallel import ParallelStyle
 
+_HEAD_NORM = "replicated_with_grad_allreduce"
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 _COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_head", "n_heads")
 # Layers by the last part of their names, as DeepSpeed's AutoTP goes by names (docs/tensor_parallel.md): those whose
@@ -45,7 +46,7 @@ _COLUMNWISE = frozenset(
 def _styles() -> dict[str, Callable[[], ParallelStyle]]:
     """The styles by the names that transformers has for them; a function, as the import takes a while."""
     from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
     return {
         "colwise": ColwiseParallel,
@@ -56,6 +57,8 @@ def _styles() -> dict[str, Callable[[], ParallelStyle]]:
         "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
         "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
         "embedding_colwise": lambda: ColwiseParallel(output_layouts=Replicate()),
+        # A norm of each head, (B, S, heads, d): all ranks have its weights, and each has gradients of its heads.
+        _HEAD_NORM: lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
     }
 
 
@@ -184,7 +187,7 @@ class _SplitLayer:
     def of(cls, name: str, module: nn.Module, style: str, mesh: DeviceMesh) -> _SplitLayer:
         from torch.distributed.tensor.parallel import parallelize_module
 
-        twin = _twin(name, module)
+        twin = _twin(name, module, style)
         parallelize_module(twin, mesh, _styles()[style](), src_data_rank=None)
         (prepare,), (finish,) = twin._forward_pre_hooks.values(), twin._forward_hooks.values()
         params: dict[str, Any] = dict(twin.named_parameters())
@@ -350,12 +353,17 @@ def _check_heads(model: nn.Module, size: int, styles: Mapping[str, str]) -> None
             )
 
 
-def _twin(name: str, module: nn.Module) -> nn.Module:
+def _twin(name: str, module: nn.Module, style: str) -> nn.Module:
     """A module of the same kind and sizes without memory.
 
     Raises:
         UsageError: torch's styles do not know its kind.
     """
+    if style == _HEAD_NORM:
+        norm = nn.Module()
+        for key, param in module.named_parameters(recurse=False):
+            norm.register_parameter(key, nn.Parameter(torch.empty_like(param, device="meta")))
+        return norm
     with torch.device("meta"):
         if isinstance(module, nn.Linear):
             twin: nn.Module = nn.Linear(module.in_features, module.out_features, module.bias is not None)

@@ -373,7 +373,7 @@ class WeightUpdate:
         if early or (self._tiers is not None and self._tiers.can_fail):
             # Set before the ranks agree, so that it stays where that collective itself fails.
             self.broken = "a step failed half way, so the weights are a mixture of old and new"
-            agree_or_raise(self._collectives, failure, "offloaded update")
+            agree_or_raise(self._collectives.everyone, failure, "offloaded update")
             self.broken = None
         if self._tiers is not None and self._tiers.can_fail:
             self._tiers.settle()

@@ -244,6 +244,8 @@ class ParallelSettings(ConfigSection):
     """Groups of processes that each hold one sharded model. [default: 1]"""
     dp_shard_size: Annotated[PositiveCount | None, AlsoSpelled("parallelism_config_dp_shard_size")] = None
     """Data-parallel processes in each of these groups. [default: what the other sizes leave; 1 says the same]"""
+    pp_size: PositiveCount | None = None
+    """Stages of a pipeline, each on processes of its own. [default: 1]"""
     sp_size: Annotated[PositiveCount | None, AlsoSpelled("parallelism_config_sp_size")] = None
     """Processes that share each sequence (Ulysses). [default: 1]"""
     tp_size: Annotated[PositiveCount | None, AlsoSpelled("parallelism_config_tp_size")] = None

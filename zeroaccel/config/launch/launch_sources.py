@@ -52,7 +52,7 @@ class LaunchedSettings:
             arguments of torch.compile; a backend of "no" compiles nothing.
         debug: check the arguments of the collectives that scripts call.
         use_parallelism_config: the sizes that follow count.
-        dp_replicate_size, dp_shard_size, sp_size, tp_size: of the mesh, see `ParallelConfig`.
+        dp_replicate_size, dp_shard_size, pp_size, sp_size, tp_size: of the mesh, see `ParallelConfig`.
         sp_seq_length, sp_seq_length_is_variable, sp_attn_implementation: for accelerate.
     """
 
@@ -79,6 +79,7 @@ class LaunchedSettings:
     use_parallelism_config: bool | None = None
     dp_replicate_size: int | None = None
     dp_shard_size: int | None = None
+    pp_size: int | None = None
     sp_size: int | None = None
     tp_size: int | None = None
     sp_seq_length: int | None = None

@@ -142,6 +142,7 @@ SETTINGS: Mapping[str, Setting] = {
         ),
         Setting("dp_replicate_size", _MESH, rank_variable=f"{_SIZES}_DP_REPLICATE_SIZE"),
         Setting("dp_shard_size", _MESH, rank_variable=f"{_SIZES}_DP_SHARD_SIZE"),
+        Setting("pp_size", _MESH, rank_variable=f"{_SIZES}_PP_SIZE"),
         Setting("sp_size", _MESH, rank_variable=f"{_SIZES}_SP_SIZE"),
         Setting("tp_size", _MESH, rank_variable=f"{_SIZES}_TP_SIZE"),
         Setting("sp_seq_length", _MESH, rank_variable=f"{_SIZES}_SP_SEQ_LENGTH"),

@@ -174,7 +174,7 @@ class ParamRegistry:
     @property
     def everyone(self) -> Collectives:
         """Over the ranks that have the parameters, or parts of them."""
-        return self.collectives if self.collectives.tensor is None else self.collectives.job
+        return self.collectives.everyone
 
     @property
     def units(self) -> tuple[ParamUnit, ...]:

@@ -266,7 +266,7 @@ def _states(handle: ParamHandle, key: str) -> _Values:
     masters = handle.buffer.masters
     optimizer = None if handle.registry.training is None else handle.registry.training.optimizer
     # A rank without elements of the parameter has no state to look at: all agree, so that all raise or none does.
-    with agreed(handle.registry.collectives, f"optimizer state {key} of {handle.slot.fqn}"):
+    with agreed(handle.registry.everyone, f"optimizer state {key} of {handle.slot.fqn}"):
         if optimizer is None or handle.slot.fqn not in optimizer.group_of:
             raise UsageError(f"parameter {handle.slot.fqn}", expected="one that an optimizer updates", got="none does")
         for piece in masters.pieces:
@@ -385,7 +385,7 @@ def _checked(handle: ParamHandle, value: Tensor, call: str) -> Tensor:
 
 def _checked_local(handle: ParamHandle, value: Tensor, call: str) -> Tensor:
     own, where = _own(handle), f"{call}({handle.slot.fqn})"
-    with agreed(handle.registry.collectives, f"{where}: shape"):
+    with agreed(handle.registry.everyone, f"{where}: shape"):
         if value.numel() != own.numel:
             raise UsageError(f"{where}: the value", expected=f"{own.numel} elements on this rank", got=value.numel())
     return value.detach().to(device=handle.buffer.full.device, dtype=torch.float32).contiguous().view(-1)

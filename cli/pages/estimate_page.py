@@ -1,0 +1,217 @@
+"""The page of `zeroaccel estimate --html`: every plan beside the device's limit, and sliders.
+
+Each position of the sliders is an estimate of its own, made when the page is: nothing is interpolated. The script only
+looks up and moves what `estimate_page` has drawn for the workload that was asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import product
+from typing import TYPE_CHECKING
+
+from .frame import COLOURS, Table, escaped, figure, legend, page
+
+if TYPE_CHECKING:
+    from zeroaccel.estimate import Capacity, PlanRow, Workload
+
+KINDS = ("params", "optimizer", "gradients", "activations")
+_NAMES = {
+    "params": "weights",
+    "optimizer": "masters and states",
+    "gradients": "gradients",
+    "activations": "activations",
+}
+_LEFT, _WIDTH, _BAR, _GAP, _TOP = 320, 640, 22, 10, 12
+
+
+def positions(workload: Workload) -> list[Workload]:
+    """The workloads of the sliders, the requested one among them."""
+    choices = product(
+        [workload.ranks * factor for factor in (1, 2, 4)],
+        [workload.batch * factor for factor in (1, 4)],
+        [workload.sequence * factor for factor in (1, 2)],
+        (False, True),
+    )
+    return [
+        replace(workload, ranks=count, batch=batch, sequence=sequence, checkpointing=again)
+        for count, batch, sequence, again in choices
+    ]
+
+
+def estimate_page(
+    title: str,
+    model: str,
+    workload: Workload,
+    capacity: Capacity,
+    rows_of: Callable[[Workload], Sequence[PlanRow]],
+) -> str:
+    """The whole page.
+
+    Args:
+        rows_of: gives the rows of `plan_table` of a workload; called once for each of `positions`.
+    """
+    tables = {}
+    order: list[str] = []
+    for one in positions(workload):
+        rows = list(rows_of(one))
+        if one == workload:
+            order = [row.estimate.name for row in rows]
+        tables[_key(one)] = {row.estimate.name: _numbers(row, one) for row in rows}
+    shown = tables[_key(workload)]
+    limit = capacity.host // workload.local_ranks if capacity.on_cpu and capacity.host else capacity.device
+    body = [
+        _controls(workload),
+        "<h2>On the device, per rank, at the peak of a step</h2>",
+        legend({_NAMES[kind]: colour for kind, colour in zip(KINDS, COLOURS, strict=False)}),
+        _bars(shown, order, limit),
+        _table(shown, order),
+        "<h2>The command</h2>",
+        f'<p><code id="command">{escaped(command(model, workload))}</code> '
+        '<button id="copy" type="button" hidden>Copy</button> <span id="said" role="status"></span></p>',
+    ]
+    settings = {
+        "tables": tables,
+        "order": order,
+        "kinds": KINDS,
+        "limit": limit or 0,
+        "model": model,
+        "rest": _rest(workload),
+        "left": _LEFT,
+        "width": _WIDTH,
+    }
+    about = "A plan fits when a tenth of each memory stays free. Every position of the sliders was estimated by itself."
+    return page(title, body, about=about, data=settings, script=_SCRIPT)
+
+
+def command(model: str, workload: Workload) -> str:
+    """The command line that estimates this workload.
+
+    Example:
+        >>> from zeroaccel.estimate import Workload
+        >>> command("7b", Workload(ranks=8, checkpointing=True))
+        'zeroaccel estimate 7b --ranks 8 --batch 1 --sequence 2048 --checkpointing --precision bf16 --optimizer adam'
+    """
+    again = " --checkpointing" if workload.checkpointing else ""
+    sizes = f"--ranks {workload.ranks} --batch {workload.batch} --sequence {workload.sequence}"
+    return f"zeroaccel estimate {model} {sizes}{again}{_rest(workload)}"
+
+
+def _rest(workload: Workload) -> str:
+    words = [f" --precision {workload.precision} --optimizer {workload.optimizer}"]
+    words += [f" --accumulation {workload.accumulation}"] if workload.accumulation > 1 else []
+    words += [f" --ranks_per_machine {workload.ranks_per_machine}"] if workload.ranks_per_machine else []
+    words += [" --residual_masters"] if workload.residual_masters else []
+    return "".join(words)
+
+
+def _key(workload: Workload) -> str:
+    return f"{workload.ranks}/{workload.batch}/{workload.sequence}/{int(workload.checkpointing)}"
+
+
+def _numbers(row: PlanRow, workload: Workload) -> list[object]:
+    """Bytes by kind, host and disk per machine, and how it fits."""
+    one, local = row.estimate, workload.local_ranks
+    kinds = [getattr(one.device, kind) for kind in KINDS]
+    fits = (
+        "?" if row.fits is None else "recommended" if row.recommended else "yes" if row.fits else f"no: {row.short_of}"
+    )
+    return [*kinds, one.host.total * local, one.disk.total * local, fits]
+
+
+def _controls(workload: Workload) -> str:
+    all_of = positions(workload)
+    sliders = []
+    for name in ("ranks", "batch", "sequence"):
+        values = sorted({getattr(one, name) for one in all_of})
+        at = values.index(getattr(workload, name))
+        choices = ",".join(map(str, values))
+        sliders.append(
+            f'<label>{name}<input type="range" id="{name}" min="0" max="{len(values) - 1}" value="{at}" '
+            f'data-values="{choices}" aria-valuetext="{values[at]}"><output for="{name}">{values[at]}</output></label>'
+        )
+    checked = " checked" if workload.checkpointing else ""
+    sliders.append(f'<label><input type="checkbox" id="checkpointing"{checked}>recompute activations</label>')
+    return f'<form class="controls" id="controls" hidden aria-label="Workload">{"".join(sliders)}</form>'
+
+
+def _bars(shown: dict[str, list[object]], order: Sequence[str], limit: int | None) -> str:
+    scale = _WIDTH / (max([_total(shown[name]) for name in order] + [limit or 0]) * 1.3 or 1)
+    height = _TOP + len(order) * (_BAR + _GAP) + 26
+    parts = []
+    for index, name in enumerate(order):
+        y, right = _TOP + index * (_BAR + _GAP), float(_LEFT)
+        parts.append(f'<g class="plan"><text x="{_LEFT - 10}" y="{y + 16}" class="end">{escaped(name)}</text>')
+        for kind, colour, nbytes in zip(KINDS, COLOURS, shown[name], strict=False):
+            assert isinstance(nbytes, int)
+            parts.append(
+                f'<rect x="{right:.1f}" y="{y}" width="{nbytes * scale:.1f}" height="{_BAR}" fill="{colour}">'
+                f"<title>{_NAMES[kind]}</title></rect>"
+            )
+            right += nbytes * scale
+        said = f"{_gb(_total(shown[name]))} GB{_mark(shown[name][6])}"
+        parts.append(f'<text x="{right + 6:.1f}" y="{y + 16}">{said}</text></g>')
+    if limit:
+        at = _LEFT + limit * scale
+        parts.append(f'<line id="limit" class="limit" x1="{at:.1f}" x2="{at:.1f}" y1="2" y2="{height - 22}"/>')
+        parts.append(f'<text id="limit-name" class="middle" x="{at:.1f}" y="{height - 6}">{_gb(limit)} GB</text>')
+    return figure(
+        "".join(parts), _LEFT + _WIDTH + 20, height, "Memory on the device by plan; the table has the numbers", "bars"
+    )
+
+
+def _table(shown: dict[str, list[object]], order: Sequence[str]) -> str:
+    headings = ["plan", *(_NAMES[kind] for kind in KINDS), "total", "host", "disk", "fits"]
+    rows = [
+        [name, *(_gb(size) for size in (*shown[name][:4], _total(shown[name]), *shown[name][4:6])), shown[name][6]]
+        for name in order
+    ]
+    best = next((index for index, name in enumerate(order) if shown[name][6] == "recommended"), None)
+    caption = "GB: on the device per rank, on host and disk per machine"
+    return Table(caption, headings, rows, texts=(0, 8), best=best, identity="plans").html()
+
+
+def _mark(fits: object) -> str:
+    return "" if fits == "?" else f", {fits}" if fits != "yes" else ", fits"
+
+
+def _total(numbers: Sequence[object]) -> int:
+    return sum(size for size in numbers[:4] if isinstance(size, int))
+
+
+def _gb(nbytes: object) -> str:
+    assert isinstance(nbytes, int)
+    if not nbytes:
+        return "-"
+    return f"{nbytes / 1e9:.3f}" if nbytes < 1e9 else f"{nbytes / 1e9:.1f}"
+
+
+_SCRIPT = """
+const at=id=>document.getElementById(id),gb=n=>!n?'-':(n/1e9).toFixed(n<1e9?3:1),controls=at('controls');
+const mark=f=>f==='?'?'':', '+(f==='yes'?'fits':f);
+const value=id=>{const s=at(id);return s.dataset.values.split(',')[s.value]};
+function show(){
+  for(const id of ['ranks','batch','sequence']){const v=value(id);at(id).setAttribute('aria-valuetext',v);
+    controls.querySelector('output[for='+id+']').textContent=v}
+  const again=at('checkpointing').checked,key=[value('ranks'),value('batch'),value('sequence'),again?1:0].join('/');
+  const plans=data.tables[key],total=p=>p[0]+p[1]+p[2]+p[3];
+  const most=Math.max(data.limit,...data.order.map(n=>total(plans[n])))*1.3||1,scale=data.width/most;
+  document.querySelectorAll('#bars .plan').forEach((g,i)=>{
+    const p=plans[data.order[i]];let x=data.left;
+    g.querySelectorAll('rect').forEach((r,k)=>{r.setAttribute('x',x);r.setAttribute('width',p[k]*scale);x+=p[k]*scale});
+    const t=g.querySelectorAll('text')[1];t.setAttribute('x',x+6);t.textContent=gb(total(p))+' GB'+mark(p[6])});
+  if(data.limit){const x=data.left+data.limit*scale,l=at('limit');l.setAttribute('x1',x);l.setAttribute('x2',x);
+    at('limit-name').setAttribute('x',x)}
+  document.querySelectorAll('#plans tbody tr').forEach((row,i)=>{
+    const p=plans[data.order[i]],cells=row.querySelectorAll('td');
+    [p[0],p[1],p[2],p[3],total(p),p[4],p[5]].forEach((n,k)=>cells[k].textContent=gb(n));
+    cells[7].textContent=p[6];row.className=p[6]==='recommended'?'best':''});
+  at('command').textContent='zeroaccel estimate '+data.model+' --ranks '+value('ranks')+' --batch '+value('batch')
+    +' --sequence '+value('sequence')+(again?' --checkpointing':'')+data.rest;
+}
+controls.hidden=false;controls.addEventListener('input',show);
+const copy=at('copy');
+if(navigator.clipboard){copy.hidden=false;copy.addEventListener('click',()=>
+  navigator.clipboard.writeText(at('command').textContent).then(()=>at('said').textContent='copied'))}
+"""

@@ -1,0 +1,65 @@
+"""A line that says what is computed and for how long, on a terminal."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_PATIENCE_SECONDS = 0.3
+_INTERVAL_SECONDS = 0.2
+
+
+class ProgressLine:
+    """What the line says.
+
+    Attributes:
+        doing: the words; may be replaced while it is shown.
+    """
+
+    def __init__(self, doing: str) -> None:
+        self.doing = doing
+        self._ended = threading.Event()
+        self._width = 0
+
+    def show_until_ended(self) -> None:
+        """Writes the line again and again, from 0.3 s on; what it wrote is gone afterwards."""
+        begun = time.monotonic()
+        if self._ended.wait(_PATIENCE_SECONDS):
+            return
+        while True:
+            text = f"zeroaccel: {self.doing} ({time.monotonic() - begun:.1f} s)"
+            sys.stderr.write("\r" + text.ljust(self._width))
+            sys.stderr.flush()
+            self._width = max(self._width, len(text))
+            if self._ended.wait(_INTERVAL_SECONDS):
+                sys.stderr.write("\r" + " " * self._width + "\r")
+                sys.stderr.flush()
+                return
+
+    def end(self) -> None:
+        """Lets the line go."""
+        self._ended.set()
+
+
+@contextmanager
+def progress(doing: str) -> Iterator[ProgressLine]:
+    """Shows a line on a terminal's stderr while the block runs, unless it is over in 0.3 s. In a pipe it shows nothing.
+
+    Example:
+        >>> with progress("adding") as line:
+        ...     line.doing = f"adding {1 + 1}"
+    """
+    line = ProgressLine(doing)
+    if not sys.stderr.isatty():
+        yield line
+        return
+    thread = threading.Thread(target=line.show_until_ended, name="progress line", daemon=True)
+    thread.start()
+    try:
+        yield line
+    finally:
+        line.end()
+        thread.join()

@@ -1,0 +1,224 @@
+"""Runs operations on shapes alone: tensors of the "meta" device, whose results are looked up instead of computed.
+
+`simulate` takes a step of the engine this way. It must agree with torch's own rules, to which it leaves what it has no
+rule for; the tests compare the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+
+META = torch.device("meta")
+Layout = tuple[Sequence[int], Sequence[int], torch.dtype]
+"""(size, stride, dtype)"""
+
+
+class ShapesOnly:
+    """Results of operations on tensors of the "meta" device, which have no values; what is made is put there.
+
+    Each kind of call is worked out once, from the shapes of its arguments: by a rule below, or else by torch's, which
+    takes up to a millisecond and imports the compiler first.
+
+    Example:
+        >>> import torch
+        >>> shapes, x = ShapesOnly(), torch.empty(2, 3, device="meta")
+        >>> shapes.result(torch.ops.aten.mm.default, (x, x.t()), {}).shape
+        torch.Size([2, 2])
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[Any, tuple[Any, ...] | None] = {}
+        self._of: dict[Any, _OperationFacts] = {}
+
+    def result(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """What `func(*args, **kwargs)` returns."""
+        facts = self._of.get(func) or self._of.setdefault(func, _OperationFacts.of(func))
+        if facts.in_place:
+            return args[0]
+        if facts.takes_device and (kwargs.get("device") is not None or not isinstance(args[0], Tensor)):
+            kwargs = {**kwargs, "device": META, "pin_memory": False}
+        if facts.is_view:
+            return func(*args, **kwargs)
+        key = func, _key(args), _key(tuple(kwargs.items()))
+        if key in self._made:
+            made = self._made[key]
+        else:
+            made = _by_rule(func, args, kwargs)
+            if made is None:
+                result = func(*args, **kwargs)
+                made = _layouts(result)
+            self._made[key] = made
+            if made is None:
+                return result
+        if made is None:
+            return func(*args, **kwargs)
+        tensors = tuple(
+            None if layout is None else torch.empty_strided(layout[0], layout[1], dtype=layout[2], device=META)
+            for layout in made
+        )
+        return tensors if facts.returns_tuple else tensors[0]
+
+
+@dataclass(frozen=True)
+class _OperationFacts:
+    in_place: bool
+    is_view: bool
+    takes_device: bool
+    returns_tuple: bool
+
+    @classmethod
+    def of(cls, func: Any) -> _OperationFacts:
+        schema = func._schema
+        writes = [argument for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write]
+        first = bool(writes) and writes[0] is not None and writes[0].name == schema.arguments[0].name
+        keeps_shape = torch.Tag.inplace_view not in func.tags
+        in_place = first and len(writes) == 1 and keeps_shape and len(schema.returns) == 1
+        # What else writes or shares memory is left to the operation itself.
+        aliases = bool(writes) or any(returned.alias_info for returned in schema.returns)
+        takes_device = any(argument.name == "device" for argument in schema.arguments)
+        return cls(in_place, aliases and not in_place, takes_device, len(schema.returns) > 1)
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_key, value))
+    return type(value), value  # 1, 1.0 and True are equal, and make results of other types
+
+
+def _layouts(result: Any) -> tuple[Any, ...] | None:
+    """(size, stride, dtype) of each tensor; None where something else is returned, or a list of them."""
+    results = result if isinstance(result, tuple) else (result,)
+    if not all(one is None or isinstance(one, Tensor) for one in results):
+        return None
+    return tuple(None if one is None else (one.shape, one.stride(), one.dtype) for one in results)
+
+
+# -- the rules of the operations of decoders
+
+
+def _by_rule(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Layout, ...] | None:
+    rule = RULES.get(func)
+    unimportant = {"device", "pin_memory"}
+    if kwargs.get("memory_format") in (None, torch.preserve_format):
+        unimportant.add("memory_format")
+    return None if rule is None or not kwargs.keys() <= unimportant else rule(*args)
+
+
+def _pointwise(*args: Any) -> tuple[Layout, ...] | None:
+    tensors = [one for one in args if isinstance(one, Tensor)]
+    # Where tensors without dimensions or integers are among them, the dtype comes about in other ways.
+    if not all(one.dim() and one.is_floating_point() for one in tensors) or any(type(one) is complex for one in args):
+        return None
+    dtype = reduce(torch.promote_types, [one.dtype for one in tensors])
+    if all(one.is_contiguous() for one in tensors):
+        aligned = zip_longest(*(reversed(one.shape) for one in tensors), fillvalue=1)
+        shape = [next((size for size in sizes if size != 1), 1) for sizes in aligned]
+        return (_contiguous(shape[::-1], dtype),)
+    first = tensors[0]
+    if len(tensors) == 1 and 0 in first.stride():  # an expanded one; its result is not
+        others = [stride for stride in first.stride() if stride]
+        return (_contiguous(first.shape, dtype),) if others == sorted(others, reverse=True) else None
+    if any((one.shape, one.stride()) != (first.shape, first.stride()) for one in tensors[1:]) or 1 in first.shape[1:]:
+        return None
+    # A permutation of a contiguous tensor is repeated by the result.
+    strides = first.stride()
+    order = sorted(range(first.dim()), key=lambda dim: -strides[dim])
+    return ((first.shape, first.stride(), dtype),) if first.permute(order).is_contiguous() else None
+
+
+def _like(one: Tensor) -> tuple[Layout, ...] | None:
+    return (_contiguous(one.shape, one.dtype),) if one.is_contiguous() else None
+
+
+def _reduction(values: Tensor, dims: Sequence[int], keep: bool = False) -> tuple[Layout, ...] | None:
+    if not keep or not dims or not values.is_contiguous() or not values.is_floating_point():
+        return None
+    reduced = {dim % values.dim() for dim in dims}
+    return (_contiguous([1 if dim in reduced else size for dim, size in enumerate(values.shape)], values.dtype),)
+
+
+def _embedding(weight: Tensor, ids: Tensor, *_: Any) -> tuple[Layout, ...]:
+    return (_contiguous((*ids.shape, weight.shape[1]), weight.dtype),)
+
+
+def _embedding_backward(grad: Tensor, ids: Tensor, rows: int, *_: Any) -> tuple[Layout, ...]:
+    return (_contiguous((rows, grad.shape[-1]), grad.dtype),)
+
+
+def _product(left: Tensor, right: Tensor) -> tuple[Layout, ...]:
+    return (_contiguous((left.shape[0], right.shape[1]), left.dtype),)
+
+
+def _softmax(values: Tensor, dim: int, half_to_float: bool) -> tuple[Layout, ...] | None:
+    return (_contiguous(values.shape, values.dtype),) if values.is_contiguous() and not half_to_float else None
+
+
+def _softmax_backward(grad: Tensor, output: Tensor, dim: int, dtype: torch.dtype) -> tuple[Layout, ...] | None:
+    return (_contiguous(grad.shape, dtype),) if grad.is_contiguous() and grad.dtype == dtype else None
+
+
+def _loss(values: Tensor, ids: Tensor, weight: None, reduction: int, ignored: int) -> tuple[Layout, ...] | None:
+    return (_contiguous((), values.dtype), _contiguous((), values.dtype)) if reduction else None
+
+
+def _loss_backward(grad: Tensor, values: Tensor, *_: Any) -> tuple[Layout, ...]:
+    return (_contiguous(values.shape, values.dtype),)
+
+
+def _attention(query: Tensor, *_: Any) -> tuple[Layout, ...] | None:
+    same = _pointwise(query)
+    batch, heads, length = query.shape[:3]
+    sums = (batch, heads, length), (heads * length, 1, heads), torch.promote_types(query.dtype, torch.float32)
+    return None if same is None else (*same, sums)
+
+
+def _attention_backward(_: Tensor, *tensors: Any) -> tuple[Layout, ...]:
+    layouts = []
+    for one in tensors[:3]:
+        _batch, heads, length, width = one.shape
+        layouts.append((one.shape, (length * heads * width, width, heads * width, 1), one.dtype))
+    return tuple(layouts)
+
+
+def _contiguous(shape: Sequence[int], dtype: torch.dtype) -> Layout:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return shape, strides[: len(shape)][::-1], dtype
+
+
+_ATEN = torch.ops.aten
+RULES: dict[Any, Callable[..., tuple[Layout, ...] | None]] = {
+    _ATEN.add.Tensor: _pointwise,
+    _ATEN.div.Scalar: _pointwise,
+    _ATEN.mul.Scalar: _pointwise,
+    _ATEN.mul.Tensor: _pointwise,
+    _ATEN.pow.Tensor_Scalar: _pointwise,
+    _ATEN.rsqrt.default: _pointwise,
+    _ATEN.silu.default: _pointwise,
+    _ATEN.silu_backward.default: _pointwise,
+    _ATEN.clone.default: _like,
+    _ATEN.empty_like.default: _like,
+    _ATEN.ones_like.default: _like,
+    _ATEN.zeros_like.default: _like,
+    _ATEN.mean.dim: _reduction,
+    _ATEN.sum.dim_IntList: _reduction,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu.default: _attention,
+    _ATEN._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
+    _ATEN.embedding.default: _embedding,
+    _ATEN.embedding_dense_backward.default: _embedding_backward,
+    _ATEN.mm.default: _product,
+    _ATEN._log_softmax.default: _softmax,
+    _ATEN._log_softmax_backward_data.default: _softmax_backward,
+    _ATEN.nll_loss_forward.default: _loss,
+    _ATEN.nll_loss_backward.default: _loss_backward,
+}
