@@ -24,7 +24,6 @@ from inputs import write_inputs
 from scripts import SCRIPTS, Script
 
 _HERE = Path(__file__).parent
-_SECONDS = 560
 _WAYS = ("zeroaccel", "plain")
 # Optimizer and scheduler are Trainer's own in both runs, as DeepSpeed's WarmupDecayLR is another schedule.
 _ZERO3 = {
@@ -39,12 +38,12 @@ _ZERO3 = {
 class Runner:
     """Runs rows in the working folder; what a run leaves is `runs/ROW/WAY/`: log, losses by rank, result, output."""
 
-    def __init__(self, sources: Path, work: Path) -> None:
-        self._sources, self._work = sources.resolve(), work.resolve()
+    def __init__(self, sources: Path, work: Path, seconds: float) -> None:
+        self._sources, self._work, self._seconds = sources.resolve(), work.resolve(), seconds
 
     def run(self, script: Script, way: str) -> dict[str, object]:
         """What a run gave: its exit status, seconds and losses by rank; from its folder, if it was run before."""
-        folder = self._folder(script.name, way)
+        folder = self._folder(script, way)
         result = folder / "result.json"
         if result.exists():
             made: dict[str, object] = json.loads(result.read_text())
@@ -52,7 +51,7 @@ class Runner:
         shutil.rmtree(folder, ignore_errors=True)
         (folder / "out").mkdir(parents=True)
         if script.after:
-            shutil.copytree(self._folder(script.after, way) / "out", folder / "out", dirs_exist_ok=True)
+            shutil.copytree(self._named(script.after, way) / "out", folder / "out", dirs_exist_ok=True)
         command = self._command(script, way, folder)
         begun = time.perf_counter()
         with (folder / "log").open("w") as log:
@@ -65,7 +64,7 @@ class Runner:
                     env=self._environment(script, way, folder),
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    timeout=_SECONDS,
+                    timeout=self._seconds,
                     check=False,
                 ).returncode
             except subprocess.TimeoutExpired:
@@ -80,14 +79,17 @@ class Runner:
 
     def is_done(self, script: Script) -> bool:
         """Whether both runs of a row have left their results."""
-        return all((self._folder(script.name, way) / "result.json").exists() for way in _WAYS)
+        return all((self._folder(script, way) / "result.json").exists() for way in _WAYS)
 
     def forget(self, script: Script) -> None:
         """Makes a row run again."""
         for way in _WAYS:
-            (self._folder(script.name, way) / "result.json").unlink(missing_ok=True)
+            (self._folder(script, way) / "result.json").unlink(missing_ok=True)
 
-    def _folder(self, name: str, way: str) -> Path:
+    def _folder(self, script: Script, way: str) -> Path:
+        return self._named(script.plainly if way == "plain" and script.plainly else script.name, way)
+
+    def _named(self, name: str, way: str) -> Path:
         return self._work / "runs" / name.replace(" ", "_").replace(",", "") / way
 
     def _command(self, script: Script, way: str, folder: Path) -> list[str]:
@@ -97,6 +99,8 @@ class Runner:
             path = script.path if script.path.startswith("-m ") else str(self._sources / script.path)
         if way == "zeroaccel":
             launcher = f"-m zeroaccel.cli launch {script.launch}"
+            if script.command == "deepspeed":
+                launcher = f"{self._work}/commands/bin/deepspeed {script.launch}"
             arguments = f"{script.arguments} {script.extra}"
         else:
             launcher, arguments = script.plain, f"{script.arguments} {script.plain_extra}"
@@ -120,6 +124,8 @@ class Runner:
 
     def _environment(self, script: Script, way: str, folder: Path) -> dict[str, str]:
         path = [str(_HERE / "on_path")]
+        if script.command == "deepspeed" and way == "zeroaccel":
+            path.append(str(self._work / "commands" / "lib"))
         if script.pictures:
             path.append(str(_HERE / "pictures"))
         if script.path.startswith("DeepSpeedExamples/applications"):
@@ -136,6 +142,7 @@ class Runner:
             "NLTK_DATA": str(self._work / "nltk_data"),
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
+            **({"FOREIGN_SCRIPTS_ORDER": "one"} if script.one_order else {}),
             # accelerate makes DDP of ranks on CPUs by this variable, and with it looks at no DeepSpeed plugin.
             **({"ACCELERATE_USE_CPU": "true"} if way == "plain" else {}),
         }
@@ -152,7 +159,7 @@ def compare(here: list[list[float]], plain: list[list[float]]) -> float | None:
 def row(script: Script, results: dict[str, dict[str, object]]) -> str:
     """One line of the table."""
     here, plain = (results[way] for way in _WAYS)
-    launch = "zeroaccel launch " + script.launch.replace("{sources}/", "")
+    launch = f"{script.command} " + script.launch.replace("{sources}/", "")
     steps = len(here["losses"][0]) if here["losses"] else 0  # type: ignore[index, arg-type]
     last = [result["losses"][0][-1] if result["losses"] and result["losses"][0] else None for result in (here, plain)]  # type: ignore[index]
     difference = compare(here["losses"], plain["losses"])  # type: ignore[arg-type]
@@ -173,13 +180,16 @@ def main() -> None:
     parser.add_argument("--sources", type=Path, required=True, help="folder with the checkouts")
     parser.add_argument("--work", type=Path, required=True, help="folder for inputs, logs and results")
     parser.add_argument("--only", default="*", help="pattern of the names of rows")
+    parser.add_argument("--seconds", type=float, default=560, help="time limit of a run")
     parser.add_argument("--table", type=Path, help="file for the table; it is printed anyway")
     parser.add_argument("--again", action="store_true", help="run rows that were run before, too")
     parser.add_argument("--done", action="store_true", help="run nothing: the table of rows that were run before")
     arguments = parser.parse_args()
     write_inputs(arguments.work)
     (arguments.work / "zero3.json").write_text(json.dumps(_ZERO3, indent=2))
-    runner = Runner(arguments.sources, arguments.work)
+    install = [sys.executable, "-m", "zeroaccel.cli", "compat", "install", str(arguments.work / "commands")]
+    subprocess.run(install, check=True, stdout=subprocess.DEVNULL)
+    runner = Runner(arguments.sources, arguments.work, arguments.seconds)
     lines = [
         "| script | started by | losses | last, here | last, DDP | greatest difference |",
         "|---|---|---|---|---|---|",

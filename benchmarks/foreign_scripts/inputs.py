@@ -37,20 +37,27 @@ _CHAT_TEMPLATE = (
     "{% for message in messages %}{{ '<' + message['role'] + '> ' + message['content'] + eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"
 )
+_ANY_TOKENIZER = "PreTrainedTokenizerFast"
 _METRICS = {
-    "accuracy": (
-        "int64",
-        "{'accuracy': float((__import__('numpy').array(predictions) == __import__('numpy').array(references)).mean())}",
-    ),
+    "accuracy": ("int64", "{'accuracy': _share_of_equals(predictions, references)}"),
     "glue": (
         "int64",
-        "{'accuracy': float((__import__('numpy').array(predictions) == __import__('numpy').array(references)).mean())}",
+        "{'accuracy': _share_of_equals(predictions, references), 'f1': _f1(predictions, references)}",
     ),
     "rouge": ("string", "{'rouge1': sum(a == b for a, b in zip(predictions, references)) / len(references)}"),
 }
 _METRIC = """
 import datasets
 import evaluate
+
+
+def _share_of_equals(predictions, references):
+    return sum(a == b for a, b in zip(predictions, references)) / len(references)
+
+
+def _f1(predictions, references):
+    both = sum(a == b == 1 for a, b in zip(predictions, references))
+    return 2 * both / max(sum(predictions) + sum(references), 1)
 
 
 class Made(evaluate.Metric):
@@ -86,6 +93,13 @@ class Made(evaluate.Metric):
     def _compute(self, predictions, references):
         hits = [p["prediction_text"] in r["answers"]["text"] for p, r in zip(predictions, references)]
         return {"exact_match": 100.0 * sum(hits) / len(hits), "f1": 0.0}
+"""
+
+# Rewards that differ within a group of completions, which those of TRL do not for an untrained model.
+_REWARDS = """
+def share_of_vowels(completions, **kwargs):
+    texts = [completion[0]["content"] for completion in completions]
+    return [sum(letter in "aeiou" for letter in text) / max(len(text), 1) for text in texts]
 """
 
 
@@ -130,6 +144,7 @@ def write_inputs(folder: Path) -> None:
     for name, (kind, result) in _METRICS.items():
         _write(folder / name / f"{name}.py", _METRIC.format(kind=kind, result=result))
     _write(folder / "squad" / "squad.py", _SQUAD_METRIC)
+    _write(folder / "made_rewards.py", _REWARDS)
     for name in ("collocations.tab", "sent_starters.txt", "abbrev_types.txt", "ortho_context.tab"):
         _write(folder / "nltk_data" / "tokenizers" / "punkt_tab" / "english" / name, "")
     (folder / "nltk_data" / "tokenizers" / "punkt").mkdir(parents=True, exist_ok=True)
@@ -258,15 +273,17 @@ def _write_models(folder: Path) -> None:
     }
     for name, (model, tokenizer) in made.items():
         model.save_pretrained(folder / name)
-        _save_tokenizer(tokenizer, folder / name)
+        # DeepSpeed-Chat saves a vocabulary, which only the class of OPT's own tokenizer does.
+        kind = "GPT2TokenizerFast" if name == "facebook/opt-125m" else _ANY_TOKENIZER
+        _save_tokenizer(tokenizer, folder / name, kind)
     _save_tokenizer(pieces, folder / "roberta-base")
 
 
-def _save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def _save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path, kind: str = _ANY_TOKENIZER) -> None:
     """With the class name that transformers 4 knows, too: some scripts run there only."""
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer_class": "PreTrainedTokenizerFast"}))
+    path.write_text(json.dumps({**json.loads(path.read_text()), "tokenizer_class": kind}))
 
 
 def _write_data(folder: Path) -> None:

@@ -30,6 +30,9 @@ class Script:
         tolerance: relative difference of the losses that is expected at most.
         imports: the script's `accelerate` becomes `zeroaccel`, in a copy.
         measure: a key of the script's `all_results.json` that is compared instead of the losses.
+        command: "deepspeed" starts it by that command, which `zeroaccel compat install` wrote.
+        one_order: random samplers give one order in both runs: zeroaccel's own loader draws another than accelerate's.
+        plainly: name of the row whose plain run is this one's too; its own by default.
     """
 
     name: str
@@ -45,6 +48,9 @@ class Script:
     tolerance: float = 1e-5
     imports: bool = False
     measure: str = ""
+    command: str = "zeroaccel launch"
+    one_order: bool = False
+    plainly: str = ""
 
 
 _EXAMPLES = "DeepSpeedExamples/training"
@@ -69,6 +75,7 @@ def _cifar(stage: int) -> Script:
 
 DEEPSPEED = (
     *(_cifar(stage) for stage in range(4)),
+    replace(_cifar(2), name="cifar10, by the command deepspeed", command="deepspeed", plainly="cifar10, stage 2"),
     Script(
         "HelloDeepSpeed",
         f"{_EXAMPLES}/HelloDeepSpeed/train_bert_ds.py",
@@ -138,7 +145,13 @@ ACCELERATE = (
 )
 
 IMPORTS = tuple(
-    replace(script, name=f"{script.name}, import changed", imports=True, launch="--num_processes 2")
+    replace(
+        script,
+        name=f"{script.name}, import changed",
+        imports=True,
+        launch="--num_processes 2",
+        one_order=True,
+    )
     for script in ACCELERATE
 )
 
@@ -203,13 +216,14 @@ def _trainer_rows(name: str) -> list[Script]:
 def _loop_row(name: str) -> Script:
     folder, data = _TASKS[name]
     data = data.replace("--max_seq_length", "--max_length") if name == "run_glue" else data
-    data = data.replace(" --predict_with_generate", "")
+    data = data.replace(" --predict_with_generate", " --num_beams 1")
     return Script(
         f"{name}_no_trainer",
         f"transformers/examples/pytorch/{folder}/{name}_no_trainer.py",
         f"{data} --per_device_train_batch_size 4 --per_device_eval_batch_size 4 --max_train_steps 8 "
         "--learning_rate 1e-3 --seed 0 --output_dir {out}",
-        launch=STAGE.format(stage=3),
+        # accelerate's default under DeepSpeed is to clip at 1.0, which the scripts do not under DDP.
+        launch=f"{STAGE.format(stage=3)} --gradient_clipping 0",
     )
 
 
@@ -224,21 +238,23 @@ _TRL_DATA = {
     "sft": "--dataset_name trl-lib/Capybara",
     "dpo": "--dataset_name trl-lib/ultrafeedback_binarized",
     "reward": "--dataset_name trl-lib/ultrafeedback_binarized",
-    "grpo": "--dataset_name HuggingFaceH4/Polaris-Dataset-53K --reward_funcs think_format_reward "
-    "--max_completion_length 8 --num_generations 4",
+    "grpo": "--dataset_name HuggingFaceH4/Polaris-Dataset-53K --reward_funcs made_rewards.share_of_vowels "
+    # Two updates per generation and a penalty: the loss of the first update is zero, whatever the gradient is.
+    "--max_completion_length 8 --num_generations 4 --num_iterations 2 --beta 0.1",
 }
 
 TRL = tuple(
     Script(
         f"trl.scripts.{name}, {stage}.yaml",
-        f"-m trl.scripts.{name}",
+        f"trl/trl/scripts/{name}.py" if stage == "zero1" else f"-m trl.scripts.{name}",
         f"{_TRL} {data}",
         launch=f"--config_file {{sources}}/trl/trl/accelerate_configs/{stage}.yaml --num_processes 2 "
         "--mixed_precision no",
         plain_extra=_PLAIN,
+        plainly="" if stage == "zero2" else f"trl.scripts.{name}, zero2.yaml",
     )
     for name, data in _TRL_DATA.items()
-    for stage in ("zero2", "zero3")
+    for stage in ("zero2", "zero1", "zero3")
 )
 
 SCRIPTS = (*DEEPSPEED, *ACCELERATE, *TRANSFORMERS, *TRL, *IMPORTS)

@@ -52,6 +52,7 @@ def _shown_on_parameters() -> list[Any]:
         with deepspeed.zero.Init(config_dict_or_path=CONFIG):
             model = _model()
         weight = model[0].weight  # type: ignore[index]
+        assert "ACCELERATE_USE_CPU" in _named_error(model, torch.ones(1, 4))
         seen = [(weight.ds_status, weight.ds_shape, weight.ds_numel, weight.shape)]
         assert not hasattr(nn.Parameter(torch.zeros(1)), "ds_id")
         engine, _, _, _ = deepspeed.initialize(model=model, config=CONFIG)

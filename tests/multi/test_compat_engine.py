@@ -84,7 +84,7 @@ def _answers(stage: int) -> list[Any]:
     assert not engine.zero_use_cpu_optimizer()
     assert (engine.optimizer_name(), engine.scheduler_name()) == ("adam", None)
     assert engine.zero_optimization_partition_gradients() == (stage >= 2)
-    assert engine.module_state_dict().keys() == _model().state_dict().keys() if stage < 3 else True
+    assert engine.module_state_dict().keys() == _model().state_dict().keys()
     engine.destroy()
     return [engine.gradient_clipping(), engine.steps_per_print(), engine.wall_clock_breakdown(), engine.dump_state()]
 
@@ -684,6 +684,32 @@ def _first_line_and_private_names() -> dict[str, Any]:
     missing = hasattr(engine, "_nothing_like_it")
     engine.destroy()
     return {"lines": stream.getvalue(), "hints": hints, "present": present, "missing": missing}
+
+
+def _state_dict_of_rank_0() -> dict[str, tuple[int, ...]] | None:
+    engine = _engine(3, zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 3})
+    shapes = None
+    if torch.distributed.get_rank() == 0:  # no collective, so no rank waits for another
+        state = engine.module.state_dict(prefix="model.")
+        shapes = {name: tuple(value.shape) for name, value in state.items()}
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            _model().load_state_dict({name.removeprefix("model."): value for name, value in state.items()})
+    with _gathered(engine.module):
+        whole = engine.module.state_dict()
+    assert all(torch.equal(whole[name], value) for name, value in _model().state_dict().items())
+    engine.destroy()
+    return shapes
+
+
+def _gathered(model: nn.Module) -> Any:
+    import deepspeed
+
+    return deepspeed.zero.GatheredParameters(list(model.parameters()))
+
+
+def test_a_state_dict_at_stage_3_on_one_rank_has_no_elements(ranks: Ranks) -> None:
+    shapes, _ = ranks(2).run(_facade, _state_dict_of_rank_0)
+    assert shapes == {f"model.{name}": (2,) if name == "2.bias" else (0,) for name in _model().state_dict()}
 
 
 def _natively_prepared_and_unwrapped() -> bool:

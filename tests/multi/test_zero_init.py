@@ -177,10 +177,15 @@ def _undone() -> list[str]:
         model = nn.Sequential(nn.Linear(5, 5))
     attempt(UsageError, lambda: zeroaccel.initialize(copy.deepcopy(model), config=config(3)))
     attempt(EngineStateError, lambda: __import__("pickle").dumps(model))
+    attempt(EngineStateError, lambda: model(torch.ones(1, 5)))
+    with zero.GatheredParameters(model.parameters()):
+        assert bool(model(torch.ones(1, 5)).isfinite().all())
+    attempt(EngineStateError, lambda: model(torch.ones(1, 5)))
     attempt(UsageError, lambda: zero.Init(dtype=torch.int32))
     attempt(UsageError, lambda: zero.Init(remote_device="tape"))  # type: ignore[arg-type]
     attempt(UsageError, lambda: zero.Init(remote_device="nvme"))
     first, *_ = zeroaccel.initialize(model, config=config(3))
+    assert not any("refuse" in hook._function.__name__ for hook in model[0]._forward_pre_hooks.values())
     attempt(UsageError, lambda: zeroaccel.initialize(model, config=config(3)))
     first.destroy()
     second, *_ = zeroaccel.initialize(model, config=config(3))  # of an engine that is gone
@@ -194,9 +199,13 @@ def _undone() -> list[str]:
 
 def test_nothing_is_left_and_mistakes_are_named(ranks: Ranks) -> None:
     for found in ranks(2).run(_undone):
-        copied, pickled, dtype, device, nvme, twice = found
+        copied, pickled, *called, dtype, device, nvme, twice = found
         assert "only NaN, as a copy or a cast of a sharded parameter has" in copied
         assert "pickling a model of zero.Init" in pickled
+        assert len(called) == 2
+        for error in called:
+            assert "forward of Linear: weight of Linear number 0 is sharded by zero.Init" in error
+            assert "hand the model to zeroaccel.initialize()" in error
         assert "a floating-point torch.dtype" in dtype
         assert "'tape'" in device
         assert "nvme_path" in nvme

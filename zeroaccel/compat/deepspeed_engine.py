@@ -7,6 +7,7 @@ beyond those it has.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import weakref
 from collections import OrderedDict
@@ -40,7 +41,7 @@ from zeroaccel.config.parallel import ParallelConfig, with_autotp
 from zeroaccel.data import build_dataloader
 from zeroaccel.errors import ConfigError, EngineStateError, UsageError, listed
 from zeroaccel.initialization import initialize as assemble
-from zeroaccel.logs import log_always, logger
+from zeroaccel.logs import log_always, log_once, logger
 from zeroaccel.pipeline.pipeline_engine import PipelineEngine
 from zeroaccel.zero.engine import Engine
 from zeroaccel.zero.from_config import DTYPES
@@ -51,6 +52,14 @@ class _EngineKind(type(Engine)):  # type: ignore[misc]
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, Engine)
+
+
+def _warn_of_absent() -> None:
+    log_once(
+        logging.WARNING,
+        "state_dict() of a model at stage 3: sharded parameters are tensors without elements, as of DeepSpeed; a file "
+        "of them has no weights; engine.save_16bit_model() writes them, zero.GatheredParameters gathers them",
+    )
 
 
 class DeepSpeedEngine(Engine, metaclass=_EngineKind):
@@ -65,6 +74,7 @@ class DeepSpeedEngine(Engine, metaclass=_EngineKind):
     is_compiled = False
     _gathered_state: tuple[int, Callable[[], dict[str, Tensor] | None]] = (0, lambda: None)
     _loss_is_scaled = False
+    _on_absent = staticmethod(_warn_of_absent)
 
     # -- the training step
 
@@ -468,7 +478,7 @@ class DeepSpeedEngine(Engine, metaclass=_EngineKind):
         keep_vars: bool = False,
         exclude_frozen_parameters: bool = False,
     ) -> dict[str, Any]:
-        """The model's state dict; at stage 3 inside `zero.GatheredParameters` only."""
+        """The model's state dict; at stage 3 sharded parameters have shape (0,) outside `zero.GatheredParameters`."""
         arguments = {} if destination is None else {"destination": destination}
         state: dict[str, Any] = self.module.state_dict(prefix=prefix, keep_vars=keep_vars, **arguments)
         if exclude_frozen_parameters:

@@ -23,6 +23,10 @@ from zeroaccel.config import load_config
 from zeroaccel.errors import UsageError
 from zeroaccel.zero.access.deferred_init import Init as OwnInit
 
+_HOW_TO_CALL = (
+    "hand the model to deepspeed.initialize(), a Trainer or Accelerator.prepare() first, and call what they return. "
+    "accelerate prepares no DeepSpeed engine where ACCELERATE_USE_CPU is true: leave it out of the environment"
+)
 _SECTIONS = ("zero_optimization", "optimizer", "scheduler", "fp16", "bf16")
 
 
@@ -40,6 +44,8 @@ class DeepSpeedInit(OwnInit):
         mpu, zero_param_parallel_group, sequence_data_parallel_group, param_swapper: must be None.
         zero_quantized_weights, zero_quantized_nontrainable_weights: must be left False, as they are the engine's.
     """
+
+    _HOW_TO_CALL = _HOW_TO_CALL
 
     def __init__(
         self,

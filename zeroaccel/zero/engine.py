@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -172,6 +172,8 @@ class Engine(nn.Module):
         >>> engine.destroy()
     """
 
+    _on_absent: ClassVar[Callable[[], None] | None] = None  # of `StateDictHooks`
+
     def __init__(
         self,
         model: nn.Module,
@@ -227,7 +229,7 @@ class Engine(nn.Module):
             training=Training(optimizer, self.grad_reducer, lambda: self.loss_scale, self.weight_update),
         )
         self.registry.add(units)
-        self._load_hooks = StateDictHooks(model, self.registry)
+        self._load_hooks = StateDictHooks(model, self.registry, type(self)._on_absent)
         self._integrity = ParamIntegrityCheck(model, units, trained=optimizer is not None)
         self._state_offload = StateOffload(self.units, self.grad_reducer, optimizer)
         self._checkpointer: Checkpoints | None = None

@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from zeroaccel.errors import EngineStateError
 from zeroaccel.nested import leaves_of
 from zeroaccel.zero.access.full_params import overwrite
-from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry
+from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry, handle_of
 from zeroaccel.zero.coordinator import ForwardUse, ParamCoordinator
 from zeroaccel.zero.param_unit import ParamUnit, ShardState
 
@@ -231,9 +231,13 @@ class StateDictHooks:
 
     Each module's units are unsharded while it loads; the loaded values go into their shards and masters, with the bits
     that 16-bit parameters drop. All ranks load the same. `state_dict` is refused where it would be of NaNs.
+
+    Args:
+        on_absent: sharded parameters are tensors of shape (0,) in state dicts, and this is called; None refuses.
     """
 
-    def __init__(self, root: nn.Module, registry: ParamRegistry) -> None:
+    def __init__(self, root: nn.Module, registry: ParamRegistry, on_absent: Callable[[], None] | None = None) -> None:
+        self._on_absent = on_absent
         self._handles: list[RemovableHandle] = []
         for module in root.modules():
             handles = {name: registry.handle(param) for name, param in module._parameters.items() if param is not None}
@@ -283,19 +287,44 @@ class StateDictHooks:
             loaded.clear()
             gathered.clear()
 
-        def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            _refuse_partial(units, owned)
-
         self._handles.append(module.register_load_state_dict_pre_hook(_Attached(before)))
         self._handles.append(module.register_load_state_dict_post_hook(_Attached(after)))
+        self._attach_to_reading(module, owned)
+
+    def _attach_to_reading(self, module: nn.Module, owned: Mapping[str, ParamHandle]) -> None:
+        on_absent = self._on_absent
+
+        def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+            if on_absent is None:
+                _refuse_absent(owned)
+            _refuse_partial(owned)
+
         self._handles.append(module.register_state_dict_pre_hook(_Attached(refuse)))
+        if on_absent is None:
+            return
+
+        def leave_out_nans(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+            for name, handle in owned.items():
+                if prefix + name in state and _is_absent(handle):
+                    on_absent()
+                    state[prefix + name] = state[prefix + name].new_empty(0)
+
+        self._handles.append(module.register_state_dict_post_hook(_Attached(leave_out_nans)))
 
 
-def _refuse_partial(units: Sequence[ParamUnit], owned: Mapping[str, ParamHandle]) -> None:
-    """Raises EngineStateError where a state dict would have NaN, or parts of parameters, without saying so."""
-    absent = next((unit for unit in units if unit.state is ShardState.SHARDED and not unit.persistent), None)
+def _is_absent(handle: ParamHandle) -> bool:
+    return handle.unit.state is ShardState.SHARDED and not handle.unit.persistent
+
+
+def _refuse_absent(owned: Mapping[str, ParamHandle]) -> None:
+    """Raises EngineStateError where a state dict would have NaN without saying so."""
+    absent = next(filter(_is_absent, owned.values()), None)
     if absent is not None:
-        raise _reads_nan("state_dict()", absent)
+        raise _reads_nan("state_dict()", absent.unit)
+
+
+def _refuse_partial(owned: Mapping[str, ParamHandle]) -> None:
+    """Raises EngineStateError where a state dict would have parts of parameters without saying so."""
     part = next((handle for handle in owned.values() if handle.slot.split is not None), None)
     if part is not None:
         raise EngineStateError(
@@ -318,6 +347,29 @@ def watch_construction(
         register_module_parameter_registration_hook(on_parameter),
         register_module_module_registration_hook(on_child),
     ]
+
+
+def refuse_calls(unit: ParamUnit, is_building: Callable[[], bool], fix: str) -> list[RemovableHandle]:
+    """Refuses calls of the unit's modules while it is sharded, when no engine unshards it: they would compute NaN.
+
+    Args:
+        is_building: whether constructors run, whose calls unshard what they use.
+        fix: what to do, for the error.
+    """
+
+    def refuse(module: nn.Module, *args: Any) -> None:
+        if unit.state is not ShardState.SHARDED or is_building():
+            return
+        # A program may have replaced the parameters by others, which the unit does not follow.
+        handles = [handle_of(param) for param in module._parameters.values()]
+        if any(handle is not None and handle.unit is unit for handle in handles):
+            raise EngineStateError(
+                f"forward of {type(module).__name__}: {next(unit.fqns())} is sharded by zero.Init, and reads as NaN",
+                expected="an engine around the model",
+                fix=fix,
+            )
+
+    return [module.register_forward_pre_hook(_Attached(refuse)) for module in unit.modules]
 
 
 class WatchedParameters(dict[str, "nn.Parameter | None"]):

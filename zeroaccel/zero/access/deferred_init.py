@@ -25,6 +25,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import init_process_group
@@ -34,7 +35,7 @@ from zeroaccel.offload.file_io import nameless_file
 from zeroaccel.zero.access.param_registry import ParamRegistry, handle_of
 from zeroaccel.zero.build import float64_error, initial_values
 from zeroaccel.zero.from_config import DTYPES
-from zeroaccel.zero.hooks import watch_construction
+from zeroaccel.zero.hooks import refuse_calls, watch_construction
 from zeroaccel.zero.layout import FlatLayout
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
 from zeroaccel.zero.precision import dtype_before, note_cast
@@ -44,6 +45,10 @@ from zeroaccel.zero.tensor_subclasses import function_name
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_HOW_TO_CALL = (
+    "hand the model to zeroaccel.initialize() or Accelerator.prepare() first, and call what they return; its values "
+    "are read inside zero.GatheredParameters"
+)
 _UNSHARDED_NBYTES = 64 << 20  # of modules that stay unsharded while constructors use them
 
 
@@ -104,13 +109,19 @@ class ModuleShards:
     """The sharded parameters of one `zero.Init`, or of one load.
 
     Life of a module: 1. `shard` when it is built (or `reserve` where its values come later), 2. `unshard_for_use`
-    whenever one of its parameters is used after all, 3. `reshard_all` when that is over.
+    whenever one of its parameters is used after all, 3. `reshard_all` when that is over. From then until an engine
+    takes its parameters, a call of the module is refused.
+
+    Args:
+        how_to_call: the fix in that refusal.
     """
 
-    def __init__(self, collectives: Collectives, destination: ShardTarget) -> None:
+    def __init__(self, collectives: Collectives, destination: ShardTarget, how_to_call: str = _HOW_TO_CALL) -> None:
         self.destination = destination
         self.collectives = collectives
-        self.registry = ParamRegistry(collectives, pin=self._pin, unpin=self._unpin)
+        self.registry = ParamRegistry(collectives, pin=self._pin, unpin=self._unpin, on_empty=self._allow_calls)
+        self._how_to_call = how_to_call
+        self._refusals: dict[int, list[RemovableHandle]] = {}
         self._unsharded: OrderedDict[int, ParamUnit] = OrderedDict()
         self._count = 0
 
@@ -234,6 +245,11 @@ class ModuleShards:
     def _take(self, unit: ParamUnit) -> None:
         self.registry.add([unit])
         self._count += 1
+        self._refusals[id(unit)] = refuse_calls(unit, _is_building, self._how_to_call)
+
+    def _allow_calls(self, unit: ParamUnit) -> None:
+        for handle in self._refusals.pop(id(unit)):
+            handle.remove()
 
     def _label(self, module: nn.Module) -> str:
         return f"{type(module).__name__} number {self._count}"
@@ -271,12 +287,17 @@ RemoteDevice = Literal["cpu", "nvme"]
 _ACTIVE: list[Init] = []
 
 
+def _is_building() -> bool:
+    return bool(_ACTIVE)
+
+
 class Init:
     """Modules that are built inside are sharded as they are built. (all ranks)
 
     After the block, hand the model to `initialize()`, which gives the same as for a model built without it; until then
-    its values are read and written inside `GatheredParameters`. May be nested: the innermost counts. On one rank it
-    only casts. Buffers are not sharded; nor are parameters on the meta device, and parameters of subclasses.
+    its values are read and written inside `GatheredParameters`, and calling it raises EngineStateError. May be nested:
+    the innermost counts. On one rank it only casts. Buffers are not sharded; nor are parameters on the meta device, and
+    parameters of subclasses.
 
     Args:
         module: an existing model, sharded at once, before the block.
@@ -301,6 +322,8 @@ class Init:
         torch.bfloat16
     """
 
+    _HOW_TO_CALL = _HOW_TO_CALL
+
     def __init__(
         self,
         module: nn.Module | None = None,
@@ -322,7 +345,7 @@ class Init:
             where = destination(
                 settings, topology.device, dtype=dtype, remote_device=remote_device, nvme_path=nvme_path
             )
-            self._shards = ModuleShards(collectives or Collectives(topology), where)
+            self._shards = ModuleShards(collectives or Collectives(topology), where, self._HOW_TO_CALL)
             # An existing model is sharded module by module too, so that it is never in memory twice.
             for part in module.modules() if module is not None else ():
                 self._shards.shard(part)

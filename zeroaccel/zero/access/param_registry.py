@@ -94,6 +94,7 @@ class ParamRegistry:
     Args:
         pin: unshards a unit and keeps it so, whatever forward and backward do.
         unpin: undoes it.
+        on_empty: called with a unit whose parameters have all been dropped.
         training: None where there is no engine yet; the parameters then keep the registry alive.
 
     Attributes:
@@ -106,6 +107,7 @@ class ParamRegistry:
         *,
         pin: Callable[[ParamUnit], None],
         unpin: Callable[[ParamUnit], None],
+        on_empty: Callable[[ParamUnit], None] | None = None,
         training: Training | None = None,
     ) -> None:
         self.collectives = collectives
@@ -113,7 +115,7 @@ class ParamRegistry:
         self.write_detector = WriteDetector()
         self._units: dict[int, ParamUnit] = {}
         self._num_params: dict[int, int] = {}
-        self._pin, self._unpin = pin, unpin
+        self._pin, self._unpin, self._on_empty = pin, unpin, on_empty
         self._own = weakref.ref(self)
         self._number = next(_NUMBERS)
         self._order = itertools.count()
@@ -149,11 +151,13 @@ class ParamRegistry:
         for param in params:
             position = self._positions.pop(param, None)
             if position is not None:
-                _, buffer, index, (_, number, _) = position
+                unit, buffer, index, (_, number, _) = position
                 buffer.drop_parameter(index)
                 self._num_params[number] -= 1
                 if not self._num_params[number]:
                     del self._units[number], self._num_params[number]
+                    if self._on_empty is not None:
+                        self._on_empty(unit)
             if _REGISTRIES.get(param) is self._own:
                 del _REGISTRIES[param]
                 vars(param).pop(_REGISTRY, None)
