@@ -46,7 +46,7 @@ from zeroaccel.config.diagnostics import names_meant
 from zeroaccel.config.document import read_document
 from zeroaccel.config.launch.launch_sources import from_environment
 from zeroaccel.config.normalize import UnknownKeys
-from zeroaccel.config.parallel import AXES, ParallelConfig, PipelineConfig, with_autotp
+from zeroaccel.config.parallel import AXES, ParallelConfig, PipelineConfig, with_config_axes
 from zeroaccel.data import build_dataloader
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.logs import log_always, log_once, logger, set_log_level
@@ -321,7 +321,7 @@ def _join_ranks(
         # How many ranks share layers decides on how many see different samples, which the config is resolved with.
         if mesh is None and parallel is None:
             parallel = _launched_mesh()
-        parallel = with_autotp(_as_written(config), parallel)
+        parallel = with_config_axes(_as_written(config), parallel)
         if mesh is not None and parallel is not None:
             raise UsageError("initialize", expected="a mesh or a ParallelConfig", got="both", fix="leave one out")
         resolved = (parallel or ParallelConfig()).resolve(collectives.world_size)

@@ -354,3 +354,25 @@ def test_torchs_gather_has_gradients_in_every_group(ranks: Ranks) -> None:
     assert runs == [
         ([1, 2, 6], [0, 1]), ([1, 2, 10], [0, 1]), ([3, 4, 6], [2, 3]), ([3, 4, 10], [2, 3])
     ]  # fmt: skip
+
+
+def _by_config() -> tuple[int, float, int, str]:
+    settings = {**config(3, "fp32", optimizer=SGD), "sequence_parallel_size": 2}
+    engine, *_ = zeroaccel.initialize(_model("llama", "sdpa"), config=settings)
+    group = engine.sequence_group
+    batch = group.shard(_batch(0, engine.collectives.rank // 2, "plain"))
+    loss = group.mean_loss(engine(**batch, labels=batch["shift_labels"]).loss, batch["shift_labels"])
+    size, samples = group.size, engine.train_batch_size()
+    engine.destroy()
+    with pytest.raises(UsageError) as caught:
+        zeroaccel.initialize(_model("llama", "sdpa"), config=settings, parallel=ParallelConfig(sp=4))
+    return size, loss.item(), samples, str(caught.value)
+
+
+def test_the_config_may_say_it(ranks: Ranks) -> None:
+    runs = ranks(4).run(_by_config)
+    for rank, (size, loss, samples, message) in enumerate(runs):
+        assert (size, samples) == (2, 4)
+        whole = _model("llama", "sdpa")(**_batch(0, rank // 2, "plain")).loss.item()
+        assert loss == pytest.approx(whole, rel=2e-6)
+        assert "ParallelConfig(sp): expected 2, as sequence_parallel_size of the config says, got 4" in message

@@ -53,7 +53,7 @@ from zeroaccel.accelerate.zero_plugin import ZeroPlugin, launched
 from zeroaccel.comm.agree import agreed
 from zeroaccel.config import Facts
 from zeroaccel.config.diagnostics import names_meant
-from zeroaccel.config.parallel import ParallelConfig, with_autotp
+from zeroaccel.config.parallel import ParallelConfig, with_config_axes
 from zeroaccel.data import DataLoaderConfiguration, PreparedLoader, prepare_data_loader, skip_first_batches
 from zeroaccel.errors import UsageError
 from zeroaccel.operations import collectives_of_process
@@ -180,7 +180,7 @@ class Accelerator:
             mesh = parallel_of(parallelism_config, settings)
             # Stage 0 is made only where nothing asks for ZeRO, as it would contradict a launch that does.
             fallback = next(iter(plugins.values())) if plugins else ZeroPlugin(zero_stage=0)
-            mesh = with_autotp(fallback.document(), mesh) or mesh
+            mesh = with_config_axes(fallback.document(), mesh) or mesh
             mesh = mesh.resolve(self.collectives.world_size)
             apply_handlers(handlers, plugins, fallback)
             compilation = compilation_of(dynamo_backend, settings, sources, dynamo_plugin)

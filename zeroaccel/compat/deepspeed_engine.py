@@ -37,7 +37,7 @@ from zeroaccel.compat.leaf_modules import mark_configured, mark_parameters, mark
 from zeroaccel.compat.parameters import ParameterOffload, attach
 from zeroaccel.config import Config, load_config
 from zeroaccel.config.document import read_document
-from zeroaccel.config.parallel import ParallelConfig, with_autotp
+from zeroaccel.config.parallel import ParallelConfig, with_config_axes
 from zeroaccel.data import build_dataloader
 from zeroaccel.errors import ConfigError, EngineStateError, UsageError, listed
 from zeroaccel.initialization import initialize as assemble
@@ -643,7 +643,7 @@ def tp_model_init(
     for name, value in kwargs.items():
         if value is not None:
             raise UsageError(f"deepspeed.tp_model_init({name})", expected="None", got=value, fix="leave it out")
-    parallel = None if config is None else with_autotp(read_document(config).tree, None)
+    parallel = None if config is None else with_config_axes(read_document(config).tree, None)
     if config is not None and tp_size != (1 if parallel is None else parallel.tp):
         raise UsageError(
             "deepspeed.tp_model_init(tp_size)",
@@ -660,14 +660,14 @@ def _batch_of_samplers(config: Any) -> Any:
     accelerate and transformers fill an "auto" in so, whatever the layers are split over. Any other is left as it is.
     """
     tree = config if isinstance(config, Mapping) else read_document(config).tree
-    parallel = with_autotp(tree, None)
+    parallel = with_config_axes(tree, None)
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     total, micro, steps = (tree.get(name) for name in names)
     if parallel is None or not (isinstance(total, int) and isinstance(micro, int) and isinstance(steps, int)):
         return config
     if total != micro * steps * torch.distributed.get_world_size():
         return config
-    return {**tree, "train_batch_size": total // parallel.tp}
+    return {**tree, "train_batch_size": total // (parallel.tp * parallel.sp)}
 
 
 def _parallel_of(mpu: Any, model: nn.Module) -> ParallelConfig:

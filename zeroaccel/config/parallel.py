@@ -151,42 +151,55 @@ class ParallelConfig:
         return places["dp_replicate"] * self.dp_shard + places["dp_shard"]
 
 
-def with_autotp(tree: Mapping[str, Any], parallel: ParallelConfig | None) -> ParallelConfig | None:
-    """The mesh of an argument and of `tensor_parallel.autotp_size` of a config, which says how many ranks share layers.
+def with_config_axes(tree: Mapping[str, Any], parallel: ParallelConfig | None) -> ParallelConfig | None:
+    """The mesh of an argument and of a config, which says how many ranks share sequences and layers.
 
     Args:
-        tree: of the config, as it was written; what is wrong in it is for `load_config` to say.
+        tree: of the config, as it was written: `sequence_parallel_size`, and `tensor_parallel.autotp_size` with its
+            older forms. What is wrong in it is for `load_config` to say.
 
     Raises:
         UsageError: they say different sizes; or the config says by keys of its own how layers are cut or run.
 
     Example:
-        >>> with_autotp({"tensor_parallel": {"autotp_size": 2}}, None)
+        >>> with_config_axes({"tensor_parallel": {"autotp_size": 2}}, None)
         ParallelConfig(pp=1, dp_replicate=1, dp_shard=-1, sp=1, tp=2, tp_plan='auto')
     """
+    sequence, layers = tree.get("sequence_parallel_size"), _autotp_size(tree)
+    if isinstance(sequence, int) and sequence > 1:
+        parallel = _with_axis(parallel, "sp", sequence, "sequence_parallel_size")
+    if layers > 1:
+        parallel = _with_axis(parallel, "tp", layers, "tensor_parallel.autotp_size")
+        parallel = replace(parallel, tp_plan="auto" if parallel.tp_plan is None else parallel.tp_plan)
+    return parallel
+
+
+def _with_axis(parallel: ParallelConfig | None, axis: str, size: int, key: str) -> ParallelConfig:
+    mesh = ParallelConfig() if parallel is None else parallel
+    if getattr(mesh, axis) not in (1, size):
+        expected = f"{size}, as {key} of the config says"
+        raise UsageError(f"ParallelConfig({axis})", expected=expected, got=getattr(mesh, axis))
+    changed: dict[str, Any] = {axis: size}
+    return replace(mesh, **changed)
+
+
+def _autotp_size(tree: Mapping[str, Any]) -> int:
+    """How many ranks share layers; 1 where a config says nothing of it."""
     section = tree.get("tensor_parallel")
     if not isinstance(section, Mapping):
-        return parallel
+        return 1
     older = section.get("tensor_parallel", section.get("tp"))
     sizes = [section.get("autotp_size"), older.get("tp_size") if isinstance(older, Mapping) else None]
     size = max((size for size in sizes if isinstance(size, int) and not isinstance(size, bool)), default=1)
-    if size <= 1:
-        return parallel
     for key in _OWN_PLANS:
-        if section.get(key):
+        if size > 1 and section.get(key):
             raise UsageError(
                 f"tensor_parallel.{key}",
                 expected="nothing: layers are cut as the model's own plan says, or by their names",
                 got=section[key],
                 fix="remove it, and call initialize(parallel=ParallelConfig(tp=N, tp_plan={...})) for another cut",
             )
-    if parallel is None:
-        return ParallelConfig(tp=size, tp_plan="auto")
-    if parallel.tp not in (1, size):
-        raise UsageError(
-            "ParallelConfig(tp)", expected=f"{size}, as tensor_parallel.autotp_size of the config says", got=parallel.tp
-        )
-    return replace(parallel, tp=size, tp_plan="auto" if parallel.tp_plan is None else parallel.tp_plan)
+    return size
 
 
 SCHEDULES = ("1f1b", "gpipe")

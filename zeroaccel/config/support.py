@@ -322,9 +322,7 @@ KEYS: Mapping[str, SupportStatus] = {
     "activation_checkpointing.synchronize_checkpoint_boundary": _WORKS,
     "activation_checkpointing.profile": _WORKS,
     # beyond sharded data parallelism
-    "sequence_parallel_size": _refused(
-        "a config does not cut sequences", fix="remove it, and call initialize(parallel=ParallelConfig(sp=N))"
-    ),
+    "sequence_parallel_size": _WORKS,
     "use_data_before_expert_parallelism": _unsupported("there is no expert parallelism, whose ranks it orders"),
     "expert_parallel": _refused("expert parallelism is not available yet", switch="enabled"),
     "tensor_parallel": _WORKS,
