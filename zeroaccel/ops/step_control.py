@@ -129,4 +129,9 @@ def _norm(largest: Tensor, sums: Tensor) -> Tensor:
     lower = ((high & ((1 << split) - 1)) << SUM_BITS) | low
     total = (high >> split).to(torch.float64) * 2.0 ** (SUM_BITS + split) + lower.to(torch.float64)
     exponent = torch.frexp(largest)[1]
-    return total.sqrt() * power_of_two(exponent - SUM_BITS)
+    return _sqrt(total) * power_of_two(exponent - SUM_BITS)
+
+
+def _sqrt(value: Tensor) -> Tensor:
+    """The nearest float64. On Intel CPUs torch takes MKL's root, which is not always that; a device's is."""
+    return torch.full_like(value, math.sqrt(value.item())) if value.device.type == "cpu" else value.sqrt()
