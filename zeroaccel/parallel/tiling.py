@@ -83,18 +83,20 @@ class _TiledSum(torch.autograd.Function):
     ) -> Tensor:
         losses: list[Tensor] = []
         of_hidden = torch.empty_like(hidden)
-        # Summed up in fp32, as one product over all tokens is; 16 bits would round after each tile.
-        of_params = [torch.zeros_like(param, dtype=torch.float32) for param in params]
+        of_params: list[Tensor] = []
         for run, target, into in zip(*(one.tensor_split(tiles) for one in (hidden, labels, of_hidden)), strict=True):
             with torch.enable_grad():
                 own = run.detach().requires_grad_()
                 loss = functional.cross_entropy(head(own).float(), target, ignore_index=ignored, reduction="sum")
-                grads = torch.autograd.grad(loss, (own, *params), allow_unused=True)
+                grads = torch.autograd.grad(loss, (own, *params), materialize_grads=True)
             losses.append(loss.detach())
             into.copy_(grads[0])
+            # Summed up in fp32, as one product over all tokens is; 16 bits would round after each tile.
+            if not of_params:
+                of_params = [grad.float() for grad in grads[1:]]
+                continue
             for sum_, grad in zip(of_params, grads[1:], strict=True):
-                if grad is not None:
-                    sum_ += grad
+                sum_ += grad
         ctx.save_for_backward(of_hidden, *of_params)
         ctx.dtypes = [param.dtype for param in params]
         return torch.stack(losses).sum()
