@@ -85,7 +85,7 @@ NOT_HERE = {
     "AORecipeKwargs": "mixed_precision",
     "FullyShardedDataParallelPlugin": "ZeroPlugin",
     "MegatronLMDummyScheduler": "ZeRO",
-    "ParallelismConfig": "cuts sequences",
+    "ParallelismConfig": "ParallelConfig",
     "PrepareForLaunch": "notebook_launcher",
     "get_balanced_memory": "stage 3",
     "load_fsdp_model": "ZeroPlugin",

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from torch import Tensor, nn
 
 from tests.unit.checkpoint_by_hand import Entry, make_checkpoint
 from zeroaccel.cli.main import main
@@ -20,7 +19,7 @@ from zeroaccel.cli.pages.frame import MOST_NBYTES, page
 from zeroaccel.cli.progress import progress
 from zeroaccel.telemetry.trackers import CsvTracker
 
-MODEL = f"{__name__}:tiny"
+MODEL = "tests.unit.test_cli_estimate:tiny"
 
 
 class _Page(HTMLParser):
@@ -59,21 +58,6 @@ class _Page(HTMLParser):
             self._rows[-1].append(data)
         elif self.open and self.open[-1] == "caption":
             self._caption = data
-
-
-class Tiny(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(64, 32)
-        self.head = nn.Linear(32, 64)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        out: Tensor = self.head(self.embedding(ids))
-        return out
-
-
-def tiny() -> nn.Module:
-    return Tiny()
 
 
 def _run(*arguments: str) -> int:

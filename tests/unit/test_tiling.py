@@ -185,6 +185,8 @@ def test_what_cannot_be_tiled_is_named() -> None:
         TiledLoss(nn.Linear(2, 2), 2)
     with pytest.raises(UsageError, match=r"a head of its own forward"):
         TiledLoss(capped, 2)
+    with pytest.raises(UsageError, match=r"tiled_cross_entropy\(tiles\): expected a positive number of tiles, got 0"):
+        tiled_cross_entropy(torch.ones(2, 2), nn.Identity(), [], torch.ones(2, dtype=torch.long), tiles=0)
     with pytest.raises(UsageError, match=r"TiledModules\(tiles\): expected a positive number of tiles, got 0"):
         TiledModules([], 0)
     own = _llama()
@@ -234,5 +236,7 @@ def test_the_calls_of_deepspeed() -> None:
         for one in tiled:
             for mine, theirs in zip(run(one), expected, strict=True):
                 torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
+    with pytest.raises(UsageError, match=r"shards\): expected a positive number, got 0"):
+        ulysses_sp.sequence_tiled_compute(mlp, 10, 0, {"input": tokens}, {}, "input")
     with pytest.raises(UsageError, match=r"output_reduction"):
         ulysses_sp.sequence_tiled_compute(mlp, 10, 2, {"input": tokens}, {}, "input", None, 1, "max")  # type: ignore[arg-type]

@@ -20,8 +20,8 @@ _ZERO = "ZeroPlugin(zero_stage=3) shards parameters, gradients and optimizer sta
 _MEGATRON = "models are split by ZeRO; `zeroaccel estimate` tells which stage fits"
 _NO_FP8 = 'there is no 8-bit training; use mixed_precision="bf16"'
 _PREPARED = "Accelerator.prepare returns the prepared object"
-_MESH = "tensor parallelism beside ZeRO is zeroaccel.initialize(mesh=...)"
-_SEQUENCES = "zeroaccel.initialize(parallel=ParallelConfig(sp=N)) cuts sequences, and dp_replicate=R makes replicas"
+_MESH = "pass parallelism_config=ParallelConfig(tp=N, sp=N, dp_replicate=N) to Accelerator; zeroaccel has the class"
+_STAGES = "zeroaccel.initialize(parallel=ParallelConfig(pp=N)) makes the stages of a pipeline, with eval_batch()"
 _LAUNCH = "`zeroaccel launch` starts processes, zeroaccel.notebook_launcher from a notebook"
 _QUANTIZED = "transformers' quantization_config loads a quantised base, and PEFT's adapters train over it"
 _CONVERT = "`zeroaccel zero-to-fp32` and `zeroaccel checkpoint` make weights of a checkpoint"
@@ -43,14 +43,14 @@ ABSENT: Mapping[str, str] = {
         "calculate_maximum_sizes AlignDevicesHook CpuOffload ModelHook SequentialHook UserCpuOffloadHook "
         "add_hook_to_module remove_hook_from_module remove_hook_from_submodules attach_align_device_hook",
     ),
-    **_rows("pipeline parallelism is torch.distributed.pipelining's", "prepare_pippy"),
+    **_rows(_STAGES, "prepare_pippy"),
     **_rows(_ZERO, "FullyShardedDataParallelPlugin save_fsdp_model load_fsdp_model save_fsdp_optimizer"),
     **_rows(_ZERO, "load_fsdp_optimizer enable_fsdp_ram_efficient_loading disable_fsdp_ram_efficient_loading"),
     **_rows(_CONVERT, "merge_fsdp_weights"),
     **_rows(_MEGATRON, "MegatronLMPlugin MegatronLMDummyScheduler MegatronLMDummyDataLoader MegatronEngine"),
     **_rows(_MEGATRON, "AbstractTrainStep BertTrainStep GPTTrainStep T5TrainStep"),
     **_rows(_MESH, "TorchTensorParallelPlugin TorchTensorParallelConfig TorchContextParallelConfig"),
-    **_rows(_SEQUENCES, "ParallelismConfig DeepSpeedSequenceParallelConfig"),
+    **_rows(_MESH, "ParallelismConfig DeepSpeedSequenceParallelConfig"),
     **_rows(_NO_FP8, "AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs convert_model has_ao_layers"),
     **_rows(
         _NO_FP8, "convert_model_to_fp8_ao has_transformer_engine_layers apply_fp8_autowrap contextual_fp8_autocast"
@@ -76,7 +76,7 @@ ABSENT: Mapping[str, str] = {
 ABSENT_MODULES: Mapping[str, str] = {
     "big_modeling": _BIG_MODELS,
     "hooks": _BIG_MODELS,
-    "inference": "pipeline parallelism is torch.distributed.pipelining's",
+    "inference": _STAGES,
     "launchers": "import notebook_launcher and debug_launcher from zeroaccel",
     "optimizer": _PREPARED,
     "parallelism_config": _MESH,

@@ -258,7 +258,7 @@ def refuse_other_parallelism(**arguments: Any) -> None:
         if plugin is not None and (not sizes or any(size > 1 for size in sizes.values())):
             raise UsageError(
                 f"Accelerator({name})",
-                expected="nothing: models are split by ZeRO",
+                expected="nothing: models are split by ZeRO and parallelism_config",
                 got=type(plugin).__name__,
                 fix=_INSTEAD_OF[name],
             )

@@ -140,7 +140,7 @@ class DeepSpeedConfig:
                 "DeepSpeedConfig(mpu, mesh_device)",
                 expected="None",
                 got=type(mpu if mpu is not None else mesh_device).__name__,
-                fix="model parallelism is a DeviceMesh of zeroaccel.initialize(mesh=...)",
+                fix="axes of a mesh are ParallelConfig of zeroaccel.initialize(parallel=...)",
             )
         joined = torch.distributed.is_initialized()
         self.world_size = torch.distributed.get_world_size() if joined else 1

@@ -100,7 +100,7 @@ ABSENT_MEMBERS: Mapping[str, str] = {
     "get_sequence_parallel_group": "engine.sequence_group has the ranks of a sequence",
     "is_pipe_parallel": _PIPELINE,
     "load_moe_state_dict": "expert layers are saved and loaded as any others",
-    "mpu": "model parallelism is a DeviceMesh: zeroaccel.initialize(mesh=...)",
+    "mpu": "axes of a mesh are ParallelConfig of zeroaccel.initialize(parallel=...)",
     "progressive_layer_drop": "progressive layer drop is not part of zeroaccel; drop layers in the model's forward",
     "random_ltd_enabled": "random layer token drop is not part of zeroaccel; drop tokens in the model's forward",
     "register_compile_pass": _COMPILER,

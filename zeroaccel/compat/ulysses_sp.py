@@ -135,11 +135,13 @@ def sequence_tiled_compute(
         output_unshard_dimension: along which outputs are put together; 0 stacks them.
 
     Raises:
-        UsageError: there is no such reduction.
+        UsageError: there is no such reduction, or not one tile.
     """
     if output_reduction not in (None, "mean", "sum"):
         expected = 'None, "mean" or "sum"'
         raise UsageError("sequence_tiled_compute(output_reduction)", expected=expected, got=output_reduction)
+    if shards < 1:
+        raise UsageError("sequence_tiled_compute(shards)", expected="a positive number", got=shards)
     step = math.ceil(seqlen / shards)
     outputs = []
     for start in range(0, seqlen, step):

@@ -50,6 +50,9 @@ def tiled_cross_entropy(
         num_items: what the sum is divided by; by default the labels that count.
         ignored: the label that does not count.
 
+    Raises:
+        UsageError: tiles is no positive number.
+
     Returns:
         A scalar in fp32; NaN where no label counts, as of `torch.nn.functional.cross_entropy`.
 
@@ -60,6 +63,7 @@ def tiled_cross_entropy(
         >>> torch.allclose(loss, torch.nn.functional.cross_entropy(head(hidden).flatten(0, 1), labels.flatten()))
         True
     """
+    _check_tiles("tiled_cross_entropy(tiles)", tiles)
     trained = tuple(param for param in params if param.requires_grad)
     flat = hidden.reshape(-1, hidden.shape[-1])
     total: Tensor = _TiledSum.apply(flat, labels.reshape(-1), head, tiles, ignored, *trained)  # type: ignore[no-untyped-call]
