@@ -7,6 +7,8 @@ TEST_ARGS  ?=
 TEST_JOBS  ?= 2
 BENCH_ARGS ?=
 GPU_ARGS   ?=
+VERSIONS_ARGS ?=
+RELEASE_ARGS  ?=
 
 VENV      := .venv
 BIN       := $(VENV)/bin
@@ -16,10 +18,10 @@ INSTALLED := $(VENV)/.installed
 PYTEST    := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(TEST_JOBS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint docs bench gpu clean
+.PHONY: help demo test test-all test-versions lint docs bench gpu release clean
 
 help:  ## Show the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 demo: $(INSTALLED)  ## Train a small GPT on real text with ZeRO-3 in bf16 on two processes; OFFLOAD=cpu or nvme
 	$(BIN)/zeroaccel launch --num_processes 2 examples/train_gpt.py --offload $(OFFLOAD) $(DEMO_ARGS)
@@ -29,6 +31,9 @@ test: lint  ## Lint, check the types and run the tests, all but a few slow ones
 
 test-all: lint  ## The same with the slow ones
 	$(PYTEST) $(TEST_ARGS)
+
+test-versions: $(INSTALLED)  ## Run them with the oldest and newest torch and Hugging Face libraries, an environment each
+	$(BIN)/python .ci/versions.py $(VERSIONS_ARGS)
 
 lint: $(INSTALLED)  ## Check style, format and types
 	$(BIN)/ruff check .
@@ -44,8 +49,12 @@ bench: $(INSTALLED)  ## Compare step times with other engines on this machine
 gpu: $(INSTALLED)  ## Measure on a GPU, beside the predictions of the stream model
 	$(BIN)/python benchmarks/gpu $(GPU_ARGS)
 
+release: $(INSTALLED)  ## Build wheel and sdist into dist/, check them, and install each into an empty environment
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[release]'
+	$(BIN)/python .ci/release.py $(RELEASE_ARGS)
+
 clean:  ## Remove the environment and everything built
-	rm -rf $(VENV) build *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch goes in first and alone, at the version the tests run on; what depends on it then finds it and fetches no other.

@@ -19,6 +19,7 @@ SLOW = (
     "tests/cuda_model/test_planted_bugs.py::test_it_is_found[gathers are not waited for",
     "tests/e2e/test_deepspeed_command.py::test_the_installed_commands_are_launches",
     "tests/e2e/test_docs.py::test_examples_run[estimate",
+    "tests/e2e/test_docs.py::test_examples_run[hand_over",
     "tests/e2e/test_docs.py::test_examples_run[offload",
     "tests/e2e/test_docs.py::test_examples_run[optimizers",
     "tests/e2e/test_docs.py::test_examples_run[resume",

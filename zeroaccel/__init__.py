@@ -66,7 +66,7 @@ __all__ = [
     "skip_first_batches",
     "synchronize_rng_states",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     **dict.fromkeys(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from error_messages import errors_page
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
@@ -51,6 +52,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "reference/config_keys.md": "\n".join(_config_keys()),
         "reference/launch_keys.md": "\n".join(_launch_keys()),
         "reference/environment.md": "\n".join(_variables()),
+        "reference/errors.md": "\n".join(errors_page(ROOT)),
     }
     for place, text in pages.items():
         files.append(File.generated(config, place, content=text))

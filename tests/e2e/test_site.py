@@ -12,6 +12,7 @@ import pytest
 
 from tests.multi.environment import ROOT
 from tests.multi.job import run_command
+from zeroaccel import errors
 from zeroaccel.cli.main import SUB_COMMANDS
 from zeroaccel.config.schema import Config
 from zeroaccel.config.section import field_paths
@@ -86,3 +87,12 @@ def test_the_reference_is_complete(site: Path) -> None:
 
     public = [name for name in zeroaccel.__all__ if not name.startswith("_")]
     assert [name for name in public if f"zeroaccel.{name}" not in api.anchors] == []
+
+
+def test_errors_can_be_looked_up_by_their_words(site: Path) -> None:
+    page = (site / "reference" / "errors.html").read_text()
+    names = [name for name in errors.__all__ if name.endswith("Error") and name != "ZeroAccelError"]
+    assert [name for name in names if f"<code>{name}</code>" not in page] == []
+    assert "create the optimizer from the same model object" in page  # what to do
+    assert "the machines differ in {name}" in page  # what only a run knows is a name in braces
+    assert page.count("<tr>") > 500

@@ -30,6 +30,11 @@ def test_every_template_is_right(name: str) -> None:
     ) or (name, kind) == ("kubernetes.yaml", "Kubernetes PyTorchJob")
 
 
+@pytest.mark.parametrize("name", ["slurm.sbatch", "kubernetes.yaml"])
+def test_the_page_of_clusters_has_the_file_as_it_is(name: str) -> None:
+    assert (TEMPLATES / name).read_text() in (ROOT / "docs" / "clusters.md").read_text()
+
+
 def test_every_json_config_trains_and_residency_changes_no_loss(tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
     for name in CONFIGS:

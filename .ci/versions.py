@@ -1,0 +1,172 @@
+"""Runs the tests on every pair of a torch and a set of Hugging Face libraries that zeroaccel says it runs on.
+
+Each pair has an environment of its own in build/versions, made on first use: torch first, then the tree as it is.
+The pinned torch with the newest libraries is what `make test` runs; the other rows are the edges of what is allowed:
+
+    python .ci/versions.py                                     # all rows, all tests but the slow ones: hours
+    python .ci/versions.py --only oldest -- tests/unit         # one row, some tests
+    python .ci/versions.py --markdown build/versions.md        # the table, as docs/versions.md has it
+
+Ends with 1 where a row's tests failed, with 2 where a row could not be tested (no interpreter, or no such package).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+ENVIRONMENTS = ROOT / "build" / "versions"
+SHOWN = ("torch", "transformers", "accelerate", "peft", "trl", "numpy")
+
+# The lower bounds of setup.cfg, with the TRL of that time that the tests know.
+OLDEST = ("transformers==4.56.2", "accelerate==1.10.1", "peft==0.17.0", "trl==1.0.0", "huggingface_hub<1.0")
+NEWEST = ("transformers", "accelerate", "peft", "trl")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One environment. `python` is what it asks for; its libraries' lower bounds decide (transformers 5 needs 3.11)."""
+
+    name: str
+    python: str
+    torch: str
+    libraries: tuple[str, ...]
+    pinned: bool = False
+
+
+def rows() -> tuple[Row, ...]:
+    """The oldest torch of setup.cfg, the pinned one and the newest, each with the oldest and newest libraries."""
+    pinned = (ROOT / "constraints.txt").read_text().split("torch==")[1].split()[0]
+    return (
+        Row("oldest", "3.10", "2.6.0", OLDEST),
+        Row("oldest-torch", "3.11", "2.6.0", NEWEST),
+        Row("oldest-libraries", "3.11", pinned, OLDEST),
+        Row("pinned", "3.11", pinned, NEWEST, pinned=True),
+        Row("newest-torch", "3.12", "2.15.0", OLDEST),
+        Row("newest", "3.13", "2.15.0", NEWEST),
+    )
+
+
+class RowError(Exception):
+    """A row cannot be tested here."""
+
+
+def interpreter(version: str) -> str:
+    """A Python of this version: on the path, or among pyenv's.
+
+    Raises:
+        RowError: there is none that starts.
+    """
+    candidates = [shutil.which(f"python{version}")]
+    candidates += [str(path) for path in sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/python"))]
+    for candidate in filter(None, candidates):
+        said = subprocess.run([candidate, "--version"], capture_output=True, text=True, check=False)
+        if said.returncode == 0 and said.stdout.startswith(f"Python {version}."):
+            return candidate
+    raise RowError(f"no Python {version} on this machine; install one, or leave the row out with --only")
+
+
+def prepare(row: Row) -> Path:
+    """The interpreter of the row's environment, which is made when it is not there or its row has changed.
+
+    Raises:
+        RowError: the packages cannot be installed.
+    """
+    folder = ENVIRONMENTS / row.name
+    python, stamp = folder / "bin" / "python", folder / "row.json"
+    wanted = json.dumps([row.python, row.torch, row.libraries, (ROOT / "setup.cfg").read_text()])
+    if stamp.is_file() and stamp.read_text() == wanted:
+        return python
+    shutil.rmtree(folder, ignore_errors=True)
+    subprocess.run([interpreter(row.python), "-m", "venv", folder], check=True)
+    pins = ["-c", str(ROOT / "constraints.txt")] if row.pinned else []
+    # torch by itself: a later step then finds it, and takes no other.
+    steps = [[f"torch=={row.torch}"], [f"torch=={row.torch}", "-e", f"{ROOT}[hf,test]", *row.libraries]]
+    for step in steps:
+        words = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *pins, *step]
+        result = subprocess.run(words, capture_output=True, text=True, check=False)
+        if result.returncode != 0:
+            raise RowError(f"pip install {' '.join(step)}: {result.stderr.strip().splitlines()[-1]}")
+    stamp.write_text(wanted)
+    return python
+
+
+def versions(python: Path) -> dict[str, str]:
+    """What the environment has."""
+    code = "import importlib.metadata as m, json, platform as p, sys; "
+    code += "print(json.dumps([p.python_version(), *map(m.version, sys.argv[1:])]))"
+    said = subprocess.run([python, "-c", code, *SHOWN], capture_output=True, text=True, check=True).stdout
+    return dict(zip(("python", *SHOWN), json.loads(said), strict=True))
+
+
+def run_tests(row: Row, python: Path, arguments: Sequence[str]) -> tuple[int, str]:
+    """Runs pytest in the row's environment: its exit code, and its last line ("5188 passed, 311 skipped in ...")."""
+    words = [str(python), "-m", "pytest", "--numprocesses", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+    words += ["-m", "not slow", *arguments]
+    # Commands that tests start are looked up where their interpreter is.
+    path = os.pathsep.join([str(python.parent), os.environ.get("PATH", "")])
+    log = ENVIRONMENTS / f"{row.name}.log"
+    with log.open("w") as out:
+        code = subprocess.run(
+            words, cwd=ROOT, env={**os.environ, "PATH": path}, stdout=out, stderr=out, check=False
+        ).returncode
+    lines = [line.strip("= ") for line in log.read_text().splitlines() if re.search(r" in [\d.]+s", line)]
+    return code, lines[-1] if lines else f"no summary; see {log.relative_to(ROOT)}"
+
+
+def table(lines: Sequence[tuple[Row, dict[str, str], str]], arguments: Sequence[str]) -> str:
+    """The results in Markdown."""
+    head = ("row", "Python", *SHOWN, "result")
+    text = [f"Of {date.today()}, `pytest -m 'not slow' {' '.join(arguments)}`:".replace(" `:", "`:"), ""]
+    text += ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    for row, there, result in lines:
+        cells = [row.name, there.get("python", row.python), *(there.get(name, "-") for name in SHOWN), result]
+        text.append("| " + " | ".join(cells) + " |")
+    return "\n".join(text) + "\n"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [row.name for row in rows()]
+    parser.add_argument(
+        "--only", nargs="+", choices=names, default=names, metavar="ROW", help=f"some of: {', '.join(names)}"
+    )
+    parser.add_argument("--markdown", type=Path, help="write the table to this file, too")
+    parser.add_argument("tests", nargs="*", help="arguments of pytest, after --")
+    arguments = parser.parse_args()
+    lines: list[tuple[Row, dict[str, str], str]] = []
+    worst = 0
+    for row in rows():
+        if row.name not in arguments.only:
+            continue
+        began, there = time.monotonic(), {}
+        try:
+            python = prepare(row)
+            there = versions(python)
+            code, result = run_tests(row, python, arguments.tests)
+            worst = max(worst, 1 if code else 0)
+        except RowError as error:
+            result, worst = f"not tested: {error}", 2
+        print(f"{row.name}: {result} ({time.monotonic() - began:.0f} s)", flush=True)
+        lines.append((row, there, result))
+    text = table(lines, arguments.tests)
+    print(text)
+    if arguments.markdown is not None:
+        arguments.markdown.parent.mkdir(parents=True, exist_ok=True)
+        arguments.markdown.write_text(text)
+    return worst
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""The reference of errors, read out of the code: each place that raises one, by what it says and what it says to do."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from zeroaccel import errors
+
+__all__ = ["Message", "errors_page", "messages"]
+
+_PARTS = {
+    "accelerate": "Accelerator",
+    "cli": "Commands",
+    "config": "Config and launch files",
+    "checkpoint": "Checkpoints",
+    "comm": "Ranks and collectives",
+    "pipeline": "Pipelines",
+    "parallel": "Sequence parallelism and tiling",
+    "zero/tensor_parallel.py": "Tensor parallelism",
+    "offload": "Offload",
+    "zero": "Engine and parameters",
+    "optim": "Optimizers and schedules",
+    "ops": "Optimizers and schedules",
+    "estimate": "Memory estimates",
+    "data": "Data",
+    "compat": "Under DeepSpeed's names",
+    "": "initialize and the rest of the package",
+}
+_UNSAID = re.compile(r"^(\{\w+\}[:, ]*)+$")
+
+
+@dataclass(frozen=True)
+class Message:
+    """One place of the code that raises. Parts that are known only at run time are names in braces."""
+
+    error: str
+    part: str
+    where: str
+    expected: str
+    fix: str
+
+
+def messages(root: Path) -> Iterator[Message]:
+    """All of them, in the order of the files under `root` (the tree)."""
+    names = [name for name in errors.__all__ if name.endswith("Error")]
+    for folder in (root / "zeroaccel", root / "cli"):
+        for path in sorted(folder.rglob("*.py")):
+            tree = ast.parse(path.read_text())
+            constants = {
+                node.targets[0].id: node.value
+                for node in tree.body
+                if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+            }
+            for node in ast.walk(tree):
+                if isinstance(node, ast.Call) and _name(node.func) in names and node.args:
+                    words = {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
+                    yield Message(
+                        _name(node.func),
+                        _part(path.relative_to(root).as_posix().removeprefix("zeroaccel/")),
+                        _text(node.args[0], constants),
+                        *(_text(words[key], constants) if key in words else "" for key in ("expected", "fix")),
+                    )
+
+
+def errors_page(root: Path) -> list[str]:
+    """The page, in lines of Markdown."""
+    parts: dict[str, list[Message]] = defaultdict(list)
+    for message in messages(root):
+        # A place that only hands on what another one found has nothing of its own to look up.
+        if not _UNSAID.match(message.where) or message.expected.strip("{}") != message.expected or message.fix:
+            parts[message.part].append(message)
+    lines = ["# Errors", "", *_INTRODUCTION, "", "| class | exit code | means |", "|---|---|---|"]
+    for name in errors.__all__:
+        kind = getattr(errors, name)
+        if isinstance(kind, type) and issubclass(kind, errors.ZeroAccelError) and kind is not errors.ZeroAccelError:
+            meaning = (kind.__doc__ or "").strip().splitlines()[0]
+            lines.append(f"| `{name}` | {kind.exit_code} | {meaning} |")
+    for part in dict.fromkeys(_PARTS.values()):
+        rows = sorted({(m.where, m.expected, m.fix, m.error) for m in parts[part]})
+        lines += ["", f"## {part}", "", "| message | expected | what to do |", "|---|---|---|"]
+        lines += [f"| {_cell(where)} | {_cell(expected)} | {_cell(fix)} |" for where, expected, fix, _ in rows]
+    return lines
+
+
+_INTRODUCTION = (
+    "A message of zeroaccel reads `where: expected X, got Y; what to do`. This page has all of them, as the code says",
+    "them; what only a run knows is in braces. Search for the words that stay the same. A mistake that concerns all ranks",
+    "is raised on all of them. [When ranks part](../hangs.md) explains hangs, [the FAQ](../faq.md) answers what is asked",
+    "most.",
+)
+
+
+def _part(path: str) -> str:
+    return next(title for prefix, title in _PARTS.items() if path.startswith(prefix))
+
+
+def _name(node: ast.expr) -> str:
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def _text(node: ast.expr, constants: Mapping[str, ast.expr]) -> str:
+    """What an expression for a message says, as far as the code says it."""
+    if isinstance(node, ast.Constant):
+        return str(node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(part, constants) for part in node.values)
+    if isinstance(node, ast.FormattedValue):
+        known = constants.get(_name(node.value))
+        return known.value if isinstance(known, ast.Constant) and isinstance(known.value, str) else _unknown(node.value)
+    if isinstance(node, ast.IfExp):
+        either = [_text(part, constants) for part in (node.body, node.orelse)]
+        return " / ".join(dict.fromkeys(part for part in either if part))
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        return _text(node.left, constants) + _text(node.right, constants)
+    if isinstance(node, ast.Name) and node.id in constants:
+        return _text(constants[node.id], {})
+    return _unknown(node)
+
+
+def _unknown(node: ast.expr) -> str:
+    """A name for a value that only a run knows: `type(model).__name__` is {model}."""
+    names = [part.id if isinstance(part, ast.Name) else part.attr for part in ast.walk(node) if _name_like(part)]
+    said = [
+        name.strip("_") for name in names if name not in ("type", "__name__", "str", "join", "listed", "sorted", "self")
+    ]
+    return f"{{{said[0] if said else 'value'}}}"
+
+
+def _name_like(node: ast.AST) -> bool:
+    return isinstance(node, (ast.Name, ast.Attribute))
+
+
+def _cell(text: str) -> str:
+    """Text in a cell of a table: Markdown's own signs are not signs there."""
+    if not text:
+        return ""
+    if _UNSAID.match(text):
+        return "said in the message"
+    return "`" + " ".join(text.split()).replace("`", "'").replace("|", "\\|") + "`"
