@@ -217,6 +217,18 @@ def _agreed(flag: bool, op: Any = all) -> bool:
     return bool(op(flags))
 
 
+def _without_indices_of_cuda() -> None:
+    """DistributedDataParallel, which the tests compare with, takes no `device_ids` on a CPU."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    own = DistributedDataParallel.__init__
+
+    def init(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, **others: Any) -> None:
+        own(self, module, **others)
+
+    DistributedDataParallel.__init__ = init  # type: ignore[method-assign]
+
+
 def _run_rank(case: Any, rank: int, size: int, port: Any, init_method: str, out: Any) -> None:
     """What a rank's process does: the tests' own `_dist_run`, whose end goes to `out`."""
     from deepspeed.accelerator import get_accelerator
@@ -226,6 +238,7 @@ def _run_rank(case: Any, rank: int, size: int, port: Any, init_method: str, out:
     # does not gather the tensor without dimensions by which their ranks agree on the end of a comparison.
     get_accelerator().current_device = lambda: "cpu"
     sys.modules["unit.common"].reduce_boolean_flags = _agreed  # type: ignore[attr-defined]
+    _without_indices_of_cuda()
     try:
         skipped = case._dist_run(rank, size, port, init_method)
         out.send(("passed", skipped or "", ""))

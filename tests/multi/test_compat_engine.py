@@ -265,6 +265,7 @@ def _optimizer_members() -> list[Any]:
         engine.step()
         if step % 2:
             found.append((optimizer.cur_scale, optimizer.overflow))
+    assert optimizer.needs_scaler()
     optimizer.cur_scale = 2.0
     assert engine.loss_scale.value == 2.0
     copied = pickle.loads(pickle.dumps(copy.copy(engine.loss_scale)))
@@ -280,6 +281,9 @@ def _optimizer_members() -> list[Any]:
         False,
         False,
     )
+    assert not plain.optimizer.needs_scaler()
+    with pytest.raises(UsageError, match=r"engine.scale\(loss\): expected a scalar"):
+        plain.scale(torch.ones(2, requires_grad=True))
     with pytest.raises(UsageError, match="expected fp16"):
         plain.optimizer.loss_scale = 8.0
     plain.destroy()

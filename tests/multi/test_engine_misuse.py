@@ -16,7 +16,7 @@ import zeroaccel
 from tests.multi.pool import Pool
 from tests.multi.training import WIDTH, Toy, batches, config
 from zeroaccel import zero
-from zeroaccel.errors import ZeroAccelError
+from zeroaccel.errors import EngineStateError, ZeroAccelError
 from zeroaccel.zero.engine import Engine
 
 Ranks = Callable[[int], Pool]
@@ -349,6 +349,9 @@ def _copies(stage: int) -> list[float]:
     batch = batches(0, 1)[0]
     engine, *_ = zeroaccel.initialize(Toy(), config=config(stage))
     _step(engine)
+    if engine.settings.plan.params:
+        with pytest.raises(EngineStateError, match=r"of a copied \w+: [\w.]+ was sharded .*copy inside .*engine.gathered"):
+            copy.deepcopy(engine.module)(batch)
     with engine.gathered():
         twin = copy.deepcopy(engine.module)
     pickled = pickle.loads(pickle.dumps(twin))

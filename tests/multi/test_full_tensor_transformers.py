@@ -125,3 +125,19 @@ def _saved(folder: Path) -> dict[str, Any]:
         tensors = {key: store.fetch(key).tolist() for key in manifest.tensors if key.startswith(kinds)}
     groups = [{**group, "params": sorted(group["params"])} for group in manifest.optimizer["param_groups"]]
     return {**tensors, "scalars": manifest.optimizer["scalars"], "groups": groups}
+
+
+def test_groups_without_a_rate_have_rate_zero(own_job: None) -> None:
+    """transformers' Adafactor with steps relative to the weights has `lr: None`; the line of a step shows the rates."""
+    from transformers.optimization import Adafactor
+
+    model = nn.Linear(4, 4)
+    optimizer = Adafactor(model.parameters(), lr=None, warmup_init=True)
+    settings: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "steps_per_print": 1}
+    engine, *_ = zeroaccel.initialize(model, optimizer, config=settings)
+    before = model.weight.detach().clone()
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    assert engine.get_lr() == [0.0]
+    assert not torch.equal(model.weight, before)
+    engine.destroy()

@@ -176,10 +176,16 @@ def _undone() -> list[str]:
     with zero.Init():
         model = nn.Sequential(nn.Linear(5, 5))
     attempt(UsageError, lambda: zeroaccel.initialize(copy.deepcopy(model), config=config(3)))
+    copied = copy.deepcopy(model)
+    attempt(EngineStateError, lambda: copied(torch.ones(1, 5)))
     attempt(EngineStateError, lambda: __import__("pickle").dumps(model))
     attempt(EngineStateError, lambda: model(torch.ones(1, 5)))
     with zero.GatheredParameters(model.parameters()):
         assert bool(model(torch.ones(1, 5)).isfinite().all())
+        copied.load_state_dict(model.state_dict())
+        expected = model(torch.ones(1, 5))
+        assert torch.equal(copy.deepcopy(model)(torch.ones(1, 5)), expected)
+    assert torch.equal(copied(torch.ones(1, 5)), expected)
     attempt(EngineStateError, lambda: model(torch.ones(1, 5)))
     attempt(UsageError, lambda: zero.Init(dtype=torch.int32))
     attempt(UsageError, lambda: zero.Init(remote_device="tape"))  # type: ignore[arg-type]
@@ -199,8 +205,10 @@ def _undone() -> list[str]:
 
 def test_nothing_is_left_and_mistakes_are_named(ranks: Ranks) -> None:
     for found in ranks(2).run(_undone):
-        copied, pickled, *called, dtype, device, nvme, twice = found
+        copied, copy_called, pickled, *called, dtype, device, nvme, twice = found
         assert "only NaN, as a copy or a cast of a sharded parameter has" in copied
+        assert "forward of a copied Linear: weight of Linear number 0 was sharded when it was copied" in copy_called
+        assert "copy inside zero.GatheredParameters(model.parameters())" in copy_called
         assert "pickling a model of zero.Init" in pickled
         assert len(called) == 2
         for error in called:

@@ -128,7 +128,7 @@ def test_one_mistake_is_reported_once() -> None:
     ("tree", "message"),
     [
         (_zero(stage=4), "zero_optimization.stage: expected 0, 1, 2 or 3, got 4"),
-        (_zero(stage="3"), "zero_optimization.stage: expected 0, 1, 2 or 3, got '3'"),
+        (_zero(stage="three"), "zero_optimization.stage: expected 0, 1, 2 or 3, got 'three'"),
         (_zero(stage=True), "zero_optimization.stage: expected 0, 1, 2 or 3, got True"),
         ({"zero_optimization": 3}, "zero_optimization: expected an object, got 3"),
         ({"fp16": None}, "fp16: expected an object, got None"),

@@ -128,7 +128,7 @@ def test_a_deprecated_name_leaves_a_note() -> None:
             "bfloat16: the same setting as bf16; keep one",
         ),
         (
-            {"zero_optimization": {"stage3_max_live_parameters": 1, "max_live_parameters": 1}},
+            {"zero_optimization": {"stage3_max_live_parameters": 1, "max_live_parameters": 2}},
             "zero_optimization.max_live_parameters: the same setting as "
             "zero_optimization.stage3_max_live_parameters; keep one",
         ),
@@ -144,6 +144,36 @@ def test_a_deprecated_name_leaves_a_note() -> None:
 )
 def test_a_setting_given_under_two_names(tree: dict[str, Any], message: str) -> None:
     assert _message(tree) == message
+
+
+def test_two_names_that_agree_are_noted() -> None:
+    config = load_config({"aio": {"thread_count": 2, "intra_op_parallelism": 2}})
+    assert config.aio.intra_op_parallelism == 2
+    assert config.notes == ("aio.intra_op_parallelism: the same setting as aio.thread_count, with the same value",)
+
+
+def test_values_in_quotes_are_read_where_deepspeed_reads_them() -> None:
+    zero = {
+        "stage": "2",
+        "overlap_comm": "True",
+        "reduce_bucket_size": "500",
+        "round_robin_gradients": "no",
+        "offload_optimizer": {"device": "cpu", "ratio": " 0.5 "},
+    }
+    tree = {"zero_optimization": zero, "fp16": {"enabled": "true", "loss_scale": "0"}, "wandb": {"enabled": "off"}}
+    config = load_config(tree)
+    section = config.zero_optimization
+    assert (section.stage, section.overlap_comm, section.reduce_bucket_size) == (2, True, 500)
+    assert section.offload_optimizer is not None
+    assert (section.offload_optimizer.ratio, config.precision, config.wandb.enabled) == (0.5, "fp16", False)
+    assert "zero_optimization.stage: '2' in quotes is read as 2" in config.notes
+    assert "zero_optimization.overlap_comm: 'True' in quotes is read as true" in config.notes
+    assert len([note for note in config.notes if "in quotes" in note]) == 8
+    for value in ("5e8", "many"):
+        with pytest.raises(ConfigError, match="reduce_bucket_size: expected a whole number, got"):
+            load_config({"zero_optimization": {"reduce_bucket_size": value}})
+    with pytest.raises(ConfigError, match="gradient_clipping: expected a finite number, got '1'"):
+        load_config({"gradient_clipping": "1"})
 
 
 @pytest.mark.parametrize(

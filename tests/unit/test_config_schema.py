@@ -116,7 +116,7 @@ def test_whole_floats_are_integers(number: float) -> None:
     assert type(size) is int
 
 
-@pytest.mark.parametrize("number", ["5e8", "500", 1.5, True, None, [1], float("inf"), float("nan"), -1])
+@pytest.mark.parametrize("number", ["5e8", "500 MB", 1.5, True, None, [1], float("inf"), float("nan"), -1])
 def test_sizes_refuse_what_is_no_whole_number(number: object) -> None:
     with pytest.raises(ConfigError, match=r"^zero_optimization\.reduce_bucket_size: expected a "):
         load_config({"zero_optimization": {"reduce_bucket_size": number}})

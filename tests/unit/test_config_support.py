@@ -39,6 +39,8 @@ def _switched(name: str, *, on: bool) -> dict[str, Any]:
     """A config in which one refused key is on, or given and off."""
     standing, leaf = KEYS[name], name.split(".")[-1]
     field = _section_of(name).model_fields[leaf]
+    if name == "data_efficiency":  # without a part that is on, it is off
+        return _wrap(name, {"enabled": on, "data_routing": {"enabled": True}})
     if standing.switch:
         off = {"device": "none", "autotp_size": 0}.get(standing.switch, False)
         return _wrap(f"{name}.{standing.switch}", ON_VALUES.get(standing.switch, True) if on else off)

@@ -30,6 +30,7 @@ from tests.unit.written_optimizers import (
     Lars,
     Lookahead,
     MakesStates,
+    MadeOfTwo,
     MatricesOnly,
     NeedsTheFirst,
     Noisy,
@@ -77,7 +78,6 @@ CASES: list[tuple[Callable[[Any], Optimizer], OptimizerKind, str]] = [
     (HoldsObjects, PER_TENSOR, "its state 'holder' holds Holder objects"),
     (Noisy, PER_TENSOR, "random"),
     (NoisyByItself, PER_TENSOR, "random"),
-    (StepsItsOwnList, PER_TENSOR, "leave the parameters of its groups as they were"),
     (MatricesOnly, PER_TENSOR, "matrices only"),
     (lambda params: torch.optim.Adafactor(params), PER_TENSOR, "factored"),
     (CubeRoot, PER_TENSOR, "rounds the last elements"),
@@ -216,12 +216,34 @@ def test_sparse_gradients_are_refused() -> None:
         classify(torch.optim.SparseAdam(_params()))
 
 
+@pytest.mark.parametrize(
+    ("make", "declared", "groups"),
+    [
+        (StepsItsOwnList, None, "group 0"),
+        (lambda params: MadeOfTwo(params[:1], params[1:]), None, "groups 0, 1"),
+        (lambda params: MadeOfTwo(params[:1], params[1:]), "elementwise", "groups 0, 1"),
+        (lambda params: MadeOfTwo(params[:1], params[1:], by_itself=True), None, "group 1"),
+    ],
+)
+def test_one_that_steps_only_what_it_was_made_with_is_refused(make: Any, declared: Any, groups: str) -> None:
+    params = _params()
+    with pytest.raises(ConfigError, match=f"got 'no update of those in {groups}: it refers to the parameters"):
+        classify(make(params), declared)
+    assert all(torch.equal(param, torch.ones_like(param)) for param in params)
+
+
+def test_inner_optimizers_that_share_the_groups_are_no_hindrance() -> None:
+    optimizer = MadeOfTwo(*([param] for param in _params()))
+    optimizer.param_groups = [group for inner in optimizer.inner for group in inner.param_groups]
+    assert classify(optimizer).groups == (ELEMENTWISE,) * 2
+
+
 def _values(optimizer: Optimizer) -> dict[str, Any]:
     params = {id(param): param for group in optimizer.param_groups for param in group["params"]}
     return copy.deepcopy({name: value for name, value in vars(optimizer).items() if name != "param_groups"}, params)
 
 
-@pytest.mark.parametrize("make", [EstimatesStepSize, CountsInGroups, ScheduleFree, Noisy, StepsItsOwnList, Shampoo])
+@pytest.mark.parametrize("make", [EstimatesStepSize, CountsInGroups, ScheduleFree, Noisy, Shampoo])
 def test_nothing_of_the_users_changes(make: Callable[[Any], Optimizer]) -> None:
     params = _params()
     optimizer = make(params)

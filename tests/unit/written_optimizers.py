@@ -277,6 +277,22 @@ class StepsItsOwnList(Written):
             param -= 0.1
 
 
+class MadeOfTwo(Written):
+    """Around optimizers with groups of their own; `by_itself` it steps the first group without them."""
+
+    def __init__(self, first: Any, second: Any, *, by_itself: bool = False) -> None:
+        super().__init__([{"params": first}, {"params": second}])
+        self.inner = [torch.optim.Adam(params, lr=0.1) for params in (first, second)]
+        self.by_itself = by_itself
+
+    def step(self, closure: Any = None) -> None:
+        if self.by_itself:
+            for param in self.param_groups[0]["params"]:
+                param.data -= 0.1 * param.grad
+        for inner in self.inner[1 if self.by_itself else 0 :]:
+            inner.step()
+
+
 class MatricesOnly(Written):
     """Orthogonalises, as Muon does; takes nothing else."""
 

@@ -102,7 +102,7 @@ class DeepSpeedEngine(Engine, metaclass=_EngineKind):
             UsageError: `loss` is not a scalar with a gradient.
             EngineStateError: the engine has no optimizer.
         """
-        self._check_loss(loss)
+        self._check_loss(loss, "engine.scale(loss)")
         self._require_optimizer("scale")
         self._loss_is_scaled = True
         return loss * self.loss_scale.value if self.loss_scale.value != 1.0 else loss
@@ -153,6 +153,9 @@ class DeepSpeedEngine(Engine, metaclass=_EngineKind):
 
     def count_micro_step(self) -> None:
         """As `Engine.count_micro_step`, but `global_samples` grows by whole steps, as DeepSpeed counts."""
+        if not self.settings.managed_accumulation:  # by the backwards since the last step
+            super().count_micro_step()
+            return
         samples = self.train_batch_size() if self.is_gradient_accumulation_boundary() else 0
         before = self.global_samples
         super().count_micro_step()

@@ -77,6 +77,10 @@ class DeepSpeedOptimizer(_Extended):
         """Whether the loss scale changes by itself."""
         return bool(self.loss_scaler.dynamic)
 
+    def needs_scaler(self) -> bool:
+        """Whether a plain `loss.backward()` needs `engine.scale(loss)` first: under fp16."""
+        return bool(self._engine.loss_scale.scales)
+
     def backward(self, loss: Any, retain_graph: bool = False) -> None:
         """`engine.backward` of a loss that is divided by the accumulation steps already."""
         self._engine.backward(loss, retain_graph, scale_wrt_gas=False)

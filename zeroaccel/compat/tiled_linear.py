@@ -13,6 +13,10 @@ from zeroaccel.errors import UsageError
 from zeroaccel.zero import GatheredParameters
 
 
+class SplitsError(UsageError, RuntimeError):
+    """More tiles than features, or fewer than one; a RuntimeError as well, which DeepSpeed raises."""
+
+
 class TiledLinear(nn.Module):
     """y = x W^T + b by tiles of W, one after the other; (..., in_features) -> (..., out_features).
 
@@ -25,7 +29,7 @@ class TiledLinear(nn.Module):
         init_linear: a layer to copy the weights of.
 
     Raises:
-        UsageError: more tiles than features, or fewer than one.
+        SplitsError: more tiles than features, or fewer than one.
 
     Example:
         >>> layer = torch.nn.Linear(5, 4)
@@ -51,7 +55,7 @@ class TiledLinear(nn.Module):
         super().__init__()
         for name, splits, features in (("in", in_splits, in_features), ("out", out_splits, out_features)):
             if not 1 <= splits <= features:
-                raise UsageError(f"TiledLinear({name}_splits)", expected=f"from 1 to {features}", got=splits)
+                raise SplitsError(f"TiledLinear({name}_splits)", expected=f"from 1 to {features}", got=splits)
         self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
         self.in_splits, self.out_splits = in_splits, out_splits
         self.input_is_already_split, self.combine_out_splits = input_is_already_split, combine_out_splits

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from zeroaccel.config.diagnostics import KeyPath, Note, Problem, closest, dotted
-from zeroaccel.config.section import AUTO, AlsoSpelled, ConfigSection, Retired, nested_section, spellings
+from zeroaccel.config.section import AUTO, AlsoSpelled, ConfigSection, Retired, as_text, nested_section, out_of_quotes, spellings
 
 UnknownKeys = Literal["strict", "standard", "lenient"]
 """What an unknown key is, where DeepSpeed ignores it: always an error; an error if it looks like a known key, or is one
@@ -70,12 +70,19 @@ class NormalizedConfig:
                 self._note_unknown(section, key, path, here)
         return tree
 
-    def _is_duplicate(self, target: KeyPath, written: KeyPath) -> bool:
-        """Whether the setting was already given under another name, which is a problem; else remembers its name."""
+    def _is_duplicate(self, target: KeyPath, written: KeyPath, *, agrees: bool = False) -> bool:
+        """Whether the setting was already given under another name, which is a problem; else remembers its name.
+
+        Args:
+            agrees: both say the same, so that it is no problem.
+        """
         earlier = self.written.setdefault(target, written)
         if earlier != written:
             what = f"the same setting as {dotted(earlier)}"
-            self.problems.append(Problem(written, text=what, fix="keep one", as_written=True))
+            if agrees:
+                self.notes.append(Note(written, f"{what}, with the same value"))
+            else:
+                self.problems.append(Problem(written, text=what, fix="keep one", as_written=True))
         return earlier != written
 
     def _place(
@@ -89,7 +96,7 @@ class NormalizedConfig:
     ) -> None:
         """Puts the value of one field into `tree`, under its own name."""
         target = (*path, name)
-        if self._is_duplicate(target, written):
+        if self._is_duplicate(target, written, agrees=name in tree and _is_plain(value) and tree[name] == value):
             return
         field = section.model_fields[name]
         nested = nested_section(field)
@@ -106,7 +113,16 @@ class NormalizedConfig:
         elif isinstance(value, Mapping):
             tree[name] = self._free(value, target, written)
         else:
-            tree[name] = value
+            tree[name] = self._read(section, name, value, written)
+
+    def _read(self, section: type[ConfigSection], name: str, value: object, written: KeyPath) -> object:
+        """A value; out of its quotes, with a note, where DeepSpeed reads it so."""
+        if not section.reads_quoted:
+            return value
+        read = out_of_quotes(section.model_fields[name], value)
+        if read is not value:
+            self.notes.append(Note(written, f"{value!r} in quotes is read as {as_text(read)}"))
+        return read
 
     def _stand_for(self, meaning: Mapping[str, object], path: KeyPath, written: KeyPath) -> dict[str, Any]:
         """A section that one older key stands for: all its keys were written as that key."""
@@ -221,6 +237,10 @@ class NormalizedConfig:
         inside = [f"{field}.{key}" for field, names in section.inner.items() if key in names]
         elsewhere = inside or [dotted(path) for path in _every_spelling(self._root) if path[-1] == key]
         return " or ".join(f'"{name}"' for name in elsewhere) if len(elsewhere) <= _MOST_PLACES else ""
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, (bool, int, float, str, type(None)))
 
 
 def _is_auto(value: object) -> bool:

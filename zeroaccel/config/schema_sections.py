@@ -33,6 +33,7 @@ class Fp16(ConfigSection):
     """Parameters in fp16, fp32 master weights, and a scaled loss."""
 
     is_open = True
+    reads_quoted = True
 
     enabled: Flag = False
     """Train in fp16."""
@@ -60,6 +61,7 @@ class Bf16(ConfigSection):
     """Parameters in bf16 and fp32 master weights."""
 
     is_open = True
+    reads_quoted = True
 
     enabled: Flag = False
     """Train in bf16."""
@@ -131,6 +133,8 @@ LogLevel = Annotated[Literal["debug", "info", "warning", "error", "critical"], B
 
 
 class _MetricFiles(ConfigSection):
+    reads_quoted = True
+
     enabled: Flag = False
     """Write them."""
     output_path: Text = ""
@@ -149,6 +153,8 @@ class CsvMonitorSection(_MetricFiles):
 
 class Wandb(ConfigSection):
     """Metrics to Weights & Biases."""
+
+    reads_quoted = True
 
     enabled: Flag = False
     """Send them (needs the package wandb)."""
@@ -318,6 +324,7 @@ class WeightQuantization(UnreadSection):
 class Autotuning(UnreadSection):
     """A search for fast settings by trial runs."""
 
+    is_open = True
     unread = (
         "fast results_dir exps_dir overwrite start_profile_step end_profile_step metric_path metric tuner_type "
         "tuner_early_stopping tuner_num_trials arg_mappings max_train_batch_size min_train_batch_size "

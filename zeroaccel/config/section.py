@@ -1,9 +1,9 @@
 """What every section of the config is made of: the base model, the value types, and the older names of keys.
 
 The schema files declare sections with these pieces; `normalize` reads the older names, `problems` turns what the value
-types refuse into sentences. Nothing here knows a key of the config, and values are checked, never repaired: a number
-in quotes is an error. Only integers written as floats (5e8), flags written as 0 and 1, and other names of one
-dtype are made uniform.
+types refuse into sentences. Nothing here knows a key of the config, and values are checked, never repaired. Only
+integers written as floats (5e8), flags written as 0 and 1, and other names of one dtype are made uniform; a number
+or a flag in quotes is an error, but in sections where DeepSpeed reads it (`reads_quoted`).
 """
 
 from __future__ import annotations
@@ -84,6 +84,9 @@ class ConfigSection(BaseModel):
     is_open: ClassVar[bool] = False
     """Whether DeepSpeed ignores keys of this section that it does not know."""
 
+    reads_quoted: ClassVar[bool] = False
+    """Whether DeepSpeed reads a number or a flag in quotes here as what is in them."""
+
     is_read: ClassVar[bool] = True
     """Whether any key of this section takes effect here: where none does, a misspelt one does no harm."""
 
@@ -103,6 +106,7 @@ class UnreadSection(ConfigSection):
     model_config = ConfigDict(extra="allow")  # unknown keys never get here: `normalize` finds them
 
     is_read = False
+    reads_quoted = True
 
 
 def nested_section(field: FieldInfo) -> type[ConfigSection] | None:
@@ -251,6 +255,39 @@ def lowered(value: object) -> object:
     """A string in lower case, for words that may be written in any case; anything else as it is."""
     return value.lower() if isinstance(value, str) else value
 
+
+def out_of_quotes(field: FieldInfo, value: object) -> object:
+    """The number or flag that a string is, in a field of numbers or flags; any other value as it is.
+
+    Example:
+        >>> out_of_quotes(FieldInfo.from_annotation(Count), "500"), out_of_quotes(FieldInfo.from_annotation(Flag), "yes")
+        (500, True)
+    """
+    if not isinstance(value, str):
+        return value
+    parts = get_args(field.annotation)
+    if get_origin(field.annotation) is Literal and all(type(choice) is int for choice in parts):
+        return int(value) if value.strip().isdecimal() else value
+    for mark in [*field.metadata, *(mark for part in parts for mark in get_args(part)[1:])]:
+        read = _OUT_OF_QUOTES.get(mark.func) if isinstance(mark, BeforeValidator) else None
+        if read is not None:
+            try:
+                return read(value.strip())
+            except (ValueError, KeyError):
+                return value
+    return value
+
+
+_FLAG_WORDS = {
+    **dict.fromkeys(("true", "yes", "on", "1", "t", "y"), True),
+    **dict.fromkeys(("false", "no", "off", "0", "f", "n"), False),
+}
+_OUT_OF_QUOTES: Mapping[Any, Any] = {
+    _integer: int,
+    _number: float,
+    _flag: lambda word: _FLAG_WORDS[word.lower()],
+}
+"""Function of a value type -> reads it from text, as pydantic does in DeepSpeed's sections."""
 
 Integer = Annotated[int, BeforeValidator(_integer)]
 Count = Annotated[int, Field(ge=0), BeforeValidator(_integer)]

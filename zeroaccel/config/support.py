@@ -90,6 +90,13 @@ def _autocast_is_the_precision(config: Config) -> str:
     return f"parameters and their arithmetic are {config.precision} already"
 
 
+def _nothing_is_chosen(config: Config) -> str:
+    parts = config.data_efficiency.model_extra or {}
+    if any(isinstance(part := parts.get(name), Mapping) and part.get("enabled") for name in ("data_sampling", "data_routing")):
+        return ""
+    return "neither data_sampling nor data_routing is enabled, so that nothing is chosen"
+
+
 def _blocks_are_not_wrapped(config: Config) -> str:
     if config.activation_checkpointing.wrap_blocks:
         return ""
@@ -341,10 +348,12 @@ KEYS: Mapping[str, SupportStatus] = {
     ),
     "weight_quantization": _refused("quantised weights are not available yet", switch="enabled"),
     "autotuning": _unsupported("no search is made; the run trains with the settings that are given", switch="enabled"),
-    "data_efficiency": _refused(
+    "data_efficiency": SupportStatus(
+        Kind.REFUSED,
         "samples and tokens are not chosen by difficulty here",
         switch="enabled",
         fix="set enabled to false, and give the training loader a sampler that chooses",
+        idle=_nothing_is_chosen,
     ),
     # left out of the format by its own makers, or never part of it
     "amp": _refused("Apex is not supported", fix="use bf16 or fp16"),
@@ -356,7 +365,7 @@ KEYS: Mapping[str, SupportStatus] = {
         "sequences do not grow with training here", fix="remove it, and cut them where batches are made"
     ),
     "datastates_ckpt": _unsupported("checkpoints are the engine's own; checkpoint.async_save writes beside training"),
-    "eigenvalue": _refused("curvature is for quantised training, which there is none of", fix="remove it"),
+    "eigenvalue": _unsupported("no curvature is computed; DeepSpeed computes it for quantize_training only"),
     "elasticity": _refused(
         "the batch size does not follow the number of ranks", fix="set train_batch_size, and remove the section"
     ),

@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.ops.shard_step import ShardStep
 from zeroaccel.ops.tensorwise import Lamb, Muon
-from zeroaccel.optim.optimizer_probe import element_states, has_stepped, renew_state, try_out
+from zeroaccel.optim.optimizer_probe import element_states, groups_out_of_reach, has_stepped, renew_state, try_out
 
 __all__ = [
     "OptimizerKind",
@@ -125,7 +125,8 @@ def classify(optimizer: Optimizer, declared: OptimizerKind | str | None = None) 
         declared: the kind of all its groups, an `OptimizerKind` or its value, instead of a trial.
 
     Raises:
-        ConfigError: `declared` is no kind, or is known to be wrong, or the optimizer takes sparse gradients only.
+        ConfigError: `declared` is no kind, or is known to be wrong, or the optimizer takes sparse gradients only, or
+            does not step the parameters of its groups, but those that it was made with.
 
     Example:
         >>> import torch
@@ -141,6 +142,15 @@ def classify(optimizer: Optimizer, declared: OptimizerKind | str | None = None) 
     # A declaration takes precedence over knowledge, except where it would train something else: a rule that is known to
     # look at full tensors, stepped on flat shards, gives other updates without any error.
     known = _known(optimizer)
+    if known is None and (out_of_reach := groups_out_of_reach(optimizer)):
+        raise ConfigError(
+            f"optimizer {name}",
+            expected="to step the parameters of its param_groups, which the engine replaces by its shards",
+            got=f"no update of those in group{'s' if len(out_of_reach) > 1 else ''} {', '.join(map(str, out_of_reach))}: "
+            "it refers to the parameters that it was made with, in an attribute",
+            fix="let it share the groups of optimizers inside it (self.param_groups = inner.param_groups), "
+            "or pass one optimizer with a group for each setting",
+        )
     if declared is not None:
         kind = _declared(declared)
         if kind is OptimizerKind.ELEMENTWISE and known is not None and known.reason:

@@ -324,6 +324,52 @@ def try_out(optimizer: Optimizer) -> Findings:
         return trial.findings()
 
 
+def groups_out_of_reach(optimizer: Optimizer) -> list[int]:
+    """Param groups that its step does not update where their parameters are replaced, as shards replace them.
+
+    It refers to the parameters themselves by another way than its groups, as one does that is made of optimizers with
+    groups of their own. Found by a step of a copy, where there is such a way.
+    """
+    elsewhere = set(map(id, _parameters_elsewhere(optimizer)))
+    suspects = [
+        index for index, group in enumerate(optimizer.param_groups) if any(id(p) in elsewhere for p in group["params"])
+    ]
+    if not suspects:
+        return []
+    with isolated():
+        try:
+            start = torch.full((8, 12), 0.5)
+            sorts = [_Sort(index, {}, {}) for index, _ in enumerate(optimizer.param_groups)]
+            run = _Run(optimizer, [(sort, start) for sort in sorts])
+            for _ in range(2):
+                run.step([torch.ones_like(start)] * len(sorts))
+        except Exception:
+            return []  # another trial says what it needs
+    return [index for index in suspects if torch.equal(run.params[index].detach(), start)]
+
+
+def _parameters_elsewhere(optimizer: Optimizer) -> Iterator[Tensor]:
+    """The parameters that its attributes refer to by another way than its own param groups and states."""
+    groups = {id(group) for group in optimizer.param_groups} | {id(group["params"]) for group in optimizer.param_groups}
+    pending: list[Any] = [optimizer]
+    seen = {id(optimizer.param_groups), *groups}
+    while pending:
+        value = pending.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, nn.Parameter):
+            yield value
+        elif isinstance(value, nn.Module):
+            yield from value.parameters()
+        elif isinstance(value, Optimizer):
+            pending.extend(attribute for name, attribute in vars(value).items() if name != "state")
+        elif isinstance(value, Mapping):
+            pending.extend(value.values())
+        elif isinstance(value, (list, tuple, set)):
+            pending.extend(value)
+
+
 class _CommunicationError(Exception):
     """A step called a collective."""
 

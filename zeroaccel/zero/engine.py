@@ -347,7 +347,8 @@ class Engine(nn.Module):
     def count_micro_step(self) -> None:
         """Counts a micro-batch as `step()` does where nothing is updated, for loops that call it at boundaries only."""
         self.micro_steps += 1
-        self.global_samples += self.settings.micro_batch_size * self.settings.data_parallel_size
+        batches = 1 if self.settings.managed_accumulation else max(1, self._step.num_backwards)
+        self.global_samples += batches * self.settings.micro_batch_size * self.settings.data_parallel_size
 
     def _update(self) -> None:
         """Norm, overflow check, clipping and update."""
@@ -528,7 +529,18 @@ class Engine(nn.Module):
         return (self.micro_steps + 1) % self.settings.accumulation == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Sets whether `step()` updates the weights, from now on and instead of counting micro-batches."""
+        """Sets whether `step()` updates the weights, from now on and instead of counting micro-batches.
+
+        Raises:
+            EngineStateError: with `managed_gradient_accumulation` false, where every `step()` updates them.
+        """
+        if not self.settings.managed_accumulation:
+            raise EngineStateError(
+                "engine.set_gradient_accumulation_boundary()",
+                expected="managed_gradient_accumulation true",
+                got="false, with which every engine.step() is a boundary",
+                fix="call engine.step() where the weights are to be updated, and only there",
+            )
         self._step.boundary = bool(is_boundary)
 
     @contextlib.contextmanager
@@ -576,8 +588,7 @@ class Engine(nn.Module):
                 fix="call engine.reset() on every rank to drop them and go on",
             )
 
-    def _check_loss(self, loss: Any) -> None:
-        where = "engine.backward(loss)"
+    def _check_loss(self, loss: Any, where: str = "engine.backward(loss)") -> None:
         if not isinstance(loss, Tensor):
             raise UsageError(where, expected="a tensor", got=type(loss).__name__, fix="pass the loss itself")
         if loss.numel() != 1:
@@ -656,8 +667,8 @@ class Engine(nn.Module):
         return None if self._boundary is None else self._boundary.grad_norm
 
     def get_lr(self) -> list[float]:
-        """Learning rate of each param group."""
-        return [float(group["lr"]) for group in self._require_optimizer("get_lr").optimizer.param_groups]
+        """Learning rate of each param group; 0 of one that has none, as of an Adafactor with relative steps."""
+        return [float(group.get("lr") or 0.0) for group in self._require_optimizer("get_lr").optimizer.param_groups]
 
     def train_batch_size(self) -> int:
         """Samples per step over all ranks."""

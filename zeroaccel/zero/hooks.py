@@ -105,7 +105,7 @@ class Hooks:
             parts = _owners_below(root, unit) if root in unit.modules else []
             for module in [*unit.modules, *parts]:
                 before, after = self._around(unit, inner=module not in unit.modules)
-                self._add(module.register_forward_pre_hook(shield(before)))
+                self._add(module.register_forward_pre_hook(shield(before, unit)))
                 self._add(module.register_forward_hook(shield(after), always_call=True))
         self._add(root.register_forward_hook(shield(self._root_post_forward), always_call=True))
         for param in self._optimized:
@@ -369,7 +369,7 @@ def refuse_calls(unit: ParamUnit, is_building: Callable[[], bool], fix: str) -> 
                 fix=fix,
             )
 
-    return [module.register_forward_pre_hook(_Attached(refuse)) for module in unit.modules]
+    return [module.register_forward_pre_hook(_Attached(refuse, unit)) for module in unit.modules]
 
 
 class WatchedParameters(dict[str, "nn.Parameter | None"]):
@@ -466,24 +466,53 @@ def _is_compiled(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
-def _shield_from_compiler(root: nn.Module) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _shield_from_compiler(root: nn.Module) -> Callable[..., _Attached]:
     """Keeps hooks out of compiled graphs: a block compiled with `module.compile()` has its hooks inside the graph."""
-    if _is_compiled_within(root):
-        return lambda function: _Attached(torch.compiler.disable(function))  # only here, as it imports the compiler
+    if _is_compiled_within(root):  # only here, as it imports the compiler
+        return lambda function, unit=None: _Attached(torch.compiler.disable(function), unit)
     return _Attached
 
 
 class _Attached:
-    """A module hook that is dropped when the module is copied or pickled."""
+    """A module hook that is dropped when the module is copied or pickled.
 
-    def __init__(self, function: Callable[..., Any]) -> None:
+    Args:
+        unit: of a hook before forward: a copy that is made while it is sharded refuses calls.
+    """
+
+    def __init__(self, function: Callable[..., Any], unit: ParamUnit | None = None) -> None:
         self._function = function
+        self._unit = unit
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
 
     def __reduce__(self) -> Any:
+        if self._unit is not None and self._unit.state is ShardState.SHARDED:
+            return _WithoutValues, (next(self._unit.fqns()),)
         return _Detached, ()
+
+
+class _WithoutValues:
+    """A hook of a copy that was made of sharded parameters: it refuses forwards until they have values."""
+
+    def __init__(self, fqn: str) -> None:
+        self._fqn = fqn
+        self._has_values = False
+
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        """Raises EngineStateError while a parameter of the module is NaN throughout, as what is sharded reads."""
+        if self._has_values:
+            return
+        numbers = (p.detach() for p in module.parameters() if p.is_floating_point() and p.numel() and not p.is_meta)
+        if any(bool(values.isnan().all()) for values in numbers):
+            raise EngineStateError(
+                f"forward of a copied {type(module).__name__}: {self._fqn} was sharded when it was copied, and is NaN",
+                expected="a copy of whole parameters",
+                fix="copy inside zero.GatheredParameters(model.parameters()) or engine.gathered(), "
+                "or load a state dict into the copy",
+            )
+        self._has_values = True
 
 
 class _Detached:
