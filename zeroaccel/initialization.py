@@ -29,7 +29,7 @@ from zeroaccel.comm.environment import check_own_variables, core_set, fair_threa
 from zeroaccel.comm.hierarchical import arrange
 from zeroaccel.comm.mesh_layout import Groups, check_shard_size, consecutive, data_groups, shard_size_of
 from zeroaccel.comm.pipeline_group import PipelineGroup
-from zeroaccel.comm.topology import RankGroup, Topology, connect, init_process_group, mesh_of, subgroup
+from zeroaccel.comm.topology import RankGroup, Topology, connect, init_process_group, mesh_of, subgroup, track
 from zeroaccel.config import (
     BatchSizes,
     Config,
@@ -214,6 +214,7 @@ def initialize(
     if ranks.tensor_group is not None:
         collectives.tensor = Collectives(ranks.topology, ranks.tensor_group)
     sequences = SequenceGroup.of(ranks.topology, ranks.parallel.sp)
+    _observe_axes(collectives, ranks, sequences)
     if job.optimizer is not None and OptimizerKind.COUPLED in kinds and job.plan.optimizer:
         _bind_reductions(job.optimizer, collectives)
 
@@ -330,6 +331,7 @@ def _join_ranks(
         samplers = Fact(resolved.data_parallel_size, source)
         if parallel is not None:
             _check_same_mesh(resolved, collectives)
+            topology.names.use(resolved)
         if resolved.pp > 1 or pipeline is not None:
             return _join_stages(topology, collectives, resolved, samplers)
         if resolved.tp == 1:
@@ -339,9 +341,22 @@ def _join_ranks(
         data: Groups = tuple(places[place :: resolved.tp] for place in range(resolved.tp))
         tensor_group = subgroup(topology, consecutive((places,), resolved.tp))
         connect(topology, {"layers": tensor_group.reduce_group})
+        track(topology, consecutive((places,), resolved.tp))
         return _Ranks(topology, collectives, data, len(data[0]), resolved, samplers, tensor_group)
     groups = data_groups(mesh, collectives)
     return _Ranks(topology, collectives, groups, len(groups[0]), resolved, Fact(len(groups[0]), "initialize(mesh)"))
+
+
+def _observe_axes(collectives: Collectives, ranks: _Ranks, sequences: SequenceGroup) -> None:
+    """Has what the axes other than ZeRO's send counted with the rest, where anything is counted."""
+    if collectives.tensor is not None and ranks.tensor_group is not None:
+        collectives.observe("tp", collectives.tensor)
+        if (layers := ranks.topology.tracked.get(ranks.tensor_group.ranks)) is not None:
+            collectives.observe("tp", layers)
+    if sequences.size > 1:
+        collectives.observe("sp", sequences.collectives)
+    if ranks.pipeline is not None:
+        collectives.observe("pp", ranks.pipeline)
 
 
 def _launched_mesh() -> ParallelConfig | None:

@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.comm.hangs.hang_report import first_difference, rank_list
+from zeroaccel.comm.hangs.hang_report import first_difference
 
 T = TypeVar("T")
 
@@ -62,7 +62,7 @@ def agree_or_raise(collectives: Collectives, error: Exception | None, label: str
     ranks_by_message: dict[str, list[int]] = {}
     for rank, (_, message) in failed.items():
         ranks_by_message.setdefault(message, []).append(rank)
-    text = "\n".join(f"{message} [{rank_list(ranks)}]" for message, ranks in ranks_by_message.items())
+    text = "\n".join(f"{message} [{collectives.named(ranks)}]" for message, ranks in ranks_by_message.items())
     kind = pickle.loads(failed[min(failed)][0])
     raise _instance(kind, text) from error
 
@@ -109,7 +109,7 @@ def disagreement_report(collectives: Collectives) -> str:
     To be called when the digests of their flight recorders differ. The same text on every rank.
     """
     histories = collectives.gather_objects(collectives.flight_recorder.recent(per_kind=128), "compare histories")
-    difference = first_difference(dict(enumerate(histories)))
+    difference = first_difference(dict(enumerate(histories)), collectives.named)
     if not difference:
         return "the ranks have gone through different collectives, longer ago than they remember"
     return f"the ranks have gone through different collectives: {difference}"

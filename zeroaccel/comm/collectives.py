@@ -11,8 +11,8 @@ once: it depends neither on timing nor on where in a tensor an element lies.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,19 @@ from zeroaccel.errors import UsageError
 from zeroaccel.ops.device_values import begin_together
 from zeroaccel.ops.reductions import scale_rounded_once, sum_ranks
 
-__all__ = ["Collectives", "PartitionedTensors", "Work", "check_split"]
+__all__ = ["Collectives", "Metered", "PartitionedTensors", "Work", "check_split"]
+
+
+class Metered(Protocol):
+    """What sends messages of its own.
+
+    Attributes:
+        flight_recorder: has the calls that its messages belong to.
+        meter: as of `Collectives`.
+    """
+
+    flight_recorder: FlightRecorder
+    meter: Meter | None
 
 
 class Collectives:
@@ -54,6 +66,8 @@ class Collectives:
 
     Attributes:
         rank, world_size: in the data group.
+        ranks: the global ranks of the data group, by their ranks in it.
+        shard_ranks: those of the shard group.
         shard_rank, shard_world_size: in the shard group.
         replica: rank in the replicate group, 0 where there is one shard group.
         secondary_rank, secondary_world_size: in the secondary group, over which backward gathers (ZeRO++ hpZ); those of
@@ -71,6 +85,8 @@ class Collectives:
 
     rank: int
     world_size: int
+    ranks: Sequence[int]
+    shard_ranks: Sequence[int]
     shard_rank: int
     shard_world_size: int
     replica: int
@@ -98,6 +114,7 @@ class Collectives:
         self.topology = topology
         self.rank = self.shard_rank = self.secondary_rank = group.rank
         self.world_size = self.shard_world_size = self.secondary_world_size = group.size
+        self.ranks = self.shard_ranks = group.ranks
         self.replica = 0
         self.quantized_weights = False
         self.nodes = topology.nodes
@@ -259,6 +276,17 @@ class Collectives:
             out[self.rank].copy_(parts[self.rank])
             return MessageWork(self._tracker, entry, pending)
         return DeviceWork(self._tracker, entry, pending, out.device)
+
+    def named(self, ranks: Iterable[int]) -> str:
+        """Some of its ranks in words, with their places on the mesh of the job.
+
+        Args:
+            ranks: in the data group.
+        """
+        return self.topology.names(self.ranks[rank] for rank in ranks)
+
+    def observe(self, axis: str, source: Metered) -> None:
+        """Counts what another source sends along an axis of the mesh, too, where these count at all."""
 
     def over(self, hierarchical: Collectives) -> Collectives:
         """What replaces these where a plan needs `hierarchical` ones: those, in the same wrapper as these."""

@@ -101,7 +101,9 @@ class HierarchicalCollectives(Collectives):
     ) -> None:
         data_group = subgroup(topology, layout.data_groups)
         # The units of another stage are others, and so are its collectives: their histories are not compared.
-        recorder = topology.recorder(f"stage of ranks {data_group.ranks}") if stages else None
+        recorder = (
+            topology.recorder(f"stage of ranks {data_group.ranks}", data_group.ranks, alike=True) if stages else None
+        )
         super().__init__(topology, data_group, recorder=recorder)
         self.layout = layout
         if len(layout.data_groups) > 1:
@@ -114,6 +116,7 @@ class HierarchicalCollectives(Collectives):
         replicate_group = subgroup(topology, layout.replicate_groups)
         secondary_group = subgroup(topology, layout.secondary_groups)
         self.shard_rank, self.shard_world_size = shard_group.rank, shard_group.size
+        self.shard_ranks = shard_group.ranks
         self.secondary_rank, self.secondary_world_size = secondary_group.rank, secondary_group.size
         self.replica = replicate_group.rank
         self.watch = QuantErrorMonitor(watch_interval, logs=self.rank == 0) if watch_interval else None

@@ -1,7 +1,8 @@
 """The ranks of one pipeline, and messages between them: for torch's schedules, and for tensors that two stages share.
 
 What torch's schedules send they send over `PipelineGroup.process_group`, without telling. So the program says what it
-waits for between two computations (`waiting`), and the watchdog sees that like any collective.
+is about to send (`count`) and what it waits for between two computations (`begin_wait`); the watchdog sees that like
+any collective.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch import Tensor
 from zeroaccel.comm.collective_tracker import CollectiveTracker
 from zeroaccel.comm.hangs.flight_recorder import CollectiveRecord
 from zeroaccel.comm.topology import Topology, connect, subgroup
-from zeroaccel.comm.transport import PendingTransfer
+from zeroaccel.comm.transport import Meter, PendingTransfer
 from zeroaccel.errors import CollectiveError
 
 
@@ -25,6 +26,8 @@ class PipelineGroup:
         rank: this one's stage.
         size: stages.
         process_group: of these ranks; nothing but the schedule sends in it.
+        flight_recorder: of its messages.
+        meter: called for every message: (tag of the call, global rank of the receiver, bytes); None for no metering.
     """
 
     def __init__(self, topology: Topology, size: int) -> None:
@@ -37,21 +40,23 @@ class PipelineGroup:
         self._ranks = group.ranks
         connect(topology, {"stages": group.gather_group, "shared parameters": group.reduce_group})
         recorder = topology.recorder("pipeline", needs=places)
+        self.flight_recorder = recorder
+        self.meter: Meter | None = None
         self._tracker = CollectiveTracker(recorder, topology.watchdog)
         self._sent: list[tuple[PendingTransfer, Tensor]] = []
         self._waiting: CollectiveRecord | None = None
 
     # -- messages of the schedule
 
-    def begin_wait(self, label: str, tensor: Tensor) -> None:
+    def begin_wait(self, label: str, tensor: Tensor, op: str = "send and receive") -> None:
         """From now on this rank computes nothing: it waits for messages of the schedule, if it still needs any.
 
         Args:
-            label: what was computed last, for messages: "forward of micro-batch 2 on stage 1".
+            label: what for, or what was computed last: "gradient of micro-batch 2 from stage 1".
             tensor: of the messages.
         """
         self.end_wait()
-        self._waiting = self._tracker.issue("control", "send and receive", label, tensor)
+        self._waiting = self._tracker.issue("control", op, label, tensor)
         self._tracker.flight_recorder.begin_wait(self._waiting)
 
     def end_wait(self) -> None:
@@ -66,11 +71,20 @@ class PipelineGroup:
         entry = self._waiting
         return None if entry is None else self._tracker.explain(entry, error)
 
+    def count(self, tensor: Tensor, stage: int, label: str) -> None:
+        """Counts a message that the schedule is about to send to a stage, where anything is counted."""
+        if self.meter is not None:
+            entry = self._tracker.issue("gather", "send", label, tensor)
+            self._tracker.finish(entry)
+            self.meter(entry.tag, self._ranks[stage], tensor.nbytes)
+
     # -- tensors that two stages share
 
     def send(self, tensor: Tensor, stage: int, label: str) -> None:
         """Sends a contiguous tensor without waiting; it must not change until `finish_sends`."""
         entry = self._tracker.issue("gather", "send", label, tensor)
+        if self.meter is not None:
+            self.meter(entry.tag, self._ranks[stage], tensor.nbytes)
         works = self._tracker.start(entry, lambda tag: [self._isend(tensor, stage)])
         self._sent += [(work, tensor) for work in works]
         self._tracker.finish(entry)

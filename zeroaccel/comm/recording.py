@@ -1,7 +1,8 @@
 """Collectives that record every call and pass it on: for tests and measurements.
 
 Public, so that a program can assert its own traffic. `calls` are the calls of the engine, `traffic` is what was sent
-for them: message by message in host memory, and on an accelerator what point-to-point messages would carry.
+for them and for the other axes of a mesh: message by message in host memory, and on an accelerator what point-to-point
+messages would carry. Sums of layers that ranks share are counted by a rule of their own (`tracked_group.py`).
 """
 
 from __future__ import annotations
@@ -10,15 +11,19 @@ import copy
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from zeroaccel.comm.collectives import Collectives, Work
+from zeroaccel.comm.collectives import Collectives, Metered, Work
+from zeroaccel.comm.hangs.flight_recorder import FlightRecorder
 from zeroaccel.comm.quantized import INT8, QUANTIZABLE
 
 __all__ = ["BytesSent", "CollectiveCall", "RecordingCollectives"]
+
+Link = Literal["inside", "across"]
 
 
 @dataclass(frozen=True)
@@ -41,18 +46,24 @@ class CollectiveCall:
 
 @dataclass(frozen=True)
 class BytesSent:
-    """Bytes that one rank sent over one class of links.
+    """Bytes that one rank sent along one axis of the mesh, over one class of links.
 
     Attributes:
+        axis: "dp_shard" for what ZeRO sends to ranks that have other shards of the same model, those that share a
+            sequence among them; "dp_replicate" for what it sends to other replicas; "sp" for heads and positions of
+            sequences; "tp" for sums and gathers of layers that ranks share; "pp" for what goes between stages.
         op: of the collective, as the flight recorder has it: "all_gather int8".
         purpose: the first word of its label: "unshard", "reduce".
         link: "inside" a node, or "across" nodes.
+        messages: how many there were.
     """
 
+    axis: str
     op: str
     purpose: str
-    link: Literal["inside", "across"]
+    link: Link
     nbytes: int
+    messages: int
 
 
 class RecordingCollectives(Collectives):
@@ -77,7 +88,9 @@ class RecordingCollectives(Collectives):
         # No super().__init__: this one has no transports, and communicates through `inner` alone.
         self._fixed_nodes = nodes
         self.calls: list[CollectiveCall] = []
-        self._sent: Counter[tuple[str, str, int]] = Counter()  # by op, purpose, receiver
+        # By axis, op, purpose and receiver.
+        self._sent: Counter[tuple[str, str, str, int]] = Counter()
+        self._messages: Counter[tuple[str, str, str, int]] = Counter()
         self._wrap(inner)
 
     def _wrap(self, inner: Collectives) -> None:
@@ -86,6 +99,7 @@ class RecordingCollectives(Collectives):
         self.rank, self.world_size, self.replica = inner.rank, inner.world_size, inner.replica
         self.shard_rank, self.shard_world_size = inner.shard_rank, inner.shard_world_size
         self.secondary_rank, self.secondary_world_size = inner.secondary_rank, inner.secondary_world_size
+        self.ranks, self.shard_ranks = inner.ranks, inner.shard_ranks
         self.quantized_weights = inner.quantized_weights
         self.job = self if inner.job is inner else inner.job
         self.peers = self if inner.peers is inner else inner.peers
@@ -93,13 +107,16 @@ class RecordingCollectives(Collectives):
         self.tensor = inner.tensor
         self.flight_recorder = inner.flight_recorder
         self.nodes = self._fixed_nodes or inner.nodes
-        inner.meter = self._count
+        inner.meter = partial(self._count, inner.flight_recorder, "")
 
     def over(self, hierarchical: Collectives) -> Collectives:
         """A copy of this wrapper around `hierarchical`, with the same records."""
         wrapper = copy.copy(self)
         wrapper._wrap(self.inner.over(hierarchical))
         return wrapper
+
+    def observe(self, axis: str, source: Metered) -> None:
+        source.meter = partial(self._count, source.flight_recorder, axis)
 
     def count(self, op: str | None = None, label: str = "") -> int:
         """How many calls there were, of one operation, with labels that begin with `label`."""
@@ -113,12 +130,23 @@ class RecordingCollectives(Collectives):
         return dict(totals)
 
     def traffic(self) -> list[BytesSent]:
-        """What this rank has sent in gathers, reductions and broadcasts, counted message by message; sorted."""
+        """What this rank has sent, counted message by message; sorted. Control collectives are left out."""
         own_node = next(set(node) for node in self.nodes if self.topology.rank in node)
-        totals: Counter[tuple[str, str, Literal["inside", "across"]]] = Counter()
-        for (op, purpose, receiver), nbytes in self._sent.items():
-            totals[op, purpose, "inside" if receiver in own_node else "across"] += nbytes
-        return [BytesSent(*key, nbytes) for key, nbytes in sorted(totals.items())]
+        nbytes: Counter[tuple[str, str, str, Link]] = Counter()
+        messages: Counter[tuple[str, str, str, Link]] = Counter()
+        for (axis, op, purpose, receiver), sent in self._sent.items():
+            key: tuple[str, str, str, Link] = axis, op, purpose, "inside" if receiver in own_node else "across"
+            nbytes[key] += sent
+            messages[key] += self._messages[axis, op, purpose, receiver]
+        return [BytesSent(*key, nbytes[key], messages[key]) for key in sorted(nbytes)]
+
+    def nbytes_by_axis(self) -> dict[str, dict[Link, int]]:
+        """Bytes this rank has sent along each axis of the mesh, inside and across nodes."""
+        totals: dict[str, dict[Link, int]] = {}
+        for sent in self.traffic():
+            links = totals.setdefault(sent.axis, {"inside": 0, "across": 0})
+            links[sent.link] += sent.nbytes
+        return totals
 
     def across_nbytes(self) -> int:
         """Bytes this rank has sent to ranks on other machines."""
@@ -127,6 +155,7 @@ class RecordingCollectives(Collectives):
     def reset(self) -> None:
         self.calls.clear()
         self._sent.clear()
+        self._messages.clear()
 
     def all_gather(self, out: Tensor, shard: Tensor, label: str, split_sizes: Sequence[int] = ()) -> Work:
         self._note("all_gather", label, out, (self.shard_world_size - 1) * shard.nbytes)
@@ -180,8 +209,12 @@ class RecordingCollectives(Collectives):
         dtype = str(tensor.dtype).removeprefix("torch.")
         self.calls.append(CollectiveCall(op, label, dtype, tensor.numel(), nbytes))
 
-    def _count(self, tag: int, receiver: int, nbytes: int) -> None:
-        entry = self.flight_recorder.entry(tag)
+    def _count(self, recorder: FlightRecorder, axis: str, tag: int, receiver: int, nbytes: int) -> None:
+        """Counts a message of a call of `recorder`; of ZeRO's own, which have axis "", the receiver says the axis."""
+        axis = axis or ("dp_shard" if receiver in self.shard_ranks else "dp_replicate")
+        entry = recorder.entry(tag)
         # The message's tag is that of its call. A long call may have left the flight recorder's ring meanwhile.
         op, label = ("forgotten", "") if entry is None else (entry.op, entry.label)
-        self._sent[op, label.partition(" ")[0], receiver] += nbytes
+        key = axis, op, label.partition(" ")[0], receiver
+        self._sent[key] += nbytes
+        self._messages[key] += 1

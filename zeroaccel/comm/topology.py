@@ -44,6 +44,8 @@ from zeroaccel.comm.rank_device import (
     sole_device,
     warn_of_unused_devices,
 )
+from zeroaccel.comm.rank_names import RankNames
+from zeroaccel.comm.tracked_group import TrackedGroup
 from zeroaccel.comm.transport import TransportFactory, close_connections, transport_over
 from zeroaccel.errors import CollectiveError, ConfigError, EngineStateError, UsageError
 
@@ -58,6 +60,7 @@ __all__ = [
     "meet",
     "mesh_of",
     "subgroup",
+    "track",
 ]
 
 T = TypeVar("T")
@@ -97,6 +100,8 @@ class Topology:
         subgroups: what `subgroup` has made, by its partition.
         connected: the NCCL groups whose ranks have found each other.
         recorders: what `recorder` has made, by its name.
+        tracked: what `track` has made, by its ranks.
+        names: puts ranks into words, with their places on the mesh of the job once that is known.
         limit: seconds a collective may wait.
         local_rank, local_world_size: among the ranks on this machine.
         device: where this rank computes.
@@ -126,6 +131,8 @@ class Topology:
     transports: TransportFactory = transport_over
     connected: set[dist.ProcessGroup] = field(default_factory=set)
     recorders: dict[str, FlightRecorder] = field(default_factory=dict)
+    tracked: dict[tuple[int, ...], TrackedGroup] = field(default_factory=dict)
+    names: RankNames = field(default_factory=RankNames)
 
     @property
     def all_ranks(self) -> RankGroup:
@@ -133,16 +140,16 @@ class Topology:
         ranks = tuple(range(self.world_size))
         return RankGroup(ranks, self.rank, self.gather_group, self.reduce_group, self.control_group)
 
-    def recorder(self, name: str, needs: Sequence[int] = ()) -> FlightRecorder:
+    def recorder(self, name: str, needs: Sequence[int] = (), *, alike: bool = False) -> FlightRecorder:
         """A flight recorder for calls that ranks elsewhere in the job do not issue; made at the first call.
 
         Args:
-            needs: ranks that none of its calls can complete without; see `Watchdog.follow`.
+            needs, alike: see `Watchdog.follow`.
         """
         if name not in self.recorders:
             self.recorders[name] = FlightRecorder()
             if self.watchdog is not None:
-                self.watchdog.follow(self.recorders[name], frozenset(needs))
+                self.watchdog.follow(name, self.recorders[name], frozenset(needs), alike=alike)
         return self.recorders[name]
 
 
@@ -280,7 +287,7 @@ def destroy() -> None:
         dist.destroy_process_group()
         return
     # A default group of the user's stays; only the groups made here are destroyed.
-    for group in topology.groups:
+    for group in (*topology.tracked.values(), *topology.groups):
         dist.destroy_process_group(group)
 
 
@@ -343,11 +350,12 @@ def _build(
     gather, reduce = (dist.new_group(backend=_data_backend(backend), timeout=backstop) for _ in range(2))
     made = [gather, reduce, control]
     watchdog = None
+    names = RankNames()
     if not simulated:
         store = dist.distributed_c10d._get_default_store()
         channel = SideChannel(store, rank, world_size, _generation, launcher_owns_store=launcher_owns_store())
         peers = PeerProcesses(rank, processes, signals=not launcher_wakes_stopped_ranks())
-        watchdog = Watchdog(flight_recorder, channel, peers, limit, _interrupter(made, device))
+        watchdog = Watchdog(flight_recorder, channel, peers, limit, _interrupter(made, device), names)
         send_exit_notice_through(watchdog)
     topology = Topology(
         rank,
@@ -365,6 +373,7 @@ def _build(
         limit,
         made,
         transports=transports,
+        names=names,
     )
     connect(topology, {"gathers": gather, "reductions": reduce})
     return topology
@@ -429,9 +438,37 @@ def subgroup(topology: Topology, partition: Sequence[Sequence[int]]) -> RankGrou
     return topology.subgroups[key]
 
 
+_BACKEND = "zeroaccel"  # under which torch makes the groups of `track`
+_to_track: list[TrackedGroup] = []  # what torch is about to take: a function that remembered it would keep it for ever
+
+
+def track(topology: Topology, partition: Sequence[Sequence[int]]) -> None:
+    """Has the watchdog see what torch's DTensors send in the groups of a partition. (all ranks, with the same one)
+
+    Made at the first call and kept, so that engines with the same partition share its groups.
+    """
+    group = subgroup(topology, partition)
+    if topology.watchdog is None or group.ranks in topology.tracked:
+        return
+    if _BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(_BACKEND, _take_tracked, devices=["cpu", "cuda"])
+    for ranks in map(tuple, partition):
+        if topology.rank in ranks:
+            recorder = topology.recorder(f"layers of ranks {ranks}", needs=ranks, alike=True)
+            made = TrackedGroup(group.reduce_group, ranks, recorder, topology.watchdog)
+            _to_track.append(made)
+            topology.tracked[ranks] = made
+        # torch.distributed.new_group is collective over the default group: every rank makes every group, in one order.
+        _new_group(ranks, _BACKEND, _backstop(topology.limit))
+
+
+def _take_tracked(*described: object) -> TrackedGroup:
+    return _to_track.pop()
+
+
 def mesh_of(topology: Topology, group: RankGroup) -> DeviceMesh:
     """A mesh of one axis over the ranks of a group, for torch's DTensors. Makes no process group."""
-    return DeviceMesh.from_group(group.reduce_group, topology.device.type)
+    return DeviceMesh.from_group(topology.tracked.get(group.ranks, group.reduce_group), topology.device.type)
 
 
 def _rank_group(topology: Topology, ranks: tuple[int, ...]) -> RankGroup | None:

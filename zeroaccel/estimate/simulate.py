@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from zeroaccel.comm.collective_tracker import DONE
 from zeroaccel.comm.collectives import Collectives, Work
 from zeroaccel.comm.hangs.flight_recorder import FlightRecorder
+from zeroaccel.comm.hangs.hang_report import rank_list
 from zeroaccel.config import BatchSizes, Fact, load_config, shard_plan, tier_plan
 from zeroaccel.errors import UsageError
 from zeroaccel.estimate.extrapolate import MemoryTrace, Moment, extrapolate_depth
@@ -237,6 +238,7 @@ class FakeRanks(Collectives):
         # No super().__init__: there is no topology.
         self.rank = self.shard_rank = self.secondary_rank = 0
         self.world_size = self.shard_world_size = self.secondary_world_size = world_size
+        self.ranks = self.shard_ranks = range(world_size)
         self.replica = 0
         self.quantized_weights = False
         self.job = self.peers = self
@@ -247,6 +249,9 @@ class FakeRanks(Collectives):
         self.flight_recorder = FlightRecorder()
         self._receives = receives_in_host_memory and world_size > 1
         self._free: list[Tensor] = []
+
+    def named(self, ranks: Iterable[int]) -> str:
+        return rank_list(ranks)
 
     def all_gather(self, out: Tensor, shard: Tensor, label: str, split_sizes: Sequence[int] = ()) -> Work:
         out.detach_()  # an operation without effect, so that the tracker sees what is unsharded now

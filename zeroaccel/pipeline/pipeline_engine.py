@@ -157,6 +157,7 @@ class PipelineEngine(Engine):
     def reset(self) -> None:
         """As `Engine.reset`, after an exception on every rank; what stages had sent each other is gone. (all ranks)"""
         super().reset()
+        self._activity("")
         for shared in self.stage.shared if hasattr(self, "_schedules") else ():
             if shared.copy is not None:
                 shared.copy.leaves.clear()
@@ -177,7 +178,7 @@ class PipelineEngine(Engine):
         with agreed(job, f"{call}: same batches"):
             assert first is not None, "a first stage without a batch"
             if own is not None:
-                own.require(first, call, f"{self.stage.index} (rank {job.rank})", f"0 (rank {place})")
+                own.require(first, call, f"{self.stage.index}, {job.named([job.rank])}", f"0, {job.named([place])}")
         self._batches = [to_device(batch, self.collectives.topology.device) for batch in self._batches]
         if not all(known for _, known in of_ranks[:width]):
             self._boundaries[first.shapes] = self._infer()
@@ -250,10 +251,11 @@ class PipelineEngine(Engine):
         """Sends the micro-batches through the pipeline. (all ranks)"""
         losses: list[Tensor] = []
         self._num_backwards, self._failure = 0, None
+        self._activity("")
         schedule, scheduled = self._schedule(boundaries, training=training)
         scheduled.losses = losses
         run = schedule.step if training else schedule.eval
-        self.pipeline.begin_wait(f"{self._where}, before its first micro-batch", scheduled.unit)
+        scheduled.begin()
         try:
             run(target=torch.arange(self.settings.accumulation), return_outputs=False)
         except RuntimeError as error:
@@ -342,6 +344,10 @@ class PipelineEngine(Engine):
 
     # -- words
 
+    def _activity(self, what: str) -> None:
+        """Says for messages what this stage computes; where that raises, it stays what the rank was doing last."""
+        self.collectives.topology.flight_recorder.activity = f"{what} on stage {self.stage.index}" if what else ""
+
     @property
     def _where(self) -> str:
         return f"stage {self.stage.index} of {self.stage.count}"
@@ -371,6 +377,7 @@ class _ScheduledStage(PipelineStage):
         index, count = engine.stage.index, engine.stage.count
         self._engine = engine
         self._micro_batch = 0
+        self._last = "before its first micro-batch"  # what was computed last, for messages
         self.losses: list[Tensor] = []
         received = (boundaries[index - 1].example(requires_grad=True),) if index else ()
         sent = boundaries[index].example(requires_grad=True) if index < count - 1 else torch.empty((), device="meta")
@@ -384,6 +391,11 @@ class _ScheduledStage(PipelineStage):
             output_args=sent,
             group=engine.pipeline.process_group,
         )
+
+    def begin(self) -> None:
+        """A step begins: what this stage does first is to wait, but for the first stage."""
+        self._last = "before its first micro-batch"
+        self._engine.pipeline.begin_wait(f"{self._engine._where}, {self._last}", self.unit)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._micro_batch = fwd_chunk_id
@@ -400,6 +412,31 @@ class _ScheduledStage(PipelineStage):
         with self._computing(f"backward of micro-batch {bwd_chunk_id}"):
             self._engine._backward_of(bwd_chunk_id, lambda: backward(bwd_chunk_id, *args, **kwargs))
 
+    # What torch is about to send and to wait for, as it fetches the operations right before.
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[Any]:
+        return self._awaited(super().get_fwd_recv_ops(fwd_chunk_id), "activations", fwd_chunk_id, self.stage_index - 1)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[Any]:
+        return self._awaited(super().get_bwd_recv_ops(bwd_chunk_id), "gradient", bwd_chunk_id, self.stage_index + 1)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[Any]:
+        return self._sent(super().get_fwd_send_ops(fwd_chunk_id), "activations", fwd_chunk_id, self.stage_index + 1)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[Any]:
+        return self._sent(super().get_bwd_send_ops(bwd_chunk_id), "gradient", bwd_chunk_id, self.stage_index - 1)
+
+    def _awaited(self, operations: list[Any], what: str, micro_batch: int, stage: int) -> list[Any]:
+        for operation in operations:
+            label = f"{what} of micro-batch {micro_batch} from stage {stage}"
+            self._engine.pipeline.begin_wait(f"{label}, {self._last}", operation.tensor, "receive")
+        return operations
+
+    def _sent(self, operations: list[Any], what: str, micro_batch: int, stage: int) -> list[Any]:
+        for operation in operations:
+            self._engine.pipeline.count(operation.tensor, stage, f"{what} of micro-batch {micro_batch}")
+        return operations
+
     def scaled_loss(self, loss: Tensor, _: object) -> Tensor:
         """The loss of a micro-batch as `Engine.backward` scales it: one multiplication of a scalar."""
         engine = self._engine
@@ -413,12 +450,15 @@ class _ScheduledStage(PipelineStage):
         """Between two waits of the schedule; the error of a computation is remembered, as torch raises its own."""
         engine = self._engine
         engine.pipeline.end_wait()
+        engine._activity(what)
         try:
             yield
         except Exception as error:
             engine._failure = error
             raise
-        engine.pipeline.begin_wait(f"{engine._where}, after the {what}", self.unit)
+        engine._activity("")
+        self._last = f"after the {what}"
+        engine.pipeline.begin_wait(f"{engine._where}, {self._last}", self.unit)
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zeroaccel.comm.collectives import Collectives
+from zeroaccel.comm.tracked_group import TrackedGroup
 from zeroaccel.errors import UsageError, listed
 from zeroaccel.nested import leaves_of
 from zeroaccel.zero.layout import Slot, Split
@@ -159,8 +160,8 @@ class SplitLayers:
             first = rank - rank % self._size
             if batch != of_ranks[first]:
                 raise UsageError(
-                    f"tensor parallelism: the first batch of rank {rank}",
-                    expected=f"that of rank {first}, with which it shares the layers",
+                    f"tensor parallelism: the first batch of {collectives.job.named([rank])}",
+                    expected=f"that of {collectives.job.named([first])}, with which it shares the layers",
                     got="another one",
                     fix=f"have loaders divide the data by rank // {self._size}",
                 )
@@ -236,6 +237,7 @@ class _SplitLayer:
                 got="keyword arguments only",
                 fix="pass it by position, or leave the module out of tp_plan",
             )
+        self._note("forward")
         inputs = self.prepare(module, args)
         for key, placements in self.placements.items():
             # In the instance's own dict, which is read before its parameters: there stays what the engine knows.
@@ -247,7 +249,18 @@ class _SplitLayer:
     def _after(self, module: nn.Module, args: Any, output: Any) -> Any:
         for key in self.placements:
             module.__dict__.pop(key, None)
-        return None if output is None else self.finish(module, args, output)  # None: the forward raised
+        if output is None:  # the forward raised
+            return None
+        finished = self.finish(module, args, output)
+        if isinstance(finished, Tensor) and finished.requires_grad:
+            finished.register_hook(lambda grad: self._note("backward"))  # before anything of this layer's backward
+        return finished
+
+    def _note(self, phase: str) -> None:
+        """Says for messages and counts which layer the next calls of the group are for."""
+        group = self.mesh.get_group()
+        if isinstance(group, TrackedGroup):
+            group.label, group.flight_recorder.phase = self.name, phase
 
 
 def _digest(value: Tensor) -> str:

@@ -97,6 +97,7 @@ class FlightRecorder:
     Attributes:
         phase: what the engine is doing ("forward", "backward", "step", "eval"), set by it, for messages only.
         step: the step the engine is at, for messages only; -1 before the first.
+        activity: which part of a schedule this rank computes, for messages only: "forward of micro-batch 2 on stage 1".
         probe: a collective on an accelerator and a way to ask if it has completed, or None. There the host does not
             block in `wait`, so the watchdog follows one collective at a time by this.
     """
@@ -104,6 +105,7 @@ class FlightRecorder:
     def __init__(self, capacity: int = 256) -> None:
         self.phase = ""
         self.step = -1
+        self.activity = ""
         self.probe: tuple[CollectiveRecord, Callable[[], bool]] | None = None
         self._entries: deque[CollectiveRecord] = deque(maxlen=capacity)
         self._waits: list[CollectiveRecord] = []

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
@@ -21,7 +21,9 @@ class RankState:
         waiting: the collective its longest-blocked thread is in, since `waited_seconds`; None when in none.
         finished: the collective it completed last.
         issued: how many collectives it has issued, by kind.
+        issued_in_groups: the same by the name of a recorder, of calls that not all ranks issue.
         recent: its newest calls of each kind, oldest first.
+        activity: which part of a schedule it computes: "forward of micro-batch 2 on stage 1"; empty outside of any.
         where: "file:line in function" of its main thread; empty once it has left.
         exit_reason: how it left the job ("finished and left", "left with ValueError: ..."), empty while it runs.
         failed: whether it left by an exception.
@@ -32,15 +34,19 @@ class RankState:
     waited_seconds: float = 0.0
     finished: Call | None = None
     issued: Mapping[str, int] = field(default_factory=dict)
+    issued_in_groups: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     recent: Sequence[Call] = ()
     phase: str = ""
     step: int = -1
+    activity: str = ""
     where: str = ""
     exit_reason: str = ""
     failed: bool = False
 
-    def has_issued(self, call: Call) -> bool:
-        return self.issued.get(call.kind, 0) >= call.seq
+    def has_issued(self, call: Call, group: str = "") -> bool:
+        """Whether it has issued a call of all ranks, or one of those that the recorder of this name has."""
+        issued = self.issued_in_groups.get(group, {}) if group else self.issued
+        return issued.get(call.kind, 0) >= call.seq
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -90,6 +96,9 @@ class ProcessStatus:
 
 _UNSEEN = ProcessStatus("unseen")
 
+Names = Callable[[Iterable[int]], str]
+"""Puts ranks into words."""
+
 
 def compose(
     alarm: Alarm,
@@ -97,6 +106,7 @@ def compose(
     world_size: int,
     statuses: Mapping[int, ProcessStatus] | None = None,
     store_silence: str = "",
+    names: Names | None = None,
 ) -> str:
     """The text of the report.
 
@@ -104,8 +114,9 @@ def compose(
         states: of the ranks that answered or left; the others are named as silent.
         statuses: of the silent ranks.
         store_silence: "the rendezvous store at ... has not answered for 4 s", if that is why ranks are not heard of.
+        names: puts ranks into words; by default `rank_list`.
     """
-    statuses = statuses or {}
+    statuses, names = statuses or {}, names or rank_list
     lines = [f"{alarm.headline}."]
     # Ranks in one and the same state share a line: on a thousand ranks there are a few lines, not a thousand.
     ranks_by_line: dict[str, list[int]] = {}
@@ -116,8 +127,8 @@ def compose(
         else:
             text = _describe(state)
         ranks_by_line.setdefault(text, []).append(rank)
-    lines += [f"  {rank_list(ranks)}: {text}" for text, ranks in ranks_by_line.items()]
-    if difference := first_difference({rank: state.recent for rank, state in states.items()}):
+    lines += [f"  {names(ranks)}: {text}" for text, ranks in ranks_by_line.items()]
+    if difference := first_difference({rank: state.recent for rank, state in states.items()}, names):
         lines.append(f"  First difference: {difference}.")
     # The last line says what to do. A stopped process explains everything else, and a silent store most of it.
     silent = [rank for rank in range(world_size) if rank not in states]
@@ -125,41 +136,42 @@ def compose(
     if store_silence:
         lines.append(f"  {store_silence[0].upper()}{store_silence[1:]}.")
     if stopped:
-        advice = f"{_sentence(stopped)} stopped by a signal: by Ctrl-Z, a debugger, or a batch system."
+        advice = f"{_sentence(stopped, names)} stopped by a signal: by Ctrl-Z, a debugger, or a batch system."
     elif store_silence:
         advice = "The process that keeps the store is stopped or gone, or the network between the machines is cut."
     else:
         unreachable = [statuses[rank] for rank in silent if rank in statuses and _is_elsewhere(statuses[rank])]
         hosts = sorted({status.who for status in unreachable})
-        advice = _advice(states.values(), silent, difference, hosts)
+        advice = _advice(states.values(), silent, difference, hosts, names)
     lines.append(f"  {advice}")
     return "\n".join(lines)
 
 
-def _sentence(ranks: Sequence[int]) -> str:
-    return f"R{rank_list(ranks)[1:]} {'were' if len(ranks) > 1 else 'was'}"
+def _sentence(ranks: Sequence[int], names: Names) -> str:
+    return f"R{names(ranks)[1:]} {'were' if len(ranks) > 1 else 'was'}"
 
 
 def _is_elsewhere(status: ProcessStatus) -> bool:
     return status.state == "unseen" and bool(status.who)
 
 
-def first_difference(recent: Mapping[int, Sequence[Call]]) -> str:
+def first_difference(recent: Mapping[int, Sequence[Call]], names: Names | None = None) -> str:
     """The earliest collective of each kind that is not the same on all ranks that issued it; "" when there is none.
 
     Args:
         recent: per rank its newest calls. Only numbers that at least two ranks still remember can be compared.
+        names: puts ranks into words; by default `rank_list`.
 
     Example:
         >>> barrier = Call("control", 1, "barrier", "save", 1, "", "")
         >>> first_difference({0: [barrier], 1: [barrier._replace(label="load")]})
         'control #1 is barrier "save" on rank 0, barrier "load" on rank 1'
     """
-    differences = [text for kind in KINDS if (text := _first_of_kind(kind, recent))]
+    differences = [text for kind in KINDS if (text := _first_of_kind(kind, recent, names or rank_list))]
     return "; ".join(differences)
 
 
-def _first_of_kind(kind: Kind, recent: Mapping[int, Sequence[Call]]) -> str:
+def _first_of_kind(kind: Kind, recent: Mapping[int, Sequence[Call]], names: Names) -> str:
     by_seq: dict[int, dict[int, Call]] = {}
     for rank, calls in recent.items():
         for call in calls:
@@ -169,17 +181,17 @@ def _first_of_kind(kind: Kind, recent: Mapping[int, Sequence[Call]]) -> str:
         calls_here = by_seq[seq]
         reference = calls_here[min(calls_here)]
         if not all(call.same_as(reference) for call in calls_here.values()):
-            return f"{kind} #{seq} is {_variants(calls_here)}"
+            return f"{kind} #{seq} is {_variants(calls_here, names)}"
     return ""
 
 
-def _variants(calls: Mapping[int, Call]) -> str:
+def _variants(calls: Mapping[int, Call], names: Names) -> str:
     variants: dict[tuple[str, str, int, str], list[int]] = {}
     for rank in sorted(calls):
         call = calls[rank]
         variants.setdefault((call.op, call.label, call.numel, call.dtype), []).append(rank)
     return ", ".join(
-        f'{op} "{label}"{f" of {numel} x {dtype}" if dtype else ""} on {rank_list(ranks)}'
+        f'{op} "{label}"{f" of {numel} x {dtype}" if dtype else ""} on {names(ranks)}'
         for (op, label, numel, dtype), ranks in variants.items()
     )
 
@@ -201,6 +213,7 @@ def _describe_silent(status: ProcessStatus, *, may_be_cut_off: bool) -> str:
 def _describe(state: RankState) -> str:
     """What follows "rank 3: ", in one line."""
     step = f", in step {state.step}" if state.step >= 0 else ""
+    step += f", in the {state.activity}" if state.activity else ""
     if state.exit_reason:
         last = f", after {state.finished}" if state.finished else ", before any collective"
         return f"{state.exit_reason}{step}{last}"
@@ -211,7 +224,9 @@ def _describe(state: RankState) -> str:
     return f"in no collective{step}; {last}{where}"
 
 
-def _advice(states: Iterable[RankState], silent: Sequence[int], difference: str, hosts: Sequence[str]) -> str:
+def _advice(
+    states: Iterable[RankState], silent: Sequence[int], difference: str, hosts: Sequence[str], names: Names
+) -> str:
     """The likeliest cause first: ranks that ran different programs, an exception, a killed process, and so on."""
     states = list(states)
     exited = [state.rank for state in states if state.exit_reason]
@@ -219,15 +234,15 @@ def _advice(states: Iterable[RankState], silent: Sequence[int], difference: str,
     if difference:
         return "Every rank has to go through the same modules, with the same shapes, in the same order."
     if failed := [state.rank for state in states if state.failed]:
-        return f"The cause is the exception on {rank_list(failed)}."
+        return f"The cause is the exception on {names(failed)}."
     if silent:
-        look = f"Look at the end of the output of {rank_list(silent)}; a process out of memory is killed without a word"
+        look = f"Look at the end of the output of {names(silent)}; a process out of memory is killed without a word"
         return f"{look}. Or the network to {', '.join(hosts)} is cut." if hosts else f"{look}."
     if exited:
-        return f"Give every rank the same number of steps; {rank_list(exited)} had fewer."
+        return f"Give every rank the same number of steps; {names(exited)} had fewer."
     if outside:
         return (
-            f"What keeps {rank_list(outside)} must be done by every rank, or take less than the limit "
+            f"What keeps {names(outside)} must be done by every rank, or take less than the limit "
             "(ZEROACCEL_COLLECTIVE_TIMEOUT, in seconds)."
         )
     return (

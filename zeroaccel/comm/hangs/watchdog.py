@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from types import FrameType, TracebackType
 from typing import ClassVar
@@ -23,7 +24,15 @@ from typing import ClassVar
 import torch
 
 from zeroaccel.comm.hangs.flight_recorder import CollectiveRecord, FlightRecorder
-from zeroaccel.comm.hangs.hang_report import Alarm, HangReport, ProcessStatus, RankState, compose, rank_list
+from zeroaccel.comm.hangs.hang_report import (
+    Alarm,
+    HangReport,
+    Names,
+    ProcessStatus,
+    RankState,
+    compose,
+    rank_list,
+)
 from zeroaccel.comm.hangs.peer_processes import PeerProcesses
 from zeroaccel.comm.hangs.side_channel import ChannelLost, ChannelSilent, SideChannel
 from zeroaccel.errors import CollectiveError, CollectiveTimeoutError
@@ -76,6 +85,21 @@ def check_transition(old: WatchdogState, new: WatchdogState) -> None:
     assert new in _TRANSITIONS[old], f"a watchdog that is {old.value} cannot become {new.value}"
 
 
+@dataclass(frozen=True)
+class _Followed:
+    """A recorder of calls that only some ranks issue.
+
+    Attributes:
+        needs: ranks that take part in all of its calls.
+        alike: they issue the same ones, so that of a rank that has left it is known which ones it has still issued.
+    """
+
+    name: str
+    recorder: FlightRecorder
+    needs: frozenset[int]
+    alike: bool
+
+
 class Watchdog:
     """One per topology; its thread starts at once and ends with `leave`.
 
@@ -85,6 +109,7 @@ class Watchdog:
         peers: the other ranks' processes.
         limit: seconds a collective may wait; `math.inf` for no limit.
         interrupt: makes every thread that waits in a collective raise, and lets no later one complete.
+        names: puts ranks into words.
 
     Attributes:
         error: what every collective of this rank raises from now on, or None before there is a report.
@@ -100,12 +125,14 @@ class Watchdog:
         peers: PeerProcesses,
         limit: float,
         interrupt: Callable[[], None],
+        names: Names = rank_list,
     ) -> None:
         self.limit = limit
         self.error: CollectiveError | None = None
         self.error_logged = False
         self._flight_recorder = flight_recorder
-        self._followed: list[tuple[FlightRecorder, frozenset[int]]] = []
+        self._followed: list[_Followed] = []
+        self._names = names
         self._rank = channel.rank
         self._world_size = channel.world_size
         self._channel: SideChannel | None = channel  # None once the store is gone or no longer needed
@@ -132,13 +159,15 @@ class Watchdog:
 
     # --- called by the threads that communicate
 
-    def follow(self, flight_recorder: FlightRecorder, needs: frozenset[int]) -> None:
+    def follow(self, name: str, flight_recorder: FlightRecorder, needs: frozenset[int], *, alike: bool) -> None:
         """Looks at another recorder too, of calls that only some ranks issue, so that histories are not compared.
 
         Args:
-            needs: ranks that none of its calls can complete without, whatever they have issued before they left.
+            name: the same on the ranks that issue them.
+            needs: ranks that none of its calls can complete without.
+            alike: these ranks issue the same calls, and one that has issued a call before it left does not hold it up.
         """
-        self._followed.append((flight_recorder, needs))
+        self._followed.append(_Followed(name, flight_recorder, needs, alike))
 
     def failure(self) -> CollectiveError:
         """The error to raise for a collective that is called after the report."""
@@ -151,7 +180,7 @@ class Watchdog:
 
         Blocks until the report is there, at most a few seconds.
         """
-        headline = f"rank {self._rank} failed in {entry.call}: {_reason(cause)}"
+        headline = f"{self._own_name} failed in {entry.call}: {_reason(cause)}"
         if self._exit_notice is None:
             self._backend_failure = Alarm(self._rank, headline, timed_out=False)
             self._wake.set()
@@ -284,7 +313,7 @@ class Watchdog:
 
     def _longest_of_any(self) -> CollectiveRecord | None:
         """What blocks this rank: a collective of all ranks if there is one, else of the recorders that are followed."""
-        recorders = (self._flight_recorder, *(recorder for recorder, _ in self._followed))
+        recorders = (self._flight_recorder, *(followed.recorder for followed in self._followed))
         return next((entry for recorder in recorders if (entry := self._longest_pending(recorder))), None)
 
     def _overdue(self) -> Alarm | None:
@@ -294,7 +323,7 @@ class Watchdog:
         waited = time.monotonic() - entry.since
         if waited <= self.limit:
             return None
-        headline = f"rank {self._rank} has waited {waited:.1f} s (the limit is {self.limit:g} s) for {entry.call}"
+        headline = f"{self._own_name} has waited {waited:.1f} s (the limit is {self.limit:g} s) for {entry.call}"
         return Alarm(self._rank, headline, timed_out=True)
 
     def _is_doomed(self, channel: SideChannel) -> Alarm | None:
@@ -303,7 +332,7 @@ class Watchdog:
             return self._is_deserted()
         call = entry.call
         if exited := [rank for rank, state in self._exited.items() if not state.has_issued(call)]:
-            headline = f"{rank_list(exited)} left the job while rank {self._rank} waits for {call}"
+            headline = f"{self._names(exited)} left the job while {self._own_name} waits for {call}"
             return Alarm(self._rank, headline, timed_out=False)
         # Comparing histories takes a few round trips, so only a wait that is long for a collective is worth it.
         if time.monotonic() - entry.since <= min(_STALL_SECONDS, self.limit / 2):
@@ -312,9 +341,15 @@ class Watchdog:
 
     def _is_deserted(self) -> Alarm | None:
         """A wait of a recorder that is followed, for ranks that have left."""
-        for recorder, needs in self._followed:
-            if (exited := needs & self._exited.keys()) and (entry := self._longest_pending(recorder)) is not None:
-                headline = f"{rank_list(exited)} left the job while rank {self._rank} waits for {entry.call}"
+        for followed in self._followed:
+            gone = followed.needs & self._exited.keys()
+            if not gone or (entry := self._longest_pending(followed.recorder)) is None:
+                continue
+            call = entry.call
+            if exited := [
+                rank for rank in gone if not (followed.alike and self._exited[rank].has_issued(call, followed.name))
+            ]:
+                headline = f"{self._names(exited)} left the job while {self._own_name} waits for {call}"
                 return Alarm(self._rank, headline, timed_out=False)
         return None
 
@@ -331,8 +366,9 @@ class Watchdog:
         other, is_same = channel.compare_history(entry)
         if is_same:
             return None
-        ranks = rank_list((other, self._rank))
-        headline = f"{ranks} have gone through different collectives by {entry.kind} #{entry.seq}"
+        headline = (
+            f"{self._names((other, self._rank))} have gone through different collectives by {entry.kind} #{entry.seq}"
+        )
         return Alarm(self._rank, headline, timed_out=False)
 
     def _deadlocked(self, channel: SideChannel, entry: CollectiveRecord) -> Alarm | None:
@@ -350,7 +386,7 @@ class Watchdog:
         own, theirs = entry.call, first.waiting
         if first.has_issued(own) or self._flight_recorder.issued()[theirs.kind] >= theirs.seq:
             return None
-        headline = f"rank 0 waits for {theirs} while rank {self._rank} waits for {own}"
+        headline = f"{self._names([0])} waits for {theirs} while {self._own_name} waits for {own}"
         return Alarm(self._rank, headline, timed_out=False)
 
     # --- from the alarm to the report
@@ -411,14 +447,14 @@ class Watchdog:
             missing = [rank for rank in missing if rank not in states]
             time.sleep(_ALARM_POLL_SECONDS)
         self._num_store_users = len(states)
-        text = compose(alarm, states, self._world_size, self._silent_statuses(states))
+        text = compose(alarm, states, self._world_size, self._silent_statuses(states), names=self._names)
         logger.error(text, extra={"all_ranks": True})
         return HangReport(text, alarm.timed_out)
 
     def _report_alone(self, alarm: Alarm, store_silence: str = "") -> HangReport:
         """What this rank can say without the others."""
         states = self._exited | {self._rank: self._exit_notice or self._rank_state()}
-        text = compose(alarm, states, self._world_size, self._silent_statuses(states), store_silence)
+        text = compose(alarm, states, self._world_size, self._silent_statuses(states), store_silence, self._names)
         return HangReport(text, alarm.timed_out)
 
     def _silent_statuses(self, answered: Collection[int]) -> dict[int, ProcessStatus]:
@@ -498,10 +534,14 @@ class Watchdog:
         except ChannelLost:
             self._channel = None
 
+    @property
+    def _own_name(self) -> str:
+        return self._names([self._rank])
+
     def _rank_state(self, exit_reason: str = "", *, failed: bool = False) -> RankState:
         recorder = self._flight_recorder
         waiting = None if exit_reason else self._longest_of_any()
-        recorders = (recorder, *(followed for followed, _ in self._followed))
+        recorders = (recorder, *(followed.recorder for followed in self._followed))
         finished = max(
             (entry for each in recorders if (entry := each.last_finished)), key=lambda entry: entry.since, default=None
         )
@@ -511,9 +551,11 @@ class Watchdog:
             waited_seconds=time.monotonic() - waiting.since if waiting else 0.0,
             finished=finished.call if finished else None,
             issued=recorder.issued(),
+            issued_in_groups={followed.name: followed.recorder.issued() for followed in self._followed},
             recent=recorder.recent(),
             phase=recorder.phase,
             step=recorder.step,
+            activity=recorder.activity,
             where="" if exit_reason else user_frame(),
             exit_reason=exit_reason,
             failed=failed,

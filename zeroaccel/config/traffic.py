@@ -1,0 +1,222 @@
+"""Bytes that a step sends along each axis of a mesh, in closed form.
+
+`comm/recording.py` counts the same while it runs, and tests hold the two together, to the byte. Each function returns
+the mean over the ranks of the job, inside and across nodes; a node has consecutive ranks. Bytes are those of messages
+between pairs of ranks, as host memory has them.
+
+Letters: B samples of a micro-batch, S tokens of a whole sequence, M micro-batches per step; t ranks that share layers,
+P ranks that share a sequence.
+
+ZeRO's own axes are `shard_traffic`; with ZeRO++ and without other axes, `comm_plan.step_traffic`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from zeroaccel.config.comm_plan import StepTraffic
+from zeroaccel.config.parallel import AXES, ParallelConfig
+
+__all__ = ["SplitLayerShape", "axis_groups", "pipeline_traffic", "sequence_traffic", "shard_traffic", "tensor_traffic"]
+
+_RUNNING_NBYTES = 4  # of an element of the sum that goes from replica to replica
+_POSITION_NBYTES = 8
+_LOSS_NBYTES = 16  # a loss and the number of its labels, as float64
+
+# By style, whether outputs are summed or gathered in forward, and gradients of inputs in backward.
+_SUMS_FORWARD = frozenset({"rowwise", "rowwise_rep", "rowwise_split_input", "embedding_rowwise"})
+_GATHERS_FORWARD = frozenset({"colwise_gather_output", "colwise_rep", "embedding_colwise"})
+_SUMS_BACKWARD = frozenset({"colwise", "colwise_gather_output", "colwise_rep"})
+_GATHERS_BACKWARD = frozenset({"rowwise_rep", "rowwise_split_input"})
+_SUMS_WEIGHTS = frozenset({"replicated_with_grad_allreduce"})
+
+
+@dataclass(frozen=True)
+class SplitLayerShape:
+    """A layer that ranks share.
+
+    Attributes:
+        style: as of `ParallelConfig.tp_plan`.
+        in_features, out_features: of the whole layer; of a norm of heads both are the width of a head.
+    """
+
+    style: str
+    in_features: int
+    out_features: int
+
+
+def axis_groups(mesh: ParallelConfig, *axes: str) -> tuple[tuple[int, ...], ...]:
+    """The ranks that differ in these axes only, in ascending order, for a resolved mesh.
+
+    Example:
+        >>> mesh = ParallelConfig(dp_shard=2, tp=2)
+        >>> axis_groups(mesh, "tp"), axis_groups(mesh, "dp_shard")
+        (((0, 1), (2, 3)), ((0, 2), (1, 3)))
+    """
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(_world_size(mesh)):
+        places = mesh.coordinates(rank)
+        groups.setdefault(tuple(places[axis] for axis in AXES if axis not in axes), []).append(rank)
+    return tuple(map(tuple, groups.values()))
+
+
+def tensor_traffic(
+    mesh: ParallelConfig,
+    layers: Iterable[SplitLayerShape],
+    tokens: int,
+    ranks_per_node: int,
+    *,
+    itemsize: int = 2,
+    accumulation: int = 1,
+) -> StepTraffic:
+    """Sums and gathers of the layers that ranks share. (Megatron-LM, arXiv:1909.08053, section 3)
+
+    A sum of N elements counts as a reduce-scatter and an all-gather, 2 ceil(N / t) to each of t - 1 ranks. Each
+    `colwise` layer sums the gradient of its own input, so q, k and v take three sums where Megatron's fused one takes
+    one. What recomputation repeats is not in it.
+
+    Args:
+        tokens: of a micro-batch on one rank, B S / P.
+
+    Example:
+        >>> block = [SplitLayerShape("colwise", 64, 256), SplitLayerShape("rowwise", 256, 64)]
+        >>> tensor_traffic(ParallelConfig(dp_shard=1, tp=2), block, tokens=10, ranks_per_node=2)
+        StepTraffic(inside=2560.0, across=0.0)
+    """
+    size = mesh.tp
+    to_each = 0
+    for layer in layers:
+        sent, received = tokens * layer.out_features, tokens * layer.in_features
+        if layer.style in _SUMS_FORWARD:
+            to_each += 2 * -(-sent // size)
+        if layer.style in _GATHERS_FORWARD:
+            to_each += sent // size
+        if layer.style in _SUMS_BACKWARD:
+            to_each += 2 * -(-received // size)
+        if layer.style in _GATHERS_BACKWARD:
+            to_each += received // size
+        if layer.style in _SUMS_WEIGHTS:
+            to_each += 2 * -(-layer.out_features // size)
+    return _to_peers(to_each * itemsize * accumulation, axis_groups(mesh, "tp"), ranks_per_node)
+
+
+def sequence_traffic(
+    mesh: ParallelConfig,
+    *,
+    layers: int,
+    batch: int,
+    tokens: int,
+    heads: int,
+    key_heads: int,
+    head_width: int,
+    ranks_per_node: int,
+    itemsize: int = 2,
+    accumulation: int = 1,
+    padded: bool = False,
+    averages_loss: bool = True,
+) -> StepTraffic:
+    """Exchanges of heads in forward and backward, and what masks and losses need. (Ulysses, arXiv:2309.14509)
+
+    Args:
+        layers: of attention.
+        batch, tokens: B and S.
+        heads, key_heads: of the rank's layers; heads of keys are copied where P does not divide them.
+        padded: batches have a padding mask.
+        averages_loss: by `SequenceGroup.mean_loss`.
+    """
+    size, own = mesh.sp, batch * tokens // mesh.sp
+    if key_heads % size:
+        key_heads *= size // key_heads if size % key_heads == 0 else heads // key_heads
+    exchanged = own * head_width * (2 * heads + 2 * key_heads) // size  # queries, keys, values; outputs
+    to_each = 2 * layers * exchanged * itemsize  # forward, backward
+    to_each += own * (_POSITION_NBYTES + padded) + averages_loss * _LOSS_NBYTES
+    return _to_peers(to_each * accumulation, axis_groups(mesh, "sp"), ranks_per_node)
+
+
+def pipeline_traffic(
+    mesh: ParallelConfig,
+    boundary_numel: int,
+    ranks_per_node: int,
+    *,
+    itemsize: int = 2,
+    accumulation: int = 1,
+    tied_numel: int = 0,
+) -> StepTraffic:
+    """Activations forward and gradients back, of each micro-batch over each boundary of two stages.
+
+    Args:
+        boundary_numel: elements between two stages on one rank, B S / P times the hidden size.
+        accumulation: M.
+        tied_numel: elements of the parameters that the first and the last stage share: sent once to the last, and M
+            gradients back.
+    """
+    micro_batch = boundary_numel * itemsize * accumulation
+    total = StepTraffic(0.0, 0.0)
+    for ranks in axis_groups(mesh, "pp"):
+        for earlier, later in itertools.pairwise(ranks):
+            total += _between(earlier, later, 2 * micro_batch, ranks_per_node)
+        if len(ranks) > 1:
+            total += _between(ranks[0], ranks[-1], tied_numel * itemsize * (accumulation + 1), ranks_per_node)
+    return _mean(total, mesh)
+
+
+def shard_traffic(
+    mesh: ParallelConfig,
+    unit_numels: Sequence[int],
+    ranks_per_node: int,
+    *,
+    gathers: int,
+    reductions: int,
+    itemsize: int = 2,
+) -> dict[str, StepTraffic]:
+    """ZeRO's gathers and reductions, by axis: "dp_shard", over dp_shard x sp ranks, and "dp_replicate".
+
+    Args:
+        unit_numels: elements of each unit's flat buffer on one rank, padded, all trained. With stages those of one, and
+            the result is of its ranks.
+        gathers: how often a unit is gathered in a step: 2 M at stage 3 where units are given up between forward and
+            backward, once at stages 1 and 2.
+        reductions: how often its gradients are reduced in a step: M at stages 2 and 3, else once.
+    """
+    parts = mesh.dp_shard * mesh.sp
+    shard = sum(numel // parts for numel in unit_numels)
+    each = shard * itemsize * (gathers + reductions)
+    within = _to_peers(each, axis_groups(mesh, "dp_shard", "sp"), ranks_per_node)
+    # Between replicas a running sum goes from one to the next, in fp32, and from the last one on the result.
+    across = StepTraffic(0.0, 0.0)
+    for ranks in axis_groups(mesh, "dp_replicate"):
+        for place in range(len(ranks) - 1):
+            following = (ranks[-1], *ranks)[place : place + 2]  # the last one passes the result on to the first
+            across += _between(ranks[place], ranks[place + 1], shard * _RUNNING_NBYTES * reductions, ranks_per_node)
+            across += _between(*following, shard * itemsize * reductions, ranks_per_node)
+    return {"dp_shard": within, "dp_replicate": _mean(across, mesh)}
+
+
+def _to_peers(nbytes: int, groups: Sequence[Sequence[int]], ranks_per_node: int) -> StepTraffic:
+    """`nbytes` from each rank to each of the others in its group."""
+    near = far = 0
+    for ranks in groups:
+        on_node: dict[int, int] = {}
+        for rank in ranks:
+            on_node[rank // ranks_per_node] = on_node.get(rank // ranks_per_node, 0) + 1
+        pairs = sum(count * (count - 1) for count in on_node.values())
+        near, far = near + pairs, far + len(ranks) * (len(ranks) - 1) - pairs
+    world_size = sum(map(len, groups))
+    return StepTraffic(nbytes * near / world_size, nbytes * far / world_size)
+
+
+def _between(first: int, second: int, nbytes: int, ranks_per_node: int) -> StepTraffic:
+    """`nbytes` between two ranks, in either direction."""
+    is_near = first // ranks_per_node == second // ranks_per_node
+    return StepTraffic(float(nbytes), 0.0) if is_near else StepTraffic(0.0, float(nbytes))
+
+
+def _mean(total: StepTraffic, mesh: ParallelConfig) -> StepTraffic:
+    world_size = _world_size(mesh)
+    return StepTraffic(total.inside / world_size, total.across / world_size)
+
+
+def _world_size(mesh: ParallelConfig) -> int:
+    return mesh.pp * mesh.data_parallel_size * mesh.sp * mesh.tp
