@@ -24,6 +24,7 @@ from torch import Tensor
 from zeroaccel.logs import logger
 from zeroaccel.offload.file_io import Direction
 from zeroaccel.offload.tier import Tier
+from zeroaccel.telemetry import timeline
 
 _BREAKDOWN_STEPS = 10
 """Steps between breakdowns where `steps_per_print` does not say."""
@@ -234,6 +235,7 @@ class StepReport:
 
     Attributes:
         offload: number of steps -> the line about offload, logged with the breakdown of times. None without offload.
+        step_listener: called after each optimizer step, last of all, by a trace; or None.
     """
 
     def __init__(
@@ -254,6 +256,8 @@ class StepReport:
         self._memory: dict[str, MemoryUse] | None = {} if memory_breakdown and reports else None
         self._monitors = monitors if monitors is not None and len(monitors) and reports else None
         self.offload: Callable[[int], str] | None = None
+        self.step_listener: Callable[[], None] | None = None
+        self._traced: dict[str, timeline.Mark] = {}
         self._losses: list[Tensor] = []
         self._steps = 0  # since the last lines
         self._since: tuple[int, float] | None = None  # samples and time at the last lines, or after the first step
@@ -265,6 +269,9 @@ class StepReport:
 
     def begin(self, phase: str) -> None:
         """A phase begins."""
+        if timeline.active is not None:
+            timeline.active.end_backward()
+            self._traced[phase] = timeline.active.mark()
         if self._clock is not None:
             self._clock.begin(phase)
 
@@ -274,6 +281,10 @@ class StepReport:
             self._clock.end(phase)
         if self._memory is not None:
             self._memory[phase] = memory_now(self._device)
+        if timeline.active is not None:
+            timeline.active.end_backward()
+            if phase in self._traced:
+                timeline.active.add("phase", phase, self._traced.pop(phase))
 
     def loss(self, loss: Tensor) -> None:
         """The loss of one micro-batch; copied to the host only at the end of the step, and only for a monitor."""
@@ -293,6 +304,8 @@ class StepReport:
             self._since = (engine.global_samples, time.perf_counter())
         elif self._since is None:
             self._since = (engine.global_samples, time.perf_counter())
+        if self.step_listener is not None:
+            self.step_listener()
 
     def close(self) -> None:
         """Closes the monitors."""
