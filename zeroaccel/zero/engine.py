@@ -203,6 +203,9 @@ class Engine(nn.Module):
         self._report = parts.report
         if tiers is not None and tiers.is_used:
             self._report.offload = _offload_report(tiers, optimizer)
+        if self._report.performance is not None:
+            watched = tiers.tiers if tiers is not None and tiers.is_used else {}
+            self._report.performance.watch(collectives, watched, _update_times(optimizer))
 
         # Gradients to shards, shards to masters, masters to weights.
         trained = [(unit.name, b) for unit in units for b in unit.buffers if b.trainable]
@@ -1071,12 +1074,16 @@ class Engine(nn.Module):
         return self  # nothing would change
 
 
-def _offload_report(tiers: TierSet, optimizer: ShardedOptimizer | None) -> OffloadReport:
+def _update_times(optimizer: ShardedOptimizer | None) -> Callable[[], tuple[float, float, float]]:
     def update_times() -> tuple[float, float, float]:
         if optimizer is None:
             return 0.0, 0.0, 0.0
         return optimizer.update_seconds, optimizer.waited_seconds, optimizer.hidden_seconds
 
+    return update_times
+
+
+def _offload_report(tiers: TierSet, optimizer: ShardedOptimizer | None) -> OffloadReport:
     swapper = tiers.swapper
     overlaps_io = swapper is not None and swapper.pipeline_read and swapper.pipeline_write
-    return OffloadReport(tiers.tiers, update_times, overlaps_io=overlaps_io)
+    return OffloadReport(tiers.tiers, _update_times(optimizer), overlaps_io=overlaps_io)
