@@ -232,13 +232,12 @@ def finish_report(args: argparse.Namespace, console: Console, seconds: float) ->
     """Has the page made, and says where it is and what to try next."""
     page = args.report / "report.html"
     subprocess.run([sys.executable, "-m", "zeroaccel.cli", "report", args.report, "-o", page], check=True)
-    console.print(
-        f"{seconds:.1f} s in all; open {page} to see losses, times, memory and traffic of each step. Try next:"
-    )
-    console.print("  make demo OFFLOAD=cpu                          # masters and states in host memory")
-    console.print("  make demo DEMO_ARGS='--stage 1'                # another stage, the same losses")
-    console.print("  zeroaccel trace --num_processes 2 examples/train_gpt.py   # where a step's time goes")
-    console.print("  zeroaccel estimate 7b --ranks 8                # what a larger model needs")
+    program = os.path.relpath(Path(sys.executable).with_name("zeroaccel"))
+    console.print(f"{seconds:.1f} s in all; {page} shows losses, times, memory and traffic of each step. Try next:")
+    console.print("  make demo OFFLOAD=cpu              # masters and states in host memory")
+    console.print("  make demo DEMO_ARGS='--stage 1'    # another stage, the same losses")
+    console.print(f"  {program} trace --num_processes 2 examples/train_gpt.py    # where a step's time goes")
+    console.print(f"  {program} estimate 7b --ranks 8    # what a larger model needs")
 
 
 # -- the command
