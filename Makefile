@@ -24,7 +24,7 @@ help:  ## Show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-13s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 demo: $(INSTALLED)  ## Train a small GPT on real text with ZeRO-3 in bf16 on two processes; OFFLOAD=cpu or nvme
-	$(BIN)/zeroaccel launch --num_processes 2 examples/train_gpt.py --offload $(OFFLOAD) $(DEMO_ARGS)
+	$(BIN)/zeroaccel launch --num_processes 2 examples/train_gpt.py --offload $(OFFLOAD) --report build/demo $(DEMO_ARGS)
 
 test: lint  ## Lint, check the types and run the tests, all but a few slow ones
 	$(PYTEST) -m "not slow" $(TEST_ARGS)

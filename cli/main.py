@@ -121,6 +121,7 @@ SUB_COMMANDS: Mapping[str, LazyCommand] = {
         "launch": ("launch.launch_command", "Run a script as several processes, on this machine or on several."),
         "report": ("report", "Draw the metrics of a run, or of two, as one HTML page."),
         "test": ("verify", "Train a small model at every stage on this machine."),
+        "trace": ("trace", "Record a script's steps: where their time goes, and what waits for what."),
         "verify": ("verify", "Compare a script's first steps at stage 0 and as configured."),
         "zero-to-fp32": ("checkpoint", "Make full weights of a sharded checkpoint."),
     }.items()

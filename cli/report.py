@@ -23,7 +23,7 @@ _FOLDER = click.Path(path_type=Path)
 def report(run: Path, other: Path | None, out: str | None) -> None:
     """Draw the metrics of RUN, or of two runs beside each other, as one HTML page.
 
-    RUN is the folder that a csv_monitor or a CsvTracker wrote into, or one above it.
+    RUN is the folder that a jsonl_monitor or csv_monitor, or a tracker of such files, wrote into, or one above it.
 
     \b
     Examples:

@@ -12,6 +12,9 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
+import shutil
+import subprocess
 import sys
 import sysconfig
 import time
@@ -151,6 +154,8 @@ def ds_config(args: argparse.Namespace) -> dict[str, Any]:
         if args.stage == 3:
             config["zero_optimization"]["offload_param"] = {**where, "max_in_cpu": 0}
         config |= {"wall_clock_breakdown": True, "steps_per_print": max(1, args.steps // 5)}
+    if args.report is not None:
+        config["jsonl_monitor"] = {"enabled": True, "output_path": str(args.report), "job_name": "metrics"}
     return config
 
 
@@ -223,6 +228,18 @@ def generate(engine: zeroaccel.Engine, prompt: str, length: int, context: int, s
     return bytes(ids).decode(errors="replace")
 
 
+def finish_report(args: argparse.Namespace, console: Console, seconds: float) -> None:
+    """Has the page made, and says where it is and what to try next."""
+    page = args.report / "report.html"
+    subprocess.run([sys.executable, "-m", "zeroaccel.cli", "report", args.report, "-o", page], check=True)
+    program = os.path.relpath(Path(sys.executable).with_name("zeroaccel"))
+    console.print(f"{seconds:.1f} s in all; {page} shows losses, times, memory and traffic of each step. Try next:")
+    console.print("  make demo OFFLOAD=cpu              # masters and states in host memory")
+    console.print("  make demo DEMO_ARGS='--stage 1'    # another stage, the same losses")
+    console.print(f"  {program} trace --num_processes 2 examples/train_gpt.py    # where a step's time goes")
+    console.print(f"  {program} estimate 7b --ranks 8    # what a larger model needs")
+
+
 # -- the command
 
 
@@ -242,6 +259,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate [%(default)s]")
     parser.add_argument("--prompt", default="class ", help="what the model continues at the end [%(default)r]")
     parser.add_argument("--generate", type=int, default=300, help="bytes to generate [%(default)s]")
+    parser.add_argument("--report", type=Path, metavar="FOLDER", help="write metrics, and a page of them, there")
     parser.add_argument("--seed", type=int, default=0, help="of weights, batches and generated text [%(default)s]")
     args = parser.parse_args()
     if args.offload != "none" and args.stage == 0:
@@ -254,7 +272,9 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> int:
-    args = arguments()
+    args, begun = arguments(), time.perf_counter()
+    if args.report is not None and os.environ.get("RANK", "0") == "0":
+        shutil.rmtree(args.report / "metrics", ignore_errors=True)  # of an earlier run, which these would continue
     torch.manual_seed(args.seed)
     model = GPT(args.dim, args.layers, args.heads)
     engine, _, _, _ = zeroaccel.initialize(model=model, config=ds_config(args))
@@ -289,6 +309,8 @@ def main() -> int:
         f"{'below' if below else 'NOT BELOW'} by {abs(entropy - loss):.3f}"
     )
     engine.destroy()
+    if args.report is not None and rank == 0:
+        finish_report(args, console, time.perf_counter() - begun)
     dist.destroy_process_group()
     return 0 if below else 1
 

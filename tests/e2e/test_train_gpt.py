@@ -45,7 +45,14 @@ def example() -> ModuleType:
 def launched(text: Path) -> JobResult:
     """ZeRO-3 in bf16 on two processes: what `make demo` does, small."""
     launch = (sys.executable, "-m", "zeroaccel.cli", "launch", "--cpu", "--num_processes", 2)
-    return run_command([*launch, SCRIPT, "--text", text, *TINY], timeout=90.0)
+    return run_command([*launch, SCRIPT, "--text", text, *TINY, "--report", text.parent / "demo"], timeout=90.0)
+
+
+def test_it_ends_with_its_report_and_what_to_try_next(launched: JobResult, text: Path) -> None:
+    page = text.parent / "demo" / "report.html"
+    assert f"s in all; {page} shows losses" in launched.stdout
+    assert "make demo OFFLOAD=cpu" in launched.stdout.splitlines()[-4]
+    assert "Where a step's time goes" in page.read_text()
 
 
 def test_it_ends_below_the_unigram_entropy_of_text_it_has_not_seen(launched: JobResult) -> None:

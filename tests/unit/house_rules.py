@@ -61,6 +61,7 @@ ENVIRONMENT_READERS = {
     "cli/launch/agent.py": "tells torch's elastic agent, which reads it, that attempts do not share a store",
     "cli/config/config_command.py": "whether there is somebody to ask, and where files of the user lie",
     "cli/doctor.py": "shows the machine and the settings in force, and passes the environment to a job of its own",
+    "cli/trace.py": "passes it to a job of its own, with an order",
     "cli/verify.py": "passes it to jobs of its own, with an order",
     "cli/launch/launch_command.py": "the launcher's own switches, and what its plan passes on to the ranks",
     "cli/launch/node.py": "what the launching machine hands on, for the ranks it starts",
@@ -74,6 +75,7 @@ ENVIRONMENT_READERS = {
     "zeroaccel/logging.py": "ACCELERATE_LOG_LEVEL, the level of a script's loggers",
     "zeroaccel/accelerate/launchers.py": "inside the ranks it starts, to tell them their places",
     "zeroaccel/telemetry/verification.py": "the order of `zeroaccel verify`, which reaches a script no other way",
+    "zeroaccel/zero/step_trace.py": "the order of `zeroaccel trace`, which reaches a script no other way",
     "zeroaccel/logs.py": "RANK, known before there is a process group, and the log level",
 }
 
@@ -134,6 +136,7 @@ ENGINE_LAYERS: tuple[tuple[str, ...], ...] = (
     ("weight_update", "storage.state_offload", "access.param_registry"),
     ("step_boundary", "access.full_params", "access.safe_get_set"),
     ("build", "from_config", "hooks"),
+    ("step_trace",),
     ("engine", "access.deferred_init", "access.load_safetensors"),
 )
 # Words that the field does not use for what they were used for here, and people as subjects where a rank, a class or a

@@ -17,7 +17,7 @@ from tests.unit.checkpoint_by_hand import Entry, make_checkpoint
 from zeroaccel.cli.main import main
 from zeroaccel.cli.pages.frame import MOST_NBYTES, page
 from zeroaccel.cli.progress import progress
-from zeroaccel.telemetry.trackers import CsvTracker
+from zeroaccel.telemetry.trackers import CsvTracker, JsonlTracker
 
 MODEL = "tests.unit.test_cli_estimate:tiny"
 
@@ -150,8 +150,8 @@ def test_a_report_shows_every_metric_of_two_runs(tmp_path: Path) -> None:
     assert _run("report", str(tmp_path / "one"), str(tmp_path / "two"), "-o", str(path)) == 0
     found = _read(path)
     rows = {row[0].rsplit("/", 1)[-1]: row[1:] for row in found.tables["Every metric of the run"][1:]}
-    assert rows["Train_lr, one"] == ["100", "1", "100", "0.1", "0.1", "0.1"]
-    assert rows["Train_loss, two"] == ["100", "1", "100", "0.08", "8", "0.08"]
+    assert rows["Train_lr, one"] == ["100", "1", "100", "0.1", "0.1", "0.1", "0.1"]
+    assert rows["Train_loss, two"] == ["100", "1", "100", "0.08", "0.41499", "8", "0.08"]
     assert path.read_text().count("<polyline") == 3
     values = next(table for caption, table in found.tables.items() if "Train_loss: 40 of 100 steps" in caption)
     assert (values[1], values[-1]) == (["1", "4", "8"], ["100", "0.04", "0.08"])
@@ -159,10 +159,61 @@ def test_a_report_shows_every_metric_of_two_runs(tmp_path: Path) -> None:
     assert (tmp_path / "one" / "report.html").exists()
 
 
+def _timed_run(folder: Path, slower: float) -> None:
+    tracker = JsonlTracker("run", folder)
+    tracker.store_init_configuration({"lr": 0.1})
+    for step in range(1, 5):
+        times = {"Time/forward_seconds": 0.002, "Time/backward_seconds": 0.004, "Time/reduce_seconds": 0.001}
+        times |= {"Time/update_seconds": 0.001} | ({"Time/step_seconds": 0.010 * slower} if step > 1 else {})
+        sizes = {
+            "Memory/peak_bytes": 3e6,
+            "Sent/across_bytes": 2e6,
+            "Offload/optimizer_nvme_read_bytes_per_second": 4e9,
+        }
+        tracker.log({"Train/loss": 1.0 / step, "note": "text", **times, **sizes}, step=8 * step)
+    tracker.finish()
+
+
+def test_a_report_splits_the_time_of_a_step(tmp_path: Path) -> None:
+    for name, slower in (("one", 1.0), ("two", 1.5)):
+        _timed_run(tmp_path / name, slower)
+    path = tmp_path / "report.html"
+    assert _run("report", str(tmp_path / "one"), str(tmp_path / "two"), "-o", str(path)) == 0
+    found = _read(path)
+    assert found.tables["Means over the steps, all but the first"][1:] == [
+        ["forward", "2.000", "20.0 %", "2.000", "13.3 %", "1.000"],
+        ["backward", "4.000", "40.0 %", "4.000", "26.7 %", "1.000"],
+        ["update", "1.000", "10.0 %", "1.000", "6.7 %", "1.000"],
+        ["other", "3.000", "30.0 %", "8.000", "53.3 %", "2.667"],
+        ["step", "10.000", "100.0 %", "15.000", "100.0 %", "1.500"],
+        ["reductions, a part of backward", "1.000", "10.0 %", "1.000", "6.7 %", "1.000"],
+    ]
+    last = {row[0]: row[-1] for row in found.tables["Every metric of the run"][1:]}
+    assert last["Memory_peak (MB), one"] == "3"
+    assert last["Sent_across (MB), two"] == "2"
+    assert last["Offload_optimizer_nvme_read (GB/s), one"] == "4"
+    assert next(iter(last)) == "Train_loss, one"
+    damaged = tmp_path / "one" / "run" / "metrics.jsonl"
+    damaged.write_text(damaged.read_text() + '{"step": 4')
+    path.unlink()
+    assert _run("report", str(tmp_path / "one"), "-o", str(path)) == 2
+    assert not path.exists()
+
+
+def test_a_report_of_many_metrics_stays_small(tmp_path: Path) -> None:
+    tracker = JsonlTracker("run", tmp_path)
+    for step in range(500):
+        tracker.log({f"metric{number}": step * number / 7 for number in range(80)}, step=step)
+    tracker.finish()
+    assert _run("report", str(tmp_path), "-o", str(tmp_path / "a.html")) == 0
+    assert "more metrics are in the summary only" in (tmp_path / "a.html").read_text()
+    assert len(_read(tmp_path / "a.html").tables["Every metric of the run"]) == 81
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["report", "{empty}"], "expected CSV files of a tracker, got 'none with numbers in it'"),
+        (["report", "{empty}"], "expected CSV or JSONL files of a tracker, got 'none with numbers in it'"),
         (["report", "{empty}/none"], "expected the folder of a run"),
         (["report", "{empty}", "{empty}"], "expected two different runs"),
         (["estimate", "7b", "--html", "{empty}/a.txt"], "expected a file that ends in .html"),

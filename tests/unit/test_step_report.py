@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 
 from zeroaccel.logs import logger
 from zeroaccel.telemetry import step_report
+from zeroaccel.telemetry.performance import PerformanceMeter
 from zeroaccel.telemetry.step_report import (
     MemoryUse,
     PhaseClock,
@@ -286,13 +288,49 @@ def test_monitors_get_every_step_with_the_mean_loss_of_its_micro_steps() -> None
     report.close()
     report.close()
     rest = {"Train/grad_norm": 2.0, "Train/loss_scale": 64.0}
-    assert sink.told == [
+    told = [
+        one if isinstance(one, str) else {name: value for name, value in one.items() if name.startswith("Train/")}
+        for one in sink.told
+    ]
+    assert told == [
         {name: (value, 8) for name, value in {"Train/loss": 1.5, "Train/lr": 0.1, **rest}.items()},
         {name: (value, 16) for name, value in {"Train/loss": 5.0, "Train/lr": 0.05, **rest}.items()},
         "flush",
         {name: (value, 24) for name, value in {"Train/lr": pytest.approx(0.1 / 3), **rest}.items()},
         "close",
     ]
+
+
+def test_monitors_get_the_time_of_each_phase_and_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 11.0, 11.5, 13.5, 14.0, 20.0, 20.25, 24.0])
+    monkeypatch.setattr("zeroaccel.telemetry.performance.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    sink = Sink()
+    report, engine = StepReport(monitors=sink), FakeEngine(StaticLossScale(1.0))
+    for phases in (("forward", "step"), ("forward",)):
+        for phase in phases:
+            report.begin(phase)
+            report.end(phase)
+        report.end("backward")  # of one that has not begun
+        engine.advance(report)
+    times = [
+        {name: value for name, (value, _) in one.items() if name.startswith("Time/")}
+        for one in sink.told
+        if isinstance(one, dict)
+    ]
+    assert times == [
+        {"Time/forward_seconds": 1.0, "Time/update_seconds": 2.0},
+        {"Time/step_seconds": 10.0, "Time/samples_per_second": 0.8, "Time/forward_seconds": 0.25},
+    ]
+    peak, _ = sink.told[0]["Memory/peak_bytes"]
+    assert peak >= sink.told[0]["Memory/current_bytes"][0] > 1e6
+
+
+def test_on_a_device_phases_are_timed_only_where_the_host_waits() -> None:
+    for synchronizes, expected in ((False, []), (True, ["Time/forward_seconds"])):
+        meter = PerformanceMeter(torch.device("cuda"), synchronizes=synchronizes)
+        meter.begin("forward")
+        meter.end("forward")
+        assert [name for name in meter.events(8, (1, 2)) if name.startswith("Time/")] == expected
 
 
 def test_a_loss_is_kept_without_its_graph() -> None:

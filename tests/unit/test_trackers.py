@@ -135,7 +135,11 @@ def test_all_means_those_that_are_installed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("log_with", "logging_dir", "message"),
     [
-        ("comet_ml", "logs", r"log_with\): expected \"all\", 'tensorboard', 'wandb', or an instance.*got 'comet_ml'"),
+        (
+            "comet_ml",
+            "logs",
+            r"log_with\): expected \"all\", .*'wandb', 'jsonl', or an instance.*got 'comet_ml'",
+        ),
         ("wandb", "logs", r"log_with\): expected the package wandb to be installed.*pip install"),
         ("tensorboard", None, "log_with.: tensorboard: expected a folder to write to.*project_dir"),
         (3, "logs", "names or instances of GeneralTracker, got 'int'"),

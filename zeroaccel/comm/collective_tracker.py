@@ -78,6 +78,15 @@ class CollectiveTracker:
         self.follow(entry, pending)
         self.finish(entry)
 
+    def complete(self, entry: CollectiveRecord, own_part: Callable[[], None]) -> None:
+        """Runs what this rank has left to do with what arrived."""
+        listener = self.flight_recorder.listener
+        if listener is None:
+            own_part()
+            return
+        with listener.own_part(entry):
+            own_part()
+
     def finish(self, entry: CollectiveRecord) -> None:
         """Records that the call is complete."""
         self.flight_recorder.finish(entry)
@@ -157,7 +166,7 @@ class MessageWork:
         # Forgotten before the call, since they refer to tensors: receive buffers are freed here, not with the work.
         complete, self._pending, self._complete = self._complete, None, None
         if complete is not None:
-            complete()
+            self.tracker.complete(self.entry, complete)
 
     def is_completed(self) -> bool:
         return self._pending is None or all(work.is_completed() for work in self._pending)

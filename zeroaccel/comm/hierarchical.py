@@ -38,7 +38,7 @@ from torch import Tensor
 
 from zeroaccel.comm.collective_tracker import DONE, CollectiveTracker, Work
 from zeroaccel.comm.collectives import Collectives, check_split
-from zeroaccel.comm.hangs.flight_recorder import CollectiveRecord
+from zeroaccel.comm.hangs.flight_recorder import CollectiveRecord, FlightRecorder
 from zeroaccel.comm.mesh_layout import Groups, MeshLayout, consecutive
 from zeroaccel.comm.quantized import INT4, INT8, QUANTIZABLE, RowOrder, quantize, quantize_rows, sum_rows
 from zeroaccel.comm.topology import RankGroup, Topology, connect, subgroup
@@ -183,7 +183,8 @@ class HierarchicalCollectives(Collectives):
         is_int4 = isinstance(reduction, Int4Reduction)
         op = "reduce_scatter int4" if is_int4 else "reduce_scatter across replicas"
         entry = self._tracker.issue("reduce", op, label, flat)
-        work = self._executor.submit(lambda: reduction(entry, out, flat, scale, split_sizes), flat.device)
+        call = self.flight_recorder, entry
+        work = self._executor.submit(lambda: reduction(entry, out, flat, scale, split_sizes), flat.device, call)
         if not is_int4:
             return work
         plain = super().reduce_scatter
@@ -404,9 +405,16 @@ class ExecutorJob:
 
     Args:
         device: of the tensors that the function works on.
+        call: which collective it is, and where that is recorded; None where it is none.
     """
 
-    def __init__(self, function: Callable[[], None], device: torch.device) -> None:
+    def __init__(
+        self,
+        function: Callable[[], None],
+        device: torch.device,
+        call: tuple[FlightRecorder, CollectiveRecord] | None = None,
+    ) -> None:
+        self._call = call
         self._function: Callable[[], None] | None = function
         self._device = device
         self._error: BaseException | None = None
@@ -415,7 +423,13 @@ class ExecutorJob:
 
     def wait(self) -> None:
         """Blocks until the job is done, and raises what it raised; on CUDA, makes the current stream wait for it."""
-        self._done.wait()
+        listener = None if self._call is None or self._done.is_set() else self._call[0].listener
+        if listener is None or self._call is None:
+            self._done.wait()
+        else:
+            listener.wait_begins(self._call[1])
+            self._done.wait()
+            listener.wait_ends(self._call[1])
         if self._error is not None:
             raise self._error
         if self._event is not None:
@@ -469,10 +483,15 @@ class SerialExecutor:
         self._is_running = False
         self._stream: torch.cuda.Stream | None = None
 
-    def submit(self, function: Callable[[], None], device: torch.device) -> ExecutorJob:
+    def submit(
+        self,
+        function: Callable[[], None],
+        device: torch.device,
+        call: tuple[FlightRecorder, CollectiveRecord] | None = None,
+    ) -> ExecutorJob:
         """Queues a function that works on tensors of `device`, which must not change until the job is done."""
         # On CUDA the kernels queue up in the stream, and no thread is needed; on the CPU a thread is the queue.
-        job = ExecutorJob(function, device)
+        job = ExecutorJob(function, device, call)
         if device.type == "cuda":
             self._stream = self._stream or torch.cuda.Stream(device)
             job.run_on(self._stream)

@@ -27,6 +27,7 @@ from zeroaccel.config.schema_sections import (
     FlopsProfiler,
     Fp16,
     HybridEngine,
+    JsonlMonitor,
     LogLevel,
     Pipeline,
     TensorBoard,
@@ -223,6 +224,8 @@ class Config(ConfigSection):
     """Metrics as TensorBoard event files."""
     csv_monitor: CsvMonitorSection = CsvMonitorSection()
     """Metrics as CSV files."""
+    jsonl_monitor: JsonlMonitor = JsonlMonitor()
+    """Metrics as JSON lines."""
     wandb: Wandb = Wandb()
     """Metrics to Weights & Biases."""
     comet: Comet = Comet()

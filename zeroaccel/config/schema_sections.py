@@ -151,6 +151,10 @@ class CsvMonitorSection(_MetricFiles):
     """Metrics as CSV files, one per metric."""
 
 
+class JsonlMonitor(_MetricFiles):
+    """Metrics as one file of JSON lines, one per step."""
+
+
 class Wandb(ConfigSection):
     """Metrics to Weights & Biases."""
 

@@ -163,6 +163,7 @@ KEYS: Mapping[str, SupportStatus] = {
     "vocabulary_size": _ignored("the model's own sizes are used"),
     **dict.fromkeys((f"tensorboard{key}" for key in ("", ".enabled", ".output_path", ".job_name")), _WORKS),
     **dict.fromkeys((f"csv_monitor{key}" for key in ("", ".enabled", ".output_path", ".job_name")), _WORKS),
+    **dict.fromkeys((f"jsonl_monitor{key}" for key in ("", ".enabled", ".output_path", ".job_name")), _WORKS),
     **dict.fromkeys((f"wandb{key}" for key in ("", ".enabled", ".group", ".team", ".project")), _WORKS),
     "comms_logger": _unsupported(
         "no log of collectives is kept; RecordingCollectives, passed to initialize(), counts them", switch="enabled"

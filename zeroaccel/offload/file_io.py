@@ -62,12 +62,14 @@ class Traffic:
         seconds: during which at least one transfer was in flight.
         in_flight: transfers now.
         since: when the first of them began.
+        listener: of a trace: called with `since` when no transfer is in flight any more; None while none is recorded.
     """
 
     nbytes: int = 0
     seconds: float = 0.0
     in_flight: int = 0
     since: float = 0.0
+    listener: Callable[[float], None] | None = None
 
     def begin(self) -> None:
         """Counts a transfer that starts."""
@@ -81,6 +83,8 @@ class Traffic:
         self.nbytes += nbytes
         if self.in_flight == 0:
             self.seconds += time.perf_counter() - self.since
+            if self.listener is not None:
+                self.listener(self.since)
 
 
 class _Transfer:

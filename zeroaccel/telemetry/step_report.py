@@ -24,6 +24,8 @@ from torch import Tensor
 from zeroaccel.logs import logger
 from zeroaccel.offload.file_io import Direction
 from zeroaccel.offload.tier import Tier
+from zeroaccel.telemetry import timeline
+from zeroaccel.telemetry.performance import PerformanceMeter
 
 _BREAKDOWN_STEPS = 10
 """Steps between breakdowns where `steps_per_print` does not say."""
@@ -234,6 +236,8 @@ class StepReport:
 
     Attributes:
         offload: number of steps -> the line about offload, logged with the breakdown of times. None without offload.
+        performance: measures each step for the monitors; None without any.
+        step_listener: called after each optimizer step, last of all, by a trace; or None.
     """
 
     def __init__(
@@ -254,6 +258,11 @@ class StepReport:
         self._memory: dict[str, MemoryUse] | None = {} if memory_breakdown and reports else None
         self._monitors = monitors if monitors is not None and len(monitors) and reports else None
         self.offload: Callable[[int], str] | None = None
+        self.step_listener: Callable[[], None] | None = None
+        self._traced: dict[str, timeline.Mark] = {}
+        self.performance: PerformanceMeter | None = None
+        if self._monitors is not None:
+            self.performance = PerformanceMeter(self._device, synchronizes=self._clock is not None)
         self._losses: list[Tensor] = []
         self._steps = 0  # since the last lines
         self._since: tuple[int, float] | None = None  # samples and time at the last lines, or after the first step
@@ -265,15 +274,26 @@ class StepReport:
 
     def begin(self, phase: str) -> None:
         """A phase begins."""
+        if timeline.active is not None:
+            timeline.active.end_backward()
+            self._traced[phase] = timeline.active.mark()
         if self._clock is not None:
             self._clock.begin(phase)
+        if self.performance is not None:
+            self.performance.begin(phase)
 
     def end(self, phase: str) -> None:
         """A phase ends."""
         if self._clock is not None:
             self._clock.end(phase)
+        if self.performance is not None:
+            self.performance.end(phase)
         if self._memory is not None:
             self._memory[phase] = memory_now(self._device)
+        if timeline.active is not None:
+            timeline.active.end_backward()
+            if phase in self._traced:
+                timeline.active.add("phase", phase, self._traced.pop(phase))
 
     def loss(self, loss: Tensor) -> None:
         """The loss of one micro-batch; copied to the host only at the end of the step, and only for a monitor."""
@@ -284,7 +304,8 @@ class StepReport:
         """An optimizer step is over."""
         self._steps += 1
         if self._monitors is not None:
-            self._monitors.write(step_events(_facts(engine, self._mean_loss())))
+            facts = _facts(engine, self._mean_loss())
+            self._monitors.write([*step_events(facts), *self._performance_events(facts.samples)])
         if engine.global_steps % self._every == 0:
             self._log(engine)
             self._steps = 0
@@ -293,12 +314,23 @@ class StepReport:
             self._since = (engine.global_samples, time.perf_counter())
         elif self._since is None:
             self._since = (engine.global_samples, time.perf_counter())
+        if self.step_listener is not None:
+            self.step_listener()
 
     def close(self) -> None:
         """Closes the monitors."""
+        if self.performance is not None:
+            self.performance.close()
         if self._monitors is not None:
             self._monitors.close()
             self._monitors = None
+
+    def _performance_events(self, samples: int) -> list[tuple[str, float, int]]:
+        if self.performance is None:
+            return []
+        memory = memory_now(self._device)
+        values = self.performance.events(samples, (memory.current, memory.peak))
+        return [(name, value, samples) for name, value in values.items()]
 
     def _log(self, engine: ReportedEngine) -> None:
         if self._step_lines:

@@ -1,9 +1,9 @@
 """Trackers: where the metrics of a run are written. TensorBoard, Weights & Biases, CSV files, or a class of the user's.
 
 They have two users. `Trackers` serves `Accelerator.log`: scripts choose trackers by name or pass their own, and log on
-every rank without asking which one writes. `Monitors` serves the engine: the config's sections tensorboard, csv_monitor
-and wandb choose trackers, which get the engine's events on rank 0; a tracker that fails is switched off with an error
-in the log, as a disk or a server must not stop training.
+every rank without asking which one writes. `Monitors` serves the engine: the config's sections tensorboard, wandb,
+csv_monitor and jsonl_monitor choose trackers, which get the engine's events on rank 0; a tracker that fails is switched
+off with an error in the log, as a disk or a server must not stop training.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import atexit
 import csv
 import importlib
 import importlib.util
+import json
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
@@ -224,12 +226,49 @@ class CsvTracker(GeneralTracker):
         return file
 
 
+class JsonlTracker(GeneralTracker):
+    """One file, `logging_dir/run_name/metrics.jsonl`, with a line per step: its number, the time, and every value.
+
+    ``{"step": 16, "time": 1763889000.25, "Train/loss": 0.5}``; `time` is in seconds since 1970. NaN and infinities are
+    written as Python's json does. A line is on disk once it is logged. An existing file, as after a restart, is
+    continued.
+    """
+
+    name = "jsonl"
+    requires_logging_directory = True
+
+    def __init__(self, run_name: str, logging_dir: str | os.PathLike[str]) -> None:
+        folder = Path(logging_dir, run_name)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._file: TextIO = (folder / "metrics.jsonl").open("a", buffering=1, encoding="utf-8")
+
+    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
+        """As a line of its own: ``{"config": {...}}``."""
+        self._write({"config": dict(values)})
+
+    def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Appends a line; numbers stay numbers, a mapping of numbers or a text stays what it is."""
+        plain = {
+            key: value if isinstance(value, (str, Mapping)) else _number(key, value) for key, value in values.items()
+        }
+        self._write({"step": step, "time": time.time(), **plain})
+
+    def finish(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def _write(self, content: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(content, default=str) + "\n")
+
+
 # -- trackers of scripts
 
-_BY_NAME: Mapping[str, type[TensorBoardTracker] | type[WandBTracker]] = {
+_BY_NAME: Mapping[str, type[TensorBoardTracker] | type[WandBTracker] | type[JsonlTracker]] = {
     "tensorboard": TensorBoardTracker,
     "wandb": WandBTracker,
+    "jsonl": JsonlTracker,
 }
+_NEED_NO_PACKAGE = {"jsonl"}
 
 
 class Trackers:
@@ -367,7 +406,7 @@ class Trackers:
                     got=item,
                     fix="for other services write such a subclass; it needs name, log and finish",
                 )
-            if not _installed(item):
+            if item not in _NEED_NO_PACKAGE and not _installed(item):
                 raise ConfigError(
                     where,
                     expected=f"the package {item} to be installed",
@@ -450,6 +489,7 @@ def build_monitors(config: Config, rank: int) -> Monitors:
         # The engine logs every step of training: TensorBoard is flushed when it reports, not each time.
         ("tensorboard", config.tensorboard, partial(TensorBoardTracker, flush_each_log=False)),
         ("csv_monitor", config.csv_monitor, CsvTracker),
+        ("jsonl_monitor", config.jsonl_monitor, JsonlTracker),
     ):
         if files.enabled:
             try:

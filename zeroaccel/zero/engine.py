@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -38,6 +39,7 @@ from zeroaccel.zero.precision import LossScale, cast_floats
 from zeroaccel.zero.prefetch import PrefetchTrace
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
 from zeroaccel.zero.step_boundary import StepBoundary
+from zeroaccel.zero.step_trace import StepTrace, TracedParts
 from zeroaccel.zero.storage.placement import TierSet
 from zeroaccel.zero.storage.state_offload import StateOffload
 from zeroaccel.zero.weight_update import WeightUpdate
@@ -201,6 +203,9 @@ class Engine(nn.Module):
         self._report = parts.report
         if tiers is not None and tiers.is_used:
             self._report.offload = _offload_report(tiers, optimizer)
+        if self._report.performance is not None:
+            watched = tiers.tiers if tiers is not None and tiers.is_used else {}
+            self._report.performance.watch(collectives, watched, _update_times(optimizer))
 
         # Gradients to shards, shards to masters, masters to weights.
         trained = [(unit.name, b) for unit in units for b in unit.buffers if b.trainable]
@@ -704,6 +709,61 @@ class Engine(nn.Module):
         """
         return {} if self.tier_set is None else {name: tier.nbytes for name, tier in self.tier_set.tiers.items()}
 
+    # -- where time goes
+
+    @contextlib.contextmanager
+    def record_trace(self, path: PathLike) -> Iterator[StepTrace]:
+        """Records the steps inside the block: units, collectives, updates and copies over time. (all ranks)
+
+        Rank 0 writes one file for all ranks, which Perfetto and Chrome open, and of which `zeroaccel trace` makes a
+        page. Nothing that is computed or sent changes; before the first step and after the last there are a few small
+        collectives. The first steps of a run are no typical ones: record later ones.
+
+        Args:
+            path: of the file; an existing one is replaced. On rank 0's machine.
+
+        Yields:
+            The recording; after the block its `waits` are the three largest, on every rank.
+
+        Raises:
+            EngineStateError: another recording is on, or no step was complete.
+            UsageError: the file cannot be written; on every rank.
+
+        Example:
+            >>> import torch, zeroaccel, tempfile
+            >>> model, path = torch.nn.Linear(4, 2), tempfile.mkdtemp() + "/trace.json"
+            >>> config = {"train_micro_batch_size_per_gpu": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+            >>> engine, *_ = zeroaccel.initialize(model, config=config)
+            >>> with engine.record_trace(path) as recorded:
+            ...     for _ in range(2):
+            ...         _ = engine.backward(engine(torch.ones(8, 4)).square().mean())
+            ...         engine.step()
+            >>> recorded.result.num_steps, recorded.waits  # one rank waits for no other
+            (2, [])
+            >>> engine.destroy()
+        """
+        trace = StepTrace(Path(path), self.traced_parts())
+        trace.start()
+        try:
+            yield trace
+        except BaseException:  # the other ranks may not be here
+            trace.abandon()
+            raise
+        trace.finish()
+
+    def traced_parts(self) -> TracedParts:
+        """What a recording listens to."""
+        return TracedParts(
+            model=self.module,
+            units=self.units,
+            collectives=self.collectives,
+            report=self._report,
+            tiers=self.tier_set,
+            in_backward=lambda: self._step.in_backward,
+            title=self.extra_repr,
+            global_steps=lambda: self.global_steps,
+        )
+
     # -- weights and states outside the step
 
     def finish_update(self) -> None:
@@ -1025,12 +1085,16 @@ class Engine(nn.Module):
         return self  # nothing would change
 
 
-def _offload_report(tiers: TierSet, optimizer: ShardedOptimizer | None) -> OffloadReport:
+def _update_times(optimizer: ShardedOptimizer | None) -> Callable[[], tuple[float, float, float]]:
     def update_times() -> tuple[float, float, float]:
         if optimizer is None:
             return 0.0, 0.0, 0.0
         return optimizer.update_seconds, optimizer.waited_seconds, optimizer.hidden_seconds
 
+    return update_times
+
+
+def _offload_report(tiers: TierSet, optimizer: ShardedOptimizer | None) -> OffloadReport:
     swapper = tiers.swapper
     overlaps_io = swapper is not None and swapper.pipeline_read and swapper.pipeline_write
-    return OffloadReport(tiers.tiers, update_times, overlaps_io=overlaps_io)
+    return OffloadReport(tiers.tiers, _update_times(optimizer), overlaps_io=overlaps_io)

@@ -30,6 +30,7 @@ from torch.utils.hooks import RemovableHandle
 
 from zeroaccel.errors import EngineStateError
 from zeroaccel.nested import leaves_of
+from zeroaccel.telemetry.timeline import Mark, Timeline
 from zeroaccel.zero.access.full_params import overwrite
 from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry, handle_of
 from zeroaccel.zero.coordinator import ForwardUse, ParamCoordinator
@@ -224,6 +225,58 @@ class Hooks:
                 return True
             frame = frame.f_back
         return False
+
+
+class TimelineHooks:
+    """Records when each unit computes; attached on construction, while steps are traced.
+
+    Only what `Hooks` uses: hooks of modules, and prehooks of the nodes that made an output. So the graph stays as it
+    is. A compiled model gets none, since hooks within it would be compiled into it.
+
+    Args:
+        units: all of them, persistent ones included.
+        in_backward: whether a backward runs, so that a forward recomputes.
+
+    Attributes:
+        is_attached: False for a compiled model.
+    """
+
+    def __init__(
+        self, root: nn.Module, units: Sequence[ParamUnit], timeline: Timeline, in_backward: Callable[[], bool]
+    ) -> None:
+        self._timeline, self._in_backward = timeline, in_backward
+        self._running: list[tuple[nn.Module, Mark]] = []
+        self._handles: list[RemovableHandle] = []
+        self.is_attached = not _is_compiled_within(root)
+        for unit in units if self.is_attached else ():
+            for module in unit.modules:
+                before, after = self._around(unit.name)
+                # Behind those of `Hooks`, and after them, so that a unit's gather is not a part of its forward.
+                self._handles.append(module.register_forward_pre_hook(_Attached(before)))
+                self._handles.append(module.register_forward_hook(_Attached(after), always_call=True))
+
+    def detach(self) -> None:
+        """Removes every hook."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _around(self, name: str) -> tuple[Callable[..., None], Callable[..., None]]:
+        timeline = self._timeline
+
+        def before(module: nn.Module, args: Any) -> None:
+            self._running.append((module, timeline.mark()))
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            if not self._running or self._running[-1][0] is not module:
+                return  # a pre-hook raised before ours ran
+            _, begin = self._running.pop()
+            timeline.add("compute", name, begin, detail="recompute" if self._in_backward() else "forward")
+            if torch.is_grad_enabled():
+                for node in _producers(output):
+                    node.register_prehook(lambda _: timeline.begin_backward(name))
+
+        return before, after
 
 
 class StateDictHooks:

@@ -22,6 +22,7 @@ from zeroaccel.comm.agree import agree_or_raise
 from zeroaccel.comm.collectives import Collectives, Work
 from zeroaccel.errors import OffloadError, ShardStateError
 from zeroaccel.offload.tier import Tier
+from zeroaccel.telemetry.timeline import span
 from zeroaccel.zero.layout import FlatLayout, FlatRange
 from zeroaccel.zero.storage.copy_stream import CopyStream
 from zeroaccel.zero.storage.masters import MasterPlace, MasterStorage, NoMasters
@@ -288,7 +289,8 @@ class ParamUnit:
         self._exact = exact or self.persistent
         label = f"unshard {self.name}"
         if self.is_swapped:
-            self._swap_in(label)
+            with span("copy", self.name, "wait for a tier"):
+                self._swap_in(label)
         self._move(ShardState.GATHERING)
         for buffer in self.buffers:
             if buffer.persistent and not buffer.trainable:

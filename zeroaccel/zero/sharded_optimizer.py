@@ -25,6 +25,7 @@ from zeroaccel.errors import OffloadError
 from zeroaccel.ops.moments import exponents_name
 from zeroaccel.ops.shard_step import ShardOptimizer, ShardStep
 from zeroaccel.optim.optimizer_kinds import OptimizerKind, OptimizerKinds, StepCounters, batches, restricted
+from zeroaccel.telemetry.timeline import span
 from zeroaccel.zero.grad_reducer import GradientBuffer
 from zeroaccel.zero.layout import FlatTensor
 from zeroaccel.zero.param_unit import FlatBuffer
@@ -168,7 +169,7 @@ class ShardedOptimizer:
         self._await_copies()
         if self._calls_together:
             assert isinstance(grad_scale, float), "a coupled optimizer takes no control tensor"
-            with self._timed():
+            with self._timed(), span("update", "all units"):
                 self._step_together(gradients, grad_scale, done)
             return
 
@@ -224,12 +225,13 @@ class ShardedOptimizer:
             out: gets the new weights in its dtype; None where the masters are enough.
             groups: the hyperparameters, by param group.
         """
-        for pieces in buffer.masters.chunks(following):
-            if isinstance(self.optimizer, ShardStep):
-                self._step_native(self.optimizer, pieces, grad, grad_scale, out, groups)
-            else:
-                assert isinstance(grad_scale, float), "a foreign optimizer takes no control tensor"
-                self._step_generic(pieces, grad, grad_scale, out)
+        with span("update", buffer.key):
+            for pieces in buffer.masters.chunks(following):
+                if isinstance(self.optimizer, ShardStep):
+                    self._step_native(self.optimizer, pieces, grad, grad_scale, out, groups)
+                else:
+                    assert isinstance(grad_scale, float), "a foreign optimizer takes no control tensor"
+                    self._step_generic(pieces, grad, grad_scale, out)
 
     def _step_native(
         self,

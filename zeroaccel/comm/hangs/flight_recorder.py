@@ -13,8 +13,9 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Protocol
 
 Kind = Literal["gather", "reduce", "control"]
 KINDS: tuple[Kind, ...] = ("gather", "reduce", "control")
@@ -71,6 +72,25 @@ class CollectiveRecord:
         return Call(self.kind, self.seq, self.op, self.label, self.numel, self.dtype, self.phase)
 
 
+class CollectiveListener(Protocol):
+    """What is called at every change of a record, while steps are traced; see `telemetry/timeline.py`."""
+
+    def issued(self, entry: CollectiveRecord) -> None:
+        """It is about to be posted."""
+
+    def wait_begins(self, entry: CollectiveRecord) -> None:
+        """This thread blocks on it."""
+
+    def wait_ends(self, entry: CollectiveRecord) -> None:
+        """This thread goes on."""
+
+    def finished(self, entry: CollectiveRecord) -> None:
+        """It is complete."""
+
+    def own_part(self, entry: CollectiveRecord) -> AbstractContextManager[None]:
+        """Surrounds what this rank computes of what has arrived."""
+
+
 class _History:
     """Length and rolling hash of the calls of one kind."""
 
@@ -100,6 +120,7 @@ class FlightRecorder:
         activity: which part of a schedule this rank computes, for messages only: "forward of micro-batch 2 on stage 1".
         probe: a collective on an accelerator and a way to ask if it has completed, or None. There the host does not
             block in `wait`, so the watchdog follows one collective at a time by this.
+        listener: of a trace; None, and no call, while none is recorded.
     """
 
     def __init__(self, capacity: int = 256) -> None:
@@ -107,6 +128,7 @@ class FlightRecorder:
         self.step = -1
         self.activity = ""
         self.probe: tuple[CollectiveRecord, Callable[[], bool]] | None = None
+        self.listener: CollectiveListener | None = None
         self._entries: deque[CollectiveRecord] = deque(maxlen=capacity)
         self._waits: list[CollectiveRecord] = []
         self._histories: dict[Kind, _History] = {kind: _History() for kind in KINDS}
@@ -119,6 +141,8 @@ class FlightRecorder:
         history.digest = (history.digest * _MULTIPLIER + _fingerprint(op, label, numel, dtype)) & _MASK
         entry = CollectiveRecord(kind, history.seq, op, label, numel, dtype, self.phase, history.digest)
         self._entries.append(entry)
+        if self.listener is not None:
+            self.listener.issued(entry)
         return entry
 
     def entry(self, tag: int) -> CollectiveRecord | None:
@@ -128,13 +152,19 @@ class FlightRecorder:
     def begin_wait(self, entry: CollectiveRecord) -> None:
         entry.since = time.monotonic()
         self._waits.append(entry)
+        if self.listener is not None:
+            self.listener.wait_begins(entry)
 
     def end_wait(self, entry: CollectiveRecord) -> None:
+        if self.listener is not None:
+            self.listener.wait_ends(entry)
         self._waits.remove(entry)
 
     def finish(self, entry: CollectiveRecord) -> None:
         entry.done = True
         entry.since = time.monotonic()
+        if self.listener is not None:
+            self.listener.finished(entry)
 
     @property
     def longest_wait(self) -> CollectiveRecord | None:

@@ -470,6 +470,7 @@ OTHER_VARIABLES: Mapping[str, str] = {
     "ZEROACCEL_LAUNCH_SOURCES": "who said what a launcher tells its ranks",
     "ZEROACCEL_LOG_LEVEL": "how much a rank says",
     "ZEROACCEL_SSH": "the program that reaches other machines",
+    "ZEROACCEL_TRACE": "the order of `zeroaccel trace`",
     "ZEROACCEL_VERIFY": "the order of `zeroaccel verify`",
 }
 """Variables that are no settings of a launch -> what they are for."""

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from zeroaccel.comm.collectives import Work
 from zeroaccel.offload.host_buffers import HostArena
+from zeroaccel.telemetry.timeline import span
 
 
 class CopyHandle:
@@ -106,7 +107,8 @@ class CopyStream:
         # Before the copy: the allocator may have reused memory of `target` that kernels of this stream still read.
         self._to_device.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._to_device):
-            target.copy_(source, non_blocking=self.pinned)
+            with span("copy", "to device", lane="copies to device"):
+                target.copy_(source, non_blocking=self.pinned)
             self._last_read = torch.cuda.Event()
             self._last_read.record()
         return self._last_read
@@ -131,14 +133,15 @@ class CopyStream:
             ready.record()
         with torch.cuda.stream(self._to_host):
             ready.wait()
-            host.copy_(source, non_blocking=self.pinned)
+            with span("copy", "to host", lane="copies to host"):
+                host.copy_(source, non_blocking=self.pinned)
             copied.record()
         return CopyHandle(host, source, ready, copied)
 
     def write_host(self, target: Tensor, source: Tensor) -> None:
         """Starts target = source, in host memory, which has the values after `finish`."""
         self._to_host.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._to_host):
+        with torch.cuda.stream(self._to_host), span("copy", "to host", lane="copies to host"):
             target.copy_(source, non_blocking=self.pinned)
         # The caller drops the source at once; its memory is used again when the copy is through, not before.
         source.record_stream(self._to_host)

@@ -29,6 +29,7 @@ from zeroaccel.offload.host_buffers import empty_on_host
 from zeroaccel.offload.tier import Fetch, StoredElements, Tier
 from zeroaccel.ops.device_values import begin_together
 from zeroaccel.ops.residual import join, split, ties_nbytes
+from zeroaccel.telemetry.timeline import span
 from zeroaccel.zero.layout import ALIGN_NUMEL, FlatRange, round_up
 from zeroaccel.zero.storage.masters import MasterPiece, MasterPlace, MasterStorage, make_states, stand_in
 from zeroaccel.zero.storage.shards import Elements, FillRange
@@ -240,6 +241,7 @@ class SwappedMasters(MasterStorage):
 
     def __init__(self, place: MasterPlace, swapper: StateSwapper) -> None:
         super().__init__(place)
+        self._key = place.key
         self._swapper = swapper
         self._groups = swapper.sub_groups[place.key]
         self._ahead: Fetch | None = None
@@ -289,7 +291,8 @@ class SwappedMasters(MasterStorage):
     def _waiting(self) -> Iterator[None]:
         begun = time.perf_counter()
         try:
-            yield
+            with span("copy", self._key, "wait for a tier"):
+                yield
         finally:
             self.waited_seconds += time.perf_counter() - begun
 

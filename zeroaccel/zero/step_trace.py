@@ -1,0 +1,294 @@
+"""Recording steps of an engine: what listens where, and what becomes of it.
+
+`StepTrace` attaches `telemetry/timeline.py` to the engine's parts and takes it off again; ranks align their clocks
+before the first step and bring their spans together after the last. In between no collective is added, and nothing
+that computes knows of it. `TraceOrder` is the request of `zeroaccel trace`, which reaches a script by the environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+from torch import nn
+
+from zeroaccel.comm.agree import agree_or_raise
+from zeroaccel.comm.collectives import Collectives
+from zeroaccel.comm.hangs.flight_recorder import FlightRecorder
+from zeroaccel.errors import ConfigError, EngineStateError, UsageError
+from zeroaccel.logs import logger
+from zeroaccel.telemetry import timeline
+from zeroaccel.telemetry.step_report import StepReport
+from zeroaccel.telemetry.timeline import CollectiveSpans, Timeline, clock_offsets
+from zeroaccel.telemetry.trace_file import RankSpans, StepTraceFile, TraceFacts, Wait, write_trace
+from zeroaccel.zero.hooks import TimelineHooks
+from zeroaccel.zero.param_unit import ParamUnit
+from zeroaccel.zero.storage.placement import TierSet
+
+VARIABLE = "ZEROACCEL_TRACE"
+"""JSON: where to write, the steps before and of the recording, and where to note how far it is."""
+
+_CALL = "engine.record_trace"
+
+
+@dataclass(frozen=True)
+class TracedParts:
+    """What of an engine a recording listens to.
+
+    Attributes:
+        collectives: whose job has all ranks.
+        in_backward: whether a backward runs now.
+        title: what the engine is: "stage 3, 2 ranks, bfloat16, ...".
+        global_steps: steps so far.
+    """
+
+    model: nn.Module
+    units: Sequence[ParamUnit]
+    collectives: Collectives
+    report: StepReport
+    tiers: TierSet | None
+    in_backward: Callable[[], bool]
+    title: Callable[[], str]
+    global_steps: Callable[[], int]
+
+
+class StepTrace:
+    """One recording. Life: 1. `start`, 2. any number of steps, 3. `finish`, or `abandon` after an exception.
+
+    Args:
+        path: of the file, which rank 0 writes.
+
+    Attributes:
+        result: after `finish`, what was recorded, on every rank; None before.
+    """
+
+    def __init__(self, path: Path, parts: TracedParts) -> None:
+        self._path, self._parts = path, parts
+        self._job = parts.collectives.job
+        self._timeline: Timeline | None = None
+        self._hooks: TimelineHooks | None = None
+        self._first_step = 0
+        self._clocks: list[tuple[int, int]] = []
+        self.result: StepTraceFile | None = None
+
+    @property
+    def num_steps(self) -> int:
+        """Steps recorded so far."""
+        return 0 if self._timeline is None else self._timeline.num_steps
+
+    @property
+    def waits(self) -> list[Wait]:
+        """The three largest waits of all ranks, after `finish`."""
+        return [] if self.result is None else self.result.largest_waits()
+
+    def start(self) -> None:
+        """Aligns the clocks and begins to record. (all ranks)
+
+        Raises:
+            EngineStateError: something is being recorded already.
+            UsageError: the folder cannot be written; on every rank.
+        """
+        error: Exception | None = None
+        if timeline.active is not None:
+            error = EngineStateError(_CALL, expected="one recording at a time", fix="leave the other block first")
+        elif self._job.rank == 0:
+            error = unwritable(self._path)
+        agree_or_raise(self._job, error, "trace: file")
+        self._clocks = clock_offsets(self._job)
+        parts, recorded = self._parts, Timeline(self._parts.collectives.topology.device)
+        self._hooks = TimelineHooks(parts.model, parts.units, recorded, parts.in_backward)
+        for name, recorder in self._recorders().items():
+            recorder.listener = CollectiveSpans(recorded, name)
+        for name, tier in (parts.tiers.tiers if parts.tiers is not None else {}).items():
+            for way, traffic in tier.traffic.items():
+                traffic.listener = partial(recorded.transfer, f"{name}: {way}")
+        self._first_step = parts.global_steps() + 1
+        parts.report.step_listener = self._end_step
+        timeline.active = self._timeline = recorded
+        recorded.begin_step()
+
+    def abandon(self) -> None:
+        """Takes everything off, and writes nothing."""
+        self._detach()
+
+    def finish(self) -> None:
+        """Stops, brings the ranks' spans together and writes the file. (all ranks)
+
+        Raises:
+            EngineStateError: no step was complete; on every rank.
+            UsageError: the file cannot be written; on every rank.
+        """
+        assert self._timeline is not None, "finish without start"
+        self._detach()
+        own = self._timeline.resolved()
+        of_ranks: list[RankSpans] = self._job.gather_objects(_with_unit_names(own), "trace: spans")
+        steps = min(len(one.steps) for one in of_ranks)
+        if not steps:
+            raise EngineStateError(
+                _CALL, expected="at least one engine.step() that updates", got="none", fix="train inside the block"
+            )
+        aligned = tuple(
+            RankSpans(one.spans, one.steps[:steps]).shifted(offset)
+            for one, (offset, _) in zip(of_ranks, self._clocks, strict=True)
+        )
+        self.result = StepTraceFile(self._facts(), aligned)
+        error: Exception | None = None
+        if self._job.rank == 0:
+            try:
+                write_trace(self._path, self.result)
+            except OSError as raised:
+                error = _refused(self._path, raised)
+        agree_or_raise(self._job, error, "trace: file")
+
+    def _end_step(self) -> None:
+        assert self._timeline is not None, "a listener without a recording"
+        self._timeline.end_step()
+
+    def _recorders(self) -> dict[str, FlightRecorder]:
+        topology = self._parts.collectives.topology
+        return {"": topology.flight_recorder, **topology.recorders}
+
+    def _detach(self) -> None:
+        timeline.active = None
+        if self._hooks is not None:
+            self._hooks.detach()
+        for recorder in self._recorders().values():
+            recorder.listener = None
+        for tier in (self._parts.tiers.tiers if self._parts.tiers is not None else {}).values():
+            for traffic in tier.traffic.values():
+                traffic.listener = None
+        self._parts.report.step_listener = None
+
+    def _facts(self) -> TraceFacts:
+        ranks, hooks = self._parts.collectives, self._hooks
+        assert hooks is not None, "facts without a recording"
+        sizes = {ranks.world_size, ranks.shard_world_size, ranks.secondary_world_size, ranks.topology.world_size}
+        return TraceFacts(
+            engine=self._parts.title(),
+            units=tuple(unit.name for unit in self._parts.units),
+            first_step=self._first_step,
+            clock_errors=tuple(error for _, error in self._clocks),
+            # Else the fourth reduction of one group is not that of another, and no rank came last to both.
+            one_group=len(sizes) == 1 and ranks.tensor is None and not ranks.topology.recorders,
+            separates_units=hooks.is_attached,
+            on_device=ranks.topology.device.type == "cuda",
+        )
+
+
+def _with_unit_names(own: RankSpans) -> RankSpans:
+    """Buffers are updated and swapped one by one, by keys such as "layers.0/1": the unit and a number."""
+    spans = (
+        span._replace(name=span.name.rpartition("/")[0] or span.name) if span.kind in ("update", "copy") else span
+        for span in own.spans
+    )
+    return RankSpans(tuple(spans), own.steps)
+
+
+def unwritable(path: Path) -> UsageError | None:
+    """The error of a file that cannot be written, tried beside it; None where it can."""
+    probe = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError(0, "it is a folder")
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        return _refused(path, error)
+    return None
+
+
+def _refused(path: Path, error: OSError) -> UsageError:
+    return UsageError(f"{_CALL}: {path}: {error.strerror}", fix="name a file in a folder that can be written")
+
+
+# -- the order of `zeroaccel trace`
+
+
+class TraceableEngine(Protocol):
+    """An engine, as an order uses it."""
+
+    def traced_parts(self) -> TracedParts:
+        """What a recording listens to."""
+
+
+@dataclass(frozen=True)
+class TraceOrder:
+    """What `zeroaccel trace` asks of the first engine that a script makes to train.
+
+    Attributes:
+        path: of the trace.
+        warmup, steps: before, and of the recording.
+        progress: a file in which rank 0 notes how many steps there were.
+    """
+
+    path: Path
+    warmup: int
+    steps: int
+    progress: Path
+
+    def follow(self, engine: TraceableEngine) -> None:
+        """Records this engine's steps, then ends the program with success, at the end of `engine.step()`."""
+        global _followed
+        if _followed:
+            logger.info("zeroaccel trace: a second engine trains in this program; the first is recorded")
+            return
+        _followed = True
+        parts = engine.traced_parts()
+        trace = StepTrace(self.path, parts)
+        steps = 0
+
+        def before_recording() -> None:
+            nonlocal steps
+            steps += 1
+            self._note(parts, steps)
+            if steps == self.warmup:
+                begin()
+
+        def begin() -> None:
+            trace.start()
+            parts.report.step_listener = recording
+
+        def recording() -> None:
+            nonlocal steps
+            steps += 1
+            trace._end_step()
+            self._note(parts, steps)
+            if trace.num_steps == self.steps:
+                trace.finish()
+                raise SystemExit(0)
+
+        self._note(parts, 0)
+        if self.warmup:
+            parts.report.step_listener = before_recording
+        else:
+            begin()
+
+    def _note(self, parts: TracedParts, steps: int) -> None:
+        if parts.collectives.job.rank == 0:
+            self.progress.write_text(str(steps))
+
+
+_followed = False
+
+
+def trace_order() -> TraceOrder | None:
+    """The order in the environment, or None.
+
+    Raises:
+        ConfigError: it is not one that `zeroaccel trace` writes.
+    """
+    text = os.environ.get(VARIABLE)
+    if not text:
+        return None
+    try:
+        order = json.loads(text)
+        return TraceOrder(Path(order["path"]), int(order["warmup"]), int(order["steps"]), Path(order["progress"]))
+    except (ValueError, KeyError, TypeError):
+        fix = "unset it; `zeroaccel trace` sets it for its own runs"
+        raise ConfigError(f"environment: {VARIABLE}", expected="an order of `trace`", got=text, fix=fix) from None
