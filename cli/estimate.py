@@ -17,12 +17,13 @@ import click
 
 from zeroaccel.errors import ConfigError
 
+from .mesh_report import mesh_remarks, show_meshes
 from .pages.estimate_page import estimate_page
 from .pages.frame import check_page_path, write_page
-from .progress import progress
+from .progress import ProgressLine, progress
 
 if TYPE_CHECKING:
-    from zeroaccel.estimate import Capacity, PlanRow, Subject, Workload
+    from zeroaccel.estimate import Capacity, MeshRow, PlanRow, Subject, Workload
 
     _Type = click.ParamType[Any]
 else:
@@ -65,6 +66,10 @@ class Size(_Type):
 @_option("--device_memory", type=Size(), metavar="SIZE", help="Of one accelerator, as 80GB. [default: as here, if any]")
 @_option("--host_memory", type=Size(), metavar="SIZE", help="Of one machine. [default: as here, beside accelerators]")
 @_option("--disk", type=Size(), metavar="SIZE", help="Free for offload on one machine.")
+@_option("--pp_size", "pp", type=COUNT, default=1, metavar="N", help="Stages of a pipeline. [default: 1]")
+@_option("--sp_size", "sp", type=COUNT, default=1, metavar="N", help="Ranks that share each sequence. [default: 1]")
+@_option("--tp_size", "tp", type=COUNT, default=1, metavar="N", help="Ranks that share each layer. [default: 1]")
+@_option("--meshes", is_flag=True, help="A row per mesh of the ranks, for the same samples per step.")
 @_option("--cpu", is_flag=True, help="The ranks compute on the CPU of this machine.")
 @_option("--json", "as_json", is_flag=True, help="Bytes, for programs.")
 @_option("--html", "html_path", type=click.Path(dir_okay=False), metavar="FILE", help="A page with sliders.")
@@ -75,6 +80,7 @@ def estimate(
     device_memory: int | None,
     host_memory: int | None,
     disk: int | None,
+    meshes: bool,
     cpu: bool,
     as_json: bool,
     html_path: str | None,
@@ -93,22 +99,35 @@ def estimate(
     Examples:
       zeroaccel estimate 7b --ranks 8 --device_memory 80GB
       zeroaccel estimate llama-3.1-8b --ranks 8 --checkpointing --html memory.html
+      zeroaccel estimate 70b --ranks 16 --ranks_per_machine 8 --device_memory 80GB --meshes
+      zeroaccel estimate 7b --ranks 8 --tp_size 2
       zeroaccel estimate my_models:build --cpu --ranks 2 --json
     """
     _check_chart(plot)
     check_page_path(html_path)
+    if meshes and (html_path or plot or max(workload["pp"], workload["sp"], workload["tp"]) > 1):
+        raise click.UsageError("--meshes compares all meshes, in a table or as --json: leave out sizes, --html, --plot")
     with progress(f"estimating {model}") as line:
-        what, requested, capacity, rows = _plans(model, ranks, device_memory, host_memory, disk, cpu, workload)
+        what, requested, capacity = _question(model, ranks, device_memory, host_memory, disk, cpu, workload)
+        if meshes:
+            mesh_rows = _mesh_rows(what, requested, capacity, line)
+        else:
+            rows = _plans(what, requested, capacity)
         if html_path is not None:
             line.doing = "estimating what the sliders show"
             title = f"Memory of {_title(model, requested, rows)}"
             write_page(Path(html_path), _html(title, model, what, requested, capacity))
     if what.note:
         click.echo(f"zeroaccel: {what.note}", err=True)
+    if meshes:
+        show_meshes(model, requested, capacity, mesh_rows, as_json=as_json)
+        return
     if as_json:
         click.echo(json.dumps(_report(model, requested, capacity, rows), indent=2))
     else:
         _show(model, requested, capacity, rows)
+        for words in mesh_remarks(what, requested, capacity, rows[0]):
+            click.echo(words, err=not words.startswith("GB "))
     if html_path is not None:
         click.echo(f"zeroaccel: page written to {html_path}", err=True)
     if plot is not None:
@@ -122,7 +141,7 @@ def _html(title: str, model: str, what: Subject, requested: Workload, capacity: 
     return estimate_page(title, model, requested, capacity, lambda one: plan_table(what, one, capacity))
 
 
-def _plans(
+def _question(
     model: str,
     ranks: int | None,
     device_memory: int | None,
@@ -130,9 +149,9 @@ def _plans(
     disk: int | None,
     cpu: bool,
     workload: dict[str, Any],
-) -> tuple[Subject, Workload, Capacity, list[PlanRow]]:
+) -> tuple[Subject, Workload, Capacity]:
     from zeroaccel.errors import UsageError
-    from zeroaccel.estimate import Capacity, Workload, plan_table, subject
+    from zeroaccel.estimate import Capacity, Workload, subject
 
     from .machine import devices, memory_nbytes
 
@@ -145,10 +164,36 @@ def _plans(
     try:
         requested = Workload(ranks=ranks or max(1, len(accelerators)), **workload)
     except UsageError as error:
-        raise ConfigError(str(error).replace("Workload.", "--")) from None
-    what = subject(model)
-    capacity = Capacity(device=device_memory, host=host_memory, disk=disk, on_cpu=cpu)
-    return what, requested, capacity, plan_table(what, requested, capacity)
+        raise ConfigError(_in_flags(str(error))) from None
+    return subject(model), requested, Capacity(device=device_memory, host=host_memory, disk=disk, on_cpu=cpu)
+
+
+def _in_flags(message: str) -> str:
+    message = message.replace("Workload.", "--")
+    return message.replace("ParallelConfig", "--pp_size, --sp_size, --tp_size").replace(
+        "start a multiple", "take a multiple"
+    )
+
+
+def _plans(what: Subject, requested: Workload, capacity: Capacity) -> list[PlanRow]:
+    from zeroaccel.errors import UsageError
+    from zeroaccel.estimate import plan_table
+
+    try:
+        return plan_table(what, requested, capacity)
+    except UsageError as error:
+        if requested.pp == requested.sp == requested.tp == 1:
+            raise
+        raise ConfigError(str(error), fix="--meshes shows which meshes there are") from None
+
+
+def _mesh_rows(what: Subject, requested: Workload, capacity: Capacity, line: ProgressLine) -> list[MeshRow]:
+    from zeroaccel.estimate import mesh_table
+
+    def show(one: Workload) -> None:
+        line.doing = f"estimating {what.name} on {one.mesh_name}"
+
+    return mesh_table(what, requested, capacity, on_row=show)
 
 
 def _check_chart(plot: str | None) -> None:
@@ -172,15 +217,17 @@ def _report(model: str, workload: Workload, capacity: Capacity, rows: list[PlanR
         for place in ("device", "host", "disk"):
             plan[place]["total"] = getattr(row.estimate, place).total
         plans.append({**plan, "fits": row.fits, "short_of": row.short_of, "recommended": row.recommended})
-    traffic = [asdict(sent) for sent in traffic_table(rows[0].estimate.numel, workload)]
+    is_plain = workload.pp == workload.sp == workload.tp == 1
+    traffic = [asdict(sent) for sent in traffic_table(rows[0].estimate.numel, workload)] if is_plain else []
     report = {"model": model, "workload": asdict(workload), "capacity": asdict(capacity), "plans": plans}
     return report | ({"traffic": traffic} if traffic else {})
 
 
 def _title(model: str, workload: Workload, rows: list[PlanRow]) -> str:
+    ranks = f"{workload.ranks} rank{'s' if workload.ranks > 1 else ''}"
     words = [
         f"{model}: {rows[0].estimate.numel / 1e9:.3g} B parameters",
-        f"{workload.ranks} rank{'s' if workload.ranks > 1 else ''}",
+        ranks if workload.pp == workload.sp == workload.tp == 1 else f"{ranks} as {workload.mesh_name}",
         workload.precision,
         f"batch {workload.batch} x {workload.sequence}",
     ]
@@ -214,7 +261,8 @@ def _show(model: str, workload: Workload, capacity: Capacity, rows: list[PlanRow
     if is_plain:
         click.echo(f"{_title(model, workload, rows)}; GB")
     console.print(table)
-    _show_traffic(rows[0].estimate.numel, workload)
+    if workload.pp == workload.sp == workload.tp == 1:
+        _show_traffic(rows[0].estimate.numel, workload)
     if all(row.fits is None for row in rows):
         click.echo("zeroaccel: --device_memory 80GB (or --cpu) says what fits", err=True)
     elif not any(row.fits for row in rows):

@@ -16,7 +16,8 @@ from zeroaccel.estimate import Capacity, Estimate, Workload, estimate, plan_tabl
 from zeroaccel.estimate.extrapolate import MemoryTrace, Moment, extrapolate_depth
 from zeroaccel.estimate.shapes_only import RULES, ShapesOnly
 from zeroaccel.estimate.simulate import simulate
-from zeroaccel.estimate.subject import Decoder, Shape, Step, Subject, known_shape, predict_tokens, shape_of
+from zeroaccel.estimate.decoder import Decoder, Shape, known_shape, shape_of
+from zeroaccel.estimate.subject import Step, Subject, predict_tokens
 
 PLAIN = [(stage, "none", "none") for stage in range(4)]
 TINY = {

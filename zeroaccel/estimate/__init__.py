@@ -13,6 +13,7 @@ Example:
 
 from __future__ import annotations
 
+from zeroaccel.estimate.meshes import LinkBytes, MeshRow, link_bytes, mesh_row, mesh_table, needless_crossing
 from zeroaccel.estimate.plans import (
     HEADROOM,
     PLANS,
@@ -31,7 +32,9 @@ __all__ = [
     "PLANS",
     "Capacity",
     "Estimate",
+    "LinkBytes",
     "MemoryByKind",
+    "MeshRow",
     "Offload",
     "OptimizerName",
     "PlanRow",
@@ -41,6 +44,10 @@ __all__ = [
     "Workload",
     "check_capacity",
     "estimate",
+    "link_bytes",
+    "mesh_row",
+    "mesh_table",
+    "needless_crossing",
     "plan_table",
     "subject",
     "traffic_table",

@@ -42,12 +42,14 @@ class MemoryTrace:
         numel: parameters of the model.
         moments: in the order of the operations.
         shards, trained: as in `simulate.Simulated`.
+        sent: bytes sent, of each of the counters of `simulate.SentBytes`.
     """
 
     numel: int
     moments: tuple[Moment, ...]
     shards: tuple[tuple[int, int], ...]
     trained: tuple[int, ...]
+    sent: tuple[int, ...] = ()
 
 
 def extrapolate_depth(traces: Sequence[MemoryTrace], more: int) -> MemoryTrace | None:
@@ -69,7 +71,9 @@ def extrapolate_depth(traces: Sequence[MemoryTrace], more: int) -> MemoryTrace |
     if shards is None or trained is None or numel is None:
         return None
     pairs = tuple((elements, nbytes) for elements, nbytes in shards)
-    return MemoryTrace(numel[0][0], tuple(moments), pairs, tuple(count for (count,) in trained))
+    second, third = (trace.sent for trace in traces[1:])
+    sent = tuple(last + more * (last - before) for before, last in zip(second, third, strict=True))
+    return MemoryTrace(numel[0][0], tuple(moments), pairs, tuple(count for (count,) in trained), sent)
 
 
 def _grow(

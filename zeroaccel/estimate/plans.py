@@ -8,7 +8,7 @@ backward in each micro-step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +17,9 @@ from torch import nn
 from zeroaccel.config import CommPlan
 from zeroaccel.config.comm_plan import step_traffic
 from zeroaccel.config.schema_zero import OffloadOptimizer, OffloadParam
+from zeroaccel.estimate.mesh_parts import stages_to_compare
 from zeroaccel.estimate.simulate import Simulated, simulate
-from zeroaccel.estimate.subject import Subject, subject
+from zeroaccel.estimate.subject import Subject, numel_of, subject
 from zeroaccel.estimate.workload import Capacity, Estimate, MemoryByKind, Offload, Workload
 from zeroaccel.zero.storage.swapped_masters import SUB_GROUP_NUMEL, residual_nbytes
 
@@ -81,17 +82,38 @@ def estimate(
         UsageError: the model's forward needs values.
     """
     what = model if isinstance(model, Subject) else subject(model)
-    simulated: dict[tuple[int, bool], Simulated] = {}
-    rows = []
+    return list(estimates(what, workload, plans, on_cpu=on_cpu))
+
+
+def estimates(
+    what: Subject, workload: Workload, plans: Sequence[tuple[int, Offload, Offload]], *, on_cpu: bool
+) -> Iterator[Estimate]:
+    """As `estimate`, each plan when it is asked for."""
+    whole_numel = numel_of(what) if workload.pp * workload.tp > 1 else None
+    simulated: dict[tuple[int, bool], dict[int, Simulated]] = {}
     for stage, optimizer, param in plans:
         # Without accumulation there is nothing between micro-steps that stage 2 could shard.
         simulated_stage = 1 if stage == 2 and workload.accumulation == 1 else stage
         # One rank alone shards nothing, unless shards are elsewhere than the full parameters.
-        kind = simulated_stage, workload.ranks == 1 and param != "none"
+        kind = simulated_stage, workload.shard_ranks == 1 and param != "none"
         if kind not in simulated:
-            simulated[kind] = simulate(what, workload, simulated_stage, on_cpu=on_cpu, offloads_params=kind[1])
-        rows.append(_with_offload(simulated[kind], workload, stage, optimizer, param, on_cpu=on_cpu))
-    return rows
+            simulated[kind] = {
+                index: simulate(what, workload, kind[0], on_cpu=on_cpu, offloads_params=kind[1], pipeline_stage=index)
+                for index in stages_to_compare(what, workload)
+            }
+        of_stages = {
+            index: _with_offload(one, workload, stage, optimizer, param, on_cpu=on_cpu)
+            for index, one in simulated[kind].items()
+        }
+        index = max(of_stages, key=lambda place: of_stages[place].device.total)
+        sent = _most_sent(simulated[kind].values())
+        most = of_stages[index]
+        yield replace(most, pipeline_stage=index, numel=whole_numel or most.numel, sent=sent)
+
+
+def _most_sent(stages: Collection[Simulated]) -> dict[str, int]:
+    """Axis -> bytes, of the stage of a pipeline whose ranks send the most along it."""
+    return {axis: max(one.sent.get(axis, 0) for one in stages) for one in stages for axis in one.sent}
 
 
 def plan_table(
@@ -106,6 +128,17 @@ def plan_table(
     if best is None:
         return rows
     return [replace(rows[best], recommended=True), *rows[:best], *rows[best + 1 :]]
+
+
+def first_that_fits(what: Subject, workload: Workload, capacity: Capacity) -> PlanRow:
+    """The recommended row of `plan_table`, without the estimates of the plans after it; where none fits, the smallest."""
+    rows = []
+    for one in estimates(what, workload, _plans_for(workload), on_cpu=capacity.on_cpu):
+        row = PlanRow(one, *check_capacity(one, workload, capacity))
+        if row.fits is not False:
+            return replace(row, recommended=bool(row.fits))
+        rows.append(row)
+    return min(rows, key=lambda row: row.estimate.device.total)
 
 
 def check_capacity(one: Estimate, workload: Workload, capacity: Capacity) -> tuple[bool | None, str]:

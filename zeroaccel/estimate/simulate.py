@@ -2,7 +2,8 @@
 
 [Note: fake step] The model is built of tensors that have a shape, a dtype and no values: by `ShapesOnly`, or for models
 that other people wrote by torch's own `FakeTensorMode`, on which every model runs. Units, coordinator, reducer and
-optimizer are the engine's own, over ranks that do not exist (`FakeRanks`). The first step records the prefetch trace;
+optimizer are the engine's own, over ranks that do not exist (`FakeRanks`). Of a mesh, the rank has its part of the
+model (`mesh_parts`). The first step records the prefetch trace;
 the second is the one that repeats, and is measured. Only two things are replaced: the gradients' norm, which needs
 values, and the optimizer's arithmetic.
 
@@ -14,23 +15,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from zeroaccel.comm.collective_tracker import DONE
-from zeroaccel.comm.collectives import Collectives, Work
-from zeroaccel.comm.hangs.flight_recorder import FlightRecorder
-from zeroaccel.comm.hangs.hang_report import rank_list
 from zeroaccel.config import BatchSizes, Fact, load_config, shard_plan, tier_plan
 from zeroaccel.errors import UsageError
 from zeroaccel.estimate.extrapolate import MemoryTrace, Moment, extrapolate_depth
+from zeroaccel.estimate.fake_ranks import FakeRanks, SentBytes, sent_per_step
+from zeroaccel.estimate.mesh_parts import StageStep, micro_steps, part_of, run_stage
 from zeroaccel.estimate.shapes_only import META, ShapesOnly
 from zeroaccel.estimate.subject import Step, Subject
 from zeroaccel.estimate.workload import MemoryByKind, Workload
@@ -51,7 +50,6 @@ from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
 from zeroaccel.zero.storage.placement import OffloadRules, TierSet
 from zeroaccel.zero.wrap_policy import group_parameters
 
-_POOLED_BLOCKS = 2  # that `comm.buffer_pool.BufferPool` retains
 _DEVICE = torch.ops.prim.device.default
 _SHAPES = ShapesOnly()  # one for all: what it has worked out is good for every model
 
@@ -67,6 +65,7 @@ class Simulated:
         reduced: bytes of the gradients at the peak that are reduced to shards; part of `peak.gradients`.
         shards: elements and bytes of each shard of parameters, in order; part of `peak.params`.
         trained: elements of each run of weights that this rank updates, padding included.
+        sent: axis of the mesh -> bytes that this rank sends along it in a step.
     """
 
     numel: int
@@ -75,10 +74,17 @@ class Simulated:
     reduced: int
     shards: tuple[tuple[int, int], ...]
     trained: tuple[int, ...]
+    sent: Mapping[str, int] = field(default_factory=dict)
 
 
 def simulate(
-    subject: Subject, workload: Workload, stage: int, *, on_cpu: bool = False, offloads_params: bool = False
+    subject: Subject,
+    workload: Workload,
+    stage: int,
+    *,
+    on_cpu: bool = False,
+    offloads_params: bool = False,
+    pipeline_stage: int = 0,
 ) -> Simulated:
     """Runs two optimizer steps on tensors without data.
 
@@ -87,11 +93,14 @@ def simulate(
     Args:
         on_cpu: the ranks compute in host memory and talk through gloo, which needs buffers to receive into.
         offloads_params: shards are elsewhere than full parameters, so that even one rank alone has shards.
+        pipeline_stage: of a mesh with pp, the ranks' stage.
 
     Raises:
-        UsageError: the model does something that needs values.
+        UsageError: the model does something that needs values, or cannot be cut as the mesh wants it.
     """
-    how = _How(on_cpu, offloads_params, subject.shapes_only)
+    sent = SentBytes()
+    subject = part_of(subject, workload, pipeline_stage, sent)
+    how = _How(on_cpu, offloads_params, subject.shapes_only, sent)
     # Only stage 3, and shards apart from their parameters, look ahead over a window of elements.
     window = -(-_WINDOW_NUMEL // max(subject.layer_numel, 1)) if stage == 3 or offloads_params else 0
     shortest = _EDGES + window
@@ -102,8 +111,8 @@ def simulate(
             for layers in lengths
         ]
         if (trace := extrapolate_depth(traces, subject.layers - lengths[-1])) is not None:
-            return _simulated(trace)
-    return _simulated(_trace(subject.build, subject.name, workload, stage, how))
+            return _simulated(trace, workload, pipeline_stage)
+    return _simulated(_trace(subject.build, subject.name, workload, stage, how), workload, pipeline_stage)
 
 
 _EDGES = 4  # blocks at both ends that may be treated in another way than those between
@@ -116,16 +125,17 @@ class _How(NamedTuple):
     on_cpu: bool
     offloads_params: bool
     shapes_only: bool
+    sent: SentBytes
     every_moment: bool = False
 
 
-def _simulated(trace: MemoryTrace) -> Simulated:
+def _simulated(trace: MemoryTrace, workload: Workload, pipeline_stage: int) -> Simulated:
     moment = max(trace.moments, key=lambda moment: moment.total)  # the first of several
     states = moment.params + moment.optimizer + moment.gradients
     peak = MemoryByKind(moment.params, moment.optimizer, moment.gradients, max(0, moment.total - states))
-    return Simulated(
-        trace.numel, peak, _PHASES[moment.phase % len(_PHASES)], moment.reduced, trace.shards, trace.trained
-    )
+    when = _PHASES[moment.phase % len(_PHASES)]
+    sent = sent_per_step(trace.sent, micro_steps(workload, pipeline_stage), workload.accumulation)
+    return Simulated(trace.numel, peak, when, moment.reduced, trace.shards, trace.trained, sent)
 
 
 def _trace(
@@ -156,23 +166,24 @@ def _run_two_steps(
     with MemoryTracker(recorder.record, _SHAPES if how.shapes_only else None) as tracker:
         model, step = build()
         numel = sum(param.numel() for param in model.parameters())
-        collectives = FakeRanks(workload.ranks, receives_in_host_memory=how.on_cpu)
+        collectives = FakeRanks(workload.shard_ranks, how.sent, receives_in_host_memory=how.on_cpu)
         device = META if how.shapes_only else torch.device("cpu")
         engine = _engine(model, workload, stage, collectives, device, offloads_params=how.offloads_params)
         tracker.follow(buffer.full for unit in engine.units for buffer in unit.buffers)
         # The first step records the prefetch trace, and leaves receive buffers in the pool.
-        _run_step(engine, step, workload, recorder)
+        _run_step(engine, step, workload, recorder, how.sent)
         engine.note_fixed()
         recorder.begin(engine)
+        how.sent.begin()
         tracker.measure()
-        _run_step(engine, step, workload, recorder)
+        _run_step(engine, step, workload, recorder, how.sent)
         moments = recorder.moments
         recorder.engine = None
         buffers = [buffer for unit in engine.units for buffer in unit.buffers]
         shards = tuple((b.own.numel, b.own.numel * b.dtype.itemsize) for b in buffers if not b.persistent)
         trained = tuple(b.masters.range.numel for b in buffers if b.trainable)
         engine.destroy()
-    return MemoryTrace(numel, tuple(moments), shards, trained)
+    return MemoryTrace(numel, tuple(moments), shards, trained, how.sent.as_tuple())
 
 
 _PHASES = ("forward", "backward", "step")
@@ -208,91 +219,30 @@ class _PeakRecorder:
             self.moments.append(Moment(self.phase, total, *self.engine.memory_by_kind(resizable)))
 
 
-def _run_step(engine: Engine, step: Step, workload: Workload, recorder: _PeakRecorder) -> None:
+def _run_step(
+    engine: _EngineWithoutValues, step: Step | StageStep, workload: Workload, recorder: _PeakRecorder, sent: SentBytes
+) -> None:
+    if isinstance(step, StageStep):
+        for phase in run_stage(engine, step, workload, sent):
+            recorder.phase = phase
+        return
     output: Any = None
     # `output` lives until the next micro-step's replaces it, as in a training loop.
-    for number in range(engine.gradient_accumulation_steps()):
+    last = engine.gradient_accumulation_steps() - 1
+    for number in range(last + 1):
         recorder.phase = len(_PHASES) * number
-        output = step(engine, workload.batch, workload.sequence)
+        sent.moment = "last" if number == last else "earlier"
+        output = step(engine, workload.batch, workload.sequence // workload.sp)
         loss = output[0] if isinstance(output, tuple) else output
         recorder.phase += 1
         engine.backward(loss)
         recorder.phase += 1
+        sent.moment = "step"
         engine.step()
     del output
 
 
 # -- what is replaced
-
-
-class FakeRanks(Collectives):
-    """Collectives of rank 0 of a job whose other ranks do not exist: nothing is sent, but memory is allocated as it
-    would be. What a backend allocates inside itself is not modelled.
-
-    Args:
-        receives_in_host_memory: reductions receive the parts of all ranks in a buffer and add them there, as on gloo;
-            NCCL needs no buffer of ours.
-    """
-
-    def __init__(self, world_size: int, *, receives_in_host_memory: bool) -> None:
-        # No super().__init__: there is no topology.
-        self.rank = self.shard_rank = self.secondary_rank = 0
-        self.world_size = self.shard_world_size = self.secondary_world_size = world_size
-        self.ranks = self.shard_ranks = range(world_size)
-        self.replica = 0
-        self.quantized_weights = False
-        self.job = self.peers = self
-        self.is_first_data_group = True
-        self.tensor = None
-        self.nodes = [list(range(world_size))]
-        self.meter = self.tensor = None
-        self.flight_recorder = FlightRecorder()
-        self._receives = receives_in_host_memory and world_size > 1
-        self._free: list[Tensor] = []
-
-    def named(self, ranks: Iterable[int]) -> str:
-        return rank_list(ranks)
-
-    def all_gather(self, out: Tensor, shard: Tensor, label: str, split_sizes: Sequence[int] = ()) -> Work:
-        out.detach_()  # an operation without effect, so that the tracker sees what is unsharded now
-        return DONE
-
-    def reduce_scatter(
-        self, out: Tensor, flat: Tensor, label: str, scale: float = 1.0, split_sizes: Sequence[int] = ()
-    ) -> Work:
-        return _PendingReduction(self._free, self.world_size * out.nbytes) if self._receives and flat.numel() else DONE
-
-    def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"], label: str) -> None:
-        pass
-
-    def broadcast(self, tensor: Tensor, src: int, label: str) -> None:
-        pass
-
-    def gather_objects(self, obj: Any, label: str) -> list[Any]:
-        return [obj] * self.world_size
-
-    def barrier(self, label: str) -> None:
-        pass
-
-
-class _PendingReduction:
-    """A reduction in flight and its receive buffer, which is reused as in a `BufferPool` of `comm.transport`."""
-
-    def __init__(self, free: list[Tensor], nbytes: int) -> None:
-        self._free = free
-        large_enough = [index for index, block in enumerate(free) if block.numel() >= nbytes]
-        block = free.pop(large_enough[0]) if large_enough else torch.empty(nbytes, dtype=torch.uint8)
-        self._block: Tensor | None = block
-
-    def wait(self) -> None:
-        if self._block is not None:
-            self._free.append(self._block)
-            self._free.sort(key=Tensor.numel)
-            del self._free[:-_POOLED_BLOCKS]
-            self._block = None
-
-    def is_completed(self) -> bool:
-        return self._block is None
 
 
 class MemoryTracker(TorchDispatchMode):
@@ -414,14 +364,15 @@ def _engine(
     offloads_params: bool,
 ) -> _EngineWithoutValues:
     """As `initialize`, without what needs a process group or values."""
+    accumulation = min(workload.accumulation, 2)  # a third micro-step repeats the second
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": workload.batch,
-        "gradient_accumulation_steps": min(workload.accumulation, 2),  # a third micro-step repeats the second
+        "gradient_accumulation_steps": accumulation,
         "zero_optimization": {"stage": stage},
     }
     if workload.precision != "fp32":
         config[workload.precision] = {"enabled": True}
-    facts = replace(facts_from_model(model), world_size=Fact(workload.ranks, "the ranks"), training=True)
+    facts = replace(facts_from_model(model), world_size=Fact(workload.shard_ranks, "the ranks"), training=True)
     settings = load_config(config, facts=facts)
     check_dtypes(model, DTYPES[settings.precision])
     plan = shard_plan(settings)
@@ -435,7 +386,7 @@ def _engine(
     placement = placement_of(model, settings, plan, groups, device, residences)
     placement = replace(placement, offloads_params=offloads_params)  # no tier: the tracker counts tensors only
     cast_buffers(model, device, buffer_dtypes_of(model, settings))
-    plans = plan_units(specs, placement, workload.ranks)
+    plans = plan_units(specs, placement, workload.shard_ranks)
     rules = OffloadRules.of(settings, residences.param, residences.optimizer)
     tiers = TierSet(rules, list(chain(*plans)), optimizer, 0, device)
     tiers.open([])
@@ -447,11 +398,11 @@ def _engine(
         [buffer for unit in units for buffer in unit.buffers if buffer.trainable],
     )
     batch = BatchSizes(
-        train=workload.batch * workload.ranks * min(workload.accumulation, 2),
+        train=workload.batch * workload.shard_ranks * accumulation,
         micro=workload.batch,
-        accumulation=min(workload.accumulation, 2),
+        accumulation=accumulation,
     )
-    engine_settings = engine_settings_of(settings, plan, batch, workload.ranks, workload.ranks)
+    engine_settings = engine_settings_of(settings, plan, batch, workload.shard_ranks, workload.shard_ranks)
     return _EngineWithoutValues(model, units, collectives, engine_settings, EngineParts(shard), settings.raw)
 
 

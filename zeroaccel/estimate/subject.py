@@ -1,8 +1,7 @@
 """The MODEL of an estimate: a number of parameters, a known name, a Hugging Face config, or a function of the user's.
 
 Each becomes a `Subject`, which builds the model (without weights under fake tensors) and runs one forward of it. A
-number of parameters stands for a `Decoder` of today's open shape: gated MLP, heads of 128, RMS norms, an untied head.
-Only its sizes matter; it is never trained. transformers is imported only for its own configs.
+number of parameters stands for a `Decoder`. transformers is imported only for its own configs.
 """
 
 from __future__ import annotations
@@ -10,12 +9,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import math
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +23,7 @@ from torch import Tensor, nn
 from zeroaccel.config.bounds import parse_plain_json, read_at_most
 from zeroaccel.config.diagnostics import near_names
 from zeroaccel.errors import ConfigError, UsageError
+from zeroaccel.estimate.decoder import MODELS, Decoder, Shape, known_shape, shape_of
 
 _MOST_NBYTES = 4 << 20
 
@@ -54,6 +52,7 @@ class Subject:
         layer_numel: parameters of one block.
         shapes_only: built and run by operations whose results' shapes follow from those of the arguments, and that
             write to their first argument alone, if to any.
+        shape: of the decoder that it is; None for other models.
     """
 
     name: str
@@ -63,6 +62,7 @@ class Subject:
     build_short: Callable[[int], tuple[nn.Module, Step]] | None = None
     layer_numel: int = 0
     shapes_only: bool = False
+    shape: Shape | None = None
 
 
 def subject(text: str | nn.Module | Callable[[], Any]) -> Subject:
@@ -109,7 +109,17 @@ def _of_shape(name: str, note: str, shape: Shape) -> Subject:
     def build(layers: int = shape.layers) -> tuple[nn.Module, Step]:
         return Decoder(replace(shape, layers=layers)), predict_tokens
 
-    return Subject(name, note, build, shape.layers, build, shape.block_numel, shapes_only=True)
+    return Subject(name, note, build, shape.layers, build, shape.block_numel, shapes_only=True, shape=shape)
+
+
+def numel_of(what: Subject) -> int:
+    """Parameters of the whole model; tied ones count once."""
+    if what.shape is not None:
+        return what.shape.numel
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        return sum(param.numel() for param in what.build()[0].parameters())
 
 
 def predict_tokens(model: nn.Module, batch: int, sequence: int) -> tuple[Tensor, Any]:
@@ -223,166 +233,3 @@ def _of_function(name: str, function: Callable[[], Any]) -> Subject:
         return model, step
 
     return Subject(name, "", build)
-
-
-# -- a decoder of a given number of parameters
-
-# Parameters -> layers (Brown et al. 2020, table 2.1); the nearest by its logarithm.
-_DEPTHS = {125e6: 12, 350e6: 24, 1.3e9: 24, 2.7e9: 32, 6.7e9: 32, 13e9: 40, 30e9: 48, 66e9: 64, 175e9: 96}
-_VOCABULARY = 32_000
-_HEAD_DIM = 128
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of a `Decoder`.
-
-    Attributes:
-        layers: blocks.
-        width: of the residual stream.
-        inner: of the MLPs.
-        vocabulary: rows of the embedding and of the head.
-        heads: of queries; 0 for as many as `head_dim` goes into the width.
-        head_dim: 0 for 128, or 16 where the width is no multiple of it.
-        key_heads: of keys and values; 0 for as many as of queries.
-        tied: the head is the embedding.
-        biased: queries, keys and values have biases.
-    """
-
-    layers: int
-    width: int
-    inner: int
-    vocabulary: int
-    heads: int = 0
-    head_dim: int = 0
-    key_heads: int = 0
-    tied: bool = False
-    biased: bool = False
-
-    def __post_init__(self) -> None:
-        head_dim = self.head_dim or (_HEAD_DIM if self.width % _HEAD_DIM == 0 else 16)
-        heads = self.heads or max(1, self.width // head_dim)
-        if not self.heads:
-            head_dim = self.width // heads
-        for name, value in (("head_dim", head_dim), ("heads", heads), ("key_heads", self.key_heads or heads)):
-            object.__setattr__(self, name, value)
-
-    @property
-    def block_numel(self) -> int:
-        """Parameters of one layer."""
-        queries, keys = self.heads * self.head_dim, self.key_heads * self.head_dim
-        attention = 2 * self.width * (queries + keys) + (queries + 2 * keys) * self.biased
-        return attention + 3 * self.width * self.inner + 2 * self.width
-
-    @property
-    def numel(self) -> int:
-        """Parameters of the decoder."""
-        tables = 1 if self.tied else 2
-        return self.layers * self.block_numel + tables * self.vocabulary * self.width + self.width
-
-
-# From the config.json that each was published with.
-_LLAMA_3 = partial(Shape, vocabulary=128_256, key_heads=8)
-MODELS: Mapping[str, Shape] = {
-    "llama-2-7b": Shape(32, 4096, 11008, 32_000),
-    "llama-2-13b": Shape(40, 5120, 13824, 32_000),
-    "llama-2-70b": Shape(80, 8192, 28672, 32_000, key_heads=8),
-    "llama-3.1-8b": _LLAMA_3(32, 4096, 14336),
-    "llama-3.1-70b": _LLAMA_3(80, 8192, 28672),
-    "llama-3.1-405b": _LLAMA_3(126, 16384, 53248),
-    "llama-3.2-1b": _LLAMA_3(16, 2048, 8192, heads=32, head_dim=64, tied=True),
-    "llama-3.2-3b": _LLAMA_3(28, 3072, 8192, tied=True),
-    "mistral-7b": Shape(32, 4096, 14336, 32_000, key_heads=8),
-    "qwen2.5-0.5b": Shape(24, 896, 4864, 151_936, 14, 64, 2, tied=True, biased=True),
-    "qwen2.5-1.5b": Shape(28, 1536, 8960, 151_936, 12, 128, 2, tied=True, biased=True),
-    "qwen2.5-7b": Shape(28, 3584, 18944, 152_064, 28, 128, 4, biased=True),
-    "qwen2.5-32b": Shape(64, 5120, 27648, 152_064, 40, 128, 8, biased=True),
-    "qwen2.5-72b": Shape(80, 8192, 29568, 152_064, 64, 128, 8, biased=True),
-    "tinyllama-1.1b": Shape(22, 2048, 5632, 32_000, 32, 64, 4),
-}
-"""Common models by name: dense decoders with gated MLPs and RMS norms."""
-_NAME_ENDINGS = re.compile(r"(-(instruct|chat|base|hf|v\d[\d.]*))+$")
-
-
-def known_shape(text: str) -> Shape | None:
-    """The shape of a model by its name, in any case, with or without its owner and what it was tuned for.
-
-    Example:
-        >>> known_shape("meta-llama/Llama-3.1-8B-Instruct").numel
-        8030261248
-    """
-    name = _NAME_ENDINGS.sub("", text.strip().rsplit("/", 1)[-1].lower()).removeprefix("meta-")
-    return MODELS.get(name)
-
-
-def shape_of(numel: int) -> Shape:
-    """The shape whose number of parameters is nearest to `numel`, up to columns of the MLPs."""
-    vocabulary = min(_VOCABULARY, max(256, numel // 1000))
-    layers = _depth(numel)
-    head = _HEAD_DIM if numel > 50e6 else 16
-    # 4 d^2 of attention and 8 d^2 of MLP per layer, beside two tables of the vocabulary.
-    width = (math.sqrt(vocabulary**2 + 12 * layers * numel) - vocabulary) / (12 * layers)
-    width = max(head, round(width / head) * head)
-    mlp_numel = numel - Shape(layers, width, 0, vocabulary).numel
-    return Shape(layers, width, max(1, round(mlp_numel / (3 * layers * width))), vocabulary)
-
-
-def _depth(numel: int) -> int:
-    nearest = min(_DEPTHS, key=lambda count: abs(math.log(count / numel)))
-    return _DEPTHS[nearest] if numel > 50e6 else max(1, min(12, round(math.log10(max(numel, 10)) * 3 - 12)))
-
-
-class _Block(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        width, inner = shape.width, shape.inner
-        self.head_dim = shape.head_dim
-        self.shared_by = shape.heads // shape.key_heads
-        queries, keys = shape.heads * shape.head_dim, shape.key_heads * shape.head_dim
-        self.attention_norm, self.mlp_norm = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.q = nn.Linear(width, queries, bias=shape.biased)
-        self.k, self.v = (nn.Linear(width, keys, bias=shape.biased) for _ in range(2))
-        self.out = nn.Linear(queries, width, bias=False)
-        self.gate, self.up = nn.Linear(width, inner, bias=False), nn.Linear(width, inner, bias=False)
-        self.down = nn.Linear(inner, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        normed = self.attention_norm(x)
-        parts = (self.q, self.k, self.v)
-        q, k, v = (part(normed).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in parts)
-        q, k = q * 1.0, k * 1.0  # for the rotation
-        if self.shared_by > 1:
-            k, v = (one.unsqueeze(2).expand(-1, -1, self.shared_by, -1, -1).flatten(1, 2) for one in (k, v))
-        mixed = _attention(q, k, v)
-        x = x + self.out(mixed.transpose(1, 2).flatten(-2))
-        normed = self.mlp_norm(x)
-        out: Tensor = x + self.down(F.silu(self.gate(normed)) * self.up(normed))
-        return out
-
-
-def _attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    if not q.is_meta:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    # Without a device, torch takes the kernel that makes the matrix of all scores.
-    out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]
-    return out
-
-
-class Decoder(nn.Module):
-    """(batch, length) integers -> (batch, length, vocabulary) logits in fp32."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(shape.vocabulary, shape.width)
-        self.blocks = nn.ModuleList(_Block(shape) for _ in range(shape.layers))
-        self.norm = nn.RMSNorm(shape.width)
-        self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
-        if shape.tied:
-            self.head.weight = self.embedding.weight
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x: Tensor = self.embedding(ids)
-        for block in self.blocks:
-            x = block(x)
-        logits: Tensor = self.head(self.norm(x))
-        return logits.to(torch.float32)

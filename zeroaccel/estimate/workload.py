@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from zeroaccel.config.parallel import ParallelConfig
 from zeroaccel.errors import UsageError
 
 Precision = Literal["fp32", "fp16", "bf16"]
@@ -31,6 +33,15 @@ class Workload:
         checkpointing: recompute each block in backward instead of keeping its activations.
         optimizer: which states are kept.
         residual_masters: masters of bf16 weights are kept as residuals (`data_types.master_weights`).
+        pp, sp, tp: ranks along these axes of the mesh, see `ParallelConfig`; the others see different samples.
+
+    Raises:
+        UsageError: a value that means nothing, or axes that do not divide the ranks; with more stages than micro-steps
+            a 1F1B schedule has too few.
+
+    Example:
+        >>> Workload(ranks=8, tp=2).mesh.dp_shard
+        4
     """
 
     ranks: int = 1
@@ -42,6 +53,9 @@ class Workload:
     checkpointing: bool = False
     optimizer: OptimizerName = "adam"
     residual_masters: bool = False
+    pp: int = 1
+    sp: int = 1
+    tp: int = 1
 
     def __post_init__(self) -> None:
         for name in ("ranks", "batch", "sequence", "accumulation"):
@@ -56,6 +70,36 @@ class Workload:
                 raise UsageError(f"Workload.{name}", expected=f"one of {', '.join(choices)}", got=getattr(self, name))
         if self.residual_masters and self.precision != "bf16":
             raise UsageError("Workload.residual_masters", expected='precision "bf16"', got=self.precision)
+        _ = self.mesh  # raises where the axes do not divide the ranks
+        if self.accumulation < self.pp:
+            raise UsageError(
+                "Workload.accumulation",
+                expected=f"at least {self.pp} micro-steps, one for each stage of pp {self.pp} (1F1B)",
+                got=self.accumulation,
+            )
+        if self.sequence % self.sp:
+            raise UsageError("Workload.sequence", expected=f"a multiple of sp {self.sp}", got=self.sequence)
+
+    @property
+    def mesh(self) -> ParallelConfig:
+        """The mesh of all ranks."""
+        return ParallelConfig(pp=self.pp, sp=self.sp, tp=self.tp).resolve(self.ranks)
+
+    @property
+    def mesh_name(self) -> str:
+        """ "dp 4 x tp 2"."""
+        sizes = {"pp": self.pp, "dp": self.mesh.dp_shard, "sp": self.sp, "tp": self.tp}
+        return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "1 rank"
+
+    @property
+    def shard_ranks(self) -> int:
+        """Ranks that ZeRO shards over: those of `dp_shard` and `sp`, which have the same parameters."""
+        return self.mesh.dp_shard * self.sp
+
+    def on_mesh(self, pp: int, sp: int, tp: int) -> Workload:
+        """The same samples per step on another mesh: fewer ranks that see different ones take more micro-steps each."""
+        micro_steps = self.accumulation * pp * sp * tp // (self.pp * self.sp * self.tp)
+        return replace(self, pp=pp, sp=sp, tp=tp, accumulation=max(micro_steps, 1))
 
     @property
     def local_ranks(self) -> int:
@@ -101,6 +145,8 @@ class Estimate:
         host: in host memory, by offload; where the device is the CPU, this comes on top of `device`.
         disk: in files.
         peak: in which part of the step the device's peak lies: "forward", "backward" or "step".
+        pipeline_stage: of a pipeline, the stage that takes the most; its memory is what is said here.
+        sent: axis of the mesh -> bytes that one rank sends along it in a step: "dp" for ZeRO's own.
     """
 
     stage: int
@@ -111,6 +157,8 @@ class Estimate:
     host: MemoryByKind
     disk: MemoryByKind
     peak: str
+    pipeline_stage: int = 0
+    sent: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -46,7 +46,7 @@ _EAGER = "eager"
 
 
 @dataclass(frozen=True)
-class _Sequences:
+class WholeSequences:
     """What the masks of one forward are made of, for all S tokens.
 
     Attributes:
@@ -92,7 +92,7 @@ class UlyssesAttention:
         self._configs = {id(part.config) for part in model.modules() if hasattr(part, "config")}
         for earlier in {id(one): one for part in model.modules() if (one := _ATTACHED.get(part))}.values():
             earlier.undo()
-        self._sequences: _Sequences | None = None
+        self._sequences: WholeSequences | None = None
         # Of each forward's own positions, those of whole sequences: recomputation in backward asks for them again.
         self._positions: Any = WeakIdKeyDictionary()
         for part in model.modules():
@@ -145,7 +145,7 @@ class UlyssesAttention:
         all_padding = None if padding is None else group.gather(padding.to(torch.bool))
         # Padded rows may count positions in any way; where there is a padding mask, it says what is seen.
         is_packed = all_padding is None and bool((packed[:, -1] > 0).any())
-        self._sequences = _Sequences(whole.shape[1], all_padding, packed if is_packed else None)
+        self._sequences = WholeSequences(whole.shape[1], all_padding, packed if is_packed else None)
         if all_padding is None:
             all_padding = torch.ones_like(whole, dtype=torch.bool)
         return args, {**kwargs, "position_ids": own, "attention_mask": all_padding}

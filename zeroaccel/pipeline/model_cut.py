@@ -140,8 +140,11 @@ class Stage(ABC):
         return True
 
 
-def cut(model: nn.Module, index: int, count: int, config: PipelineConfig) -> Stage:
+def cut(model: nn.Module, index: int, count: int, config: PipelineConfig, *, verify: bool = True) -> Stage:
     """Reduces a model to one of its stages. Every rank cuts alike, and keeps another.
+
+    Args:
+        verify: False for tensors without values (torch's FakeTensorMode), with which stage and model cannot be compared.
 
     Raises:
         UsageError: the model cannot be cut, or not into so many stages.
@@ -149,7 +152,7 @@ def cut(model: nn.Module, index: int, count: int, config: PipelineConfig) -> Sta
     if "return_outputs" not in inspect.signature(ScheduleGPipe.step).parameters:
         fix = "upgrade torch, or leave pp at 1"
         raise UsageError("pipeline: torch", expected="schedules that keep no outputs", got=torch.__version__, fix=fix)
-    whole = WholeModel.of(model)
+    whole = WholeModel.of(model) if verify else WholeModel((), {}, (), (), frozenset(), "")
     meta = next((name for name, param in model.named_parameters() if param.is_meta or not param.numel()), None)
     if meta is not None:
         raise UsageError(
@@ -161,7 +164,7 @@ def cut(model: nn.Module, index: int, count: int, config: PipelineConfig) -> Sta
     if isinstance(model, nn.Sequential):
         return _cut_sequential(model, whole, index, count, config)
     if hasattr(model, "config") and hasattr(model, "get_input_embeddings"):
-        return _BlockCut(model, config).to_stage(whole, index, count)
+        return _BlockCut(model, config).to_stage(whole, index, count, verify=verify)
     raise _cannot(model, f"{type(model).__name__}, whose parts are in no order that is known")
 
 
@@ -541,7 +544,7 @@ class _BlockCut:
 
     # -- one stage of it
 
-    def to_stage(self, whole: WholeModel, index: int, count: int) -> _BlockStage:
+    def to_stage(self, whole: WholeModel, index: int, count: int, *, verify: bool) -> _BlockStage:
         """Reduces the model to a stage."""
         before = [name for name in self.others if self.trace.calls.get(name) == {"before"}]
         after = [name for name in self.others if name not in before]  # also what no forward reaches
@@ -568,7 +571,8 @@ class _BlockCut:
         for name in after if not stage.is_last else ():
             replaced[id(self.others[name])] = _Nothing()
         _replace(self.model, replaced)
-        self._verify(stage, begin, end)
+        if verify:
+            self._verify(stage, begin, end)
         return stage
 
     def _no_input(self, name: str, carry: Carry) -> _NoInput:

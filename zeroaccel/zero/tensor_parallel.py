@@ -414,3 +414,22 @@ def _tied(name: str) -> UsageError:
         got="one that another module of tp_plan cuts, and this one does not, or otherwise",
         fix='name all of its modules: "embedding_rowwise" and "colwise_gather_output" cut alike; or none of them',
     )
+
+
+# -- for estimates, which have no ranks
+
+
+def layer_styles(model: nn.Module, size: int) -> dict[str, str]:
+    """Name of a layer -> style, of the layers that `size` ranks share by the model's own plan or by their names.
+
+    Raises:
+        UsageError: there is no plan, or heads cannot be shared equally.
+    """
+    styles = _matched(model, "auto")
+    _check_heads(model, size, styles)
+    return styles
+
+
+def local_head_counts(module: nn.Module, size: int) -> dict[str, int]:
+    """The counts of heads that an attention module has as attributes, as they are on each of `size` ranks."""
+    return {key: vars(module)[key] // size for key in _COUNTS if key in vars(module)}

@@ -1,0 +1,144 @@
+"""What a rank of a mesh holds at its peak and sends in a step, as `zeroaccel.estimate` predicts it and as it really is.
+
+    zeroaccel launch --cpu --num_processes 2 benchmarks/estimate_mesh.py --tp 2      # or --sp 2, or --pp 2; as JSON
+
+The model is a small Llama of transformers. Measured is the most that torch's CPU allocator has given out at a time, by its
+own profiler, on the rank with the most; and the bytes of every message: those of ZeRO and of sequences as the engine's
+meter counts them, those of layers and stages as torch's collectives are called.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import zeroaccel
+from zeroaccel.estimate import Workload, estimate
+
+BATCH, LENGTH = 4, 128
+CONFIG = {
+    "vocab_size": 512,
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+
+
+_SILENT = ("::wait_tensor", "::_wrap_tensor_autograd")  # nothing is sent
+
+
+class CollectiveBytes(TorchDispatchMode):
+    """Counts what torch's own collectives send: sums as a ring, gathers and messages as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.name()
+        if name.startswith("_c10d_functional::all_reduce"):
+            size = dist.get_world_size(dist.distributed_c10d._resolve_process_group(args[2]))
+            self.total += round(2 * (size - 1) / size * args[0].nbytes)
+        elif name.startswith("_c10d_functional::all_gather_into_tensor"):
+            self.total += (args[1] - 1) * args[0].nbytes
+        elif name == "c10d::send":
+            self.total += sum(tensor.nbytes for tensor in args[0])
+        elif name.endswith(_SILENT):
+            pass
+        elif name.startswith(("_c10d_functional", "c10d::all", "c10d::reduce")):
+            raise RuntimeError(f"{name} is not counted")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted(engine: Any, sequences: Any) -> Iterator[Counter[str]]:
+    """Axis -> bytes that this rank sends inside."""
+    sent: Counter[str] = Counter()
+
+    def on(axis: str) -> Any:
+        return lambda tag, rank, nbytes: sent.update({axis: nbytes})
+
+    engine.collectives.meter = on("dp")
+    if sequences is not None:
+        sequences.collectives.meter = on("sp")
+    with CollectiveBytes() as layers:
+        yield sent
+    engine.collectives.meter = None
+    sent["tp" if engine.collectives.tensor is not None else "pp"] += layers.total
+
+
+def measure(stage: int, accumulation: int, sizes: dict[str, int]) -> tuple[int, dict[str, int]]:
+    """The peak in bytes and what is sent in the second step, on this rank. (all ranks)"""
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": BATCH,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage},
+        "bf16": {"enabled": True},
+    }
+    run = LENGTH // sizes["sp"]
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        torch.manual_seed(0)  # stages are those of one model
+        model = LlamaForCausalLM(LlamaConfig(**CONFIG))
+        engine, *_ = zeroaccel.initialize(model, config=config, parallel=zeroaccel.ParallelConfig(**sizes))
+        sequences = getattr(engine, "sequence_group", None)
+        for _ in range(2):
+            ids = torch.zeros(BATCH, run, dtype=torch.long)
+            with counted(engine, sequences) as sent:
+                if sizes["pp"] > 1:
+                    engine.train_batch(iter([{"input_ids": ids, "labels": ids}] * accumulation))
+                    continue
+                for _ in range(accumulation):
+                    shifted = {} if sequences is None else {"shift_labels": ids}
+                    output = engine(input_ids=ids, labels=ids, **shifted)
+                    engine.backward(output.loss)
+                    engine.step()
+    events = [event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"]
+    allocated = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        allocated += event.nbytes()
+        peak = max(peak, allocated)
+    engine.destroy()
+    return peak, {axis: nbytes for axis, nbytes in sent.items() if nbytes}
+
+
+@click.command()
+@click.option("--stage", type=click.IntRange(0, 3), default=1)
+@click.option("--accumulation", type=click.IntRange(1), default=1)
+@click.option("--pp", type=click.IntRange(1), default=1)
+@click.option("--sp", type=click.IntRange(1), default=1)
+@click.option("--tp", type=click.IntRange(1), default=1)
+def main(stage: int, accumulation: int, **sizes: int) -> None:
+    peak, sent = measure(stage, accumulation, sizes)
+    of_ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, (peak, sent))
+    if dist.get_rank() == 0:
+        workload = Workload(
+            ranks=dist.get_world_size(), batch=BATCH, sequence=LENGTH, accumulation=accumulation, **sizes
+        )
+        with tempfile.TemporaryDirectory() as folder:
+            LlamaConfig(**CONFIG, architectures=["LlamaForCausalLM"]).to_json_file(Path(folder) / "config.json", False)
+            (one,) = estimate(folder, workload, [(stage, "none", "none")], on_cpu=True)
+        axes = {axis for _, sent in of_ranks for axis in sent}
+        most = {axis: max(sent.get(axis, 0) for _, sent in of_ranks) for axis in sorted(axes)}
+        found = {"peak": one.device.total, "sent": dict(sorted(one.sent.items()))}
+        print(json.dumps({"estimated": found, "measured": {"peak": max(peak for peak, _ in of_ranks), "sent": most}}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""Meshes of an estimate: parts of a model, bytes by axis and by link, and the one that is recommended."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from zeroaccel.cli.main import main
+from zeroaccel.errors import UsageError
+from zeroaccel.estimate import Capacity, Estimate, Subject, Workload, estimate, mesh_row, mesh_table, needless_crossing
+from zeroaccel.estimate.decoder import Decoder, Shape
+from zeroaccel.estimate.mesh_parts import stage_firsts
+from zeroaccel.estimate.meshes import crossing_share, meshes_of
+from zeroaccel.estimate.simulate import simulate
+from zeroaccel.estimate.subject import predict_tokens
+
+SHAPE = Shape(8, 128, 256, 512, heads=8, head_dim=16, key_heads=4)
+ROOMY = Capacity(device=10**12)
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "vocab_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+
+
+def _subject() -> Subject:
+    return Subject("small", "", lambda: (Decoder(SHAPE), predict_tokens), shapes_only=True, shape=SHAPE)
+
+
+def _stage_1(workload: Workload) -> Estimate:
+    return estimate(_subject(), workload, [(1, "none", "none")])[0]
+
+
+def _sent(workload: Workload) -> dict[str, int]:
+    return dict(_stage_1(workload).sent)
+
+
+def test_bytes_of_each_axis_are_those_of_the_formulas() -> None:
+    tokens = 2 * 64
+    hidden = tokens * SHAPE.width * 2
+    numel = SHAPE.numel
+    assert _sent(Workload(ranks=4, sequence=64))["dp"] == pytest.approx(2 * 2 * numel * 3 / 4, rel=0.001)
+    # Sums of two layers per block in forward, of the inputs of q, k, v, gate and up in backward; the head's input, and
+    # its logits in bf16, of which each rank sends its part to the other.
+    sent = _sent(Workload(ranks=2, sequence=64, batch=2, tp=2))
+    assert sent == {"tp": SHAPE.layers * 7 * hidden + hidden + tokens * SHAPE.vocabulary}
+    # Queries, keys, values (half as many heads) and outputs, in both passes; half of a rank's half goes to the other.
+    sent = _sent(Workload(ranks=2, sequence=64, batch=2, sp=2))
+    assert sent["sp"] == SHAPE.layers * 2 * 3 * hidden // 4
+    assert sent["dp"] == pytest.approx(2 * numel, rel=0.001)
+    assert _sent(Workload(ranks=2, sequence=64, batch=2, pp=2, accumulation=6)) == {"pp": 6 * hidden}
+
+
+def test_parts_of_a_model_add_up_to_it() -> None:
+    whole = _stage_1(Workload(ranks=1, sequence=64))
+    layers = _stage_1(Workload(ranks=2, sequence=64, tp=2))
+    assert layers.numel == whole.numel == SHAPE.numel
+    # The table of the embedding and the norms are on both ranks.
+    both = SHAPE.vocabulary * SHAPE.width + (2 * SHAPE.layers + 1) * SHAPE.width
+    assert layers.device.optimizer == pytest.approx(12 * (both + (SHAPE.numel - both) / 2), rel=0.001)
+    stages = [
+        simulate(_subject(), Workload(ranks=2, sequence=64, pp=2, accumulation=2), 1, pipeline_stage=index)
+        for index in (0, 1)
+    ]
+    assert sum(one.numel for one in stages) == SHAPE.numel
+    assert _stage_1(Workload(ranks=2, sequence=64, sp=2)).device.params == whole.device.params
+
+
+def test_a_model_of_transformers_is_cut_as_the_same_decoder(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    for axes in ({"tp": 2}, {"sp": 2}, {"pp": 2, "accumulation": 2}):
+        workload = Workload(ranks=2, sequence=32, **axes)  # type: ignore[arg-type]
+        (one,) = estimate(str(tmp_path), workload, [(1, "none", "none")])
+        own = _stage_1(workload)
+        assert dict(one.sent) == dict(own.sent)
+        assert one.numel == own.numel
+        assert one.device.optimizer == pytest.approx(own.device.optimizer, rel=0.001)
+
+
+def test_first_stages_have_more_micro_batches_in_flight() -> None:
+    assert _stage_1(Workload(ranks=4, sequence=512, pp=4, accumulation=8)).pipeline_stage == 0
+    assert stage_firsts(SHAPE, 4) == [0, 2, 4, 6]
+
+
+def test_meshes_have_the_same_samples_per_step() -> None:
+    meshes = list(meshes_of(Workload(ranks=8, sequence=64, accumulation=3)))
+    assert len({(one.pp, one.sp, one.tp) for one in meshes}) == len(meshes) > 8
+    assert {one.mesh.dp_shard * one.accumulation for one in meshes} == {24}
+
+
+def test_shares_that_cross_machines() -> None:
+    apart = Workload(ranks=16, ranks_per_machine=4, tp=8)
+    assert crossing_share(apart, "tp") == pytest.approx(2 / 8)
+    assert crossing_share(Workload(ranks=16, ranks_per_machine=4, tp=4), "tp") == 0
+    assert crossing_share(Workload(ranks=16, ranks_per_machine=4), "dp") == pytest.approx(12 / 15)
+    assert crossing_share(Workload(ranks=8, ranks_per_machine=4, pp=2, accumulation=2), "pp") == 1
+    assert crossing_share(Workload(ranks=8, ranks_per_machine=4, pp=4, accumulation=4), "pp") == pytest.approx(1 / 3)
+
+
+def test_sharing_layers_across_machines_is_said_with_numbers() -> None:
+    what = _subject()
+    words = needless_crossing(
+        what, mesh_row(what, Workload(ranks=8, ranks_per_machine=2, sequence=512, batch=8, tp=4), ROOMY), ROOMY
+    )
+    assert words.startswith("tp 4 reaches across machines of 2 ranks: each rank sends 0.0")
+    assert "dp 4 x tp 2 sends 0.0" in words
+    inside = mesh_row(what, Workload(ranks=8, ranks_per_machine=2, sequence=64, tp=2), ROOMY)
+    assert needless_crossing(what, inside, ROOMY) == ""
+
+
+def test_the_recommended_mesh_is_the_simplest_that_fits() -> None:
+    workload = Workload(ranks=4, sequence=256)
+    rows = mesh_table(_subject(), workload, ROOMY)
+    assert (rows[0].recommended, rows[0].workload.mesh_name) == (True, "dp 4")
+    assert rows[0].plan is not None
+    # Room for activations of a part of the sequence only, and no host memory to offload to.
+    long = Workload(ranks=4, sequence=8192)
+    alone = mesh_row(_subject(), long, ROOMY)
+    assert alone.plan is not None
+    tight = Capacity(device=round(alone.plan.estimate.device.total * 0.8), host=0, disk=0)
+    best = mesh_table(_subject(), long, tight)[0]
+    assert best.recommended
+    assert best.workload.pp * best.workload.sp * best.workload.tp > 1
+
+
+def test_what_a_model_cannot_be_cut_into() -> None:
+    rows = {row.workload.mesh_name: row for row in mesh_table("llama-3.2-1b", Workload(ranks=2), ROOMY)}
+    assert "tied" in rows["tp 2"].refused
+    assert rows["sp 2"].plan is not None
+    with pytest.raises(UsageError, match=r"Workload\.accumulation: expected at least 4 micro-steps"):
+        Workload(ranks=4, pp=4, accumulation=2)
+    with pytest.raises(UsageError, match="divide the job's 8 ranks"):
+        Workload(ranks=8, tp=3)
+
+
+def _run(*arguments: str) -> int:
+    with pytest.raises(SystemExit) as exit_:
+        main(["estimate", *arguments], prog_name="zeroaccel")
+    return int(exit_.value.code or 0)
+
+
+def test_the_command_prints_meshes(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["125m", "--ranks", "4", "--ranks_per_machine", "2", "--seq", "64", "--device_memory", "80GB"]
+    assert _run(*words, "--meshes") == 0
+    said = capsys.readouterr()
+    lines = said.out.splitlines()
+    assert lines[1].split() == ["mesh", "micro-steps", "plan", "memory", "inside", "across", "idle", "fits"]
+    assert lines[2].startswith("dp 4 ")
+    assert lines[2].rstrip().endswith("recommended")
+    assert all(len(line.rstrip()) <= 80 for line in lines)
+    assert _run(*words, "--meshes", "--json") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["meshes"][0]["links"][0]["axis"] == "dp"
+    assert _run(*words, "--tp_size", "4") == 0
+    said = capsys.readouterr()
+    assert "GB that a rank sends per step, stage 1: tp 0." in said.out
+    assert "tp 4 reaches across machines of 2 ranks" in said.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tp_size", "3"], "--pp_size, --sp_size, --tp_size: expected sizes that divide the job's 4 ranks"),
+        (["--pp_size", "2"], "--accumulation: expected at least 2 micro-steps"),
+        (["--meshes", "--tp_size", "2"], "--meshes compares all meshes"),
+    ],
+)
+def test_mistakes_name_the_flags(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("125m", "--ranks", "4", *arguments) == 2
+    assert message in capsys.readouterr().err

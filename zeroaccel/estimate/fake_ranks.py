@@ -1,0 +1,151 @@
+"""Ranks that do not exist: collectives that allocate what they would, send nothing, and count what they would send."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from zeroaccel.comm.collective_tracker import DONE
+from zeroaccel.comm.collectives import Collectives, Work
+from zeroaccel.comm.hangs.flight_recorder import FlightRecorder
+from zeroaccel.comm.hangs.hang_report import rank_list
+
+_POOLED_BLOCKS = 2  # that `comm.buffer_pool.BufferPool` retains
+TRAFFIC_AXES = ("dp", "sp", "tp", "pp")
+"""Axes of a mesh along which something is sent; "dp" stands for what ZeRO shards over, dp_shard x sp."""
+_MOMENTS = ("earlier", "last", "step")
+
+
+@dataclass
+class SentBytes:
+    """Bytes that one rank sends in a step, by axis.
+
+    Attributes:
+        moment: now: "earlier" in a micro-step before the last, "last" in that, "step" in the update.
+        counts: (axis, moment) -> bytes.
+    """
+
+    moment: str = "last"
+    counts: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def add(self, axis: str, nbytes: float) -> None:
+        """Counts messages along an axis."""
+        key = axis, self.moment
+        self.counts[key] = self.counts.get(key, 0) + round(nbytes)
+
+    def begin(self) -> None:
+        """From now on counts anew."""
+        self.counts.clear()
+
+    def as_tuple(self) -> tuple[int, ...]:
+        """In the order of the axes, three each: before the last micro-step, in it, in the update."""
+        return tuple(self.counts.get((axis, moment), 0) for axis in TRAFFIC_AXES for moment in _MOMENTS)
+
+
+def sent_per_step(counts: Sequence[int], simulated: int, accumulation: int) -> dict[str, int]:
+    """Axis -> bytes that a rank sends in a step, of axes with any.
+
+    Args:
+        counts: as of `SentBytes.as_tuple`.
+        simulated: micro-steps that were run, of `accumulation`; all but the last are alike.
+
+    Example:
+        >>> sent_per_step((10, 12, 5, *[0] * 9), simulated=2, accumulation=4)
+        {'dp': 47}
+    """
+    sent = {}
+    for index, axis in enumerate(TRAFFIC_AXES):
+        earlier, last, step = counts[3 * index : 3 * index + 3]
+        repeats = (accumulation - 1) / (simulated - 1) if simulated > 1 else 0.0
+        if total := round(earlier * repeats) + last + step:
+            sent[axis] = total
+    return sent
+
+
+class FakeRanks(Collectives):
+    """Collectives of rank 0 of a job whose other ranks do not exist: nothing is sent, but memory is allocated as it
+    would be. What a backend allocates inside itself is not modelled.
+
+    Args:
+        receives_in_host_memory: reductions receive the parts of all ranks in a buffer and add them there, as on gloo;
+            NCCL needs no buffer of ours.
+        sent: what is sent to each of the others is counted there, along `axis`.
+    """
+
+    def __init__(
+        self, world_size: int, sent: SentBytes, *, axis: str = "dp", receives_in_host_memory: bool = False
+    ) -> None:
+        # No super().__init__: there is no topology.
+        self.rank = self.shard_rank = self.secondary_rank = 0
+        self.world_size = self.shard_world_size = self.secondary_world_size = world_size
+        self.ranks = self.shard_ranks = range(world_size)
+        self.replica = 0
+        self.quantized_weights = False
+        self.job = self.peers = self
+        self.is_first_data_group = True
+        self.tensor = None
+        self.nodes = [list(range(world_size))]
+        self.meter = self.tensor = None
+        self.flight_recorder = FlightRecorder()
+        self._receives = receives_in_host_memory and world_size > 1
+        self._free: list[Tensor] = []
+        self._sent, self._axis = sent, axis
+
+    def named(self, ranks: Iterable[int]) -> str:
+        return rank_list(ranks)
+
+    def _count(self, nbytes: int) -> None:
+        """Counts a message of so many bytes to each of the others."""
+        self._sent.add(self._axis, (self.world_size - 1) * nbytes)
+
+    def all_gather(self, out: Tensor, shard: Tensor, label: str, split_sizes: Sequence[int] = ()) -> Work:
+        self._count(shard.nbytes)
+        out.detach_()  # an operation without effect, so that the tracker sees what is unsharded now
+        return DONE
+
+    def reduce_scatter(
+        self, out: Tensor, flat: Tensor, label: str, scale: float = 1.0, split_sizes: Sequence[int] = ()
+    ) -> Work:
+        self._sent.add(self._axis, (flat.numel() - out.numel()) * flat.element_size())
+        return _PendingReduction(self._free, self.world_size * out.nbytes) if self._receives and flat.numel() else DONE
+
+    def all_to_all(self, out: Tensor, parts: Tensor, label: str) -> Work:
+        self._count(parts[0].nbytes)
+        out.detach_()
+        return DONE
+
+    def all_reduce(self, tensor: Tensor, op: Literal["sum", "max"], label: str) -> None:
+        pass
+
+    def broadcast(self, tensor: Tensor, src: int, label: str) -> None:
+        pass
+
+    def gather_objects(self, obj: Any, label: str) -> list[Any]:
+        return [obj] * self.world_size
+
+    def barrier(self, label: str) -> None:
+        pass
+
+
+class _PendingReduction:
+    """A reduction in flight and its receive buffer, which is reused as in a `BufferPool` of `comm.transport`."""
+
+    def __init__(self, free: list[Tensor], nbytes: int) -> None:
+        self._free = free
+        large_enough = [index for index, block in enumerate(free) if block.numel() >= nbytes]
+        block = free.pop(large_enough[0]) if large_enough else torch.empty(nbytes, dtype=torch.uint8)
+        self._block: Tensor | None = block
+
+    def wait(self) -> None:
+        if self._block is not None:
+            self._free.append(self._block)
+            self._free.sort(key=Tensor.numel)
+            del self._free[:-_POOLED_BLOCKS]
+            self._block = None
+
+    def is_completed(self) -> bool:
+        return self._block is None

@@ -1,0 +1,200 @@
+"""Meshes of a job: which fit, how much memory a rank of each takes, and what it sends inside a machine and across.
+
+Every mesh trains on the same samples per step: where ranks share samples, each takes more micro-steps. Bytes are those
+that the engine's own calls would send (`simulate`), by axis; how many of them cross machines follows from where the
+ranks of an axis are, which are numbered as by `ParallelConfig`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+
+from zeroaccel.config.parallel import AXES
+from zeroaccel.errors import UsageError
+from zeroaccel.estimate.plans import PlanRow, first_that_fits
+from zeroaccel.estimate.subject import Subject, subject
+from zeroaccel.estimate.workload import Capacity, Workload
+
+
+@dataclass(frozen=True)
+class LinkBytes:
+    """Bytes that one rank sends in a step along one axis, mean over the ranks.
+
+    Attributes:
+        axis: "dp" (what ZeRO shards over), "sp", "tp" or "pp".
+        inside, across: to ranks on its own machine, and on others.
+    """
+
+    axis: str
+    inside: int
+    across: int
+
+
+@dataclass(frozen=True)
+class MeshRow:
+    """One mesh with the plan that is best on it.
+
+    Attributes:
+        workload: with the mesh, and its micro-steps.
+        plan: the recommended one, else the first; None where the model cannot be cut that way.
+        links: what a rank sends in a step.
+        idle: part of a step that the ranks of a pipeline wait for others, (pp - 1) / (m + pp - 1).
+        refused: why the model cannot be cut that way; "" where it can.
+        recommended: of the meshes that fit, the one to take; see `mesh_table`.
+    """
+
+    workload: Workload
+    plan: PlanRow | None = None
+    links: tuple[LinkBytes, ...] = ()
+    idle: float = 0.0
+    refused: str = ""
+    recommended: bool = False
+
+    @property
+    def inside(self) -> int:
+        """Bytes to ranks on the same machine."""
+        return sum(link.inside for link in self.links)
+
+    @property
+    def across(self) -> int:
+        """Bytes to ranks on other machines."""
+        return sum(link.across for link in self.links)
+
+
+def link_bytes(row: PlanRow, workload: Workload) -> tuple[LinkBytes, ...]:
+    """What a rank sends in a step under a plan, by axis."""
+    links = []
+    for axis, nbytes in row.estimate.sent.items():
+        across = round(nbytes * crossing_share(workload, axis))
+        links.append(LinkBytes(axis, nbytes - across, across))
+    return tuple(links)
+
+
+def crossing_share(workload: Workload, axis: str) -> float:
+    """The part of what ranks send along an axis that goes to other machines.
+
+    Along dp and sp each rank sends as much to each other rank of its group, along tp to the next one in a ring, along pp
+    to those of the stages before and after.
+
+    Example:
+        >>> crossing_share(Workload(ranks=16, ranks_per_machine=8, tp=16), "tp")
+        0.125
+        >>> crossing_share(Workload(ranks=16, ranks_per_machine=8, tp=8), "tp")
+        0.0
+    """
+    crossing = pairs = 0
+    for group in _groups(workload, axis):
+        machines = [rank // workload.local_ranks for rank in group]
+        if axis in ("dp", "sp"):
+            pairs += len(group) * (len(group) - 1)
+            crossing += len(group) ** 2 - sum(count**2 for count in Counter(machines).values())
+        else:
+            following = [*machines[1:], *(machines[:1] if axis == "tp" else [])]
+            pairs += len(following)
+            crossing += sum(one != other for one, other in zip(machines, following, strict=False))
+    return crossing / pairs if pairs else 0.0
+
+
+def _groups(workload: Workload, axis: str) -> Iterator[list[int]]:
+    """The ranks of each group of an axis."""
+    mesh = workload.mesh
+    along = ("dp_replicate", "dp_shard", "sp") if axis == "dp" else (axis,)
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(workload.ranks):
+        places = mesh.coordinates(rank)
+        groups.setdefault(tuple(places[other] for other in AXES if other not in along), []).append(rank)
+    yield from groups.values()
+
+
+def meshes_of(workload: Workload) -> Iterator[Workload]:
+    """The same samples on every mesh that the ranks can form, plain data parallelism first."""
+    sizes = [size for size in range(1, workload.ranks + 1) if workload.ranks % size == 0]
+    found = []
+    for pp in sizes:
+        for sp in sizes:
+            for tp in sizes:
+                if workload.ranks % (pp * sp * tp) == 0:
+                    try:
+                        found.append(workload.on_mesh(pp, sp, tp))
+                    except UsageError:  # a mesh that the engine does not have, or a sequence that sp does not divide
+                        continue
+    return iter(sorted(found, key=lambda one: (one.pp * one.sp * one.tp, one.pp, one.sp)))
+
+
+def mesh_table(
+    model: str | nn.Module | Callable[[], Any] | Subject,
+    workload: Workload,
+    capacity: Capacity,
+    *,
+    on_row: Callable[[Workload], None] = lambda _: None,
+) -> list[MeshRow]:
+    """Every mesh with the best plan on it; the recommended one first, then in the order of `meshes_of`.
+
+    Recommended is, of the meshes that fit, one without offload where there is one, whose ranks share layers and sequences
+    inside machines only; then the one whose ranks share samples the least, and which sends the least between machines.
+
+    Args:
+        workload: a mesh in it is left aside.
+        on_row: called before each mesh is estimated.
+
+    Example:
+        >>> rows = mesh_table("1m", Workload(ranks=4, sequence=64), Capacity(device=10**9))
+        >>> rows[0].recommended, rows[0].workload.mesh_name
+        (True, 'dp 4')
+    """
+    what = model if isinstance(model, Subject) else subject(model)
+    rows = []
+    for one in meshes_of(workload):
+        on_row(one)
+        rows.append(mesh_row(what, one, capacity))
+    best = min((row for row in rows if row.plan is not None and row.plan.fits), key=_order, default=None)
+    if best is None:
+        return rows
+    return [replace(best, recommended=True), *(row for row in rows if row is not best)]
+
+
+def mesh_row(what: Subject, workload: Workload, capacity: Capacity) -> MeshRow:
+    """One mesh."""
+    try:
+        plan = first_that_fits(what, workload, capacity)
+    except UsageError as error:
+        return MeshRow(workload, refused=str(error))
+    idle = (workload.pp - 1) / (workload.accumulation + workload.pp - 1)
+    return MeshRow(workload, plan, link_bytes(plan, workload), idle)
+
+
+def _order(row: MeshRow) -> tuple[float, ...]:
+    assert row.plan is not None, "a mesh that fits has a plan"
+    one, split = row.plan.estimate, row.workload.pp * row.workload.sp * row.workload.tp
+    offloads = (one.offload_optimizer != "none") + (one.offload_param != "none")
+    crosses = sum(link.across for link in row.links if link.axis in ("tp", "sp"))  # waits for slow links in every block
+    return offloads, crosses > 0, split, row.across, row.idle, row.inside
+
+
+def needless_crossing(what: Subject, row: MeshRow, capacity: Capacity) -> str:
+    """What ranks that share layers or sequences send between machines, and what they would on a mesh where they do not.
+
+    Returns:
+        "" where none of it crosses machines.
+    """
+    crossing = [link for link in row.links if link.axis in ("tp", "sp") and link.across]
+    if not crossing:
+        return ""
+    link, chosen, local = max(crossing, key=lambda one: one.across), row.workload, row.workload.local_ranks
+    words = (
+        f"{link.axis} {getattr(chosen, link.axis)} reaches across machines of {local} "
+        f"rank{'s' if local > 1 else ''}: each rank sends {link.across / 1e9:.3g} GB per step to others for it"
+    )
+    tp = math.gcd(chosen.tp, local)
+    sp = math.gcd(chosen.sp, local // tp)
+    better = mesh_row(what, chosen.on_mesh(chosen.pp, sp, tp), capacity)
+    if better.plan is None:
+        return words
+    fits = {True: "", None: "", False: ", but does not fit"}[better.plan.fits]
+    return f"{words}; {better.workload.mesh_name} sends {better.across / 1e9:.3g} GB for the same samples{fits}"
