@@ -1,7 +1,7 @@
 """The hang report: one message, made of the states of all ranks, that says how they desynced. No network, no threads.
 
-`watchdog.py` collects the states and logs what `compose` makes of them; `agree.py` uses `first_difference` alone. `RankNames`
-names ranks in these and in other messages.
+`watchdog.py` collects the states and logs what `compose` makes of them; `agree.py` uses `first_difference` alone.
+`RankNames` names ranks in these and in other messages.
 """
 
 from __future__ import annotations
