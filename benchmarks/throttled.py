@@ -141,29 +141,16 @@ def run_rank(steps: int, dim: int, layers: int) -> None:
     torch.distributed.destroy_process_group()
 
 
-def _measure(mbit: int, steps: int, dim: int, layers: int) -> dict[str, Any]:
+def run_on_two_hosts(mbit: int, own: list[str]) -> str:
+    """What rank 0 of a command printed that ran as a rank four times, two on each host."""
     ranks = []
     with two_hosts(mbit) as spaces:
         try:
             for rank in range(HOSTS * RANKS_PER_HOST):
                 host, place = divmod(rank, RANKS_PER_HOST)
+                address = f"ip -o -4 addr show to 10.77.0.{host + 1}"
                 end = subprocess.run(
-                    [
-                        "ip",
-                        "netns",
-                        "exec",
-                        spaces[host],
-                        "ip",
-                        "-o",
-                        "-4",
-                        "addr",
-                        "show",
-                        "to",
-                        f"10.77.0.{host + 1}",
-                    ],
-                    check=True,
-                    capture_output=True,
-                    text=True,
+                    ["ip", "netns", "exec", spaces[host], *address.split()], check=True, capture_output=True, text=True
                 ).stdout.split()[1]
                 environment = os.environ | {
                     "RANK": str(rank),
@@ -176,10 +163,9 @@ def _measure(mbit: int, steps: int, dim: int, layers: int) -> dict[str, Any]:
                     "OMP_NUM_THREADS": "1",
                     "PYTHONPATH": str(_ROOT),
                 }
-                own = [sys.executable, __file__, "--rank", "--steps", steps, "--dim", dim, "--layers", layers]
                 ranks.append(
                     subprocess.Popen(
-                        ["ip", "netns", "exec", spaces[host], *map(str, own)],
+                        ["ip", "netns", "exec", spaces[host], *own],
                         env=environment,
                         stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
                         text=True,
@@ -191,7 +177,12 @@ def _measure(mbit: int, steps: int, dim: int, layers: int) -> dict[str, Any]:
         finally:
             for process in ranks:
                 process.kill()
-    return json.loads(output.splitlines()[-1])  # type: ignore[no-any-return]
+    return output
+
+
+def _measure(mbit: int, steps: int, dim: int, layers: int) -> dict[str, Any]:
+    own = [sys.executable, __file__, "--rank", "--steps", steps, "--dim", dim, "--layers", layers]
+    return json.loads(run_on_two_hosts(mbit, list(map(str, own))).splitlines()[-1])  # type: ignore[no-any-return]
 
 
 @click.command(context_settings={"show_default": True})

@@ -117,7 +117,14 @@ def _counted(sent: list[list[BytesSent]], axis: str) -> StepTraffic:
 
 @pytest.mark.parametrize(
     ("axes", "node_size"),
-    [({"tp": 2}, 1), ({"tp": 4}, 2), ({"sp": 2}, 2), ({"sp": 4}, 2), ({"tp": 2, "dp_replicate": 2}, 2)],
+    [
+        ({"tp": 2}, 1),
+        ({"tp": 4}, 2),
+        ({"sp": 2}, 2),
+        ({"sp": 4}, 2),
+        ({"tp": 2, "dp_replicate": 2}, 2),
+        ({"dp_replicate": 4}, 2),
+    ],
 )
 def test_layers_and_sequences_that_ranks_share(ranks: Ranks, axes: dict[str, int], node_size: int) -> None:
     mesh = ParallelConfig(**axes).resolve(4)

@@ -405,7 +405,7 @@ def _use_wrongly(engine: Any, what: str) -> None:
             "engine.train_batch(data_iter): expected 2 micro-batches (gradient_accumulation_steps), got '1 more'",
         ),
         ("uneven", "micro-batch 1: expected the shapes of micro-batch 0, ['input_ids'] (2, 8)"),
-        ("others", "batches of stage 1 (rank 1): expected those of stage 0 (rank 0)"),
+        ("others", "batches of stage 1, rank 1 (pp 1): expected those of stage 0, rank 0 (pp 0)"),
         ("none", "engine.train_batch(data_iter): expected an iterator of micro-batches on stage 0"),
     ],
 )
@@ -420,7 +420,8 @@ def test_what_cannot_be_is_named_on_every_rank(ranks: Ranks, what: str, says: st
 def test_a_rank_that_leaves_a_pipeline_is_named_with_its_stage() -> None:
     result = run_job(2, "tests/multi/leaving_stage.py", [], timeout=90)
     assert result.returncodes[0] == 75
-    assert "rank 1: left with RuntimeError: as the disk is full" in result.stderr
-    assert "rank 0: waiting for control" in result.stderr
-    assert 'send and receive "stage 0 of 2, after the' in result.stderr
-    assert "The cause is the exception on rank 1." in result.stderr
+    assert "rank 1 (pp 1): left with RuntimeError: as the disk is full, in step 1" in result.stderr
+    assert "in step 1, in the forward of micro-batch 2 on stage 1" in result.stderr
+    assert "rank 0 (pp 0): waiting for control" in result.stderr
+    assert 'receive "gradient of micro-batch ' in result.stderr
+    assert "The cause is the exception on rank 1 (pp 1)." in result.stderr

@@ -535,7 +535,7 @@ def _fed(what: str) -> str:
 
 
 FED = [
-    ("batches", "the first batch of rank 1: expected that of rank 0, with which it shares the layers"),
+    ("batches", "the first batch of rank 1 (tp 1): expected that of rank 0 (tp 0), with which it shares the layers"),
     ("names", "expected a plan, as GPT2LMHeadModel has none of its own"),
     ("unknown", "tensor parallelism of Module: layers.0.shrink: expected names of layers that say how to cut them"),
     ("sizes", "ParallelConfig(tp): expected 2, as tensor_parallel.autotp_size of the config says, got 4"),

@@ -9,6 +9,7 @@ from torch._C._distributed_c10d import HashStore
 
 from tests import time_limits
 from zeroaccel.comm.hangs.flight_recorder import FlightRecorder
+from zeroaccel.comm.hangs.hang_report import RankState, rank_list
 from zeroaccel.comm.hangs.peer_processes import PeerProcesses, own_process
 from zeroaccel.comm.hangs.side_channel import SideChannel
 from zeroaccel.comm.hangs.watchdog import Watchdog, WatchdogState, check_transition, user_frame
@@ -59,6 +60,21 @@ def test_a_rank_that_leaves_closes_its_watchdog() -> None:
     assert watchdog.error is None
     assert [state.exit_reason for state in channels[1].exits(skip=0)] == ["finished and left"]
     assert channels[1].num_released() == 1
+
+
+@pytest.mark.parametrize(("issued", "is_held_up"), [(1, True), (2, False)])
+def test_a_rank_that_left_after_its_part_of_a_sum_holds_nobody_up(issued: int, is_held_up: bool) -> None:
+    recorder = FlightRecorder()
+    for label in ("sum up", "sum down"):
+        entry = recorder.issue("reduce", "all_reduce", label, 8, "float32")
+    recorder.begin_wait(entry)
+    watchdog = object.__new__(Watchdog)  # without its thread, which would end the process
+    watchdog._rank, watchdog._names, watchdog._followed = 0, rank_list, []
+    watchdog._exited = {1: RankState(1, issued={"reduce": 9}, issued_in_groups={"layers": {"reduce": issued}})}
+    watchdog.follow("layers", recorder, frozenset({0, 1}), alike=True)
+    alarm = watchdog._is_deserted()
+    expected = 'rank 1 left the job while rank 0 waits for reduce #2 all_reduce "sum down" (8 x float32)'
+    assert (alarm and alarm.headline) == (expected if is_held_up else None)
 
 
 def test_the_frame_is_of_the_user_not_of_a_library() -> None:

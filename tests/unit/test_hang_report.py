@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from zeroaccel.comm.hangs.flight_recorder import Call, Kind
-from zeroaccel.comm.hangs.hang_report import Alarm, ProcessStatus, RankState, compose, first_difference, rank_list
+from zeroaccel.comm.hangs.hang_report import (
+    Alarm,
+    ProcessStatus,
+    RankNames,
+    RankState,
+    compose,
+    first_difference,
+    rank_list,
+)
+from zeroaccel.config.parallel import ParallelConfig
 
 ALARM = Alarm(rank=0, headline="rank 0 has waited 3.0 s", timed_out=True)
 
@@ -32,6 +41,8 @@ def test_a_state_survives_the_wire() -> None:
         recent=(_call(4, "unshard b"), _call(5, "unshard a")),
         phase="eval",
         step=7,
+        issued_in_groups={"layers of ranks (2, 3)": {"reduce": 4}},
+        activity="forward of micro-batch 0 on stage 1",
         where="train.py:3 in main",
     )
     assert RankState.from_json(position.to_json()) == position
@@ -127,3 +138,35 @@ def test_a_store_that_does_not_answer_is_named() -> None:
     assert "the network between the machines is cut" in lines[-1]
     stopped = compose(ALARM, {1: RankState(1)}, 2, {0: ProcessStatus("stopped", "pid 7")}, silence)
     assert stopped.splitlines()[-1].startswith("  Rank 0 was stopped by a signal")
+
+
+def test_ranks_of_a_mesh_are_named_with_their_places() -> None:
+    names = RankNames()
+    names.use(ParallelConfig(pp=2, dp_shard=2))
+    states = {
+        0: RankState(0, waiting=_call(3, "a")),
+        1: RankState(1, waiting=_call(3, "a")),
+        3: RankState(3, step=2, activity="forward of micro-batch 1 on stage 1", exit_reason="left with OSError: full"),
+    }
+    lines = compose(ALARM, states, 4, {2: ProcessStatus("stopped", "pid 7")}, names=names).splitlines()
+    assert lines[1].startswith("  ranks 0-1 (pp 0): waiting for gather #3")
+    assert lines[2] == "  rank 2 (pp 1, dp_shard 0): no answer; its process (pid 7) is stopped"
+    assert lines[3] == (
+        "  rank 3 (pp 1, dp_shard 1): left with OSError: full, in step 2, in the forward of micro-batch 1 on stage 1, "
+        "before any collective"
+    )
+    assert lines[4].startswith("  Rank 2 (pp 1, dp_shard 0) was stopped by a signal")
+    differing = {0: [_call(1, "a")], 3: [_call(1, "b")]}
+    assert first_difference(differing, names) == (
+        'gather #1 is all_gather "a" of 8 x float32 on rank 0 (pp 0, dp_shard 0), '
+        'all_gather "b" of 8 x float32 on rank 3 (pp 1, dp_shard 1)'
+    )
+
+
+def test_ranks_of_data_alone_have_numbers_only() -> None:
+    names = RankNames()
+    names.use(ParallelConfig(dp_shard=4))
+    assert names([1]) == "rank 1"
+    names.use(ParallelConfig(dp_shard=2, sp=2))
+    names.use(ParallelConfig(dp_shard=4))  # of another model: what the ranks are for the first is no less true
+    assert names([1]) == "rank 1 (dp_shard 0, sp 1)"

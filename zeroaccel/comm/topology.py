@@ -31,6 +31,7 @@ from zeroaccel.comm.environment import (
     timeout_seconds,
 )
 from zeroaccel.comm.hangs.flight_recorder import FlightRecorder
+from zeroaccel.comm.hangs.hang_report import RankNames
 from zeroaccel.comm.hangs.peer_processes import PeerProcess, PeerProcesses, own_process
 from zeroaccel.comm.hangs.side_channel import SideChannel
 from zeroaccel.comm.hangs.watchdog import Watchdog, send_exit_notice_through
@@ -44,7 +45,6 @@ from zeroaccel.comm.rank_device import (
     sole_device,
     warn_of_unused_devices,
 )
-from zeroaccel.comm.rank_names import RankNames
 from zeroaccel.comm.tracked_group import TrackedGroup
 from zeroaccel.comm.transport import TransportFactory, close_connections, transport_over
 from zeroaccel.errors import CollectiveError, ConfigError, EngineStateError, UsageError

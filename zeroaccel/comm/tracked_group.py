@@ -38,7 +38,7 @@ class TrackedGroup(dist.ProcessGroup):
 
     Attributes:
         ranks: as given.
-        label: the layer that is computed, for messages; whoever computes it says so.
+        label: the layer that is computed, for messages, set by the code that computes it.
         meter: called for every message: (tag of the call, global rank of the receiver, bytes); None for no metering.
     """
 

@@ -66,6 +66,9 @@ def send_recv_backend(group: dist.ProcessGroup) -> SendRecvBackend:
     return cast(SendRecvBackend, group._get_backend(torch.device("cpu")))
 
 
+_UNUSED_TAG = (1 << 31) - 1  # torch's own messages have 0, and one of them that arrived here would end the process
+
+
 def close_connections(group: dist.ProcessGroup) -> None:
     """Closes this rank's connections in a gloo group for good: every thread that waits for a message raises.
 
@@ -75,7 +78,7 @@ def close_connections(group: dist.ProcessGroup) -> None:
     for peer in range(group.size()):
         if peer != group.rank():
             with contextlib.suppress(RuntimeError):  # it always raises: timed out, or closed already
-                never_sent = send_recv_backend(group).recv([torch.empty(1)], peer, 0)
+                never_sent = send_recv_backend(group).recv([torch.empty(1)], peer, _UNUSED_TAG)
                 never_sent.wait(timedelta(milliseconds=1))
 
 

@@ -188,9 +188,9 @@ def shard_traffic(
     across = StepTraffic(0.0, 0.0)
     for ranks in axis_groups(mesh, "dp_replicate"):
         for place in range(len(ranks) - 1):
-            following = (ranks[-1], *ranks)[place : place + 2]  # the last one passes the result on to the first
             across += _between(ranks[place], ranks[place + 1], shard * _RUNNING_NBYTES * reductions, ranks_per_node)
-            across += _between(*following, shard * itemsize * reductions, ranks_per_node)
+            before = ranks[place - 1]  # of the first replica, the last one
+            across += _between(before, ranks[place], shard * itemsize * reductions, ranks_per_node)
     return {"dp_shard": within, "dp_replicate": _mean(across, mesh)}
 
 
