@@ -83,7 +83,9 @@ def _read_jsonl(file: Path) -> dict[Path, Line]:
             fix = "remove the damaged line; the last one is cut where the run was killed"
             raise UsageError(f"{file}:{number}", expected="a JSON object", got=text, fix=fix)
         step = content.get("step")
-        for name, value in content.items() if _is_number(step) else ():
+        if not _is_number(step):
+            continue
+        for name, value in content.items():
             if _is_number(value) and name not in ("step", "time"):
                 metrics[file.parent / name.replace("/", "_").replace(" ", "_")].append((float(step), float(value)))
     return metrics
