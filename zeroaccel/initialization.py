@@ -11,9 +11,9 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, wraps
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import nn
@@ -104,9 +104,22 @@ __all__ = ["initialize"]
 ConfigSource = Mapping[str, Any] | str | os.PathLike[str] | Config
 OptimizerSource = Optimizer | Callable[[list[nn.Parameter]], Optimizer]
 SchedulerSource = Any
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
+
+def _names_ranks(call: _Call) -> _Call:
+    """A decorator: what raises names ranks by the mesh it was about to make, and what comes after does not."""
+
+    @wraps(call)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        with init_process_group().names.unless_raised():
+            return call(*args, **kwargs)
+
+    return cast(_Call, named)
 
 
 @names_meant
+@_names_ranks
 def initialize(
     model: nn.Module,
     optimizer: OptimizerSource | None = None,
@@ -256,6 +269,7 @@ def initialize(
     engine.checkpointer = Checkpointer(
         engine, _checkpoint_settings(settings), None if stage is None or stage.count == 1 else stage.whole
     )
+    engine.at_destroy(partial(ranks.topology.names.forget, ranks.parallel))
     if attention is not None:
         engine.at_destroy(attention.undo)
     if tensor_parallel is not None:

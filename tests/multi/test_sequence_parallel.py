@@ -317,19 +317,21 @@ def _use_wrongly(engine: Any, what: str) -> None:
         ("size", "ParallelConfig(sp): expected a positive number of ranks, got 0"),
         ("key", "zero_optimization.mics_shard_size: expected 2, dp_shard x sp of ParallelConfig, got 4"),
         ("length", "a sequence length that is divisible by the 2 ranks of a sequence, got '15 tokens'"),
-        ("ranks", "got '((2, 8), False, False) on its rank 0 and ((2, 9), False, False) on its rank 1'"),
+        ("ranks", "got '((2, 8), False, False) on FIRST and ((2, 9), False, False) on SECOND'"),
         ("mask", "forward: attention_mask: expected (2, 8), of this rank's tokens, got (2, 1, 16, 16)"),
         (
             "uncut",
             "forward: expected a part of a batch, with shift_labels: those of the next token, got",
         ),
         ("tensor", "sequence parallelism: pixels: expected (batch, sequence, ...) with 16 tokens"),
-        ("fewer", "expected as many batches on each rank of a sequence, got 'none left on rank 0 of its 2 ranks'"),
+        ("fewer", "expected as many batches on each rank of a sequence, got 'none left on FIRST'"),
     ],
 )
 def test_what_cannot_be_cut_is_named_on_every_rank(ranks: Ranks, what: str, says: str) -> None:
-    for message in ranks(4).run(_mistaken, what):
-        assert says in message
+    for rank, message in enumerate(ranks(4).run(_mistaken, what)):
+        group = rank // 2  # named by the ranks of the job, not by those of the sequence
+        own = says.replace("FIRST", f"rank {2 * group} (dp_shard {group}, sp 0)")
+        assert own.replace("SECOND", f"rank {2 * group + 1} (dp_shard {group}, sp 1)") in message
 
 
 def _losses_by_torch() -> tuple[list[float], list[int]]:

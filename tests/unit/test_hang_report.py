@@ -167,6 +167,14 @@ def test_ranks_of_data_alone_have_numbers_only() -> None:
     names = RankNames()
     names.use(ParallelConfig(dp_shard=4))
     assert names([1]) == "rank 1"
-    names.use(ParallelConfig(dp_shard=2, sp=2))
+    student = ParallelConfig(dp_shard=2, sp=2)
+    names.use(student)
     names.use(ParallelConfig(dp_shard=4))  # of another model: what the ranks are for the first is no less true
     assert names([1]) == "rank 1 (dp_shard 0, sp 1)"
+    with pytest.raises(ValueError, match="the tp axis"), names.unless_raised():
+        names.use(ParallelConfig(dp_shard=1, tp=4))
+        assert names([1]) == "rank 1 (tp 1)"
+        raise ValueError("the tp axis")
+    assert names([1]) == "rank 1 (dp_shard 0, sp 1)"
+    names.forget(student)
+    assert names([1]) == "rank 1"

@@ -351,9 +351,11 @@ def _check_same_objects(
         (names, schedules), "prepare: objects of each rank"
     )
     if any(theirs != names for theirs, _ in by_rank):
-        got = "; ".join(f"rank {rank}: {', '.join(theirs) or 'nothing'}" for rank, (theirs, _) in enumerate(by_rank))
+        got = "; ".join(
+            f"{collectives.named([rank])}: {', '.join(theirs) or 'nothing'}" for rank, (theirs, _) in enumerate(by_rank)
+        )
         raise UsageError("prepare", expected="the same objects on every rank, in the same order", got=got)
-    if (mismatch := difference([facts for _, facts in by_rank])) is not None:
+    if (mismatch := difference([facts for _, facts in by_rank], collectives.named)) is not None:
         raise UsageError(f"prepare: {mismatch}", expected="one value on all ranks", fix=SAME_OPTIMIZER)
 
 

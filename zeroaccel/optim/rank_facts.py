@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.comm.hangs.hang_report import rank_list
+from zeroaccel.comm.hangs.hang_report import Names, rank_list
 from zeroaccel.errors import UsageError
 
 SAME_OPTIMIZER = "make the optimizer and its scheduler from the same settings on every rank"
@@ -261,11 +261,12 @@ class Difference:
         return f"{self.address} is {self.values}" + (others if self.others else "")
 
 
-def difference(everyone: Sequence[Mapping[str, str]]) -> Difference | None:
+def difference(everyone: Sequence[Mapping[str, str]], names: Names = rank_list) -> Difference | None:
     """Where the facts of the ranks differ; None where they do not.
 
     Args:
         everyone: the facts of each rank, by rank.
+        names: puts ranks into words.
     """
     addresses = list(dict.fromkeys(address for facts in everyone for address in facts))
     differing = [address for address in addresses if len({facts.get(address, _ABSENT) for facts in everyone}) > 1]
@@ -275,7 +276,7 @@ def difference(everyone: Sequence[Mapping[str, str]]) -> Difference | None:
     ranks: dict[str, list[int]] = {}
     for rank, facts in enumerate(everyone):
         ranks.setdefault(facts.get(address, _ABSENT), []).append(rank)
-    texts = [f"{_short(value)} on {rank_list(where)}" for value, where in ranks.items()]
+    texts = [f"{_short(value)} on {names(where)}" for value, where in ranks.items()]
     if len(texts) > _MOST_VALUES:
         texts = [*texts[:_MOST_VALUES], f"{len(texts) - _MOST_VALUES} more values on the others"]
     return Difference(
@@ -366,9 +367,10 @@ class HyperparameterCheck:
             self._facts(), self._uncompared or param_group_facts(used, self._names), bool(self._uncompared)
         )
         ranks: list[_RankSettings] = self._collectives.gather_objects(own, "compare param groups")
-        late = difference([rank.used for rank in ranks]) if any(rank.is_late for rank in ranks) else None
+        named, used_now = self._collectives.named, [rank.used for rank in ranks]
+        late = difference(used_now, named) if any(rank.is_late for rank in ranks) else None
         # On an accelerator the difference may be known a step late, when the settings are equal again.
-        differs = late or difference([rank.now for rank in ranks]) or difference([rank.used for rank in ranks])
+        differs = late or difference([rank.now for rank in ranks], named) or difference(used_now, named)
         assert differs is not None, "param groups with different digests and the same settings"
         when = f"the update in step {step - 1}" if late else f"step {step}"
         scheduled = any(f"['{name}']" in differs.address for name in _SCHEDULED)

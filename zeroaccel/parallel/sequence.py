@@ -208,7 +208,7 @@ class SequenceLoader:
             raise UsageError(
                 "sequence parallelism",
                 expected="as many batches on each rank of a sequence",
-                got=f"none left on rank {missing[0]} of its {len(per_rank)} ranks",
+                got=f"none left on {collectives.named(missing)}",
                 fix="drop_last=True, or a loader that fills up the last batches",
             )
         return [] if missing else [self._placed(self._group.shard(item)) for item in per_rank]

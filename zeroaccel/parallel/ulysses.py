@@ -180,7 +180,7 @@ class UlyssesAttention:
             raise UsageError(
                 where,
                 expected="runs of one shape on all ranks of a sequence, each with a mask and positions or none",
-                got=f"{shapes[0]} on its rank 0 and {shapes[differing]} on its rank {differing}",
+                got=" and ".join(f"{shapes[r]} on {self.group.collectives.named([r])}" for r in (0, differing)),
                 fix="cut batches by SequenceLoader or SequenceGroup.shard",
             )
 

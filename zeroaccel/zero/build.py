@@ -213,11 +213,12 @@ def check_same(
     if len({common for common, _, _ in of_ranks}) == 1 and len(of_ranks) == len({part for _, part, _ in of_ranks}):
         return
     compared: Sequence[_Compared] = collectives.gather_objects(own, "compare models in detail")
-    _compare_lines("settings", {rank: other.settings for rank, other in enumerate(compared)})
-    if (differs := difference([rank.optimizer for rank in compared])) is not None:
+    _compare_lines("settings", {rank: other.settings for rank, other in enumerate(compared)}, collectives)
+    if (differs := difference([rank.optimizer for rank in compared], collectives.named)) is not None:
         raise UsageError(f"initialize: {differs}", expected="one value on all ranks", fix=SAME_OPTIMIZER)
     for alike in sorted({rank.part for rank in compared}):
-        _compare_lines("models", {rank: other.models for rank, other in enumerate(compared) if other.part == alike})
+        of_part = {rank: other.models for rank, other in enumerate(compared) if other.part == alike}
+        _compare_lines("models", of_part, collectives)
 
 
 class _Compared(NamedTuple):
@@ -229,15 +230,15 @@ class _Compared(NamedTuple):
     models: list[str]
 
 
-def _compare_lines(kind: str, of_ranks: Mapping[int, Sequence[str]]) -> None:
+def _compare_lines(kind: str, of_ranks: Mapping[int, Sequence[str]], collectives: Collectives) -> None:
     first = min(of_ranks)
     for rank, lines in of_ranks.items():
         for expected, got in zip_longest(of_ranks[first], lines, fillvalue="nothing"):
             if expected != got:
                 raise UsageError(
                     f"the ranks have different {kind}",
-                    expected=f"{expected} as on rank {first}",
-                    got=f"{got} on rank {rank}",
+                    expected=f"{expected} as on {collectives.named([first])}",
+                    got=f"{got} on {collectives.named([rank])}",
                     fix="build the same model, with the same config and optimizer, on every rank",
                 )
 

@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Literal
 
@@ -274,25 +275,47 @@ def rank_list(ranks: Iterable[int]) -> str:
 class RankNames:
     """Puts ranks into words. Without a mesh, or on one of `dp_shard` alone, they have their numbers only.
 
-    Attributes:
-        mesh: resolved; that of the engine made last among those that have more axes than `dp_shard`.
+    The mesh is that of the newest engine, until it is destroyed, among those whose mesh has other axes than `dp_shard`.
 
     Example:
         >>> names = RankNames()
         >>> names([5])
         'rank 5'
-        >>> names.use(ParallelConfig(pp=2, tp=2, dp_shard=2))
-        >>> names([5]), names([4, 5]), names([0, 3])
-        ('rank 5 (pp 1, dp_shard 0, tp 1)', 'ranks 4-5 (pp 1, dp_shard 0)', 'ranks 0, 3 (pp 0)')
+        >>> names.use(mesh := ParallelConfig(dp_replicate=2, dp_shard=2, tp=2))
+        >>> names([5]), names([4, 5]), names([0, 7])
+        ('rank 5 (dp_replicate 1, dp_shard 0, tp 1)', 'ranks 4-5 (dp_replicate 1, dp_shard 0)', 'ranks 0, 7')
+        >>> names.forget(mesh)
+        >>> names([5])
+        'rank 5'
     """
 
     def __init__(self) -> None:
-        self.mesh: ParallelConfig | None = None
+        self._used: list[ParallelConfig] = []
+
+    @property
+    def mesh(self) -> ParallelConfig | None:
+        """By which ranks are named."""
+        return self._used[-1] if self._used else None
 
     def use(self, mesh: ParallelConfig) -> None:
-        """Names ranks by a resolved mesh from now on, unless its only axis is `dp_shard`, where numbers say it all."""
+        """Names ranks by a resolved mesh from now on, if it has other axes than `dp_shard`."""
         if any(getattr(mesh, axis) > 1 for axis in AXES if axis != "dp_shard"):
-            self.mesh = mesh
+            self._used.append(mesh)
+
+    def forget(self, mesh: ParallelConfig) -> None:
+        """Ends one `use`: the engine is destroyed, or could not be made."""
+        if mesh in self._used:
+            self._used.remove(mesh)
+
+    @contextmanager
+    def unless_raised(self) -> Iterator[None]:
+        """Ends each `use` within the block if that raises."""
+        before = list(self._used)
+        try:
+            yield
+        except BaseException:
+            self._used = before
+            raise
 
     def __call__(self, ranks: Iterable[int]) -> str:
         """The ranks, with the coordinates that all of them have."""
