@@ -28,7 +28,7 @@ _STYLE = """
   --paper:#16171c;--ink:#ececf1;--soft:#b0b0bd;--rule:#44454f;--mark:#1d3328}}
 :root[data-theme=dark]{color-scheme:dark;--paper:#16171c;--ink:#ececf1;--soft:#b0b0bd;--rule:#44454f;--mark:#1d3328}
 :root[data-theme=light]{color-scheme:light}
-*{box-sizing:border-box}
+*{box-sizing:border-box}[hidden]{display:none!important}
 body{margin:0 auto;max-width:68rem;padding:1.5rem;background:var(--paper);
   color:var(--ink);font:16px/1.5 system-ui,sans-serif}
 header{display:flex;gap:1rem;justify-content:space-between;align-items:start}
