@@ -46,6 +46,7 @@ svg .end{text-anchor:end}svg .middle{text-anchor:middle}
 table{border-collapse:collapse;width:100%;font-size:14px;font-variant-numeric:tabular-nums}
 caption{text-align:left;color:var(--soft);padding:.3rem 0}
 th,td{padding:.25rem .5rem;border-bottom:1px solid var(--rule);text-align:right;white-space:nowrap}
+thead th{white-space:normal;vertical-align:bottom}
 th:first-child,td.text,th.text{text-align:left}
 tr.best{background:var(--mark);font-weight:600}
 ul.key{list-style:none;display:flex;flex-wrap:wrap;gap:.3rem 1.2rem;padding:0;margin:.4rem 0}
@@ -210,7 +211,7 @@ def line_chart(series: Mapping[str, Sequence[tuple[float, float]]], label: str) 
     parts = [
         f'<line class="axis" x1="{left}" x2="{width - 10}" y1="{height - bottom}" y2="{height - bottom}"/>',
         f'<text class="end" x="{left - 8}" y="{height - bottom}">{low:.4g}</text>',
-        f'<text class="end" x="{left - 8}" y="{top + 10}">{high:.4g}</text>',
+        f'<text class="end" x="{left - 8}" y="{top + 10}">{high:.4g}</text>' if high > low else "",
         f'<text x="{left}" y="{height - 8}">{first:g}</text>',
         f'<text class="end" x="{width - 10}" y="{height - 8}">step {last:g}</text>',
     ]
