@@ -82,10 +82,11 @@ def trace(steps: int, warmup: int, out: Path, arguments: tuple[str, ...]) -> int
             fix="it must call zeroaccel.initialize or Accelerator.prepare with an optimizer",
         )
     if done < warmup + steps:
+        before = done - steps if done > steps else min(warmup, done - 1)
         raise UsageError(
             f"trace: the script ended after {done} optimizer steps",
             expected=f"{warmup} to warm up and {steps} to record",
-            fix=f"pass --warmup {max(0, done - steps)} --steps {min(done, steps)}" if done else "train for longer",
+            fix=f"pass --warmup {before} --steps {done - before}" if done else "train for longer",
         )
     recorded = read_trace(written)
     _show(recorded, out / _PAGE)

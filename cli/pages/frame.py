@@ -28,7 +28,7 @@ _STYLE = """
   --paper:#16171c;--ink:#ececf1;--soft:#b0b0bd;--rule:#44454f;--mark:#1d3328}}
 :root[data-theme=dark]{color-scheme:dark;--paper:#16171c;--ink:#ececf1;--soft:#b0b0bd;--rule:#44454f;--mark:#1d3328}
 :root[data-theme=light]{color-scheme:light}
-*{box-sizing:border-box}
+*{box-sizing:border-box}[hidden]{display:none!important}
 body{margin:0 auto;max-width:68rem;padding:1.5rem;background:var(--paper);
   color:var(--ink);font:16px/1.5 system-ui,sans-serif}
 header{display:flex;gap:1rem;justify-content:space-between;align-items:start}
@@ -46,6 +46,7 @@ svg .end{text-anchor:end}svg .middle{text-anchor:middle}
 table{border-collapse:collapse;width:100%;font-size:14px;font-variant-numeric:tabular-nums}
 caption{text-align:left;color:var(--soft);padding:.3rem 0}
 th,td{padding:.25rem .5rem;border-bottom:1px solid var(--rule);text-align:right;white-space:nowrap}
+thead th{white-space:normal;vertical-align:bottom}
 th:first-child,td.text,th.text{text-align:left}
 tr.best{background:var(--mark);font-weight:600}
 ul.key{list-style:none;display:flex;flex-wrap:wrap;gap:.3rem 1.2rem;padding:0;margin:.4rem 0}
@@ -210,7 +211,7 @@ def line_chart(series: Mapping[str, Sequence[tuple[float, float]]], label: str) 
     parts = [
         f'<line class="axis" x1="{left}" x2="{width - 10}" y1="{height - bottom}" y2="{height - bottom}"/>',
         f'<text class="end" x="{left - 8}" y="{height - bottom}">{low:.4g}</text>',
-        f'<text class="end" x="{left - 8}" y="{top + 10}">{high:.4g}</text>',
+        f'<text class="end" x="{left - 8}" y="{top + 10}">{high:.4g}</text>' if high > low else "",
         f'<text x="{left}" y="{height - 8}">{first:g}</text>',
         f'<text class="end" x="{width - 10}" y="{height - 8}">step {last:g}</text>',
     ]

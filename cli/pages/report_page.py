@@ -164,7 +164,8 @@ def _time_split(runs: Mapping[str, Run]) -> list[str]:
     if not means:
         return []
     rows: list[list[object]] = []
-    for part in (*_PARTS, "other", "step", "reductions, a part of backward"):
+    timed = [*_PARTS, "other", "step", "reductions, a part of backward"]
+    for part in [part for part in timed if any(part in split for split in means.values())]:
         row: list[object] = [part]
         for split in means.values():
             row += [f"{split[part]:.3f}", f"{100 * split[part] / split['step']:.1f} %"] if part in split else ["-", "-"]

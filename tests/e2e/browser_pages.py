@@ -180,7 +180,7 @@ def main(folder: Path) -> None:
     """Prints a table of all pages, and leaves them and screenshots in the folder."""
     if reason := missing():
         raise SystemExit(reason)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True)
     pages = make_pages(folder, "7b")
     print("| page | bytes | theme | axe-core | keyboard | errors of scripts | fetched |\n|---|---|---|---|---|---|---|")
     with browser() as launched:

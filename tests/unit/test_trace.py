@@ -291,6 +291,7 @@ def test_the_command_names_the_waits_and_the_files(tmp_path: Path, monkeypatch: 
         (("train.py", "none"), 2, "the script made no engine that trains"),
         (("train.py", "2"), 2, "the script ended after 2 optimizer steps: expected 3 to warm up and 3 to record"),
         (("train.py", "5"), 2, "pass --warmup 2 --steps 3"),
+        (("--steps", "90", "train.py", "16"), 2, "pass --warmup 3 --steps 13"),
         (("train.py", "0"), 2, "train for longer"),
         (("train.py", "exit"), 7, ""),
         (("-o", "train.py/in", "train.py", "6"), 2, "--out train.py/in: Not a directory"),

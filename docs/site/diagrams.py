@@ -1,0 +1,258 @@
+"""The diagrams of docs/how_it_works.md, drawn from what the engine itself decides: `python docs/site/diagrams.py`.
+
+Units come from its wrap policy, shards from its flat layouts, what a stage shards from its shard plan, where tensors
+live from its tier plan, and groups of ranks from its mesh layout. A test compares the files in docs/diagrams with what
+this draws, so that they cannot say something else than the code does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from zeroaccel.cli.pages.frame import COLOURS, escaped
+from zeroaccel.comm.mesh_layout import Groups, MeshLayout
+from zeroaccel.config import load_config, shard_plan
+from zeroaccel.config.comm_plan import comm_plan
+from zeroaccel.config.shard_plan import tier_plan
+from zeroaccel.zero.layout import FlatLayout
+from zeroaccel.zero.wrap_policy import UnitSpec, group_parameters
+
+FOLDER = Path(__file__).resolve().parents[1] / "diagrams"
+_RANKS = 4
+
+
+class Block(nn.Module):
+    """A block of the model that is drawn."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+
+def drawn_units() -> list[UnitSpec]:
+    """The units of a small model at stage 3: an embedding, three blocks and a head; norms are below the threshold."""
+    width = 64
+    model = nn.Sequential()
+    model.add_module("embed", nn.Embedding(128, width))
+    model.add_module("layers", nn.ModuleList(Block(width) for _ in range(3)))
+    model.add_module("head", nn.Linear(width, 128, bias=False))
+    return group_parameters(model, persistence_threshold=width)
+
+
+def layout_of(unit: UnitSpec, ranks: int) -> FlatLayout:
+    """The flat buffer of a unit over so many ranks."""
+    return FlatLayout.build([(fqn, tuple(param.shape)) for fqn, param in unit.params], ranks)
+
+
+# -- the diagrams
+
+
+def units() -> str:
+    """Each unit's flat buffer: which parameters it has, and which rank has which part."""
+    specs, left, width, row = drawn_units(), 150, 640, 64
+    largest = max(layout_of(spec, _RANKS).numel for spec in specs)
+    parts = [_key(150, 16, [f"rank {rank}" for rank in range(_RANKS)])]
+    for number, spec in enumerate(specs):
+        layout, y = layout_of(spec, _RANKS), 44 + number * row
+        scale = width * max(layout.numel / largest, 0.3) / layout.numel
+        parts.append(_text(left - 10, y + 18, spec.name, "end"))
+        parts.append(_text(left - 10, y + 36, f"{layout.numel:,} elements", "end small"))
+        if spec.persistent:
+            parts.append(_box(left, y, layout.numel * scale, 24, "#d7d7de"))
+            parts.append(_text(left + layout.numel * scale + 10, y + 17, "whole on every rank", "small"))
+        for rank in range(0 if spec.persistent else _RANKS):
+            shard = layout.shard(rank)
+            parts.append(_box(left + shard.start * scale, y, shard.numel * scale, 24, COLOURS[rank]))
+        for slot in layout.slots:
+            at, length = left + slot.start * scale, slot.numel * scale
+            parts.append(_line(at, y + 28, at + length - 2, y + 28))
+            name = slot.fqn.removeprefix(f"{spec.name}.")
+            if length > 7 * len(name) and not spec.persistent:
+                parts.append(_text(at + length / 2, y + 42, name, "middle small"))
+    return _svg(parts, 900, 50 + len(specs) * row, "Units: flat buffers and their shards on four ranks")
+
+
+_KINDS = ("parameters", "gradients", "masters and states")
+
+
+def stages() -> str:
+    """What each rank has of a model at each stage, to the scale of bf16 with Adam."""
+    nbytes = dict(zip(_KINDS, (2, 2, 12), strict=True))  # per element: Rajbhandari et al., ZeRO, 2020, section 3.1
+    left, wide, tall = 130, 150, 8.0
+    parts = [_key(130, 16, _KINDS)]
+    for stage in range(4):
+        plan = shard_plan(load_config({"zero_optimization": {"stage": stage}}))
+        sharded = dict(zip(_KINDS, (plan.params, plan.grads, plan.optimizer), strict=True))
+        x = left + stage * (wide + 40)
+        parts.append(_text(x + wide / 2, 52, f"stage {stage}", "middle"))
+        total = 0.0
+        for rank in range(_RANKS):
+            y, at = 66.0 + rank * 36, float(x)
+            if not stage:
+                parts.append(_text(left - 12, y + 18, f"rank {rank}", "end"))
+            for kind, colour in zip(_KINDS, COLOURS, strict=False):
+                share = nbytes[kind] / (_RANKS if sharded[kind] else 1)
+                parts.append(_box(at, y, share / 16 * wide, 3 * tall, colour))
+                at += share / 16 * wide
+                total += share / _RANKS
+        parts.append(_text(x + wide / 2, 66 + _RANKS * 36 + 14, f"{total:g} bytes per parameter", "middle small"))
+    return _svg(parts, left + 4 * (wide + 40), 66 + _RANKS * 36 + 34, "Stages: what each of four ranks has")
+
+
+def tiers() -> str:
+    """Where parameters' shards, masters and states live between uses, by what is offloaded."""
+    cases = {
+        "no offload": {},
+        "offload_optimizer: cpu": {"offload_optimizer": {"device": "cpu"}},
+        "both: cpu": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
+        "both: nvme": {
+            "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"},
+            "offload_param": {"device": "nvme", "nvme_path": "/nvme"},
+        },
+    }
+    places = {"device": "device", "host": "host memory", "nvme": "file"}
+    left, wide, row = 200, 190, 62
+    parts = []
+    for column, name in enumerate(places.values()):
+        parts.append(_text(left + column * wide + wide / 2 - 10, 24, name, "middle"))
+    for number, (name, sections) in enumerate(cases.items()):
+        plan = tier_plan(load_config({"zero_optimization": {"stage": 3, **sections}}))
+        y = 40 + number * row
+        parts.append(_text(left - 14, y + 28, name, "end"))
+        for column in range(3):
+            parts.append(_box(left + column * wide, y, wide - 20, row - 10, "none", "#8a8a96"))
+        for place, what, colour, offset in (
+            (plan.param, "shards of parameters", COLOURS[0], 6),
+            (plan.optimizer, "masters and states", COLOURS[2], 28),
+        ):
+            x = left + list(places).index(place) * wide
+            parts.append(_box(x + 8, y + offset, wide - 36, 18, colour))
+            parts.append(_text(x + wide / 2 - 10, y + offset + 14, what, "middle white"))
+    y = 40 + len(cases) * row
+    parts.append(
+        _text(left, y + 12, "The unsharded parameters of a unit are on the device while it computes.", "small")
+    )
+    return _svg(parts, left + 3 * wide + 10, y + 26, "Tiers: where shards, masters and states live")
+
+
+def groups() -> str:
+    """The groups of eight ranks on two machines, with the three parts of ZeRO++ on."""
+    zero = {
+        "stage": 3,
+        "zero_hpz_partition_size": 4,
+        "zero_quantized_weights": True,
+        "zero_quantized_gradients": True,
+    }
+    everyone = tuple(range(8))
+    plan = comm_plan(load_config({"zero_optimization": zero}), world_size=len(everyone))
+    layout = MeshLayout.of(plan, data=(everyone,), nodes=(everyone[:4], everyone[4:]))
+    assert layout.hops is not None, layout.exact_reason
+    rows: list[tuple[str, str, Groups]] = [
+        ("gather in forward", "int8 (qwZ), over all ranks", layout.shard_groups),
+        ("gather in backward", "from a second copy (hpZ), within a machine", layout.secondary_groups),
+        ("reduction, first hop", "int4 (qgZ), within a machine", layout.hops[0]),
+        ("reduction, second hop", "int4, between ranks of one place", layout.hops[1]),
+    ]
+    left, step, row = 340, 62, 66
+    parts = [
+        _box(left - 22 + machine * 4 * step, 30, 4 * step - 16, len(rows) * row + 8, "none", "#8a8a96")
+        for machine in range(2)
+    ]
+    parts += [
+        _text(left + 1.5 * step + machine * 4 * step - 8, 22, f"machine {machine}", "middle") for machine in range(2)
+    ]
+    for number, (name, how, of_ranks) in enumerate(rows):
+        y = 60 + number * row
+        parts.append(_text(left - 36, y, name, "end"))
+        parts.append(_text(left - 36, y + 18, how, "end small"))
+        for group, ranks in enumerate(of_ranks):
+            colour = COLOURS[group % len(COLOURS)]
+            for rank in ranks:
+                parts.append(f'<circle cx="{left + rank * step}" cy="{y + 2}" r="15" fill="{colour}"/>')
+                parts.append(_text(left + rank * step, y + 7, str(rank), "middle white"))
+    return _svg(parts, left + 8 * step, 30 + len(rows) * row + 20, "ZeRO++: ranks of one colour are one group")
+
+
+def checkpoints() -> str:
+    """A checkpoint of three ranks, and what each of two ranks reads of its files."""
+    unit = next(spec for spec in drawn_units() if len(spec.params) > 1 and not spec.persistent)
+    saved, loaded = layout_of(unit, 3), layout_of(unit, 2)
+    left, width = 150, 640
+    scale = width / max(saved.numel, loaded.numel)
+    parts = [_text(left - 12, 36, "file of a rank", "end")]
+    for rank in range(3):
+        shard = saved.shard(rank)
+        parts.append(_box(left + shard.start * scale, 18, shard.numel * scale, 26, COLOURS[rank]))
+        parts.append(_text(left + (shard.start + shard.end) / 2 * scale, 36, f"rank {rank} of 3", "middle white"))
+    parts.append(_text(left - 12, 80, "parameters", "end"))
+    for slot in saved.slots:
+        at, length = left + slot.start * scale, slot.numel * scale
+        parts.append(_line(at, 66, at + length - 2, 66))
+        name = slot.fqn.removeprefix(f"{unit.name}.")
+        parts.append(_text(at + length / 2, 82, f"{name}, {slot.numel:,} elements", "middle small"))
+    for rank in range(2):
+        y, own = 104 + rank * 40, loaded.shard(rank)
+        parts.append(_text(left - 12, y + 18, f"rank {rank} of 2 reads", "end"))
+        for other in range(3):
+            piece = own & saved.shard(other)
+            if piece:
+                parts.append(_box(left + piece.start * scale, y, piece.numel * scale, 26, COLOURS[other]))
+                middle = left + (piece.start + piece.end) / 2 * scale
+                parts.append(_text(middle, y + 18, f"{piece.numel:,} of rank {other}'s", "middle white"))
+    return _svg(parts, left + width + 20, 196, f"Checkpoints: {unit.name}, saved by three ranks, read by two")
+
+
+DIAGRAMS = {"units": units, "stages": stages, "tiers": tiers, "zeropp": groups, "checkpoints": checkpoints}
+
+
+# -- drawing
+
+
+def _svg(parts: Iterable[str], width: float, height: float, title: str) -> str:
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" role="img">\n'
+        f"<title>{escaped(title)}</title>\n"
+        "<style>text{font:14px system-ui,sans-serif;fill:#1b1b1f}.small{font-size:12px;fill:#55555f}"
+        ".white{fill:#fff;font-size:12px;font-weight:600}.end{text-anchor:end}.middle{text-anchor:middle}</style>\n"
+        # Paper of its own: a page may be dark, and an image cannot know.
+        f'<rect width="{width:g}" height="{height:g}" rx="6" fill="#fff"/>\n' + "\n".join(parts) + "\n</svg>\n"
+    )
+
+
+def _box(x: float, y: float, width: float, height: float, fill: str, edge: str = "#fff") -> str:
+    size = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:g}"'
+    return f'<rect {size} fill="{fill}" stroke="{edge}"/>'
+
+
+def _text(x: float, y: float, text: str, kind: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:g}" class="{kind}">{escaped(text)}</text>'
+
+
+def _line(x1: float, y1: float, x2: float, y2: float) -> str:
+    return f'<line x1="{x1:.1f}" y1="{y1:g}" x2="{x2:.1f}" y2="{y2:g}" stroke="#55555f"/>'
+
+
+def _key(x: float, y: float, names: Sequence[str]) -> str:
+    parts = []
+    for name, colour in zip(names, COLOURS, strict=False):
+        parts += [_box(x, y - 11, 14, 14, colour), _text(x + 20, y + 1, name, "small")]
+        x += 40 + 7.2 * len(name)
+    return "".join(parts)
+
+
+def write(folder: Path) -> None:
+    """Draws all of them."""
+    folder.mkdir(exist_ok=True)
+    for name, draw in DIAGRAMS.items():
+        (folder / f"{name}.svg").write_text(draw(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    write(FOLDER)
