@@ -350,7 +350,9 @@ def _copies(stage: int) -> list[float]:
     engine, *_ = zeroaccel.initialize(Toy(), config=config(stage))
     _step(engine)
     if engine.settings.plan.params:
-        with pytest.raises(EngineStateError, match=r"of a copied \w+: [\w.]+ was sharded .*copy inside .*engine.gathered"):
+        with pytest.raises(
+            EngineStateError, match=r"of a copied \w+: [\w.]+ was sharded .*copy inside .*engine.gathered"
+        ):
             copy.deepcopy(engine.module)(batch)
     with engine.gathered():
         twin = copy.deepcopy(engine.module)

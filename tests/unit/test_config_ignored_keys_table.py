@@ -102,7 +102,10 @@ def test_what_is_off_or_not_known_yet_says_nothing(tree: dict[str, Any]) -> None
         ({"optimizer": {"type": "OneBitAdam"}}, "optimizer.type: 1-bit communication is not part of zeroaccel, and"),
         ({"optimizer": {"type": "ZeroOneAdam"}}, "use Adam; zero_quantized_gradients"),
         ({"compression_training": {"weight_quantization": {"shared_parameters": {"enabled": True}}}}, "compress the"),
-        ({"data_efficiency": {"enabled": True, "data_routing": {"enabled": True}}}, "give the training loader a sampler"),
+        (
+            {"data_efficiency": {"enabled": True, "data_routing": {"enabled": True}}},
+            "give the training loader a sampler",
+        ),
         ({"progressive_layer_drop": {"enabled": True}}, "transformers' layerdrop"),
         ({"sparse_attention": {"mode": "fixed"}}, "use torch.nn.attention.flex_attention"),
         ({"torch_autocast": {"enabled": True}}, "autocast by the engine is not available yet; use bf16"),

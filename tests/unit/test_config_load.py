@@ -102,7 +102,7 @@ def test_hjson_is_read_with_its_places_and_a_note(here: Path) -> None:
         "    params: {lr: 1e-3}\n"
         "  }  # and quotes\n"
         '  data_types: {"keep_in_fp32_modules": ["a#b"\n'
-        '    c: d\n  ]\n  },\n'
+        "    c: d\n  ]\n  },\n"
         "}"
     )
     config = load_config("ds.json")
@@ -111,8 +111,8 @@ def test_hjson_is_read_with_its_places_and_a_note(here: Path) -> None:
     assert config.data_types.keep_in_fp32_modules == ("a#b", "c: d")
     assert config.sources["optimizer.params.lr"] == "ds.json:7:14"
     assert [note for note in config.notes if note.startswith("ds.json: is Hjson, not JSON")] == [config.notes[0]]
+    (here / "ds.json").write_text('{"zero_optimization": {"stage": 1 # 2\n\n   stagee: 2\n}}')
     with pytest.raises(ConfigError, match=r"^ds.json:3:4: zero_optimization.stagee: unknown key"):
-        (here / "ds.json").write_text('{"zero_optimization": {"stage": 1 # 2\n\n   stagee: 2\n}}')
         load_config("ds.json")
 
 
@@ -126,7 +126,7 @@ def test_a_byte_order_mark_is_no_error(here: Path) -> None:
     [
         (
             '{\n  "a": 1 "b": 2\n}',
-            "ds.json:2:10: not valid JSON: expecting ',' delimiter\n      \"a\": 1 \"b\": 2\n             ^",
+            'ds.json:2:10: not valid JSON: expecting \',\' delimiter\n      "a": 1 "b": 2\n             ^',
         ),
         (
             '{\n  // note\n\t"a": ]\n}',

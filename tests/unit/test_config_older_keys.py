@@ -201,7 +201,13 @@ TRAINED: dict[str, dict[str, Any]] = {
             "detailed": False,
             "output_file": "profile.txt",
         },
-        "comms_logger": {"enabled": True, "verbose": True, "prof_all": False, "debug": True, "prof_ops": ["all_reduce"]},
+        "comms_logger": {
+            "enabled": True,
+            "verbose": True,
+            "prof_all": False,
+            "debug": True,
+            "prof_ops": ["all_reduce"],
+        },
         "autotuning": {
             "enabled": True,
             "fast": False,
@@ -248,7 +254,14 @@ TRAINED: dict[str, dict[str, Any]] = {
         "use_data_before_expert_parallelism": True,
     },
     "what nothing uses": {
-        "eigenvalue": {"enabled": True, "max_iter": 50, "tol": 0.1, "stability": 0.1, "layer_name": "h", "layer_num": 2},
+        "eigenvalue": {
+            "enabled": True,
+            "max_iter": 50,
+            "tol": 0.1,
+            "stability": 0.1,
+            "layer_name": "h",
+            "layer_num": 2,
+        },
         "data_efficiency": {"enabled": True, "data_sampling": {"enabled": False}, "data_routing": {"enabled": False}},
         "sparse_attention": {},
         "quantize_training": {"enabled": False, "quantize_bits": {"start_bits": 12}},

@@ -2,7 +2,8 @@
 
 The first step of `load_config`. Plain JSON first; text with comments, trailing commas or unquoted keys goes through
 json5; and what DeepSpeed's reader of Hjson takes besides (no commas at ends of lines, comments with #, values without
-quotes) is written in before, with a note. Knows files, encodings and JSON, and no key of the config. A path that does not exist is an error, never taken
+quotes) is written in before, with a note. Knows files, encodings and JSON, and no key of the config. A path that does
+not exist is an error, never taken
 for base64.
 """
 
@@ -144,16 +145,20 @@ def _hjson_as_json5(text: str) -> str | None:
             part, position = json.dumps(line.strip()), token.start() + len(line)
         parts.append(part)
         if kind == "mark":
-            if part in "{[":
-                inside.append(part)
-            elif part in "}]" and inside:
-                inside.pop()
+            _note_bracket(inside, part)
             is_value = part == ":"
             ended = len(parts) if part in "}]" else None
         elif is_value or not is_object:
             ended, is_value = len(parts), False
         is_next_line = False
     return "".join(parts)
+
+
+def _note_bracket(inside: list[str], mark: str) -> None:
+    if mark in "{[":
+        inside.append(mark)
+    elif mark in "}]" and inside:
+        inside.pop()
 
 
 def _read_quietly(text: str) -> Any:

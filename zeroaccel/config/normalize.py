@@ -11,7 +11,16 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from zeroaccel.config.diagnostics import KeyPath, Note, Problem, closest, dotted
-from zeroaccel.config.section import AUTO, AlsoSpelled, ConfigSection, Retired, as_text, nested_section, out_of_quotes, spellings
+from zeroaccel.config.section import (
+    AUTO,
+    AlsoSpelled,
+    ConfigSection,
+    Retired,
+    as_text,
+    nested_section,
+    out_of_quotes,
+    spellings,
+)
 
 UnknownKeys = Literal["strict", "standard", "lenient"]
 """What an unknown key is, where DeepSpeed ignores it: always an error; an error if it looks like a known key, or is one

@@ -92,7 +92,10 @@ def _autocast_is_the_precision(config: Config) -> str:
 
 def _nothing_is_chosen(config: Config) -> str:
     parts = config.data_efficiency.model_extra or {}
-    if any(isinstance(part := parts.get(name), Mapping) and part.get("enabled") for name in ("data_sampling", "data_routing")):
+    if any(
+        isinstance(part := parts.get(name), Mapping) and part.get("enabled")
+        for name in ("data_sampling", "data_routing")
+    ):
         return ""
     return "neither data_sampling nor data_routing is enabled, so that nothing is chosen"
 

@@ -150,7 +150,7 @@ class ShardOptimizer(NativeOptimizer):
         return {**super().__getstate__(), "moments_dtype": self.moments_dtype}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        defaults = dict(state["defaults"] if "defaults" in state else self.defaults)
+        defaults = dict(state.get("defaults") or self.defaults)
         super().__setstate__(state)
         self.defaults = defaults  # torch adds `differentiable` to them, which is none of ours
         self._new_states = set()

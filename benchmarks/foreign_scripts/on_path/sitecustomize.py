@@ -2,9 +2,9 @@
 
 A script prints its losses rounded, or not at all. `FOREIGN_SCRIPTS_LOSSES` names the file that gets them, one line a
 backward with all bits; the rank is added to the name. Without it, or in a process that is no rank, nothing happens.
-With `FOREIGN_SCRIPTS_ORDER=one` every random sampler gives one order, in each epoch, loaders' workers begin with one seed, and
-a loader leaves the global generator as it is. With `FOREIGN_SCRIPTS_SCHEDULE=one` accelerate moves a schedule on once per
-update, not once per rank.
+With `FOREIGN_SCRIPTS_ORDER=one` every random sampler gives one order, in each epoch, loaders' workers begin with one
+seed, and a loader leaves the global generator as it is. With `FOREIGN_SCRIPTS_SCHEDULE=one` accelerate moves a schedule
+on once per update, not once per rank.
 
 DDP's reducers are never freed: where one is the last to refer to a gloo group, torch 2.13 frees the group while it
 has the interpreter's lock, and the group's thread may wait for that lock for ever.
