@@ -143,6 +143,7 @@ class Runner:
             "OMP_NUM_THREADS": "1",
             "TOKENIZERS_PARALLELISM": "false",
             **({"FOREIGN_SCRIPTS_ORDER": "one"} if script.one_order else {}),
+            **({"FOREIGN_SCRIPTS_SCHEDULE": "one"} if script.one_schedule and way == "plain" else {}),
             # accelerate makes DDP of ranks on CPUs by this variable, and with it looks at no DeepSpeed plugin.
             **({"ACCELERATE_USE_CPU": "true"} if way == "plain" else {}),
         }

@@ -32,6 +32,7 @@ class Script:
         measure: a key of the script's `all_results.json` that is compared instead of the losses.
         command: "deepspeed" starts it by that command, which `zeroaccel compat install` wrote.
         one_order: random samplers give one order in both runs: zeroaccel's own loader draws another than accelerate's.
+        one_schedule: a schedule moves on once per update in the DDP run, too, as it does with zeroaccel's Accelerator.
         plainly: name of the row whose plain run is this one's too; its own by default.
     """
 
@@ -50,6 +51,7 @@ class Script:
     measure: str = ""
     command: str = "zeroaccel launch"
     one_order: bool = False
+    one_schedule: bool = False
     plainly: str = ""
 
 
@@ -151,6 +153,7 @@ IMPORTS = tuple(
         imports=True,
         launch="--num_processes 2",
         one_order=True,
+        one_schedule=True,
     )
     for script in ACCELERATE
 )

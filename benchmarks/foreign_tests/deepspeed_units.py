@@ -395,8 +395,8 @@ def _run(arguments: argparse.Namespace) -> None:
         install = [sys.executable, "-m", "zeroaccel.cli", "compat", "install", str(commands)]
         subprocess.run(install, env=environment, check=True, stdout=subprocess.DEVNULL)
         environment["PATH"] = f"{commands / 'bin'}{os.pathsep}{environment['PATH']}"
-    else:
-        environment["PYTHONPATH"] = os.pathsep.join(paths)
+    else:  # its operators are compiled on first use
+        environment["PYTHONPATH"] = os.pathsep.join([*paths, str(source)])
     command = [
         sys.executable,
         "-m",
@@ -421,6 +421,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 # Pattern of "test | message" -> why a test does not pass here. What begins with "not ours" is no public behaviour.
 _PRIVATE = "not ours: a private member or function"
+_SUMS = "compared with DDP in bf16: gradients are summed in fp32 here, and masters begin with the bits of the model"
 RULES: tuple[tuple[str, str], ...] = (
     (r"_configure_train_batch_size|_mixed_precision_dtypes|_assert_valid_mixed|_cast_module_mixed", _PRIVATE),
     (r"_orig_torch_empty|print_rank_0|ds_secondary_tensor|cast_to_byte_tensor", _PRIVATE),
@@ -463,7 +464,6 @@ RULES: tuple[tuple[str, str], ...] = (
         "refused there, and works here",
     ),
     (r"eigenvalue|compression_training", "config sections that are refused by name"),
-    (r"test_hjson", "OPEN: a config in HJSON without commas is not read (JSON and JSON5 are)"),
     (r"bf16_master_weights_and_grads", "master weights in bf16 are refused by name"),
     (r"preserves_tensor_lr", "each group gets its own tensor (docs/deepspeed_names.md)"),
     (r"unknown_warmup_type", "an unknown warmup_type is refused by name; there it is taken for log"),
@@ -483,7 +483,6 @@ RULES: tuple[tuple[str, str], ...] = (
     ),
     (r"nvme_path: expected a folder", "nvme_path must exist (docs/offload.md)"),
     (r"same tag on all ranks", "ranks with different tags are refused, whatever checkpoint.tag_validation says"),
-    (r"key mismatch .*differentiable", "OPEN: param groups have torch's key `differentiable` after a load"),
     (r"invalid tensor size at index 0", "not ours: the test gathers a tensor without dimensions, which gloo does not"),
     (
         r"Muon ZeRO-. gradient .* differs",
@@ -493,11 +492,27 @@ RULES: tuple[tuple[str, str], ...] = (
     (r"TestNVMeCheckpointing.*hung", "OPEN: not over in 120 s on the loaded machine; not looked into"),
     (r"byte_cast_cpu_tensor", _PRIVATE),
     (
+        r"_backward_epilogue|leaf_parameters|loss_scale_config|ZeROOptimizer|_set_fp32_optimizer_param|UNIVERSAL_CHECKPOINT_INFO",
+        _PRIVATE,
+    ),
+    (r"TestMultipleModels.*misses the loss scale", _PRIVATE + ": ends a backward by engine._backward_epilogue"),
+    (r"without_scale_fp16.*misses the loss scale", "refused as there, by the backward itself, not by what follows it"),
+    (r"accumulated_grads_in_cpu|zero3_linear_wrap|is_external_param|count_used_parameters", _PRIVATE),
+    (r"stayed gathered", "parameters are gathered and released by units, some of which outlast the parameter's own use"),
+    (r"the last backward broke off", "engine.reset() is asked for after a backward that broke off (docs/training.md)"),
+    (r"torch_autocast.enabled: autocast by the engine", "autocast by the engine is refused by name"),
+    (r"TestZero0DirectBackward", "refused there, and works here"),
+    (r"Torch not compiled with CUDA", "not ours: makes tensors on CUDA"),
+    (r"user_backward.*(Gradients differ|mismatch at after)", _SUMS),
+    (r"scalar tensor|not supported with pipeline parallelism", "refused as there, in other words"),
+    (r"Unmanaged.*Validation.*DID NOT RAISE", "refused there, and works here"),
+    (r"sparse_tensor.*to step the parameters of its param_groups", "an optimizer around SparseAdam is refused by name"),
+    (
         r"plain data .*OffloadDeviceEnum|attribute 'log_level'|test_user_args.*such file|test_bash_string_args",
         "OPEN: mended, or found by the harness now; not run again",
     ),
     (r"deepspeed.moe.utils: |DeepSpeedZeroOptimizer_Stage3: ", "not ours: imports a private function inside the test"),
-    (r"has an attribute '_config'", _PRIVATE),
+    (r"has an attribute '_config'|engine\._config is|'types.SimpleNamespace' object has no", _PRIVATE),
     (r"test_zero_fragments.*-True", "of a frozen parameter the values are given, not None (docs/deepspeed_names.md)"),
     (r"one that another engine holds", "a second engine of one model is refused (docs/deepspeed_names.md)"),
     (r"wait for the end of their accumulation", "save inside an accumulation is refused (docs/deepspeed_names.md)"),

@@ -91,6 +91,31 @@ def test_json5_is_read_with_its_places(here: Path) -> None:
     }
 
 
+def test_hjson_is_read_with_its_places_and_a_note(here: Path) -> None:
+    (here / "ds.json").write_text(
+        "{\n"
+        "  # commas are missing\n"
+        '  "train_batch_size": 8\n'
+        "  optimizer:\n"
+        "  {\n"
+        "    type: AdamW\n"
+        "    params: {lr: 1e-3}\n"
+        "  }  # and quotes\n"
+        '  data_types: {"keep_in_fp32_modules": ["a#b"\n'
+        "    c: d\n  ]\n  },\n"
+        "}"
+    )
+    config = load_config("ds.json")
+    assert config.optimizer is not None
+    assert (config.train_batch_size, config.optimizer.type, config.optimizer.params) == (8, "AdamW", {"lr": 1e-3})
+    assert config.data_types.keep_in_fp32_modules == ("a#b", "c: d")
+    assert config.sources["optimizer.params.lr"] == "ds.json:7:14"
+    assert [note for note in config.notes if note.startswith("ds.json: is Hjson, not JSON")] == [config.notes[0]]
+    (here / "ds.json").write_text('{"zero_optimization": {"stage": 1 # 2\n\n   stagee: 2\n}}')
+    with pytest.raises(ConfigError, match=r"^ds.json:3:4: zero_optimization.stagee: unknown key"):
+        load_config("ds.json")
+
+
 def test_a_byte_order_mark_is_no_error(here: Path) -> None:
     (here / "ds.json").write_bytes(b"\xef\xbb\xbf" + json.dumps(TREE).encode())
     assert load_config("ds.json").train_batch_size == 8
@@ -100,8 +125,8 @@ def test_a_byte_order_mark_is_no_error(here: Path) -> None:
     ("text", "message"),
     [
         (
-            '{\n  "a": 1\n  "b": 2\n}',
-            "ds.json:3:3: not valid JSON: expecting ',' delimiter\n      \"b\": 2\n      ^",
+            '{\n  "a": 1 "b": 2\n}',
+            'ds.json:2:10: not valid JSON: expecting \',\' delimiter\n      "a": 1 "b": 2\n             ^',
         ),
         (
             '{\n  // note\n\t"a": ]\n}',

@@ -380,6 +380,9 @@ def test_a_saved_state_goes_on_as_if_nothing_had_been(
     resumed.load_state_dict(saved)
     go_on(resumed, twin, range(4, 7))
     assert same_bits(param, twin)
+    for loaded in (resumed, copy.deepcopy(resumed)):
+        assert loaded.defaults == optimizer.defaults
+        assert loaded.param_groups[0].keys() == optimizer.param_groups[0].keys()
 
 
 @pytest.mark.parametrize("ours_first", [True, False])

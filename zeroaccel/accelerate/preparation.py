@@ -162,7 +162,7 @@ class Preparation:
         # `accelerator.backward` divides the loss by the accumulation steps; a bare `loss.backward()` is not divided,
         # as in a plain PyTorch loop.
         engine.divides_direct = False
-        engine.set_gradient_accumulation_boundary(True)
+        engine.decide_boundary(True)
         del engine.config  # `model.config` is the model's own for transformers; the engine's is `zero_config`
         item = Prepared(engine, plugin, config)
         if group.optimizer is not None:

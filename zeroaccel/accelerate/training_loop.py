@@ -81,7 +81,7 @@ class TrainingLoop:
             )
         gradients = self._gradients
         for engine in engines:
-            engine.set_gradient_accumulation_boundary(gradients.sync_gradients or gradients.sync_each_batch)
+            engine.decide_boundary(gradients.sync_gradients or gradients.sync_each_batch)
         # Walking the graph costs time, so it is done only where the loss may depend on some of several models.
         reached = engines if len(engines) == 1 else _reached(loss, engines)
         divided = loss / gradients.num_steps if gradients.num_steps > 1 else loss

@@ -153,7 +153,7 @@ class DeepSpeedEngine(Engine, metaclass=_EngineKind):
 
     def count_micro_step(self) -> None:
         """As `Engine.count_micro_step`, but `global_samples` grows by whole steps, as DeepSpeed counts."""
-        if not self.settings.managed_accumulation:  # by the backwards since the last step
+        if not self.settings.managed_accumulation and self._step.boundary is None:  # it counts backwards, as DeepSpeed
             super().count_micro_step()
             return
         samples = self.train_batch_size() if self.is_gradient_accumulation_boundary() else 0

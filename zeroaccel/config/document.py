@@ -1,7 +1,9 @@
 """Reading a config: a dict, a path, JSON text or base64, parsed into one tree with the place of every key.
 
 The first step of `load_config`. Plain JSON first; text with comments, trailing commas or unquoted keys goes through
-json5. Knows files, encodings and JSON, and no key of the config. A path that does not exist is an error, never taken
+json5; and what DeepSpeed's reader of Hjson takes besides (no commas at ends of lines, comments with #, values without
+quotes) is written in before, with a note. Knows files, encodings and JSON, and no key of the config. A path that does
+not exist is an error, never taken
 for base64.
 """
 
@@ -20,7 +22,7 @@ from typing import Any
 import json5
 
 from zeroaccel.config.bounds import read_at_most
-from zeroaccel.config.diagnostics import KeyPath, Problem, duplicate_key_problems, near_names
+from zeroaccel.config.diagnostics import KeyPath, Note, Problem, duplicate_key_problems, near_names
 from zeroaccel.errors import ConfigError
 
 _WIDEST_EXCERPT = 100
@@ -47,30 +49,46 @@ class JsonText:
         value: its value; of a key given twice, the last.
         places: path -> "name:line:column" of its key, in the order of the text; of a key given twice, the last.
         duplicates: path -> the lines of all its occurrences, for keys given more than once in one object.
+        is_hjson: it is neither JSON nor JSON5.
     """
 
     value: Any
     places: dict[KeyPath, str]
     duplicates: dict[KeyPath, list[int]]
+    is_hjson: bool = False
 
 
 def parse_json(text: str, name: str) -> JsonText:
-    """Parses JSON, or JSON5 where it is not plain JSON.
+    """Parses JSON; JSON5 where it is not plain JSON; Hjson within braces where it is neither.
 
     Args:
         text: the content of the file.
         name: what to call it in messages, usually the file's path.
 
     Raises:
-        ConfigError: it is neither; the message has name, line and column, the line itself and a caret below it.
+        ConfigError: it is none of these; the message has name, line and column, the line itself and a caret below it.
     """
     _check_bounds(text, name)
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
-        value = _parse_json5(text, name, error)
+        written_in = None
+        try:
+            value = _parse_json5(text, name, error)
+        except ConfigError:
+            written_in = _hjson_as_json5(text)
+            if written_in is None:
+                raise
+            value = _read_quietly(written_in)
+            if value is None:
+                raise
+        return _placed(value, written_in or text, name, is_hjson=written_in is not None)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{name}: not valid JSON: {error}") from None
+    return _placed(value, text, name)
+
+
+def _placed(value: Any, text: str, name: str, *, is_hjson: bool = False) -> JsonText:
     line_starts = [0, *(match.end() for match in re.finditer("\n", text))]
     places: dict[KeyPath, str] = {}
     lines: dict[tuple[int, KeyPath], list[int]] = {}
@@ -79,7 +97,81 @@ def parse_json(text: str, name: str) -> JsonText:
         places[path] = f"{name}:{line}:{offset - line_starts[line - 1] + 1}"
         lines.setdefault((owner, path), []).append(line)
     duplicates = {path: numbers for (_, path), numbers in lines.items() if len(numbers) > 1}
-    return JsonText(value, places, duplicates)
+    return JsonText(value, places, duplicates, is_hjson)
+
+
+_HJSON_TOKEN = re.compile(
+    r"""(?P<space>\s+) | (?P<hash>\#[^\n]*) | (?P<comment>//[^\n]* | /\*.*?(?:\*/|\Z))
+    | (?P<string>"(?:\\.|[^"\\\n])*" | '(?:\\.|[^'\\\n])*')
+    | (?P<mark>[{}\[\]:,])
+    | (?P<literal>(?:true|false|null|-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?)(?=\s*(?:[,\]}\#\n]|//|/\*|\Z)))
+    | (?P<word>[^\s{}\[\]:,"'][^\s{}\[\]:,]*)""",
+    re.VERBOSE | re.DOTALL,
+)
+
+
+def _hjson_as_json5(text: str) -> str | None:
+    """The text with what Hjson leaves out: commas at ends of lines, quotes around values; # comments are blank.
+
+    Nothing moves to another line, and no key within its line. None for what is no such text.
+    """
+    if len(text) > _MOST_JSON5_CHARACTERS:
+        return None
+    parts: list[str] = []
+    inside: list[str] = []  # the brackets that are open
+    ended: int | None = None  # where a member ended that no comma follows
+    is_next_line = is_value = False
+    position = 0
+    while position < len(text):
+        token = _HJSON_TOKEN.match(text, position)
+        if token is None:
+            return None
+        kind, part = str(token.lastgroup), token.group()
+        position = token.end()
+        if kind in ("space", "hash", "comment"):
+            is_next_line |= "\n" in part
+            parts.append(part if kind != "hash" else " " * len(part))
+            continue
+        if ended is not None and part not in ("}", "]", ","):
+            if not is_next_line or not inside:
+                return None
+            parts.insert(ended, ",")
+            ended = None
+        is_object = bool(inside) and inside[-1] == "{"
+        if kind == "word" and inside and (is_value or not is_object):
+            line = text[token.start() :].partition("\n")[0]
+            if set(line) & set("\"'{}[]"):
+                return None  # rather a comma that is missing within the line
+            part, position = json.dumps(line.strip()), token.start() + len(line)
+        parts.append(part)
+        if kind == "mark":
+            _note_bracket(inside, part)
+            is_value = part == ":"
+            ended = len(parts) if part in "}]" else None
+        elif is_value or not is_object:
+            ended, is_value = len(parts), False
+        is_next_line = False
+    return "".join(parts)
+
+
+def _note_bracket(inside: list[str], mark: str) -> None:
+    if mark in "{[":
+        inside.append(mark)
+    elif mark in "}]" and inside:
+        inside.pop()
+
+
+def _read_quietly(text: str) -> Any:
+    """The value of a text of JSON5; None if it is none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        pass
+    try:
+        value, message, _ = json5.parse(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if message is None else None
 
 
 def _parse_json5(text: str, name: str, plain: json.JSONDecodeError) -> Any:
@@ -188,6 +280,9 @@ def _key_name(token: str) -> str:
         return str(json5.loads(token))
 
 
+_IS_HJSON = (
+    "is Hjson, not JSON: commas or quotes are missing, or # begins a comment; DeepSpeed reads it, other programs do not"
+)
 _FORMS = "a dict, the path of a JSON file, JSON text, or urlsafe base64 of JSON"
 _NEAR_NAMES = 3
 _LONGEST_PATH_SHOWN = 200
@@ -202,12 +297,14 @@ class Document:
         tree: a copy of its content, so that neither side sees the other's later changes.
         places: path -> "file:line:column" of its key; empty for a dict.
         problems: keys given more than once.
+        notes: of a text that other readers of JSON refuse.
     """
 
     name: str
     tree: dict[str, Any]
     places: Mapping[KeyPath, str] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
+    notes: tuple[Note, ...] = ()
 
 
 def read_document(source: Mapping[str, Any] | str | os.PathLike[str]) -> Document:
@@ -257,7 +354,8 @@ def _from_text(text: str, name: str) -> Document:
     parsed = parse_json(text, name)
     if not isinstance(parsed.value, dict):
         raise ConfigError(name, expected="an object at the top level", got=parsed.value)
-    return Document(name, parsed.value, parsed.places, tuple(duplicate_key_problems(parsed.duplicates)))
+    notes = (Note((name,), _IS_HJSON, warns=True),) if parsed.is_hjson else ()
+    return Document(name, parsed.value, parsed.places, tuple(duplicate_key_problems(parsed.duplicates)), notes)
 
 
 def _from_file(path: str) -> Document:

@@ -108,7 +108,7 @@ def load_config(
         raise report(problems, origin, order)
 
     # 4. Notes on what is accepted without effect; a place in them is the user's own, without what filled the value.
-    notes = [*normalized.notes, *filled.notes, *support_notes(config, written, unresolved)]
+    notes = [*document.notes, *normalized.notes, *filled.notes, *support_notes(config, written, unresolved)]
     config._origin = replace(origin, notes=tuple(note.line(as_given) for note in notes))
     for note, line in zip(notes, config.notes, strict=True):
         log_note(logging.WARNING if note.warns else logging.INFO, line)

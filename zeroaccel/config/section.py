@@ -260,8 +260,8 @@ def out_of_quotes(field: FieldInfo, value: object) -> object:
     """The number or flag that a string is, in a field of numbers or flags; any other value as it is.
 
     Example:
-        >>> out_of_quotes(FieldInfo.from_annotation(Count), "500"), out_of_quotes(FieldInfo.from_annotation(Flag), "yes")
-        (500, True)
+        >>> [out_of_quotes(FieldInfo.from_annotation(kind), text) for kind, text in ((Count, "500"), (Flag, "yes"))]
+        [500, True]
     """
     if not isinstance(value, str):
         return value

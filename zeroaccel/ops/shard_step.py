@@ -150,7 +150,9 @@ class ShardOptimizer(NativeOptimizer):
         return {**super().__getstate__(), "moments_dtype": self.moments_dtype}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        defaults = dict(state.get("defaults") or self.defaults)
         super().__setstate__(state)
+        self.defaults = defaults  # torch adds `differentiable` to them, which is none of ours
         self._new_states = set()
         for group in self.param_groups:  # a state_dict of torch's counterpart lacks our switches
             for name, value in self.defaults.items():

@@ -146,7 +146,7 @@ def classify(optimizer: Optimizer, declared: OptimizerKind | str | None = None) 
         raise ConfigError(
             f"optimizer {name}",
             expected="to step the parameters of its param_groups, which the engine replaces by its shards",
-            got=f"no update of those in group{'s' if len(out_of_reach) > 1 else ''} {', '.join(map(str, out_of_reach))}: "
+            got=f"no update of those in group{'s' if out_of_reach[1:] else ''} {', '.join(map(str, out_of_reach))}: "
             "it refers to the parameters that it was made with, in an attribute",
             fix="let it share the groups of optimizers inside it (self.param_groups = inner.param_groups), "
             "or pass one optimizer with a group for each setting",

@@ -235,7 +235,7 @@ class PipelineEngine(Engine):
         """What `Engine.backward` and `step` do for one micro-batch; the update of the last one comes after all."""
         self._num_backwards += 1
         is_last = self._num_backwards == self.settings.accumulation
-        self.set_gradient_accumulation_boundary(is_last)
+        self.decide_boundary(is_last)
         self._report.begin("backward")
         self._begin_backward(direct=False)
         run()

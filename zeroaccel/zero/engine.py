@@ -352,7 +352,8 @@ class Engine(nn.Module):
     def count_micro_step(self) -> None:
         """Counts a micro-batch as `step()` does where nothing is updated, for loops that call it at boundaries only."""
         self.micro_steps += 1
-        batches = 1 if self.settings.managed_accumulation else max(1, self._step.num_backwards)
+        is_counted = self.settings.managed_accumulation or self._step.boundary is not None
+        batches = 1 if is_counted else self._step.num_backwards
         self.global_samples += batches * self.settings.micro_batch_size * self.settings.data_parallel_size
 
     def _update(self) -> None:
@@ -546,6 +547,10 @@ class Engine(nn.Module):
                 got="false, with which every engine.step() is a boundary",
                 fix="call engine.step() where the weights are to be updated, and only there",
             )
+        self.decide_boundary(is_boundary)
+
+    def decide_boundary(self, is_boundary: bool) -> None:
+        """As `set_gradient_accumulation_boundary`, for loops of this library, which count whatever the config says."""
         self._step.boundary = bool(is_boundary)
 
     @contextlib.contextmanager

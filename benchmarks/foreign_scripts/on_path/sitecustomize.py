@@ -2,7 +2,9 @@
 
 A script prints its losses rounded, or not at all. `FOREIGN_SCRIPTS_LOSSES` names the file that gets them, one line a
 backward with all bits; the rank is added to the name. Without it, or in a process that is no rank, nothing happens.
-With `FOREIGN_SCRIPTS_ORDER=one` every random sampler gives one order, in each epoch.
+With `FOREIGN_SCRIPTS_ORDER=one` every random sampler gives one order, in each epoch, loaders' workers begin with one
+seed, and a loader leaves the global generator as it is. With `FOREIGN_SCRIPTS_SCHEDULE=one` accelerate moves a schedule
+on once per update, not once per rank.
 
 DDP's reducers are never freed: where one is the last to refer to a gloo group, torch 2.13 frees the group while it
 has the interpreter's lock, and the group's thread may wait for that lock for ever.
@@ -17,6 +19,7 @@ from typing import Any
 
 _FILE = os.environ.get("FOREIGN_SCRIPTS_LOSSES")
 _RANK = os.environ.get("RANK")
+_BASE_SEED = 8  # place among the arguments of a worker's loop
 
 
 def _note_losses(path: str) -> None:
@@ -49,18 +52,47 @@ def _keep_reducers() -> None:
     DistributedDataParallel.__init__ = kept  # type: ignore[method-assign]
 
 
+def _fix_schedule() -> None:
+    from accelerate.scheduler import AcceleratedScheduler
+
+    initialize = AcceleratedScheduler.__init__
+
+    def once(schedule: AcceleratedScheduler, *args: Any, **kwargs: Any) -> None:
+        initialize(schedule, *args, **kwargs)
+        schedule.split_batches = True  # all that this says to it: one step per update
+
+    AcceleratedScheduler.__init__ = once  # type: ignore[method-assign]
+
+
 def _fix_order() -> None:
     import torch
     from torch.utils.data import RandomSampler
+    from torch.utils.data._utils import worker
+    from torch.utils.data.dataloader import _BaseDataLoaderIter
 
     def same(sampler: RandomSampler) -> Any:
         return iter(torch.randperm(len(sampler), generator=torch.Generator().manual_seed(0)).tolist())
 
     RandomSampler.__iter__ = same  # type: ignore[method-assign]
+    begin = worker._worker_loop
+
+    def seeded(*args: Any) -> None:
+        begin(*args[:_BASE_SEED], 0, *args[_BASE_SEED + 1 :])
+
+    worker._worker_loop = seeded
+    initialize = _BaseDataLoaderIter.__init__
+
+    def aside(iterator: Any, *args: Any, **kwargs: Any) -> None:
+        with torch.random.fork_rng(devices=[]):
+            initialize(iterator, *args, **kwargs)
+
+    _BaseDataLoaderIter.__init__ = aside  # type: ignore[method-assign]
 
 
 if _FILE and _RANK is not None:
     _note_losses(f"{_FILE}.{_RANK}")
     if os.environ.get("FOREIGN_SCRIPTS_ORDER") == "one":
         _fix_order()
+    if os.environ.get("FOREIGN_SCRIPTS_SCHEDULE") == "one":
+        _fix_schedule()
     _keep_reducers()
