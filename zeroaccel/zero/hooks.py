@@ -542,11 +542,11 @@ class _Attached:
 
     def __reduce__(self) -> Any:
         if self._unit is not None and self._unit.state is ShardState.SHARDED:
-            return _WithoutValues, (next(self._unit.fqns()),)
+            return _UnfilledCopy, (next(self._unit.fqns()),)
         return _Detached, ()
 
 
-class _WithoutValues:
+class _UnfilledCopy:
     """A hook of a copy that was made of sharded parameters: it refuses forwards until they have values."""
 
     def __init__(self, fqn: str) -> None:
