@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import zeroaccel
 from tests.multi.pool import Pool
 from tests.multi.training import SGD, config, recording
+from zeroaccel.comm import topology
 from zeroaccel.comm.recording import BytesSent, RecordingCollectives
 from zeroaccel.config.comm_plan import StepTraffic
 from zeroaccel.config.parallel import ParallelConfig
@@ -186,6 +187,27 @@ def test_styles_of_other_plans(ranks: Ranks) -> None:
         ParallelConfig(tp=2, dp_shard=1), layers, BATCH * TOKENS, 2, itemsize=ITEMSIZE, accumulation=MICRO_BATCHES
     )
     assert _counted([traffic for traffic, _ in of_ranks], "tp") == form
+
+
+def _twice() -> list[list[BytesSent]]:
+    axes = {"tp": 2, "tp_plan": {"layers.*.mlp.up_proj": "colwise_rep"}}
+    first, _ = _step(axes, 2, 3)
+    topology._made_default_group = False  # as where the program has made it: its number of groups goes on
+    topology.destroy()  # what torch remembers of the mesh names groups that are gone
+    try:
+        second, _ = _step(axes, 2, 3)
+    finally:
+        topology._made_default_group = True
+    return [first, second]
+
+
+def test_groups_that_are_made_anew(ranks: Ranks) -> None:
+    for first, second in ranks(2).run(_twice):
+        assert first == second
+        assert {one.op: one.messages for one in second if one.axis == "tp"} == {
+            "all_reduce": 2 * LAYERS * MICRO_BATCHES,
+            "all_gather": LAYERS * MICRO_BATCHES,
+        }
 
 
 @pytest.mark.parametrize(("pp", "node_size", "tied"), [(2, 2, False), (2, 1, True), (4, 2, True)])

@@ -468,7 +468,9 @@ def _take_tracked(*described: object) -> TrackedGroup:
 
 def mesh_of(topology: Topology, group: RankGroup) -> DeviceMesh:
     """A mesh of one axis over the ranks of a group, for torch's DTensors. Makes no process group."""
-    return DeviceMesh.from_group(topology.tracked.get(group.ranks, group.reduce_group), topology.device.type)
+    over = topology.tracked.get(group.ranks, group.reduce_group)
+    # torch takes meshes of equal ranks and names for one, and remembers the first: of groups that are destroyed by now.
+    return DeviceMesh.from_group(over, topology.device.type, mesh_dim_names=(f"layers of group {over.group_name}",))
 
 
 def _rank_group(topology: Topology, ranks: tuple[int, ...]) -> RankGroup | None:
