@@ -1,7 +1,9 @@
-"""A line that says what is computed and for how long, on a terminal."""
+"""A line that turns while something is computed, and says what and for how long, on a terminal."""
 
 from __future__ import annotations
 
+import itertools
+import shutil
 import sys
 import threading
 import time
@@ -9,7 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _PATIENCE_SECONDS = 0.3
-_INTERVAL_SECONDS = 0.2
+_INTERVAL_SECONDS = 0.1
+_FRAMES = "|/-\\"
 
 
 class ProgressLine:
@@ -29,8 +32,9 @@ class ProgressLine:
         begun = time.monotonic()
         if self._ended.wait(_PATIENCE_SECONDS):
             return
-        while True:
-            text = f"zeroaccel: {self.doing} ({time.monotonic() - begun:.1f} s)"
+        for frame in itertools.cycle(_FRAMES):
+            text = f"{frame} zeroaccel: {self.doing} ({time.monotonic() - begun:.1f} s)"
+            text = text[: shutil.get_terminal_size().columns - 1]  # a longer one would begin a new line each time
             sys.stderr.write("\r" + text.ljust(self._width))
             sys.stderr.flush()
             self._width = max(self._width, len(text))

@@ -249,12 +249,18 @@ def config(
     from ..machine import look, measure_disk
     from .config_file import ConfigRequest, make_config_file, why_not_ask
     from .memory_plan import Model
+    from ..progress import progress
 
     flags = typed.parse()
     no_asking = why_not_ask(os.environ, yes=typed.yes, no_input=typed.no_input)
-    machine = look(os.environ)
-    if not no_asking:  # measuring takes seconds, and the speeds are for the user to see
-        machine = machine.with_disks(tuple(measure_disk(disk) for disk in machine.disks))
+    with progress("looking at this machine") as line:
+        machine = look(os.environ)
+        if not no_asking:  # measuring takes seconds, and the speeds are for the user to see
+            disks = []
+            for disk in machine.disks:
+                line.doing = f"measuring the disk of {disk.folder}"
+                disks.append(measure_disk(disk))
+            machine = machine.with_disks(tuple(disks))
     make_config_file(
         ConfigRequest(
             path=Path(typed.config_file or "zeroaccel.yaml"),

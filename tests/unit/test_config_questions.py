@@ -35,6 +35,7 @@ class Scripted:
     def __init__(self, answers: Mapping[str, Any] | None = None, backs: Mapping[str, int] | None = None) -> None:
         self.answers, self.backs = dict(answers or {}), dict(backs or {})
         self.asked: list[str] = []
+        self.remarks: list[str] = []
 
     def value(self, question: Question, proposal: Any, situation: WizardState, *, back: bool) -> Any:
         self.asked.append(question.key)
@@ -53,6 +54,9 @@ class Scripted:
         self.asked.append(f"{key}?")
         return key in self.answers or proposal
 
+    def remark(self, words: str) -> None:
+        self.remarks.append(words)
+
 
 def _walk(machine: Machine, asker: Scripted, given: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
     walk = Walk(machine, given or {}, {})
@@ -69,7 +73,7 @@ def test_every_question_is_about_a_setting_and_reads_only_earlier_ones() -> None
             return super().get(key, default)
 
     for question in QUESTIONS:
-        assert question.key in LaunchSettings.model_fields or question.key == "use_deepspeed"
+        assert question.key in LaunchSettings.model_fields or not question.is_setting
         for answers in ({}, {"use_deepspeed": True, "num_machines": 2, "zero_stage": 3}):
             situation = WizardState(
                 Watched({key: value for key, value in answers.items() if key in earlier}), Machine()
@@ -87,14 +91,14 @@ def test_only_what_applies_is_asked(tmp_path: Path) -> None:
     assert asker.asked == [
         "use_cpu",
         "num_machines",
+        "num_processes",
         "use_deepspeed",
         "deepspeed_config_file?",
+        "mixed_precision",
         "zero_stage",
         "offload_optimizer_device",
         "gradient_accumulation_steps",
         "gradient_clipping?",
-        "num_processes",
-        "mixed_precision",
         "dynamo_backend?",
     ]
     asker = Scripted({"zero_stage": 0, "use_deepspeed": False})
@@ -110,7 +114,8 @@ def test_a_json_config_leaves_only_its_autos_to_be_asked(tmp_path: Path) -> None
     asker = Scripted({"deepspeed_config_file": str(path), "gradient_clipping": 0.5})
     answers = _walk(_machine(tmp_path), asker)
     asked = asker.asked[asker.asked.index("deepspeed_config_file") + 1 :]
-    assert asked == ["gradient_clipping?", "gradient_clipping", "zero3_init_flag", "num_processes", "dynamo_backend?"]
+    assert asked == ["gradient_clipping?", "gradient_clipping", "zero3_init_flag", "dynamo_backend?"]
+    assert asker.remarks == [f"{path} decides zero_stage 3, mixed_precision bf16; that is not asked"]
     checked(render(answers), "zeroaccel.yaml")  # and a launch does not find anything said twice
 
 
@@ -123,6 +128,8 @@ def _random_answer(question: Question, situation: WizardState, chance: random.Ra
         return AUTO
     if question.key == "num_processes":
         return chance.randint(1, 3) * (situation["num_machines"] or 1)
+    if question.key.removesuffix("_size") in ("tp", "sp", "pp") or question.key == "zero_hpz_partition_size":
+        return 1
     if question.key == "machine_rank":
         return chance.randrange(situation["num_machines"])
     if question.kind == "count":

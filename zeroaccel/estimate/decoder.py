@@ -190,6 +190,7 @@ class Decoder(nn.Module):
     _tp_plan: Mapping[str, str] = {  # noqa: RUF012 - a class attribute there, too
         **{f"blocks.*.{name}": "colwise" for name in ("q", "k", "v", "gate", "up")},
         **{f"blocks.*.{name}": "rowwise" for name in ("out", "down")},
+        "embedding": "embedding_rowwise",
         "head": "colwise_gather_output",
     }
 

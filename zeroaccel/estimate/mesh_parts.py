@@ -105,12 +105,6 @@ def _check_shape(name: str, shape: Shape, workload: Workload) -> None:
             # Heads of keys are copied where sequences are shared.
             if heads % size and not (axis == "sp" and heads == shape.key_heads != shape.heads):
                 raise UsageError(f"{name}: {axis} {size}", expected=f"a divisor of its {heads} {what}", got=size)
-    if workload.tp > 1 and shape.tied:
-        raise UsageError(
-            f"{name}: tp {workload.tp}",
-            expected="a head of its own: the plan cuts the head, and not the embedding that is tied to it",
-            got="tied embeddings",
-        )
     if workload.pp > shape.layers:
         raise UsageError(f"{name}: pp {workload.pp}", expected=f"at most its {shape.layers} blocks", got=workload.pp)
 
