@@ -39,7 +39,13 @@ from .config_command import CONTEXT
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 @click.pass_obj
 def show(environ: Mapping[str, str], config_file: str | None, resolve: bool, as_json: bool) -> None:
-    """Print the launch file, or what a launch would run with."""
+    """Print the launch file, or what a launch would run with.
+
+    \b
+    Examples:
+      zeroaccel config show
+      zeroaccel config show --resolve
+    """
     source = find_launch_file(config_file, environ, Path.cwd())
     if source is None and not resolve:
         raise ConfigError("there is no launch file", fix="make one: `zeroaccel config`")
@@ -69,7 +75,13 @@ def show(environ: Mapping[str, str], config_file: str | None, resolve: bool, as_
 @click.command(context_settings=CONTEXT)
 @click.argument("key")
 def explain(key: str) -> None:
-    """Say what KEY means: a setting of a launch, or a key of the JSON config as zero_optimization.stage."""
+    """Say what KEY means: a setting of a launch, or a key of the JSON config as zero_optimization.stage.
+
+    \b
+    Examples:
+      zeroaccel config explain zero_stage
+      zeroaccel config explain zero_optimization.stage
+    """
     texts = [*_about_settings(key), *_about_json(key)]
     if not texts:
         names = [*LaunchSettings.model_fields, *_json_names()]
@@ -81,7 +93,13 @@ def explain(key: str) -> None:
 @click.command(context_settings=CONTEXT)
 @click.argument("kind", type=click.Choice(["launch", "json"]), default="launch")
 def schema(kind: str) -> None:
-    """Print the JSON Schema of a launch file, or of a JSON config, for editors."""
+    """Print the JSON Schema of a launch file, or of a JSON config, for editors.
+
+    \b
+    Examples:
+      zeroaccel config schema > launch.schema.json
+      zeroaccel config schema json > config.schema.json
+    """
     model: type[ConfigSection] = LaunchFile if kind == "launch" else Config
     click.echo(json.dumps(model.model_json_schema(), indent=2))
 

@@ -1,7 +1,7 @@
 """What will be trained, and the tables it turns on: every mesh, and every stage and offload, against this machine.
 
-The numbers are those of `zeroaccel.estimate`; here they become answers to the questions of the mesh and of ZeRO, and the
-folder sizes that later answers are held to. With a flag, `--model`, the same happens without asking.
+The numbers are those of `zeroaccel.estimate`; here they become answers to the questions of the mesh and of ZeRO, and
+the folder sizes that later answers are held to. With a flag, `--model`, the same happens without asking.
 """
 
 from __future__ import annotations
@@ -104,13 +104,16 @@ class PlanTable:
         self._name, self._sequence, self._batch = "", "2048", "1"
         self._mesh: tuple[int, int, int] | None = None
         self._plan: tuple[int, str, str] | None = None
+        self._answered = False
 
     def __call__(self, state: WizardState, back: bool) -> Any:
         """As a `Planner` of `answers.Walk`."""
         steps = [self._ask_name, self._ask_sequence, self._ask_batch, self._ask_mesh, self._ask_plan]
         if _processes(state) == 1 or _names_mesh(self._flags) or state["use_parallelism_config"] is not None:
             steps.remove(self._ask_mesh)
-        index, result = self._first, None
+        # Who comes back from the questions after it sees the last one again, with what was picked.
+        index, result = (len(steps) - 1 if self._answered else self._first), None
+        self._answered = False
         while index < len(steps):
             result = steps[index](state, back or index > self._first)
             if result is BACK and index == self._first:
@@ -119,6 +122,7 @@ class PlanTable:
                 self.model = None
                 return None
             index += -1 if result is BACK else 1
+        self._answered = True
         return result
 
     # Each returns what is not None, or BACK; None ends without a plan.

@@ -204,7 +204,7 @@ def _mesh_check(axis: str) -> Callable[[Any, WizardState], tuple[str, str]]:
         from zeroaccel.config.parallel import ParallelConfig
         from zeroaccel.errors import UsageError
 
-        sizes = {other: state[f"{other}_size"] or 1 for other in ("tp", "sp", "pp")} | {axis: size}
+        sizes: dict[str, Any] = {other: state[f"{other}_size"] or 1 for other in ("tp", "sp", "pp")} | {axis: size}
         try:
             ParallelConfig(**sizes).resolve(state["num_processes"] or 1)
         except UsageError as error:
@@ -229,7 +229,9 @@ _OPEN_MESH = Condition(
 _MESH = Condition(
     lambda s: bool(s["use_parallelism_config"]), "every process sees samples of its own (--use_parallelism_config)"
 )
-_WHOLE_LAYERS = Condition(lambda s: (s["tp_size"] or 1) == 1, "layers that processes share are not quantised (--tp_size)")
+_WHOLE_LAYERS = Condition(
+    lambda s: (s["tp_size"] or 1) == 1, "layers that processes share are not quantised (--tp_size)"
+)
 _EACH = Condition(lambda s: s["multinode_launcher"] != "ssh", "the job is started on all machines from here (ssh)")
 _BY_SSH = Condition(
     lambda s: s["multinode_launcher"] == "ssh", "the command is run on each machine (--multinode_launcher)"

@@ -15,9 +15,9 @@ import os
 import platform
 import shlex
 import shutil
-import sys
 import signal
 import socket
+import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping

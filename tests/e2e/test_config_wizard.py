@@ -141,7 +141,7 @@ def test_with_a_json_config_and_an_existing_file(tmp_path: Path) -> None:
         code, said = person.ends()
     assert code == 0
     text = (tmp_path / FILE).read_text()
-    assert "  deepspeed_config_file: ds.json\nnum_processes: 2\n" in text
+    assert "num_processes: 2\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n" in text
     assert "mixed_precision" not in text
     assert (tmp_path / f"{FILE}.bak").read_text() == "num_processes: 7\n"
     assert "(what was there is in zeroaccel.yaml.bak)" in said
@@ -218,6 +218,25 @@ def test_control_c_at_a_question_writes_nothing(tmp_path: Path) -> None:
         person.at("How many machines", CTRL_C)
         code, said = person.ends()
     assert (code, said.splitlines()[-1]) == (130, "nothing was written")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", ["estimate 70b --ranks 32 --meshes", "estimate 7b --html page.html"])
+def test_control_c_while_it_computes(words: str, tmp_path: Path) -> None:
+    process = pexpect.spawn(
+        sys.executable,
+        ["-m", "zeroaccel.cli", *words.split(), "--device_memory", "80GB"],
+        env=outside_any_job() | {"TERM": "xterm", "NO_COLOR": "1"},
+        cwd=str(tmp_path),
+        encoding="utf-8",
+        timeout=time_limits.seconds(40),
+        dimensions=(24, 40),  # a line that is wider than this is cut, so that it stays one line
+    )
+    process.expect(r"[-/|\\] zeroaccel: estimating [^\r\n]{5,25}\r")
+    process.send(CTRL_C)
+    process.expect(pexpect.EOF)
+    process.close()
+    assert process.exitstatus == 130
     assert list(tmp_path.iterdir()) == []
 
 

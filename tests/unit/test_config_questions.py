@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from zeroaccel.cli.config.answers import BACK, InvalidAnswer, Walk, accept, complete, parse
-from zeroaccel.cli.config.config_file import answers_of, checked, command_line, render
+from zeroaccel.cli.config.config_file import answers_of, checked, command_line, render, start_lines
 from zeroaccel.cli.config.memory_plan import Model, best_plan
 from zeroaccel.cli.config.questions import AUTO, QUESTIONS, Question, WizardState, by_key
 from zeroaccel.cli.machine import Device, Disk, Machine
@@ -338,3 +338,57 @@ def test_an_update_keeps_what_no_question_is_about(tmp_path: Path) -> None:
     assert (again["num_processes"], again["max_restarts"], again["mixed_precision"]) == (2, 3, "bf16")
     assert again["deepspeed_config"]["zero_stage"] == 1
     assert "dynamo_config" not in again
+
+
+def test_questions_fit_80_columns() -> None:
+    for question in QUESTIONS:
+        for words in filter(None, (question.words, question.gate)):
+            by_keys = question.kind in ("choice", "yes_no") or words == question.gate
+            assert len(f"? {words} " + ("(arrow keys)" if by_keys else "(< back, :q quit) 29500")) <= 80, words
+
+
+def test_a_file_for_several_machines_ends_with_the_command_for_each() -> None:
+    answers = {"num_machines": 3, "main_process_ip": "10.0.0.1"}
+    assert start_lines(answers, "zeroaccel launch train.py") == [
+        "with 10.0.0.1 as machine 0, and this file on each:",
+        *(f"zeroaccel launch --machine_rank {rank} train.py   # on machine {rank}" for rank in range(3)),
+    ]
+    assert start_lines({**answers, "num_machines": 40}, "zeroaccel launch train.py")[-1].endswith("--machine_rank 39")
+    assert start_lines({**answers, "multinode_launcher": "ssh"}, "x train.py") == ["x train.py"]
+
+
+def test_a_mesh_is_asked_for_where_there_are_several_processes(tmp_path: Path) -> None:
+    asker = Scripted({"num_processes": 4, "use_parallelism_config": True, "tp_size": 2})
+    answers = _walk(_machine(tmp_path), asker)
+    assert [key for key in asker.asked if key.endswith("_size")] == ["tp_size", "sp_size", "pp_size"]
+    assert yaml.safe_load(render(answers))["parallelism_config"] == {"parallelism_config_tp_size": 2}
+    with pytest.raises(ConfigError, match=r"--tp_size: expected sizes that divide the job's 4 ranks"):
+        complete({"num_processes": 4, "tp_size": 3}, _machine(tmp_path))
+    with pytest.raises(ConfigError, match="it does not apply: there is one process"):
+        complete({"num_processes": 1, "tp_size": 2}, _machine(tmp_path))
+    (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 2, "tensor_parallel": {"autotp_size": 2}}))
+    asker = Scripted({"num_processes": 4, "deepspeed_config_file": str(tmp_path / "ds.json")})
+    _walk(_machine(tmp_path), asker)
+    assert "use_parallelism_config" not in asker.asked
+    assert "tp_size 2" in asker.remarks[0]
+
+
+def test_zeropp_is_asked_for_at_stage_3_of_several_machines(tmp_path: Path) -> None:
+    script = {"num_machines": 2, "main_process_ip": "a", "num_processes": 4, "zero_stage": 3}
+    asker = Scripted({**script, "zero_hpz_partition_size": 2, "zero_quantized_weights": True})
+    answers = _walk(_machine(tmp_path), asker)
+    section = yaml.safe_load(render(answers))["deepspeed_config"]
+    assert (section["zero_hpz_partition_size"], section["zero_quantized_weights"]) == (2, True)
+    asker = Scripted({**script, "zero_stage": 2})
+    _walk(_machine(tmp_path), asker)
+    assert not [key for key in asker.asked if key.startswith("zero_quantized")]
+
+
+def test_a_model_that_fits_on_a_mesh_only_gets_one(tmp_path: Path) -> None:
+    model = Model("125m", 8192, 1)
+    answers = {"num_processes": 2, "mixed_precision": "bf16", "use_cpu": False}
+    devices = (Device("Small", 9 * 2**30, has_bf16=True),) * 2
+    machine = Machine(devices, 2**20, 8)
+    plan = best_plan(model, machine, answers)
+    assert plan.note.startswith("125m fits on a mesh only, ")
+    assert plan.answers["use_parallelism_config"]

@@ -87,8 +87,10 @@ def stage_firsts(shape: Shape, count: int) -> list[int]:
 
 
 def stages_to_compare(subject: Subject, workload: Workload) -> list[int]:
-    """The stages of a pipeline that can need the most memory: the first, the last, and of those between the one with the
-    most blocks times micro-batches in flight."""
+    """The stages of a pipeline that can need the most memory.
+
+    They are the first, the last, and of those between the one with the most blocks times micro-batches in flight.
+    """
     count = workload.pp
     between = range(1, count - 1)
     if subject.shape is None or len(between) < 2 or count > subject.shape.layers:
@@ -188,8 +190,8 @@ _ROWS, _COLUMNS = 0, 1
 # Kind of module -> style -> the dims of its parameters that are cut, as torch's styles cut them.
 _CUT_DIMS: dict[type[nn.Module], dict[str, dict[str, int]]] = {
     nn.Linear: {
-        **dict.fromkeys(("colwise", "colwise_gather_output", "colwise_rep"), {"weight": _ROWS, "bias": _ROWS}),
-        **dict.fromkeys(("rowwise", "rowwise_split_input", "rowwise_rep"), {"weight": _COLUMNS}),
+        **{style: {"weight": _ROWS, "bias": _ROWS} for style in ("colwise", "colwise_gather_output", "colwise_rep")},
+        **{style: {"weight": _COLUMNS} for style in ("rowwise", "rowwise_split_input", "rowwise_rep")},
     },
     nn.Embedding: {"embedding_rowwise": {"weight": _ROWS}, "embedding_colwise": {"weight": _COLUMNS}},
 }
@@ -223,7 +225,7 @@ def share_layers(model: nn.Module, size: int, sent: SentBytes) -> None:
             if param is not None:
                 module._parameters[key] = _part(f"{name}.{key}", param, dim, size, parts)
         if dims is not None:
-            module.forward = _forward_of_part(module.forward, style, size, count_sum, count_gather)  # type: ignore[method-assign]
+            module.forward = _forward_of_part(module.forward, style, size, count_sum, count_gather)
     for prefix, module in model.named_modules():
         if any(id(param) in parts for param in module._parameters.values() if param is not None):
             raise UsageError(

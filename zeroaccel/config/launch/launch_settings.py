@@ -424,9 +424,9 @@ def idle_settings(values: Mapping[str, Any]) -> dict[str, str]:
     about_stage = f"the stage is {stage}" + ("" if "zero_stage" in values else ", as none is given")
     idle: dict[str, str] = {}
     if 0 <= stage < 3:
-        names = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients")
+        zeropp = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients")
         what = f"parameters are sharded at stage 3 only, and {about_stage}"
-        idle = {name: what for name in names if values.get(name) not in (None, False, 1)}
+        idle = {name: what for name in zeropp if values.get(name) not in (None, False, 1)}
     for kind, least, what in (
         ("param", 3, f"parameters are sharded at stage 3 only, and {about_stage}"),
         ("optimizer", 1, f"optimizer states are sharded from stage 1 on, and {about_stage}"),
