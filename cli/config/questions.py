@@ -443,7 +443,7 @@ QUESTIONS: tuple[Question, ...] = (
     ),
     Question(
         "gradient_accumulation_steps",
-        "How many gradient accumulation steps (auto: by script)?",
+        "How many gradient accumulation steps (auto: script)?",
         "count",
         (_ZERO, _open("gradient_accumulation_steps")),
         default=lambda s: AUTO if (s["pp_size"] or 1) == 1 else s["pp_size"],  # 1F1B needs one for each stage
