@@ -370,7 +370,7 @@ def _legend(workload: Workload, capacity: Capacity) -> str:
     """What the numbers of a table are, and what they have to fit into."""
     rooms = {"device": capacity.device, "host": capacity.host, "disk": capacity.disk}
     there = ", ".join(f"{name} {_in_gib(room)}" for name, room in rooms.items() if room)
-    return f"per process; host, disk per machine, of {there or 'unknown'}; a tenth stays free"
+    return f"a tenth of {there} stays free; host, disk shared" if there else "what there is, is not known"
 
 
 def _why(row: PlanRow, workload: Workload, capacity: Capacity) -> str:

@@ -266,10 +266,10 @@ QUESTIONS: tuple[Question, ...] = (
     Question("num_machines", "How many machines will you use?", "count", default=lambda _: 1, least=1),
     Question(
         "multinode_launcher",
-        "How is the job started on the other machines?",
+        "How is the job started on the others?",
         "choice",
         (_SEVERAL,),
-        (Choice("standard", "run the command on each machine"), Choice("ssh", "from this one, by ssh and a hostfile")),
+        (Choice("standard", "the command on each machine"), Choice("ssh", "from this one, by ssh and a hostfile")),
         default=lambda _: "standard",
     ),
     Question("hostfile", "Where is the hostfile?", "file", (_SEVERAL, _BY_SSH), check=_file_check),

@@ -14,7 +14,8 @@ import yaml
 
 from zeroaccel.cli.config.answers import BACK, InvalidAnswer, Walk, accept, complete, parse
 from zeroaccel.cli.config.config_file import answers_of, checked, command_line, render, start_lines
-from zeroaccel.cli.config.memory_plan import Model, best_plan
+from zeroaccel.cli.config.memory_plan import Model, PlanTable, best_plan
+from zeroaccel.cli.config.prompts import Option
 from zeroaccel.cli.config.questions import AUTO, QUESTIONS, Question, WizardState, by_key
 from zeroaccel.cli.machine import Device, Disk, Machine
 from zeroaccel.config.launch.launch_settings import LaunchSettings
@@ -392,3 +393,47 @@ def test_a_model_that_fits_on_a_mesh_only_gets_one(tmp_path: Path) -> None:
     plan = best_plan(model, machine, answers)
     assert plan.note.startswith("125m fits on a mesh only, ")
     assert plan.answers["use_parallelism_config"]
+
+
+class _Tables:
+    """Answers the questions of a `PlanTable`: text by what is proposed, tables by their last possible row."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.said: list[str] = []
+        self.texts = ["125m", "1024", "1"]
+
+    def text(self, words: str, proposal: str, check: Any, *, back: bool) -> str:
+        return self.texts.pop(0)
+
+    def remark(self, words: str) -> None:
+        self.said.append(words)
+
+    def choose(
+        self, words: str, options: list[Option], proposal: Any, *, back: bool, heading: str, footing: str
+    ) -> Any:
+        reasons = [f" ({one.impossible})" if one.impossible else "" for one in options]
+        self.lines += [f"   {one.title}{reason}" for one, reason in zip(options, reasons, strict=True)]
+        self.lines += [f"? {words} (arrow keys)", f"   {heading}", f"   {footing}"]
+        return [one.value for one in options if not one.impossible][-1 if words.startswith("Which mesh") else -2]
+
+
+def test_tables_fit_80_columns_and_what_was_picked_is_answered(tmp_path: Path) -> None:
+    machine = _machine(tmp_path, *(Device("Small", 5 * 2**30, has_bf16=True),) * 4)
+    tables = _Tables()
+    tables.texts[0] = "llama-3.1-8x"
+    tables.texts.insert(1, "125m")
+    planner = PlanTable(tables, None, machine, {})  # type: ignore[arg-type]
+    state = complete({"num_processes": 4}, machine, questions=QUESTIONS[:13]).state
+    plan = planner(state, False)
+    assert "did you mean llama-3.1-8b" in tables.said[0]
+    assert {key: value for key, value in plan.answers.items() if key.endswith("_size")} == {
+        "tp_size": 1,
+        "sp_size": 1,
+        "pp_size": 4,
+    }
+    assert max(map(len, tables.lines)) <= 80, max(tables.lines, key=len)
+    assert any("no: device" in line for line in tables.lines)
+    assert len([line for line in tables.lines if "a tenth of device" in line]) == 1
+    answers = complete({"num_processes": 4}, machine, former=plan.answers).answers
+    assert (answers["zero_stage"], answers["pp_size"]) == (plan.answers["zero_stage"], 4)
