@@ -21,7 +21,7 @@ from .grouped_help import GroupedOptions
 from .mesh_report import mesh_remarks, show_meshes
 from .pages.estimate_page import estimate_page
 from .pages.frame import check_page_path, write_page
-from .progress import ProgressLine, progress
+from .progress import ProgressLine, import_estimates, progress
 
 if TYPE_CHECKING:
     from zeroaccel.estimate import Capacity, MeshRow, PlanRow, Subject, Workload
@@ -119,6 +119,7 @@ def estimate(
     if meshes and (html_path or plot or max(workload["pp"], workload["sp"], workload["tp"]) > 1):
         raise click.UsageError("--meshes compares all meshes, in a table or as --json: leave out sizes, --html, --plot")
     with progress(f"estimating {model}") as line:
+        import_estimates()
         what, requested, capacity = _question(model, ranks, device_memory, host_memory, disk, cpu, workload)
         if meshes:
             mesh_rows = _mesh_rows(what, requested, capacity, line)

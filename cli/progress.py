@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import os
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -46,6 +48,28 @@ class ProgressLine:
     def end(self) -> None:
         """Lets the line go."""
         self._ended.set()
+
+
+def import_estimates() -> None:
+    """Imports `zeroaccel.estimate`, and torch with it. Ctrl-C ends the program at once meanwhile, with 130.
+
+    Extension modules that are being imported lose the exception of Ctrl-C, or turn it into another one; nothing has
+    been written yet, so nothing needs it.
+    """
+    if "zeroaccel.estimate" in sys.modules or threading.current_thread() is not threading.main_thread():
+        import zeroaccel.estimate
+
+        return
+
+    def end(*_: object) -> None:
+        os.write(2, b"\r\n")
+        os._exit(130)
+
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        import zeroaccel.estimate  # noqa: F401
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

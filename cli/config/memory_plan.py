@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from zeroaccel.errors import ConfigError, UsageError
 
 from ..machine import Machine, gib
-from ..progress import progress
+from ..progress import import_estimates, progress
 from .answers import BACK, PlanAnswers
 from .questions import MESH_SIZES, PLANNED, WizardState, by_key
 
@@ -65,6 +65,8 @@ def best_plan(model: Model, machine: Machine, answers: Mapping[str, Any]) -> Pla
     Raises:
         ConfigError: the model cannot be found, or no plan fits.
     """
+    with progress(f"estimating {model.name}"):
+        import_estimates()
     workload, capacity = _question(model, machine, answers)
     rows = _rows(model, workload, capacity)
     chosen = next((row for row in rows if row.recommended), None)
@@ -134,6 +136,7 @@ class PlanTable:
             if name in (BACK, ""):
                 return name or None
             with progress(f"looking up {name}"):
+                import_estimates()
                 problem = _unknown(name)
             if not problem:
                 self._name = name

@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -227,7 +228,9 @@ def test_control_c_while_it_computes(words: str, tmp_path: Path) -> None:
         timeout=time_limits.seconds(40),
         dimensions=(24, 40),  # a line that is wider than this is cut, so that it stays one line
     )
+    seconds = 0.0 if "--html" in words else 3.0  # while it imports, and while it computes
     process.expect(r"[-/|\\] zeroaccel: estimating [^\r\n]{5,25}\r")
+    time.sleep(seconds)
     process.send(CTRL_C)
     process.expect(pexpect.EOF)
     process.close()

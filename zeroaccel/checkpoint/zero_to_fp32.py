@@ -1025,7 +1025,7 @@ def _make_parser(program: str) -> argparse.ArgumentParser:
     parser = _Parser(
         program,
         description="Converts a sharded checkpoint to full weights, on one machine without a GPU.",
-        epilog=f"examples:\n  {program} run/checkpoints weights\n  {program} --dtype bf16 run/checkpoints out.safetensors",
+        epilog=f"examples:\n  {program} run/checkpoints weights\n  {program} -t global_step8 run/checkpoints out.bin",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
