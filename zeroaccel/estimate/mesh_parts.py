@@ -122,7 +122,7 @@ def _share(model: nn.Module, workload: Workload, sent: SentBytes) -> None:
             for block in model.blocks:
                 vars(block)["exchange"] = exchange
         else:
-            _WithoutValues(model, group)
+            _UlyssesWithoutValues(model, group)
 
 
 class _ExchangeOnly(UlyssesAttention):
@@ -133,7 +133,7 @@ class _ExchangeOnly(UlyssesAttention):
         self._positions = {}
 
 
-class _WithoutValues(UlyssesAttention):
+class _UlyssesWithoutValues(UlyssesAttention):
     """As in training, without a look at positions and masks: sequences are neither packed nor padded."""
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
