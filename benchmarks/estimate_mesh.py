@@ -2,9 +2,9 @@
 
     zeroaccel launch --cpu --num_processes 2 benchmarks/estimate_mesh.py --tp 2      # or --sp 2, or --pp 2; as JSON
 
-The model is a small Llama of transformers. Measured is the most that torch's CPU allocator has given out at a time, by its
-own profiler, on the rank with the most; and the bytes of every message: those of ZeRO and of sequences as the engine's
-meter counts them, those of layers and stages as torch's collectives are called.
+The model is a small Llama of transformers. Measured is the most that torch's CPU allocator has given out at a time, by
+its own profiler, on the rank with the most; and the bytes of every message: those of ZeRO and of sequences as the
+engine's meter counts them, those of layers and stages as torch's collectives are called.
 """
 
 from __future__ import annotations

@@ -35,7 +35,13 @@ _TAG = click.option("-t", "--tag", help="One checkpoint of the folder.")
 
 @click.group()
 def checkpoint() -> None:
-    """Look into checkpoints, check them, write them for other numbers of ranks or other programs."""
+    """Look into checkpoints, check them, write them for other numbers of ranks or other programs.
+
+    \b
+    Examples:
+      zeroaccel checkpoint inspect run/checkpoints
+      zeroaccel checkpoint verify run/checkpoints
+    """
 
 
 @checkpoint.command()
@@ -93,6 +99,10 @@ def verify(folder: Path, tag: str | None) -> None:
     """Read every byte of the checkpoints of DIR and compare it with the checksums; exit code 1 if one is damaged.
 
     Of DeepSpeed's checkpoints the one that `latest` names, or the tag.
+
+    \b
+    Examples:
+      zeroaccel checkpoint verify run/checkpoints --tag global_step100
     """
     if is_deepspeed_checkpoint(folder, tag):
         theirs = open_deepspeed_checkpoint(folder, tag)
@@ -131,7 +141,12 @@ def verify(folder: Path, tag: str | None) -> None:
 @click.option("--world_size", "--world-size", type=click.IntRange(1), required=True, help="Ranks to write files for.")
 @_TAG
 def reshard_command(folder: Path, out: Path, world_size: int, tag: str | None) -> None:
-    """Write the checkpoint of DIR into OUT as files of another number of ranks, bit by bit the same values."""
+    """Write the checkpoint of DIR into OUT as files of another number of ranks, bit by bit the same values.
+
+    \b
+    Examples:
+      zeroaccel checkpoint reshard run/checkpoints for_8_ranks --world_size 8
+    """
     folder_written = reshard(folder, out, world_size, tag)
     click.echo(f"{folder_written}: {world_size} files, {read_manifest(folder_written).nbytes} bytes")
 
@@ -149,6 +164,10 @@ def import_command(
     """Write a checkpoint of torch.distributed.checkpoint (FSDP2) into OUT in this project's format.
 
     An engine also loads such a folder as it is.
+
+    \b
+    Examples:
+      zeroaccel checkpoint import fsdp2_checkpoint ours --world_size 4
     """
     from zeroaccel.checkpoint.formats.dcp_import import import_dcp
 
@@ -163,7 +182,12 @@ def import_command(
 @click.argument("out", metavar="DCP_DIR", type=_FOLDER)
 @_TAG
 def export_command(folder: Path, out: Path, tag: str | None) -> None:
-    """Write the checkpoint of DIR as a folder of torch.distributed.checkpoint, for FSDP2."""
+    """Write the checkpoint of DIR as a folder of torch.distributed.checkpoint, for FSDP2.
+
+    \b
+    Examples:
+      zeroaccel checkpoint export run/checkpoints fsdp2_checkpoint
+    """
     from zeroaccel.checkpoint.formats.dcp_export import export_dcp
 
     click.echo(f"{export_dcp(folder, out, tag)}: written for torch.distributed.checkpoint.load")

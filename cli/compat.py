@@ -51,7 +51,12 @@ _MARK = "This package is zeroaccel's.\n"
 
 @click.group()
 def compat() -> None:
-    """What DeepSpeed's users call by name."""
+    """What DeepSpeed's users call by name.
+
+    \b
+    Examples:
+      zeroaccel compat install ~/deepspeed_names
+    """
 
 
 @compat.command()
@@ -62,6 +67,10 @@ def install(folder: Path) -> None:
     FOLDER/bin goes on PATH, FOLDER/lib on PYTHONPATH; both lines are printed. `deepspeed ARGUMENTS` and `python -m
     deepspeed.launcher.runner ARGUMENTS` are then `zeroaccel launch ARGUMENTS`. Nothing else is changed; removing the
     folder takes all of it away.
+
+    \b
+    Examples:
+      zeroaccel compat install ~/deepspeed_names
     """
     commands, package = folder / "bin", folder / "lib" / "deepspeed"
     if sys.executable.find(" ") >= 0 or len(sys.executable) > 120:

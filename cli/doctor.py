@@ -272,6 +272,11 @@ def doctor(quick: bool, as_json: bool) -> int:
     """Try what zeroaccel uses on this machine, measure it, and say what would mend the rest.
 
     Exits with 1 if something is BROKEN: needed, and not working. What is missing or replaced is no failure.
+
+    \b
+    Examples:
+      zeroaccel doctor
+      zeroaccel doctor --quick --json
     """
     seen = []
     for finding in findings(os.environ, Path.cwd(), measure=not quick):
@@ -301,7 +306,13 @@ _SECRET = ("KEY", "TOKEN", "SECRET", "PASSWORD")
 @click.command(short_help="Versions, machine and settings, for reports of problems.")
 @click.option("--json", "as_json", is_flag=True, help="For programs.")
 def env(as_json: bool) -> None:
-    """Print the versions of what zeroaccel works with, what this machine has, and the settings that are in force."""
+    """Print the versions of what zeroaccel works with, what this machine has, and the settings that are in force.
+
+    \b
+    Examples:
+      zeroaccel env
+      zeroaccel env --json
+    """
     facts = {
         "zeroaccel": zeroaccel.__version__,
         "Python": platform.python_version(),

@@ -17,10 +17,11 @@ import click
 
 from zeroaccel.errors import ConfigError
 
+from .grouped_help import GroupedOptions
 from .mesh_report import mesh_remarks, show_meshes
 from .pages.estimate_page import estimate_page
 from .pages.frame import check_page_path, write_page
-from .progress import ProgressLine, progress
+from .progress import ProgressLine, import_estimates, progress
 
 if TYPE_CHECKING:
     from zeroaccel.estimate import Capacity, MeshRow, PlanRow, Subject, Workload
@@ -49,7 +50,17 @@ class Size(_Type):
         return round(float(match[1]) * _UNITS[match[2]])
 
 
+_GROUPS = {
+    "The work": ("precision", "batch", "sequence", "accumulation", "checkpointing", "optimizer", "residual_masters"),
+    "Ranks and meshes": ("ranks", "ranks_per_machine", "pp", "sp", "tp", "meshes"),
+    "What there is": ("device_memory", "host_memory", "disk", "cpu"),
+    "Output": ("as_json", "html_path", "plot"),
+}
+
+
 @click.command(
+    cls=GroupedOptions,
+    groups=_GROUPS,
     context_settings={"token_normalize_func": lambda name: name.replace("-", "_"), "max_content_width": 120},
     short_help="How much memory training a model takes, for every plan.",
 )
@@ -108,6 +119,7 @@ def estimate(
     if meshes and (html_path or plot or max(workload["pp"], workload["sp"], workload["tp"]) > 1):
         raise click.UsageError("--meshes compares all meshes, in a table or as --json: leave out sizes, --html, --plot")
     with progress(f"estimating {model}") as line:
+        import_estimates()
         what, requested, capacity = _question(model, ranks, device_memory, host_memory, disk, cpu, workload)
         if meshes:
             mesh_rows = _mesh_rows(what, requested, capacity, line)

@@ -25,6 +25,8 @@ import zeroaccel
 from zeroaccel.errors import ZeroAccelError
 from zeroaccel.logs import without_notes
 
+from .grouped_help import GroupedOptions
+
 
 class StoredHelp(click.Command):
     """The help of a command from a file, in a tenth of the time that its flags take to be made from their settings.
@@ -59,7 +61,7 @@ class LazyCommand:
     about: str
 
 
-class LazyCommands(click.Group):
+class LazyCommands(GroupedOptions, click.Group):
     """The group. A name that it does not have is answered with the one that was probably meant.
 
     Args:
@@ -194,7 +196,15 @@ def _show_version(ctx: click.Context, _: click.Parameter, requested: bool) -> No
 )
 @click.pass_context
 def main(ctx: click.Context) -> None:
-    """ZeRO training for PyTorch: start jobs, and see what will happen before it does."""
+    """ZeRO training for PyTorch: start jobs, and see what will happen before it does.
+
+    \b
+    Examples:
+      zeroaccel config
+      zeroaccel launch --num_processes 2 train.py
+      zeroaccel estimate 7b --ranks 8 --device_memory 80GB
+      zeroaccel doctor
+    """
     ctx.with_resource(without_notes())
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())

@@ -1,7 +1,11 @@
-"""A line that says what is computed and for how long, on a terminal."""
+"""A line that turns while something is computed, and says what and for how long, on a terminal."""
 
 from __future__ import annotations
 
+import itertools
+import os
+import shutil
+import signal
 import sys
 import threading
 import time
@@ -9,7 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _PATIENCE_SECONDS = 0.3
-_INTERVAL_SECONDS = 0.2
+_INTERVAL_SECONDS = 0.1
+_FRAMES = "|/-\\"
 
 
 class ProgressLine:
@@ -29,8 +34,9 @@ class ProgressLine:
         begun = time.monotonic()
         if self._ended.wait(_PATIENCE_SECONDS):
             return
-        while True:
-            text = f"zeroaccel: {self.doing} ({time.monotonic() - begun:.1f} s)"
+        for frame in itertools.cycle(_FRAMES):
+            text = f"{frame} zeroaccel: {self.doing} ({time.monotonic() - begun:.1f} s)"
+            text = text[: shutil.get_terminal_size().columns - 1]  # a longer one would begin a new line each time
             sys.stderr.write("\r" + text.ljust(self._width))
             sys.stderr.flush()
             self._width = max(self._width, len(text))
@@ -42,6 +48,28 @@ class ProgressLine:
     def end(self) -> None:
         """Lets the line go."""
         self._ended.set()
+
+
+def import_estimates() -> None:
+    """Imports `zeroaccel.estimate`, and torch with it. Ctrl-C ends the program at once meanwhile, with 130.
+
+    Extension modules that are being imported lose the exception of Ctrl-C, or turn it into another one; nothing has
+    been written yet, so nothing needs it.
+    """
+    if "zeroaccel.estimate" in sys.modules or threading.current_thread() is not threading.main_thread():
+        import zeroaccel.estimate
+
+        return
+
+    def end(*_: object) -> None:
+        os.write(2, b"\r\n")
+        os._exit(130)
+
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        import zeroaccel.estimate  # noqa: F401
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

@@ -68,6 +68,11 @@ def test(num_processes: int | None, cpu: bool) -> int:
 
     The losses of every stage must be those of stage 0 to the last bit; on accelerators those of the CPU's optimizer may
     differ in rounding, which is said and is no failure. Exits with 1 if anything failed.
+
+    \b
+    Examples:
+      zeroaccel test
+      zeroaccel test --cpu --num_processes 4
     """
     devices = 0 if cpu else len(look_for_devices())
     on_cpu = devices < 2 and num_processes != 1
@@ -127,6 +132,10 @@ def verify(steps: int, arguments: tuple[str, ...]) -> int:
     ended, at the end of engine.step(), with success.
 
     Exits with 0 if all losses and gradient norms are the same to the last bit, and with 1 if they are not.
+
+    \b
+    Examples:
+      zeroaccel verify --steps 5 --num_processes 2 --zero_stage 3 train.py --lr 1e-4
     """
     with tempfile.TemporaryDirectory(prefix="zeroaccel-verify-") as folder:
         plain, code = _run(Path(folder, "plain"), steps, arguments, baseline=True)

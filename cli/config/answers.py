@@ -7,14 +7,15 @@ other through an `Asker` (arrow keys, or a test), back at any step, and only tho
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from zeroaccel.config.launch.launch_json import json_facts
+from zeroaccel.config.section import as_text
 from zeroaccel.errors import ConfigError, compose
 
-from .questions import AUTO, QUESTIONS, Question, WizardState
+from .questions import AUTO, MESH_SIZES, PLANNED, QUESTIONS, Question, WizardState
 
 if TYPE_CHECKING:
     from ..machine import Machine
@@ -61,7 +62,7 @@ def parse(question: Question, text: str) -> Any:
     """The value behind a text.
 
     Raises:
-        Wrong: it has not the form of an answer to this question.
+        InvalidAnswer: it has not the form of an answer to this question.
     """
     text = text.strip()
     lowered = text.lower()
@@ -91,7 +92,7 @@ def accept(question: Question, value: Any, state: WizardState) -> None:
     """Checks an answer of the right form.
 
     Raises:
-        Wrong: it cannot be chosen here, is out of range, or names something that is not there.
+        InvalidAnswer: it cannot be chosen here, is out of range, or names something that is not there.
     """
     if question.kind == "choice":
         reason = next(choice for choice in question.choices if choice.value == value).impossible(state)
@@ -137,6 +138,8 @@ def complete(
     Raises:
         ConfigError: an answer cannot be taken, or does not apply.
     """
+    explicit = _with_mesh(explicit)
+    former = None if former is None else _with_mesh(former)
     state = WizardState({}, machine, None, needs or {})
     missing: list[Question] = []
     for question in questions:
@@ -162,6 +165,13 @@ def complete(
         else:
             missing.append(question)
     return Answers(state, tuple(missing))
+
+
+def _with_mesh(answers: Mapping[str, Any]) -> Mapping[str, Any]:
+    """With the answer that sizes of a mesh imply."""
+    if "use_parallelism_config" in answers or not any((answers.get(size) or 1) > 1 for size in MESH_SIZES):
+        return answers
+    return {**answers, "use_parallelism_config": True}
 
 
 def _is_fine(question: Question, value: Any, state: WizardState) -> bool:
@@ -194,14 +204,50 @@ class Asker(Protocol):
 
     def yes_no(self, words: str, proposal: bool, *, back: bool) -> Any: ...
 
+    def remark(self, words: str) -> None:
+        """Says something that is no question."""
+
+
+@dataclass(frozen=True)
+class PlanAnswers:
+    """What a plan of memory answers.
+
+    Attributes:
+        answers: setting -> answer, which is not asked.
+        needs: as in `WizardState`.
+    """
+
+    answers: Mapping[str, Any]
+    needs: Mapping[str, int]
+
+
+Planner = Callable[[WizardState, bool], Any]
+"""(situation, whether one may go back) -> a `PlanAnswers`, None for no plan, or BACK."""
+
 
 @dataclass(frozen=True)
 class _Step:
+    """A question, its gate, or the plan that comes before the question."""
+
     question: Question
-    is_gate: bool
+    kind: Literal["plan", "gate", "value"]
+
+    @property
+    def is_gate(self) -> bool:
+        return self.kind == "gate"
 
 
-_STEPS = [_Step(question, gate) for question in QUESTIONS for gate in ((True, False) if question.gate else (False,))]
+def _steps() -> Iterator[_Step]:
+    for question in QUESTIONS:
+        if question.key == _FIRST_PLANNED:
+            yield _Step(question, "plan")
+        if question.gate:
+            yield _Step(question, "gate")
+        yield _Step(question, "value")
+
+
+_FIRST_PLANNED = "use_parallelism_config"
+_STEPS = tuple(_steps())
 
 
 class Walk:
@@ -212,6 +258,7 @@ class Walk:
         proposals: answers to propose, as those of an earlier file.
         needs: as in `WizardState`.
         assumed: answers that are taken without asking wherever they apply, as those of a plan.
+        planner: asks for such answers, once processes and precision are known and where ZeRO's stage is open.
     """
 
     def __init__(
@@ -221,9 +268,10 @@ class Walk:
         proposals: Mapping[str, Any],
         needs: Mapping[str, int] | None = None,
         assumed: Mapping[str, Any] | None = None,
+        planner: Planner | None = None,
     ) -> None:
-        self._machine, self._given, self._needs = machine, explicit, needs
-        self._assumed = {key: value for key, value in (assumed or {}).items() if key not in explicit}
+        self._machine, self._given, self._planner = machine, _with_mesh(explicit), planner
+        self._assume(PlanAnswers(assumed or {}, needs or {}))
         self._proposals = dict(proposals)
         self._answers: dict[str, Any] = {}  # of the steps behind us only: those that do not apply are never among them
         self._open_gates: set[str] = set()
@@ -248,9 +296,16 @@ class Walk:
             if state is None:
                 self._index += 1
                 continue
-            reply = self._put(ask, step, state, back=back or bool(self._behind))
+            can_go_back = back or bool(self._behind)
+            if step.kind == "plan":
+                assert self._planner is not None, "a plan without a planner"
+                reply = self._planner(state, can_go_back)
+            else:
+                reply = self._put(ask, step, state, back=can_go_back)
             if reply is not BACK:
                 self._note(step, reply)
+                if step.question.key == "deepspeed_config_file" and step.kind == "value":
+                    ask.remark(self._decided_by_json(reply))
             elif not self.back():
                 return False
         return True
@@ -260,8 +315,22 @@ class Walk:
         if not self._behind:
             return False
         self._index = self._behind.pop()
-        self._answers.pop(_STEPS[self._index].question.key, None)
+        step = _STEPS[self._index]
+        if step.kind == "plan":
+            self._assume(PlanAnswers({}, {}))
+        self._answers.pop(step.question.key, None)
         return True
+
+    def _assume(self, plan: PlanAnswers) -> None:
+        """From now on takes the answers of a plan, but for those of flags."""
+        self._needs = plan.needs
+        self._assumed = {key: value for key, value in plan.answers.items() if key not in self._given}
+
+    def _decided_by_json(self, path: str) -> str:
+        """What is not asked because of a JSON config."""
+        decided = json_facts(path).decided
+        words = ", ".join(f"{key} {as_text(value)}" for key, value in decided.items())
+        return f"{path} decides {words or 'nothing of what is asked here'}" + ("; that is not asked" if words else "")
 
     def result(self) -> Answers:
         """All answers."""
@@ -281,6 +350,11 @@ class Walk:
     def _situation(self, step: _Step) -> WizardState | None:
         """What is known when a step comes up, or None if it is not to be asked."""
         question = step.question
+        if step.kind == "plan":
+            if self._planner is None or set(PLANNED) & set(self._given):
+                return None
+            state = self._settle(QUESTIONS.index(question)).state
+            return state if state.on_zero else None
         is_open = step.is_gate or not question.gate or question.key in self._open_gates
         if question.key in self._given or not is_open:
             return None
@@ -307,6 +381,10 @@ class Walk:
         key = step.question.key
         self._behind.append(self._index)
         self._index += 1
+        if step.kind == "plan":
+            if reply is not None:
+                self._assume(reply)
+            return
         if not step.is_gate:
             self._answers[key] = self._proposals[key] = reply
         elif reply:

@@ -195,6 +195,26 @@ def _about(question: Question) -> str:
     return question.words
 
 
+_GROUP_ENDS = {
+    "Processes and machines": "num_processes",
+    "Precision, ZeRO and meshes": "deepspeed_moe_layer_cls_names",
+    "Compilation": "dynamo_use_regional_compilation",
+}
+
+
+def _question_groups() -> dict[str, tuple[str, ...]]:
+    groups, keys = {}, [question.key for question in QUESTIONS]
+    begin = 0
+    for title, last in _GROUP_ENDS.items():
+        end = keys.index(last) + 1
+        groups[title] = tuple(keys[begin:end])
+        begin = end
+    return groups
+
+
+QUESTION_GROUPS: Mapping[str, tuple[str, ...]] = _question_groups()
+"""Heading in help -> settings."""
+
 SUB_COMMANDS: Mapping[str, LazyCommand] = {
     name: LazyCommand(f"{__package__}.{module}", about)
     for name, (module, about) in {
@@ -218,6 +238,7 @@ CONTEXT = {
 @click.group(
     cls=LazyCommands,
     table=SUB_COMMANDS,
+    groups={"The model, for a plan that fits": ("model", "sequence", "batch", "checkpointing"), **QUESTION_GROUPS},
     invoke_without_command=True,
     context_settings=CONTEXT,
     short_help="Make a launch file.",
@@ -238,6 +259,13 @@ def config(
     """Make a launch file by answering questions, or without a question by flags.
 
     What a flag answers is not asked. Every step can be left backwards; nothing is written before the end.
+
+    \b
+    Examples:
+      zeroaccel config
+      zeroaccel config --yes --zero_stage 3 --num_processes 8
+      zeroaccel config --yes --model 7b --sequence 4096
+      zeroaccel config show --resolve
     """
     ctx.obj = os.environ
     # A flag before the sub-command's name would belong to this command, and have no effect on the sub-command.
@@ -247,14 +275,20 @@ def config(
                 raise click.UsageError(f"{param.opts[-1]} goes behind {ctx.invoked_subcommand}.", ctx)
         return
     from ..machine import look, measure_disk
+    from ..progress import progress
     from .config_file import ConfigRequest, make_config_file, why_not_ask
     from .memory_plan import Model
 
     flags = typed.parse()
     no_asking = why_not_ask(os.environ, yes=typed.yes, no_input=typed.no_input)
-    machine = look(os.environ)
-    if not no_asking:  # measuring takes seconds, and the speeds are for the user to see
-        machine = machine.with_disks(tuple(measure_disk(disk) for disk in machine.disks))
+    with progress("looking at this machine") as line:
+        machine = look(os.environ)
+        if not no_asking:  # measuring takes seconds, and the speeds are for the user to see
+            disks = []
+            for disk in machine.disks:
+                line.doing = f"measuring the disk of {disk.folder}"
+                disks.append(measure_disk(disk))
+            machine = machine.with_disks(tuple(disks))
     make_config_file(
         ConfigRequest(
             path=Path(typed.config_file or "zeroaccel.yaml"),

@@ -29,8 +29,8 @@ from zeroaccel.config.yaml_text import parse_yaml
 from zeroaccel.errors import ConfigError
 
 from .answers import BACK, Answers, Quit, Walk, complete
-from .memory_plan import PLANNED, Model, Plan, ask_plan, best_plan, memory_summary
-from .questions import AUTO, QUESTIONS, by_key
+from .memory_plan import Model, PlanTable, best_plan, memory_summary
+from .questions import AUTO, MESH_SIZES, PLANNED, QUESTIONS, by_key
 
 if TYPE_CHECKING:
     from ..machine import Machine
@@ -103,7 +103,8 @@ def render(answers: Mapping[str, Any], extras: Mapping[tuple[str, ...], Any] | N
     """
     tree: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "distributed_type": _type(answers)}
     for question in QUESTIONS:
-        if question.is_setting and answers.get(question.key, AUTO) != AUTO:
+        value = answers.get(question.key, AUTO)
+        if question.is_setting and value != AUTO and not (question.key in MESH_SIZES and value == 1):
             _put(tree, file_path(question.key), answers[question.key])
     for path, value in (extras or {}).items():
         _put(tree, path, value)
@@ -149,6 +150,9 @@ def answers_of(file: LaunchConfig) -> tuple[dict[str, Any], dict[tuple[str, ...]
     answers: dict[str, Any] = {}
     if (kind := values.pop("distributed_type", None)) is not None:
         answers["use_deepspeed"] = kind == "DEEPSPEED"
+    if "num_processes" in values and any((values.get(size) or 1) > 1 for size in MESH_SIZES):
+        answers["use_parallelism_config"] = True
+        answers |= {size: values.get(size) or 1 for size in MESH_SIZES}
     if values.get("dynamo_backend") == "no":
         del values["dynamo_backend"]
     for question in QUESTIONS:
@@ -175,6 +179,26 @@ def launch_line(path: Path, folder: Path) -> str:
     if path.resolve() != (folder / "zeroaccel.yaml").resolve():
         words += ["--config_file", str(path)]
     return f"{shlex.join(words)} train.py"
+
+
+_MOST_LINES = 8
+
+
+def start_lines(answers: Mapping[str, Any], command: str) -> list[str]:
+    """The command that starts the job; with several machines, that of each.
+
+    Args:
+        command: without what differs per machine.
+    """
+    machines = answers.get("num_machines") or 1
+    if machines == 1 or answers.get("multinode_launcher") == "ssh":
+        return [command]
+    words, script = command.rsplit(" ", 1)
+    shown = [*range(min(machines, _MOST_LINES))]
+    lines = [f"{words} --machine_rank {rank} {script}   # on machine {rank}" for rank in shown]
+    if machines > _MOST_LINES:
+        lines.append(f"... and so on, to --machine_rank {machines - 1}")
+    return [f"with {answers.get('main_process_ip')} as machine 0, and this file on each:", *lines]
 
 
 def _type(answers: Mapping[str, Any]) -> str:
@@ -243,8 +267,10 @@ def make_config_file(request: ConfigRequest, machine: Machine) -> None:
     """
     if request.no_asking:
         completed = _without_asking(request, machine)
-        if request.model is not None:
-            log(memory_summary(request.model, machine, completed.answers))
+        if request.model is not None and (
+            words := memory_summary(request.model, machine, completed.answers, completed.state.json)
+        ):
+            log(words)
         _finish(request, completed.answers, _text(request, completed))
         return
     from .prompts import Prompts
@@ -265,8 +291,12 @@ def log(message: str = "") -> None:
 def _without_asking(request: ConfigRequest, machine: Machine) -> Answers:
     former, needs = request.former, None
     if request.model is not None and not {*PLANNED, "deepspeed_config_file"} & set(request.answers):
-        plan = best_plan(request.model, machine, request.answers)
-        former, needs = {**(former or {}), **(plan.answers or {})}, plan.needs
+        known = complete(request.answers, machine, sources=request.sources, former=former).answers
+        settled = {key: value for key, value in known.items() if key not in PLANNED}
+        plan = best_plan(request.model, machine, {**settled, **request.answers})
+        former, needs = {**(former or {}), **plan.answers}, plan.needs
+        if plan.note:
+            log(plan.note)
     completed = complete(request.answers, machine, sources=request.sources, former=former, needs=needs)
     if completed.missing:
         flags = ", ".join(question.flag for question in completed.missing)
@@ -285,22 +315,24 @@ def _by_asking(request: ConfigRequest, machine: Machine, prompts: Prompts) -> An
     show_machine(machine)
     # An update is about a file that is there; what it trains was planned when it was made.
     has_plan = request.former is None or request.model is not None
+    planner = PlanTable(prompts, request.model, machine, request.answers) if has_plan else None
+    walk = Walk(machine, request.answers, request.former or {}, planner=planner)
     while True:
-        plan = ask_plan(prompts, request.model, machine, request.answers) if has_plan else Plan()
-        walk = Walk(machine, request.answers, request.former or {}, plan.needs, plan.answers)
-        while walk.run(prompts, back=has_plan):
-            completed = walk.result()
-            if _is_wanted(request, completed, plan, machine, prompts):
-                return completed
-            walk.back()
+        walk.run(prompts)
+        completed = walk.result()
+        if _is_wanted(request, completed, None if planner is None else planner.model, machine, prompts):
+            return completed
+        walk.back()
 
 
-def _is_wanted(request: ConfigRequest, completed: Answers, plan: Plan, machine: Machine, prompts: Prompts) -> bool:
+def _is_wanted(
+    request: ConfigRequest, completed: Answers, model: Model | None, machine: Machine, prompts: Prompts
+) -> bool:
     """Shows what would be written; false to go back to the last question."""
     from .prompts import Option
 
     show_file(request.path, _text(request, completed))
-    if plan.model is not None and (words := memory_summary(plan.model, machine, completed.answers)):
+    if model is not None and (words := memory_summary(model, machine, completed.answers, completed.state.json)):
         log(words)
     words = "Print it?" if request.dry_run else f"Write {request.path}?"
     return prompts.choose(words, [Option("yes", True)], True, back=True) is not BACK
@@ -319,7 +351,8 @@ def _finish(request: ConfigRequest, answers: Mapping[str, Any], text: str) -> No
         return
     backup = write_file(request.path, text)
     log(f"written: {request.path}" + (f" (what was there is in {backup})" if backup else ""))
-    log(f"start:   {launch_line(request.path, Path.cwd())}")
+    for line in start_lines(answers, launch_line(request.path, Path.cwd())):
+        log(f"start:   {line}")
     log(f"again:   {command_line(answers, request.extras, request.path)}")
 
 

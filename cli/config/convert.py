@@ -47,7 +47,13 @@ _NO_COUNTERPART = ("megatron_lm_config", "fp8_config", "mpirun_config")
 @click.option("-o", "--output", metavar="PATH", help="Write it there, rather than to stdout.")
 @click.option("--drop_unknown", is_flag=True, help="Leave unknown keys of a JSON config out, each with a line.")
 def convert(file: str, output: str | None, drop_unknown: bool) -> None:
-    """Make a file for zeroaccel of FILE: an accelerate YAML with DeepSpeed or FSDP settings, or a DeepSpeed JSON."""
+    """Make a file for zeroaccel of FILE: an accelerate YAML with DeepSpeed or FSDP settings, or a DeepSpeed JSON.
+
+    \b
+    Examples:
+      zeroaccel config convert fsdp.yaml -o zeroaccel.yaml
+      zeroaccel config convert ds_config.json -o ours.json
+    """
     text = text_of_file(file)
     if Path(file).suffix == ".json" and "distributed_type" not in text:
         tree, notes = convert_json(file, drop_unknown=drop_unknown)
@@ -177,6 +183,10 @@ def validate(ctx: click.Context, files: tuple[str, ...], unknown_keys: UnknownKe
 
     Tells everything that is wrong, with file, line and column, as a run would before it starts. Unknown keys of a JSON
     config that look like known ones are errors, others notes. Exits with 0 if all are right, and 2 otherwise.
+
+    \b
+    Examples:
+      zeroaccel config validate zeroaccel.yaml ds_config.json job.sbatch hostfile
     """
     wrong = 0
     for name in files:

@@ -6,7 +6,7 @@ Everything goes to stdout, as data. Nothing is changed.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from zeroaccel.config.section import ConfigSection, as_text, nested_section, spe
 from zeroaccel.config.support import KEYS, Kind
 from zeroaccel.errors import ConfigError
 
-from ..launch.launch_flags import GROUPS, flag
+from ..launch.launch_flags import GROUPS, choices_of, flag
 from .config_command import CONTEXT
 
 
@@ -39,7 +39,13 @@ from .config_command import CONTEXT
 @click.option("--json", "as_json", is_flag=True, help="As JSON.")
 @click.pass_obj
 def show(environ: Mapping[str, str], config_file: str | None, resolve: bool, as_json: bool) -> None:
-    """Print the launch file, or what a launch would run with."""
+    """Print the launch file, or what a launch would run with.
+
+    \b
+    Examples:
+      zeroaccel config show
+      zeroaccel config show --resolve
+    """
     source = find_launch_file(config_file, environ, Path.cwd())
     if source is None and not resolve:
         raise ConfigError("there is no launch file", fix="make one: `zeroaccel config`")
@@ -62,13 +68,20 @@ def show(environ: Mapping[str, str], config_file: str | None, resolve: bool, as_
     if as_json:
         click.echo(json.dumps({name: {"value": value, "source": source} for name, value, source in rows}, indent=2))
     else:
-        _table(("setting", "value", "from"), [(name, _shown(value), source) for name, value, source in rows])
+        shown = [(name, _shown(value), source) for name, value, source in rows]
+        _table(_by_group(shown))
 
 
 @click.command(context_settings=CONTEXT)
 @click.argument("key")
 def explain(key: str) -> None:
-    """Say what KEY means: a setting of a launch, or a key of the JSON config as zero_optimization.stage."""
+    """Say what KEY means: a setting of a launch, or a key of the JSON config as zero_optimization.stage.
+
+    \b
+    Examples:
+      zeroaccel config explain zero_stage
+      zeroaccel config explain zero_optimization.stage
+    """
     texts = [*_about_settings(key), *_about_json(key)]
     if not texts:
         names = [*LaunchSettings.model_fields, *_json_names()]
@@ -80,7 +93,13 @@ def explain(key: str) -> None:
 @click.command(context_settings=CONTEXT)
 @click.argument("kind", type=click.Choice(["launch", "json"]), default="launch")
 def schema(kind: str) -> None:
-    """Print the JSON Schema of a launch file, or of a JSON config, for editors."""
+    """Print the JSON Schema of a launch file, or of a JSON config, for editors.
+
+    \b
+    Examples:
+      zeroaccel config schema > launch.schema.json
+      zeroaccel config schema json > config.schema.json
+    """
     model: type[ConfigSection] = LaunchFile if kind == "launch" else Config
     click.echo(json.dumps(model.model_json_schema(), indent=2))
 
@@ -95,15 +114,27 @@ def _about_settings(key: str) -> Iterator[list[str]]:
             "dynamo_config": DynamoSettings,
         }
         above = next((f"{part}." for part, model in sections.items() if setting in model.model_fields), "")
-        default = field.get_default(call_default_factory=True)
+        about, default = _described(field)
         yield [
-            f"{setting}: {field.description}",
+            f"{setting}: {about}",
             f"  flag         {flag(setting)}",
             f"  environment  {', '.join(variables_of(setting))}",
             f"  launch file  {above}{setting}",
-            f"  form         {_FORMS[kind_of(setting)]}",
-            f"  default      {_shown(default)}",
+            f"  form         {_form(setting)}",
+            f"  default      {default}",
         ]
+
+
+def _described(field: Any) -> tuple[str, str]:
+    """What a setting is, and its default: what its help says of it, where no value stands for it."""
+    about, bracket, default = (field.description or "").partition(" [default: ")
+    value = field.get_default(call_default_factory=True)
+    return about, default.rstrip("]") if bracket else "none" if value is None else _shown(value)
+
+
+def _form(setting: str) -> str:
+    choices = choices_of(setting)
+    return " or ".join(filter(None, [", ".join(choices[:-1]), choices[-1]])) if choices else _FORMS[kind_of(setting)]
 
 
 _FORMS = {
@@ -123,7 +154,10 @@ def _about_json(key: str) -> Iterator[list[str]]:
         lines = [f"{'.'.join(path)}: {field.description if field else 'its value is not read here.'}"]
         lines.append("  in the JSON config")
         default = field.get_default(call_default_factory=True) if field else None
-        if field and not isinstance(default, ConfigSection):
+        keys = nested_section(field) if field else None
+        if keys is not None:
+            lines.append(f"  keys         {', '.join(keys.model_fields)}")
+        elif field:
             lines.append(f"  default      {_shown(default)}")
         if field and (others := [mark.name for mark in spellings(field)]):
             lines.append(f"  also         {', '.join(others)}")
@@ -167,19 +201,36 @@ def _value(config: Config, key: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    return "-" if value is None else as_text(value)
+    if value is None or value == {} or value == ():
+        return "-"
+    if isinstance(value, Mapping) and not any(isinstance(item, (Mapping, list)) for item in value.values()):
+        return ",".join(f"{key}={_shown(item)}" for key, item in value.items())
+    return json.dumps(value) if isinstance(value, (Mapping, list)) else as_text(value)
 
 
-def _table(heading: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+def _by_group(rows: Sequence[tuple[str, str, str]]) -> dict[str, list[tuple[str, str, str]]]:
+    """The rows under the headings of `zeroaccel launch --help`; those of the JSON config last."""
+    by_name = {row[0]: row for row in rows}
+    groups = {title: [by_name.pop(name) for name in names] for title, names in GROUPS.items()}
+    return {**groups, "JSON config": list(by_name.values())}
+
+
+def _table(groups: Mapping[str, Sequence[tuple[str, str, str]]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
     if not console.is_terminal:
-        for row in rows:
-            click.echo("\t".join(row))
+        for rows in groups.values():
+            for row in rows:
+                click.echo("\t".join(row))
         return
-    table = Table(*heading)
-    for row in rows:
-        table.add_row(*row)
+    table = Table("setting", "value", "from", box=None, pad_edge=False)
+    for title, rows in groups.items():
+        if rows:
+            table.add_row(f"\n{title}", style="bold")
+        for name, value, source in rows:
+            if source == "default" and name in LaunchSettings.model_fields:
+                value = _described(LaunchSettings.model_fields[name])[1]  # in words, where no value stands for it
+            table.add_row(f"  {name}", value, source, style="dim" if source == "default" else "")
     console.print(table)

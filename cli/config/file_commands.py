@@ -16,18 +16,24 @@ from zeroaccel.config.diagnostics import closest
 from zeroaccel.config.launch.launch_file import find_launch_file, read_launch_file
 from zeroaccel.errors import ConfigError
 
+from ..grouped_help import GroupedOptions
 from ..machine import look
-from .config_command import CONTEXT, TypedFlags, question_flags
+from .config_command import CONTEXT, QUESTION_GROUPS, TypedFlags, question_flags
 from .config_file import ConfigRequest, answers_of, log, make_config_file, why_not_ask, write_file
 
 
-@click.command(context_settings=CONTEXT)
+@click.command(cls=GroupedOptions, groups=QUESTION_GROUPS, context_settings=CONTEXT)
 @question_flags
 @click.pass_obj
 def default(environ: Mapping[str, str], /, typed: TypedFlags) -> None:
     """Write a launch file with the defaults for this machine, without a question.
 
     What a flag says counts more than the default. A file that is there is only replaced with --yes.
+
+    \b
+    Examples:
+      zeroaccel config default
+      zeroaccel config default --zero_stage 3 --dry_run
     """
     path = Path(typed.config_file or "zeroaccel.yaml")
     if path.exists() and not typed.yes and not typed.dry_run:
@@ -41,13 +47,18 @@ def default(environ: Mapping[str, str], /, typed: TypedFlags) -> None:
     make_config_file(request, look(environ))
 
 
-@click.command(context_settings=CONTEXT)
+@click.command(cls=GroupedOptions, groups=QUESTION_GROUPS, context_settings=CONTEXT)
 @question_flags
 @click.pass_obj
 def update(environ: Mapping[str, str], /, typed: TypedFlags) -> None:
     """Change answers of a launch file: those of the flags, or, with none, by going through the questions again.
 
     Answers that no longer apply are left out; keys that no question is about stay. A copy of the file is kept.
+
+    \b
+    Examples:
+      zeroaccel config update --zero_stage 2
+      zeroaccel config update
     """
     source = find_launch_file(typed.config_file, environ, Path.cwd())
     if source is None:
@@ -76,7 +87,13 @@ _PACKAGE = "zeroaccel.templates"
 @click.option("-o", "--output", metavar="PATH", help="Write it there, rather than to stdout.")
 @click.option("-y", "--yes", is_flag=True, help="Replace a file that is there; a copy of it is kept.")
 def template(name: str | None, output: str | None, yes: bool) -> None:
-    """Print a template; without NAME, list them."""
+    """Print a template; without NAME, list them.
+
+    \b
+    Examples:
+      zeroaccel config template
+      zeroaccel config template zero3_config -o zeroaccel.yaml
+    """
     names = template_names()
     if name is None:
         for each, words in _about().items():

@@ -1,31 +1,28 @@
-"""The opening question, what will be trained, and the table it turns on: every stage and offload against this machine.
+"""What will be trained, and the tables it turns on: every mesh, and every stage and offload, against this machine.
 
-The numbers are those of `zeroaccel.estimate`; here they become answers to the first questions of ZeRO, and the folder
-sizes that later answers are held to. With a flag, `--model`, the same happens without asking.
+The numbers are those of `zeroaccel.estimate`; here they become answers to the questions of the mesh and of ZeRO, and
+the folder sizes that later answers are held to. With a flag, `--model`, the same happens without asking.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from zeroaccel.errors import ConfigError, UsageError
 
 from ..machine import Machine, gib
-from ..progress import progress
-from .answers import BACK
-from .questions import WizardState, by_key
+from ..progress import import_estimates, progress
+from .answers import BACK, PlanAnswers
+from .questions import MESH_SIZES, PLANNED, WizardState, by_key
 
 if TYPE_CHECKING:
-    from zeroaccel.estimate import Capacity, PlanRow, Workload
+    from zeroaccel.config.launch.launch_json import JsonFacts
+    from zeroaccel.estimate import Capacity, MeshRow, PlanRow, Workload
 
     from .prompts import Prompts
-
-
-PLANNED = ("zero_stage", "offload_optimizer_device", "offload_param_device")
-"""The settings that a plan answers."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +44,19 @@ class Model:
 
 @dataclass(frozen=True)
 class Plan:
-    """One line of the table, or none.
+    """One line of the tables.
 
     Attributes:
-        model: None where the table was skipped.
-        answers: what it means for the questions in PLANNED.
+        model: what it is for.
+        answers: what it means for the questions in PLANNED, and for those of the mesh.
         needs: as in `WizardState`.
+        note: what is to be said of it.
     """
 
-    model: Model | None = None
-    answers: Mapping[str, Any] | None = None
-    needs: Mapping[str, int] | None = None
+    model: Model
+    answers: Mapping[str, Any]
+    needs: Mapping[str, int]
+    note: str = ""
 
 
 def best_plan(model: Model, machine: Machine, answers: Mapping[str, Any]) -> Plan:
@@ -66,104 +65,201 @@ def best_plan(model: Model, machine: Machine, answers: Mapping[str, Any]) -> Pla
     Raises:
         ConfigError: the model cannot be found, or no plan fits.
     """
+    with progress(f"estimating {model.name}"):
+        import_estimates()
     workload, capacity = _question(model, machine, answers)
     rows = _rows(model, workload, capacity)
     chosen = next((row for row in rows if row.recommended), None)
-    if chosen is None:
-        least = min(rows, key=lambda row: row.estimate.device.total + row.estimate.host.total)
-        raise ConfigError(
-            f"--model {model.name}: no plan fits this machine: {_why(least, workload, capacity)}",
-            fix="more processes, a smaller --batch or --sequence, or --checkpointing take less",
-        )
-    return _plan(model, chosen, workload)
+    if chosen is not None:
+        return _plan(model, chosen, workload)
+    if workload.ranks > 1 and not _names_mesh(answers):
+        best = _mesh_rows(model, workload, capacity)[0]
+        if best.recommended and best.plan is not None:
+            note = f"{model.name} fits on a mesh only, {best.workload.mesh_name}"
+            return _plan(model, best.plan, best.workload, note=note)
+    least = min(rows, key=lambda row: row.estimate.device.total + row.estimate.host.total)
+    raise ConfigError(
+        f"--model {model.name}: no plan fits this machine: {_why(least, workload, capacity)}",
+        fix="more processes, a smaller --batch or --sequence, or --checkpointing take less",
+    )
 
 
-def ask_plan(prompts: Prompts, model: Model | None, machine: Machine, answers: Mapping[str, Any]) -> Plan:
-    """Asks what will be trained and which line of the table it shall be.
+def _names_mesh(answers: Mapping[str, Any]) -> bool:
+    return bool({*MESH_SIZES, "use_parallelism_config"} & set(answers))
+
+
+class PlanTable:
+    """Asks what will be trained, on which mesh, and with which plan of memory; remembers what was said.
 
     Args:
         model: that of --model; None asks.
-        answers: answers by flags; those in PLANNED, or a JSON config, leave nothing to plan.
+        flags: answers by flags.
+
+    Attributes:
+        model: what was named last.
     """
-    if {*PLANNED, "deepspeed_config_file"} & set(answers) or answers.get("use_deepspeed") is False:
-        return Plan(model)
-    chosen = model
-    while True:
-        if model is None:
-            chosen = _ask_model(prompts)
-            if chosen is None:
-                return Plan()
-        assert chosen is not None, "a flag or the person has said it"
-        plan = _choose(prompts, chosen, machine, answers, back=model is None)
-        if plan is not None:
-            return plan
+
+    def __init__(self, prompts: Prompts, model: Model | None, machine: Machine, flags: Mapping[str, Any]) -> None:
+        self._prompts, self._machine, self._flags = prompts, machine, flags
+        self.model = model
+        self._first = 0 if model is None else 3
+        self._name, self._sequence, self._batch = "", "2048", "1"
+        self._mesh: tuple[int, int, int] | None = None
+        self._plan: tuple[int, str, str] | None = None
+        self._answered = False
+
+    def __call__(self, state: WizardState, back: bool) -> Any:
+        """As a `Planner` of `answers.Walk`."""
+        steps = [self._ask_name, self._ask_sequence, self._ask_batch, self._ask_mesh, self._ask_plan]
+        if _processes(state) == 1 or _names_mesh(self._flags) or state["use_parallelism_config"] is not None:
+            steps.remove(self._ask_mesh)
+        # Who comes back from the questions after it sees the last one again, with what was picked.
+        index, result = (len(steps) - 1 if self._answered else self._first), None
+        self._answered = False
+        while index < len(steps):
+            result = steps[index](state, back or index > self._first)
+            if result is BACK and index == self._first:
+                return BACK
+            if result is None:
+                self.model = None
+                return None
+            index += -1 if result is BACK else 1
+        self._answered = True
+        return result
+
+    # Each returns what is not None, or BACK; None ends without a plan.
+
+    def _ask_name(self, _: WizardState, back: bool) -> Any:
+        words = "What will you train, as 7b or a folder? Nothing skips"
+        while True:
+            name = self._prompts.text(words, self._name, lambda _: "", back=back)
+            if name in (BACK, ""):
+                return name or None
+            with progress(f"looking up {name}"):
+                import_estimates()
+                problem = _unknown(name)
+            if not problem:
+                self._name = name
+                return name
+            self._prompts.remark(problem)
+
+    def _ask_sequence(self, _: WizardState, back: bool) -> Any:
+        reply = self._prompts.text("How many tokens per sample?", self._sequence, _positive, back=back)
+        self._sequence = self._sequence if reply is BACK else reply
+        return reply
+
+    def _ask_batch(self, _: WizardState, back: bool) -> Any:
+        words = "How many samples per process and micro-step?"
+        reply = self._prompts.text(words, self._batch, _positive, back=back)
+        self._batch = self._batch if reply is BACK else reply
+        self.model = Model(self._name, int(self._sequence), int(self._batch))
+        return reply
+
+    def _ask_mesh(self, state: WizardState, back: bool) -> Any:
+        from .prompts import Option
+
+        assert self.model is not None, "a mesh is asked for after the model"
+        workload, capacity = _question(self.model, self._machine, state.answers)
+        rows = [row for row in _mesh_rows(self.model, workload, capacity) if row.plan is not None]
+        options = [
+            Option(_mesh_title(row), row, _short(row.plan), row.workload.mesh_name)
+            for row in rows
+            if row.plan is not None
+        ]
+        start = next((row for row in rows if _sizes_of(row.workload) == self._mesh and row.plan), None)
+        start = start or next((row for row in rows if row.recommended), None)
+        heading = f"{'mesh':<20}{'plan':<18}{'GiB':>7}{'sends, GB':>11}{'idle':>5}"
+        footing = "of a process, at its peak and per step; as many samples per step on each"
+        words = f"Which mesh of {workload.ranks} processes?"
+        reply = self._prompts.choose(words, options, start, back=back, heading=heading, footing=footing)
+        if reply is not BACK:
+            self._mesh = _sizes_of(reply.workload)
+        return reply
+
+    def _ask_plan(self, state: WizardState, back: bool) -> Any:
+        from .prompts import Option
+
+        assert self.model is not None, "a plan is asked for after the model"
+        workload, capacity = _question(self.model, self._machine, state.answers)
+        asked_mesh = self._mesh is not None and _processes(state) > 1 and state["use_parallelism_config"] is None
+        if asked_mesh and self._mesh is not None:
+            workload = workload.on_mesh(*self._mesh)
+        rows = _rows(self.model, workload, capacity)
+        options = [Option(_plan_title(row, workload), row, _short(row), row.estimate.name) for row in rows]
+        options.append(Option("none of these: ask me", _NO_PLAN))
+        start = next((row for row in rows if _settings_of(row) == self._plan and row.fits is not False), None)
+        start = start or next((row for row in rows if row.recommended), None)
+        on = workload.mesh_name if asked_mesh else f"{workload.ranks} process{'es' if workload.ranks > 1 else ''}"
+        heading = f"{'plan, GiB':<39}{'memory' if capacity.on_cpu else 'device':>9}{'host':>7}{'disk':>7}"
+        reply = self._prompts.choose(
+            f"Which plan, for {on} in {workload.precision}?",
+            options,
+            start,
+            back=back,
+            heading=heading,
+            footing=_legend(workload, capacity),
+        )
+        if reply is BACK:
+            return BACK
+        if reply is _NO_PLAN:
+            self._plan = None
+            return PlanAnswers({}, {})
+        self._plan = _settings_of(reply)
+        plan = _plan(self.model, reply, workload)
+        return PlanAnswers(plan.answers, plan.needs)
 
 
-def memory_summary(model: Model, machine: Machine, answers: Mapping[str, Any]) -> str:
-    """What the final answers take, in one line."""
-    from zeroaccel.estimate import check_capacity, estimate
+_NO_PLAN = object()
 
-    if "deepspeed_config_file" in answers or "zero_stage" not in answers:
+
+def _unknown(name: str) -> str:
+    """Why a model cannot be estimated; "" where it can."""
+    from zeroaccel.estimate import subject  # imports torch, which takes seconds: not before a model is named
+
+    try:
+        subject(name)
+    except (ConfigError, UsageError) as error:
+        return str(error)
+    return ""
+
+
+def _processes(state: WizardState) -> int:
+    processes: int = state["num_processes"] or by_key("num_processes").default(state)
+    return processes
+
+
+def _sizes_of(workload: Workload) -> tuple[int, int, int]:
+    return workload.pp, workload.sp, workload.tp
+
+
+def _settings_of(row: PlanRow) -> tuple[int, str, str]:
+    return row.estimate.stage, row.estimate.offload_optimizer, row.estimate.offload_param
+
+
+def memory_summary(model: Model, machine: Machine, answers: Mapping[str, Any], json: JsonFacts | None = None) -> str:
+    """What the final answers take, in one line.
+
+    Args:
+        json: what a JSON config decides of them.
+    """
+    decided = {} if json is None else {key: value for key, value in json.decided.items() if value is not None}
+    answers = {**decided, **answers}
+    if "zero_stage" not in answers:
         return ""
-    workload, capacity = _question(model, machine, answers)
-    plan = (answers["zero_stage"], *(answers.get(name, "none") for name in PLANNED[1:]))
     with progress(f"estimating {model.name}"):
+        from zeroaccel.estimate import check_capacity, estimate
+
+        workload, capacity = _question(model, machine, answers)
+        plan = (answers["zero_stage"], *(answers.get(name, "none") for name in PLANNED[1:]))
         one = estimate(model.name, workload, [plan], on_cpu=capacity.on_cpu)[0]
     fits, short_of = check_capacity(one, workload, capacity)
     words = {True: "which fits", False: f"which does not fit: {short_of}", None: "of unknown room"}[fits]
-    return f"{model.name} takes {_sizes(one, workload)}, {words}"
-
-
-def _ask_model(prompts: Prompts) -> Model | None:
-    def known(text: str) -> str:
-        if not text:
-            return ""
-        from zeroaccel.estimate import subject  # imports torch, which takes seconds: not before a model is named
-
-        try:
-            subject(text)
-        except (ConfigError, UsageError) as error:
-            return str(error)
-        return ""
-
-    words = "What will you train? 7b, a model's folder or config.json, module:function; nothing skips"
-    name = prompts.text(words, "", known, back=False)
-    if not name:
-        return None
-    sequence = prompts.text("How many tokens per sample?", "2048", _positive, back=True)
-    if sequence is BACK:
-        return _ask_model(prompts)
-    batch = prompts.text("How many samples per process and micro-step?", "1", _positive, back=True)
-    if batch is BACK:
-        return _ask_model(prompts)
-    return Model(name, int(sequence), int(batch))
+    mesh = f" as {workload.mesh_name}" if max(_sizes_of(workload)) > 1 else ""
+    return f"{model.name} takes {_sizes(one, workload)}{mesh}, {words}"
 
 
 def _positive(text: str) -> str:
     return "" if text.isdigit() and int(text) > 0 else "expected a whole number of at least 1"
-
-
-def _choose(prompts: Prompts, model: Model, machine: Machine, answers: Mapping[str, Any], *, back: bool) -> Plan | None:
-    """The line that is chosen; None to go back."""
-    from .prompts import Option
-
-    workload, capacity = _question(model, machine, answers)
-    rows = _rows(model, workload, capacity)
-    options = [
-        Option(
-            f"{row.estimate.name}: {_sizes(row.estimate, workload)}" + (" (recommended)" if row.recommended else ""),
-            row,
-            _why(row, workload, capacity) if row.fits is False else "",
-        )
-        for row in rows
-    ]
-    options.append(Option("none of these: ask me", None))
-    start = next((row for row in rows if row.recommended), None)
-    words = f"Which plan, for {workload.ranks} processes in {workload.precision}?"
-    reply = prompts.choose(words, options, start, back=back)
-    if reply is BACK:
-        return None
-    return Plan(model) if reply is None else _plan(model, reply, workload)
 
 
 def _question(model: Model, machine: Machine, answers: Mapping[str, Any]) -> tuple[Workload, Capacity]:
@@ -174,7 +270,8 @@ def _question(model: Model, machine: Machine, answers: Mapping[str, Any]) -> tup
     state = WizardState({"use_cpu": on_cpu, **answers}, machine)
     ranks = answers.get("num_processes") or by_key("num_processes").default(state)
     precision = answers.get("mixed_precision") or by_key("mixed_precision").default(state)
-    steps = answers.get("gradient_accumulation_steps", 1)
+    steps = answers.get("gradient_accumulation_steps")
+    sizes = [answers.get(f"{axis}_size") or 1 for axis in ("pp", "sp", "tp")]
     try:
         workload = Workload(
             ranks=ranks,
@@ -184,7 +281,9 @@ def _question(model: Model, machine: Machine, answers: Mapping[str, Any]) -> tup
             sequence=model.sequence,
             accumulation=steps if isinstance(steps, int) else 1,
             checkpointing=model.checkpointing,
-        )
+        ).on_mesh(*sizes)
+        if isinstance(steps, int):
+            workload = replace(workload, accumulation=steps)
     except UsageError as error:
         raise ConfigError(str(error).replace("Workload.", "--")) from None
     devices = () if on_cpu else machine.devices
@@ -208,14 +307,30 @@ def _rows(model: Model, workload: Workload, capacity: Capacity) -> list[PlanRow]
         raise ConfigError(str(error).replace("MODEL", "--model", 1)) from None
 
 
-def _plan(model: Model, row: PlanRow, workload: Workload) -> Plan:
+@functools.lru_cache(maxsize=8)
+def _mesh_rows(model: Model, workload: Workload, capacity: Capacity) -> list[MeshRow]:
+    with progress(f"estimating {model.name}") as line:
+        from zeroaccel.estimate import mesh_table
+
+        def show(one: Workload) -> None:
+            line.doing = f"estimating {model.name} on {one.mesh_name}"
+
+        return mesh_table(model.name, workload, capacity, on_row=show)
+
+
+def _plan(model: Model, row: PlanRow, workload: Workload, *, note: str = "") -> Plan:
     one = row.estimate
-    answers = dict(zip(PLANNED, (one.stage, one.offload_optimizer, one.offload_param), strict=True))
+    answers: dict[str, Any] = dict(zip(PLANNED, (one.stage, one.offload_optimizer, one.offload_param), strict=True))
+    pp, sp, tp = _sizes_of(workload)
+    if workload.ranks > 1:
+        answers["use_parallelism_config"] = max(pp, sp, tp) > 1
+    if max(pp, sp, tp) > 1:
+        answers |= {"tp_size": tp, "sp_size": sp, "pp_size": pp}
     needs = {
         "offload_optimizer_nvme_path": one.disk.optimizer * workload.local_ranks,
         "offload_param_nvme_path": one.disk.params * workload.local_ranks,
     }
-    return Plan(model, answers, needs)
+    return Plan(model, answers, needs, note)
 
 
 def _sizes(one: Any, workload: Workload) -> str:
@@ -225,6 +340,40 @@ def _sizes(one: Any, workload: Workload) -> str:
         if memory.total:
             parts.append(f"{gib(memory.total * workload.local_ranks)} {words}")
     return ", ".join(parts)
+
+
+def _mesh_title(row: MeshRow) -> str:
+    assert row.plan is not None, "a mesh that is shown has a plan"
+    one = row.plan.estimate
+    name = f"stage {one.stage}" + (" + offload" if {one.offload_optimizer, one.offload_param} != {"none"} else "")
+    sent, idle = (row.inside + row.across) / 1e9, f"{row.idle:.0%}" if row.idle else "-"
+    columns = f"{row.workload.mesh_name:<20}{name:<18}{_in_gib(one.device.total):>7}{sent:>11.2f}{idle:>5}"
+    return columns + (_BEST if row.recommended else "")
+
+
+def _plan_title(row: PlanRow, workload: Workload) -> str:
+    one, local = row.estimate, workload.local_ranks
+    sizes = f"{_in_gib(one.device.total):>9}{_in_gib(one.host.total * local):>7}{_in_gib(one.disk.total * local):>7}"
+    return f"{one.name.replace(' on ', ' '):<39}{sizes}" + (_BEST if row.recommended else "")
+
+
+_BEST = "  best"
+
+
+def _in_gib(nbytes: int) -> str:
+    return gib(nbytes).removesuffix(" GiB") if nbytes else "-"
+
+
+def _short(row: PlanRow) -> str:
+    """Why a plan does not fit, beside its line."""
+    return f"no: {row.short_of}" if row.fits is False else ""
+
+
+def _legend(workload: Workload, capacity: Capacity) -> str:
+    """What the numbers of a table are, and what they have to fit into."""
+    rooms = {"device": capacity.device, "host": capacity.host, "disk": capacity.disk}
+    there = ", ".join(f"{name} {_in_gib(room)}" for name, room in rooms.items() if room)
+    return f"a tenth of {there} stays free; host, disk shared" if there else "what there is, is not known"
 
 
 def _why(row: PlanRow, workload: Workload, capacity: Capacity) -> str:

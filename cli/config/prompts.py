@@ -11,7 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import click
 import questionary
+from prompt_toolkit.completion import PathCompleter
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import Output, create_output
 
 from zeroaccel.config.section import as_text
@@ -25,11 +28,16 @@ _BACK_TEXT, _QUIT_TEXT = "<", ":q"
 
 @dataclass(frozen=True)
 class Option:
-    """A line to choose. With `impossible`, why it cannot be chosen, it is shown and cannot."""
+    """A line to choose. With `impossible`, why it cannot be chosen in a word or two, it is shown and cannot.
+
+    Attributes:
+        chosen: what stays on the terminal once it is chosen; by default the title.
+    """
 
     title: str
     value: Any
     impossible: str = ""
+    chosen: str = ""
 
 
 class Prompts:
@@ -58,8 +66,18 @@ class Prompts:
     def yes_no(self, words: str, proposal: bool, *, back: bool) -> Any:
         return self.choose(words, [Option("yes", True), Option("no", False)], proposal, back=back)
 
-    def choose(self, words: str, options: Sequence[Option], proposal: Any, *, back: bool) -> Any:
-        """One of `options`, by arrow keys; BACK where `back` allows it."""
+    def remark(self, words: str) -> None:
+        """Says something that is no question."""
+        click.echo(words, err=True)
+
+    def choose(
+        self, words: str, options: Sequence[Option], proposal: Any, *, back: bool, heading: str = "", footing: str = ""
+    ) -> Any:
+        """One of `options`, by arrow keys; BACK where `back` allows it.
+
+        Args:
+            heading, footing: lines above and below them.
+        """
         choices: list[Any] = [
             questionary.Choice(one.title, value=one, disabled=one.impossible or None) for one in options
         ]
@@ -67,20 +85,32 @@ class Prompts:
             choice for choice, one in zip(choices, options, strict=True) if one.value == proposal and not one.impossible
         )
         start = next(possible, None)
-        choices.append(questionary.Separator())
+        if heading:
+            choices.insert(0, questionary.Separator(heading))
+        choices.append(questionary.Separator(footing or " "))
         if back:
             choices.append(questionary.Choice("back", value=BACK))
         choices.append(questionary.Choice("quit, write nothing", value=_QUIT))
+        is_table = any(one.chosen for one in options)
         reply = questionary.select(
-            words, choices, default=start, instruction="(arrow keys)", output=self._output
+            words,
+            choices,
+            default=start,
+            instruction="(arrow keys)",
+            output=self._output,
+            erase_when_done=is_table,
         ).unsafe_ask()
         if reply is _QUIT:
             raise Quit
-        return reply if reply is BACK else reply.value
+        if reply is BACK:
+            return BACK
+        if is_table:
+            self.remark(f"? {words} {reply.chosen or reply.title}")
+        return reply.value
 
     def text(self, words: str, proposal: str, check: Callable[[str], str], *, back: bool) -> Any:
         """A line of text, for which `check` returns what is wrong with it, or nothing."""
-        return self._line(questionary.text, words, proposal, check, back=back)
+        return self._line(words, proposal, check, back=back)
 
     def _typed(self, question: Question, proposal: Any, state: WizardState, *, back: bool) -> Any:
         def check(text: str) -> str:
@@ -90,21 +120,40 @@ class Prompts:
                 return str(wrong)
             return ""
 
-        prompt = questionary.path if question.kind in ("file", "folder") else questionary.text
-        reply = self._line(prompt, question.words, "" if proposal is None else as_text(proposal), check, back=back)
+        proposed = "" if proposal is None else as_text(proposal)
+        is_path = question.kind in ("file", "folder")
+        reply = self._line(question.words, proposed, check, back=back, is_path=is_path)
         return reply if reply is BACK else parse(question, reply)
 
     def _line(
-        self, prompt: Callable[..., questionary.Question], words: str, proposal: str, check: Any, *, back: bool
+        self, words: str, proposal: str, check: Callable[[str], str], *, back: bool, is_path: bool = False
     ) -> Any:
+        """A line of text; an empty one takes the proposal, which is shown and replaced by what is typed."""
+
         def validate(text: str) -> bool | str:
-            text = text.strip()
+            text = text.strip() or proposal
             if text == _QUIT_TEXT or (text == _BACK_TEXT and back):
                 return True
             return check(text) or True
 
-        ways = f"{_BACK_TEXT} goes back, {_QUIT_TEXT} quits" if back else f"{_QUIT_TEXT} quits"
-        question = prompt(f"{words} ({ways})", default=proposal, validate=validate, output=self._output)
+        keys = KeyBindings()
+
+        @keys.add("enter")
+        def accept_line(event: KeyPressEvent) -> None:
+            buffer = event.current_buffer
+            if not buffer.text:
+                buffer.insert_text(proposal)
+            buffer.validate_and_handle()
+
+        ways = f"{_BACK_TEXT} back, {_QUIT_TEXT} quit" if back else f"{_QUIT_TEXT} quit"
+        question = questionary.text(
+            f"{words} ({ways})",
+            validate=validate,
+            output=self._output,
+            key_bindings=keys,
+            placeholder=[("class:instruction", proposal)],
+            completer=PathCompleter(expanduser=True) if is_path else None,
+        )
         text: str = question.unsafe_ask().strip()
         if text == _QUIT_TEXT:
             raise Quit

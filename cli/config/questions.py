@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 AUTO = "auto"
 """Leaves a number to the script."""
 
+PLANNED = ("zero_stage", "offload_optimizer_device", "offload_param_device")
+"""The settings that a plan of stage and offload answers."""
+MESH_SIZES = ("tp_size", "sp_size", "pp_size")
+
 Kind = Literal["choice", "yes_no", "count", "number", "text", "names", "file", "folder"]
 
 
@@ -48,6 +52,11 @@ class WizardState:
             return self.json.stage
         stage: int = 2 if self["zero_stage"] is None else self["zero_stage"]
         return stage
+
+    @property
+    def on_zero(self) -> bool:
+        """Whether a plan of stage and offload can be chosen: ZeRO is on, and no JSON config decides it."""
+        return bool(self["use_deepspeed"]) and all(self.leaves_open(key) for key in PLANNED)
 
     def leaves_open(self, key: str) -> bool:
         """Whether the launch sets this, rather than the JSON config."""
@@ -100,8 +109,11 @@ class Question:
 
     @property
     def is_setting(self) -> bool:
-        """Whether the answer is a setting of the launch file under this name; use_deepspeed is a distributed_type."""
-        return self.key != "use_deepspeed"
+        """Whether the answer is a setting of the launch file under this name.
+
+        `use_deepspeed` is a distributed_type, and `use_parallelism_config` that any size of the mesh is above 1.
+        """
+        return self.key not in ("use_deepspeed", "use_parallelism_config")
 
     @property
     def flag(self) -> str:
@@ -181,6 +193,27 @@ def _divisible(value: Any, state: WizardState) -> tuple[str, str]:
     return "", ""
 
 
+def _divides_processes(value: Any, state: WizardState) -> tuple[str, str]:
+    if (state["num_processes"] or value) % value:
+        return f"{value} does not divide the {state['num_processes']} processes", "those of one machine, usually"
+    return "", ""
+
+
+def _mesh_check(axis: str) -> Callable[[Any, WizardState], tuple[str, str]]:
+    def check(size: Any, state: WizardState) -> tuple[str, str]:
+        from zeroaccel.config.parallel import ParallelConfig
+        from zeroaccel.errors import UsageError
+
+        sizes: dict[str, Any] = {other: state[f"{other}_size"] or 1 for other in ("tp", "sp", "pp")} | {axis: size}
+        try:
+            ParallelConfig(**sizes).resolve(state["num_processes"] or 1)
+        except UsageError as error:
+            return str(error).removeprefix("ParallelConfig: "), ""
+        return "", ""
+
+    return check
+
+
 def _rank_exists(value: Any, state: WizardState) -> tuple[str, str]:
     last = state["num_machines"] - 1
     return ("", "") if value <= last else (f"the machines are 0 to {last}", "give the number of this one")
@@ -188,6 +221,17 @@ def _rank_exists(value: Any, state: WizardState) -> tuple[str, str]:
 
 _ZERO = Condition(lambda s: bool(s["use_deepspeed"]), "it is a setting of ZeRO, which is off (--use_deepspeed)")
 _SEVERAL = Condition(lambda s: (s["num_machines"] or 1) > 1, "there is one machine (--num_machines)")
+_PROCESSES = Condition(lambda s: (s["num_processes"] or 1) > 1, "there is one process (--num_processes)")
+_OPEN_MESH = Condition(
+    lambda s: s.json is None or not {"tp_size", "sp_size"} & set(s.json.decided),
+    "the JSON config decides it (--deepspeed_config_file)",
+)
+_MESH = Condition(
+    lambda s: bool(s["use_parallelism_config"]), "every process sees samples of its own (--use_parallelism_config)"
+)
+_WHOLE_LAYERS = Condition(
+    lambda s: (s["tp_size"] or 1) == 1, "layers that processes share are not quantised (--tp_size)"
+)
 _EACH = Condition(lambda s: s["multinode_launcher"] != "ssh", "the job is started on all machines from here (ssh)")
 _BY_SSH = Condition(
     lambda s: s["multinode_launcher"] == "ssh", "the command is run on each machine (--multinode_launcher)"
@@ -222,23 +266,23 @@ QUESTIONS: tuple[Question, ...] = (
     Question("num_machines", "How many machines will you use?", "count", default=lambda _: 1, least=1),
     Question(
         "multinode_launcher",
-        "How is the job started on the other machines?",
+        "How is the job started on the others?",
         "choice",
         (_SEVERAL,),
-        (Choice("standard", "run the command on each machine"), Choice("ssh", "from this one, by ssh and a hostfile")),
+        (Choice("standard", "the command on each machine"), Choice("ssh", "from this one, by ssh and a hostfile")),
         default=lambda _: "standard",
     ),
     Question("hostfile", "Where is the hostfile?", "file", (_SEVERAL, _BY_SSH), check=_file_check),
     Question(
         "exclusion_filter",
-        "Which machines and devices of the hostfile are left out, as in node1:3?",
+        "Which of the hostfile to leave out, as in node1:3?",
         "text",
         (_SEVERAL, _BY_SSH),
         gate="Leave some machines or devices of the hostfile out?",
     ),
     Question(
         "inclusion_filter",
-        "Which machines and devices of the hostfile are used, as in node1@node2:0,2?",
+        "Which of the hostfile to use, as in node1@node2:0,2?",
         "text",
         (
             _SEVERAL,
@@ -255,7 +299,7 @@ QUESTIONS: tuple[Question, ...] = (
         default=lambda _: 0,
         check=_rank_exists,
     ),
-    Question("main_process_ip", "What is the address of machine 0, as the others reach it?", "text", (_SEVERAL,)),
+    Question("main_process_ip", "What address do the others reach machine 0 by?", "text", (_SEVERAL,)),
     Question(
         "main_process_port",
         "On which port of machine 0 do the processes meet?",
@@ -265,8 +309,16 @@ QUESTIONS: tuple[Question, ...] = (
         least=1,
     ),
     Question(
+        "num_processes",
+        "How many processes, over all machines?",
+        "count",
+        default=_processes,
+        check=_divisible,
+        least=1,
+    ),
+    Question(
         "use_deepspeed",
-        "Shard the training with ZeRO (what DeepSpeed does in other launchers)?",
+        "Shard the training with ZeRO, as DeepSpeed does?",
         "yes_no",
         default=lambda _: True,
     ),
@@ -277,6 +329,48 @@ QUESTIONS: tuple[Question, ...] = (
         (_ZERO,),
         gate="Do you have a JSON config in DeepSpeed's format?",
         check=_json_check,
+    ),
+    Question(
+        "mixed_precision",
+        "Which precision?",
+        "choice",
+        (_open("mixed_precision"),),
+        (Choice("no", "fp32"), Choice("fp16"), Choice("bf16", "", _no_bf16)),
+        default=_precision,
+    ),
+    Question(
+        "use_parallelism_config",
+        "Shall processes share layers, sequences or stages (a mesh)?",
+        "yes_no",
+        (_PROCESSES, _OPEN_MESH),
+        default=lambda _: False,
+    ),
+    Question(
+        "tp_size",
+        "How many processes share each layer (tensor parallel)?",
+        "count",
+        (_PROCESSES, _MESH),
+        default=lambda _: 1,
+        check=_mesh_check("tp"),
+        least=1,
+    ),
+    Question(
+        "sp_size",
+        "How many processes share each sequence (Ulysses)?",
+        "count",
+        (_PROCESSES, _MESH),
+        default=lambda _: 1,
+        check=_mesh_check("sp"),
+        least=1,
+    ),
+    Question(
+        "pp_size",
+        "How many stages has the pipeline?",
+        "count",
+        (_PROCESSES, _MESH),
+        default=lambda _: 1,
+        check=_mesh_check("pp"),
+        least=1,
     ),
     Question(
         "zero_stage",
@@ -309,7 +403,7 @@ QUESTIONS: tuple[Question, ...] = (
     ),
     Question(
         "offload_param_nvme_path",
-        "In which folder of a local disk do parameters live?",
+        "In which local folder do parameters live?",
         "folder",
         (_ZERO, _nvme("param")),
         default=_disk,
@@ -317,18 +411,42 @@ QUESTIONS: tuple[Question, ...] = (
     ),
     Question(
         "offload_optimizer_nvme_path",
-        "In which folder of a local disk do optimizer states live?",
+        "In which local folder do optimizer states live?",
         "folder",
         (_ZERO, _nvme("optimizer")),
         default=_disk,
         check=_folder_check("offload_optimizer_nvme_path"),
     ),
     Question(
+        "zero_hpz_partition_size",
+        "How many processes hold a second copy among them?",
+        "count",
+        (_ZERO, _open("zero_hpz_partition_size"), _PARAMS, _SEVERAL),
+        default=lambda s: max(1, (s["num_processes"] or 1) // (s["num_machines"] or 1)),
+        gate="Keep a second copy of weights on each machine (ZeRO++ hpZ)?",
+        check=_divides_processes,
+        least=1,
+    ),
+    Question(
+        "zero_quantized_weights",
+        "Gather weights as 8-bit integers (ZeRO++ qwZ)?",
+        "yes_no",
+        (_ZERO, _open("zero_quantized_weights"), _PARAMS, _SEVERAL, _WHOLE_LAYERS),
+        default=lambda _: False,
+    ),
+    Question(
+        "zero_quantized_gradients",
+        "Reduce gradients between machines as 4-bit integers (ZeRO++ qgZ)?",
+        "yes_no",
+        (_ZERO, _open("zero_quantized_gradients"), _PARAMS, _SEVERAL, _WHOLE_LAYERS),
+        default=lambda _: False,
+    ),
+    Question(
         "gradient_accumulation_steps",
-        "How many gradient accumulation steps (auto: the script decides)?",
+        "How many gradient accumulation steps (auto: script)?",
         "count",
         (_ZERO, _open("gradient_accumulation_steps")),
-        default=lambda _: AUTO,
+        default=lambda s: AUTO if (s["pp_size"] or 1) == 1 else s["pp_size"],  # 1F1B needs one for each stage
         takes_auto=True,
         least=1,
     ),
@@ -356,26 +474,10 @@ QUESTIONS: tuple[Question, ...] = (
     ),
     Question(
         "deepspeed_moe_layer_cls_names",
-        "Which classes are mixture-of-experts layers, separated by commas?",
+        "Which classes are mixture-of-experts layers (A,B)?",
         "names",
         (_ZERO, _open("deepspeed_moe_layer_cls_names"), _PARAMS),
-        gate="Does the model have mixture-of-experts layers to be gathered as a whole?",
-    ),
-    Question(
-        "num_processes",
-        "How many processes, over all machines?",
-        "count",
-        default=_processes,
-        check=_divisible,
-        least=1,
-    ),
-    Question(
-        "mixed_precision",
-        "Which precision?",
-        "choice",
-        (_open("mixed_precision"),),
-        (Choice("no", "fp32"), Choice("fp16"), Choice("bf16", "", _no_bf16)),
-        default=_precision,
+        gate="Does it have mixture-of-experts layers to gather at once?",
     ),
     Question(
         "dynamo_backend",

@@ -17,6 +17,7 @@ import shlex
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -167,6 +168,29 @@ class JobEnd:
     signal: int = 0
 
 
+def prefixed_streams(
+    settings: LaunchSettings, num_local: int, *, stdout_is_terminal: bool, stderr_is_terminal: bool
+) -> Streams:
+    """The output of which ranks comes line by line, with the rank before it: as `tee` of torch's agent.
+
+    By default rank 0 writes to the terminal itself, so that its progress bars and debuggers work, and the lines of the
+    others are told from its own by their beginnings. In a pipe nothing is added to what programs read.
+
+    Example:
+        >>> from zeroaccel.config.launch.launch_settings import launch_settings
+        >>> settings = launch_settings({"num_processes": 3})
+        >>> prefixed_streams(settings, 3, stdout_is_terminal=True, stderr_is_terminal=False)
+        {1: 1, 2: 1}
+    """
+    if settings.tee or settings.redirects or settings.log_line_prefix == "none":
+        return settings.tee
+    if settings.log_line_prefix == "all":
+        return int(Std.ALL)
+    streams = Std.OUT * stdout_is_terminal | Std.ERR * stderr_is_terminal
+    first = 1 if settings.is_main_machine else 0
+    return {local_rank: int(streams) for local_rank in range(first, num_local)} if streams else 0
+
+
 class RankFiles(DefaultLogsSpecs):
     """The files of each rank, its output and its error report; torch's agent asks for them at each start.
 
@@ -180,8 +204,10 @@ class RankFiles(DefaultLogsSpecs):
         additions: Callable[[int], Mapping[str, str]],
         about_to_start: Callable[[], None],
         log: Callable[[str], None],
+        tee: Streams,
     ) -> None:
-        super().__init__(str(folder), redirects=_std(settings.redirects), tee=_std(settings.tee))
+        super().__init__(str(folder), redirects=_std(settings.redirects), tee=_std(tee))
+        self._prefixed = tee
         self._additions = additions
         self._about_to_start = about_to_start
         self._log = log
@@ -195,6 +221,8 @@ class RankFiles(DefaultLogsSpecs):
         destinations = super().reify(envs)
         for local_rank, environment in envs.items():
             environment.update(self._additions(local_rank))
+            if self._prefixed.get(local_rank, 0) if isinstance(self._prefixed, dict) else self._prefixed:
+                environment["PYTHONUNBUFFERED"] = "1"  # to a file, Python would write in blocks
         self._reports = tuple(Path(path) for path in destinations.error_files.values())
         self._ranks = tuple(int(environment["RANK"]) for environment in envs.values())
         self._about_to_start()
@@ -259,6 +287,12 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
         lambda local_rank: {**plan.additions(local_rank), LAUNCH_ID: launch_id},
         stop_signals.processes_exist,
         log,
+        prefixed_streams(
+            settings,
+            plan.num_local,
+            stdout_is_terminal=sys.stdout.isatty(),
+            stderr_is_terminal=sys.stderr.isatty(),
+        ),
     )
     if settings.max_restarts:
         _renew_stores()

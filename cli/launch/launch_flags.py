@@ -134,12 +134,18 @@ def _option(name: str) -> Callable[[_Command], _Command]:
 
 
 def _metavar(name: str) -> str:
-    choices = list(_choices(LaunchSettings.model_fields[name].annotation))
-    if choices:
+    if choices := choices_of(name):
         return "|".join(choices)
     if SETTINGS[name].metavar:
         return SETTINGS[name].metavar
     return "PATH" if name.endswith(("_path", "_file", "file")) else _KIND_METAVARS.get(kind_of(name), "TEXT")
+
+
+def choices_of(setting: str) -> list[str]:
+    """The values that a setting may have, where these are few."""
+    if SETTINGS[setting].metavar.count("|") > 1:
+        return SETTINGS[setting].metavar.split("|")
+    return list(_choices(LaunchSettings.model_fields[setting].annotation))
 
 
 def _choices(annotation: Any) -> Iterator[str]:

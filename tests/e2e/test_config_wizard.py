@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shlex
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +30,12 @@ class Terminal:
 
     def __init__(self, process: pexpect.spawn[str]) -> None:
         self.process = process
+        self._log = process.logfile_read = io.StringIO()
+
+    @property
+    def everything(self) -> str:
+        """All that was written, as plain text."""
+        return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self._log.getvalue())
 
     def at(self, words: str, keys: str = ENTER) -> None:
         self.process.expect_exact(words)
@@ -43,7 +51,7 @@ class Terminal:
 
 
 @contextmanager
-def _terminal(folder: Path, *flags: str) -> Iterator[Terminal]:
+def _terminal(folder: Path, *flags: str, columns: int = 200) -> Iterator[Terminal]:
     # A prompt waits a second for the terminal to say where its cursor is; this one never says.
     terminal = {"TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", "NO_COLOR": "1"}
     environment = outside_any_job() | terminal | {"CI": "", "XDG_CONFIG_HOME": str(folder)}
@@ -54,7 +62,7 @@ def _terminal(folder: Path, *flags: str) -> Iterator[Terminal]:
         cwd=str(folder),
         encoding="utf-8",
         timeout=time_limits.seconds(40),
-        dimensions=(60, 200),
+        dimensions=(60, columns),
     )
     try:
         yield Terminal(process)
@@ -77,9 +85,12 @@ def _by_flags(folder: Path, said: str, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def _until_stage(person: Terminal) -> None:
     """Takes what is proposed, up to the question of the stage."""
-    person.at("What will you train?")
-    for words in ("Run on the CPU only", "How many machines", "Shard the training with ZeRO", "Do you have a JSON"):
+    for words in ("Run on the CPU only", "How many machines"):
         person.at(words)
+    person.at("How many processes", f"{CLEAR}2{ENTER}")
+    for words in ("Shard the training with ZeRO", "Do you have a JSON", "Which precision?", "What will you train"):
+        person.at(words)
+    person.at("Shall processes share")
 
 
 def test_without_a_json_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,13 +99,11 @@ def test_without_a_json_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         _until_stage(person)
         person.at("Which stage of ZeRO?", UP + ENTER)  # from 2 to 1
         person.at("Where do optimizer states live?")
-        person.at("gradient accumulation steps", f"{CLEAR}0")
+        person.at("gradient accumulation steps", "0")  # replaces what is proposed
         person.process.expect_exact("expected a number of at least 1, got 0")
         person.process.send(f"{CLEAR}4{ENTER}")
         person.at("Clip gradients?", UP + ENTER)
-        person.at("largest norm", f"{CLEAR}0.5{ENTER}")
-        person.at("How many processes", f"{CLEAR}2{ENTER}")
-        person.at("Which precision?")
+        person.at("largest norm", f"0.5{ENTER}")
         person.at("Compile the model")
         person.at(f"Write {FILE}?")
         code, said = person.ends()
@@ -112,7 +121,6 @@ def test_with_a_json_config_and_an_existing_file(tmp_path: Path) -> None:
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / FILE).write_text("num_processes: 7\n")
     with _terminal(tmp_path, "--num_processes", "2") as person:
-        person.at("What will you train?")
         person.at("Run on the CPU only")
         person.at("How many machines")
         person.at("Shard the training with ZeRO")
@@ -122,13 +130,15 @@ def test_with_a_json_config_and_an_existing_file(tmp_path: Path) -> None:
         person.process.send(f"{CLEAR}broken.json")
         person.process.expect_exact("valid JSON: expecting property name")
         person.process.send(f"{CLEAR}ds.json{ENTER}")
+        person.process.expect_exact("ds.json decides zero_stage 2, mixed_precision bf16; that is not asked")
+        person.at("Shall processes share")
         person.at("Compile the model")  # everything else is decided
         person.process.expect_exact("-num_processes: 7")
         person.at(f"Write {FILE}?")
         code, said = person.ends()
     assert code == 0
     text = (tmp_path / FILE).read_text()
-    assert "  deepspeed_config_file: ds.json\nnum_processes: 2\n" in text
+    assert "num_processes: 2\ndeepspeed_config:\n  deepspeed_config_file: ds.json\n" in text
     assert "mixed_precision" not in text
     assert (tmp_path / f"{FILE}.bak").read_text() == "num_processes: 7\n"
     assert "(what was there is in zeroaccel.yaml.bak)" in said
@@ -137,26 +147,27 @@ def test_with_a_json_config_and_an_existing_file(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_stage_3_on_nvme_after_going_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with _terminal(tmp_path, "--use_cpu", "yes", "--num_machines", "1") as person:
-        person.at("What will you train?")
+        person.at("How many processes", f"2{ENTER}")
         person.at("Shard the training with ZeRO")
         person.at("Do you have a JSON config")
+        person.at("Which precision?")
+        person.at("What will you train")
+        person.at("Shall processes share")
         person.at("Which stage of ZeRO?")
         person.at("Where do optimizer states live?", DOWN * 3 + ENTER)  # below the three tiers: back
         person.at("Which stage of ZeRO?", DOWN + ENTER)  # and from 2 to 3
         person.at("Where do optimizer states live?", DOWN * 2 + ENTER)
         person.at("Where do parameters live", DOWN + ENTER)
-        person.at("In which folder of a local disk do optimizer states live?", f"{CLEAR}/proc{ENTER}")
+        person.at("In which local folder do optimizer states live?", f"{CLEAR}/proc{ENTER}")
         person.process.expect_exact("/proc is not on a disk")
         person.process.send(f"{CLEAR}{tmp_path}{ENTER}")
         person.at("gradient accumulation steps", f"{CLEAR}<{ENTER}")  # and back from a line of text
-        person.at("In which folder of a local disk do optimizer states live?")
+        person.at("In which local folder do optimizer states live?")
         person.at("gradient accumulation steps")
         person.at("Clip gradients?")
         person.at("Gather the whole model")
         person.at("zero.Init")
         person.at("mixture-of-experts")
-        person.at("How many processes", f"{CLEAR}2{ENTER}")
-        person.at("Which precision?")
         person.at("Compile the model")
         person.at(f"Write {FILE}?")
         code, said = person.ends()
@@ -168,35 +179,68 @@ def test_stage_3_on_nvme_after_going_back(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_a_plan_answers_the_stage_and_can_be_left_backwards(tmp_path: Path) -> None:
-    with _terminal(tmp_path, "--num_processes", "2", "--use_cpu", "yes") as person:
-        person.at("What will you train?", "1x")
-        person.process.expect_exact("expected a parameter count such as 7b")
-        person.process.send(f"{CLEAR}1m{ENTER}")
-        person.at("How many tokens per sample?", f"{CLEAR}64{ENTER}")
-        person.at("How many samples per process")
-        person.process.expect_exact("stage 1: ")
-        person.process.expect_exact("(recommended)")
-        person.at("none of these", DOWN * 2 + ENTER)  # the third line: stage 3
-        person.at("How many machines", f"{CLEAR}<{ENTER}")  # back to the beginning
-        person.at("What will you train?", "1m" + ENTER)
-        person.at("How many tokens per sample?", f"{CLEAR}64{ENTER}")
-        person.at("How many samples per process")
-        person.at("none of these", DOWN * 2 + ENTER)
-        person.at("How many machines")
+def test_a_plan_answers_mesh_and_stage_and_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with _terminal(tmp_path, "--num_processes", "2", "--use_cpu", "yes", "--num_machines", "1", columns=80) as person:
         person.at("Shard the training with ZeRO")
         person.at("Do you have a JSON config")
+        person.at("Which precision?")
+        person.at("What will you train", "llama-3.1-8" + ENTER)
+        person.process.expect_exact("did you mean llama-3.1-8b")
+        person.at("What will you train", "1m" + ENTER)
+        person.at("How many tokens per sample?", f"64{ENTER}")
+        person.at("How many samples per process")
+        person.at("Which mesh of 2 processes?", DOWN + ENTER)  # below the one that is recommended
+        person.at("Which plan, for", DOWN * 2 + ENTER)  # the third line: stage 3
+        person.at("gradient accumulation steps", f"<{ENTER}")  # back to the plan, which is still there
+        person.at("Which plan, for")
         person.at("gradient accumulation steps")  # what the plan says is not asked
-        person.at("Clip gradients?", CTRL_C)
+        person.at("Clip gradients?")
+        person.at("Gather the whole model")
+        person.at("zero.Init")
+        person.at("mixture-of-experts")
+        person.at("Compile the model")
+        person.at(f"Write {FILE}?")
         code, said = person.ends()
-    assert code == 130
-    assert "nothing was written" in said
+    assert code == 0
+    text = (tmp_path / FILE).read_text()
+    assert "  zero_stage: 3\n" in text
+    assert re.search(r"parallelism_config:\n  parallelism_config_\w+: 2\n|parallelism_config:\n  pp_size: 2\n", text)
+    assert "1m takes " in person.everything
+    assert _by_flags(tmp_path, said, monkeypatch) == text
+
+
+def test_control_c_at_a_question_writes_nothing(tmp_path: Path) -> None:
+    with _terminal(tmp_path, "--use_cpu", "yes") as person:
+        person.at("How many machines", CTRL_C)
+        code, said = person.ends()
+    assert (code, said.splitlines()[-1]) == (130, "nothing was written")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("words", ["estimate 70b --ranks 32 --meshes", "estimate 7b --html page.html"])
+def test_control_c_while_it_computes(words: str, tmp_path: Path) -> None:
+    process = pexpect.spawn(
+        sys.executable,
+        ["-m", "zeroaccel.cli", *words.split(), "--device_memory", "80GB"],
+        env=outside_any_job() | {"TERM": "xterm", "NO_COLOR": "1"},
+        cwd=str(tmp_path),
+        encoding="utf-8",
+        timeout=time_limits.seconds(40),
+        dimensions=(24, 40),  # a line that is wider than this is cut, so that it stays one line
+    )
+    seconds = 0.0 if "--html" in words else 3.0  # while it imports, and while it computes
+    process.expect(r"[-/|\\] zeroaccel: estimating [^\r\n]{5,25}\r")
+    time.sleep(seconds)
+    process.send(CTRL_C)
+    process.expect(pexpect.EOF)
+    process.close()
+    assert process.exitstatus == 130
     assert list(tmp_path.iterdir()) == []
 
 
 def test_quitting_writes_nothing(tmp_path: Path) -> None:
-    with _terminal(tmp_path) as person:
-        person.at("What will you train?", f":q{ENTER}")
+    with _terminal(tmp_path, "--use_cpu", "yes") as person:
+        person.at("How many machines", f":q{ENTER}")
         code, said = person.ends()
     assert (code, said.splitlines()[-1]) == (130, "nothing was written")
     assert list(tmp_path.iterdir()) == []

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -180,3 +183,44 @@ def test_the_stored_help_of_launch_is_that_of_its_flags(monkeypatch: pytest.Monk
         stored, live = (CliRunner().invoke(main, ["launch", *words]) for words in (["--help"], ["--dry_run", "--help"]))
         assert stored.output == live.output
         assert "--num_processes" in stored.output
+
+
+def _commands(command: click.Command, path: str, above: click.Context | None) -> Iterator[tuple[str, click.Command]]:
+    yield path, command
+    if isinstance(command, click.Group):
+        ctx = click.Context(command, info_name=path, parent=above)
+        for name in command.list_commands(ctx):
+            below = command.get_command(ctx, name)
+            assert below is not None
+            yield from _commands(below, f"{path} {name}", ctx)
+
+
+def test_every_help_has_examples_and_no_long_list_without_groups() -> None:
+    seen = {}
+    for path, command in _commands(main, "zeroaccel", None):
+        shown = CliRunner().invoke(main, [*path.split()[1:], "--help"]).output
+        assert "Examples:\n" in shown or "examples:\n" in shown, path
+        flags = [param for param in command.params if isinstance(param, click.Option) and not param.hidden]
+        headings = re.findall(r"^[A-Z][^\n]*:$", shown, re.MULTILINE)
+        assert len(flags) <= 8 or len(headings) >= 4, path
+        seen[path] = len(flags)
+    assert len(seen) > 20
+
+
+def test_misspelt_flags_are_answered_with_the_one_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    tried = 0
+    for path, command in _commands(main, "zeroaccel", None):
+        option = next(
+            (p for p in command.params if isinstance(p, click.Option) and len(p.opts[0]) > 6 and not p.hidden), None
+        )
+        if option is None or path in ("zeroaccel verify", "zeroaccel trace"):  # they hand flags to launch
+            continue
+        wrong = option.opts[0][:-2] + option.opts[0][-1] + option.opts[0][-2]
+        if wrong == option.opts[0]:
+            wrong += "x"
+        assert _run(*path.split()[1:], wrong) == 2
+        said = capsys.readouterr().err
+        assert "did you mean" in said.lower(), path
+        assert option.opts[0].lstrip("-")[:4] in said.lower().split("did you mean")[1].replace("-", "_"), path
+        tried += 1
+    assert tried > 10

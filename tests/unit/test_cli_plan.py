@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from zeroaccel.cli.launch import launch_plan as plan_module
+from zeroaccel.cli.launch.agent import prefixed_streams
 from zeroaccel.cli.launch.launch_plan import LaunchPlan, Program, plan_launch
 from zeroaccel.cli.machine import Device, port_trouble
 from zeroaccel.comm.environment import usable_cores
@@ -214,3 +215,16 @@ def test_a_precision_that_an_accelerator_lacks(machine: pytest.MonkeyPatch) -> N
     on_cpu = plan_launch(launch_settings(settings | {"use_cpu": True}), Program("train.py"), PATH, bf16_by="--x")
     assert on_cpu.device == "cpu"
     assert _plan({"mixed_precision": "fp16"}).device == "cuda"
+
+
+def test_lines_of_other_ranks_begin_with_the_rank_on_a_terminal() -> None:
+    def streams(values: dict[str, Any], *, out: bool, err: bool) -> Any:
+        settings = launch_settings({"num_processes": 3, **values})
+        return prefixed_streams(settings, 3, stdout_is_terminal=out, stderr_is_terminal=err)
+
+    assert streams({}, out=True, err=True) == {1: 3, 2: 3}
+    assert streams({}, out=False, err=True) == {1: 2, 2: 2}
+    assert streams({}, out=False, err=False) == 0  # what reads a pipe gets what programs write
+    assert streams({"log_line_prefix": "all"}, out=False, err=False) == 3
+    assert streams({"log_line_prefix": "none"}, out=True, err=True) == 0
+    assert streams({"tee": {0: 1}}, out=True, err=True) == {0: 1}

@@ -13,8 +13,9 @@ import pytest
 import yaml
 
 from zeroaccel.cli.config.answers import BACK, InvalidAnswer, Walk, accept, complete, parse
-from zeroaccel.cli.config.config_file import answers_of, checked, command_line, render
-from zeroaccel.cli.config.memory_plan import Model, best_plan
+from zeroaccel.cli.config.config_file import answers_of, checked, command_line, render, start_lines
+from zeroaccel.cli.config.memory_plan import Model, PlanTable, best_plan
+from zeroaccel.cli.config.prompts import Option
 from zeroaccel.cli.config.questions import AUTO, QUESTIONS, Question, WizardState, by_key
 from zeroaccel.cli.machine import Device, Disk, Machine
 from zeroaccel.config.launch.launch_settings import LaunchSettings
@@ -35,6 +36,7 @@ class Scripted:
     def __init__(self, answers: Mapping[str, Any] | None = None, backs: Mapping[str, int] | None = None) -> None:
         self.answers, self.backs = dict(answers or {}), dict(backs or {})
         self.asked: list[str] = []
+        self.remarks: list[str] = []
 
     def value(self, question: Question, proposal: Any, situation: WizardState, *, back: bool) -> Any:
         self.asked.append(question.key)
@@ -53,6 +55,9 @@ class Scripted:
         self.asked.append(f"{key}?")
         return key in self.answers or proposal
 
+    def remark(self, words: str) -> None:
+        self.remarks.append(words)
+
 
 def _walk(machine: Machine, asker: Scripted, given: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
     walk = Walk(machine, given or {}, {})
@@ -69,7 +74,7 @@ def test_every_question_is_about_a_setting_and_reads_only_earlier_ones() -> None
             return super().get(key, default)
 
     for question in QUESTIONS:
-        assert question.key in LaunchSettings.model_fields or question.key == "use_deepspeed"
+        assert question.key in LaunchSettings.model_fields or not question.is_setting
         for answers in ({}, {"use_deepspeed": True, "num_machines": 2, "zero_stage": 3}):
             situation = WizardState(
                 Watched({key: value for key, value in answers.items() if key in earlier}), Machine()
@@ -87,14 +92,14 @@ def test_only_what_applies_is_asked(tmp_path: Path) -> None:
     assert asker.asked == [
         "use_cpu",
         "num_machines",
+        "num_processes",
         "use_deepspeed",
         "deepspeed_config_file?",
+        "mixed_precision",
         "zero_stage",
         "offload_optimizer_device",
         "gradient_accumulation_steps",
         "gradient_clipping?",
-        "num_processes",
-        "mixed_precision",
         "dynamo_backend?",
     ]
     asker = Scripted({"zero_stage": 0, "use_deepspeed": False})
@@ -110,7 +115,8 @@ def test_a_json_config_leaves_only_its_autos_to_be_asked(tmp_path: Path) -> None
     asker = Scripted({"deepspeed_config_file": str(path), "gradient_clipping": 0.5})
     answers = _walk(_machine(tmp_path), asker)
     asked = asker.asked[asker.asked.index("deepspeed_config_file") + 1 :]
-    assert asked == ["gradient_clipping?", "gradient_clipping", "zero3_init_flag", "num_processes", "dynamo_backend?"]
+    assert asked == ["gradient_clipping?", "gradient_clipping", "zero3_init_flag", "dynamo_backend?"]
+    assert asker.remarks == [f"{path} decides zero_stage 3, mixed_precision bf16; that is not asked"]
     checked(render(answers), "zeroaccel.yaml")  # and a launch does not find anything said twice
 
 
@@ -123,6 +129,8 @@ def _random_answer(question: Question, situation: WizardState, chance: random.Ra
         return AUTO
     if question.key == "num_processes":
         return chance.randint(1, 3) * (situation["num_machines"] or 1)
+    if question.key.removesuffix("_size") in ("tp", "sp", "pp") or question.key == "zero_hpz_partition_size":
+        return 1
     if question.key == "machine_rank":
         return chance.randrange(situation["num_machines"])
     if question.kind == "count":
@@ -331,3 +339,100 @@ def test_an_update_keeps_what_no_question_is_about(tmp_path: Path) -> None:
     assert (again["num_processes"], again["max_restarts"], again["mixed_precision"]) == (2, 3, "bf16")
     assert again["deepspeed_config"]["zero_stage"] == 1
     assert "dynamo_config" not in again
+
+
+def test_questions_fit_80_columns() -> None:
+    for question in QUESTIONS:
+        for words in filter(None, (question.words, question.gate)):
+            by_keys = question.kind in ("choice", "yes_no") or words == question.gate
+            assert len(f"? {words} " + ("(arrow keys)" if by_keys else "(< back, :q quit) 29500")) <= 80, words
+
+
+def test_a_file_for_several_machines_ends_with_the_command_for_each() -> None:
+    answers = {"num_machines": 3, "main_process_ip": "10.0.0.1"}
+    assert start_lines(answers, "zeroaccel launch train.py") == [
+        "with 10.0.0.1 as machine 0, and this file on each:",
+        *(f"zeroaccel launch --machine_rank {rank} train.py   # on machine {rank}" for rank in range(3)),
+    ]
+    assert start_lines({**answers, "num_machines": 40}, "zeroaccel launch train.py")[-1].endswith("--machine_rank 39")
+    assert start_lines({**answers, "multinode_launcher": "ssh"}, "x train.py") == ["x train.py"]
+
+
+def test_a_mesh_is_asked_for_where_there_are_several_processes(tmp_path: Path) -> None:
+    asker = Scripted({"num_processes": 4, "use_parallelism_config": True, "tp_size": 2})
+    answers = _walk(_machine(tmp_path), asker)
+    assert [key for key in asker.asked if key.endswith("_size")] == ["tp_size", "sp_size", "pp_size"]
+    assert yaml.safe_load(render(answers))["parallelism_config"] == {"parallelism_config_tp_size": 2}
+    with pytest.raises(ConfigError, match=r"--tp_size: expected sizes that divide the job's 4 ranks"):
+        complete({"num_processes": 4, "tp_size": 3}, _machine(tmp_path))
+    with pytest.raises(ConfigError, match="it does not apply: there is one process"):
+        complete({"num_processes": 1, "tp_size": 2}, _machine(tmp_path))
+    (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 2, "tensor_parallel": {"autotp_size": 2}}))
+    asker = Scripted({"num_processes": 4, "deepspeed_config_file": str(tmp_path / "ds.json")})
+    _walk(_machine(tmp_path), asker)
+    assert "use_parallelism_config" not in asker.asked
+    assert "tp_size 2" in asker.remarks[0]
+
+
+def test_zeropp_is_asked_for_at_stage_3_of_several_machines(tmp_path: Path) -> None:
+    script = {"num_machines": 2, "main_process_ip": "a", "num_processes": 4, "zero_stage": 3}
+    asker = Scripted({**script, "zero_hpz_partition_size": 2, "zero_quantized_weights": True})
+    answers = _walk(_machine(tmp_path), asker)
+    section = yaml.safe_load(render(answers))["deepspeed_config"]
+    assert (section["zero_hpz_partition_size"], section["zero_quantized_weights"]) == (2, True)
+    asker = Scripted({**script, "zero_stage": 2})
+    _walk(_machine(tmp_path), asker)
+    assert not [key for key in asker.asked if key.startswith("zero_quantized")]
+
+
+def test_a_model_that_fits_on_a_mesh_only_gets_one(tmp_path: Path) -> None:
+    model = Model("125m", 8192, 1)
+    answers = {"num_processes": 2, "mixed_precision": "bf16", "use_cpu": False}
+    devices = (Device("Small", 9 * 2**30, has_bf16=True),) * 2
+    machine = Machine(devices, 2**20, 8)
+    plan = best_plan(model, machine, answers)
+    assert plan.note.startswith("125m fits on a mesh only, ")
+    assert plan.answers["use_parallelism_config"]
+
+
+class _Tables:
+    """Answers the questions of a `PlanTable`: text by what is proposed, tables by their last possible row."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.said: list[str] = []
+        self.texts = ["125m", "1024", "1"]
+
+    def text(self, words: str, proposal: str, check: Any, *, back: bool) -> str:
+        return self.texts.pop(0)
+
+    def remark(self, words: str) -> None:
+        self.said.append(words)
+
+    def choose(
+        self, words: str, options: list[Option], proposal: Any, *, back: bool, heading: str, footing: str
+    ) -> Any:
+        # Only one row is the best, and no row that does not fit is.
+        self.lines += [f"   {one.title.removesuffix('  best')} (no: device)" for one in options]
+        self.lines += [f"? {words} (arrow keys)", f"   {heading}", f"   {footing}"]
+        return [one.value for one in options if not one.impossible][-1 if words.startswith("Which mesh") else -2]
+
+
+def test_tables_fit_80_columns_and_what_was_picked_is_answered(tmp_path: Path) -> None:
+    machine = _machine(tmp_path, *(Device("Small", 5 * 2**30, has_bf16=True),) * 4)
+    tables = _Tables()
+    tables.texts[0] = "llama-3.1-8x"
+    tables.texts.insert(1, "125m")
+    planner = PlanTable(tables, None, machine, {})  # type: ignore[arg-type]
+    state = complete({"num_processes": 4}, machine, questions=QUESTIONS[:13]).state
+    plan = planner(state, False)
+    assert "did you mean llama-3.1-8b" in tables.said[0]
+    assert {key: value for key, value in plan.answers.items() if key.endswith("_size")} == {
+        "tp_size": 1,
+        "sp_size": 1,
+        "pp_size": 4,
+    }
+    assert max(map(len, tables.lines)) <= 80, max(tables.lines, key=len)
+    assert len([line for line in tables.lines if "a tenth of device" in line]) == 1
+    answers = complete({"num_processes": 4}, machine, former=plan.answers).answers
+    assert (answers["zero_stage"], answers["pp_size"]) == (plan.answers["zero_stage"], 4)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import http.server
 import json
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from zeroaccel.errors import ConfigError, UsageError, ZeroAccelError
 from zeroaccel.estimate import Capacity, Estimate, Workload, estimate, plan_table, subject
+from zeroaccel.estimate.decoder import Decoder, Shape, known_shape, shape_of
 from zeroaccel.estimate.extrapolate import MemoryTrace, Moment, extrapolate_depth
 from zeroaccel.estimate.shapes_only import RULES, ShapesOnly
 from zeroaccel.estimate.simulate import simulate
-from zeroaccel.estimate.decoder import Decoder, Shape, known_shape, shape_of
 from zeroaccel.estimate.subject import Step, Subject, predict_tokens
 
 PLAIN = [(stage, "none", "none") for stage in range(4)]
@@ -383,3 +385,49 @@ def test_known_models_have_their_published_numbers_of_parameters(name: str, nume
         made = sum(param.numel() for param in Decoder(replace(shape, layers=2)).parameters())
     assert (shape.numel, made) == (numel, replace(shape, layers=2).numel)
     assert subject(name).layer_numel == shape.block_numel
+
+
+class _Hub(http.server.BaseHTTPRequestHandler):
+    """Has one model, `someone/tiny`; `someone/gated` asks for a login."""
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_GET(self) -> None:
+        self.wfile.write(self._answer())
+
+    def _answer(self) -> bytes:
+        content = json.dumps(TINY).encode()
+        found = self.path == "/someone/tiny/resolve/main/config.json"
+        self.send_response(200 if found else 401 if "gated" in self.path else 404)
+        self.send_header("ETag", '"1"')
+        self.send_header("X-Repo-Commit", "a" * 40)
+        self.send_header("Content-Length", str(len(content) if found else 0))
+        self.end_headers()
+        return content if found else b""
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    constants = pytest.importorskip("huggingface_hub.constants")
+    pytest.importorskip("transformers")
+    with http.server.HTTPServer(("127.0.0.1", 0), _Hub) as hub:
+        thread = threading.Thread(target=hub.serve_forever, daemon=True)
+        thread.start()
+        address = f"http://127.0.0.1:{hub.server_port}"
+        for name, value in (("ENDPOINT", address), ("HF_HUB_CACHE", str(tmp_path)), ("HF_HUB_OFFLINE", False)):
+            monkeypatch.setattr(constants, name, value)
+        template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        for name, words in (("gated", r"or asks for a login \(401\)"), ("none", r"no such model.*\(404\)")):
+            with pytest.raises(ConfigError, match=words):
+                subject(f"someone/{name}")
+        (one,) = estimate("someone/tiny", Workload(ranks=2, sequence=16), PLAIN[1:2])
+        hub.shutdown()
+        thread.join()
+    with pytest.raises(ConfigError, match=r"did not answer: .*did you mean llama-3.1-8b"):
+        subject("someone/llama-3.1-8bx")
+    assert one.numel == 196_928 or one.numel > 100_000
+    assert subject("someone/tiny").name == "someone/tiny"  # from the cache, without the hub

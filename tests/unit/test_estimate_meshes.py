@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,8 @@ LLAMA = {
 }
 
 
-def _subject() -> Subject:
-    return Subject("small", "", lambda: (Decoder(SHAPE), predict_tokens), shapes_only=True, shape=SHAPE)
+def _subject(shape: Shape = SHAPE) -> Subject:
+    return Subject("small", "", lambda: (Decoder(shape), predict_tokens), shapes_only=True, shape=shape)
 
 
 def _stage_1(workload: Workload) -> Estimate:
@@ -47,10 +48,10 @@ def test_bytes_of_each_axis_are_those_of_the_formulas() -> None:
     hidden = tokens * SHAPE.width * 2
     numel = SHAPE.numel
     assert _sent(Workload(ranks=4, sequence=64))["dp"] == pytest.approx(2 * 2 * numel * 3 / 4, rel=0.001)
-    # Sums of two layers per block in forward, of the inputs of q, k, v, gate and up in backward; the head's input, and
-    # its logits in bf16, of which each rank sends its part to the other.
+    # Sums of two layers per block in forward, of the inputs of q, k, v, gate and up in backward; the embedding's
+    # output, the head's input, and its logits in bf16, of which each rank sends its part to the other.
     sent = _sent(Workload(ranks=2, sequence=64, batch=2, tp=2))
-    assert sent == {"tp": SHAPE.layers * 7 * hidden + hidden + tokens * SHAPE.vocabulary}
+    assert sent == {"tp": SHAPE.layers * 7 * hidden + 2 * hidden + tokens * SHAPE.vocabulary}
     # Queries, keys, values (half as many heads) and outputs, in both passes; half of a rank's half goes to the other.
     sent = _sent(Workload(ranks=2, sequence=64, batch=2, sp=2))
     assert sent["sp"] == SHAPE.layers * 2 * 3 * hidden // 4
@@ -62,13 +63,10 @@ def test_parts_of_a_model_add_up_to_it() -> None:
     whole = _stage_1(Workload(ranks=1, sequence=64))
     layers = _stage_1(Workload(ranks=2, sequence=64, tp=2))
     assert layers.numel == whole.numel == SHAPE.numel
-    # The table of the embedding and the norms are on both ranks.
-    both = SHAPE.vocabulary * SHAPE.width + (2 * SHAPE.layers + 1) * SHAPE.width
+    both = (2 * SHAPE.layers + 1) * SHAPE.width  # the norms
     assert layers.device.optimizer == pytest.approx(12 * (both + (SHAPE.numel - both) / 2), rel=0.001)
-    stages = [
-        simulate(_subject(), Workload(ranks=2, sequence=64, pp=2, accumulation=2), 1, pipeline_stage=index)
-        for index in (0, 1)
-    ]
+    two = Workload(ranks=2, sequence=64, pp=2, accumulation=2)
+    stages = [simulate(_subject(), two, 1, pipeline_stage=index) for index in (0, 1)]
     assert sum(one.numel for one in stages) == SHAPE.numel
     assert _stage_1(Workload(ranks=2, sequence=64, sp=2)).device.params == whole.device.params
 
@@ -132,9 +130,14 @@ def test_the_recommended_mesh_is_the_simplest_that_fits() -> None:
 
 
 def test_what_a_model_cannot_be_cut_into() -> None:
-    rows = {row.workload.mesh_name: row for row in mesh_table("llama-3.2-1b", Workload(ranks=2), ROOMY)}
-    assert "tied" in rows["tp 2"].refused
-    assert rows["sp 2"].plan is not None
+    row = mesh_row(_subject(), Workload(ranks=8, sequence=64, tp=8), ROOMY)
+    assert row.refused == "small: tp 8: expected a divisor of its 4 heads of keys, got 8"
+    assert (
+        mesh_row(_subject(), Workload(ranks=8, sequence=64, sp=8), ROOMY).plan is not None
+    )  # heads of keys are copied
+    tied = _subject(replace(SHAPE, tied=True))
+    assert mesh_row(tied, Workload(ranks=2, sequence=64, tp=2), ROOMY).plan is not None
+    assert mesh_row(tied, Workload(ranks=2, sequence=64, pp=2, accumulation=2), ROOMY).plan is not None
     with pytest.raises(UsageError, match=r"Workload\.accumulation: expected at least 4 micro-steps"):
         Workload(ranks=4, pp=4, accumulation=2)
     with pytest.raises(UsageError, match="divide the job's 8 ranks"):

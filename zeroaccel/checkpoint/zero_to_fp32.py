@@ -1023,7 +1023,10 @@ def _positive(text: str) -> int:
 
 def _make_parser(program: str) -> argparse.ArgumentParser:
     parser = _Parser(
-        program, description="Converts a sharded checkpoint to full weights, on one machine without a GPU."
+        program,
+        description="Converts a sharded checkpoint to full weights, on one machine without a GPU.",
+        epilog=f"examples:\n  {program} run/checkpoints weights\n  {program} -t global_step8 run/checkpoints out.bin",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
     add("checkpoint_dir", type=Path, metavar="CHECKPOINT_DIR", help="the folder with `latest`, or a checkpoint in it")

@@ -58,6 +58,7 @@ class Facts:
         offload_param_device, offload_optimizer_device: "none", "cpu" or "nvme".
         offload_param_path, offload_optimizer_path: folder for "nvme".
         save_16bit_weights: gather and write all weights in 16 bits when a model is saved.
+        hpz_partition_size, quantized_weights, quantized_gradients: ZeRO++.
         lr, weight_decay, betas, eps: arguments of the optimizer.
         warmup_num_steps, total_num_steps: optimizer steps of the schedule.
         training: an optimizer comes from outside the config; batch sizes are needed to train only.
@@ -75,6 +76,9 @@ class Facts:
     offload_optimizer_device: Fact[str] | None = None
     offload_optimizer_path: Fact[str] | None = None
     save_16bit_weights: Fact[bool] | None = None
+    hpz_partition_size: Fact[int] | None = None
+    quantized_weights: Fact[bool] | None = None
+    quantized_gradients: Fact[bool] | None = None
     lr: Fact[float] | None = None
     weight_decay: Fact[float] | None = None
     betas: Fact[tuple[float, float]] | None = None
@@ -251,6 +255,9 @@ RULES: tuple[Rule, ...] = (
     _stated("zero_optimization.offload_optimizer.device", "offload_optimizer_device"),
     _stated("zero_optimization.offload_optimizer.nvme_path", "offload_optimizer_path"),
     _stated("zero_optimization.gather_16bit_weights_on_model_save", "save_16bit_weights"),
+    _stated("zero_optimization.zero_hpz_partition_size", "hpz_partition_size"),
+    _stated("zero_optimization.zero_quantized_weights", "quantized_weights"),
+    _stated("zero_optimization.zero_quantized_gradients", "quantized_gradients"),
     _sized("reduce_bucket_size", "hidden^2", lambda hidden: hidden * hidden),
     # Not 9 * hidden^2 // 10: the libraries whose configs say "auto" here round this product of floats.
     _sized("prefetch_bucket_size", "int(0.9 * hidden^2)", lambda hidden: int(0.9 * hidden * hidden)),

@@ -1,7 +1,7 @@
 """A decoder of today's open shape: gated MLP, heads of 128, RMS norms; the shapes of common models by their names.
 
-Only its sizes matter; it is never trained. A pipeline's stage is a decoder of fewer blocks, without what comes before or
-after them. `mesh_parts` lets ranks share its layers and sequences.
+Only its sizes matter; it is never trained. A pipeline's stage is a decoder of fewer blocks, without what comes before
+or after them. `mesh_parts` lets ranks share its layers and sequences.
 """
 
 from __future__ import annotations
@@ -187,9 +187,10 @@ class Decoder(nn.Module):
     """
 
     # As transformers' plan of such a model.
-    _tp_plan: Mapping[str, str] = {  # noqa: RUF012 - a class attribute there, too
+    _tp_plan: Mapping[str, str] = {
         **{f"blocks.*.{name}": "colwise" for name in ("q", "k", "v", "gate", "up")},
         **{f"blocks.*.{name}": "rowwise" for name in ("out", "down")},
+        "embedding": "embedding_rowwise",
         "head": "colwise_gather_output",
     }
 
@@ -214,7 +215,7 @@ class Decoder(nn.Module):
             return x
         x = self.norm(x)
         logits = self._by_copy(x) if self.head is None else self.head(x)
-        return logits.to(torch.float32)  # type: ignore[no-any-return]
+        return logits.to(torch.float32)
 
     def _by_copy(self, x: Tensor) -> Tensor:
         if self.table is None:

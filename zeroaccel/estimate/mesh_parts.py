@@ -87,8 +87,10 @@ def stage_firsts(shape: Shape, count: int) -> list[int]:
 
 
 def stages_to_compare(subject: Subject, workload: Workload) -> list[int]:
-    """The stages of a pipeline that can need the most memory: the first, the last, and of those between the one with the
-    most blocks times micro-batches in flight."""
+    """The stages of a pipeline that can need the most memory.
+
+    They are the first, the last, and of those between the one with the most blocks times micro-batches in flight.
+    """
     count = workload.pp
     between = range(1, count - 1)
     if subject.shape is None or len(between) < 2 or count > subject.shape.layers:
@@ -105,12 +107,6 @@ def _check_shape(name: str, shape: Shape, workload: Workload) -> None:
             # Heads of keys are copied where sequences are shared.
             if heads % size and not (axis == "sp" and heads == shape.key_heads != shape.heads):
                 raise UsageError(f"{name}: {axis} {size}", expected=f"a divisor of its {heads} {what}", got=size)
-    if workload.tp > 1 and shape.tied:
-        raise UsageError(
-            f"{name}: tp {workload.tp}",
-            expected="a head of its own: the plan cuts the head, and not the embedding that is tied to it",
-            got="tied embeddings",
-        )
     if workload.pp > shape.layers:
         raise UsageError(f"{name}: pp {workload.pp}", expected=f"at most its {shape.layers} blocks", got=workload.pp)
 
@@ -126,7 +122,7 @@ def _share(model: nn.Module, workload: Workload, sent: SentBytes) -> None:
             for block in model.blocks:
                 vars(block)["exchange"] = exchange
         else:
-            _WithoutValues(model, group)
+            _UlyssesWithoutValues(model, group)
 
 
 class _ExchangeOnly(UlyssesAttention):
@@ -137,7 +133,7 @@ class _ExchangeOnly(UlyssesAttention):
         self._positions = {}
 
 
-class _WithoutValues(UlyssesAttention):
+class _UlyssesWithoutValues(UlyssesAttention):
     """As in training, without a look at positions and masks: sequences are neither packed nor padded."""
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -194,8 +190,8 @@ _ROWS, _COLUMNS = 0, 1
 # Kind of module -> style -> the dims of its parameters that are cut, as torch's styles cut them.
 _CUT_DIMS: dict[type[nn.Module], dict[str, dict[str, int]]] = {
     nn.Linear: {
-        **dict.fromkeys(("colwise", "colwise_gather_output", "colwise_rep"), {"weight": _ROWS, "bias": _ROWS}),
-        **dict.fromkeys(("rowwise", "rowwise_split_input", "rowwise_rep"), {"weight": _COLUMNS}),
+        **{style: {"weight": _ROWS, "bias": _ROWS} for style in ("colwise", "colwise_gather_output", "colwise_rep")},
+        **{style: {"weight": _COLUMNS} for style in ("rowwise", "rowwise_split_input", "rowwise_rep")},
     },
     nn.Embedding: {"embedding_rowwise": {"weight": _ROWS}, "embedding_colwise": {"weight": _COLUMNS}},
 }
@@ -229,7 +225,7 @@ def share_layers(model: nn.Module, size: int, sent: SentBytes) -> None:
             if param is not None:
                 module._parameters[key] = _part(f"{name}.{key}", param, dim, size, parts)
         if dims is not None:
-            module.forward = _forward_of_part(module.forward, style, size, count_sum, count_gather)  # type: ignore[method-assign]
+            module.forward = _forward_of_part(module.forward, style, size, count_sum, count_gather)
     for prefix, module in model.named_modules():
         if any(id(param) in parts for param in module._parameters.values() if param is not None):
             raise UsageError(

@@ -79,8 +79,8 @@ def link_bytes(row: PlanRow, workload: Workload) -> tuple[LinkBytes, ...]:
 def crossing_share(workload: Workload, axis: str) -> float:
     """The part of what ranks send along an axis that goes to other machines.
 
-    Along dp and sp each rank sends as much to each other rank of its group, along tp to the next one in a ring, along pp
-    to those of the stages before and after.
+    Along dp and sp each rank sends as much to each other rank of its group, along tp to the next one in a ring, along
+    pp to those of the stages before and after.
 
     Example:
         >>> crossing_share(Workload(ranks=16, ranks_per_machine=8, tp=16), "tp")
@@ -136,8 +136,9 @@ def mesh_table(
 ) -> list[MeshRow]:
     """Every mesh with the best plan on it; the recommended one first, then in the order of `meshes_of`.
 
-    Recommended is, of the meshes that fit, one without offload where there is one, whose ranks share layers and sequences
-    inside machines only; then the one whose ranks share samples the least, and which sends the least between machines.
+    Recommended is, of the meshes that fit, one without offload where there is one, whose ranks share layers and
+    sequences inside machines only; of those the one that shares samples the least, and then sends the least between
+    machines.
 
     Args:
         workload: a mesh in it is left aside.

@@ -131,7 +131,7 @@ def plan_table(
 
 
 def first_that_fits(what: Subject, workload: Workload, capacity: Capacity) -> PlanRow:
-    """The recommended row of `plan_table`, without the estimates of the plans after it; where none fits, the smallest."""
+    """The recommended row of `plan_table`, without estimates of the plans after it; where none fits, the smallest."""
     rows = []
     for one in estimates(what, workload, _plans_for(workload), on_cpu=capacity.on_cpu):
         row = PlanRow(one, *check_capacity(one, workload, capacity))

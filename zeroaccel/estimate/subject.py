@@ -11,6 +11,8 @@ import importlib.util
 import json
 import re
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -87,11 +89,47 @@ def subject(text: str | nn.Module | Callable[[], Any]) -> Subject:
         return _of_shape(text, f"{shape.numel:,} parameters in {shape.layers} layers of width {shape.width}", shape)
     if ":" in text and "/" not in text:
         return _of_function(text, _imported(text))
+    problem = ""
+    if _HUB_NAME.fullmatch(text):
+        file, problem = _from_hub(text)
+        if file is not None:
+            return replace(_of_folder(file), name=text)
     near = near_names(text.rsplit("/", 1)[-1], MODELS, 3, cutoff=0.5)
     fixes = [f"did you mean {' or '.join(near)}?"] if near else []
     fixes += ["give the path of a downloaded folder"] if "/" in text else []
     fix = "; ".join(fixes) or f"names that are known: {', '.join(MODELS)}"
+    if problem:
+        raise ConfigError(f"MODEL {text}: {problem}", fix=fix)
     raise ConfigError("MODEL", expected=_EXPECTED, got=text, fix=fix)
+
+
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_HUB_SECONDS = 3
+
+
+def _from_hub(name: str) -> tuple[Path | None, str]:
+    """The config.json of a model of the Hugging Face hub, downloaded or from its cache; or None, and why."""
+    try:
+        from huggingface_hub import constants, hf_hub_download, hf_hub_url, try_to_load_from_cache
+        from huggingface_hub.utils._headers import build_hf_headers
+    except ImportError:
+        return None, "names of the Hugging Face hub need huggingface_hub (pip install 'zeroaccel[hf]')"
+    if isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
+        return Path(cached), ""
+    if constants.HF_HUB_OFFLINE:
+        return None, "the Hugging Face hub is not asked (HF_HUB_OFFLINE)"
+    # Asked by hand first: the download itself would try for half a minute to reach a hub that is not there.
+    url = hf_hub_url(name, "config.json")
+    request = urllib.request.Request(url, headers=dict(build_hf_headers()), method="HEAD")
+    try:
+        with urllib.request.urlopen(request, timeout=_HUB_SECONDS):
+            return Path(hf_hub_download(name, "config.json")), ""
+    except urllib.error.HTTPError as error:
+        words = {401: "has no such model, or asks for a login", 403: "asks for its licence to be accepted"}
+        missing = "has no such model, or it has no config.json"
+        return None, f"the Hugging Face hub {words.get(error.code, missing)} ({error.code})"
+    except OSError as error:
+        return None, f"the Hugging Face hub did not answer: {getattr(error, 'reason', None) or error}"
 
 
 def _of_count(text: str, numel: int) -> Subject:

@@ -144,7 +144,7 @@ def cut(model: nn.Module, index: int, count: int, config: PipelineConfig, *, ver
     """Reduces a model to one of its stages. Every rank cuts alike, and keeps another.
 
     Args:
-        verify: False for tensors without values (torch's FakeTensorMode), with which stage and model cannot be compared.
+        verify: False for tensors without values (FakeTensorMode), with which stage and model cannot be compared.
 
     Raises:
         UsageError: the model cannot be cut, or not into so many stages.

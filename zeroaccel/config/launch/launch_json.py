@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from zeroaccel.config.launch.launch_sources import ExplicitSettings
 from zeroaccel.config.launch.setting_table import SETTINGS
 from zeroaccel.config.load_config_file import load_config
+from zeroaccel.config.parallel import with_config_axes
 from zeroaccel.config.schema import Config
 from zeroaccel.config.section import as_text
 from zeroaccel.errors import ConfigError, compose
@@ -109,10 +110,12 @@ class JsonFacts:
     Attributes:
         open_keys: settings that it leaves "auto".
         stage: the stage it decides, or None.
+        decided: setting -> value, of those that it says itself.
     """
 
     open_keys: frozenset[str] = frozenset()
     stage: int | None = None
+    decided: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 def json_facts(path: str) -> JsonFacts:
@@ -131,4 +134,13 @@ def _json_facts(path: str, _: int) -> JsonFacts:
     if {"fp16.enabled", "bf16.enabled"} & set(config.unresolved) or not {"fp16", "bf16"} & set(config.sources):
         open_keys.add("mixed_precision")
     stage = None if "zero_stage" in open_keys else config.zero_optimization.stage
-    return JsonFacts(frozenset(open_keys), stage)
+    decided = {name: _value(config, key) for name, key in JSON_PATHS.items() if _decides(config, key)}
+    if stage is not None:
+        decided["zero_stage"] = stage
+    mesh = with_config_axes(config.raw, None)
+    if mesh is not None:
+        decided |= {f"{axis}_size": getattr(mesh, axis) for axis in ("sp", "tp") if getattr(mesh, axis) > 1}
+    if "mixed_precision" not in open_keys:
+        on = [name for name in ("fp16", "bf16") if getattr(config, name).enabled]
+        decided["mixed_precision"] = on[0] if on else "no"
+    return JsonFacts(frozenset(open_keys), stage, decided)

@@ -126,6 +126,7 @@ GpuIds = Annotated[str, BeforeValidator(_gpu_ids)]
 ClassNames = Annotated[tuple[str, ...], BeforeValidator(_class_names)]
 Launcher = Annotated[Literal["ssh", "standard"], BeforeValidator(_launcher)]
 EngineName = Annotated[Literal["zeroaccel", "deepspeed"], BeforeValidator(lowered)]
+LinePrefix = Annotated[Literal["auto", "all", "none"], BeforeValidator(lowered)]
 Kind = Annotated[DistributedType, BeforeValidator(_distributed_type)]
 
 
@@ -176,6 +177,8 @@ class ProcessSettings(ConfigSection):
     """Also write output to files: 1 stdout, 2 stderr, 3 both, or per local rank as in 0:3,1:2. Prefixes each line."""
     redirects: Streams = 0
     """Write output to files in --log_dir instead of the terminal; as for --tee."""
+    log_line_prefix: LinePrefix = "auto"
+    """Begin lines with [rank N]: auto (on a terminal, those of other ranks than 0), all or none. [default: auto]"""
     timeout: NonNegativeNumber | None = None
     """Seconds a collective may wait for the other processes, 0 for no limit. [default: 600]"""
     debug: Flag = False
@@ -190,23 +193,29 @@ class ZeroSettings(ConfigSection):
     zero_stage: StageNumber | None = None
     """0 shards nothing, 1 the optimizer states, 2 also the gradients, 3 also the parameters. [default: 2]"""
     offload_optimizer_device: Device | None = None
-    """Where optimizer states live, from stage 1 on: none (on the device), cpu or nvme."""
+    """Where optimizer states live, from stage 1 on: none (on the device), cpu or nvme. [default: none]"""
     offload_param_device: Device | None = None
-    """Where parameters live, at stage 3: none (on the device), cpu or nvme."""
+    """Where parameters live, at stage 3: none (on the device), cpu or nvme. [default: none]"""
     offload_optimizer_nvme_path: PathText | None = None
     """Folder for optimizer states on nvme. [default: the writable local disk with the most room]"""
     offload_param_nvme_path: PathText | None = None
     """Folder for parameters on nvme. [default: the writable local disk with the most room]"""
     gradient_accumulation_steps: PositiveCount | None = None
-    """Micro-steps per optimizer step."""
+    """Micro-steps per optimizer step. [default: what the script says]"""
     gradient_clipping: NonNegativeNumber | None = None
-    """Largest global norm of the gradients; 0, the default, does not clip."""
+    """Largest global norm of the gradients; 0 does not clip. [default: what the script says]"""
     zero3_init_flag: Flag | None = None
-    """Shard the model while it is being built, at stage 3."""
+    """Shard the model while it is being built, at stage 3. [default: false]"""
     zero3_save_16bit_model: Flag | None = None
-    """Let the whole model be gathered when it is saved, at stage 3."""
+    """Let the whole model be gathered when it is saved, at stage 3. [default: false]"""
     deepspeed_moe_layer_cls_names: ClassNames | None = None
     """Classes of mixture-of-experts layers, separated by commas; they are gathered as a whole."""
+    zero_hpz_partition_size: PositiveCount | None = None
+    """At stage 3, processes that hold a second copy of the shards among them (ZeRO++ hpZ). [default: 1, none]"""
+    zero_quantized_weights: Flag | None = None
+    """At stage 3, gather parameters as 8-bit integers (ZeRO++ qwZ). [default: false]"""
+    zero_quantized_gradients: Flag | None = None
+    """At stage 3, reduce gradients between machines as 4-bit integers (ZeRO++ qgZ). [default: false]"""
 
 
 class HostSettings(ConfigSection):
@@ -226,7 +235,7 @@ class DynamoSettings(ConfigSection):
     """Whether and how the model is compiled by torch.compile; `dynamo_config` in the file."""
 
     dynamo_backend: Annotated[Name, BeforeValidator(lowered), BeforeValidator(_no)] | None = None
-    """Backend of torch.compile, as inductor; no, the default, compiles nothing."""
+    """Backend of torch.compile, as inductor; no compiles nothing. [default: no]"""
     dynamo_mode: Literal["default", "reduce-overhead", "max-autotune"] | None = None
     """What the compiler aims for: default, reduce-overhead or max-autotune."""
     dynamo_use_fullgraph: Flag = False
@@ -414,6 +423,10 @@ def idle_settings(values: Mapping[str, Any]) -> dict[str, str]:
         return {}
     about_stage = f"the stage is {stage}" + ("" if "zero_stage" in values else ", as none is given")
     idle: dict[str, str] = {}
+    if 0 <= stage < 3:
+        zeropp = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients")
+        what = f"parameters are sharded at stage 3 only, and {about_stage}"
+        idle = {name: what for name in zeropp if values.get(name) not in (None, False, 1)}
     for kind, least, what in (
         ("param", 3, f"parameters are sharded at stage 3 only, and {about_stage}"),
         ("optimizer", 1, f"optimizer states are sharded from stage 1 on, and {about_stage}"),
