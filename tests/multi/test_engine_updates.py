@@ -110,9 +110,7 @@ def _unmanaged(settings: dict[str, Any]) -> tuple[Run, tuple[int, int]]:
         engine.step()
         assert engine.was_step_applied()
     assert engine.global_samples == 2 * engine.train_batch_size()
-    with pytest.raises(
-        EngineStateError, match=r"_boundary.*every engine.step\(\) is a boundary"
-    ):
+    with pytest.raises(EngineStateError, match=r"_boundary.*every engine.step\(\) is a boundary"):
         engine.set_gradient_accumulation_boundary(True)
     run = Run(norms=[engine.get_global_grad_norm()])
     counts = (engine.global_steps, engine.train_batch_size())
