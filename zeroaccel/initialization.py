@@ -27,7 +27,7 @@ from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.environment import check_own_variables, core_set, fair_threads, omp_threads_chosen, usable_cores
 from zeroaccel.comm.hierarchical import arrange
-from zeroaccel.comm.mesh_layout import Groups, check_shard_size, consecutive, data_groups, shard_size_of
+from zeroaccel.comm.mesh_layout import AxisGroups, Groups, check_shard_size, data_groups, shard_size_of
 from zeroaccel.comm.pipeline_group import PipelineGroup
 from zeroaccel.comm.topology import RankGroup, Topology, connect, init_process_group, mesh_of, subgroup, track
 from zeroaccel.config import (
@@ -61,7 +61,7 @@ from zeroaccel.optim.rank_facts import training_facts
 from zeroaccel.parallel.sequence import SequenceGroup
 from zeroaccel.parallel.ulysses import UlyssesAttention
 from zeroaccel.pipeline.model_cut import Stage, cut, own_params
-from zeroaccel.pipeline.pipeline_engine import PipelineEngine
+from zeroaccel.pipeline.pipeline_engine import PipelineEngine, check_stage, facts_of
 from zeroaccel.telemetry.step_report import EventSink, StepReport
 from zeroaccel.telemetry.trackers import build_monitors
 from zeroaccel.telemetry.verification import RecordingReport, Verification, verification
@@ -79,7 +79,6 @@ from zeroaccel.zero.device_check import check_model_device
 from zeroaccel.zero.engine import Engine, EngineParts
 from zeroaccel.zero.from_config import (
     DTYPES,
-    EngineSettings,
     addressed,
     buffer_dtypes_of,
     engine_settings_of,
@@ -191,19 +190,21 @@ def initialize(
         known = replace(facts_from_model(model), world_size=ranks.samplers, training=optimizer is not None)
         settings = load_config({} if config is None else config, facts=known, unknown_keys=unknown_keys)
         _apply_process_settings(settings)
-        stage = _stage(model, ranks.pipeline, pipeline)
+        # Of the whole model, whose layers a plan names, and before any of them are on other ranks.
+        tensor_parallel = _split_layers(model, ranks)
+        stage = _stage(model, ranks.pipeline, pipeline, tensor_parallel)
         optimizer, model_parameters = own_params(stage, optimizer, model_parameters)
         request = verification()
         if request is not None:  # `zeroaccel verify` trains a script once more, as plainly as gives the same numbers
             accumulation = _batch(settings, ranks.samplers.value, training=False).accumulation
             settings = request.config(settings, accumulation)
         job = _plan(model, optimizer, model_parameters, lr_scheduler, settings, ranks.samplers.value, optimizer_kind)
-        tensor_parallel = _tensor_parallel(model, ranks, job)
+        _check_tensor_parallel(tensor_parallel, job)
         engine_settings = engine_settings_of(
             settings, job.plan, job.batch, ranks.world_size, ranks.samplers.value, cast_inputs=cast_inputs
         )
         communication = comm_plan(settings, ranks.world_size, _shard_size(ranks, mesh, settings))
-        _check_pipeline(job, engine_settings, stage, pipeline or PipelineConfig())
+        check_stage(stage, pipeline or PipelineConfig(), settings, engine_settings, job.kinds, job.groups)
         facts = training_facts(job.optimizer, job.scheduler)
         monitors = build_monitors(settings, ranks.collectives.rank)
         recomputation = _recomputation(model, settings)
@@ -219,22 +220,23 @@ def initialize(
         str(communication),
         str(residences),
         f"optimizer_kind={job.declared_kind!r}",
-        *_lines_of(stage, pipeline),
+        *facts_of(stage, pipeline or PipelineConfig()),
     ]
     check_same(model, placement, lines, facts, ranks.collectives, part=0 if stage is None else stage.index)
-    has_stages = ranks.parallel.pp > 1
-    collectives = arrange(ranks.collectives, communication, ranks.mesh_groups, stages=has_stages)
-    job_ranks = collectives.job if has_stages else collectives.everyone
+    collectives = arrange(ranks.collectives, communication, ranks.mesh_groups, ranks.stages)
+    job_ranks = collectives.everyone if ranks.stages is None else collectives.job
+    # What stages call within themselves is no part of the history that all ranks have in common.
+    recorder = collectives.flight_recorder
     if ranks.tensor_group is not None:
-        collectives.tensor = Collectives(ranks.topology, ranks.tensor_group)
-    sequences = SequenceGroup.of(ranks.topology, ranks.parallel.sp)
+        collectives.tensor = Collectives(ranks.topology, ranks.tensor_group, recorder=recorder)
+    sequences = SequenceGroup.of(ranks.topology, ranks.parallel.sp, stride=ranks.parallel.tp, recorder=recorder)
     _observe_axes(collectives, ranks, sequences)
     if job.optimizer is not None and OptimizerKind.COUPLED in kinds and job.plan.optimizer:
         _bind_reductions(job.optimizer, collectives)
 
     # 4. The units: tensors move from here on. Buffers first, since their dtypes follow from those of the parameters.
     cast_buffers(model, ranks.topology.device, buffer_dtypes_of(model, settings))
-    broadcast_buffers(model, collectives if collectives.tensor is None else collectives.job)
+    broadcast_buffers(model, collectives.everyone)
     plans = plan_units(job.specs, placement, collectives.shard_world_size)
     with agreed(job_ranks, "initialize: offload"):
         tiers = _plan_tiers(settings, residences, plans, job.optimizer, collectives, ranks.topology.device)
@@ -242,7 +244,7 @@ def initialize(
     attention: UlyssesAttention | None = None
     try:
         with agreed(job_ranks, "initialize: sequence parallelism"):
-            attention = _sequence_attention(model, sequences)
+            attention = _sequence_attention(model, sequences, ranks.parallel.tp)
         units = build_units(job.specs, plans, placement, collectives, tiers)
         with agreed(job_ranks, "initialize: optimizer"):
             tiers.settle()
@@ -273,7 +275,8 @@ def initialize(
     if attention is not None:
         engine.at_destroy(attention.undo)
     if tensor_parallel is not None:
-        tensor_parallel.attach(model, collectives)
+        # Stages compare their batches by themselves, as not all of them run the model at the same time.
+        tensor_parallel.attach(model, None if ranks.stages is not None else collectives)
         engine.at_destroy(tensor_parallel.detach)
     if job.optimizer is not None:
         _let_modes_change_weights(job.optimizer, engine)
@@ -316,6 +319,7 @@ class _Ranks:
         world_size: ranks that average gradients.
         parallel: resolved; of a mesh, one axis of all ranks.
         tensor_group: the ranks that share this one's layers; None without tensor parallelism.
+        stages: the ranks of each stage of a pipeline; None where there is one.
         samplers: how many ranks see different samples, with the source, for values that are "auto".
         pipeline: the ranks with the stages of this one's pipeline; None where models are not cut.
     """
@@ -327,6 +331,7 @@ class _Ranks:
     parallel: ParallelConfig
     samplers: Fact[int]
     tensor_group: RankGroup | None = None
+    stages: Groups | None = None
     pipeline: PipelineGroup | None = None
 
 
@@ -354,17 +359,18 @@ def _join_ranks(
         if parallel is not None:
             _check_same_mesh(resolved, collectives)
             topology.names.use(resolved)
+        axes = AxisGroups.of(resolved)
+        tensor_group, stage_group = None, None
         if resolved.pp > 1 or pipeline is not None:
-            return _join_stages(topology, collectives, resolved, samplers)
-        if resolved.tp == 1:
-            return _Ranks(topology, collectives, None, collectives.world_size, resolved, samplers)
-        # Ranks next to each other share layers, since they exchange the most; ZeRO works among those of one place.
-        places = tuple(range(collectives.world_size))
-        data: Groups = tuple(places[place :: resolved.tp] for place in range(resolved.tp))
-        tensor_group = subgroup(topology, consecutive((places,), resolved.tp))
-        connect(topology, {"layers": tensor_group.reduce_group})
-        track(topology, consecutive((places,), resolved.tp))
-        return _Ranks(topology, collectives, data, len(data[0]), resolved, samplers, tensor_group)
+            stage_group = PipelineGroup(topology, resolved.pp)
+        if resolved.tp > 1:
+            tensor_group = subgroup(topology, axes.layers)
+            connect(topology, {"layers": tensor_group.reduce_group})
+            track(topology, axes.layers)
+        data = axes.data if len(axes.data) > 1 else None
+        stages = axes.stages if resolved.pp > 1 else None
+        size = len(axes.data[0])
+        return _Ranks(topology, collectives, data, size, resolved, samplers, tensor_group, stages, stage_group)
     groups = data_groups(mesh, collectives)
     return _Ranks(topology, collectives, groups, len(groups[0]), resolved, Fact(len(groups[0]), "initialize(mesh)"))
 
@@ -398,14 +404,6 @@ def _launched_mesh() -> ParallelConfig | None:
             fix="pass it, prepare model and loaders by an Accelerator, or launch without",
         )
     return parallel
-
-
-def _join_stages(topology: Topology, collectives: Collectives, parallel: ParallelConfig, samplers: Fact[int]) -> _Ranks:
-    """The ranks of a pipeline: ZeRO works within a stage, whose ranks are next to each other."""
-    size = collectives.world_size // parallel.pp
-    stages = consecutive((tuple(range(collectives.world_size)),), size) if parallel.pp > 1 else None
-    group = PipelineGroup(topology, parallel.pp)
-    return _Ranks(topology, collectives, stages, size, parallel, samplers, pipeline=group)
 
 
 def _as_written(config: ConfigSource | None) -> Mapping[str, Any]:
@@ -636,66 +634,40 @@ def _shard_size(ranks: _Ranks, mesh: DeviceMesh | None, settings: Config) -> int
     return size
 
 
-def _stage(model: nn.Module, group: PipelineGroup | None, pipeline: PipelineConfig | None) -> Stage | None:
-    """Reduces the model to this rank's stage; None where models are not cut."""
-    return None if group is None else cut(model, group.rank, group.size, pipeline or PipelineConfig())
+def _stage(
+    model: nn.Module, group: PipelineGroup | None, pipeline: PipelineConfig | None, layers: SplitLayers | None
+) -> Stage | None:
+    """Reduces the model, and the layers that ranks share, to this rank's stage; None where models are not cut."""
+    if group is None:
+        return None
+    stage = cut(model, group.rank, group.size, pipeline or PipelineConfig())
+    if layers is not None:
+        layers.keep(stage.modules())
+        stage.split_copies(layers.splits_of)
+    return stage
 
 
-def _lines_of(stage: Stage | None, pipeline: PipelineConfig | None) -> list[str]:
-    """What the stages of a pipeline have to have in common."""
-    if stage is None:
-        return []
-    options = pipeline or PipelineConfig()
-    facts = {"schedule": options.schedule, "split": options.split, "weights": stage.whole.fingerprint}
-    return [f"pipeline {name}={value}" for name, value in facts.items()]
-
-
-def _check_pipeline(job: _TrainingPlan, engine: EngineSettings, stage: Stage | None, pipeline: PipelineConfig) -> None:
-    """Refuses what stages cannot do together, and schedules that micro-batches do not fill.
-
-    Raises:
-        ConfigError: too few micro-batches, or updates that begin before all stages are done.
-        UsageError: the optimizer's rule sums over parameters that are on several stages, or a stage trains nothing.
-    """
-    if job.optimizer is None or stage is None or stage.count == 1:
-        return
-    if pipeline.schedule == "1f1b" and engine.accumulation < stage.count:
-        raise ConfigError(
-            job.settings.where("gradient_accumulation_steps"),
-            expected=f'at least {stage.count} micro-batches per step for schedule "1f1b" over {stage.count} stages',
-            got=engine.accumulation,
-            fix='raise it, or use PipelineConfig(schedule="gpipe")',
-        )
-    if engine.update_during != "step":
-        raise ConfigError(
-            job.settings.where("zero_optimization.offload_optimizer.update_during"),
-            expected='"step" with a pipeline, whose norm is known only when all stages are done',
-            got=engine.update_during,
-        )
-    if job.kinds is not None and OptimizerKind.COUPLED in job.kinds.groups:
-        raise UsageError(
-            f"optimizer {type(job.optimizer).__name__} with a pipeline: {job.kinds.reason}",
-            expected="one that updates elements or tensors by themselves",
-            fix="use AdamW, SGD or the like, or leave pp at 1",
-        )
-    if not any(id(param) in job.groups for param in stage.model.parameters()):
-        raise UsageError(
-            f"pipeline: stage {stage.index}",
-            expected="at least one parameter to train on every stage",
-            got="none",
-            fix="choose another PipelineConfig(split), or leave pp at 1",
-        )
-
-
-def _tensor_parallel(model: nn.Module, ranks: _Ranks, job: _TrainingPlan) -> SplitLayers | None:
+def _split_layers(model: nn.Module, ranks: _Ranks) -> SplitLayers | None:
     """The layers that ranks share; None where every rank has all of them. Changes nothing of the model.
 
     Raises:
-        ConfigError: a setting is not for split layers.
-        UsageError: the model cannot be split by the plan, or its optimizer needs tensors that are whole.
+        UsageError: the model cannot be split by the plan.
     """
     if ranks.tensor_group is None:
         return None
+    mesh = mesh_of(ranks.topology, ranks.tensor_group)
+    return SplitLayers.of(model, mesh, ranks.tensor_group.rank, ranks.parallel.tp_plan)
+
+
+def _check_tensor_parallel(layers: SplitLayers | None, job: _TrainingPlan) -> None:
+    """Refuses what cannot be done with parts of layers.
+
+    Raises:
+        ConfigError: a setting is not for split layers.
+        UsageError: the optimizer needs tensors that are whole.
+    """
+    if layers is None:
+        return
     zero = job.settings.zero_optimization
     for key in ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"):
         if getattr(zero, key):
@@ -705,8 +677,6 @@ def _tensor_parallel(model: nn.Module, ranks: _Ranks, job: _TrainingPlan) -> Spl
                 got=True,
                 fix="remove the key, or leave tp at 1",
             )
-    mesh = mesh_of(ranks.topology, ranks.tensor_group)
-    layers = SplitLayers.of(model, mesh, ranks.tensor_group.rank, ranks.parallel.tp_plan)
     kinds = () if job.kinds is None else job.kinds.groups
     if job.optimizer is not None and OptimizerKind.COUPLED in kinds:
         raise UsageError(
@@ -718,14 +688,17 @@ def _tensor_parallel(model: nn.Module, ranks: _Ranks, job: _TrainingPlan) -> Spl
     for param, index in job.groups.items():
         if param in layers.splits and kinds[index] is OptimizerKind.PER_TENSOR:
             refuse_split(job.names[param])
-    return layers
 
 
-def _sequence_attention(model: nn.Module, sequences: SequenceGroup) -> UlyssesAttention | None:
-    """The exchange of heads in the model's attention, unless it has one; None where sequences are not cut."""
+def _sequence_attention(model: nn.Module, sequences: SequenceGroup, tp: int) -> UlyssesAttention | None:
+    """The exchange of heads in the model's attention, unless it has one; None where sequences are not cut.
+
+    Args:
+        tp: ranks that share the heads already.
+    """
     if sequences.size == 1 or UlyssesAttention.of(model) is not None:
         return None
-    return UlyssesAttention(model, sequences)
+    return UlyssesAttention(model, sequences, head_parts=tp)
 
 
 def _batch(settings: Config, world_size: int, *, training: bool) -> BatchSizes:

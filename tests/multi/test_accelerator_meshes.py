@@ -59,18 +59,18 @@ def _trained(how: str) -> tuple[list[float], dict[str, Tensor], tuple[int, int, 
     return losses, {name: param.detach().clone() for name, param in model.module.named_parameters()}, places
 
 
-def _plain() -> tuple[list[list[float]], dict[str, Tensor]]:
-    """One process: each step has a batch of each of the two data-parallel ranks."""
+def _plain(places: int = 2) -> tuple[list[list[float]], dict[str, Tensor]]:
+    """One process: each step has a batch of each of the data-parallel ranks."""
     model, samples = _model(), _samples()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses: list[list[float]] = [[], []]
-    for start in range(0, 12, 4):
+    losses: list[list[float]] = [[] for _ in range(places)]
+    for start in range(0, 12, 2 * places):
         total = torch.zeros(())
-        for place in range(2):
+        for place in range(places):
             rows = samples[start + 2 * place : start + 2 * place + 2]
             loss = model(**{key: torch.stack([row[key] for row in rows]) for key in rows[0]}).loss
             losses[place].append(loss.item())
-            total = total + loss / 2
+            total = total + loss / places
         total.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -84,6 +84,35 @@ def test_processes_that_share_layers_get_the_same_batches(ranks: Ranks, how: str
     assert [run[2] for run in runs] == [(0, 0, 4), (0, 1, 4), (1, 0, 4), (1, 1, 4)]
     for rank, (own, trained, _) in enumerate(runs):
         assert own == pytest.approx(losses[rank // 2], rel=2e-6)
+        for name, weight in weights.items():
+            torch.testing.assert_close(trained[name], weight, rtol=1e-4, atol=2e-6, msg=name)
+
+
+def _shared() -> tuple[list[float], dict[str, Tensor]]:
+    """Ranks that share layers have the same tokens, their neighbours the rest of each sequence."""
+    mesh = ParallelConfig(sp=2, tp=2)
+    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
+    accelerator = Accelerator(cpu=True, zero_plugin=ZeroPlugin(hf_ds_config=config), parallelism_config=mesh)
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loader: Any = torch.utils.data.DataLoader(_samples(), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses = []
+    for batch in loader:
+        labels = batch["shift_labels"]
+        loss = model.sequence_group.mean_loss(model(**batch, labels=labels).loss, labels)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    model.destroy()
+    return losses, {name: param.detach().clone() for name, param in model.module.named_parameters()}
+
+
+def test_processes_that_share_layers_and_sequences(ranks: Ranks) -> None:
+    (losses,), weights = _plain(places=1)
+    for own, trained in ranks(4).run(_shared):
+        assert own == pytest.approx(losses, rel=2e-6)
         for name, weight in weights.items():
             torch.testing.assert_close(trained[name], weight, rtol=1e-4, atol=2e-6, msg=name)
 

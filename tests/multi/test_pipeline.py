@@ -145,6 +145,14 @@ CASES = [
     pytest.param(*("layers", 2, 2, 1, "fp32", ADAMW, {}), marks=pytest.mark.slow),
     ("gpt2", 2, 2, 3, "fp32", SGD, {}),
     pytest.param(*("llama", 2, 2, 3, "bf16", ADAMW, {"schedule": "gpipe"}), marks=pytest.mark.slow),
+    # Several stages per rank: three of one block and one of two.
+    ("gpt2", 2, 1, 1, "fp32", SGD, {"schedule": "interleaved_1f1b"}),
+    ("gpt2", 2, 2, 3, "fp16", SGD, {"schedule": "interleaved_1f1b"}),
+    pytest.param(*("llama", 2, 2, 2, "bf16", SGD, {"schedule": "interleaved_1f1b"}), marks=pytest.mark.slow),
+    ("gpt2", 2, 1, 2, "fp32", SGD, {"schedule": "zero_bubble"}),
+    ("llama", 2, 1, 1, "bf16", ADAMW, {"schedule": "zero_bubble", "stages_per_rank": 1}),
+    pytest.param(*("layers", 2, 2, 2, "fp32", SGD, {"schedule": "zero_bubble"}), marks=pytest.mark.slow),
+    pytest.param(*("layers", 3, 1, 2, "fp32", SGD, {"schedule": "interleaved_1f1b"}), marks=pytest.mark.slow),
 ]
 
 
@@ -333,21 +341,29 @@ def _files(folder: Path) -> dict[str, Tensor]:
 def mistaken(what: str) -> str:
     model = nn.Linear(4, 4) if what == "model" else layers() if what == "loss" else causal("llama")
     keys: dict[str, Any] = OFFLOAD if what == "early" else {}
-    accumulation = 1 if what == "few" else 2
-    settings = config(1, "fp32", accumulation, optimizer=SGD, **keys)
+    accumulation = {"few": 1, "rounds": 5}.get(what, 2)
+    settings = config(3 if what == "sharded" else 1, "fp32", accumulation, optimizer=SGD, **keys)
     if what == "early":
         settings["zero_optimization"]["offload_optimizer"] = {"device": "cpu", "update_during": "backward"}
     try:
         arguments: dict[str, Any] = {}
         if what == "schedule":
-            arguments["schedule"] = "interleaved_1f1b"
+            arguments["schedule"] = "looped_bfs"
+        if what == "sharded":
+            arguments["schedule"] = "zero_bubble"
+        if what == "per rank":
+            arguments["stages_per_rank"] = 2
+        if what in ("rounds", "blocks"):
+            arguments |= {"schedule": "interleaved_1f1b", "stages_per_rank": 3 if what == "blocks" else 2}
         if what in ("numbers", "many"):
             arguments["split"] = (1, 2) if what == "numbers" else (1, 0)
         if what == "weights" and int(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0):
             next(model.parameters()).data.add_(1)
         if what == "between":
             _couple(model)
-        parallel = ParallelConfig(pp=4, sp=2) if what == "sp" else ParallelConfig(pp=5 if what == "deep" else 2)
+        parallel = ParallelConfig(pp=5 if what == "deep" else 2)
+        if what == "plan":
+            parallel = ParallelConfig(tp=2, tp_plan={"layers.*.mlp.middle": "colwise"})
         engine, *_ = zeroaccel.initialize(
             model, config=settings, parallel=parallel, pipeline=PipelineConfig(**arguments)
         )
@@ -391,11 +407,15 @@ def _use_wrongly(engine: Any, what: str) -> None:
         ("loss", "PipelineConfig(loss): expected a function of (output, targets)"),
         ("few", "gradient_accumulation_steps: expected at least 2 micro-batches per step"),
         ("early", 'zero_optimization.offload_optimizer.update_during: expected "step" with a pipeline'),
-        ("schedule", 'PipelineConfig(schedule): expected "1f1b" or "gpipe", got \'interleaved_1f1b\''),
+        ("schedule", 'PipelineConfig(schedule): expected "1f1b" or "gpipe" or "interleaved_1f1b" or "zero_bubble"'),
+        ("sharded", 'zero_optimization.stage: expected 0, 1 or 2 with schedule "zero_bubble", whose gradients'),
+        ("per rank", 'PipelineConfig(stages_per_rank): expected 1 with schedule "1f1b", got 2'),
+        ("rounds", "gradient_accumulation_steps: expected a multiple of its 2 rounds over 2 ranks"),
+        ("blocks", "LlamaForCausalLM: expected at least as many blocks as the 6 stages, got '4 blocks'"),
         ("numbers", "PipelineConfig(split): expected 2 numbers that add up to the 4 blocks of the model, got (1, 2)"),
         ("many", "PipelineConfig(split): expected one of"),
         ("deep", "ParallelConfig: expected sizes that divide the job's 2 ranks, got 'pp 5"),
-        ("sp", "ParallelConfig: expected pp alone, or sp or tp"),
+        ("plan", "tp_plan): layers.*.mlp.middle: expected the end of a module's name"),
         ("weights", "the ranks have different settings: expected pipeline weights="),
         ("forward", "engine(batch) on stage"),
         ("backward", "engine.backward() on stage"),

@@ -248,7 +248,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "styles": {"tp_plan": {"mlp.up_proj": "colwise", "layers.*.mlp.up_proj": "rowwise"}},
     "norm": {"tp_plan": {"model.norm": "colwise"}},
     "none": {"model": _gpt2},
-    "conv1d": {"model": _gpt2, "tp_plan": {"attn.c_attn": "colwise"}},
+    "packed": {"model": _gpt2, "tp_plan": {"attn.c_attn": "colwise", "attn.c_proj": "rowwise"}},
     "tied": {"model": {"tie_word_embeddings": True}, "tp_plan": {"lm_head": "colwise_gather_output"}},
     "tied otherwise": {
         "model": {"tie_word_embeddings": True},
@@ -256,7 +256,7 @@ WRONG: dict[str, dict[str, Any]] = {
     },
     "muon": {"settings": {"optimizer": {"type": "Muon", "params": {"lr": 0.01}}}},
     "quantized": {"settings": {"zero_quantized_weights": True}},
-    "both": {"sp": 2},
+    "heads of sequences": {"sp": 2, "tp": 1, "model": {"num_attention_heads": 1, "num_key_value_heads": 1}},
     "ranks": {"tp": 3},
     "differs": {"rank 1": {"tp": 1}},
     "plan differs": {"rank 1": {"tp_plan": {"up_proj": "colwise"}}},
@@ -289,17 +289,17 @@ MISTAKES = [
     ("pattern", "tp_plan): layers.*.mlp.up: expected the end of a module's name, * one part of it, got 'no match'"),
     ("style", "got 'columns for mlp.up_proj'"),
     ("styles", "layers.*.mlp.up_proj: expected one style for model.layers.0.mlp.up_proj, got 'colwise and"),
-    ("norm", "model.norm: expected a torch.nn.Linear or torch.nn.Embedding, got 'transformers.models.llama"),
-    ("none", "ParallelConfig(tp_plan): expected a plan, as GPT2LMHeadModel has none of its own"),
     (
-        "conv1d",
-        "attn.c_attn: expected a torch.nn.Linear or torch.nn.Embedding, got 'transformers.pytorch_utils.Conv1D'",
+        "norm",
+        "model.norm: expected a torch.nn.Linear or torch.nn.Embedding, or GPT-2's Conv1D, got 'transformers.models",
     ),
+    ("none", "ParallelConfig(tp_plan): expected a plan, as GPT2LMHeadModel has none of its own"),
+    ("packed", 'attn.c_attn: expected "packed_colwise_3", which cuts queries, keys and values each by themselves'),
     ("tied", "model.embed_tokens: expected tied parameters that are cut alike in all their modules"),
     ("tied otherwise", "expected tied parameters that are cut alike in all their modules"),
     ("muon", "expected to be whole, since its optimizer looks at whole tensors"),
     ("quantized", "zero_quantized_weights: expected false with tensor parallelism, got True"),
-    ("both", "expected sp or tp above 1, not both"),
+    ("heads of sequences", "heads that is divisible by the 2 ranks of a sequence, got 1"),
     ("ranks", "ParallelConfig: expected sizes that divide the job's 2 ranks, got 'tp 3 = 3'"),
     ("differs", "initialize(parallel): dp_shard on rank 1: expected 1 as on rank 0, got 2"),
     ("plan differs", "initialize(parallel): tp_plan on rank 1: expected None as on rank 0, got {'up_proj': 'colwise'}"),
@@ -520,7 +520,7 @@ def _fed(what: str) -> str:
             engine, *_ = zeroaccel.initialize(_llama(), config=settings)
             engine(**_batch(0, rank))
         elif what == "names":
-            zeroaccel.initialize(_gpt2(), config=settings)
+            zeroaccel.initialize(nn.Sequential(nn.Linear(4, 4)), config=settings)
         elif what == "unknown":
             model = nn.Module()
             model.layers = nn.ModuleList([nn.ModuleDict({"up_proj": nn.Linear(4, 8), "shrink": nn.Linear(8, 4)})])
@@ -536,7 +536,7 @@ def _fed(what: str) -> str:
 
 FED = [
     ("batches", "the first batch of rank 1 (tp 1): expected that of rank 0 (tp 0), with which it shares the layers"),
-    ("names", "expected a plan, as GPT2LMHeadModel has none of its own"),
+    ("names", "expected a plan, as Sequential has none of its own"),
     ("unknown", "tensor parallelism of Module: layers.0.shrink: expected names of layers that say how to cut them"),
     ("sizes", "ParallelConfig(tp): expected 2, as tensor_parallel.autotp_size of the config says, got 4"),
     ("keys", "tensor_parallel.partition_config: expected nothing: layers are cut as the model's own plan says"),

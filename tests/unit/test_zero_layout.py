@@ -9,7 +9,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zeroaccel.zero.layout import ALIGN_NUMEL, FlatLayout, FlatRange, FlatTensor, OwnerLoads, round_up
+from zeroaccel.checkpoint.manifest import TensorRecord
+from zeroaccel.checkpoint.zero_to_fp32 import _row_major
+from zeroaccel.zero.layout import ALIGN_NUMEL, FlatLayout, FlatRange, FlatTensor, OwnerLoads, Split, round_up
 
 shapes = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), max_size=12)
 worlds = st.integers(1, 9)
@@ -198,3 +200,32 @@ def test_a_scalar_and_an_empty_parameter_have_places() -> None:
 def test_nothing_at_all(world_size: int) -> None:
     layout = FlatLayout.build([], world_size)
     assert (layout.numel, layout.shard_numel(world_size - 1), list(layout.padding())) == (0, 0, [])
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.integers(0, 2), st.integers(1, 3))
+def test_parts_of_packed_layers_lie_where_every_reader_looks(
+    parts: int, blocks: int, width: int, dim: int, others: int
+) -> None:
+    shape = [others, others, others]
+    shape[dim] = parts * blocks * width
+    whole = torch.arange(math.prod(shape)).view(shape)
+    splits = [Split(dim, parts, index, blocks) for index in range(parts)]
+    own = [split.part(whole) for split in splits]
+    assert torch.equal(splits[0].join(own), whole)
+    # A whole of several blocks has a part of each of them.
+    for index, part in enumerate(own):
+        expected = [block.chunk(parts, dim)[index] for block in whole.chunk(blocks, dim)]
+        assert torch.equal(part, torch.cat(expected, dim))
+    for split, part in zip(splits, own, strict=True):
+        for first, run in split.runs(part.shape, FlatRange(0, part.numel())):
+            assert part.reshape(-1)[run.at(0)].tolist() == list(range(first, first + run.numel))
+    # Saved part after part, one file each; read in row-major order.
+    pieces = tuple((index, index * part.numel(), part.numel(), 0) for index, part in enumerate(own))
+    record = TensorRecord("I64", tuple(shape), pieces, (dim, parts, blocks))
+    assert record.runs == _row_major("t", tuple(shape), pieces, 8, [dim, parts, blocks])
+    read = [
+        value
+        for file, _, count, offset in record.runs
+        for value in own[file].reshape(-1)[offset // 8 :][:count].tolist()
+    ]
+    assert read == list(range(whole.numel()))

@@ -195,7 +195,7 @@ class Accelerator:
             self._trackers = Trackers(trackers, project.logging_dir, is_main_process=self.collectives.rank == 0)
         self._handlers = handlers
         self._mesh = mesh
-        self._sequences = SequenceGroup.of(self.collectives.topology, mesh.sp)
+        self._sequences = SequenceGroup.of(self.collectives.topology, mesh.sp, stride=mesh.tp)
         self.device_placement = device_placement
         self.dataloaders: list[PreparedLoader] = []
         self.state = AcceleratorState(partial, plugins, fallback, facts)

@@ -269,11 +269,17 @@ class Checkpointer:
         if isinstance(engine.loss_scale, DynamicLossScale) and scale["type"] == type(engine.loss_scale).__name__:
             engine.loss_scale.load_state_dict(scale["state"])
         if manifest.random_state is not None:
-            if manifest.world_size == self._ranks.world_size:
-                own = manifest.random_state[self._ranks.rank]
-                restore_random_state(decode(own, store.fetch), self._device())
-            else:
+            if manifest.world_size != self._ranks.world_size:
                 logger.warning("random state: saved by %d ranks, so it is not restored", manifest.world_size)
+                return
+            own = decode(manifest.random_state[self._ranks.rank], store.fetch)
+            if own.get("mesh", self._mesh) != self._mesh:
+                # Ranks that share layers would draw apart, and those with other samples alike.
+                logger.warning(
+                    "random state: saved on the mesh %s, and this is %s: not restored", own["mesh"], self._mesh
+                )
+                return
+            restore_random_state(own, self._device())
 
     def _load_scheduler(self, saved: dict[str, Any] | None) -> None:
         if saved is None:
@@ -346,7 +352,7 @@ class Checkpointer:
             ranks.replica,
             ranks,
             self._whole,
-            ranks.job.rank - ranks.rank,
+            ranks.job.rank - ranks.peers.rank,
         )
 
     def _device(self) -> torch.device:
@@ -368,8 +374,16 @@ class Checkpointer:
             else {"type": type(scheduler).__name__, "state": scheduler.state_dict()},
             config=engine.zero_config,
             sharded=asdict(engine.settings.plan),
-            random_state=random_state(self._device()) if self._settings.random_state else None,
+            random_state={**random_state(self._device()), "mesh": self._mesh} if self._settings.random_state else None,
         )
+
+    @property
+    def _mesh(self) -> str:
+        """How the ranks share out the work, so that a rank's number says which part is its own."""
+        ranks = self._engine.collectives
+        layers = 1 if ranks.tensor is None else ranks.tensor.world_size
+        stages = ranks.job.world_size // ranks.peers.world_size if self._whole is not None else 1
+        return f"pp {stages} x (dp x sp) {ranks.world_size} x tp {layers}"
 
     # -- checks
 

@@ -54,22 +54,23 @@ class TensorRecord:
     """A tensor: safetensors' name of its dtype, its shape, and the pieces that cover it in order.
 
     Attributes:
-        split: (dim, parts): its elements are in the order of the parts that it is cut into along that dim, each in
-            row-major order, and the pieces count in that order; None for row-major order.
+        split: (dim, parts, blocks): its elements are in the order of the parts that it is cut into along that dim, each
+            in row-major order, and the pieces count in that order; a part has its part of each of so many equal blocks
+            of the dim. None for row-major order.
     """
 
     dtype: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
-    split: tuple[int, int] | None = None
+    split: tuple[int, int, int] | None = None
 
     @cached_property
     def runs(self) -> tuple[Piece, ...]:
         """As `pieces`, in row-major order whatever the order of the pieces is."""
         if self.split is None:
             return self.pieces
-        dim, parts = self.split
-        run, itemsize = math.prod(self.shape[dim:]) // parts, ITEMSIZE[self.dtype]
+        dim, parts, blocks = self.split
+        run, itemsize = math.prod(self.shape[dim:]) // (parts * blocks), ITEMSIZE[self.dtype]
         part_numel = self.numel // parts
         found = []
         for file, start, length, offset in self.pieces:
@@ -284,9 +285,10 @@ def _piece(item: Iterable[Any]) -> Piece:
     return file, start, length, offset
 
 
-def _split(item: Iterable[Any]) -> tuple[int, int]:
-    dim, parts = (_natural(number) for number in item)
-    return dim, parts
+def _split(item: Iterable[Any]) -> tuple[int, int, int]:
+    dim, parts, *rest = (_natural(number) for number in item)
+    (blocks,) = rest or (1,)
+    return dim, parts, blocks
 
 
 def _natural(number: Any) -> int:
@@ -340,9 +342,9 @@ def _check_pieces(key: str, tensor: TensorRecord, files: Sequence[FileRecord]) -
     if len(tensor.shape) > _MOST_DIMS or math.prod(max(1, _natural(size)) for size in tensor.shape) > LARGEST_SIZE:
         raise ValueError(f"tensor {key}: a shape of {len(tensor.shape)} dims that no tensor has")
     if tensor.split is not None:
-        dim, parts = tensor.split
-        if dim >= len(tensor.shape) or parts < 1 or tensor.shape[dim] % parts:
-            raise ValueError(f"tensor {key}: {parts} equal parts in dim {dim} of shape {tensor.shape}")
+        dim, parts, blocks = tensor.split
+        if dim >= len(tensor.shape) or not parts * blocks or tensor.shape[dim] % (parts * blocks):
+            raise ValueError(f"tensor {key}: {parts} parts of {blocks} blocks in dim {dim} of shape {tensor.shape}")
     itemsize = ITEMSIZE[tensor.dtype]
     end = 0
     for file, start, length, offset in tensor.pieces:

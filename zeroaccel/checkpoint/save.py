@@ -433,7 +433,7 @@ def merge_parts(parts: Sequence[Part], common: Mapping[str, Any]) -> Manifest:
         common: the fields that rank 0 has already; the scalars are added to its `optimizer`.
     """
     pieces: dict[str, list[Piece]] = {}
-    kinds: dict[str, tuple[str, tuple[int, ...], tuple[int, int] | None]] = {}
+    kinds: dict[str, tuple[str, tuple[int, ...], tuple[int, int, int] | None]] = {}
     scalars: dict[str, Any] = {}
     # Each rank describes its own shards only, so the covering list of pieces exists nowhere before this loop.
     for index, part in enumerate(parts):

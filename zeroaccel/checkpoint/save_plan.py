@@ -125,7 +125,7 @@ class SaveItem:
     shape: tuple[int, ...]
     start: int
     data: Elements
-    split: tuple[int, int] | None = None
+    split: tuple[int, int, int] | None = None
 
 
 @dataclass
@@ -189,9 +189,10 @@ class SavePlan:
         start, split = part.start - slot.start, None
         if slot.split is not None:
             start += slot.split.index * slot.numel
-            # Parts of the first dim follow each other in row-major order; those of another are saved part after part,
-            # as no rank has elements that lie together.
-            split = (slot.split.dim, slot.split.parts) if slot.split.dim else None
+            # Parts of the first dim follow each other in row-major order; those of another, and those of several
+            # blocks, are saved part after part, as no rank has elements that lie together.
+            if slot.split.dim or slot.split.blocks > 1:
+                split = (slot.split.dim, slot.split.parts, slot.split.blocks)
         self.entries.append(SaveItem(key, dtype_name(data.dtype), slot.whole_shape, start, data, split))
 
     def _add_states(self, optimizer: ShardedOptimizer, buffer: FlatBuffer) -> None:

@@ -353,14 +353,15 @@ def _row_major(
     """The pieces of a tensor that was saved part after part, as runs of elements in row-major order.
 
     Args:
-        split: (dim, parts): the parts are equal, along that dim.
+        split: (dim, parts, blocks): equal parts along that dim, each of its part of equal blocks; (dim, parts) of one.
     """
-    dim, parts = split
-    if any(type(number) is not int or number < 0 for number in (dim, parts)) or dim >= len(shape) or not parts:
+    dim, parts, blocks = (*split, 1) if len(split) == 2 else split
+    sizes = dim, parts, blocks
+    if any(type(number) is not int or number < 0 for number in sizes) or dim >= len(shape) or not parts * blocks:
         raise ValueError(f"tensor {key}: parts that cannot be")
-    if shape[dim] % parts:
-        raise ValueError(f"tensor {key}: {parts} equal parts of shape {shape}")
-    run, part_numel = math.prod(shape[dim:]) // parts, math.prod(shape) // parts
+    if shape[dim] % (parts * blocks):
+        raise ValueError(f"tensor {key}: {parts} equal parts of {blocks} blocks of shape {shape}")
+    run, part_numel = math.prod(shape[dim:]) // (parts * blocks), math.prod(shape) // parts
     runs = []
     for file, start, length, offset in pieces:
         done = 0

@@ -74,7 +74,8 @@ class Collectives:
             the shard group where there is none.
         job: over all ranks of the job, where these are over some; else these themselves.
         peers: over the ranks that issue the same collectives: `job`, or those of one stage where the job is a pipeline.
-        is_first_data_group: True on one data group of the job; values that all data groups hold are counted only there.
+        is_first_data_group: True on one data group of the job, or of each stage; values that all data groups hold are
+            counted only there.
         tensor: over the ranks that have the other parts of split parameters; None without tensor parallelism.
         nodes: the global ranks on each machine.
         quantized_weights: whether `gather_weights` rounds.
@@ -135,7 +136,7 @@ class Collectives:
     @property
     def everyone(self) -> Collectives:
         """Over the ranks that have this model, or parts of it: they fail together."""
-        return self if self.tensor is None else self.job
+        return self if self.tensor is None else self.peers
 
     def _transports(self, group: RankGroup, over: dist.ProcessGroup) -> Transports:
         """The transports over one process group of `group`, by the type of device; what they send is metered."""

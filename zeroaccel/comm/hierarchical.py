@@ -49,13 +49,13 @@ from zeroaccel.ops.reductions import scale_rounded_once
 
 
 def arrange(
-    collectives: Collectives, plan: CommPlan, data: Groups | None = None, *, stages: bool = False
+    collectives: Collectives, plan: CommPlan, data: Groups | None = None, stages: Groups | None = None
 ) -> Collectives:
     """The collectives of a plan; `collectives` themselves where it asks for nothing. (all ranks)
 
     Args:
         data: the data groups of the job; by default one of all ranks.
-        stages: each data group is a stage of a pipeline, with parameters and collectives of its own.
+        stages: of a pipeline, each of one data group or several, with parameters and collectives of its own.
     """
     topology = collectives.topology
     if plan.plain and data is None:
@@ -97,19 +97,23 @@ class HierarchicalCollectives(Collectives):
         *,
         quantized_weights: bool = False,
         watch_interval: int = 0,
-        stages: bool = False,
+        stages: Groups | None = None,
     ) -> None:
         data_group = subgroup(topology, layout.data_groups)
         # The units of another stage are others, and so are its collectives: their histories are not compared.
+        own_ranks = topology.all_ranks if stages is None else subgroup(topology, stages)
         recorder = (
-            topology.recorder(f"stage of ranks {data_group.ranks}", data_group.ranks, alike=True) if stages else None
+            None
+            if stages is None
+            else topology.recorder(f"stage of ranks {own_ranks.ranks}", own_ranks.ranks, alike=True)
         )
         super().__init__(topology, data_group, recorder=recorder)
         self.layout = layout
         if len(layout.data_groups) > 1:
-            self.job = Collectives(topology)
-            self.peers = self if stages else self.job
-            self.is_first_data_group = stages or topology.rank in layout.data_groups[0]
+            self.job = self.peers = Collectives(topology)
+            self.is_first_data_group = own_ranks.ranks[0] in data_group.ranks
+        if stages is not None:
+            self.peers = self if own_ranks == data_group else Collectives(topology, own_ranks, recorder=recorder)
         self.quantized_weights = quantized_weights
         # Making process groups is collective: every rank makes all of them, in this order, needed here or not.
         shard_group = subgroup(topology, layout.shard_groups)

@@ -5,7 +5,8 @@
 
 A DeviceMesh of one axis names the data-parallel ranks of each rank: with `mesh["dp"]` of a mesh that has another axis,
 ZeRO works on this one and leaves the other to the library that splits the model on it (tensor parallelism). A mesh of
-two axes is (replicate, shard), as for torch's `fully_shard`.
+two axes is (replicate, shard), as for torch's `fully_shard`. `AxisGroups` are those of a `ParallelConfig`, which names
+all axes.
 
 ```text
 data group       ranks that see different samples: batches, agreement, norms        all ranks, or one axis of a mesh
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.config import Config
 from zeroaccel.config.comm_plan import CommPlan
+from zeroaccel.config.parallel import ParallelConfig
 from zeroaccel.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
@@ -78,6 +80,44 @@ class MeshLayout:
         if reasons:
             return cls(data, shard_groups, replicate_groups, secondary_groups, None, reasons[0])
         return cls(data, shard_groups, replicate_groups, secondary_groups, _hops(data, nodes))
+
+
+@dataclass(frozen=True)
+class AxisGroups:
+    """The groups of a `ParallelConfig`: pp x dp_replicate x dp_shard x sp x tp over all ranks, the last axis innermost.
+
+    Attributes:
+        stages: the ranks of each stage of a pipeline.
+        data: the ranks of a stage with the same parts of its layers: they differ in dp_replicate, dp_shard and sp.
+        sequences: the ranks of a data group that share a sequence.
+        layers: the ranks that share layers.
+
+    Example:
+        >>> groups = AxisGroups.of(ParallelConfig(pp=2, dp_shard=2, tp=2))
+        >>> groups.stages, groups.layers
+        (((0, 1, 2, 3), (4, 5, 6, 7)), ((0, 1), (2, 3), (4, 5), (6, 7)))
+        >>> groups.data
+        ((0, 2), (1, 3), (4, 6), (5, 7))
+    """
+
+    stages: Groups
+    data: Groups
+    sequences: Groups
+    layers: Groups
+
+    @classmethod
+    def of(cls, mesh: ParallelConfig) -> AxisGroups:
+        """Those of a resolved mesh."""
+        # Neighbours share layers, since they exchange the most, and stages are farthest apart: they send the least.
+        ranks = (tuple(range(mesh.pp * mesh.data_parallel_size * mesh.sp * mesh.tp)),)
+        stages = consecutive(ranks, len(ranks[0]) // mesh.pp)
+        blocks = consecutive(ranks, mesh.sp * mesh.tp)
+        return cls(
+            stages=stages,
+            data=tuple(stage[place :: mesh.tp] for stage in stages for place in range(mesh.tp)),
+            sequences=tuple(block[place :: mesh.tp] for block in blocks for place in range(mesh.tp)),
+            layers=consecutive(ranks, mesh.tp),
+        )
 
 
 def consecutive(groups: Groups, size: int) -> Groups:

@@ -26,7 +26,7 @@ class ParallelConfig:
     The two data axes see different samples. Ranks that differ in `sp` only have parts of the same sequences (Ulysses,
     Jacobs et al., 2023, arXiv:2309.14509). Ranks that differ in `tp` only have parts of the same layers (Megatron-LM,
     Shoeybi et al., 2019, arXiv:1909.08053) and compute on the same samples. ZeRO shards over dp_shard x sp ranks,
-    which all have the same parameters.
+    which all have the same parameters: those of one stage, and of one part of its layers.
 
     Ranks that differ in `pp` only have the stages of one pipeline and see the same samples.
 
@@ -42,7 +42,7 @@ class ParallelConfig:
             With tp of 1 nothing is split.
 
     Raises:
-        UsageError: a size is not a positive integer; or sequences and layers are both to be split.
+        UsageError: a size is not a positive integer, or `tp_plan` is a text other than "auto".
 
     Example:
         >>> mesh = ParallelConfig(sp=2).resolve(world_size=8)
@@ -65,22 +65,8 @@ class ParallelConfig:
             if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and (axis, size) != ("dp_shard", -1)):
                 rest = " or -1" if axis == "dp_shard" else ""
                 raise UsageError(f"ParallelConfig({axis})", expected=f"a positive number of ranks{rest}", got=size)
-        if self.pp > 1 and (self.sp > 1 or self.tp > 1):
-            raise UsageError(
-                "ParallelConfig",
-                expected="pp alone, or sp or tp: stages exchange whole sequences, and have whole layers",
-                got=f"pp {self.pp}, sp {self.sp}, tp {self.tp}",
-                fix="leave pp, or the others, at 1",
-            )
         if isinstance(self.tp_plan, str) and self.tp_plan != "auto":
             raise UsageError("ParallelConfig(tp_plan)", expected='"auto", or patterns with styles', got=self.tp_plan)
-        if self.sp > 1 and self.tp > 1:
-            raise UsageError(
-                "ParallelConfig",
-                expected="sp or tp above 1, not both: the exchange of heads is for attention that has all of them",
-                got=f"sp {self.sp}, tp {self.tp}",
-                fix="leave one of them at 1",
-            )
 
     @classmethod
     def from_sizes(cls, sizes: Mapping[str, int | None]) -> ParallelConfig:
@@ -202,7 +188,11 @@ def _autotp_size(tree: Mapping[str, Any]) -> int:
     return size
 
 
-SCHEDULES = ("1f1b", "gpipe")
+SCHEDULES = ("1f1b", "gpipe", "interleaved_1f1b", "zero_bubble")
+INTERLEAVED = ("interleaved_1f1b", "zero_bubble")
+"""Those with several stages per rank."""
+ZERO_BUBBLE = "zero_bubble"
+"""The one that computes gradients of weights by themselves, later than those of inputs."""
 SPLITS = ("compute", "parameters", "uniform")
 
 
@@ -214,9 +204,13 @@ class PipelineConfig:
         schedule: "1f1b" (PipeDream-flush, Narayanan et al., 2021, arXiv:2006.09503) has at most as many micro-batches
             in flight as there are stages; "gpipe" (Huang et al., 2019, arXiv:1811.06965) all of a step. Both add up
             gradients in the order of the micro-batches, and leave each rank idle for (pp - 1) / (m + pp - 1) of a step
-            of m micro-batches.
+            of m micro-batches. "interleaved_1f1b" (Narayanan et al., 2021, arXiv:2104.04473, section 2.2) has
+            `stages_per_rank` v stages on each rank, rank r those with the numbers r, r + pp and so on: idle for
+            (pp - 1) / (v m + pp - 1). "zero_bubble" (ZB-H1, Qi et al., 2024, arXiv:2401.10241) is that, and fills the
+            idle part with gradients of weights, which no rank waits for; not at stage 3.
+        stages_per_rank: of the last two schedules; None is 2 there, and 1 for the others.
         split: what the stages share evenly: "compute", matrix elements that each token meets; "parameters"; or
-            "uniform", the number of blocks. Or the number of blocks of each stage.
+            "uniform", the number of blocks. Or the number of blocks of each stage, in the order of the stages.
         loss: of (output, targets), for an nn.Sequential, whose batches are pairs (inputs, targets). A model of
             transformers computes its own from `labels`.
         costs: of the children of an nn.Sequential, to divide evenly instead of what `split` counts.
@@ -233,6 +227,7 @@ class PipelineConfig:
     split: str | Sequence[int] = "compute"
     loss: Callable[[Any, Any], Any] | None = None
     costs: Sequence[float] | None = None
+    stages_per_rank: int | None = None
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -240,7 +235,17 @@ class PipelineConfig:
                 "PipelineConfig(schedule)",
                 expected=" or ".join(f'"{name}"' for name in SCHEDULES),
                 got=self.schedule,
-                fix="others give a rank several stages, or split backward in two, which an engine's hooks do not see",
+                fix="others add up gradients in another order than that of the micro-batches (looped BFS), or have the "
+                "first and the last stage on one rank (ZBV, DualPipeV)",
+            )
+        stages = self.stages_per_rank
+        most = None if self.schedule in INTERLEAVED else 1
+        if stages is not None and (type(stages) is not int or stages < 1 or stages > (most or stages)):
+            raise UsageError(
+                "PipelineConfig(stages_per_rank)",
+                expected=f'{"a positive number" if most is None else most} with schedule "{self.schedule}"',
+                got=stages,
+                fix=f"schedules with several stages per rank are {', '.join(INTERLEAVED)}",
             )
         by_hand = not isinstance(self.split, str) and all(type(number) is int and number > 0 for number in self.split)
         if not by_hand and self.split not in SPLITS:
@@ -248,3 +253,9 @@ class PipelineConfig:
             raise UsageError(
                 "PipelineConfig(split)", expected=f"one of {names}, or numbers of blocks per stage", got=self.split
             )
+
+    def stages_on(self, ranks: int) -> int:
+        """Stages of each rank of a pipeline of so many ranks; of one rank alone nothing is interleaved."""
+        if ranks == 1 or self.schedule not in INTERLEAVED:
+            return 1
+        return 2 if self.stages_per_rank is None else self.stages_per_rank

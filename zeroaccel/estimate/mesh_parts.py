@@ -218,7 +218,7 @@ def share_layers(model: nn.Module, size: int, sent: SentBytes) -> None:
     for name, style in styles.items():
         module = model.get_submodule(name)
         dims = next((dims for kind, dims in _CUT_DIMS.items() if isinstance(module, kind)), {}).get(style)
-        if dims is None and isinstance(module, (nn.Linear, nn.Embedding)):
+        if dims is None and style != "replicated_with_grad_allreduce":
             raise UsageError(f"tensor parallelism: {name}", expected="a style of its kind of layer", got=style)
         for key, dim in (dims or {}).items():
             param = module._parameters.get(key)
@@ -377,7 +377,7 @@ def _cut_stage(model: nn.Module, name: str, workload: Workload, stage: int) -> S
 
     def forward(engine: Engine, batch: int, sequence: int, received: Tensor | None) -> Tensor:
         ids = torch.zeros(batch, sequence, dtype=torch.long)
-        return cut_stage.run(engine, {"input_ids": ids, "labels": ids}, received)
+        return cut_stage.run(cut_stage.parts[0], engine, {"input_ids": ids, "labels": ids}, received)
 
     shared = sum(item.param.numel() for item in cut_stage.shared if item.param is not None)
     shared += sum(item.copy.value.numel() for item in cut_stage.shared if item.copy is not None)

@@ -22,6 +22,7 @@ from torch.nn import functional
 
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
+from zeroaccel.comm.hangs.flight_recorder import FlightRecorder
 from zeroaccel.comm.mesh_layout import consecutive
 from zeroaccel.comm.topology import RankGroup, Topology, connect, subgroup
 from zeroaccel.errors import UsageError
@@ -29,7 +30,8 @@ from zeroaccel.errors import UsageError
 IGNORED_LABEL = -100
 """Positions with this label do not count, as in torch's and transformers' losses."""
 
-_SHIFTED = "shift_labels"
+SHIFTED_LABELS = "shift_labels"
+"""The name of the labels of a batch that was cut: those of the next token."""
 
 
 class SequenceGroup:
@@ -55,16 +57,24 @@ class SequenceGroup:
         self.rank, self.size = collectives.rank, collectives.world_size
 
     @classmethod
-    def of(cls, topology: Topology, size: int) -> SequenceGroup:
-        """The group of this rank, of `size` consecutive ones. (all ranks)"""
+    def of(
+        cls, topology: Topology, size: int, *, stride: int = 1, recorder: FlightRecorder | None = None
+    ) -> SequenceGroup:
+        """The group of this rank, of `size` ones. (all ranks)
+
+        Args:
+            stride: how far apart they are: ranks between them share layers with them (`tp`).
+            recorder: of the calls, where ranks elsewhere in the job issue others.
+        """
         if size == 1:  # no process groups are made where nothing is exchanged
             job = topology.all_ranks
             alone = RankGroup((topology.rank,), 0, job.gather_group, job.reduce_group, job.control_group)
             return cls(Collectives(topology, alone), job.reduce_group)
-        group = subgroup(topology, consecutive((topology.all_ranks.ranks,), size))
+        blocks = consecutive((topology.all_ranks.ranks,), size * stride)
+        group = subgroup(topology, tuple(block[place::stride] for block in blocks for place in range(stride)))
         connect(topology, {"sequences": group.gather_group})
         # Sequences of other groups may have other lengths.
-        return cls(Collectives(topology, group, records_sizes=False), group.reduce_group)
+        return cls(Collectives(topology, group, records_sizes=False, recorder=recorder), group.reduce_group)
 
     def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's run of a batch of whole sequences, which all ranks of the group have.
@@ -85,8 +95,8 @@ class SequenceGroup:
             )
         whole = dict(batch)
         labels = whole.pop("labels", None)
-        if labels is not None and _SHIFTED not in whole:
-            whole[_SHIFTED] = functional.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:]
+        if labels is not None and SHIFTED_LABELS not in whole:
+            whole[SHIFTED_LABELS] = functional.pad(labels, (0, 1), value=IGNORED_LABEL)[..., 1:]
         if "position_ids" not in whole:
             ids = whole["input_ids"] if "input_ids" in whole else whole["inputs_embeds"]
             whole["position_ids"] = torch.arange(length, device=ids.device).expand(len(ids), -1)

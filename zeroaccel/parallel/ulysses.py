@@ -81,14 +81,14 @@ class UlyssesAttention:
         >>> destroy()
     """
 
-    def __init__(self, model: nn.Module, group: SequenceGroup, *, in_eval: bool = True) -> None:
+    def __init__(self, model: nn.Module, group: SequenceGroup, *, in_eval: bool = True, head_parts: int = 1) -> None:
         self.group = group
         self._in_eval = in_eval
         self._model = weakref.ref(model)
         config = _config_of(model)
         text = config.get_text_config()
         self.implementation: str = getattr(text, "_attn_implementation", None) or _EAGER
-        _check_heads(text, group.size)
+        _check_heads(text, group.size, head_parts)
         self._configs = {id(part.config) for part in model.modules() if hasattr(part, "config")}
         for earlier in {id(one): one for part in model.modules() if (one := _ATTACHED.get(part))}.values():
             earlier.undo()
@@ -399,12 +399,15 @@ def _config_of(model: nn.Module) -> Any:
     return config
 
 
-def _check_heads(config: Any, ranks: int) -> None:
+def _check_heads(config: Any, ranks: int, head_parts: int) -> None:
     heads = getattr(config, "num_attention_heads", None)
-    if not isinstance(heads, int) or heads % ranks:
+    if not isinstance(heads, int) or heads % (ranks * head_parts):
+        needed = f"the {ranks} ranks of a sequence"
+        if head_parts > 1:
+            needed = f"{ranks * head_parts}, {needed} times the {head_parts} that share layers"
         raise UsageError(
             "sequence parallelism",
-            expected=f"a number of attention heads that is divisible by the {ranks} ranks of a sequence",
+            expected=f"a number of attention heads that is divisible by {needed}",
             got=heads,
             fix="choose an sp that divides it",
         )

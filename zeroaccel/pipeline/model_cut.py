@@ -17,7 +17,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -30,6 +30,7 @@ from torch.func import functional_call
 from zeroaccel.checkpoint.save_plan import WholeModel
 from zeroaccel.config.parallel import PipelineConfig
 from zeroaccel.errors import UsageError, ZeroAccelError, listed
+from zeroaccel.zero.layout import Split
 
 _CAUSAL = "a causal model of transformers or an nn.Sequential"
 _HIDDEN = "hidden_states"
@@ -39,10 +40,51 @@ _LOSS_KEYS = ("labels", "shift_labels", "num_items_in_batch")
 
 @dataclass
 class Carry:
-    """What goes through the modules at the ends of a stage, in one micro-batch."""
+    """What goes through the modules at the ends of a stage, in one micro-batch.
 
+    Attributes:
+        begin, end: the blocks of the stage that is running.
+    """
+
+    begin: int = 0
+    end: int = 0
     received: Tensor | None = None
     sent: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """One of the stages that a rank has.
+
+    Attributes:
+        index: among all stages of the pipeline.
+        is_first: it computes from the batch.
+        is_last: it computes the loss.
+        params: ids of its parameters.
+        others: modules of the rank's other stages, as (parent, name, what stands in for it while this one runs).
+        begin, end: its blocks or children.
+    """
+
+    index: int
+    is_first: bool
+    is_last: bool
+    params: frozenset[int]
+    others: tuple[tuple[nn.Module, str, nn.Module], ...]
+    begin: int
+    end: int
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """The model has none of the rank's other stages inside."""
+        undo = []
+        for parent, name, replacement in self.others:
+            undo.append((parent, name, parent._modules[name]))
+            parent._modules[name] = replacement
+        try:
+            yield
+        finally:
+            for parent, name, module in undo:
+                parent._modules[name] = module
 
 
 @dataclass(eq=False)
@@ -51,7 +93,7 @@ class SharedParameter:
 
     Attributes:
         name: of the parameter in the whole model.
-        owner, reader: the stages.
+        owner, reader: the ranks of the pipeline with these stages.
         param: on the owner.
         copy: on the reader.
     """
@@ -88,13 +130,23 @@ class ReadsCopy(nn.Module):
                 self.register_parameter(other, param)
         module._parameters[name] = nn.Parameter(torch.empty(0))
 
+    @property
+    def module(self) -> nn.Module:
+        """What it computes by, without its parameter."""
+        return self._unregistered[0]
+
+    def split(self, splits: Mapping[str, Split]) -> None:
+        """Reduces the copy to this rank's part, if its name is among these."""
+        if self._name in splits:
+            self.value = splits[self._name].part(self.value).contiguous()
+
     def __getattr__(self, name: str) -> Any:
         # A function of the module, as a tied layer may have, reads the parameter itself.
         return self._leaf() if name == self.__dict__.get("_name") else super().__getattr__(name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         params = {**dict(self.named_parameters()), self._name: self._leaf()}
-        return functional_call(self._unregistered[0], params, args, kwargs)
+        return functional_call(self.module, params, args, kwargs)
 
     def _leaf(self) -> Tensor:
         if torch.is_grad_enabled() and self.is_trained:
@@ -103,17 +155,21 @@ class ReadsCopy(nn.Module):
 
 
 class Stage(ABC):
-    """One stage of a model, which has lost the parameters of the others.
+    """What one rank of a pipeline has of a model, which has lost the parameters of the others: a stage, or several.
 
     Attributes:
         model: the model that was passed in.
         whole: what it was.
-        index, count: which stage of how many.
-        shared: parameters that this stage has in common with another.
+        index, count: which rank of how many.
+        parts: its stages, in their order.
+        num_parts: stages of the whole pipeline.
+        shared: parameters that a stage here has in common with one of another rank.
     """
 
-    def __init__(self, model: nn.Module, whole: WholeModel, index: int, count: int) -> None:
+    def __init__(self, model: nn.Module, whole: WholeModel, index: int, count: int, stages_per_rank: int) -> None:
         self.model, self.whole, self.index, self.count = model, whole, index, count
+        self.parts: list[StagePart] = []
+        self.num_parts = count * stages_per_rank
         self.shared: list[SharedParameter] = []
 
     @property
@@ -126,11 +182,17 @@ class Stage(ABC):
         """Computes the loss."""
         return self.index == self.count - 1
 
+    @property
+    def own_parts(self) -> list[int]:
+        """Which of the pipeline's stages are here."""
+        return list(range(self.index, self.num_parts, self.count))
+
     @abstractmethod
-    def run(self, forward: Callable[..., Any], batch: Any, received: Tensor | None) -> Tensor:
+    def run(self, part: StagePart, forward: Callable[..., Any], batch: Any, received: Tensor | None) -> Tensor:
         """One micro-batch: what the next stage receives, or on the last one the loss, a scalar.
 
         Args:
+            part: the stage that runs.
             forward: of the model.
             received: what the previous stage returned; None on the first.
         """
@@ -138,6 +200,23 @@ class Stage(ABC):
     def needs_batch(self) -> bool:
         """Whether it computes anything from the batch."""
         return True
+
+    def modules(self) -> Iterator[nn.Module]:
+        """What this stage computes with: the modules of its model, and those that read copies."""
+        yield from self.model.modules()
+        for shared in self.shared:
+            if shared.copy is not None:
+                yield shared.copy.module
+
+    def split_copies(self, splits_of: Callable[[nn.Module], Mapping[str, Split]]) -> None:
+        """Reduces copies to this rank's parts, as tensor parallelism does with parameters.
+
+        Args:
+            splits_of: how the parameters of a module are cut, by their names in it.
+        """
+        for shared in self.shared:
+            if shared.copy is not None:
+                shared.copy.split(splits_of(shared.copy.module))
 
 
 def cut(model: nn.Module, index: int, count: int, config: PipelineConfig, *, verify: bool = True) -> Stage:
@@ -166,6 +245,14 @@ def cut(model: nn.Module, index: int, count: int, config: PipelineConfig, *, ver
     if hasattr(model, "config") and hasattr(model, "get_input_embeddings"):
         return _BlockCut(model, config).to_stage(whole, index, count, verify=verify)
     raise _cannot(model, f"{type(model).__name__}, whose parts are in no order that is known")
+
+
+def _places_of(model: nn.Module, replacements: Mapping[int, nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+    """(parent, name, replacement) of each module with one, by their ids."""
+    for module in list(model.modules()):
+        for name, child in module._modules.items():
+            if child is not None and id(child) in replacements:
+                yield module, name, replacements[id(child)]
 
 
 def _cannot(model: nn.Module, why: str) -> UsageError:
@@ -283,13 +370,14 @@ class _Nothing(nn.Module):
 
 class _SequentialStage(Stage):
     def __init__(self, model: nn.Module, whole: WholeModel, index: int, count: int, config: PipelineConfig) -> None:
-        super().__init__(model, whole, index, count)
+        super().__init__(model, whole, index, count, config.stages_on(count))
         self._loss = config.loss
 
-    def run(self, forward: Callable[..., Any], batch: Any, received: Tensor | None) -> Tensor:
-        output = forward(batch[0] if received is None else received)
-        if not self.is_last:
-            return _single(output, f"stage {self.index} of the nn.Sequential")
+    def run(self, part: StagePart, forward: Callable[..., Any], batch: Any, received: Tensor | None) -> Tensor:
+        with part.alone():
+            output = forward(batch[0] if received is None else received)
+        if not part.is_last:
+            return _single(output, f"stage {part.index} of the nn.Sequential")
         assert self._loss is not None, "an nn.Sequential is cut with a loss only"
         return _scalar(self._loss(output, batch[1]), "PipelineConfig(loss)")
 
@@ -309,16 +397,43 @@ def _cut_sequential(
         )
     names = list(model._modules)
     own_costs = config.costs or [_cost([child], config) for child in model]
-    firsts = [*_firsts(own_costs, count, config, model), len(names)]
-    stage_of = {name: stage for stage in range(count) for name in names[firsts[stage] : firsts[stage + 1]]}
     stage = _SequentialStage(model, whole, index, count, config)
-    stage.shared = [item for item in _tied_children(model, stage_of, index) if index in (item.owner, item.reader)]
-    copies = {id(item.copy._unregistered[0]): item.copy for item in stage.shared if item.copy is not None}
+    firsts = [*_firsts(own_costs, stage.num_parts, config, model), len(names)]
+    part_of = {name: part for part in range(stage.num_parts) for name in names[firsts[part] : firsts[part + 1]]}
+    rank_of = {name: part % count for name, part in part_of.items()}
+    _check_tied_parts(model, part_of, rank_of)
+    stage.shared = [item for item in _tied_children(model, rank_of, index) if index in (item.owner, item.reader)]
+    copies = {id(item.copy.module): item.copy for item in stage.shared if item.copy is not None}
     for name in names:
-        if stage_of[name] != index:
+        if rank_of[name] != index:
             model._modules[name] = _Nothing()
     _replace(model, copies)
+    for part in stage.own_parts:
+        others = tuple((model, name, _Nothing()) for name in names if rank_of[name] == index and part_of[name] != part)
+        params = [param for name in names if part_of[name] == part for param in model.get_submodule(name).parameters()]
+        stage.parts.append(_part(part, stage.num_parts, params, others, firsts))
     return stage
+
+
+def _part(
+    index: int,
+    count: int,
+    params: Iterable[Tensor | None],
+    others: tuple[tuple[nn.Module, str, nn.Module], ...],
+    firsts: Sequence[int],
+) -> StagePart:
+    ids = frozenset(id(param) for param in params if param is not None)
+    return StagePart(index, index == 0, index == count - 1, ids, others, firsts[index], firsts[index + 1])
+
+
+def _check_tied_parts(model: nn.Sequential, part_of: Mapping[str, int], rank_of: Mapping[str, int]) -> None:
+    """Refuses a parameter of two stages of one rank, whose gradients would come in backwards of their own."""
+    first: dict[int, str] = {}
+    for name, child in model._modules.items():
+        for path, param in child.named_parameters() if child is not None else ():
+            other = first.setdefault(id(param), name)
+            if part_of[other] != part_of[name] and rank_of[other] == rank_of[name]:
+                raise _shared_by_stages(f"{name}.{path}")
 
 
 def _tied_children(model: nn.Sequential, stage_of: Mapping[str, int], index: int) -> Iterator[SharedParameter]:
@@ -348,10 +463,8 @@ def _tied_children(model: nn.Sequential, stage_of: Mapping[str, int], index: int
 
 def _replace(model: nn.Module, replaced: Mapping[int, nn.Module]) -> None:
     """Puts other modules in the place of some, by their ids."""
-    for module in list(model.modules()):
-        for name, child in module._modules.items():
-            if child is not None and id(child) in replaced:
-                module._modules[name] = replaced[id(child)]
+    for parent, name, module in list(_places_of(model, replaced)):
+        parent._modules[name] = module
 
 
 def _shared_by_stages(name: str) -> UsageError:
@@ -382,18 +495,18 @@ def _scalar(loss: Any, where: str) -> Tensor:
 class _OtherBlock(nn.Module):
     """In place of a block of another stage: passes on, and where this stage begins and ends, receives and sends."""
 
-    def __init__(self, block: nn.Module, carry: Carry, *, receives: bool, sends: bool, in_tuple: bool) -> None:
+    def __init__(self, block: nn.Module, carry: Carry, position: int, *, in_tuple: bool) -> None:
         super().__init__()
         for name, value in vars(block).items():  # the model's forward may ask a block of which kind it is
             if not name.startswith("_") and (value is None or isinstance(value, (str, int, float))):
                 setattr(self, name, value)
-        self._carry, self._receives, self._sends, self._in_tuple = carry, receives, sends, in_tuple
+        self._carry, self._position, self._in_tuple = carry, position, in_tuple
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs[_HIDDEN]
-        if self._receives:
+        if self._position == self._carry.begin - 1:
             hidden = self._carry.received
-        if self._sends:
+        if self._position == self._carry.end:
             self._carry.sent = hidden
         return (hidden,) if self._in_tuple else hidden
 
@@ -414,13 +527,13 @@ class _NoInput(nn.Module):
 
 class _BlockStage(Stage):
     def __init__(self, model: nn.Module, whole: WholeModel, index: int, count: int, config: PipelineConfig) -> None:
-        super().__init__(model, whole, index, count)
+        super().__init__(model, whole, index, count, config.stages_on(count))
         self.carry = Carry()
         self._loss = config.loss
 
-    def run(self, forward: Callable[..., Any], batch: Any, received: Tensor | None) -> Tensor:
-        output = self.outputs(forward, batch, received)
-        if not self.is_last:
+    def run(self, part: StagePart, forward: Callable[..., Any], batch: Any, received: Tensor | None) -> Tensor:
+        output = self.outputs(part, forward, batch, received)
+        if not part.is_last:
             return output  # type: ignore[no-any-return]
         if self._loss is not None:
             return _scalar(self._loss(output, batch), "PipelineConfig(loss)")
@@ -429,15 +542,20 @@ class _BlockStage(Stage):
             raise UsageError("pipeline: batch", expected='"labels", from which the model computes its loss', got=None)
         return _scalar(loss, "the model's loss")
 
-    def outputs(self, forward: Callable[..., Any], batch: Mapping[str, Any], received: Tensor | None) -> Any:
+    def outputs(
+        self, part: StagePart, forward: Callable[..., Any], batch: Mapping[str, Any], received: Tensor | None
+    ) -> Any:
         """What the next stage receives, or the model's own output."""
         kwargs = {**batch, "use_cache": False, "return_dict": True}
-        if not self.is_last:
+        if not part.is_last:
             kwargs = {key: value for key, value in kwargs.items() if key not in _LOSS_KEYS}
-        self.carry.received = received
+        elif kwargs.get("labels") is None and "shift_labels" in kwargs:  # a model asks for a loss by `labels`
+            kwargs["labels"] = kwargs["shift_labels"]
+        self.carry.begin, self.carry.end, self.carry.received = part.begin, part.end, received
         try:
-            output = forward(**kwargs)
-            return output if self.is_last else self.carry.sent
+            with part.alone():
+                output = forward(**kwargs)
+            return output if part.is_last else self.carry.sent
         finally:
             self.carry.received = self.carry.sent = None
 
@@ -551,28 +669,43 @@ class _BlockCut:
         costs = [_cost([block], self.config) for block in self.blocks]
         costs[0] += sum(_own_cost(self.others[name], self.config) for name in before)
         costs[-1] += sum(_own_cost(self.others[name], self.config) for name in after)
-        firsts = [*_firsts(costs, count, self.config, self.model), len(self.blocks)]
         stage = _BlockStage(self.model, whole, index, count, self.config)
-        begin, end = firsts[index], firsts[index + 1]
-        stage.shared = self._shared(whole, firsts, before, after, index)
-        copies = {id(shared.copy._unregistered[0]): shared.copy for shared in stage.shared if shared.copy is not None}
-        replaced: dict[int, nn.Module] = dict(copies)
-        for position, block in enumerate(self.blocks):
-            if not begin <= position < end:
-                replaced[id(block)] = _OtherBlock(
-                    block,
-                    stage.carry,
-                    receives=position == begin - 1,
-                    sends=position == end,
-                    in_tuple=self.trace.in_tuple,
-                )
-        for name in before if not stage.is_first else ():
-            replaced[id(self.others[name])] = self._no_input(name, stage.carry)
-        for name in after if not stage.is_last else ():
-            replaced[id(self.others[name])] = _Nothing()
-        _replace(self.model, replaced)
-        if verify:
-            self._verify(stage, begin, end)
+        firsts = [*_firsts(costs, stage.num_parts, self.config, self.model), len(self.blocks)]
+        stage.shared = self._shared(firsts, before, after, stage)
+        copies = {id(shared.copy.module): shared.copy for shared in stage.shared if shared.copy is not None}
+        # What stands in for a module where it is not computed: on other ranks for good, here while another stage runs.
+        stand_ins: dict[int, nn.Module] = {
+            id(block): _OtherBlock(block, stage.carry, position, in_tuple=self.trace.in_tuple)
+            for position, block in enumerate(self.blocks)
+        }
+        homes: dict[int, int] = {
+            id(block): part for part in range(stage.num_parts) for block in self.blocks[firsts[part] : firsts[part + 1]]
+        }
+        for name in before:
+            homes[id(self.others[name])] = 0
+            if stage.num_parts > 1:
+                stand_ins[id(self.others[name])] = self._no_input(name, stage.carry)
+        for name in after:
+            homes[id(self.others[name])] = stage.num_parts - 1
+            stand_ins[id(self.others[name])] = _Nothing()
+        modules = [*self.blocks, *(self.others[name] for name in (*before, *after))]
+        own = stage.own_parts
+        _replace(self.model, {key: stand_ins[key] for key, part in homes.items() if part not in own})
+        _replace(self.model, copies)
+        for part in own:
+            params = [param for block in self.blocks[firsts[part] : firsts[part + 1]] for param in block.parameters()]
+            ends = (before if part == 0 else []) + (after if part == stage.num_parts - 1 else [])
+            for name in ends:
+                params += copies.get(id(self.others[name]), self.others[name])._parameters.values()
+            absent = {
+                id(copies.get(id(module), module)): stand_ins[id(module)]
+                for module in modules
+                if homes[id(module)] in own and homes[id(module)] != part
+            }
+            others = tuple(_places_of(self.model, absent))
+            stage.parts.append(_part(part, stage.num_parts, params, others, firsts))
+            if verify:
+                self._verify(stage, stage.parts[-1])
         return stage
 
     def _no_input(self, name: str, carry: Carry) -> _NoInput:
@@ -585,7 +718,7 @@ class _BlockCut:
         return _NoInput(carry, output[-1], adds_dim=adds_dim)
 
     def _shared(
-        self, whole: WholeModel, firsts: Sequence[int], before: Sequence[str], after: Sequence[str], index: int
+        self, firsts: Sequence[int], before: Sequence[str], after: Sequence[str], own: Stage
     ) -> list[SharedParameter]:
         """Parameters of several stages: of the first one, and of modules after the blocks."""
         last = len(firsts) - 2
@@ -614,24 +747,24 @@ class _BlockCut:
             ]
             if key in in_blocks or len(readers) != 1:
                 raise _shared_by_stages(names_of[key])
-            item = SharedParameter(names_of[key], owner=0, reader=last)
+            item = SharedParameter(names_of[key], owner=0, reader=own.count - 1)
             module, attribute = readers[0]
-            if index == 0:
+            if own.index == item.owner:
                 item.param = module._parameters[attribute]
-            if index == last:
+            if own.index == item.reader:
                 item.copy = ReadsCopy(module, attribute)
             shared.append(item)
-        return [item for item in shared if index in (item.owner, item.reader)]
+        return [item for item in shared if own.index in (item.owner, item.reader)]
 
-    def _verify(self, stage: _BlockStage, begin: int, end: int) -> None:
+    def _verify(self, stage: _BlockStage, part: StagePart) -> None:
         """Raises unless the stage computes what the whole model did, from what the whole model had there."""
         with evaluating(self.model):
-            received = None if stage.is_first else self.trace.inputs[begin]
-            output = stage.outputs(self.model, {"input_ids": self.ids}, received)
-        result = self._logits(output) if stage.is_last else output
-        expected = self.trace.result if stage.is_last else self.trace.outputs[end - 1]
+            received = None if part.is_first else self.trace.inputs[part.begin]
+            output = stage.outputs(part, self.model, {"input_ids": self.ids}, received)
+        result = self._logits(output) if part.is_last else output
+        expected = self.trace.result if part.is_last else self.trace.outputs[part.end - 1]
         if not isinstance(result, Tensor) or expected is None or not torch.equal(result, expected):
-            raise _cannot(self.model, f"stage {stage.index}, which depends on more than the hidden states")
+            raise _cannot(self.model, f"stage {part.index}, which depends on more than the hidden states")
 
     @staticmethod
     def _logits(output: Any) -> Tensor:

@@ -9,6 +9,14 @@ one's. The last stage computes with a copy, which is sent anew before each batch
 each micro-batch; the first adds it to its own before anything else is added: the sum that autograd forms where both
 are in one graph. That takes M + 1 messages of its size per step of M micro-batches, where a sum at the end would take
 two, in another order.
+
+[Note: several stages on a rank] Each has its own backward of a micro-batch, which reaches its own parameters only. To
+`GradReducer.expect` it is said which, so that a buffer is reduced with the backward that fills it, as often as without
+stages, and its gradients are complete with its stage's last micro-batch.
+
+[Note: a backward in two halves] The zero-bubble schedule computes gradients of inputs first, and those of weights
+later, by `torch.autograd.grad`, which tells no hook of a parameter. So each half is a backward of the engine: the first
+reaches no parameter, and after the second the engine is told of every gradient that it has left.
 """
 
 from __future__ import annotations
@@ -16,24 +24,43 @@ from __future__ import annotations
 import contextlib
 import itertools
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+)
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.pipeline_group import PipelineGroup
-from zeroaccel.config.parallel import PipelineConfig
-from zeroaccel.errors import EngineStateError, UsageError
+from zeroaccel.config import Config
+from zeroaccel.config.parallel import INTERLEAVED, ZERO_BUBBLE, PipelineConfig
+from zeroaccel.errors import ConfigError, EngineStateError, UsageError
 from zeroaccel.nested import leaves_of, to_device
-from zeroaccel.pipeline.model_cut import SharedParameter, Stage, evaluating
+from zeroaccel.optim.optimizer_kinds import OptimizerKind, OptimizerKinds
+from zeroaccel.parallel.sequence import SHIFTED_LABELS
+from zeroaccel.pipeline.model_cut import SharedParameter, Stage, StagePart, evaluating
 from zeroaccel.zero.access.param_registry import handle_of
 from zeroaccel.zero.engine import Engine
+from zeroaccel.zero.from_config import EngineSettings
 
-_SCHEDULES = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}
+_SCHEDULES = {
+    "1f1b": Schedule1F1B,
+    "gpipe": ScheduleGPipe,
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "zero_bubble": ScheduleInterleavedZeroBubble,
+}
 
 Batches = Sequence[Any]
 
@@ -83,13 +110,15 @@ class PipelineEngine(Engine):
         """Completes an engine that `initialize` has made. (all ranks)"""
         self.stage, self.pipeline = stage, pipeline
         self.micro_losses = torch.empty(0, dtype=torch.float64)
-        self._schedule_class = _SCHEDULES[config.schedule]
+        # Of one stage per rank, as where pp is 1, the schedule is the one that is interleaved.
+        self._schedule_class = _SCHEDULES["1f1b" if stage.count == 1 else config.schedule]
+        self._eval_class = ScheduleLoopedBFS if len(stage.parts) > 1 else ScheduleGPipe
         self._loader = loader
         self._own_batches: Iterator[Any] | None = None
-        self._schedules: dict[tuple[Any, bool], tuple[Any, _ScheduledStage]] = {}
+        self._schedules: dict[tuple[Any, bool], tuple[Any, list[_ScheduledStage]]] = {}
         self._boundaries: dict[Any, list[TensorShape]] = {}
         self._batches: Batches = ()
-        self._num_backwards = 0
+        self._backwards: Counter[int] = Counter()
         self._failure: Exception | None = None
         self._owned: dict[int, SharedParameter] = {}
         self._share()
@@ -166,14 +195,17 @@ class PipelineEngine(Engine):
 
     def _next_batches(self, data_iter: Iterator[Any] | None, call: str) -> list[TensorShape]:
         """Takes the micro-batches of a step, and returns what goes between the stages. (all ranks)"""
-        job, width = self.collectives.job, self.collectives.world_size
+        job, width = self.collectives.job, self._stage_width
         own: _Signature | None = None
         with agreed(job, f"{call}: micro-batches"):
             self._batches = self._take(data_iter, self.settings.accumulation, call)
             own = _Signature.of(self._batches, call) if self._batches else None
+            if self.sequence_group.size > 1:
+                _require_cut(self._batches, call)
         is_known = own is not None and own.shapes in self._boundaries
         of_ranks: list[tuple[_Signature | None, bool]] = job.gather_objects((own, is_known), f"{call}: batches")
         place = job.rank % width
+        place -= place % self._layer_ranks  # ranks that share layers see the same samples
         first = of_ranks[place][0]
         with agreed(job, f"{call}: same batches"):
             assert first is not None, "a first stage without a batch"
@@ -187,17 +219,18 @@ class PipelineEngine(Engine):
     def _infer(self) -> list[TensorShape]:
         """What each stage sends to the next for such batches: one forward through all of them. (all ranks)"""
         shapes: list[TensorShape] = []
-        place = self.collectives.job.rank % self.collectives.world_size
-        for index in range(self.stage.count - 1):
+        width = self._stage_width
+        own_parts = {part.index: part for part in self.stage.parts}
+        for index in range(self.stage.num_parts - 1):
             own: TensorShape | None = None
-            if index == self.stage.index:
+            if index in own_parts:
                 device = self.collectives.topology.device
                 received = torch.zeros(shapes[-1].shape, dtype=shapes[-1].dtype, device=device) if shapes else None
                 with evaluating(self.module):
-                    output = self._forward_of(0, received)
+                    output = self._forward_of(own_parts[index], 0, received)
                 own = TensorShape(tuple(output.shape), output.dtype)
             of_ranks = self.collectives.job.gather_objects(own, "shapes between stages")
-            shapes.append(of_ranks[index * self.collectives.world_size + place])
+            shapes.append(of_ranks[index % self.stage.count * width + self.collectives.job.rank % width])
         return shapes
 
     def _take(self, data_iter: Iterator[Any] | None, count: int, call: str) -> Batches:
@@ -223,26 +256,49 @@ class PipelineEngine(Engine):
             )
         return batches
 
-    def _forward_of(self, micro_batch: int, received: Tensor | None) -> Tensor:
-        """The stage's forward of one micro-batch."""
+    def _forward_of(self, part: StagePart, micro_batch: int, received: Tensor | None) -> Tensor:
+        """A stage's forward of one micro-batch."""
         for shared in self.stage.shared:
             if shared.copy is not None:
                 shared.copy.micro_batch = micro_batch
         batch = self._batches[micro_batch] if self._batches else None
-        return self.stage.run(super().forward, batch, received)
+        output = self.stage.run(part, super().forward, batch, received)
+        if part.is_last and self.sequence_group.size > 1:
+            return self.sequence_group.mean_loss(output, batch[SHIFTED_LABELS])  # type: ignore[index]
+        return output
 
-    def _backward_of(self, micro_batch: int, run: Callable[[], None]) -> None:
-        """What `Engine.backward` and `step` do for one micro-batch; the update of the last one comes after all."""
-        self._num_backwards += 1
-        is_last = self._num_backwards == self.settings.accumulation
-        self.decide_boundary(is_last)
+    def _backward_of(
+        self, part: StagePart, micro_batch: int, run: Callable[[], Sequence[nn.Parameter]], *, inputs_only: bool = False
+    ) -> None:
+        """What `Engine.backward` and `step` do for one micro-batch; the update of the last one comes after all.
+
+        See [Note: several stages on a rank] and [Note: a backward in two halves].
+
+        Args:
+            run: returns the parameters whose gradients autograd does not tell of.
+            inputs_only: the first half of a backward in two, after which the gradients of weights are missing.
+        """
+        micro_batches = self.settings.accumulation
+        self._backwards[part.index] += not inputs_only
+        # Gradients of a stage are complete with its own last micro-batch, while the rank's other stages go on.
+        self.decide_boundary(not inputs_only and self._backwards[part.index] == micro_batches)
         self._report.begin("backward")
+        is_whole = len(self.stage.parts) == 1 and not inputs_only
+        self.grad_reducer.expect(None if is_whole else frozenset() if inputs_only else part.params)
         self._begin_backward(direct=False)
-        run()
-        self._return_gradients(micro_batch)
+        for param in run():
+            self.on_grad_ready(param)
+        if part.is_last and not inputs_only:
+            self._return_gradients(micro_batch)
         self._end_backward()
         self._report.end("backward")
-        if not is_last:
+        if inputs_only:
+            return
+        is_end = self._backwards.total() == micro_batches * len(self.stage.parts)
+        self.decide_boundary(is_end)
+        if is_end:
+            self.grad_reducer.expect(None)
+        elif self._backwards.total() < micro_batches:  # as many steps as micro-batches, the last of which updates
             super().step()
 
     # -- the schedule
@@ -250,12 +306,15 @@ class PipelineEngine(Engine):
     def _run(self, boundaries: Sequence[TensorShape], *, training: bool) -> None:
         """Sends the micro-batches through the pipeline. (all ranks)"""
         losses: list[Tensor] = []
-        self._num_backwards, self._failure = 0, None
+        self._failure = None
+        self._backwards.clear()
         self._activity("")
         schedule, scheduled = self._schedule(boundaries, training=training)
-        scheduled.losses = losses
+        for one in scheduled:
+            one.losses = losses
         run = schedule.step if training else schedule.eval
-        scheduled.begin()
+        for one in reversed(scheduled):
+            one.begin()
         try:
             run(target=torch.arange(self.settings.accumulation), return_outputs=False)
         except RuntimeError as error:
@@ -268,25 +327,31 @@ class PipelineEngine(Engine):
         finally:
             self.pipeline.end_wait()
         self.pipeline.finish_sends()
-        scheduled.clear_runtime_states()
+        for one in scheduled:
+            one.clear_runtime_states()
         self.micro_losses = torch.tensor([loss.item() for loss in losses], dtype=torch.float64)
 
-    def _schedule(self, boundaries: Sequence[TensorShape], *, training: bool) -> tuple[Any, _ScheduledStage]:
+    def _schedule(self, boundaries: Sequence[TensorShape], *, training: bool) -> tuple[Any, list[_ScheduledStage]]:
         """The schedule for such batches; of several shapes the newest only, as each has buffers of its own."""
         key = (tuple(boundaries), training)
         if key not in self._schedules:
             for other in [known for known in self._schedules if known[1] == training]:
                 del self._schedules[other]
-            scheduled = _ScheduledStage(self, boundaries)
-            kind = self._schedule_class if training else ScheduleGPipe
-            schedule = kind(scheduled, self.settings.accumulation, loss_fn=scheduled.scaled_loss, scale_grads=False)
+            scheduled = [_ScheduledStage(self, part, boundaries) for part in self.stage.parts]
+            kind: Any = self._schedule_class if training else self._eval_class
+            schedule = kind(
+                scheduled[0] if issubclass(kind, PipelineScheduleSingle) else scheduled,
+                self.settings.accumulation,
+                loss_fn=scheduled[-1].scaled_loss,
+                scale_grads=False,
+            )
             self._schedules[key] = schedule, scheduled
         return self._schedules[key]
 
     def _mean_loss(self) -> Tensor:
         """The mean over micro-batches and data-parallel ranks. (all ranks)"""
         total = torch.zeros(1, dtype=torch.float64)
-        if self.stage.is_last:
+        if self.stage.is_last and self.collectives.is_first_data_group:
             total += self.micro_losses.mean() / self.collectives.world_size
         self.collectives.job.all_reduce(total, "sum", "loss")
         return total[0].to(self.collectives.topology.device, torch.float32)
@@ -349,6 +414,16 @@ class PipelineEngine(Engine):
         self.collectives.topology.flight_recorder.activity = f"{what} on stage {self.stage.index}" if what else ""
 
     @property
+    def _stage_width(self) -> int:
+        """Ranks of a stage."""
+        return self.collectives.job.world_size // self.stage.count
+
+    @property
+    def _layer_ranks(self) -> int:
+        """Ranks that share layers."""
+        return 1 if self.collectives.tensor is None else self.collectives.tensor.world_size
+
+    @property
     def _where(self) -> str:
         return f"stage {self.stage.index} of {self.stage.count}"
 
@@ -365,6 +440,85 @@ class PipelineEngine(Engine):
         )
 
 
+def facts_of(stage: Stage | None, pipeline: PipelineConfig) -> list[str]:
+    """What the stages of a pipeline have to have in common."""
+    if stage is None:
+        return []
+    facts = {
+        "schedule": pipeline.schedule,
+        "stages_per_rank": pipeline.stages_per_rank,
+        "split": pipeline.split,
+        "weights": stage.whole.fingerprint,
+    }
+    return [f"pipeline {name}={value}" for name, value in facts.items()]
+
+
+def check_stage(
+    stage: Stage | None,
+    pipeline: PipelineConfig,
+    settings: Config,
+    engine: EngineSettings,
+    kinds: OptimizerKinds | None,
+    groups: Mapping[int, int],
+) -> None:
+    """Refuses what the stages of a training cannot do together, and schedules that micro-batches do not fill.
+
+    Args:
+        kinds: of the optimizer's groups; None for inference.
+        groups: id(parameter) -> index of its group.
+
+    Raises:
+        ConfigError: too few micro-batches, weights that a schedule does not find, or updates before the norm is known.
+        UsageError: the optimizer's rule sums over parameters that are on several stages, or a stage trains nothing.
+    """
+    if kinds is None or stage is None or stage.count == 1:
+        return
+    micro_batches = engine.accumulation
+    if pipeline.schedule == "1f1b" and micro_batches < stage.count:
+        raise ConfigError(
+            settings.where("gradient_accumulation_steps"),
+            expected=f'at least {stage.count} micro-batches per step for schedule "1f1b" over {stage.count} stages',
+            got=micro_batches,
+            fix='raise it, or use PipelineConfig(schedule="gpipe")',
+        )
+    rounds = max(1, micro_batches // stage.count)
+    if pipeline.schedule in INTERLEAVED and micro_batches % rounds:
+        raise ConfigError(
+            settings.where("gradient_accumulation_steps"),
+            expected=f"a multiple of its {rounds} rounds over {stage.count} ranks, as the schedule is interleaved",
+            got=micro_batches,
+            fix=f"take a multiple of {stage.count}, or at most {2 * stage.count - 1}",
+        )
+    if pipeline.schedule == ZERO_BUBBLE and engine.plan.params:
+        raise ConfigError(
+            settings.where("zero_optimization.stage"),
+            expected='0, 1 or 2 with schedule "zero_bubble", whose gradients of weights are computed when the weights '
+            "have been sharded again",
+            got=3,
+            fix='use PipelineConfig(schedule="interleaved_1f1b") or "1f1b"',
+        )
+    if engine.update_during != "step":
+        raise ConfigError(
+            settings.where("zero_optimization.offload_optimizer.update_during"),
+            expected='"step" with a pipeline, whose norm is known only when all stages are done',
+            got=engine.update_during,
+        )
+    if OptimizerKind.COUPLED in kinds.groups:
+        raise UsageError(
+            f"pipeline: the optimizer: {kinds.reason}",
+            expected="one that updates elements or tensors by themselves",
+            fix="use AdamW, SGD or the like, or leave pp at 1",
+        )
+    for part in stage.parts:
+        if not any(param in groups for param in part.params):
+            raise UsageError(
+                f"pipeline: stage {part.index}",
+                expected="at least one parameter to train on every stage",
+                got="none",
+                fix="choose another PipelineConfig(split), or leave pp at 1",
+            )
+
+
 class _ScheduledStage(PipelineStage):
     """What torch's schedules see of an engine: the computations of a micro-batch.
 
@@ -373,9 +527,9 @@ class _ScheduledStage(PipelineStage):
         unit: a tensor of what this stage sends or receives, for messages about waits.
     """
 
-    def __init__(self, engine: PipelineEngine, boundaries: Sequence[TensorShape]) -> None:
-        index, count = engine.stage.index, engine.stage.count
-        self._engine = engine
+    def __init__(self, engine: PipelineEngine, part: StagePart, boundaries: Sequence[TensorShape]) -> None:
+        index, count = part.index, engine.stage.num_parts
+        self._engine, self._part = engine, part
         self._micro_batch = 0
         self._last = "before its first micro-batch"  # what was computed last, for messages
         self.losses: list[Tensor] = []
@@ -395,7 +549,11 @@ class _ScheduledStage(PipelineStage):
     def begin(self) -> None:
         """A step begins: what this stage does first is to wait, but for the first stage."""
         self._last = "before its first micro-batch"
-        self._engine.pipeline.begin_wait(f"{self._engine._where}, {self._last}", self.unit)
+        self._engine.pipeline.begin_wait(f"{self._where}, {self._last}", self.unit)
+
+    @property
+    def _where(self) -> str:
+        return f"stage {self._part.index} of {self._engine.stage.num_parts}"
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         self._micro_batch = fwd_chunk_id
@@ -403,14 +561,54 @@ class _ScheduledStage(PipelineStage):
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Tensor:
         with self._computing(f"forward of micro-batch {self._micro_batch}"):
-            return self._engine._forward_of(self._micro_batch, args[0] if args else None)
+            return self._engine._forward_of(self._part, self._micro_batch, args[0] if args else None)
 
-    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
         if not self.has_backward:
             return
         backward = super().backward_one_chunk
+
+        def run() -> tuple[()]:
+            backward(bwd_chunk_id, loss, full_backward, last_backward)
+            return ()
+
+        self._micro_batch = bwd_chunk_id
         with self._computing(f"backward of micro-batch {bwd_chunk_id}"):
-            self._engine._backward_of(bwd_chunk_id, lambda: backward(bwd_chunk_id, *args, **kwargs))
+            self._engine._backward_of(self._part, bwd_chunk_id, run, inputs_only=not full_backward)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        if not self.has_backward:
+            return
+        backward = super().backward_weight_one_chunk
+
+        def run() -> list[nn.Parameter]:
+            backward(bwd_chunk_id, last_backward=last_backward)
+            return [param for param in self._params() if param.grad is not None]
+
+        self._micro_batch = bwd_chunk_id
+        with self._computing(f"gradients of weights of micro-batch {bwd_chunk_id}"):
+            self._engine._backward_of(self._part, bwd_chunk_id, run)
+
+    def backward_maybe_with_nosync(self, backward_type: str, bwd_kwargs: Any, last_backward: bool = False) -> Any:
+        """As torch's, with the weights of this stage alone, the copy of another's among them."""
+        leaves = [
+            shared.copy.leaves[self._micro_batch]
+            for shared in self._engine.stage.shared
+            if shared.copy is not None and self._part.is_last and self._micro_batch in shared.copy.leaves
+        ]
+        weights: Any = (*self._params(), *leaves)
+        if backward_type == "input":
+            outputs, grads = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"]
+            return stage_backward_input(outputs, grads, bwd_kwargs["input_values"], weights)
+        if backward_type == "weight":
+            return stage_backward_weight(weights, bwd_kwargs["param_groups"]), None
+        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+
+    def _params(self) -> list[nn.Parameter]:
+        params = self._engine.module.parameters()
+        return [param for param in params if id(param) in self._part.params and param.requires_grad]
 
     # What torch is about to send and to wait for, as it fetches the operations right before.
 
@@ -434,7 +632,8 @@ class _ScheduledStage(PipelineStage):
 
     def _sent(self, operations: list[Any], what: str, micro_batch: int, stage: int) -> list[Any]:
         for operation in operations:
-            self._engine.pipeline.count(operation.tensor, stage, f"{what} of micro-batch {micro_batch}")
+            rank = stage % self._engine.stage.count
+            self._engine.pipeline.count(operation.tensor, rank, f"{what} of micro-batch {micro_batch}")
         return operations
 
     def scaled_loss(self, loss: Tensor, _: object) -> Tensor:
@@ -458,7 +657,7 @@ class _ScheduledStage(PipelineStage):
             raise
         engine._activity("")
         self._last = f"after the {what}"
-        engine.pipeline.begin_wait(f"{engine._where}, {self._last}", self.unit)
+        engine.pipeline.begin_wait(f"{self._where}, {self._last}", self.unit)
 
 
 @dataclass(frozen=True)
@@ -499,6 +698,18 @@ class _Signature:
                 expected=f"those of stage {first_place}, {_shown(first.shapes)}",
                 got=_shown(self.shapes) if self.shapes != first.shapes else "other values in these shapes",
                 fix="load by data-parallel rank (engine.collectives.rank), which the stages of a pipeline share",
+            )
+
+
+def _require_cut(batches: Batches, call: str) -> None:
+    """Raises UsageError unless the batches are runs of sequences, whose labels were shifted before the cut."""
+    for index, batch in enumerate(batches):
+        if not isinstance(batch, Mapping) or SHIFTED_LABELS not in batch:
+            raise UsageError(
+                f"engine.{call}(data_iter): micro-batch {index}",
+                expected=f"this rank's tokens of sequences, with {SHIFTED_LABELS}",
+                got=sorted(batch) if isinstance(batch, Mapping) else type(batch).__name__,
+                fix="cut batches by SequenceLoader or SequenceGroup.shard of engine.sequence_group",
             )
 
 

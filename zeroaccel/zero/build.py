@@ -388,7 +388,7 @@ def initial_values(
         if slot.split is not None:
             if handle is None:  # the parts of one rank's values: each rank may have drawn others
                 value = value.to(device, copy=True).contiguous()
-                collectives.job.broadcast(value.view(-1), 0, f"initial weights of {name}")
+                collectives.everyone.broadcast(value.view(-1), 0, f"initial weights of {name}")
             value = slot.split.part(value)
         source[slot.start : slot.end].view(slot.shape).copy_(value)
     if previous is not None:
@@ -397,7 +397,7 @@ def initial_values(
         if collectives.tensor is None:
             collectives.broadcast(source, 0, f"initial weights of {name}")
         elif layout.slots[0].split is None:
-            collectives.job.broadcast(source, 0, f"initial weights of {name}")
+            collectives.everyone.broadcast(source, 0, f"initial weights of {name}")
     _take_over(params)
     return source
 

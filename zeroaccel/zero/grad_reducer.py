@@ -176,6 +176,7 @@ class GradReducer:
         self._pending_d2h: deque[tuple[GradientBuffer, CopyHandle]] = deque()
         self._next = 0
         self._reducing = False
+        self._expected: frozenset[int] | None = None
         self._on_shard_ready: Callable[[GradientBuffer], None] | None = None
         self._stepped_early: set[int] = set()
         self._accumulated_twice: set[int] = set()
@@ -193,6 +194,13 @@ class GradReducer:
         return self._copies is not None
 
     # -- one backward
+
+    def expect(self, params: frozenset[int] | None) -> None:
+        """Backwards from now on reach these parameters only, by their ids, and no buffer without any is reduced.
+
+        Of a model that is run part by part, as a rank with several stages of a pipeline does. None: they reach all.
+        """
+        self._expected = params
 
     def begin(self, *, reduce: bool, on_shard_ready: Callable[[GradientBuffer], None] | None = None) -> None:
         """Starts a backward.
@@ -213,6 +221,10 @@ class GradReducer:
         for gradients in self.gradients:
             gradients.ready.clear()
             gradients.launched = False
+
+    def _is_reached(self, gradients: GradientBuffer) -> bool:
+        expected = self._expected
+        return expected is None or any(id(param) in expected for param in gradients.buffer.params)
 
     def on_grad_ready(self, param: nn.Parameter) -> None:
         """Copies the gradient that autograd has just accumulated in `param.grad`, and frees it there."""
@@ -298,6 +310,7 @@ class GradReducer:
     def reset(self) -> None:
         """Drops every gradient, those that an interrupted backward left in `param.grad` included."""
         self.clear()
+        self._expected = None
         for param in self._slot_of:
             param.grad = None
 
@@ -326,9 +339,10 @@ class GradReducer:
         """Launches complete buffers up to the first incomplete one; see [Note: order of reductions]."""
         while self._next < len(self.gradients):
             gradients = self.gradients[self._next]
-            if not (force or gradients.complete):
-                return
-            self._launch(gradients)
+            if self._is_reached(gradients):
+                if not (force or gradients.complete):
+                    return
+                self._launch(gradients)
             self._next += 1
 
     def _launch(self, gradients: GradientBuffer) -> None:

@@ -87,6 +87,8 @@ class Split:
     Attributes:
         parts: how many.
         index: of this rank's part.
+        blocks: equal blocks along the dim that are cut each by itself, such as the queries, keys and values of one
+            layer: a part has its part of every block.
 
     Example:
         >>> split = Split(dim=1, parts=2, index=1)
@@ -94,11 +96,14 @@ class Split:
         [[2, 3], [6, 7]]
         >>> split.whole_shape((2, 2))
         (2, 4)
+        >>> Split(dim=0, parts=2, index=1, blocks=3).part(torch.arange(6)).tolist()
+        [1, 3, 5]
     """
 
     dim: int
     parts: int
     index: int
+    blocks: int = 1
 
     def whole_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of the parameter, from that of a part."""
@@ -109,13 +114,14 @@ class Split:
         return tuple(size // self.parts if dim == self.dim else size for dim, size in enumerate(whole))
 
     def part(self, whole: Tensor) -> Tensor:
-        """This rank's part: a view."""
-        size = whole.shape[self.dim] // self.parts
-        return whole.narrow(self.dim, self.index * size, size)
+        """This rank's part: a view, of several blocks a copy."""
+        blocks: Tensor = whole.unflatten(self.dim, (self.blocks, self.parts, -1)).select(self.dim + 1, self.index)
+        return blocks.flatten(self.dim, self.dim + 1)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
         """The parameter from the parts of all ranks, in their order."""
-        return torch.cat(list(parts), self.dim)
+        blocks: list[Tensor] = [part.unflatten(self.dim, (self.blocks, -1)) for part in parts]
+        return torch.stack(blocks, self.dim + 1).flatten(self.dim, self.dim + 2)
 
     def runs(self, shape: Sequence[int], part: FlatRange) -> Iterator[tuple[int, FlatRange]]:
         """Where elements of a part lie in the parameter, flattened in row-major order: runs that lie there together.
@@ -131,7 +137,7 @@ class Split:
             >>> list(Split(dim=1, parts=2, index=1).runs((2, 2), FlatRange(1, 4)))
             [(3, FlatRange(start=1, end=2)), (6, FlatRange(start=2, end=4))]
         """
-        run = math.prod(shape[self.dim :])
+        run = math.prod(shape[self.dim :]) // self.blocks
         while part:
             row, first = divmod(part.start, run)
             own = FlatRange(part.start, min(part.end, (row + 1) * run))

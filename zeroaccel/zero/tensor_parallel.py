@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,14 +35,21 @@ if TYPE_CHECKING:
 
 _HEAD_NORM = "replicated_with_grad_allreduce"
 _HEADS = ("num_attention_heads", "num_key_value_heads")
-_COUNTS = ("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_head", "n_heads")
+# What an attention module counts its heads by; `split_size` is the width of the queries that GPT-2's packed layer has.
+_COUNTS = (
+    *("num_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "n_head", "n_heads"),
+    "split_size",
+)
+_ATTENTION_LAYERS = ("q_proj", "k_proj", "v_proj", "c_attn")
 # Layers by the last part of their names, as DeepSpeed's AutoTP goes by names (docs/tensor_parallel.md): those whose
 # output is added to the residual stream are cut by rows, those before them by columns.
-_ROWWISE = frozenset({"o_proj", "down_proj", "out_proj", "dense_4h_to_h", "fc2", "fc_out", "wo", "w2"})
+_ROWWISE = frozenset({"o_proj", "down_proj", "out_proj", "dense_4h_to_h", "fc2", "fc_out", "wo", "w2", "c_proj"})
 _COLUMNWISE = frozenset(
     {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "dense_h_to_4h", "fc1", "fc_in"}
-    | {"wi", "wi_0", "wi_1", "w1", "w3"}
+    | {"wi", "wi_0", "wi_1", "w1", "w3", "c_fc", "q_attn"}
 )
+# Several layers in one, each cut by itself: style -> how many.
+_PACKED = {"packed_colwise_2": 2, "packed_colwise_3": 3}
 
 
 def _styles() -> dict[str, Callable[[], ParallelStyle]]:
@@ -51,6 +59,7 @@ def _styles() -> dict[str, Callable[[], ParallelStyle]]:
 
     return {
         "colwise": ColwiseParallel,
+        **dict.fromkeys(_PACKED, ColwiseParallel),
         "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
         "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
         "rowwise": RowwiseParallel,
@@ -84,13 +93,15 @@ class SplitLayers:
     Attributes:
         splits: id(parameter) -> how it is cut.
         names: of the split modules.
+        size: ranks that share them.
     """
 
-    def __init__(self, layers: list[_SplitLayer], splits: Mapping[int, Split]) -> None:
+    def __init__(self, layers: list[_SplitLayer], size: int) -> None:
         self._layers = layers
         self._heads: list[tuple[nn.Module, dict[str, int]]] = []
         self._first_batch: RemovableHandle | None = None
-        self.splits = dict(splits)
+        self.size = size
+        self.splits = {key: split for layer in layers for key, split in layer.splits().items()}
         self.names = [layer.name for layer in layers]
 
     @classmethod
@@ -112,25 +123,42 @@ class SplitLayers:
         _check_heads(model, size, styles)
         layers, splits = [], dict[int, Split]()
         for name, style in styles.items():
-            layer = _SplitLayer.of(name, model.get_submodule(name), style, mesh)
-            for key, split in layer.splits(size, index).items():
+            layer = _SplitLayer.of(name, model.get_submodule(name), style, mesh, index)
+            for key, split in layer.splits().items():
                 if splits.setdefault(key, split) != split:
                     raise _tied(name)
             layers.append(layer)
         _check_ties(model, splits, set(styles))
-        return cls(layers, splits)
+        return cls(layers, size)
 
-    def attach(self, model: nn.Module, collectives: Collectives) -> None:
-        """The layers compute with their parts from now on; after the engine's own hooks are on the model."""
+    def keep(self, modules: Iterable[nn.Module]) -> None:
+        """Forgets all layers but these: the model has been cut into stages, and the others are on other ranks."""
+        remaining = {id(module) for module in modules}
+        self._layers = [layer for layer in self._layers if id(layer.module) in remaining]
+        # By the ids of what is left: those of parameters that are gone may be used again.
+        self.splits = {key: split for layer in self._layers for key, split in layer.splits().items()}
+        self.names = [layer.name for layer in self._layers]
+
+    def splits_of(self, module: nn.Module) -> Mapping[str, Split]:
+        """How the parameters of a module are cut, by their names in it."""
+        return next((layer.cuts for layer in self._layers if layer.module is module), {})
+
+    def attach(self, model: nn.Module, collectives: Collectives | None) -> None:
+        """The layers compute with their parts from now on; after the engine's own hooks are on the model.
+
+        Args:
+            collectives: to compare the ranks' first inputs by; None where that is done otherwise.
+        """
         for layer in self._layers:
             layer.attach()
         for parent in {name.rpartition(".")[0]: None for name in self.names}:
             module = model.get_submodule(parent)
-            if any(f"{parent}.{name}" in self.names for name in ("q_proj", "k_proj", "v_proj")):
+            if any(f"{parent}.{name}" in self.names for name in _ATTENTION_LAYERS):
                 self._heads.append((module, {key: vars(module)[key] for key in _COUNTS if key in vars(module)}))
         for module, heads in self._heads:  # a rank's attention is that of its own heads
-            vars(module).update({key: count // self._size for key, count in heads.items()})
-        self._first_batch = model.register_forward_pre_hook(partial(self._compare, collectives), with_kwargs=True)
+            vars(module).update({key: count // self.size for key, count in heads.items()})
+        if collectives is not None:
+            self._first_batch = model.register_forward_pre_hook(partial(self._compare, collectives), with_kwargs=True)
 
     def detach(self) -> None:
         """Removes every hook; the parameters must be whole again."""
@@ -141,10 +169,6 @@ class SplitLayers:
         self._heads.clear()
         if self._first_batch is not None:
             self._first_batch.remove()
-
-    @property
-    def _size(self) -> int:
-        return next(iter(self.splits.values())).parts
 
     def _compare(self, collectives: Collectives, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Compares the first inputs of the ranks that share layers. (all ranks)
@@ -157,13 +181,13 @@ class SplitLayers:
         own = [(tuple(leaf.shape), _digest(leaf)) for _, leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
         of_ranks = collectives.job.gather_objects(own, "first batch")
         for rank, batch in enumerate(of_ranks):
-            first = rank - rank % self._size
+            first = rank - rank % self.size
             if batch != of_ranks[first]:
                 raise UsageError(
                     f"tensor parallelism: the first batch of {collectives.job.named([rank])}",
                     expected=f"that of {collectives.job.named([first])}, with which it shares the layers",
                     got="another one",
-                    fix=f"have loaders divide the data by rank // {self._size}",
+                    fix=f"have loaders divide the data by rank // {self.size}",
                 )
 
 
@@ -173,6 +197,7 @@ class _SplitLayer:
 
     Attributes:
         placements: of each of its parameters, by name.
+        cuts: how those parameters are cut that are.
         prepare, finish: torch's hooks of its style.
     """
 
@@ -180,40 +205,34 @@ class _SplitLayer:
     module: nn.Module
     mesh: DeviceMesh
     placements: Mapping[str, tuple[Placement, ...]]
+    cuts: Mapping[str, Split]
     prepare: Callable[..., Any]
     finish: Callable[..., Any]
     _handles: tuple[RemovableHandle, ...] = ()
 
     @classmethod
-    def of(cls, name: str, module: nn.Module, style: str, mesh: DeviceMesh) -> _SplitLayer:
+    def of(cls, name: str, module: nn.Module, style: str, mesh: DeviceMesh, index: int) -> _SplitLayer:
+        """A layer of a style, for the rank at a place of the mesh.
+
+        Raises:
+            UsageError: it is of a kind that cannot be cut, or the parts would differ in size.
+        """
         from torch.distributed.tensor.parallel import parallelize_module
 
+        _check_packed(name, module, style)
         twin = _twin(name, module, style)
         parallelize_module(twin, mesh, _styles()[style](), src_data_rank=None)
         (prepare,), (finish,) = twin._forward_pre_hooks.values(), twin._forward_hooks.values()
         params: dict[str, Any] = dict(twin.named_parameters())
-        return cls(name, module, mesh, {key: param.placements for key, param in params.items()}, prepare, finish)
+        placements = {key: param.placements for key, param in params.items()}
+        if _is_transposed(module):
+            placements["weight"] = tuple(_transposed(placement) for placement in placements["weight"])
+        parts = Split(0, int(mesh.size()), index, _PACKED.get(style, 1))
+        return cls(name, module, mesh, placements, _cuts(name, module, placements, parts), prepare, finish)
 
-    def splits(self, size: int, index: int) -> dict[int, Split]:
-        """id(parameter) -> how it is cut, of those that are.
-
-        Raises:
-            UsageError: the parts would differ in size.
-        """
-        found = {}
-        for key, (placement,) in self.placements.items():
-            if not placement.is_shard():
-                continue
-            param, dim = getattr(self.module, key), placement.dim  # type: ignore[attr-defined]
-            if param.shape[dim] % size:
-                raise UsageError(
-                    f"tensor parallelism: parameter {self.name}.{key}",
-                    expected=f"a multiple of {size}, the ranks of the tp axis, in dim {dim}",
-                    got=f"{param.shape[dim]} of shape {tuple(param.shape)}",
-                    fix="choose another tp, or leave the module out of tp_plan",
-                )
-            found[id(param)] = Split(dim, size, index)
-        return found
+    def splits(self) -> dict[int, Split]:
+        """id(parameter) -> how it is cut, of those that are."""
+        return {id(getattr(self.module, key)): split for key, split in self.cuts.items()}
 
     def attach(self) -> None:
         # The engine gathers before and reshards after: what is read here has to be the gathered part, and what the
@@ -263,6 +282,60 @@ class _SplitLayer:
             group.label, group.flight_recorder.phase = self.name, phase
 
 
+def _cuts(
+    name: str, module: nn.Module, placements: Mapping[str, tuple[Placement, ...]], parts: Split
+) -> dict[str, Split]:
+    """How the parameters of a layer are cut that are; `parts` says all but the dim.
+
+    Raises:
+        UsageError: the parts would differ in size.
+    """
+    cuts = {}
+    for key, (placement,) in placements.items():
+        if not placement.is_shard():
+            continue
+        param, dim = getattr(module, key), placement.dim  # type: ignore[attr-defined]
+        if param.shape[dim] % (parts.parts * parts.blocks):
+            of = f", for each of {parts.blocks} blocks" if parts.blocks > 1 else ""
+            raise UsageError(
+                f"tensor parallelism: parameter {name}.{key}",
+                expected=f"a multiple of {parts.parts}, the ranks of the tp axis{of}, in dim {dim}",
+                got=f"{param.shape[dim]} of shape {tuple(param.shape)}",
+                fix="choose another tp, or leave the module out of tp_plan",
+            )
+        cuts[key] = replace(parts, dim=dim)
+    return cuts
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """Whether it is the linear layer of GPT-2, whose weight is (inputs, outputs)."""
+    layers = sys.modules.get("transformers.pytorch_utils")  # a model that has one has imported it
+    return layers is not None and isinstance(module, layers.Conv1D)
+
+
+def _packed_style(module: nn.Module) -> str:
+    """Of GPT-2's `c_attn`: queries, keys and values in one; of attention to another sequence keys and values."""
+    inputs, outputs = module.get_parameter("weight").shape
+    return f"packed_colwise_{outputs // inputs}"
+
+
+def _check_packed(name: str, module: nn.Module, style: str) -> None:
+    """Refuses a cut of GPT-2's `c_attn` that leaves a rank queries without their keys."""
+    if name.rpartition(".")[2] == "c_attn" and _is_transposed(module) and style != _packed_style(module):
+        raise UsageError(
+            f"tensor parallelism: {name}",
+            expected=f'"{_packed_style(module)}", which cuts queries, keys and values each by themselves',
+            got=style,
+            fix='change the style in tp_plan, or pass tp_plan="auto"',
+        )
+
+
+def _transposed(placement: Placement) -> Placement:
+    from torch.distributed.tensor import Shard
+
+    return Shard(1 - placement.dim) if isinstance(placement, Shard) else placement
+
+
 def _digest(value: Tensor) -> str:
     data = value.detach().cpu().contiguous().view(-1)
     return hashlib.sha256(data.view(torch.uint8).numpy().tobytes() if data.numel() else b"").hexdigest()
@@ -281,9 +354,12 @@ def _by_name(model: nn.Module) -> dict[str, str]:
     styles, unknown = {}, []
     for name, module in model.named_modules():
         last = name.rpartition(".")[2]
-        if not isinstance(module, nn.Linear) or not any(name.startswith(block) for block in blocks):
+        is_transposed = _is_transposed(module)
+        if not (isinstance(module, nn.Linear) or is_transposed) or not any(map(name.startswith, blocks)):
             continue
-        if last in _ROWWISE or last in _COLUMNWISE:
+        if is_transposed and last == "c_attn":
+            styles[name] = _packed_style(module)
+        elif last in _ROWWISE or last in _COLUMNWISE:
             styles[name] = "rowwise" if last in _ROWWISE else "colwise"
         else:
             unknown.append(name)
@@ -378,13 +454,17 @@ def _twin(name: str, module: nn.Module, style: str) -> nn.Module:
             norm.register_parameter(key, nn.Parameter(torch.empty_like(param, device="meta")))
         return norm
     with torch.device("meta"):
-        if isinstance(module, nn.Linear):
-            twin: nn.Module = nn.Linear(module.in_features, module.out_features, module.bias is not None)
+        if _is_transposed(module):
+            twin: nn.Module = nn.Linear(*module.get_parameter("weight").shape)
+        elif isinstance(module, nn.Linear):
+            twin = nn.Linear(module.in_features, module.out_features, module.bias is not None)
         elif isinstance(module, nn.Embedding):
             twin = nn.Embedding(module.num_embeddings, module.embedding_dim)
         else:
-            raise _kind_error(name, module, "a torch.nn.Linear or torch.nn.Embedding")
+            raise _kind_error(name, module, "a torch.nn.Linear or torch.nn.Embedding, or GPT-2's Conv1D")
     shapes = {key: param.shape for key, param in module.named_parameters()}
+    if _is_transposed(module):
+        shapes["weight"] = shapes["weight"][::-1]
     if shapes != {key: param.shape for key, param in twin.named_parameters()}:  # a quantized one, or with adapters
         raise _kind_error(name, module, "parameters as of the torch class it is derived from")
     return twin
