@@ -91,7 +91,7 @@ from zeroaccel.zero.from_config import (
 from zeroaccel.zero.param_unit import ParamUnit
 from zeroaccel.zero.precision import broadcast_buffers, cast_buffers
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
-from zeroaccel.zero.step_trace import trace_order
+from zeroaccel.zero.step_trace import record_if_asked
 from zeroaccel.zero.storage.placement import BufferPlan, OffloadRules, TierSet, check_update_time, share_updates
 from zeroaccel.zero.tensor_parallel import SplitLayers
 from zeroaccel.zero.wrap_policy import UnitSpec
@@ -288,14 +288,8 @@ def initialize(
     if settings.dump_state:
         logger.warning("%s", engine_settings)
     _attach(engine, stage, ranks, pipeline, loader)
-    _record_if_asked(engine)
+    record_if_asked(engine)
     return engine, engine.optimizer, loader, job.scheduler
-
-
-def _record_if_asked(engine: Engine) -> None:
-    """`zeroaccel trace` records the first engine of a program that trains. (all ranks)"""
-    if engine.optimizer is not None and (order := trace_order()) is not None:
-        order.follow(engine)
 
 
 def _say_for_inference(config: ConfigSource | None) -> None:
