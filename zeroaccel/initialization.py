@@ -807,8 +807,7 @@ _DEVICE_SUB_GROUP_NUMEL = 50_000_000
 def _sub_group_numel(settings: Config, device: torch.device) -> int:
     """Elements that are stepped at a time by optimizers that need their gradients in fp32."""
     zero = settings.zero_optimization
-    # The default of the format, 10^9, means 4 GB of fp32 gradients, for which a GPU seldom has room; a value in the
-    # config is what its author wants.
+    # The format's default, 10^9, is 4 GB of fp32 gradients, for which a GPU seldom has room; a config's value counts.
     if device.type == "cuda" and "sub_group_size" not in zero.model_fields_set:
         return min(zero.sub_group_size, _DEVICE_SUB_GROUP_NUMEL)
     return zero.sub_group_size
@@ -853,11 +852,7 @@ def _loader(
 
 
 def _report(
-    request: Verification | None,
-    settings: Config,
-    device: torch.device,
-    rank: int,
-    monitors: EventSink,
+    request: Verification | None, settings: Config, device: torch.device, rank: int, monitors: EventSink
 ) -> StepReport:
     options: dict[str, Any] = {
         "device": device,
