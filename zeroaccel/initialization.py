@@ -90,7 +90,7 @@ from zeroaccel.zero.from_config import (
 from zeroaccel.zero.param_unit import ParamUnit
 from zeroaccel.zero.precision import broadcast_buffers, cast_buffers
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
-from zeroaccel.zero.step_trace import trace_order
+from zeroaccel.zero.step_trace import record_if_asked
 from zeroaccel.zero.storage.placement import BufferPlan, OffloadRules, TierSet, check_update_time, share_updates
 from zeroaccel.zero.tensor_parallel import SplitLayers
 from zeroaccel.zero.wrap_policy import UnitSpec
@@ -291,14 +291,8 @@ def initialize(
     if settings.dump_state:
         logger.warning("%s", engine_settings)
     _attach(engine, stage, ranks, pipeline, loader)
-    _record_if_asked(engine)
+    record_if_asked(engine)
     return engine, engine.optimizer, loader, job.scheduler
-
-
-def _record_if_asked(engine: Engine) -> None:
-    """`zeroaccel trace` records the first engine of a program that trains. (all ranks)"""
-    if engine.optimizer is not None and (order := trace_order()) is not None:
-        order.follow(engine)
 
 
 def _say_for_inference(config: ConfigSource | None) -> None:
@@ -786,8 +780,7 @@ _DEVICE_SUB_GROUP_NUMEL = 50_000_000
 def _sub_group_numel(settings: Config, device: torch.device) -> int:
     """Elements that are stepped at a time by optimizers that need their gradients in fp32."""
     zero = settings.zero_optimization
-    # The default of the format, 10^9, means 4 GB of fp32 gradients, for which a GPU seldom has room; a value in the
-    # config is what its author wants.
+    # The format's default, 10^9, is 4 GB of fp32 gradients, for which a GPU seldom has room; a config's value counts.
     if device.type == "cuda" and "sub_group_size" not in zero.model_fields_set:
         return min(zero.sub_group_size, _DEVICE_SUB_GROUP_NUMEL)
     return zero.sub_group_size
@@ -832,11 +825,7 @@ def _loader(
 
 
 def _report(
-    request: Verification | None,
-    settings: Config,
-    device: torch.device,
-    rank: int,
-    monitors: EventSink,
+    request: Verification | None, settings: Config, device: torch.device, rank: int, monitors: EventSink
 ) -> StepReport:
     options: dict[str, Any] = {
         "device": device,

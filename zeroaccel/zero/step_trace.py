@@ -213,6 +213,10 @@ def _refused(path: Path, error: OSError) -> UsageError:
 class TraceableEngine(Protocol):
     """An engine, as an order uses it."""
 
+    @property
+    def optimizer(self) -> object:
+        """None where it does not train."""
+
     def traced_parts(self) -> TracedParts:
         """What a recording listens to."""
 
@@ -275,6 +279,16 @@ class TraceOrder:
 
 
 _followed = False
+
+
+def record_if_asked(engine: TraceableEngine) -> None:
+    """`zeroaccel trace` records the first engine of a program that trains. (all ranks)
+
+    Raises:
+        ConfigError: the order in the environment is not one that `zeroaccel trace` writes.
+    """
+    if engine.optimizer is not None and (order := trace_order()) is not None:
+        order.follow(engine)
 
 
 def trace_order() -> TraceOrder | None:
