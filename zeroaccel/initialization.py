@@ -11,9 +11,9 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from zeroaccel.activations import Recomputation
 from zeroaccel.checkpoint.checkpointer import Checkpointer, CheckpointSettings
-from zeroaccel.comm.agree import agreed
+from zeroaccel.comm.agree import agreed, names_ranks
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.environment import check_own_variables, core_set, fair_threads, omp_threads_chosen, usable_cores
 from zeroaccel.comm.hierarchical import arrange
@@ -103,22 +103,10 @@ __all__ = ["initialize"]
 ConfigSource = Mapping[str, Any] | str | os.PathLike[str] | Config
 OptimizerSource = Optimizer | Callable[[list[nn.Parameter]], Optimizer]
 SchedulerSource = Any
-_Call = TypeVar("_Call", bound=Callable[..., Any])
-
-
-def _names_ranks(call: _Call) -> _Call:
-    """A decorator: what raises names ranks by the mesh it was about to make, and what comes after does not."""
-
-    @wraps(call)
-    def named(*args: Any, **kwargs: Any) -> Any:
-        with init_process_group().names.unless_raised():
-            return call(*args, **kwargs)
-
-    return cast(_Call, named)
 
 
 @names_meant
-@_names_ranks
+@names_ranks
 def initialize(
     model: nn.Module,
     optimizer: OptimizerSource | None = None,
@@ -371,14 +359,11 @@ def _join_ranks(
 
 def _observe_axes(collectives: Collectives, ranks: _Ranks, sequences: SequenceGroup) -> None:
     """Has what the axes other than ZeRO's send counted with the rest, where anything is counted."""
-    if collectives.tensor is not None and ranks.tensor_group is not None:
-        collectives.observe("tp", collectives.tensor)
-        if (layers := ranks.topology.tracked.get(ranks.tensor_group.ranks)) is not None:
-            collectives.observe("tp", layers)
-    if sequences.size > 1:
-        collectives.observe("sp", sequences.collectives)
-    if ranks.pipeline is not None:
-        collectives.observe("pp", ranks.pipeline)
+    layers = None if ranks.tensor_group is None else ranks.topology.tracked.get(ranks.tensor_group.ranks)
+    cut = sequences.collectives if sequences.size > 1 else None
+    for axis, source in (("tp", collectives.tensor), ("tp", layers), ("sp", cut), ("pp", ranks.pipeline)):
+        if source is not None:
+            collectives.observe(axis, source)
 
 
 def _launched_mesh() -> ParallelConfig | None:

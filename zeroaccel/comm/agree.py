@@ -6,17 +6,34 @@ ranks exchange the outcome first and raise alike.
 
 from __future__ import annotations
 
+import functools
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.hangs.hang_report import first_difference
+from zeroaccel.comm.topology import init_process_group
 
 T = TypeVar("T")
+_Call = TypeVar("_Call", bound=Callable[..., Any])
+
+
+def names_ranks(call: _Call) -> _Call:
+    """A decorator: the mesh that a call names ranks by is forgotten where the call raises; its errors have the names.
+
+    It joins the ranks, as `init_process_group` does.
+    """
+
+    @functools.wraps(call)
+    def named(*args: Any, **kwargs: Any) -> Any:
+        with init_process_group().names.unless_raised():
+            return call(*args, **kwargs)
+
+    return cast(_Call, named)
 
 
 @contextmanager
