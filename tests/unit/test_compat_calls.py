@@ -103,9 +103,11 @@ def test_tiles_of_layers_that_return_their_bias() -> None:
 
 
 def test_tiles_that_do_not_fit_are_refused() -> None:
-    for arguments in ({"in_splits": 5}, {"out_splits": 0}, {"init_linear": nn.Linear(4, 4)}):
+    for arguments in ({"in_splits": 5}, {"out_splits": 0}):
         with pytest.raises(RuntimeError, match="TiledLinear"):
             TiledLinear(4, 6, **arguments)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"TiledLinear.copy_params_from"):
+        TiledLinear(4, 6, init_linear=nn.Linear(4, 4))
     with pytest.raises(UsageError, match="expected 2 parts"):
         TiledLinear(4, 6, in_splits=2, input_is_already_split=True)([torch.ones(1, 4)])
 

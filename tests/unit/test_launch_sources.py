@@ -66,6 +66,8 @@ TRIPLES: dict[str, tuple[str, str, str]] = {
     "inclusion_filter": ("a", "b", "c"),
     "exclusion_filter": ("a", "b", "c"),
     "multinode_launcher": ("ssh", "standard", "ssh"),
+    "log_line_prefix": ("all", "none", "all"),
+    "zero_hpz_partition_size": ("2", "4", "8"),
     "dp_replicate_size": ("1", "2", "3"),
     "dp_shard_size": ("1", "2", "3"),
     "pp_size": ("1", "2", "3"),

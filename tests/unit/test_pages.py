@@ -284,7 +284,7 @@ def test_a_line_says_what_takes_long_and_goes(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(terminal, "flush", shown.set)
     with progress("counting"):
         assert shown.wait(60)
-    assert re.match(r"\rzeroaccel: counting \(\d+\.\d s\)", terminal.getvalue())
+    assert re.match(r"\r\S zeroaccel: counting \(\d+\.\d s\)", terminal.getvalue())
     assert terminal.getvalue().endswith(" \r")
     monkeypatch.setattr("zeroaccel.cli.progress._PATIENCE_SECONDS", 60)
     quick = _Terminal()
