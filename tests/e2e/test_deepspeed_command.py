@@ -40,7 +40,9 @@ def _facts(result: JobResult | subprocess.CompletedProcess[str]) -> list[list[st
 
 def test_processes_of_num_gpus_get_their_local_rank(script: Path) -> None:
     words = [*CLI, "launch", "--num_gpus", "2", "--cpu", script, "--deepspeed", "--deepspeed_config", "c.json"]
-    facts = _facts(run_command(words, timeout=60.0))
+    result = run_command(words, timeout=60.0)
+    facts = _facts(result)
+    assert len(facts) == 2, (result.stdout, result.stderr)
     ports = {one.pop(3) for one in facts}
     assert len(ports) == 1
     assert facts == [["0", "0", "2", "c.json", "zeroaccel"], ["1", "1", "2", "c.json", "zeroaccel"]]
