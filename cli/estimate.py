@@ -21,7 +21,7 @@ from .grouped_help import GroupedOptions
 from .mesh_report import mesh_remarks, show_meshes
 from .pages.estimate_page import estimate_page
 from .pages.frame import check_page_path, write_page
-from .progress import ProgressLine, import_estimates, progress
+from .progress import ProgressLine, estimating
 
 if TYPE_CHECKING:
     from zeroaccel.estimate import Capacity, MeshRow, PlanRow, Subject, Workload
@@ -118,8 +118,7 @@ def estimate(
     check_page_path(html_path)
     if meshes and (html_path or plot or max(workload["pp"], workload["sp"], workload["tp"]) > 1):
         raise click.UsageError("--meshes compares all meshes, in a table or as --json: leave out sizes, --html, --plot")
-    with progress(f"estimating {model}") as line:
-        import_estimates()
+    with estimating(model) as line:
         what, requested, capacity = _question(model, ranks, device_memory, host_memory, disk, cpu, workload)
         if meshes:
             mesh_rows = _mesh_rows(what, requested, capacity, line)
@@ -128,7 +127,9 @@ def estimate(
         if html_path is not None:
             line.doing = "estimating what the sliders show"
             title = f"Memory of {_title(model, requested, rows)}"
-            write_page(Path(html_path), _html(title, model, what, requested, capacity))
+            page = _html(title, model, what, requested, capacity)
+    if html_path is not None:
+        write_page(Path(html_path), page)
     if what.note:
         click.echo(f"zeroaccel: {what.note}", err=True)
     if meshes:

@@ -50,15 +50,15 @@ class ProgressLine:
         self._ended.set()
 
 
-def import_estimates() -> None:
-    """Imports `zeroaccel.estimate`, and torch with it. Ctrl-C ends the program at once meanwhile, with 130.
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Ctrl-C ends the program with 130 while the block runs, which must write nothing and leave nothing behind.
 
-    Extension modules that are being imported lose the exception of Ctrl-C, or turn it into another one; nothing has
-    been written yet, so nothing needs it.
+    Extension modules that are being imported, and what Python runs when an object is freed, lose the exception of
+    Ctrl-C, or turn it into another one.
     """
-    if "zeroaccel.estimate" in sys.modules or threading.current_thread() is not threading.main_thread():
-        import zeroaccel.estimate
-
+    if threading.current_thread() is not threading.main_thread():
+        yield
         return
 
     def end(*_: object) -> None:
@@ -67,9 +67,15 @@ def import_estimates() -> None:
 
     before = signal.signal(signal.SIGINT, end)
     try:
-        import zeroaccel.estimate  # noqa: F401
+        yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def import_estimates() -> None:
+    """Imports `zeroaccel.estimate`, and torch with it; Ctrl-C ends the program meanwhile."""
+    with ending_at_once():
+        import zeroaccel.estimate  # noqa: F401
 
 
 @contextmanager
@@ -91,3 +97,11 @@ def progress(doing: str) -> Iterator[ProgressLine]:
     finally:
         line.end()
         thread.join()
+
+
+@contextmanager
+def estimating(model: str) -> Iterator[ProgressLine]:
+    """`progress` of an estimate of this model, which Ctrl-C ends at once."""
+    with progress(f"estimating {model}") as line, ending_at_once():
+        import_estimates()
+        yield line

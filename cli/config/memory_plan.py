@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from zeroaccel.errors import ConfigError, UsageError
 
 from ..machine import Machine, gib
-from ..progress import import_estimates, progress
+from ..progress import estimating, import_estimates, progress
 from .answers import BACK, PlanAnswers
 from .questions import MESH_SIZES, PLANNED, WizardState, by_key
 
@@ -246,7 +246,7 @@ def memory_summary(model: Model, machine: Machine, answers: Mapping[str, Any], j
     answers = {**decided, **answers}
     if "zero_stage" not in answers:
         return ""
-    with progress(f"estimating {model.name}"):
+    with estimating(model.name):
         from zeroaccel.estimate import check_capacity, estimate
 
         workload, capacity = _question(model, machine, answers)
@@ -299,7 +299,7 @@ def _question(model: Model, machine: Machine, answers: Mapping[str, Any]) -> tup
 @functools.lru_cache(maxsize=8)  # of a user who goes back and forth
 def _rows(model: Model, workload: Workload, capacity: Capacity) -> list[PlanRow]:
     try:
-        with progress(f"estimating {model.name}"):
+        with estimating(model.name):
             from zeroaccel.estimate import plan_table
 
             return plan_table(model.name, workload, capacity)
@@ -309,7 +309,7 @@ def _rows(model: Model, workload: Workload, capacity: Capacity) -> list[PlanRow]
 
 @functools.lru_cache(maxsize=8)
 def _mesh_rows(model: Model, workload: Workload, capacity: Capacity) -> list[MeshRow]:
-    with progress(f"estimating {model.name}") as line:
+    with estimating(model.name) as line:
         from zeroaccel.estimate import mesh_table
 
         def show(one: Workload) -> None:

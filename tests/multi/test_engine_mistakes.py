@@ -180,7 +180,7 @@ def _malformed(path: str) -> str:
 
 def test_a_malformed_file_is_reported_by_line_and_column(ranks: Ranks, tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
-    path.write_text(json.dumps(config(1), indent=1).replace('"stage": 1,', '"stage": 1'))
+    path.write_text(json.dumps(config(1), indent=1).replace('"stage": 1,', '"stage" 1,'))
     one, other = ranks(2).run(_malformed, str(path))
     assert one == other
     assert f"{path}:5:" in one or f"{path}:6:" in one
