@@ -85,7 +85,7 @@ CASES: list[tuple[Callable[[Any], Optimizer], OptimizerKind, str]] = [
     (CountsInGroups, ELEMENTWISE, ""),
     (ScheduleFree, ELEMENTWISE, ""),
     (MakesStates, ELEMENTWISE, ""),
-    (lambda params: Lookahead(torch.optim.Adagrad(params)), ELEMENTWISE, ""),
+    (lambda params: Lookahead(torch.optim.RMSprop(params)), ELEMENTWISE, ""),
     (Adam, ELEMENTWISE, ""),
     (torch.optim.AdamW, ELEMENTWISE, ""),
 ]

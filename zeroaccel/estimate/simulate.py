@@ -157,6 +157,8 @@ def _trace(
             ) from error
         finally:
             fake.fake_tensor_converter.meta_converter.describer.lookup_storage.clear()
+            # Its weak references crash torch 2.6 when the garbage collector frees them during a later simulation.
+            fake.fake_tensor_converter.constant_storage_mapping.clear()
 
 
 def _run_two_steps(
