@@ -172,7 +172,7 @@ def test_elementwise_optimizers_are_reported_apart(name: str, lr: float) -> None
     "name",
     [
         "Adafactor",
-        pytest.param("Muon", marks=pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch has it from 2.9")),
+        pytest.param("Muon", marks=pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="not in torch 2.6")),
     ],
 )
 def test_optimizers_that_look_at_the_shape_are_reported_apart(name: str, lr: float) -> None:
