@@ -46,7 +46,9 @@ def examples() -> Iterator[doctest.DocTest]:
     """Every docstring with `>>>`, by the name of its object."""
     finder = doctest.DocTestFinder(exclude_empty=True)
     for module in modules():
-        yield from (test for test in finder.find(module, module.__name__) if test.examples and test.name not in _LEFT_OUT)
+        yield from (
+            test for test in finder.find(module, module.__name__) if test.examples and test.name not in _LEFT_OUT
+        )
 
 
 def main() -> int:
