@@ -53,7 +53,8 @@ class MultiProcessAdapter(logging.LoggerAdapter):  # type: ignore[type-arg]
         key = (args, tuple(sorted(kwargs.items())))
         if key not in _warned:
             _warned.add(key)
-            self.warning(*args, **{"stacklevel": 3, **kwargs})
+            # Not by `warning`, whose frame Python 3.10 counts in `stacklevel` and later ones leave out.
+            self.log(logging.WARNING, *args, **{"stacklevel": 3, **kwargs})
 
 
 _warned: set[Any] = set()

@@ -6,6 +6,7 @@ Turns parsed flags into `ExplicitSettings`; the command itself is in `launch_com
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -77,9 +78,13 @@ class LaunchCommand(click.Command):
         ]
 
     def stored_help(self) -> str:
-        """What `launch_help.json` has to hold: all of help but its width."""
+        """What `launch_help.json` has to hold: all of help but its width. The same on every Python."""
         ctx = click.Context(self, info_name="zeroaccel launch", **self.context_settings)
-        parts = {"usage": self.collect_usage_pieces(ctx), "help": self.help, "sections": self.sections(ctx)}
+        parts = {
+            "usage": self.collect_usage_pieces(ctx),
+            "help": inspect.cleandoc(self.help or ""),
+            "sections": self.sections(ctx),
+        }
         return json.dumps(parts, indent=1) + "\n"
 
 

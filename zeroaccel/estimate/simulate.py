@@ -157,6 +157,13 @@ def _trace(
             ) from error
         finally:
             fake.fake_tensor_converter.meta_converter.describer.lookup_storage.clear()
+            # torch 2.6 crashes where it frees these weak references: they are left, some bytes each.
+            for reference in fake.fake_tensor_converter.constant_storage_mapping:
+                reference._free_weak_ref = _left
+
+
+def _left(address: int) -> None:
+    """In place of the function that frees a weak reference to a storage."""
 
 
 def _run_two_steps(

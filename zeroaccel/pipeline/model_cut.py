@@ -229,7 +229,7 @@ def cut(model: nn.Module, index: int, count: int, config: PipelineConfig, *, ver
         UsageError: the model cannot be cut, or not into so many stages.
     """
     if "return_outputs" not in inspect.signature(ScheduleGPipe.step).parameters:
-        fix = "upgrade torch, or leave pp at 1"
+        fix = "install torch 2.10 or newer, or leave pp at 1"
         raise UsageError("pipeline: torch", expected="schedules that keep no outputs", got=torch.__version__, fix=fix)
     whole = WholeModel.of(model) if verify else WholeModel((), {}, (), (), frozenset(), "")
     meta = next((name for name, param in model.named_parameters() if param.is_meta or not param.numel()), None)

@@ -34,10 +34,10 @@ _DAMAGE = (zipfile.BadZipFile, zlib.error, struct.error, RuntimeError, EOFError,
 
 
 class _Window(io.RawIOBase):
-    """Bytes [start, start + nbytes) of a file as a file object, for zipfile."""
+    """Bytes [start, start + nbytes) of an open file, which it closes, as a file object, for zipfile."""
 
-    def __init__(self, path: Path, start: int, nbytes: int) -> None:
-        self._file = path.open("rb", buffering=0)
+    def __init__(self, file: io.RawIOBase, start: int, nbytes: int) -> None:
+        self._file = file
         self._start, self._nbytes, self._at = start, nbytes, 0
 
     def readable(self) -> bool:
@@ -116,7 +116,9 @@ class TorchFile:
 
     @contextlib.contextmanager
     def _archive(self) -> Iterator[zipfile.ZipFile]:
-        with io.BufferedReader(_Window(self.path, self._origin, self.nbytes)) as file, zipfile.ZipFile(file) as archive:
+        # Opened ahead of the window: one without a file could not be closed, which Python 3.13 reports.
+        window = _Window(self.path.open("rb", buffering=0), self._origin, self.nbytes)
+        with io.BufferedReader(window) as file, zipfile.ZipFile(file) as archive:
             yield archive
 
     @property
