@@ -7,6 +7,7 @@ adds the same for some of the ranks. It starts the `Watchdog`; it does not commu
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -486,8 +487,16 @@ def _rank_group(topology: Topology, ranks: tuple[int, ...]) -> RankGroup | None:
 
 
 def _new_group(ranks: tuple[int, ...], backend: str | None, backstop: timedelta) -> dist.ProcessGroup:
-    # Sorted by default, and then a rank in the group would not be its place in `ranks`.
-    return dist.new_group(list(ranks), backend=backend, timeout=backstop, sort_ranks=False)  # type: ignore[no-any-return]
+    # Sorted by default, and then a rank in the group would not be its place in `ranks`. torch 2.6 always sorts.
+    order: dict[str, Any] = {} if list(ranks) == sorted(ranks) else {"sort_ranks": False}
+    if order and "sort_ranks" not in inspect.signature(dist.new_group).parameters:
+        raise UsageError(
+            f"process group of ranks {', '.join(map(str, ranks))}",
+            expected="a torch that makes groups in any order",
+            got=torch.__version__,
+            fix="install a newer torch, or order the ranks",
+        )
+    return dist.new_group(list(ranks), backend=backend, timeout=backstop, **order)  # type: ignore[no-any-return]
 
 
 def _data_backend(backend: str) -> str | None:
