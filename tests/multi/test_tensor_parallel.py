@@ -30,6 +30,7 @@ from zeroaccel.zero import (
     safe_set_full_grad,
     safe_set_full_optimizer_state,
 )
+from zeroaccel.zero.tensor_parallel import _check_torch
 
 transformers = pytest.importorskip("transformers")
 
@@ -572,3 +573,9 @@ def test_an_overflow_of_one_part_skips_the_step_on_all_ranks(ranks: Ranks) -> No
     first, second = ranks(2).run(_overflowed)
     assert first == second
     assert first[0] == 1
+
+
+def test_a_torch_that_cannot_leave_weights_where_they_are_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.distributed.tensor.parallel.parallelize_module", lambda module, mesh, plan: module)
+    with pytest.raises(UsageError, match=r"tensor parallelism: torch: expected .*src_data_rank.*upgrade torch"):
+        _check_torch()

@@ -11,6 +11,7 @@ is detached again is the model as it was.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -116,8 +117,9 @@ class SplitLayers:
             plan: as of `ParallelConfig.tp_plan`.
 
         Raises:
-            UsageError: there is no plan, or the model cannot be cut by it.
+            UsageError: there is no plan, or the model cannot be cut by it, or this torch cannot cut.
         """
+        _check_torch()
         size = int(mesh.size())
         styles = _matched(model, plan)
         _check_heads(model, size, styles)
@@ -370,6 +372,19 @@ def _by_name(model: nn.Module) -> dict[str, str]:
             fix="pass ParallelConfig(tp_plan={...}) with patterns of names",
         )
     return styles
+
+
+def _check_torch() -> None:
+    """Each rank has its weights already; a torch that can only send them from rank 0 would do so (torch 2.6)."""
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    if "src_data_rank" not in inspect.signature(parallelize_module).parameters:
+        raise UsageError(
+            "tensor parallelism: torch",
+            expected="a parallelize_module with src_data_rank",
+            got=torch.__version__,
+            fix="upgrade torch, or leave tp at 1",
+        )
 
 
 def _matched(model: nn.Module, plan: Mapping[str, str] | str | None) -> dict[str, str]:
