@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 import zeroaccel
+from tests.multi.environment import begin
 from tests.multi.training import Block, Toy, batches, config
 from zeroaccel.zero.engine import Engine
 
@@ -72,8 +72,10 @@ SCENARIOS: dict[str, Callable[[Engine, list[Tensor]], None]] = {
 if __name__ == "__main__":
     torch.manual_seed(7)
     job, *_ = zeroaccel.initialize(TwoTowers(), config=config(int(sys.argv[2]), "bf16"))
-    print(f"begins {time.time()}", flush=True)
+    first, *others = batches(job.collectives.rank, 5)
+    train(job, [first])
+    begin()
     try:
-        SCENARIOS[sys.argv[1]](job, batches(job.collectives.rank, 4))
+        SCENARIOS[sys.argv[1]](job, others)
     finally:
         print(f"rank {job.collectives.rank} cleaned up", flush=True)

@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 from pathlib import Path
 
-__all__ = ["ROOT", "free_port", "outside_any_job", "rank_environment"]
+__all__ = ["ROOT", "WAIT_LIMIT", "begin", "free_port", "outside_any_job", "rank_environment"]
 
 ROOT = Path(__file__).resolve().parents[2]
+WAIT_LIMIT = "TEST_WAIT_LIMIT"  # seconds that a collective may wait, once a script has called `begin`
 _JOB_VARIABLES = (
     "RANK",
     "WORLD_SIZE",
@@ -57,3 +59,11 @@ def rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": "",
         "GLOO_SOCKET_IFNAME": "lo0" if sys.platform == "darwin" else "lo",
     }
+
+
+def begin() -> None:
+    """Limits waits from here on, and prints when that was. On a busy machine a first step takes longer than a limit."""
+    from zeroaccel.comm.topology import current_topology
+
+    current_topology(timeout=float(os.environ[WAIT_LIMIT]))
+    print(f"begins {time.time()}", flush=True)

@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests import time_limits
+from tests.multi.environment import WAIT_LIMIT
 from tests.multi.job import JobResult, run_job
 
 LIMIT = round(time_limits.seconds(2.0), 1)
@@ -24,7 +25,7 @@ Ended = Callable[[str], JobResult]
 
 def _run(scenario: str) -> tuple[JobResult, float]:
     ranks, limit = JOBS[scenario]
-    environment = {"ZEROACCEL_COLLECTIVE_TIMEOUT": f"{limit:g}"}
+    environment = {WAIT_LIMIT: f"{limit:g}"}
     result = run_job(ranks, "tests/multi/diverging_meshes.py", [scenario], timeout=90, env=environment)
     began = min(float(moment) for moment in re.findall(r"begins (\S+)", result.stdout))
     return result, time.time() - began
