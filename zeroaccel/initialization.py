@@ -80,6 +80,7 @@ from zeroaccel.zero.engine import Engine, EngineParts
 from zeroaccel.zero.from_config import (
     DTYPES,
     addressed,
+    autocast_of,
     buffer_dtypes_of,
     engine_settings_of,
     facts_from_model,
@@ -88,7 +89,7 @@ from zeroaccel.zero.from_config import (
     unit_specs_of,
 )
 from zeroaccel.zero.param_unit import ParamUnit
-from zeroaccel.zero.precision import broadcast_buffers, cast_buffers
+from zeroaccel.zero.precision import Autocast, broadcast_buffers, cast_buffers
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
 from zeroaccel.zero.step_trace import record_if_asked
 from zeroaccel.zero.storage.placement import BufferPlan, OffloadRules, TierSet, check_update_time, share_updates
@@ -262,6 +263,7 @@ def initialize(
     engine.at_destroy(partial(ranks.topology.names.forget, ranks.parallel))
     if attention is not None:
         engine.at_destroy(attention.undo)
+    _compute_under_autocast(model, engine, settings)
     if tensor_parallel is not None:
         # Stages compare their batches by themselves, as not all of them run the model at the same time.
         tensor_parallel.attach(model, None if ranks.stages is not None else collectives)
@@ -281,6 +283,12 @@ def initialize(
     _attach(engine, stage, ranks, pipeline, loader)
     record_if_asked(engine)
     return engine, engine.optimizer, loader, job.scheduler
+
+
+def _compute_under_autocast(model: nn.Module, engine: Engine, settings: Config) -> None:
+    """Where the config says so, until the engine is destroyed."""
+    if (dtype := autocast_of(settings)) is not None:
+        engine.at_destroy(Autocast(model, engine.collectives.topology.device, dtype).undo)
 
 
 def _say_for_inference(config: ConfigSource | None) -> None:

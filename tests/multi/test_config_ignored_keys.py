@@ -70,7 +70,6 @@ def test_keys_that_do_nothing_change_no_bit(ranks: Ranks, tmp_path: object) -> N
         (_base(3, zero={"sub_group_size": 0, "offload_optimizer": nvme}), _base(3)),
         (_base(3, zero={"sub_group_size": 0, "reduce_bucket_size": 0}), _base(3)),
         (_base(2, **bf16, **residual, zero={"sub_group_size": 0}), _base(2, **bf16)),
-        (_base(1, torch_autocast={"enabled": True, "dtype": "bfloat16"}, **bf16), _base(1, **bf16)),
         (_base(1, bf16={"enabled": True, "loss_scale": 128, "hysteresis": 2}), _base(1, **bf16)),
         (_base(2, activation_checkpointing=host), _base(2)),
         (_base(2, activation_checkpointing={**host, "wrap_blocks": True}), _base(2)),

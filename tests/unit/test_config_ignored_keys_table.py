@@ -37,10 +37,6 @@ NOTED = [
     ('{"comms_logger": {"enabled": true}}', "comms_logger.enabled: no log of collectives is kept"),
     ('{"hybrid_engine": {"enabled": true}}', "hybrid_engine.enabled: generation uses the engine that trains"),
     ('{"checkpoint": {"use_node_local_storage": true}}', "checkpoint.use_node_local_storage: every rank writes"),
-    (
-        '{"bf16": {"enabled": true}, "torch_autocast": {"enabled": true}}',
-        "torch_autocast.enabled: parameters and their",
-    ),
     ('{"data_efficiency": {"enabled": true}}', "data_efficiency.enabled: neither data_sampling nor data_routing"),
     ('{"eigenvalue": {"enabled": true}}', "eigenvalue: no curvature is computed"),
     ('{"nebula": {"enabled": true}}', "nebula: checkpoints are the engine's own"),
@@ -90,6 +86,7 @@ def test_what_is_served_anyway_is_noted_for_information(tree: dict[str, Any], no
         {"flops_profiler": {"enabled": False}, "comms_logger": {"enabled": False}, "hybrid_engine": {"enabled": False}},
         {"zero_optimization": {"stage": "auto", "offload_param": {"device": "cpu"}}},
         {"bf16": {"enabled": "auto"}, "torch_autocast": {"enabled": True}},
+        {"bf16": {"enabled": True}, "torch_autocast": {"enabled": True}},
     ],
 )
 def test_what_is_off_or_not_known_yet_says_nothing(tree: dict[str, Any]) -> None:
@@ -108,8 +105,15 @@ def test_what_is_off_or_not_known_yet_says_nothing(tree: dict[str, Any]) -> None
         ),
         ({"progressive_layer_drop": {"enabled": True}}, "transformers' layerdrop"),
         ({"sparse_attention": {"mode": "fixed"}}, "use torch.nn.attention.flex_attention"),
-        ({"torch_autocast": {"enabled": True}}, "autocast by the engine is not available yet; use bf16"),
-        ({"bf16": {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": "fp16"}}, "autocast by the engine"),
+        ({"torch_autocast": {"enabled": True, "dtype": "fp32"}}, 'torch_autocast.dtype: expected "bfloat16" or'),
+        (
+            {"bf16": {"enabled": True}, "torch_autocast": {"enabled": True, "dtype": "fp16"}},
+            'torch_autocast.dtype: expected "bf16", the enabled precision of the parameters',
+        ),
+        (
+            {"torch_autocast": {"enabled": True}, "zero_optimization": {"zero_quantized_weights": True}},
+            "torch_autocast.enabled: quantized weights are not gathered under autocast",
+        ),
         ({"overlap_comm": True}, 'unknown key; did you mean "zero_optimization.overlap_comm"?'),
         (
             {"optimizer": {"type": "Adam", "torch_adam": True}},

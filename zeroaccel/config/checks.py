@@ -92,6 +92,30 @@ def _grad_accum_dtype(config: Config) -> _Found:
         yield Problem(("data_types", "grad_accum_dtype"), expected=choice, got=dtype)
 
 
+@_check("torch_autocast", "fp16.enabled", "bf16.enabled")
+def _autocast_to_the_precision(config: Config) -> _Found:
+    autocast = config.torch_autocast
+    if autocast.enabled and autocast.dtype == "fp32":
+        yield Problem(("torch_autocast", "dtype"), expected='"bfloat16" or "float16"', got=autocast.dtype)
+    elif autocast.enabled and config.precision not in ("fp32", autocast.dtype) and not _both_enabled(config):
+        yield Problem(
+            ("torch_autocast", "dtype"),
+            expected=f'"{config.precision}", the enabled precision of the parameters',
+            got=autocast.dtype,
+            fix=f"set {config.precision}.enabled to false, or the dtype to {config.precision}",
+        )
+
+
+@_check("torch_autocast.enabled", "zero_optimization.zero_quantized_weights")
+def _autocast_without_codes(config: Config) -> _Found:
+    if config.torch_autocast.enabled and config.zero_optimization.zero_quantized_weights:
+        yield Problem(
+            ("torch_autocast", "enabled"),
+            text="quantized weights are not gathered under autocast",
+            fix="set zero_quantized_weights to false, or enable bf16 instead of autocast",
+        )
+
+
 @_check("data_types.master_weights", "fp16.enabled", "bf16.enabled", "zero_optimization.stage")
 def _residuals_are_of_bf16(config: Config) -> _Found:
     if config.data_types.master_weights == "fp32":
@@ -142,6 +166,7 @@ def _clipping_needs_norm(config: Config) -> _Found:
     "managed_gradient_accumulation",
     "fp16.enabled",
     "bf16",
+    "torch_autocast",
 )
 def _early_updates_skip_no_step(config: Config) -> _Found:
     """Updates during backward cannot wait for a decision that needs all gradients: clipping, or skipping the step."""
@@ -164,7 +189,7 @@ def _early_updates_skip_no_step(config: Config) -> _Found:
             config.gradient_clipping > 0,
             "set gradient_clipping to 0",
         ),
-        "fp16 skips a step whose gradients overflow": (config.fp16.enabled, "use bf16"),
+        "fp16 skips a step whose gradients overflow": (config.scales_loss, "use bf16"),
         "bf16.check_grad_overflow skips a step whose gradients are not finite": (
             config.bf16.enabled and config.bf16.check_grad_overflow,
             "set bf16.check_grad_overflow to false",

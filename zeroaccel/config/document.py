@@ -3,8 +3,7 @@
 The first step of `load_config`. Plain JSON first; text with comments, trailing commas or unquoted keys goes through
 json5; and what DeepSpeed's reader of Hjson takes besides (no commas at ends of lines, comments with #, values without
 quotes) is written in before, with a note. Knows files, encodings and JSON, and no key of the config. A path that does
-not exist is an error, never taken
-for base64.
+not exist is an error, never taken for base64.
 """
 
 from __future__ import annotations

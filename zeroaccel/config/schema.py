@@ -328,6 +328,11 @@ class Config(ConfigSection):
             return "fp16"
         return "bf16" if self.bf16.enabled else "fp32"
 
+    @property
+    def scales_loss(self) -> bool:
+        """Whether gradients are computed in fp16, where small ones vanish unless the loss is scaled."""
+        return self.fp16.enabled or (self.torch_autocast.enabled and self.torch_autocast.dtype == "fp16")
+
     def where(self, path: str) -> str:
         """The address of a key for an error message: "ds_config.json:3:5: optimizer.params.lr".
 

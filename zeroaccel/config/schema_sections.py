@@ -122,11 +122,12 @@ class TorchAutocast(ConfigSection):
     is_open = True
 
     enabled: Flag = False
-    """Run forward under autocast."""
+    """Run forward under torch.autocast."""
     dtype: Dtype = "bf16"
-    """Dtype of autocast."""
+    """Dtype of autocast; fp16 scales the loss as torch.amp.GradScaler does."""
     lower_precision_safe_modules: Texts | None = None
-    """Module classes whose gradients may be reduced in that dtype."""
+    """Module classes, as "torch.nn.Linear", whose weights and gradients are stored, gathered and reduced in that dtype,
+    with masters in fp32; all others stay fp32. By default torch.nn.Linear, Conv1d, Conv2d and Conv3d."""
 
 
 LogLevel = Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(lowered)]

@@ -84,12 +84,6 @@ def _no_states_to_offload(config: Config) -> str:
     return "optimizer states are sharded from stage 1 on, and the stage is 0: they stay where the model is"
 
 
-def _autocast_is_the_precision(config: Config) -> str:
-    if config.precision == "fp32" or config.torch_autocast.dtype != config.precision:
-        return ""
-    return f"parameters and their arithmetic are {config.precision} already"
-
-
 def _nothing_is_chosen(config: Config) -> str:
     parts = config.data_efficiency.model_extra or {}
     if any(
@@ -120,7 +114,6 @@ def _buffer_has_no_size(config: Config) -> str:
 
 
 _STAGE = ("zero_optimization", "zero_optimization.stage")
-_PRECISION = ("fp16", "fp16.enabled", "bf16", "bf16.enabled")
 _AT_STAGE_3 = SupportStatus(Kind.WORKS, idle=_works_at_stage_3, depends=_STAGE)
 _OF_APEX = _ignored("a key of Apex, which is not used; fp16 and bf16 say the precision")
 _OF_FP16 = _ignored("bf16 needs no loss scale; a key of fp16")
@@ -210,14 +203,10 @@ KEYS: Mapping[str, SupportStatus] = {
     "data_types.buffer_dtype": _WORKS,
     "data_types.master_weights": _WORKS,
     "data_types.keep_in_fp32_modules": _WORKS,
-    "torch_autocast": SupportStatus(
-        Kind.REFUSED,
-        "autocast by the engine is not available yet",
-        switch="enabled",
-        fix="use bf16, or torch.autocast in the model",
-        idle=_autocast_is_the_precision,
-        depends=_PRECISION,
-    ),
+    "torch_autocast": _WORKS,
+    "torch_autocast.enabled": _WORKS,
+    "torch_autocast.dtype": _WORKS,
+    "torch_autocast.lower_precision_safe_modules": _WORKS,
     # ZeRO
     "zero_optimization": _WORKS,
     "zero_optimization.stage": _WORKS,

@@ -56,9 +56,8 @@ class PerformanceMeter:
         self._tiers, self._update_times = tiers, update_times if tiers else None
 
     def _count_messages(self, collectives: Collectives, here: set[int]) -> None:
-        metered: Collectives = getattr(
-            collectives, "inner", collectives
-        )  # a `RecordingCollectives` has its meter there
+        # A `RecordingCollectives` has its meter there.
+        metered: Collectives = getattr(collectives, "inner", collectives)
         before = metered.meter
 
         def count(tag: int, receiver: int, nbytes: int) -> None:

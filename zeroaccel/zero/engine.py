@@ -271,7 +271,7 @@ class Engine(nn.Module):
         self._hooks.attach_outside_graphs()
         self._report.begin("forward")
         self._note_phase("forward" if torch.is_grad_enabled() else "eval")
-        dtype = self.settings.autocast_dtype
+        dtype = self.settings.input_dtype
         if dtype is not None:
             args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
         # `finally`, as an exception in a forward may be caught and the next batch tried.

@@ -27,7 +27,14 @@ from zeroaccel.optim.optimizer_kinds import OptimizerKind
 from zeroaccel.zero.build import Placement
 from zeroaccel.zero.grad_reducer import ReduceRules
 from zeroaccel.zero.layout import Split
-from zeroaccel.zero.precision import BufferDtypes, DynamicLossScale, LossScale, StaticLossScale, kept_in_fp32
+from zeroaccel.zero.precision import (
+    BufferDtypes,
+    DynamicLossScale,
+    LossScale,
+    StaticLossScale,
+    kept_in_fp32,
+    not_autocast,
+)
 from zeroaccel.zero.prefetch import PrefetchLimits
 from zeroaccel.zero.wrap_policy import LeafRules, UnitSpec, group_parameters
 
@@ -45,8 +52,8 @@ class EngineSettings:
         clipping: maximal global gradient norm; 0 is off.
         compute_norm: whether a norm is computed where clipping does not need it.
         skip_overflow: skip steps whose gradients are not finite.
-        loss_scaled: fp16, where a plain `loss.backward()` would miss the scale.
-        autocast_dtype: cast floating inputs of forward to this; None leaves them.
+        loss_scaled: gradients in fp16, where a plain `loss.backward()` would miss the scale.
+        input_dtype: cast floating inputs of forward to this; None leaves them.
         gather_numel: elements of all-gathers in flight after a step (`allgather_bucket_size`).
         update_during: when masters on the host are updated.
         limits: bounds on unsharded and prefetched parameters.
@@ -62,7 +69,7 @@ class EngineSettings:
     compute_norm: bool = True
     skip_overflow: bool = True
     loss_scaled: bool = False
-    autocast_dtype: torch.dtype | None = None
+    input_dtype: torch.dtype | None = None
     gather_numel: int = 500_000_000
     update_during: UpdateTime = "step"
     limits: PrefetchLimits = field(default_factory=PrefetchLimits)
@@ -75,6 +82,11 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 def dtype_of(name: str | None) -> torch.dtype | None:
     """The dtype that a config names."""
     return None if name is None else DTYPES[name]
+
+
+def autocast_of(settings: Config) -> torch.dtype | None:
+    """The dtype of `torch_autocast`; None where it is not enabled."""
+    return DTYPES[settings.torch_autocast.dtype] if settings.torch_autocast.enabled else None
 
 
 def unit_specs_of(model: nn.Module, settings: Config, plan: ShardPlan) -> list[UnitSpec]:
@@ -111,10 +123,15 @@ def placement_of(
         splits: id of a parameter -> how tensor parallelism cuts it.
     """
     fp32 = kept_in_fp32(model, settings.data_types.keep_in_fp32_modules)
+    dtype, autocast = DTYPES[settings.precision], autocast_of(settings)
+    if autocast is not None and settings.precision == "fp32":
+        dtype = autocast
+        where = settings.where("torch_autocast.lower_precision_safe_modules")
+        fp32 |= not_autocast(model, settings.torch_autocast.lower_precision_safe_modules, where)
     offloads_params = residences.param != "device"
     quantized_frozen_weights = plan.params and settings.zero_optimization.zero_quantized_nontrainable_weights
     return Placement(
-        DTYPES[settings.precision],
+        dtype,
         frozenset(fp32),
         device,
         plan,
@@ -166,9 +183,9 @@ def engine_settings_of(
         clipping=settings.gradient_clipping,
         compute_norm=zero.compute_grad_norm,
         # bf16 and fp32 do not overflow by scaling, so an infinity there is an error of the training, to be seen.
-        skip_overflow=settings.fp16.enabled or (settings.bf16.enabled and settings.bf16.check_grad_overflow),
-        loss_scaled=settings.fp16.enabled,
-        autocast_dtype=DTYPES[settings.precision] if casts else None,
+        skip_overflow=settings.scales_loss or (settings.bf16.enabled and settings.bf16.check_grad_overflow),
+        loss_scaled=settings.scales_loss,
+        input_dtype=DTYPES[settings.precision] if casts else None,
         gather_numel=zero.allgather_bucket_size,
         update_during=zero.offload_optimizer.update_during if zero.offload_optimizer is not None else "step",
         limits=PrefetchLimits(zero.prefetch_bucket_size, zero.max_live_parameters, zero.max_reuse_distance),
@@ -186,8 +203,10 @@ def engine_settings_of(
 def loss_scale_of(settings: Config) -> LossScale:
     """The loss scale: fp16 needs one, as its smallest normal number is 6e-5; bf16 has the exponents of fp32."""
     fp16 = settings.fp16
-    if not fp16.enabled:
+    if not settings.scales_loss:
         return LossScale()
+    if not fp16.enabled:  # autocast, as with torch.amp.GradScaler, whose numbers these are
+        return DynamicLossScale(value=65536.0, window=2000, hysteresis=1)
     if fp16.loss_scale:
         return StaticLossScale(fp16.loss_scale)
     return DynamicLossScale(

@@ -12,8 +12,11 @@ Frequencies and angles of rotary embeddings stay too: positions are multiplied w
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
+import sys
+import types
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -23,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.errors import EngineStateError
+from zeroaccel.errors import ConfigError, EngineStateError
 from zeroaccel.logs import logger
 
 
@@ -154,6 +157,46 @@ def kept_in_fp32(model: nn.Module, setting: str | Iterable[str] | None) -> set[s
     return {name for name in names if any(_contains(name, part) for part in parts)}
 
 
+_AUTOCAST_MODULES = ("torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d")
+
+
+def not_autocast(model: nn.Module, setting: Iterable[str] | None, where: str) -> set[str]:
+    """Names of parameters that stay fp32 under autocast: those of a module that is of none of the given classes.
+
+    The others are stored in the dtype of autocast, which has the bits of casting their fp32 masters at each use, and
+    saves autocast the copies of sharded weights that it would hold on to until backward.
+
+    Args:
+        setting: full names of module classes; None for those that DeepSpeed takes.
+        where: the setting's address, for errors.
+
+    Raises:
+        ConfigError: what is named is not the class of a module.
+    """
+    classes = tuple(_module_class(name, where) for name in (_AUTOCAST_MODULES if setting is None else setting))
+    # By identity: a weight that modules share is cast only where all of them compute with it in that dtype.
+    others = (module for module in model.modules() if type(module) not in classes)
+    fp32 = {id(param) for module in others for param in module.parameters(recurse=False)}
+    return {name for name, param in model.named_parameters() if id(param) in fp32}
+
+
+def _module_class(name: str, where: str) -> type[nn.Module] | None:
+    """The class of a name such as "torch.nn.Linear"; None of a module that is not loaded, so that no model has it.
+
+    Nothing is imported: that would run the code of any module that a config names.
+    """
+    package, _, attribute = name.rpartition(".")
+    found = getattr(sys.modules.get(package), attribute, None)
+    if found is None and package and package not in sys.modules:
+        logger.warning("%s: %s is not loaded, so no module of the model is a %s", where, package, attribute)
+        return None
+    if not (isinstance(found, type) and issubclass(found, nn.Module)):
+        raise ConfigError(
+            where, expected='the full name of a module class, as "torch.nn.Linear"', got=name, fix="correct it"
+        )
+    return found
+
+
 def _contains(name: str, part: str) -> bool:
     return f".{part}." in f".{name}."
 
@@ -276,3 +319,30 @@ def _outwards(prefix: str) -> Iterator[str]:
         yield prefix
         prefix = prefix.rpartition(".")[0]
     yield ""
+
+
+class Autocast:
+    """Runs a model's forward under `torch.autocast`, from construction until `undo`.
+
+    Also where the model is called without its engine, as `generate` does: parameters in 16 bits take no fp32 inputs.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+        self._model = model
+        self._before = vars(model).get("forward")
+        forward = type(model).forward if self._before is None else self._before
+
+        @functools.wraps(forward)
+        def under_autocast(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            with torch.autocast(device.type, dtype=dtype):
+                return forward(module, *args, **kwargs) if self._before is None else forward(*args, **kwargs)
+
+        # A method of the instance, so that a copy of the model calls its own.
+        vars(model)["forward"] = types.MethodType(under_autocast, model)
+
+    def undo(self) -> None:
+        """The model computes as before."""
+        if self._before is None:
+            del vars(self._model)["forward"]
+        else:
+            vars(self._model)["forward"] = self._before
