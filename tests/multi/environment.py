@@ -5,7 +5,9 @@ What the surrounding shell says of other jobs (RANK, MASTER_PORT, TORCHELASTIC_.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
 import sys
 import time
@@ -28,11 +30,15 @@ _JOB_VARIABLES = (
 
 
 def free_port() -> int:
-    """A TCP port of the loopback interface that no process listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port of the loopback interface that no process listens on now, and that no connection will be given.
+
+    Systems give connections ports from 32768 on: one of those is often taken before a job has started and listens.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20000, 32768)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def outside_any_job() -> dict[str, str]:
