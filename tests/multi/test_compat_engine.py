@@ -103,6 +103,7 @@ def _every_question() -> None:
     assert engine.zero_offload_optimizer().device == "cpu"
     assert engine.zero_cpu_offload()
     assert engine.zero_prefetch_bucket_size() == 50_000_000
+    assert engine.torch_autocast_dtype() is torch.bfloat16
     for name, instead in ABSENT_MEMBERS.items():
         assert not hasattr(engine, name)
         with pytest.raises(AttributeError, match=f"engine.{name}: zeroaccel answers for deepspeed") as caught:

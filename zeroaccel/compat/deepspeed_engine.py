@@ -308,6 +308,10 @@ class DeepSpeedEngine(Engine, metaclass=_EngineKind):
         """(samples per step, samples per rank and forward, micro-batches per step)."""
         return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
+    def torch_autocast_dtype(self) -> torch.dtype:
+        """The dtype that forward runs in where `torch_autocast` is enabled."""
+        return DTYPES[self._checked_config.torch_autocast.dtype]
+
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """(dtype of the model, dtype in which gradients are summed over micro-steps)."""
         config = self._checked_config

@@ -32,6 +32,7 @@ QUESTIONS: Mapping[str, str] = {
     "scheduler_params": "scheduler.params",
     "steps_per_print": "steps_per_print",
     "torch_autocast_enabled": "torch_autocast.enabled",
+    "torch_autocast_lower_precision_safe_modules": "torch_autocast.lower_precision_safe_modules",
     "use_node_local_storage": "checkpoint.use_node_local_storage",
     "wall_clock_breakdown": "wall_clock_breakdown",
     "zero_allgather_bucket_size": f"{_ZERO}.allgather_bucket_size",
