@@ -214,7 +214,7 @@ def main() -> None:
         if fnmatch(script.name, arguments.only) and (not arguments.done or runner.is_done(script)):
             if arguments.again:
                 runner.forget(script)
-            if not arguments.done and (absent := missing(script, arguments.sources)):
+            if not runner.is_done(script) and (absent := missing(script, arguments.sources)):
                 lines.append(f"| {script.name} | `{script.command}` | 0 | - | - | not run, missing: {absent} |")
             else:
                 lines.append(row(script, {way: runner.run(script, way) for way in _WAYS}))
