@@ -2,9 +2,23 @@
 
     python benchmarks/foreign_scripts --sources DIR --work DIR [--only 'cifar*'] [--table FILE]
 
-The folder of sources has checkouts (or their example folders) by the names that `scripts.py` uses. Each run gets two
-CPU ranks, its seeds from `on_path/sitecustomize.py`, and a log in the working folder. A row that is done is not run
-again as long as its results lie there.
+Runs in the environment of `make .venv/.installed`, with what the scripts import beside it:
+
+    .venv/bin/pip install evaluate scikit-learn schedulefree nltk fire loguru pytz sh
+
+torchvision and timm are stood in for (`pictures/`). The folder of sources has checkouts by these names:
+
+    DeepSpeedExamples  github.com/deepspeedai/DeepSpeedExamples: training/, applications/DeepSpeed-Chat/
+    accelerate         github.com/huggingface/accelerate: examples/
+    transformers       github.com/huggingface/transformers: examples/pytorch/, which the sdist does not have
+    trl                github.com/huggingface/trl: trl/scripts/, trl/accelerate_configs/
+
+DeepSpeed-Chat imports `no_init_weights` of `transformers.modeling_utils`, which transformers 5 does not have: its rows
+need an environment with "transformers==4.56.2" "accelerate==1.10.1" "datasets==4.0.0". A row whose script or packages
+are missing is not run, and its line says what is missing.
+
+Each run gets two CPU ranks, its seeds from `on_path/sitecustomize.py`, and a log in the working folder,
+`runs/ROW/WAY/log`. A row that is done is not run again as long as its results lie there.
 """
 
 from __future__ import annotations
@@ -21,7 +35,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from inputs import write_inputs
-from scripts import SCRIPTS, Script
+from scripts import SCRIPTS, Script, missing
 
 _HERE = Path(__file__).parent
 _WAYS = ("zeroaccel", "plain")
@@ -144,6 +158,7 @@ class Runner:
             "TOKENIZERS_PARALLELISM": "false",
             **({"FOREIGN_SCRIPTS_ORDER": "one"} if script.one_order else {}),
             **({"FOREIGN_SCRIPTS_SCHEDULE": "one"} if script.one_schedule and way == "plain" else {}),
+            **({"FOREIGN_SCRIPTS_DUMMIES": "there"} if script.dummies and way == "plain" else {}),
             # accelerate makes DDP of ranks on CPUs by this variable, and with it looks at no DeepSpeed plugin.
             **({"ACCELERATE_USE_CPU": "true"} if way == "plain" else {}),
         }
@@ -199,7 +214,10 @@ def main() -> None:
         if fnmatch(script.name, arguments.only) and (not arguments.done or runner.is_done(script)):
             if arguments.again:
                 runner.forget(script)
-            lines.append(row(script, {way: runner.run(script, way) for way in _WAYS}))
+            if not runner.is_done(script) and (absent := missing(script, arguments.sources)):
+                lines.append(f"| {script.name} | `{script.command}` | 0 | - | - | not run, missing: {absent} |")
+            else:
+                lines.append(row(script, {way: runner.run(script, way) for way in _WAYS}))
             print(lines[-1], flush=True)
     if arguments.table:
         arguments.table.write_text("\n".join([*lines, ""]))

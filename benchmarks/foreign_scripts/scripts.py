@@ -6,7 +6,10 @@ one choose, so that the losses can be compared closely.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 TORCHRUN = "-m torch.distributed.run --standalone --nproc_per_node 2"
 STAGE = "--use_deepspeed --zero_stage {stage} --num_processes 2 --mixed_precision no"
@@ -34,6 +37,10 @@ class Script:
         one_order: random samplers give one order in both runs: zeroaccel's own loader draws another than accelerate's.
         one_schedule: a schedule moves on once per update in the DDP run, too, as it does with zeroaccel's Accelerator.
         plainly: name of the row whose plain run is this one's too; its own by default.
+        dummies: the DDP run finds accelerate's classes for sections of DeepSpeed's config, which accelerate.utils has
+            with DeepSpeed only: the script imports them always, and uses none of them under DDP.
+        needs: packages that the script imports beside those of this tree's environment; `module:name` where versions
+            of the module differ in having the name.
     """
 
     name: str
@@ -53,6 +60,22 @@ class Script:
     one_order: bool = False
     one_schedule: bool = False
     plainly: str = ""
+    dummies: bool = False
+    needs: tuple[str, ...] = ()
+
+
+def missing(script: Script, sources: Path) -> str:
+    """What a row cannot be run without and is not here, with its path below `sources`; empty if nothing is."""
+    paths = [] if script.path.startswith("-m ") else [script.path]
+    paths += [part.removeprefix("{sources}/") for part in script.launch.split() if part.startswith("{sources}/")]
+    absent = [str(sources / path) for path in paths if not (sources / path).exists()]
+    for need in script.needs:
+        module, _, name = need.partition(":")
+        if importlib.util.find_spec(module) is None:
+            absent.append(f"package {module}")
+        elif name and not hasattr(importlib.import_module(module), name):
+            absent.append(f"{name} of {module}")
+    return ", ".join(absent)
 
 
 _EXAMPLES = "DeepSpeedExamples/training"
@@ -85,6 +108,7 @@ DEEPSPEED = (
         "--batch_size 4 --num_iterations 13 --checkpoint_every 6",
         launch="--num_gpus 2 --bind_cores_to_rank",
         stands_in=True,
+        needs=("fire", "loguru", "pytz", "sh"),
         tolerance=1e-2,
     ),
     *(
@@ -95,6 +119,7 @@ DEEPSPEED = (
             launch="--num_gpus 2",
             plain_extra="--zero_stage 0",
             stands_in=True,
+            needs=("transformers.modeling_utils:no_init_weights",),
             tolerance=1e-2,
         )
         for stage, name, extra in (
@@ -121,6 +146,8 @@ _BY_FEATURE = {
     "schedule_free": "",
     "tracking": "--with_tracking --project_dir {out}",
 }
+_METRICS = ("evaluate",)
+_FURTHER = {"cross_validation": ("sklearn",), "schedule_free": ("schedulefree",)}
 _CONFIG_SUPPORT = (
     "--train_file lines_train.txt --validation_file lines_validation.txt --model_name_or_path openai-community/gpt2 "
     "--per_device_train_batch_size 4 --per_device_eval_batch_size 4 --block_size 32 --num_train_epochs 1 --seed 0 "
@@ -128,8 +155,8 @@ _CONFIG_SUPPORT = (
 )
 
 ACCELERATE = (
-    Script("nlp_example", "accelerate/examples/nlp_example.py"),
-    Script("complete_nlp_example", "accelerate/examples/complete_nlp_example.py", "--output_dir {out}"),
+    Script("nlp_example", "accelerate/examples/nlp_example.py", needs=_METRICS),
+    Script("complete_nlp_example", "accelerate/examples/complete_nlp_example.py", "--output_dir {out}", needs=_METRICS),
     Script("cv_example", "accelerate/examples/cv_example.py", "--data_dir pictures", pictures=True),
     Script(
         "complete_cv_example",
@@ -137,12 +164,17 @@ ACCELERATE = (
         "--data_dir pictures --output_dir {out}",
         pictures=True,
     ),
-    *(Script(name, f"accelerate/examples/by_feature/{name}.py", arguments) for name, arguments in _BY_FEATURE.items()),
+    *(
+        Script(name, f"accelerate/examples/by_feature/{name}.py", arguments, needs=(*_METRICS, *_FURTHER.get(name, ())))
+        for name, arguments in _BY_FEATURE.items()
+    ),
     Script(
         "deepspeed_with_config_support",
         "accelerate/examples/by_feature/deepspeed_with_config_support.py",
         _CONFIG_SUPPORT,
-        launch=STAGE.format(stage=3),
+        launch=f"{STAGE.format(stage=3)} --gradient_clipping 0",
+        one_order=True,  # drawn from the global generator, it is another one in each run
+        dummies=True,
     ),
 )
 
@@ -186,6 +218,7 @@ _TASKS = {
         "--predict_with_generate",
     ),
 }
+_NEEDS = {"run_summarization": (*_METRICS, "nltk")}
 
 
 def _trainer_rows(name: str) -> list[Script]:
@@ -198,6 +231,7 @@ def _trainer_rows(name: str) -> list[Script]:
         launch="--num_processes 2",
         extra="--deepspeed zero3.json",
         plain_extra=_PLAIN,
+        needs=_NEEDS.get(name, _METRICS),
     )
     return [
         train,
@@ -227,6 +261,7 @@ def _loop_row(name: str) -> Script:
         "--learning_rate 1e-3 --seed 0 --output_dir {out}",
         # accelerate's default under DeepSpeed is to clip at 1.0, which the scripts do not under DDP.
         launch=f"{STAGE.format(stage=3)} --gradient_clipping 0",
+        needs=_NEEDS.get(name, _METRICS),
     )
 
 

@@ -79,8 +79,9 @@ class TinyModel:
     def _tokenizer(self, folder: Path) -> Any:
         from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
 
-        make: Callable[[], Any] | None = tokenizer_class_from_name(TOKENIZER_MAPPING_NAMES[self.model_type])
-        assert make is not None, f"{self.model_type}: transformers has no tokenizer for it"
+        kind = self.model_type if self.model_type in TOKENIZER_MAPPING_NAMES else "gpt2"  # Llama's is a file of its own
+        make: Callable[[], Any] | None = tokenizer_class_from_name(TOKENIZER_MAPPING_NAMES[kind])
+        assert make is not None, f"{kind}: transformers has no tokenizer for it"
         tokenizer = make().train_new_from_iterator(_SENTENCES, vocab_size=600)
         tokenizer.model_max_length = 512
         tokenizer.save_pretrained(folder)

@@ -4,7 +4,8 @@ A script prints its losses rounded, or not at all. `FOREIGN_SCRIPTS_LOSSES` name
 backward with all bits; the rank is added to the name. Without it, or in a process that is no rank, nothing happens.
 With `FOREIGN_SCRIPTS_ORDER=one` every random sampler gives one order, in each epoch, loaders' workers begin with one
 seed, and a loader leaves the global generator as it is. With `FOREIGN_SCRIPTS_SCHEDULE=one` accelerate moves a schedule
-on once per update, not once per rank.
+on once per update, not once per rank. With `FOREIGN_SCRIPTS_DUMMIES=there` accelerate.utils has DummyOptim and
+DummyScheduler without DeepSpeed, too.
 
 DDP's reducers are never freed: where one is the last to refer to a gloo group, torch 2.13 frees the group while it
 has the interpreter's lock, and the group's thread may wait for that lock for ever.
@@ -89,10 +90,20 @@ def _fix_order() -> None:
     _BaseDataLoaderIter.__init__ = aside  # type: ignore[method-assign]
 
 
+def _have_dummies() -> None:
+    import accelerate.utils
+    from accelerate.utils import deepspeed
+
+    for name in ("DummyOptim", "DummyScheduler"):
+        setattr(accelerate.utils, name, getattr(deepspeed, name))
+
+
 if _FILE and _RANK is not None:
     _note_losses(f"{_FILE}.{_RANK}")
     if os.environ.get("FOREIGN_SCRIPTS_ORDER") == "one":
         _fix_order()
     if os.environ.get("FOREIGN_SCRIPTS_SCHEDULE") == "one":
         _fix_schedule()
+    if os.environ.get("FOREIGN_SCRIPTS_DUMMIES") == "there":
+        _have_dummies()
     _keep_reducers()
