@@ -22,6 +22,10 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.multi.mesh_training import train_micro_step
+
 VOCABULARY, BATCH, LENGTH, MICRO_BATCHES, STEPS, CLIPPING = 64, 2, 8, 3, 3, 0.5
 SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
 # GPT-2's biases of keys have gradients of rounding errors alone; with a smaller eps Adam makes whole steps of them.
@@ -122,22 +126,12 @@ def _train(engine: Any, mesh: Any) -> dict[str, Any]:
         if mesh.pp > 1:
             loss = engine.train_batch(data).item()
         else:
-            loss = sum(_micro_step(engine, next(data)) for _ in range(MICRO_BATCHES)) / MICRO_BATCHES
+            loss = sum(train_micro_step(engine, next(data)) for _ in range(MICRO_BATCHES)) / MICRO_BATCHES
         run["losses"].append(loss)
         run["norms"].append(engine.get_global_grad_norm())
     of_ranks = engine.collectives.job.gather_objects(run["losses"], "losses of the table")
     run["losses"] = [sum(losses) / len(losses) for losses in zip(*of_ranks, strict=True)]
     return run
-
-
-def _micro_step(engine: Any, batch: dict[str, Any]) -> float:
-    labels = batch.get("shift_labels", batch.get("labels"))
-    loss = engine(**{**batch, "labels": labels}).loss
-    if "shift_labels" in batch:
-        loss = engine.sequence_group.mean_loss(loss, labels)
-    engine.backward(loss)
-    engine.step()
-    return float(loss.item())
 
 
 def _furthest(one: list[float], other: list[float]) -> float:

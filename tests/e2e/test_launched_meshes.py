@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.multi.job import JobResult, run_command
+from tests.multi.mesh_training import NEEDS_SPLIT_LAYERS, NEEDS_STAGES
 
 pytest.importorskip("transformers")
 
@@ -26,6 +27,8 @@ def _outcome(result: JobResult) -> Any:
     return json.loads(next(line for line in result.stdout.splitlines() if line.startswith("{")))
 
 
+@NEEDS_SPLIT_LAYERS
+@NEEDS_STAGES
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_script_does_not_know_of_the_mesh() -> None:
@@ -42,6 +45,7 @@ def test_the_script_does_not_know_of_the_mesh() -> None:
     assert both["batch"] == 8
 
 
+@NEEDS_STAGES
 def test_a_loop_that_cannot_run_stages_says_so() -> None:
     result = _launched("loop", "--num_processes", 2, "--pp_size", 2)
     assert result.returncode != 0

@@ -11,12 +11,14 @@ import torch
 from safetensors.torch import load_file
 
 from tests.multi.job import run_command
+from tests.multi.mesh_training import NEEDS_SPLIT_LAYERS
 from zeroaccel.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 
+@NEEDS_SPLIT_LAYERS
 @pytest.mark.slow
 def test_layers_split_by_the_json_train_as_whole_ones(tmp_path: Path) -> None:
     program = Path(__file__).with_name("tensor_parallel_runs.py")

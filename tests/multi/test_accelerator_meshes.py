@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from tests.multi.mesh_training import NEEDS_SPLIT_LAYERS, small_llama
 from tests.multi.pool import Pool
 from zeroaccel import Accelerator, ZeroPlugin
 from zeroaccel.errors import ZeroAccelError
@@ -19,18 +20,29 @@ transformers = pytest.importorskip("transformers")
 Ranks = Callable[[int], Pool]
 
 
-def _model() -> nn.Module:
-    torch.manual_seed(3)
-    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    model: nn.Module = transformers.LlamaForCausalLM(transformers.LlamaConfig(use_cache=False, **sizes, **heads))
-    return model
-
-
 def _samples() -> list[dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randint(40, (12, 8), generator=generator)
+    rows = torch.randint(64, (12, 8), generator=generator)
     return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def _looped(accelerator: Accelerator) -> tuple[Any, list[float]]:
+    """The engine, and the losses of a pass over the data, as a program writes it for any mesh."""
+    model: Any = small_llama()
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loader: Any = torch.utils.data.DataLoader(_samples(), batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    losses = []
+    for batch in loader:
+        labels = batch.get("shift_labels", batch.get("labels"))
+        loss = model(**{**batch, "labels": labels}).loss
+        if "shift_labels" in batch:
+            loss = model.sequence_group.mean_loss(loss, labels)
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return model, losses
 
 
 def _trained(how: str) -> tuple[list[float], dict[str, Tensor], tuple[int, int, int]]:
@@ -43,17 +55,7 @@ def _trained(how: str) -> tuple[list[float], dict[str, Tensor], tuple[int, int, 
             config["tensor_parallel"] = {"autotp_size": 2}
         mesh = ParallelConfig(tp=2) if how == "argument" else None
         accelerator = Accelerator(cpu=True, zero_plugin=ZeroPlugin(hf_ds_config=config), parallelism_config=mesh)
-        model = _model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        loader: Any = torch.utils.data.DataLoader(_samples(), batch_size=2)
-        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    losses = []
-    for batch in loader:
-        loss = model(**batch).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        model, losses = _looped(accelerator)
     places = (accelerator.data_parallel_rank, accelerator.tensor_parallel_rank, model.train_batch_size())
     model.destroy()
     return losses, {name: param.detach().clone() for name, param in model.module.named_parameters()}, places
@@ -61,7 +63,7 @@ def _trained(how: str) -> tuple[list[float], dict[str, Tensor], tuple[int, int, 
 
 def _plain(places: int = 2) -> tuple[list[list[float]], dict[str, Tensor]]:
     """One process: each step has a batch of each of the data-parallel ranks."""
-    model, samples = _model(), _samples()
+    model, samples = small_llama(), _samples()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses: list[list[float]] = [[] for _ in range(places)]
     for start in range(0, 12, 2 * places):
@@ -77,6 +79,7 @@ def _plain(places: int = 2) -> tuple[list[list[float]], dict[str, Tensor]]:
     return losses, {name: param.detach() for name, param in model.named_parameters()}
 
 
+@NEEDS_SPLIT_LAYERS
 @pytest.mark.parametrize("how", ["argument", "launch", "config"])
 def test_processes_that_share_layers_get_the_same_batches(ranks: Ranks, how: str) -> None:
     losses, weights = _plain()
@@ -93,22 +96,12 @@ def _shared() -> tuple[list[float], dict[str, Tensor]]:
     mesh = ParallelConfig(sp=2, tp=2)
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
     accelerator = Accelerator(cpu=True, zero_plugin=ZeroPlugin(hf_ds_config=config), parallelism_config=mesh)
-    model = _model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    loader: Any = torch.utils.data.DataLoader(_samples(), batch_size=2)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    losses = []
-    for batch in loader:
-        labels = batch["shift_labels"]
-        loss = model.sequence_group.mean_loss(model(**batch, labels=labels).loss, labels)
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    model, losses = _looped(accelerator)
     model.destroy()
     return losses, {name: param.detach().clone() for name, param in model.module.named_parameters()}
 
 
+@NEEDS_SPLIT_LAYERS
 def test_processes_that_share_layers_and_sequences(ranks: Ranks) -> None:
     (losses,), weights = _plain(places=1)
     for own, trained in ranks(4).run(_shared):

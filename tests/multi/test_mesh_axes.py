@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import zeroaccel
+from tests.multi.mesh_training import NEEDS_SPLIT_LAYERS, NEEDS_STAGES, train_micro_step
 from tests.multi.pool import Pool
 from tests.multi.training import Run, config, differences
 from zeroaccel.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
@@ -84,18 +85,8 @@ def train(engine: Any, mesh: ParallelConfig, run: Run) -> None:
         if mesh.pp > 1:
             run.losses.append(engine.train_batch(data).item())
         else:
-            run.losses.append(sum(_micro_step(engine, next(data)) for _ in range(MICRO_BATCHES)) / MICRO_BATCHES)
+            run.losses.append(sum(train_micro_step(engine, next(data)) for _ in range(MICRO_BATCHES)) / MICRO_BATCHES)
         run.norms.append(engine.get_global_grad_norm())
-
-
-def _micro_step(engine: Any, batch: dict[str, Tensor]) -> float:
-    labels = batch.get("shift_labels", batch.get("labels"))
-    loss = engine(**{**batch, "labels": labels}).loss
-    if "shift_labels" in batch:
-        loss = engine.sequence_group.mean_loss(loss, labels)
-    engine.backward(loss)
-    engine.step()
-    return float(loss.item())
 
 
 def on_mesh(kind: str, settings: list[dict[str, Any]], mesh: ParallelConfig) -> list[Run]:
@@ -118,14 +109,24 @@ def settings_of(stage: int, optimizer: Mapping[str, Any], precision: str = "fp32
 
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 AUTO = {"tp_plan": "auto"}
+SLOW = pytest.mark.slow
 
 MESHES = [
     # model, mesh, ranks, optimizer
-    pytest.param("llama", ParallelConfig(pp=2, dp_shard=2, tp=2), 8, SGD, marks=pytest.mark.slow, id="2x2x2"),
-    pytest.param("gpt2", ParallelConfig(tp=2, **AUTO), 2, ADAMW, id="gpt2"),
-    pytest.param("gpt2", ParallelConfig(dp_shard=2, tp=2, **AUTO), 4, SGD, marks=pytest.mark.slow, id="dp-tp"),
-    pytest.param("llama", ParallelConfig(sp=2, tp=2), 4, SGD, id="sp-tp"),
-    pytest.param("gpt2", ParallelConfig(dp_shard=2, sp=2), 4, SGD, marks=pytest.mark.slow, id="dp-sp"),
+    pytest.param(
+        "llama",
+        ParallelConfig(pp=2, dp_shard=2, tp=2),
+        8,
+        SGD,
+        marks=[NEEDS_SPLIT_LAYERS, NEEDS_STAGES, SLOW],
+        id="2x2x2",
+    ),
+    pytest.param("gpt2", ParallelConfig(tp=2, **AUTO), 2, ADAMW, marks=NEEDS_SPLIT_LAYERS, id="gpt2"),
+    pytest.param(
+        "gpt2", ParallelConfig(dp_shard=2, tp=2, **AUTO), 4, SGD, marks=[NEEDS_SPLIT_LAYERS, SLOW], id="dp-tp"
+    ),
+    pytest.param("llama", ParallelConfig(sp=2, tp=2), 4, SGD, marks=NEEDS_SPLIT_LAYERS, id="sp-tp"),
+    pytest.param("gpt2", ParallelConfig(dp_shard=2, sp=2), 4, SGD, marks=SLOW, id="dp-sp"),
 ]
 
 
@@ -148,12 +149,13 @@ def test_training_is_that_of_one_process(
 
 STAGED = [
     # model, mesh without stages, precision
-    pytest.param("gpt2", {"tp": 2, **AUTO}, "fp16", id="tp"),
-    pytest.param("llama-tied", {"tp": 2, **AUTO}, "fp32", id="tp-tied", marks=pytest.mark.slow),
+    pytest.param("gpt2", {"tp": 2, **AUTO}, "fp16", id="tp", marks=NEEDS_SPLIT_LAYERS),
+    pytest.param("llama-tied", {"tp": 2, **AUTO}, "fp32", id="tp-tied", marks=[NEEDS_SPLIT_LAYERS, SLOW]),
     pytest.param("llama", {"sp": 2}, "bf16", id="sp"),
 ]
 
 
+@NEEDS_STAGES
 @pytest.mark.parametrize(("kind", "axes", "precision"), STAGED)
 def test_stages_change_no_bit_of_shared_layers_and_sequences(
     ranks: Ranks, kind: str, axes: dict[str, Any], precision: str
@@ -218,12 +220,14 @@ RESUMES = [
             (4, {"dp_shard": 2, "tp": 2}),
             (1, {}),
         ],
-        marks=pytest.mark.slow,
+        marks=SLOW,
         id="8-6-4-1",
     ),
 ]
 
 
+@NEEDS_SPLIT_LAYERS
+@NEEDS_STAGES
 @pytest.mark.parametrize(("kind", "meshes"), RESUMES)
 def test_states_are_the_same_on_every_mesh(
     ranks: Ranks, tmp_path: Path, kind: str, meshes: list[tuple[int, dict[str, Any]]]
@@ -255,6 +259,7 @@ def drawn(folder: str, axes: dict[str, Any], *, loads: bool) -> float:
     return torch.rand(1).item()
 
 
+@NEEDS_SPLIT_LAYERS
 def test_random_states_are_of_one_mesh(ranks: Ranks, tmp_path: Path) -> None:
     before = ranks(2).run(drawn, f"{tmp_path}", {}, loads=False)
     assert before[0] != before[1]
@@ -283,6 +288,8 @@ def mistaken(what: str) -> str:
     raise AssertionError("it was taken")
 
 
+@NEEDS_SPLIT_LAYERS
+@NEEDS_STAGES
 @pytest.mark.parametrize(
     ("what", "says"),
     [

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import zeroaccel
+from tests.multi.mesh_training import NEEDS_SPLIT_LAYERS, NEEDS_STAGES, small_llama
 from tests.multi.pool import Pool
 from tests.multi.training import SGD, config, recording
 from zeroaccel.comm import topology
@@ -48,22 +49,6 @@ def _split(key_heads: int) -> list[SplitLayerShape]:
     ]
 
 
-def _model(kind: str = "Llama", **changes: Any) -> nn.Module:
-    torch.manual_seed(3)
-    sizes = {
-        "vocab_size": VOCAB,
-        "hidden_size": HIDDEN,
-        "intermediate_size": INNER,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KEY_HEADS,
-        "use_cache": False,
-    }
-    model, config = (getattr(transformers, kind + name) for name in ("ForCausalLM", "Config"))
-    made: nn.Module = model(config(**{**sizes, **changes}))
-    return made
-
-
 def _batch(place: int) -> dict[str, Tensor]:
     ids = torch.randint(VOCAB, (BATCH, TOKENS), generator=torch.Generator().manual_seed(place))
     return {"input_ids": ids, "labels": ids}
@@ -84,7 +69,7 @@ def _step(axes: dict[str, Any], node_size: int, stage: int, **model: Any) -> tup
     settings = config(stage, accumulation=micro_batches, optimizer=SGD, stage3_max_reuse_distance=0)
     nodes = [range(first, first + node_size) for first in range(0, 4, node_size)]
     recorder = RecordingCollectives(recording().inner, nodes)
-    engine, *_ = zeroaccel.initialize(_model(**model), config=settings, collectives=recorder, parallel=mesh)
+    engine, *_ = zeroaccel.initialize(small_llama(**model), config=settings, collectives=recorder, parallel=mesh)
     recorder = engine.collectives
     place = recorder.rank // mesh.sp
     for _ in range(2):
@@ -119,11 +104,11 @@ def _counted(sent: list[list[BytesSent]], axis: str) -> StepTraffic:
 @pytest.mark.parametrize(
     ("axes", "node_size"),
     [
-        ({"tp": 2}, 1),
-        ({"tp": 4}, 2),
+        pytest.param({"tp": 2}, 1, marks=NEEDS_SPLIT_LAYERS),
+        pytest.param({"tp": 4}, 2, marks=NEEDS_SPLIT_LAYERS),
         ({"sp": 2}, 2),
         ({"sp": 4}, 2),
-        ({"tp": 2, "dp_replicate": 2}, 2),
+        pytest.param({"tp": 2, "dp_replicate": 2}, 2, marks=NEEDS_SPLIT_LAYERS),
         ({"dp_replicate": 4}, 2),
     ],
 )
@@ -172,6 +157,7 @@ EVERY_STYLE = {
 }
 
 
+@NEEDS_SPLIT_LAYERS
 def test_styles_of_other_plans(ranks: Ranks) -> None:
     width, keys = HIDDEN // HEADS, HIDDEN // HEADS * KEY_HEADS
     block = [
@@ -201,6 +187,7 @@ def _twice() -> list[list[BytesSent]]:
     return [first, second]
 
 
+@NEEDS_SPLIT_LAYERS
 def test_groups_that_are_made_anew(ranks: Ranks) -> None:
     for first, second in ranks(2).run(_twice):
         assert first == second
@@ -210,6 +197,7 @@ def test_groups_that_are_made_anew(ranks: Ranks) -> None:
         }
 
 
+@NEEDS_STAGES
 @pytest.mark.parametrize(("pp", "node_size", "tied"), [(2, 2, False), (2, 1, True), (4, 2, True)])
 def test_stages(ranks: Ranks, pp: int, node_size: int, tied: bool) -> None:
     mesh = ParallelConfig(pp=pp).resolve(4)

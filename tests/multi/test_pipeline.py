@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.distributed.pipelining import ScheduleGPipe
 
 import zeroaccel
 from tests.multi.job import run_job
+from tests.multi.mesh_training import NEEDS_STAGES
 from tests.multi.pool import Pool
 from tests.multi.training import ADAMW, SGD, Run, config, differences
 from zeroaccel.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
@@ -24,10 +23,7 @@ from zeroaccel.config.parallel import ParallelConfig, PipelineConfig
 from zeroaccel.errors import ZeroAccelError
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.skipif(
-    "return_outputs" not in inspect.signature(ScheduleGPipe.step).parameters,
-    reason="schedules of this torch keep all outputs; those of 2.10 need not",
-)
+pytestmark = NEEDS_STAGES
 
 Ranks = Callable[[int], Pool]
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import zeroaccel
+from tests.multi.mesh_training import NEEDS_SPLIT_LAYERS, small_llama
 from tests.multi.pool import Pool
 from tests.multi.training import ADAMW, Run, config, differences, offloaded
 from zeroaccel.checkpoint.consolidate import get_fp32_state_dict_from_zero_checkpoint
@@ -41,20 +42,6 @@ SGD = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
 ATTENTION = {f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"} | {
     "layers.*.self_attn.o_proj": "rowwise",
 }
-
-
-def _llama(**changes: Any) -> nn.Module:
-    torch.manual_seed(3)
-    sizes: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "use_cache": False,
-    }
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **changes}))
 
 
 class Biased(nn.Module):
@@ -138,7 +125,7 @@ def _close(runs: list[Run], plain: Run) -> None:
 
 
 def _tied() -> nn.Module:
-    return _llama(tie_word_embeddings=True, attention_bias=True)
+    return small_llama(tie_word_embeddings=True, attention_bias=True)
 
 
 def _qwen3() -> nn.Module:
@@ -152,14 +139,15 @@ def _qwen3() -> nn.Module:
 
 CASES = [
     # model, plan, ranks, optimizer, clipping
-    (_llama, None, 2, "adamw", 0.05),
-    (_llama, ATTENTION, 4, "sgd", 0.0),
+    (small_llama, None, 2, "adamw", 0.05),
+    (small_llama, ATTENTION, 4, "sgd", 0.0),
     (_tied, None, 4, "adamw", 0.0),
     (_qwen3, None, 2, "sgd", 0.05),
     (Biased, {"up": "colwise", "down": "rowwise", "embed": "embedding_colwise"}, 2, "sgd", 0.05),
 ]
 
 
+@NEEDS_SPLIT_LAYERS
 @pytest.mark.parametrize(("make", "plan", "world", "optimizer", "clipping"), CASES)
 def test_training_is_that_of_one_process(
     ranks: Ranks, make: Callable[[], nn.Module], plan: Any, world: int, optimizer: str, clipping: float
@@ -176,17 +164,19 @@ def test_training_is_that_of_one_process(
         assert of_ranks[rank][0].norms == of_ranks[0][0].norms
 
 
+@NEEDS_SPLIT_LAYERS
 def test_tiers_keep_the_bits(ranks: Ranks, tmp_path: Path) -> None:
     plain = config(3, "fp32", optimizer=ADAMW, gradient_clipping=0.05)
     tiers = [offloaded(tmp_path, "cpu", "cpu"), offloaded(tmp_path, "nvme", "nvme")]
     settings = [plain, *(config(3, "fp32", optimizer=ADAMW, gradient_clipping=0.05, **tier) for tier in tiers)]
-    for first, *others in ranks(4).run(_split, _llama, settings, ParallelConfig(tp=2)):
+    for first, *others in ranks(4).run(_split, small_llama, settings, ParallelConfig(tp=2)):
         assert [differences(first, other) for other in others] == [[]] * 2
 
 
+@NEEDS_SPLIT_LAYERS
 def test_bf16_has_the_same_bits_at_every_stage(ranks: Ranks) -> None:
     settings = [config(stage, "bf16", optimizer=ADAMW) for stage in (0, 2, 3)]
-    for first, *others in ranks(4).run(_split, _llama, settings, ParallelConfig(dp_replicate=2, tp=2)):
+    for first, *others in ranks(4).run(_split, small_llama, settings, ParallelConfig(dp_replicate=2, tp=2)):
         assert [differences(first, other) for other in others] == [[]] * 2
 
 
@@ -196,16 +186,17 @@ def _constructed(built: bool, parallel: ParallelConfig) -> Run:
     settings = config(3, "fp32", optimizer=SGD)
     if built:
         with Init(config_dict_or_path=settings):
-            return _train(_llama(), settings, parallel)
-    model = _llama()
+            return _train(small_llama(), settings, parallel)
+    model = small_llama()
     if torch.distributed.get_rank():
         for param in model.parameters():
             param.data.normal_()
     return _train(model, settings, parallel)
 
 
+@NEEDS_SPLIT_LAYERS
 def test_weights_are_those_of_rank_0_however_the_model_was_built(ranks: Ranks) -> None:
-    plain = _plain(_llama, False, 2, 0.0)
+    plain = _plain(small_llama, False, 2, 0.0)
     for built in (True, False):
         _close(ranks(4).run(_constructed, built, ParallelConfig(tp=2)), plain)
 
@@ -213,7 +204,7 @@ def test_weights_are_those_of_rank_0_however_the_model_was_built(ranks: Ranks) -
 def _held() -> tuple[bool, bool, list[int]]:
     """Parameters and an optimizer that the program has made before."""
     init_process_group()
-    model = _llama()
+    model = small_llama()
     weight = model.get_submodule("model.layers.0.mlp.up_proj").weight
     optimizer = torch.optim.SGD([weight], lr=0.1)
     before = weight.detach().clone()
@@ -232,6 +223,7 @@ def _held() -> tuple[bool, bool, list[int]]:
     return same, bool((weight - before).abs().amax(dim=1).gt(0).all()), shape
 
 
+@NEEDS_SPLIT_LAYERS
 def test_objects_of_the_program_stay_the_models(ranks: Ranks) -> None:
     assert ranks(2).run(_held) == [(True, True, [24, 32])] * 2
 
@@ -270,13 +262,13 @@ def _mistaken(what: str) -> str:
     own = wrong.pop("rank 1", {})
     wrong |= own if torch.distributed.get_rank() == 1 else {}
     changes = wrong.pop("model", {})
-    model = changes() if callable(changes) else _llama(**changes)
+    model = changes() if callable(changes) else small_llama(**changes)
     settings = config(3, "fp32", **{"optimizer": SGD, **wrong.pop("settings", {})})
     try:
         zeroaccel.initialize(model, config=settings, parallel=ParallelConfig(**{"tp": 2, **wrong}))
     except ZeroAccelError as error:
         # The ranks are in step all the same.
-        zeroaccel.initialize(_llama(), config=config(0), parallel=ParallelConfig(tp=2))[0].destroy()
+        zeroaccel.initialize(small_llama(), config=config(0), parallel=ParallelConfig(tp=2))[0].destroy()
         return f"{type(error).__name__}: {error}"
     raise AssertionError("it was taken")
 
@@ -307,6 +299,7 @@ MISTAKES = [
 ]
 
 
+@NEEDS_SPLIT_LAYERS
 @pytest.mark.parametrize(("what", "says"), MISTAKES)
 def test_what_cannot_be_split_is_named(ranks: Ranks, what: str, says: str) -> None:
     for message in ranks(2).run(_mistaken, what):
@@ -335,7 +328,7 @@ def _steps(engine: Any, first: int, count: int, parallel: ParallelConfig) -> lis
 
 def _saves(folder: str, stage: int, parallel: ParallelConfig, keys: dict[str, Any]) -> tuple[Any, ...]:
     init_process_group()
-    model = _llama(num_key_value_heads=4)
+    model = small_llama(num_key_value_heads=4)
     settings = config(stage, "bf16", optimizer=ADAMW, **keys)
     engine, *_ = zeroaccel.initialize(model, config=settings, parallel=parallel)
     _steps(engine, 0, 2, parallel)
@@ -354,7 +347,7 @@ def _saves(folder: str, stage: int, parallel: ParallelConfig, keys: dict[str, An
 def _loads(folder: str, stage: int, parallel: ParallelConfig, keys: dict[str, Any]) -> dict[str, Tensor]:
     init_process_group()
     torch.manual_seed(99)
-    model = transformers.LlamaForCausalLM(_llama(num_key_value_heads=4).config)
+    model = transformers.LlamaForCausalLM(small_llama(num_key_value_heads=4).config)
     settings = config(stage, "bf16", optimizer=ADAMW, **keys)
     engine, *_ = zeroaccel.initialize(model, config=settings, parallel=parallel)
     path, client = engine.load_checkpoint(folder)
@@ -371,6 +364,7 @@ def _same(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list[str]:
     return [name for name, value in one.items() if not torch.equal(value, other[name])]
 
 
+@NEEDS_SPLIT_LAYERS
 @pytest.mark.parametrize(
     ("saved", "stage", "loaded"),
     [
@@ -406,7 +400,7 @@ def test_checkpoints_are_of_any_mesh(
 def _access(stage: int, keys: dict[str, Any]) -> list[str]:
     """Reads and writes whole values between steps."""
     init_process_group()
-    model = _llama()
+    model = small_llama()
     values = {name: value.clone() for name, value in model.state_dict().items()}
     parallel = ParallelConfig(tp=2)
     engine, *_ = zeroaccel.initialize(model, config=config(stage, "bf16", optimizer=ADAMW, **keys), parallel=parallel)
@@ -450,6 +444,7 @@ def _access(stage: int, keys: dict[str, Any]) -> list[str]:
     return told
 
 
+@NEEDS_SPLIT_LAYERS
 @pytest.mark.parametrize("stage", [0, 3])
 def test_whole_values_are_read_and_written(ranks: Ranks, tmp_path: Path, stage: int) -> None:
     keys = offloaded(tmp_path, "nvme", "nvme") if stage == 3 else {}
@@ -492,7 +487,8 @@ def _by_json(make: Callable[[], nn.Module], settings: dict[str, Any]) -> Run:
     return run
 
 
-@pytest.mark.parametrize("make", [_llama, _opt])
+@NEEDS_SPLIT_LAYERS
+@pytest.mark.parametrize("make", [small_llama, _opt])
 def test_the_size_of_a_json(ranks: Ranks, make: Callable[[], nn.Module]) -> None:
     collection = Path(__file__).parents[1] / "data" / "collection" / "deepspeed_configs.json"
     (entry,) = (one for one in json.loads(collection.read_text()) if "tensor_parallel" in one["settings"])
@@ -518,7 +514,7 @@ def _fed(what: str) -> str:
     settings = config(1, "fp32", optimizer=SGD) | {"tensor_parallel": section}
     try:
         if what == "batches":
-            engine, *_ = zeroaccel.initialize(_llama(), config=settings)
+            engine, *_ = zeroaccel.initialize(small_llama(), config=settings)
             engine(**_batch(0, rank))
         elif what == "names":
             zeroaccel.initialize(nn.Sequential(nn.Linear(4, 4)), config=settings)
@@ -527,7 +523,7 @@ def _fed(what: str) -> str:
             model.layers = nn.ModuleList([nn.ModuleDict({"up_proj": nn.Linear(4, 8), "shrink": nn.Linear(8, 4)})])
             zeroaccel.initialize(model, config=settings)
         else:
-            zeroaccel.initialize(_llama(), config=settings, parallel=ParallelConfig(tp=4))
+            zeroaccel.initialize(small_llama(), config=settings, parallel=ParallelConfig(tp=4))
     except ZeroAccelError as error:
         if what == "batches":
             engine.destroy()
@@ -544,6 +540,7 @@ FED = [
 ]
 
 
+@NEEDS_SPLIT_LAYERS
 @pytest.mark.parametrize(("what", "says"), FED)
 def test_mistakes_of_a_json_are_named(ranks: Ranks, what: str, says: str) -> None:
     for message in ranks(2).run(_fed, what):
@@ -553,7 +550,7 @@ def test_mistakes_of_a_json_are_named(ranks: Ranks, what: str, says: str) -> Non
 def _overflowed() -> list[float]:
     """The gradient of one rank's part is not finite."""
     init_process_group()
-    model = _llama()
+    model = small_llama()
     settings = config(2, "fp16", optimizer=SGD)
     engine, *_ = zeroaccel.initialize(model, config=settings, parallel=ParallelConfig(tp=2))
     weight = model.get_submodule("model.layers.0.mlp.up_proj").weight
@@ -569,6 +566,7 @@ def _overflowed() -> list[float]:
     return facts
 
 
+@NEEDS_SPLIT_LAYERS
 def test_an_overflow_of_one_part_skips_the_step_on_all_ranks(ranks: Ranks) -> None:
     first, second = ranks(2).run(_overflowed)
     assert first == second

@@ -48,6 +48,7 @@ def test_histories_are_compared_with_the_first_that_stalls(channels: list[SideCh
     assert channels[1].compare_history(entries[1]) == (1, True)
     assert channels[0].compare_history(entries[0]) == (1, True)
     assert channels[2].compare_history(entries[2]) == (1, False)
+    assert channels[2].compare_history(entries[2], "layers") == (2, True)  # of another recorder
 
 
 def test_one_rank_writes_the_report(channels: list[SideChannel]) -> None:
@@ -150,14 +151,12 @@ def test_a_broken_connection_is_not_silence(channels: list[SideChannel]) -> None
 
 
 def test_the_thread_of_a_channel_ends_with_it() -> None:
-    def threads() -> int:
-        return sum(thread.name == "zeroaccel-side-channel" for thread in threading.enumerate())
+    def threads() -> set[threading.Thread]:
+        return {thread for thread in threading.enumerate() if thread.name == "zeroaccel-side-channel"}
 
-    before = threads()
+    before = threads()  # those of other tests end at any time
     channel = SideChannel(HashStore(), 0, 1, generation=9, launcher_owns_store=False)
-    assert threads() == before + 1
+    (own,) = threads() - before
     del channel
-    limit = time_limits.Limit(10.0)
-    while threads() > before and not limit.is_over():
-        time.sleep(0.01)
-    assert threads() == before
+    own.join(time_limits.seconds(10.0))
+    assert not own.is_alive()

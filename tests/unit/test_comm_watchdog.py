@@ -8,7 +8,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from tests import time_limits
-from zeroaccel.comm.hangs.flight_recorder import FlightRecorder
+from zeroaccel.comm.hangs.flight_recorder import Call, CollectiveRecord, FlightRecorder, Kind
 from zeroaccel.comm.hangs.hang_report import RankState, rank_list
 from zeroaccel.comm.hangs.peer_processes import PeerProcesses, own_process
 from zeroaccel.comm.hangs.side_channel import SideChannel
@@ -75,6 +75,55 @@ def test_a_rank_that_left_after_its_part_of_a_sum_holds_nobody_up(issued: int, i
     alarm = watchdog._is_deserted()
     expected = 'rank 1 left the job while rank 0 waits for reduce #2 all_reduce "sum down" (8 x float32)'
     assert (alarm and alarm.headline) == (expected if is_held_up else None)
+
+
+def _entry(recorder: FlightRecorder, kind: Kind, op: str, label: str) -> CollectiveRecord:
+    return recorder.issue(kind, op, label, 8, "float32")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "group", "own_group", "is_crossed"),
+    [
+        (("control", 3, "all_reduce max"), "", "layers", True),
+        (("control", 3, "all_reduce max"), "", "", False),  # neither is of the layers: histories of all ranks say it
+        (("control", 2, "all_reduce max"), "", "layers", False),  # issued here: that rank goes on
+        (("control", 3, "broadcast"), "", "layers", False),  # it goes on when rank 0 has sent
+        (("gather", 3, "all_gather"), "", "layers", False),  # of all ranks, but with others than this one
+        (("gather", 1, "all_gather"), "layers", "layers", True),
+        (("reduce", 1, "all_reduce"), "layers", "layers", False),
+        (("reduce", 2, "all_reduce"), "layers", "", True),
+        (("control", 9, "receive"), "pipeline", "layers", False),  # from ranks that are not known
+    ],
+)
+def test_ranks_that_wait_for_each_other_in_other_calls(
+    theirs: tuple[Kind, int, str], group: str, own_group: str, is_crossed: bool
+) -> None:
+    of_all, of_layers = FlightRecorder(), FlightRecorder()
+    for _ in range(2):
+        own = _entry(of_all, "control", "all_reduce max", "check")
+    if own_group:
+        own = _entry(of_layers, "reduce", "all_reduce", "sum up")
+    else:
+        _entry(of_layers, "reduce", "all_reduce", "sum up")
+    watchdog = object.__new__(Watchdog)  # without its thread, which would end the process
+    watchdog._rank, watchdog._names, watchdog._followed, watchdog._flight_recorder = 1, rank_list, [], of_all
+    watchdog.follow("layers", of_layers, frozenset({0, 1}), alike=True, in_turn=True)
+    channels = [
+        SideChannel(store, rank, 2, generation=1, launcher_owns_store=False)
+        for store in [HashStore()]
+        for rank in range(2)
+    ]
+    kind, seq, op = theirs
+    waiting = Call(kind, seq, op, "other", 8, "float32", "")
+    channels[0].publish_stall(RankState(0, waiting, group, issued={"control": 1}, issued_in_groups={}))
+    alarm = watchdog._crossed(channels[1], own, own_group)
+    assert (alarm is not None) == is_crossed
+    if alarm is not None:
+        assert alarm.headline == f"rank 0 waits for {waiting} while rank 1 waits for {own.call}"
+    # A rank that has issued what this one waits for holds it up no longer.
+    issued = {"control": 9, "reduce": 9, "gather": 9}
+    channels[0].publish_stall(RankState(0, waiting, group, issued=issued, issued_in_groups={"layers": issued}))
+    assert watchdog._crossed(channels[1], own, own_group) is None
 
 
 def test_the_frame_is_of_the_user_not_of_a_library() -> None:

@@ -9,6 +9,14 @@ from pathlib import Path
 import pytest
 
 from zeroaccel.cli.main import main
+from zeroaccel.config.parallel import ParallelConfig
+from zeroaccel.config.traffic import (
+    SplitLayerShape,
+    pipeline_traffic,
+    sequence_traffic,
+    shard_traffic,
+    tensor_traffic,
+)
 from zeroaccel.errors import UsageError
 from zeroaccel.estimate import Capacity, Estimate, Subject, Workload, estimate, mesh_row, mesh_table, needless_crossing
 from zeroaccel.estimate.decoder import Decoder, Shape
@@ -43,20 +51,51 @@ def _sent(workload: Workload) -> dict[str, int]:
     return dict(_stage_1(workload).sent)
 
 
-def test_bytes_of_each_axis_are_those_of_the_formulas() -> None:
-    tokens = 2 * 64
-    hidden = tokens * SHAPE.width * 2
-    numel = SHAPE.numel
-    assert _sent(Workload(ranks=4, sequence=64))["dp"] == pytest.approx(2 * 2 * numel * 3 / 4, rel=0.001)
-    # Sums of two layers per block in forward, of the inputs of q, k, v, gate and up in backward; the embedding's
-    # output, the head's input, and its logits in bf16, of which each rank sends its part to the other.
-    sent = _sent(Workload(ranks=2, sequence=64, batch=2, tp=2))
-    assert sent == {"tp": SHAPE.layers * 7 * hidden + 2 * hidden + tokens * SHAPE.vocabulary}
-    # Queries, keys, values (half as many heads) and outputs, in both passes; half of a rank's half goes to the other.
-    sent = _sent(Workload(ranks=2, sequence=64, batch=2, sp=2))
-    assert sent["sp"] == SHAPE.layers * 2 * 3 * hidden // 4
-    assert sent["dp"] == pytest.approx(2 * numel, rel=0.001)
-    assert _sent(Workload(ranks=2, sequence=64, batch=2, pp=2, accumulation=6)) == {"pp": 6 * hidden}
+def test_bytes_of_each_axis_are_those_of_the_closed_forms() -> None:
+    tokens, accumulation = 2 * 64, 6
+    workload = Workload(ranks=2, sequence=64, batch=2)
+    # "dp": two sums over two ranks in each half of four, that is a gather and a reduction of all parameters.
+    mesh = ParallelConfig(dp_shard=4)
+    form = shard_traffic(mesh, [SHAPE.numel], 4, gathers=1, reductions=1)
+    assert _sent(replace(workload, ranks=4))["dp"] == pytest.approx(form["dp_shard"].inside, rel=0.001)
+    keys = SHAPE.key_heads * SHAPE.head_dim
+    block = [
+        *(SplitLayerShape("colwise", SHAPE.width, out) for out in (SHAPE.width, keys, keys, SHAPE.inner, SHAPE.inner)),
+        *(SplitLayerShape("rowwise", width, SHAPE.width) for width in (SHAPE.width, SHAPE.inner)),
+    ]
+    layers = [
+        SplitLayerShape("embedding_rowwise", SHAPE.vocabulary, SHAPE.width),
+        *block * SHAPE.layers,
+        SplitLayerShape("colwise_gather_output", SHAPE.width, SHAPE.vocabulary),
+    ]
+    mesh = ParallelConfig(dp_shard=1, tp=2)
+    assert _sent(replace(workload, tp=2)) == {"tp": tensor_traffic(mesh, layers, tokens, 2).inside}
+    mesh = ParallelConfig(dp_shard=1, sp=2)
+    heads = {"heads": SHAPE.heads, "key_heads": SHAPE.key_heads, "head_width": SHAPE.head_dim}
+    whole = sequence_traffic(mesh, layers=SHAPE.layers, batch=2, tokens=64, **heads, ranks_per_node=2)
+    # Positions (8 bytes of each token) and the mean of the losses (16 bytes) are left out of an estimate.
+    assert _sent(replace(workload, sp=2))["sp"] == whole.inside - tokens // 2 * 8 - 16
+    staged = replace(workload, pp=2, accumulation=accumulation)
+    mesh = ParallelConfig(pp=2, dp_shard=1)
+    form_of_stages = pipeline_traffic(mesh, tokens * SHAPE.width, 2, accumulation=accumulation)
+    assert _sent(staged) == {"pp": form_of_stages.inside}
+
+
+def test_gpt2_is_cut_by_the_names_of_its_layers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64, "vocab_size": 128}
+    transformers.GPT2Config(**sizes, architectures=["GPT2LMHeadModel"]).save_pretrained(tmp_path)
+    whole, split = (
+        estimate(str(tmp_path), Workload(ranks=tp, batch=2, sequence=32, tp=tp), [(1, "none", "none")])[0]
+        for tp in (1, 2)
+    )
+    shapes = [("packed_colwise_3", 64, 192), ("rowwise", 64, 64), ("colwise", 64, 256), ("rowwise", 256, 64)]
+    layers = [SplitLayerShape(style, *sides) for style, *sides in shapes] * 2
+    form = tensor_traffic(ParallelConfig(dp_shard=1, tp=2), layers, tokens=64, ranks_per_node=2)
+    assert dict(split.sent) == {"tp": form.inside}
+    cut = 2 * sum(inputs * outputs + (outputs if "col" in style else 0) for style, inputs, outputs in shapes)
+    assert split.numel == whole.numel
+    assert split.device.optimizer == pytest.approx(12 * (whole.numel - cut / 2), rel=0.001)
 
 
 def test_parts_of_a_model_add_up_to_it() -> None:

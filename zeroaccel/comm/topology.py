@@ -141,16 +141,18 @@ class Topology:
         ranks = tuple(range(self.world_size))
         return RankGroup(ranks, self.rank, self.gather_group, self.reduce_group, self.control_group)
 
-    def recorder(self, name: str, needs: Sequence[int] = (), *, alike: bool = False) -> FlightRecorder:
+    def recorder(
+        self, name: str, needs: Sequence[int] = (), *, alike: bool = False, in_turn: bool = False
+    ) -> FlightRecorder:
         """A flight recorder for calls that ranks elsewhere in the job do not issue; made at the first call.
 
         Args:
-            needs, alike: see `Watchdog.follow`.
+            needs, alike, in_turn: see `Watchdog.follow`.
         """
         if name not in self.recorders:
             self.recorders[name] = FlightRecorder()
             if self.watchdog is not None:
-                self.watchdog.follow(name, self.recorders[name], frozenset(needs), alike=alike)
+                self.watchdog.follow(name, self.recorders[name], frozenset(needs), alike=alike, in_turn=in_turn)
         return self.recorders[name]
 
 
@@ -455,8 +457,8 @@ def track(topology: Topology, partition: Sequence[Sequence[int]]) -> None:
         dist.Backend.register_backend(_BACKEND, _take_tracked, devices=["cpu", "cuda"])
     for ranks in map(tuple, partition):
         if topology.rank in ranks:
-            recorder = topology.recorder(f"layers of ranks {ranks}", needs=ranks, alike=True)
-            made = TrackedGroup(group.reduce_group, ranks, recorder, topology.watchdog)
+            recorder = topology.recorder(f"layers of ranks {ranks}", needs=ranks, alike=True, in_turn=True)
+            made = TrackedGroup(group.reduce_group, group.control_group, ranks, recorder, topology.watchdog)
             _to_track.append(made)
             topology.tracked[ranks] = made
         # torch.distributed.new_group is collective over the default group: every rank makes every group, in one order.

@@ -7,6 +7,11 @@ it does not know goes to the backend, unseen.
 [Note: bytes of a sum] A backend does not say which algorithm it takes for an all-reduce. It is counted as a
 reduce-scatter and an all-gather between all pairs: of N elements, rounded up to a multiple of W, 2 N / W to each of the
 W - 1 others, which in all is what the ring sends and the least there is (Patarasuk and Yuan, 2009, section 3).
+
+[Note: meeting before a sum] Gloo numbers the collectives of a group by itself, so that ranks whose sums are of
+different layers add them up without a word, or end the process where sizes differ. In host memory the ranks therefore
+meet before each call, by messages without content whose tag is the history of the group's calls: ranks with other
+histories wait for each other, which the watchdog sees.
 """
 
 from __future__ import annotations
@@ -15,12 +20,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from zeroaccel.comm.collective_tracker import CollectiveTracker, DeviceWork, MessageWork
 from zeroaccel.comm.hangs.flight_recorder import FlightRecorder, Kind
-from zeroaccel.comm.transport import Meter
+from zeroaccel.comm.transport import Meter, PendingTransfer
 
 if TYPE_CHECKING:
     from zeroaccel.comm.hangs.watchdog import Watchdog
@@ -33,6 +39,7 @@ class TrackedGroup(dist.ProcessGroup):
 
     Args:
         inner: what communicates.
+        control: of the same ranks, for messages that say where a rank is.
         ranks: the global ranks, in the order of the group.
         flight_recorder: of its calls, which ranks elsewhere do not issue.
 
@@ -43,7 +50,12 @@ class TrackedGroup(dist.ProcessGroup):
     """
 
     def __init__(
-        self, inner: dist.ProcessGroup, ranks: Sequence[int], flight_recorder: FlightRecorder, watchdog: Watchdog | None
+        self,
+        inner: dist.ProcessGroup,
+        control: dist.ProcessGroup,
+        ranks: Sequence[int],
+        flight_recorder: FlightRecorder,
+        watchdog: Watchdog | None,
     ) -> None:
         super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
         self.ranks = tuple(ranks)
@@ -51,8 +63,10 @@ class TrackedGroup(dist.ProcessGroup):
         self.meter: Meter | None = None
         self.flight_recorder = flight_recorder
         self._inner: dist.ProcessGroup | None = inner
+        self._control: dist.ProcessGroup | None = control
         self._tracker = CollectiveTracker(flight_recorder, watchdog)
         self._name = ""
+        self._nothing = torch.empty(0, dtype=torch.uint8)
         for device in inner._device_types:
             self._register_backend(device, dist.ProcessGroup.BackendType.CUSTOM, inner._get_backend(device))
 
@@ -73,8 +87,8 @@ class TrackedGroup(dist.ProcessGroup):
         return "zeroaccel"
 
     def shutdown(self) -> None:
-        """Forgets the other group, which is shut down by itself."""
-        self._inner = None
+        """Forgets the other groups, which are shut down by themselves."""
+        self._inner = self._control = None
 
     # -- collectives; torch calls them by these names, and passes options that the other group understands
 
@@ -114,15 +128,26 @@ class TrackedGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """Issues one call. `full` are the tensors of all ranks together; `sent` the bytes of messages to each other."""
         entry = self._tracker.issue(kind, op, f"{purpose} {self.label}".rstrip(), full[0])
+        is_on_host = full[0].device.type == "cpu"
+        if is_on_host:
+            self._tracker.transfer(entry, self._meet)
         meter = self.meter
         if meter is not None:
             for rank in self.ranks:
                 for nbytes in sent if rank != self.ranks[self.rank()] else ():
                     meter(entry.tag, rank, nbytes)
         pending = self._tracker.start(entry, lambda tag: [call()])
-        if full[0].device.type == "cpu":
+        if is_on_host:
             return _TrackedWork(MessageWork(self._tracker, entry, pending))
         return _TrackedWork(DeviceWork(self._tracker, entry, pending, full[0].device))
+
+    def _meet(self, tag: int) -> list[PendingTransfer]:
+        """Messages to and from the others, which they send by the same tag: see [Note: meeting before a sum]."""
+        group = self._control
+        assert group is not None, "a group that is shut down"
+        others = [place for place in range(self.size()) if place != self.rank()]
+        received = [group.recv([self._nothing], place, tag) for place in others]
+        return [*received, *(group.send([self._nothing], place, tag) for place in others)]
 
 
 class _TrackedWork(dist.Work):

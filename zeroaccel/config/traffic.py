@@ -28,7 +28,7 @@ _LOSS_NBYTES = 16  # a loss and the number of its labels, as float64
 # By style, whether outputs are summed or gathered in forward, and gradients of inputs in backward.
 _SUMS_FORWARD = frozenset({"rowwise", "rowwise_rep", "rowwise_split_input", "embedding_rowwise"})
 _GATHERS_FORWARD = frozenset({"colwise_gather_output", "colwise_rep", "embedding_colwise"})
-_SUMS_BACKWARD = frozenset({"colwise", "colwise_gather_output", "colwise_rep"})
+_SUMS_BACKWARD = frozenset({"colwise", "colwise_gather_output", "colwise_rep", "packed_colwise_2", "packed_colwise_3"})
 _GATHERS_BACKWARD = frozenset({"rowwise_rep", "rowwise_split_input"})
 _SUMS_WEIGHTS = frozenset({"replicated_with_grad_allreduce"})
 

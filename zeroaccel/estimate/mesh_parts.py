@@ -29,7 +29,7 @@ from zeroaccel.parallel.sequence import SequenceGroup
 from zeroaccel.parallel.ulysses import UlyssesAttention, WholeSequences
 from zeroaccel.pipeline.model_cut import Stage, cut, divide
 from zeroaccel.zero.engine import Engine
-from zeroaccel.zero.tensor_parallel import layer_styles, local_head_counts
+from zeroaccel.zero.tensor_parallel import is_transposed, layer_styles, local_head_counts
 
 
 def part_of(subject: Subject, workload: Workload, stage: int, sent: SentBytes) -> Subject:
@@ -195,6 +195,11 @@ _CUT_DIMS: dict[type[nn.Module], dict[str, dict[str, int]]] = {
     },
     nn.Embedding: {"embedding_rowwise": {"weight": _ROWS}, "embedding_colwise": {"weight": _COLUMNS}},
 }
+# GPT-2's linear layers have weights of (inputs, outputs).
+_CUT_DIMS_TRANSPOSED: dict[str, dict[str, int]] = {
+    **{style: {"weight": _COLUMNS, "bias": _ROWS} for style in ("colwise", "packed_colwise_2", "packed_colwise_3")},
+    "rowwise": {"weight": _ROWS},
+}
 _GATHERED = ("colwise_gather_output", "colwise_rep", "embedding_colwise")
 _SPLIT_INPUT = ("rowwise_split_input", "rowwise_rep")
 
@@ -217,13 +222,15 @@ def share_layers(model: nn.Module, size: int, sent: SentBytes) -> None:
     whole = list(model.parameters())  # until the end, so that the id of one is no other's
     for name, style in styles.items():
         module = model.get_submodule(name)
-        dims = next((dims for kind, dims in _CUT_DIMS.items() if isinstance(module, kind)), {}).get(style)
+        dims = _cut_dims(module).get(style)
         if dims is None and style != "replicated_with_grad_allreduce":
             raise UsageError(f"tensor parallelism: {name}", expected="a style of its kind of layer", got=style)
         for key, dim in (dims or {}).items():
             param = module._parameters.get(key)
             if param is not None:
                 module._parameters[key] = _part(f"{name}.{key}", param, dim, size, parts)
+        if is_transposed(module) and "bias" in (dims or {}):
+            vars(module)["nf"] //= size  # outputs, by which its forward shapes them
         if dims is not None:
             module.forward = _forward_of_part(module.forward, style, size, count_sum, count_gather)
     for prefix, module in model.named_modules():
@@ -235,6 +242,13 @@ def share_layers(model: nn.Module, size: int, sent: SentBytes) -> None:
         attention = model.get_submodule(parent)
         vars(attention).update(local_head_counts(attention, size))
     del whole
+
+
+def _cut_dims(module: nn.Module) -> dict[str, dict[str, int]]:
+    """Style -> the dims of its parameters that are cut, for a module of its kind."""
+    if is_transposed(module):
+        return _CUT_DIMS_TRANSPOSED
+    return next((dims for kind, dims in _CUT_DIMS.items() if isinstance(module, kind)), {})
 
 
 def _part(name: str, param: nn.Parameter, dim: int, size: int, parts: dict[int, nn.Parameter]) -> nn.Parameter:
@@ -259,7 +273,7 @@ def _forward_of_part(
     def shared(x: Tensor) -> Tensor:
         if style in _SPLIT_INPUT:
             x = x[..., : x.shape[-1] // size]
-        elif style.startswith("colwise"):
+        elif style.startswith(("colwise", "packed_colwise")):
             x = cast(Tensor, _Shared.apply(x, count_sum))  # type: ignore[no-untyped-call]
         out = forward(x)
         if style in _GATHERED:

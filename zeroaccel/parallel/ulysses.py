@@ -88,6 +88,7 @@ class UlyssesAttention:
         config = _config_of(model)
         text = config.get_text_config()
         self.implementation: str = getattr(text, "_attn_implementation", None) or _EAGER
+        _check_eager(self.implementation)
         _check_heads(text, group.size, head_parts)
         self._configs = {id(part.config) for part in model.modules() if hasattr(part, "config")}
         for earlier in {id(one): one for part in model.modules() if (one := _ATTACHED.get(part))}.values():
@@ -190,13 +191,12 @@ class UlyssesAttention:
         """The mask of whole sequences, by the function of transformers that makes it."""
         sequences = self._sequences
         assert sequences is not None, "a mask is made within a forward"
-        changed: dict[str, Any] = {
-            "q_length": sequences.length,
-            "kv_length": sequences.length,
-            "q_offset": 0,
-            "kv_offset": 0,
-            "attention_mask": sequences.padding,
-        }
+        length = sequences.length
+        changed: dict[str, Any] = {"kv_length": length, "kv_offset": 0, "attention_mask": sequences.padding}
+        if (places := arguments.get("cache_position")) is not None:  # transformers 4 says so which queries there are
+            changed["cache_position"] = torch.arange(length, device=places.device)
+        else:
+            changed |= {"q_length": length, "q_offset": 0}
         if sequences.packed is not None:
             changed["mask_function"] = _within_sequences(arguments["mask_function"], sequences.packed)
             changed["allow_is_causal_skip"] = False
@@ -397,6 +397,20 @@ def _config_of(model: nn.Module) -> Any:
             fix="exchange heads in the model's own attention, by SequenceGroup.exchange",
         )
     return config
+
+
+def _check_eager(implementation: str) -> None:
+    """Models of transformers 4 call the eager attention of their file, whatever is in the table of names."""
+    attentions, _ = _interfaces()
+    if implementation == _EAGER and not hasattr(attentions, "get_interface"):
+        from transformers import __version__
+
+        raise UsageError(
+            'sequence parallelism: attn_implementation="eager"',
+            expected="a transformers whose models look eager attention up by its name",
+            got=f"transformers {__version__}",
+            fix='load the model with attn_implementation="sdpa", or upgrade transformers to 5',
+        )
 
 
 def _check_heads(config: Any, ranks: int, head_parts: int) -> None:

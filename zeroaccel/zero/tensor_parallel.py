@@ -227,7 +227,7 @@ class _SplitLayer:
         (prepare,), (finish,) = twin._forward_pre_hooks.values(), twin._forward_hooks.values()
         params: dict[str, Any] = dict(twin.named_parameters())
         placements = {key: param.placements for key, param in params.items()}
-        if _is_transposed(module):
+        if is_transposed(module):
             placements["weight"] = tuple(_transposed(placement) for placement in placements["weight"])
         parts = Split(0, int(mesh.size()), index, _PACKED.get(style, 1))
         return cls(name, module, mesh, placements, _cuts(name, module, placements, parts), prepare, finish)
@@ -309,7 +309,7 @@ def _cuts(
     return cuts
 
 
-def _is_transposed(module: nn.Module) -> bool:
+def is_transposed(module: nn.Module) -> bool:
     """Whether it is the linear layer of GPT-2, whose weight is (inputs, outputs)."""
     layers = sys.modules.get("transformers.pytorch_utils")  # a model that has one has imported it
     return layers is not None and isinstance(module, layers.Conv1D)
@@ -323,7 +323,7 @@ def _packed_style(module: nn.Module) -> str:
 
 def _check_packed(name: str, module: nn.Module, style: str) -> None:
     """Refuses a cut of GPT-2's `c_attn` that leaves a rank queries without their keys."""
-    if name.rpartition(".")[2] == "c_attn" and _is_transposed(module) and style != _packed_style(module):
+    if name.rpartition(".")[2] == "c_attn" and is_transposed(module) and style != _packed_style(module):
         raise UsageError(
             f"tensor parallelism: {name}",
             expected=f'"{_packed_style(module)}", which cuts queries, keys and values each by themselves',
@@ -356,10 +356,10 @@ def _by_name(model: nn.Module) -> dict[str, str]:
     styles, unknown = {}, []
     for name, module in model.named_modules():
         last = name.rpartition(".")[2]
-        is_transposed = _is_transposed(module)
-        if not (isinstance(module, nn.Linear) or is_transposed) or not any(map(name.startswith, blocks)):
+        transposed = is_transposed(module)
+        if not (isinstance(module, nn.Linear) or transposed) or not any(map(name.startswith, blocks)):
             continue
-        if is_transposed and last == "c_attn":
+        if transposed and last == "c_attn":
             styles[name] = _packed_style(module)
         elif last in _ROWWISE or last in _COLUMNWISE:
             styles[name] = "rowwise" if last in _ROWWISE else "colwise"
@@ -469,7 +469,7 @@ def _twin(name: str, module: nn.Module, style: str) -> nn.Module:
             norm.register_parameter(key, nn.Parameter(torch.empty_like(param, device="meta")))
         return norm
     with torch.device("meta"):
-        if _is_transposed(module):
+        if is_transposed(module):
             twin: nn.Module = nn.Linear(*module.get_parameter("weight").shape)
         elif isinstance(module, nn.Linear):
             twin = nn.Linear(module.in_features, module.out_features, module.bias is not None)
@@ -478,7 +478,7 @@ def _twin(name: str, module: nn.Module, style: str) -> nn.Module:
         else:
             raise _kind_error(name, module, "a torch.nn.Linear or torch.nn.Embedding, or GPT-2's Conv1D")
     shapes = {key: param.shape for key, param in module.named_parameters()}
-    if _is_transposed(module):
+    if is_transposed(module):
         shapes["weight"] = shapes["weight"][::-1]
     if shapes != {key: param.shape for key, param in twin.named_parameters()}:  # a quantized one, or with adapters
         raise _kind_error(name, module, "parameters as of the torch class it is derived from")

@@ -22,6 +22,7 @@ class RankState:
 
     Attributes:
         waiting: the collective its longest-blocked thread is in, since `waited_seconds`; None when in none.
+        waiting_in: the name of the recorder that has it; empty for that of calls that all ranks issue.
         finished: the collective it completed last.
         issued: how many collectives it has issued, by kind.
         issued_in_groups: the same by the name of a recorder, of calls that not all ranks issue.
@@ -34,6 +35,7 @@ class RankState:
 
     rank: int
     waiting: Call | None = None
+    waiting_in: str = ""
     waited_seconds: float = 0.0
     finished: Call | None = None
     issued: Mapping[str, int] = field(default_factory=dict)

@@ -2,7 +2,7 @@
 
     events      counts what a rank should look up; all that is read while nothing happens
     meet/...    the first rank that stalls at a call leaves its history there for the others to compare with
-    stalled     where rank 0 has stalled last
+    stalled/r   where rank r has stalled last
     alarm       the first alarm, never overwritten
     state/r     the state of rank r, once there is an alarm
     exit/i      the i-th exit notice of a rank that leaves the job
@@ -107,24 +107,27 @@ class SideChannel:
         """A number that grows with every alarm and every exit notice. One round trip to the store."""
         return self._ask(self._store.add, "events", 0)
 
-    def compare_history(self, entry: CollectiveRecord) -> tuple[int, bool]:
+    def compare_history(self, entry: CollectiveRecord, group: str = "") -> tuple[int, bool]:
         """Compares this rank's history up to `entry` with that of the first rank that stalled there.
+
+        Args:
+            group: the name of the recorder that has it; empty for that of calls that all ranks issue.
 
         Returns:
             That rank (this one, when it is the first), and whether the two histories are the same; if not, the two
             ranks have desynced.
         """
         own = f"{self.rank} {entry.digest:x}"
-        rank, digest = self._compare_set(f"meet/{entry.kind}/{entry.seq}", own).split()
+        rank, digest = self._compare_set(f"meet/{group}/{entry.kind}/{entry.seq}", own).split()
         return int(rank), int(digest, 16) == entry.digest
 
     def publish_stall(self, state: RankState) -> None:
-        """(rank 0)"""
-        self._ask(self._store.set, "stalled", state.to_json())
+        """Says where this rank has stalled, for others to compare with."""
+        self._ask(self._store.set, f"stalled/{self.rank}", state.to_json())
 
-    def rank_0_stall(self) -> RankState | None:
-        """Where rank 0 stalled last. It may have gone on since."""
-        text = self._read("stalled")
+    def stall_of(self, rank: int) -> RankState | None:
+        """Where a rank stalled last, if it has said so. It may have gone on since."""
+        text = self._read(f"stalled/{rank}")
         return RankState.from_json(text) if text else None
 
     def raise_alarm(self, alarm: Alarm) -> None:

@@ -23,7 +23,7 @@ from typing import ClassVar
 
 import torch
 
-from zeroaccel.comm.hangs.flight_recorder import CollectiveRecord, FlightRecorder
+from zeroaccel.comm.hangs.flight_recorder import Call, CollectiveRecord, FlightRecorder
 from zeroaccel.comm.hangs.hang_report import (
     Alarm,
     HangReport,
@@ -87,17 +87,13 @@ def check_transition(old: WatchdogState, new: WatchdogState) -> None:
 
 @dataclass(frozen=True)
 class _Followed:
-    """A recorder of calls that only some ranks issue.
-
-    Attributes:
-        needs: ranks that take part in all of its calls.
-        alike: they issue the same ones, so that of a rank that has left it is known which ones it has still issued.
-    """
+    """A recorder of calls that only some ranks issue: see `Watchdog.follow`."""
 
     name: str
     recorder: FlightRecorder
     needs: frozenset[int]
     alike: bool
+    in_turn: bool
 
 
 class Watchdog:
@@ -150,7 +146,7 @@ class Watchdog:
         self._state = WatchdogState.WATCHING
         self._num_events = 0
         self._exited: dict[int, RankState] = {}
-        self._compared: CollectiveRecord | None = None
+        self._compared: dict[str, CollectiveRecord] = {}  # by the name of the recorder
         self._num_store_users = channel.world_size  # the ranks that will release the store
         self._released_at = 0.0
         self._store_owner_left_at = 0.0
@@ -159,15 +155,26 @@ class Watchdog:
 
     # --- called by the threads that communicate
 
-    def follow(self, name: str, flight_recorder: FlightRecorder, needs: frozenset[int], *, alike: bool) -> None:
-        """Looks at another recorder too, of calls that only some ranks issue, so that histories are not compared.
+    def follow(
+        self,
+        name: str,
+        flight_recorder: FlightRecorder,
+        needs: frozenset[int],
+        *,
+        alike: bool = False,
+        in_turn: bool = False,
+    ) -> None:
+        """Looks at another recorder too, of calls that only some ranks issue.
 
         Args:
             name: the same on the ranks that issue them.
             needs: ranks that none of its calls can complete without.
-            alike: these ranks issue the same calls, and one that has issued a call before it left does not hold it up.
+            alike: these ranks issue the same calls, so that their histories are compared, and one that has issued a
+                call before it left does not hold it up.
+            in_turn: alike, and a rank that waits for one of these calls does nothing else, so that two ranks where each
+                waits for a call that the other has not issued wait for ever.
         """
-        self._followed.append(_Followed(name, flight_recorder, needs, alike))
+        self._followed.append(_Followed(name, flight_recorder, needs, alike, in_turn))
 
     def failure(self) -> CollectiveError:
         """The error to raise for a collective that is called after the report."""
@@ -313,8 +320,13 @@ class Watchdog:
 
     def _longest_of_any(self) -> CollectiveRecord | None:
         """What blocks this rank: a collective of all ranks if there is one, else of the recorders that are followed."""
-        recorders = (self._flight_recorder, *(followed.recorder for followed in self._followed))
-        return next((entry for recorder in recorders if (entry := self._longest_pending(recorder))), None)
+        return self._blocked_in()[1]
+
+    def _blocked_in(self) -> tuple[str, CollectiveRecord | None]:
+        """The same, after the name of the recorder."""
+        recorders = ("", self._flight_recorder), *((each.name, each.recorder) for each in self._followed)
+        waits = ((name, entry) for name, recorder in recorders if (entry := self._longest_pending(recorder)))
+        return next(waits, ("", None))
 
     def _overdue(self) -> Alarm | None:
         """A collective that has waited longer than the limit."""
@@ -329,15 +341,18 @@ class Watchdog:
     def _is_doomed(self, channel: SideChannel) -> Alarm | None:
         """A collective that can never complete, noticed before the limit has passed."""
         if (entry := self._longest_pending()) is None:
-            return self._is_deserted()
+            return self._is_deserted() or self._has_parted(channel)
         call = entry.call
         if exited := [rank for rank, state in self._exited.items() if not state.has_issued(call)]:
             headline = f"{self._names(exited)} left the job while {self._own_name} waits for {call}"
             return Alarm(self._rank, headline, timed_out=False)
-        # Comparing histories takes a few round trips, so only a wait that is long for a collective is worth it.
-        if time.monotonic() - entry.since <= min(_STALL_SECONDS, self.limit / 2):
+        if not self._is_long(entry):
             return None
-        return self._desynced(channel, entry) or self._deadlocked(channel, entry)
+        return self._desynced(channel, entry) or self._deadlocked(channel, entry) or self._crossed(channel, entry)
+
+    def _is_long(self, entry: CollectiveRecord) -> bool:
+        """Whether a wait is long for a collective: comparing histories takes a few round trips."""
+        return time.monotonic() - entry.since > min(_STALL_SECONDS, self.limit / 2)
 
     def _is_deserted(self) -> Alarm | None:
         """A wait of a recorder that is followed, for ranks that have left."""
@@ -353,17 +368,29 @@ class Watchdog:
                 return Alarm(self._rank, headline, timed_out=False)
         return None
 
-    def _desynced(self, channel: SideChannel, entry: CollectiveRecord) -> Alarm | None:
+    def _has_parted(self, channel: SideChannel) -> Alarm | None:
+        """A wait of a recorder that is followed, for ranks that have gone another way."""
+        for followed in self._followed:
+            entry = self._longest_pending(followed.recorder) if followed.alike else None
+            if entry is None or not self._is_long(entry):
+                continue
+            if alarm := self._desynced(channel, entry, followed.name):
+                return alarm
+            if followed.in_turn and (alarm := self._crossed(channel, entry, followed.name)):
+                return alarm
+        return None
+
+    def _desynced(self, channel: SideChannel, entry: CollectiveRecord, group: str = "") -> Alarm | None:
         """Whether a rank has stalled at the same number, but not at the same call or not by the same history."""
-        if entry is self._compared:
+        if entry is self._compared.get(group):
             return None
-        self._compared = entry
-        if self._rank == 0:
+        self._compared[group] = entry
+        if self._rank == 0 or any(followed.in_turn for followed in self._followed):
             state = self._rank_state()
             # Only if the wait lasted while the state was taken is the state one of a single moment.
-            if self._flight_recorder.longest_wait is entry:
+            if self._blocked_in() == (group, entry):
                 channel.publish_stall(state)
-        other, is_same = channel.compare_history(entry)
+        other, is_same = channel.compare_history(entry, group)
         if is_same:
             return None
         headline = (
@@ -380,14 +407,40 @@ class Watchdog:
         """
         if self._rank == 0 or self._flight_recorder.longest_wait is not entry:
             return None
-        first = channel.rank_0_stall()
-        if first is None or first.waiting is None or first.waiting.op.startswith("broadcast"):
+        first = channel.stall_of(0)
+        if first is None or first.waiting is None or first.waiting_in or first.waiting.op.startswith("broadcast"):
             return None
         own, theirs = entry.call, first.waiting
         if first.has_issued(own) or self._flight_recorder.issued()[theirs.kind] >= theirs.seq:
             return None
         headline = f"{self._names([0])} waits for {theirs} while {self._own_name} waits for {own}"
         return Alarm(self._rank, headline, timed_out=False)
+
+    def _crossed(self, channel: SideChannel, entry: CollectiveRecord, group: str = "") -> Alarm | None:
+        """Whether this rank and another with which it takes turns are blocked, each in a call the other has not issued.
+
+        One of the calls is of a recorder that is `in_turn`, which both take part in. The other may be of the same, or a
+        control call of all ranks. Either needs both ranks, so that neither has gone on since its state was taken.
+        """
+        own = entry.call
+        if not group and not _needs_all(own):
+            return None
+        own_names = {followed.name: followed for followed in self._followed if followed.in_turn}
+        peers = {rank for followed in own_names.values() for rank in followed.needs} - {self._rank}
+        for rank in sorted(peers):
+            other = channel.stall_of(rank)
+            if other is None or other.waiting is None or other.has_issued(own, group):
+                continue
+            theirs, their_group = other.waiting, other.waiting_in
+            followed = own_names.get(their_group)
+            if followed is None and (their_group or not group or not _needs_all(theirs)):
+                continue
+            recorder = self._flight_recorder if followed is None else followed.recorder
+            if recorder.issued()[theirs.kind] >= theirs.seq:
+                continue
+            headline = f"{self._names([rank])} waits for {theirs} while {self._own_name} waits for {own}"
+            return Alarm(self._rank, headline, timed_out=False)
+        return None
 
     # --- from the alarm to the report
 
@@ -540,7 +593,7 @@ class Watchdog:
 
     def _rank_state(self, exit_reason: str = "", *, failed: bool = False) -> RankState:
         recorder = self._flight_recorder
-        waiting = None if exit_reason else self._longest_of_any()
+        waiting_in, waiting = ("", None) if exit_reason else self._blocked_in()
         recorders = (recorder, *(followed.recorder for followed in self._followed))
         finished = max(
             (entry for each in recorders if (entry := each.last_finished)), key=lambda entry: entry.since, default=None
@@ -548,6 +601,7 @@ class Watchdog:
         return RankState(
             rank=self._rank,
             waiting=waiting.call if waiting else None,
+            waiting_in=waiting_in,
             waited_seconds=time.monotonic() - waiting.since if waiting else 0.0,
             finished=finished.call if finished else None,
             issued=recorder.issued(),
@@ -560,6 +614,11 @@ class Watchdog:
             exit_reason=exit_reason,
             failed=failed,
         )
+
+
+def _needs_all(call: Call) -> bool:
+    """Whether no rank can be done with a call of all ranks before every one has issued it."""
+    return call.kind == "control" and not call.op.startswith("broadcast")
 
 
 def _reason(cause: Exception) -> str:

@@ -1,0 +1,47 @@
+"""Meshes in training: what each axis needs of torch, a small Llama to divide, and a micro-step of it on any mesh."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import ScheduleGPipe
+from torch.distributed.tensor.parallel import parallelize_module
+
+__all__ = ["NEEDS_SPLIT_LAYERS", "NEEDS_STAGES", "small_llama", "train_micro_step"]
+
+# What `initialize` refuses by name on an older torch.
+NEEDS_SPLIT_LAYERS = pytest.mark.skipif(
+    "src_data_rank" not in inspect.signature(parallelize_module).parameters,
+    reason="parallelize_module of this torch sends weights from rank 0; that of 2.7 need not",
+)
+NEEDS_STAGES = pytest.mark.skipif(
+    "return_outputs" not in inspect.signature(ScheduleGPipe.step).parameters,
+    reason="schedules of this torch keep all outputs; those of 2.10 need not",
+)
+
+
+def small_llama(kind: str = "Llama", **changes: Any) -> nn.Module:
+    """Two blocks, the same on every rank, with fewer heads of keys than of queries; or another `kind`, as "Qwen3"."""
+    import transformers
+
+    torch.manual_seed(3)
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model, config = (getattr(transformers, kind + name) for name in ("ForCausalLM", "Config"))
+    made: nn.Module = model(config(**{**sizes, **heads, "use_cache": False, **changes}))
+    return made
+
+
+def train_micro_step(engine: Any, batch: dict[str, Tensor]) -> float:
+    """Forward, backward and step of a batch, or of a rank's part of one; returns the mean loss of whole sequences."""
+    labels = batch.get("shift_labels", batch.get("labels"))
+    loss = engine(**{**batch, "labels": labels}).loss
+    if "shift_labels" in batch:
+        loss = engine.sequence_group.mean_loss(loss, labels)
+    engine.backward(loss)
+    engine.step()
+    return float(loss.item())
