@@ -88,6 +88,7 @@ from zeroaccel.zero.from_config import (
     placement_of,
     unit_specs_of,
 )
+from zeroaccel.zero.hooks import check_not_compiled
 from zeroaccel.zero.param_unit import ParamUnit
 from zeroaccel.zero.precision import Autocast, broadcast_buffers, cast_buffers
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
@@ -638,10 +639,11 @@ def _split_layers(model: nn.Module, ranks: _Ranks) -> SplitLayers | None:
     """The layers that ranks share; None where every rank has all of them. Changes nothing of the model.
 
     Raises:
-        UsageError: the model cannot be split by the plan.
+        UsageError: the model cannot be split by the plan, or is compiled.
     """
     if ranks.tensor_group is None:
         return None
+    check_not_compiled(model)
     mesh = mesh_of(ranks.topology, ranks.tensor_group)
     return SplitLayers.of(model, mesh, ranks.tensor_group.rank, ranks.parallel.tp_plan)
 

@@ -573,6 +573,29 @@ def test_an_overflow_of_one_part_skips_the_step_on_all_ranks(ranks: Ranks) -> No
     assert first[0] == 1
 
 
+def _compiled(when: str) -> tuple[str, bool]:
+    model = small_llama()
+    before = {name: param.clone() for name, param in model.named_parameters()}
+    settings = config(1, optimizer=SGD)
+    try:
+        if when == "before":
+            model.compile(backend="eager")
+        engine, *_ = zeroaccel.initialize(model, config=settings, parallel=ParallelConfig(tp=2))
+        model.compile(backend="eager")
+        engine(**_batch(0, 0))
+    except UsageError as error:
+        return str(error), all(torch.equal(param, before[name]) for name, param in model.named_parameters())
+    raise AssertionError("it was taken")
+
+
+@NEEDS_SPLIT_LAYERS
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_compiled_models_are_refused(ranks: Ranks, when: str) -> None:
+    for message, is_whole in ranks(2).run(_compiled, when):
+        assert "tensor parallelism: torch.compile: expected a model that is not compiled" in message
+        assert is_whole == (when == "before")  # a model that no engine has taken is as it was
+
+
 def test_a_torch_that_cannot_leave_weights_where_they_are_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.distributed.tensor.parallel.parallelize_module", lambda module, mesh, plan: module)
     with pytest.raises(UsageError, match=r"tensor parallelism: torch: expected .*src_data_rank.*upgrade torch"):

@@ -268,7 +268,7 @@ class Engine(nn.Module):
         self._check_usable()
         # Before anything is computed with them: a write that the next gather would overwrite must not train first.
         self._integrity.check()
-        self._hooks.attach_outside_graphs()
+        self._hooks.attach_outside_graphs(shares_layers=self.collectives.tensor is not None)
         self._report.begin("forward")
         self._note_phase("forward" if torch.is_grad_enabled() else "eval")
         dtype = self.settings.input_dtype

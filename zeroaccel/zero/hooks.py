@@ -28,7 +28,7 @@ from torch.nn.modules.module import (
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from zeroaccel.errors import EngineStateError
+from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.nested import leaves_of
 from zeroaccel.telemetry.timeline import Mark, Timeline
 from zeroaccel.zero.access.full_params import overwrite
@@ -87,10 +87,16 @@ class Hooks:
         self._root, self._units, self._optimized, self._unoptimized = root, units, optimized, unoptimized
         self._attach()
 
-    def attach_outside_graphs(self) -> None:
-        """Before a forward: attaches the hooks anew to a model that was compiled since. Checked once."""
+    def attach_outside_graphs(self, *, shares_layers: bool) -> None:
+        """Before a forward: attaches the hooks anew to a model that was compiled since. Checked once.
+
+        Raises:
+            UsageError: it was, and other ranks share its layers.
+        """
         if not self._compile_checked:
             if _is_compiled_within(self._root):
+                if shares_layers:
+                    check_not_compiled(self._root)
                 self._detach_from_model()
                 self._attach()
             self._compile_checked = True
@@ -517,6 +523,17 @@ def _is_compiled_within(root: nn.Module) -> bool:
 
 def _is_compiled(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
+
+
+def check_not_compiled(root: nn.Module) -> None:
+    """Refuses a compiled model whose layers ranks share: a graph cannot contain the group that sums them."""
+    if _is_compiled_within(root):
+        raise UsageError(
+            "tensor parallelism: torch.compile",
+            expected="a model that is not compiled, where ranks share layers",
+            got=f"a compiled {type(root).__name__}",
+            fix="leave torch.compile out, or tp at 1",
+        )
 
 
 def _shield_from_compiler(root: nn.Module) -> Callable[..., _Attached]:
