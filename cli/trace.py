@@ -11,6 +11,8 @@ import os
 import signal
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import click
@@ -68,8 +70,7 @@ def trace(steps: int, warmup: int, out: Path, arguments: tuple[str, ...]) -> int
         path = Path(arguments[0])
         _show(read_trace(path), path.with_suffix(".html"))
         return 0
-    _check_folder(out)
-    with tempfile.TemporaryDirectory(prefix="zeroaccel-trace-") as folder:
+    with _folder_for_results(out), tempfile.TemporaryDirectory(prefix="zeroaccel-trace-") as folder:
         progress, written = Path(folder, "steps"), out / _FILE
         order = {"path": str(written.resolve()), "warmup": warmup, "steps": steps, "progress": str(progress)}
         code = _run(arguments, json.dumps(order))
@@ -94,15 +95,22 @@ def trace(steps: int, warmup: int, out: Path, arguments: tuple[str, ...]) -> int
     return 0
 
 
-def _check_folder(folder: Path) -> None:
-    """Before a job is started: the folder is made, and a file in it."""
-    probe = folder / f".{os.getpid()}.partial"
+@contextmanager
+def _folder_for_results(folder: Path) -> Iterator[None]:
+    """Before a job is started: the folder is made, and a file in it. It goes again where the job leaves it empty."""
+    probe, is_new = folder / f".{os.getpid()}.partial", not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe.touch()
         probe.unlink()
     except OSError as error:
         raise UsageError(f"--out {folder}: {error.strerror}", fix="name a folder that can be written") from None
+    try:
+        yield
+    finally:
+        if is_new:
+            with suppress(OSError):  # it is not empty
+                folder.rmdir()
 
 
 def _run(arguments: tuple[str, ...], order: str) -> int:

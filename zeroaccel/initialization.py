@@ -61,7 +61,7 @@ from zeroaccel.optim.rank_facts import training_facts
 from zeroaccel.parallel.sequence import SequenceGroup
 from zeroaccel.parallel.ulysses import UlyssesAttention
 from zeroaccel.pipeline.model_cut import Stage, cut, own_params
-from zeroaccel.pipeline.pipeline_engine import PipelineEngine, check_stage, facts_of
+from zeroaccel.pipeline.stage_check import check_stage, facts_of
 from zeroaccel.telemetry.step_report import EventSink, StepReport
 from zeroaccel.telemetry.trackers import build_monitors
 from zeroaccel.telemetry.verification import RecordingReport, Verification, verification
@@ -846,7 +846,11 @@ def _checkpoint_settings(settings: Config) -> CheckpointSettings:
 
 
 def _engine_type(asked: type[Engine], stage: Stage | None) -> type[Engine]:
-    return PipelineEngine if stage is not None and asked is Engine else asked
+    if stage is None or asked is not Engine:
+        return asked
+    from zeroaccel.pipeline.pipeline_engine import PipelineEngine  # here, as torch's schedules are slow to import
+
+    return PipelineEngine
 
 
 def _attach(
@@ -855,6 +859,8 @@ def _attach(
     """Connects an engine with the other stages, where there are any. (all ranks)"""
     if stage is None:
         return
+    from zeroaccel.pipeline.pipeline_engine import PipelineEngine
+
     assert isinstance(engine, PipelineEngine) and ranks.pipeline is not None, "a stage of an engine that has none"
     engine.attach(stage, ranks.pipeline, pipeline or PipelineConfig(), loader)
 

@@ -250,6 +250,12 @@ def _nvme(what: str) -> Condition:
     return Condition(lambda s: s[key] == "nvme", f"nothing of it is offloaded to nvme (--{key})")
 
 
+def _mesh_size(axis: str, words: str) -> Question:
+    return Question(
+        f"{axis}_size", words, "count", (_PROCESSES, _MESH), default=lambda _: 1, check=_mesh_check(axis), least=1
+    )
+
+
 _TIERS = (
     Choice("none", "on the device"),
     Choice("cpu", "in the memory of the machine"),
@@ -345,33 +351,9 @@ QUESTIONS: tuple[Question, ...] = (
         (_PROCESSES, _OPEN_MESH),
         default=lambda _: False,
     ),
-    Question(
-        "tp_size",
-        "How many processes share each layer (tensor parallel)?",
-        "count",
-        (_PROCESSES, _MESH),
-        default=lambda _: 1,
-        check=_mesh_check("tp"),
-        least=1,
-    ),
-    Question(
-        "sp_size",
-        "How many processes share each sequence (Ulysses)?",
-        "count",
-        (_PROCESSES, _MESH),
-        default=lambda _: 1,
-        check=_mesh_check("sp"),
-        least=1,
-    ),
-    Question(
-        "pp_size",
-        "How many stages has the pipeline?",
-        "count",
-        (_PROCESSES, _MESH),
-        default=lambda _: 1,
-        check=_mesh_check("pp"),
-        least=1,
-    ),
+    _mesh_size("tp", "How many processes share each layer (tensor parallel)?"),
+    _mesh_size("sp", "How many processes share each sequence (Ulysses)?"),
+    _mesh_size("pp", "How many stages has the pipeline?"),
     Question(
         "zero_stage",
         "Which stage of ZeRO?",

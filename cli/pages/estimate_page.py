@@ -68,7 +68,7 @@ def estimate_page(
         _bars(shown, order, limit),
         _table(shown, order),
         "<h2>The command</h2>",
-        f'<p><code id="command">{escaped(command(model, workload))}</code> '
+        f'<p><code id="command">{escaped(command(model, workload, capacity))}</code> '
         '<button id="copy" type="button" hidden>Copy</button> <span id="said" role="status"></span></p>',
     ]
     settings = {
@@ -77,7 +77,7 @@ def estimate_page(
         "kinds": KINDS,
         "limit": limit or 0,
         "model": model,
-        "rest": _rest(workload),
+        "rest": _rest(workload, capacity),
         "left": _LEFT,
         "width": _WIDTH,
     }
@@ -85,24 +85,29 @@ def estimate_page(
     return page(title, body, about=about, data=settings, script=_SCRIPT)
 
 
-def command(model: str, workload: Workload) -> str:
-    """The command line that estimates this workload.
+def command(model: str, workload: Workload, capacity: Capacity) -> str:
+    """The command line that estimates this workload, with the same verdict about what fits.
 
     Example:
-        >>> from zeroaccel.estimate import Workload
-        >>> command("7b", Workload(ranks=8, checkpointing=True))
-        'zeroaccel estimate 7b --ranks 8 --batch 1 --sequence 2048 --checkpointing --precision bf16 --optimizer adam'
+        >>> from zeroaccel.estimate import Capacity, Workload
+        >>> command("7b", Workload(ranks=8, precision="fp32"), Capacity(device=80 * 10**9))[-55:]
+        ' --precision fp32 --optimizer adam --device_memory 80GB'
     """
     again = " --checkpointing" if workload.checkpointing else ""
     sizes = f"--ranks {workload.ranks} --batch {workload.batch} --sequence {workload.sequence}"
-    return f"zeroaccel estimate {model} {sizes}{again}{_rest(workload)}"
+    return f"zeroaccel estimate {model} {sizes}{again}{_rest(workload, capacity)}"
 
 
-def _rest(workload: Workload) -> str:
+def _rest(workload: Workload, capacity: Capacity) -> str:
     words = [f" --precision {workload.precision} --optimizer {workload.optimizer}"]
     words += [f" --accumulation {workload.accumulation}"] if workload.accumulation > 1 else []
     words += [f" --ranks_per_machine {workload.ranks_per_machine}"] if workload.ranks_per_machine else []
     words += [" --residual_masters"] if workload.residual_masters else []
+    words += [" --cpu"] if capacity.on_cpu else []
+    sizes = {"device_memory": capacity.device, "host_memory": capacity.host, "disk": capacity.disk}
+    words += [
+        f" --{flag} {nbytes / 1e9:.9f}".rstrip("0").rstrip(".") + "GB" for flag, nbytes in sizes.items() if nbytes
+    ]
     return "".join(words)
 
 

@@ -93,6 +93,14 @@ def _until_stage(person: Terminal) -> None:
     person.at("Shall processes share")
 
 
+def _accept_the_rest(person: Terminal) -> tuple[int, str]:
+    """Takes what is proposed, from the question after gradient accumulation on: the exit status and what it said."""
+    for words in ("Clip gradients?", "Gather the whole model", "zero.Init", "mixture-of-experts", "Compile the model"):
+        person.at(words)
+    person.at(f"Write {FILE}?")
+    return person.ends()
+
+
 def test_without_a_json_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with _terminal(tmp_path) as person:
         person.process.expect_exact("this machine")
@@ -164,13 +172,7 @@ def test_stage_3_on_nvme_after_going_back(tmp_path: Path, monkeypatch: pytest.Mo
         person.at("gradient accumulation steps", f"{CLEAR}<{ENTER}")  # and back from a line of text
         person.at("In which local folder do optimizer states live?")
         person.at("gradient accumulation steps")
-        person.at("Clip gradients?")
-        person.at("Gather the whole model")
-        person.at("zero.Init")
-        person.at("mixture-of-experts")
-        person.at("Compile the model")
-        person.at(f"Write {FILE}?")
-        code, said = person.ends()
+        code, said = _accept_the_rest(person)
     assert code == 0
     text = (tmp_path / FILE).read_text()
     assert "  zero_stage: 3\n  offload_optimizer_device: nvme\n  offload_param_device: cpu\n" in text
@@ -194,13 +196,7 @@ def test_a_plan_answers_mesh_and_stage_and_is_kept(tmp_path: Path, monkeypatch: 
         person.at("gradient accumulation steps", f"<{ENTER}")  # back to the plan, which is still there
         person.at("Which plan, for")
         person.at("gradient accumulation steps")  # what the plan says is not asked
-        person.at("Clip gradients?")
-        person.at("Gather the whole model")
-        person.at("zero.Init")
-        person.at("mixture-of-experts")
-        person.at("Compile the model")
-        person.at(f"Write {FILE}?")
-        code, said = person.ends()
+        code, said = _accept_the_rest(person)
     assert code == 0
     text = (tmp_path / FILE).read_text()
     assert "  zero_stage: 3\n" in text

@@ -66,7 +66,7 @@ ENVIRONMENT_READERS = {
     "cli/launch/launch_command.py": "the launcher's own switches, and what its plan passes on to the ranks",
     "cli/launch/node.py": "what the launching machine hands on, for the ranks it starts",
     "cli/launch/runner.py": "inside a rank: how many started beside it, and where to leave its error",
-    "zeroaccel/comm/environment.py": "what the launcher says of the job, and the limit for hangs",
+    "zeroaccel/comm/environment.py": "what the launcher or a command says of the job, and the limit for hangs",
     "zeroaccel/compat/__main__.py": "hands the facade on to the processes that a script starts",
     "zeroaccel/compat/startup/sitecustomize.py": "whether the facade was handed on to this process",
     "zeroaccel/accelerate/zero_plugin.py": "what the launcher says of training",
@@ -74,8 +74,6 @@ ENVIRONMENT_READERS = {
     "zeroaccel/accelerate/script_calls.py": "its calls are about the environment, for scripts that import them",
     "zeroaccel/logging.py": "ACCELERATE_LOG_LEVEL, the level of a script's loggers",
     "zeroaccel/accelerate/launchers.py": "inside the ranks it starts, to tell them their places",
-    "zeroaccel/telemetry/verification.py": "the order of `zeroaccel verify`, which reaches a script no other way",
-    "zeroaccel/zero/step_trace.py": "the order of `zeroaccel trace`, which reaches a script no other way",
     "zeroaccel/logs.py": "RANK, known before there is a process group, and the log level",
 }
 
@@ -113,6 +111,7 @@ SMALL_MODULES = {
     "zeroaccel/accelerate/beside_accelerate.py": "the one file that touches another library's modules, and undoes it",
     "zeroaccel/compat/transformers_calls.py": "patches another library's classes, and `uninstall` finds it by its name",
     "zeroaccel/compat/deepspeed_monitor.py": "is `deepspeed.monitor`, a module of its own there",
+    "zeroaccel/telemetry/verification.py": "what `zeroaccel verify` records, of which `initialization` sees a config",
     "zeroaccel/offload/device_lane.py": "streams and copies, of which the tables that import it and `ops` know nothing",
 }
 # Inside zeroaccel/zero/, from the bottom; a module imports from its own row and below.

@@ -388,7 +388,7 @@ def test_zeropp_is_asked_for_at_stage_3_of_several_machines(tmp_path: Path) -> N
 def test_a_model_that_fits_on_a_mesh_only_gets_one(tmp_path: Path) -> None:
     model = Model("125m", 8192, 1)
     answers = {"num_processes": 2, "mixed_precision": "bf16", "use_cpu": False}
-    devices = (Device("Small", 9 * 2**30, has_bf16=True),) * 2
+    devices = (Device("Small", 8 * 2**30, has_bf16=True),) * 2  # one alone needs 8.7 GB, with torch 2.6 8.4 GB
     machine = Machine(devices, 2**20, 8)
     plan = best_plan(model, machine, answers)
     assert plan.note.startswith("125m fits on a mesh only, ")

@@ -420,7 +420,10 @@ def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         for name, value in (("ENDPOINT", address), ("HF_HUB_CACHE", str(tmp_path)), ("HF_HUB_OFFLINE", False)):
             monkeypatch.setattr(constants, name, value)
         template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
-        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        # Before 1.0 the module that downloads has a name of its own for it.
+        for module in ("constants", "file_download"):
+            name = f"huggingface_hub.{module}.HUGGINGFACE_CO_URL_TEMPLATE"
+            monkeypatch.setattr(name, template, raising=module == "constants")
         for name, words in (("gated", r"or asks for a login \(401\)"), ("none", r"no such model.*\(404\)")):
             with pytest.raises(ConfigError, match=words):
                 subject(f"someone/{name}")

@@ -111,9 +111,11 @@ def test_parts_of_a_model_add_up_to_it() -> None:
 
 
 def test_a_model_of_transformers_is_cut_as_the_same_decoder(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
+    transformers = pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    for axes in ({"tp": 2}, {"sp": 2}, {"pp": 2, "accumulation": 2}):
+    # Plans of transformers 4 leave the embedding whole on every rank, which `Decoder` shares as those of 5 do.
+    shared = [{"tp": 2}] if int(transformers.__version__.partition(".")[0]) >= 5 else []
+    for axes in (*shared, {"sp": 2}, {"pp": 2, "accumulation": 2}):
         workload = Workload(ranks=2, sequence=32, **axes)  # type: ignore[arg-type]
         (one,) = estimate(str(tmp_path), workload, [(1, "none", "none")])
         own = _stage_1(workload)

@@ -95,6 +95,11 @@ def test_the_page_of_an_estimate_says_what_its_json_does(estimated: Path, capsys
     for row, plan in zip(rows[1:], plans, strict=True):
         assert row[5] == f"{plan['device']['total'] / 1e9:.3f}"
         assert row[8] == ("recommended" if plan["recommended"] else "yes")
+    # What is copied estimates the same, of the same memory.
+    words = re.search(r'<code id="command">zeroaccel (.*?)</code>', path.read_text())
+    assert words is not None
+    assert _run(*words[1].split(), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["plans"] == plans
     # Every position of the sliders has its own figures: of one more rank than was asked for, those of its own estimate.
     texts = re.search(r'id="data">(.*?)</script>', path.read_text())
     assert texts is not None

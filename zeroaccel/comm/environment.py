@@ -6,15 +6,18 @@ jobs sets, and ZEROACCEL_COLLECTIVE_TIMEOUT.
 
 from __future__ import annotations
 
+import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, TypeVar
 
 from zeroaccel.config.launch.launch_sources import check_variables
 from zeroaccel.errors import ConfigError
 
+_Order = TypeVar("_Order")
 _DEFAULT_LIMIT_SECONDS = 600.0
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # what mpirun sets, of Open MPI and of MPICH
@@ -28,6 +31,31 @@ def check_own_variables() -> None:
         ConfigError: there are some; each is named with the closest one that exists.
     """
     check_variables(os.environ)
+
+
+def command_order(variable: str, command: str, read: Callable[[Any], _Order]) -> _Order | None:
+    """What a command of zeroaccel orders the script it runs to do, or None.
+
+    Args:
+        variable: of the environment, in which the command writes JSON.
+        command: its name, for messages.
+        read: makes the order of what was parsed, or raises ValueError, KeyError or TypeError.
+
+    Raises:
+        ConfigError: the command did not write this.
+
+    Example:
+        >>> command_order("ZEROACCEL_TRACE", "trace", lambda order: int(order["steps"])) is None
+        True
+    """
+    text = os.environ.get(variable)
+    if not text:
+        return None
+    try:
+        return read(json.loads(text))
+    except (ValueError, KeyError, TypeError):
+        fix = f"unset it; `zeroaccel {command}` sets it for its own runs"
+        raise ConfigError(f"environment: {variable}", expected=f"an order of `{command}`", got=text, fix=fix) from None
 
 
 def rank_and_world_size() -> tuple[int, int]:

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import ScheduleGPipe
 from torch.func import functional_call
 
 from zeroaccel.checkpoint.save_plan import WholeModel
@@ -228,6 +227,8 @@ def cut(model: nn.Module, index: int, count: int, config: PipelineConfig, *, ver
     Raises:
         UsageError: the model cannot be cut, or not into so many stages.
     """
+    from torch.distributed.pipelining import ScheduleGPipe  # here: its import takes longer than all others together
+
     if "return_outputs" not in inspect.signature(ScheduleGPipe.step).parameters:
         fix = "install torch 2.10 or newer, or leave pp at 1"
         raise UsageError("pipeline: torch", expected="schedules that keep no outputs", got=torch.__version__, fix=fix)

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from zeroaccel.comm.environment import command_order
 from zeroaccel.config import Config, shard_plan
-from zeroaccel.errors import ConfigError
 from zeroaccel.telemetry.step_report import ReportedEngine, StepReport
 
 VARIABLE = "ZEROACCEL_VERIFY"
@@ -61,15 +60,11 @@ def verification() -> Verification | None:
     Raises:
         ConfigError: it is not one that `zeroaccel verify` writes.
     """
-    text = os.environ.get(VARIABLE)
-    if not text:
-        return None
-    try:
-        order = json.loads(text)
+
+    def read(order: Any) -> Verification:
         return Verification(Path(order["folder"]), int(order["steps"]), bool(order["baseline"]))
-    except (ValueError, KeyError, TypeError):
-        fix = "unset it; `zeroaccel verify` sets it for its own runs"
-        raise ConfigError(f"environment: {VARIABLE}", expected="an order of `verify`", got=text, fix=fix) from None
+
+    return command_order(VARIABLE, "verify", read)
 
 
 class RecordingReport(StepReport):

@@ -7,20 +7,20 @@ that computes knows of it. `TraceOrder` is the request of `zeroaccel trace`, whi
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import nn
 
 from zeroaccel.comm.agree import agree_or_raise
 from zeroaccel.comm.collectives import Collectives
+from zeroaccel.comm.environment import command_order
 from zeroaccel.comm.hangs.flight_recorder import FlightRecorder
-from zeroaccel.errors import ConfigError, EngineStateError, UsageError
+from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.logs import logger
 from zeroaccel.telemetry import timeline
 from zeroaccel.telemetry.step_report import StepReport
@@ -297,12 +297,8 @@ def trace_order() -> TraceOrder | None:
     Raises:
         ConfigError: it is not one that `zeroaccel trace` writes.
     """
-    text = os.environ.get(VARIABLE)
-    if not text:
-        return None
-    try:
-        order = json.loads(text)
+
+    def read(order: Any) -> TraceOrder:
         return TraceOrder(Path(order["path"]), int(order["warmup"]), int(order["steps"]), Path(order["progress"]))
-    except (ValueError, KeyError, TypeError):
-        fix = "unset it; `zeroaccel trace` sets it for its own runs"
-        raise ConfigError(f"environment: {VARIABLE}", expected="an order of `trace`", got=text, fix=fix) from None
+
+    return command_order(VARIABLE, "trace", read)
