@@ -28,7 +28,7 @@ from zeroaccel.telemetry.step_report import OffloadReport, StepReport
 from zeroaccel.zero.access.full_params import gathered, iter_named_full_params
 from zeroaccel.zero.access.param_registry import ParamRegistry, Training
 from zeroaccel.zero.coordinator import ParamCoordinator
-from zeroaccel.zero.device_check import misplaced_inputs
+from zeroaccel.zero.device_check import misplaced_inputs, mixes_devices
 from zeroaccel.zero.from_config import EngineSettings
 from zeroaccel.zero.grad_norm import FactorRule, GradCheck
 from zeroaccel.zero.grad_reducer import GradReducer
@@ -278,6 +278,8 @@ class Engine(nn.Module):
         try:
             return self.module(*args, **kwargs)
         except RuntimeError as error:
+            if not mixes_devices(error):
+                raise
             mistake = misplaced_inputs(error, args, kwargs, self.collectives.topology.device)
             if mistake is None:
                 raise
