@@ -127,7 +127,10 @@ def report_page(runs: Mapping[str, Run]) -> str:
         lines = {name: run.get(metric, ()) for name, run in scaled.items()}
         finite_lines = {name: [one for one in line if math.isfinite(one[1])] for name, line in lines.items()}
         drawn = [f"<h2>{escaped(metric)}</h2>"]
-        if any(finite_lines.values()):
+        found = {value for line in finite_lines.values() for _, value in line}
+        if len(found) == 1:  # a line along the edge of an empty chart would say less
+            drawn.append(f"<p>{found.pop():.6g} at every step.</p>")
+        elif found:
             drawn.append(line_chart(finite_lines, f"{metric} over steps; the table below has values"))
         drawn.append(_values(metric, lines))
         if sum(map(len, (*body, *drawn))) > _MOST_BODY:

@@ -157,7 +157,8 @@ def test_a_report_shows_every_metric_of_two_runs(tmp_path: Path) -> None:
     rows = {row[0].rsplit("/", 1)[-1]: row[1:] for row in found.tables["Every metric of the run"][1:]}
     assert rows["Train_lr, one"] == ["100", "1", "100", "0.1", "0.1", "0.1", "0.1"]
     assert rows["Train_loss, two"] == ["100", "1", "100", "0.08", "0.41499", "8", "0.08"]
-    assert path.read_text().count("<polyline") == 3
+    assert path.read_text().count("<polyline") == 2
+    assert "<h2>Train_lr</h2><p>0.1 at every step.</p>" in path.read_text().replace("\n", "")
     values = next(table for caption, table in found.tables.items() if "Train_loss: 40 of 100 steps" in caption)
     assert (values[1], values[-1]) == (["1", "4", "8"], ["100", "0.04", "0.08"])
     assert _run("report", str(tmp_path / "one")) == 0
