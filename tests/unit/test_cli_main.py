@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 import zeroaccel
 from tests.multi.environment import ROOT, outside_any_job
+from tests.multi.mesh_training import NEEDS_STAGES
 from zeroaccel.cli.main import SUB_COMMANDS, main
 
 SCRIPT = "train.py"
@@ -53,6 +54,7 @@ def test_what_is_not_used_is_not_imported(arguments: list[str], untouched: tuple
     assert done.stdout
 
 
+@NEEDS_STAGES  # and an older torch brings sympy by itself
 def test_torchs_schedules_are_imported_for_a_pipeline_only() -> None:
     """They bring torch's compiler and sympy, which took a quarter of the time of `zeroaccel estimate`."""
     check = (
