@@ -12,19 +12,22 @@ from tests.multi.job import run_job
 pytest.importorskip("transformers")
 
 
+# Measured over estimated, at least and at most. The upper bounds are wide: on a busy machine gloo's threads and torch's
+# DTensors let go of sums and messages late, in every step of a run.
 @pytest.mark.parametrize(
-    ("arguments", "difference"),
+    ("arguments", "bounds"),
     [
-        (["--tp", 2], 0.06),  # torch's DTensors hold on to sums a little longer than the estimate does
-        (["--pp", 2, "--accumulation", 4], 0.04),
-        pytest.param(["--sp", 2, "--stage", 3], 0.01, marks=pytest.mark.slow),
+        (["--tp", 2], (0.98, 1.2)),
+        (["--pp", 2, "--accumulation", 4], (0.95, 1.15)),
+        pytest.param(["--sp", 2, "--stage", 3], (0.98, 1.1), marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_of_a_mesh_is_as_estimated(arguments: list[object], difference: float) -> None:
+def test_a_rank_of_a_mesh_is_as_estimated(arguments: list[object], bounds: tuple[float, float]) -> None:
     result = run_job(2, ROOT / "benchmarks" / "estimate_mesh.py", arguments)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     estimated, measured = found["estimated"], found["measured"]
-    assert estimated["peak"] == pytest.approx(measured["peak"], rel=difference)
+    least, most = bounds
+    assert least * estimated["peak"] <= measured["peak"] <= most * estimated["peak"], found
     # Exact, but for the positions that ranks of one sequence bring together.
     assert estimated["sent"] == pytest.approx(measured["sent"], rel=0.002 if "--sp" in arguments else 0)
