@@ -82,7 +82,7 @@ def counted(engine: Any, sequences: Any) -> Iterator[Counter[str]]:
     with CollectiveBytes() as layers:
         yield sent
     engine.collectives.meter = None
-    sent["tp" if engine.collectives.tensor is not None else "pp"] += layers.total
+    sent["tp" if engine.collectives.parts is not None else "pp"] += layers.total
 
 
 def measure(stage: int, accumulation: int, sizes: dict[str, int]) -> tuple[int, dict[str, int]]:

@@ -20,7 +20,7 @@ from rich.table import Table
 from torch import nn
 
 from zeroaccel.config.shard_plan import ShardPlan
-from zeroaccel.zero.build import BufferPlan, Placement, plan_units
+from zeroaccel.zero.build_units import BufferPlan, Placement, plan_units
 from zeroaccel.zero.wrap_policy import group_parameters
 
 RANKS = (8, 64, 1024)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
     from zeroaccel.accelerate.dummies import DummyOptim, DummyScheduler
     from zeroaccel.accelerate.kwargs_handlers import (
         AutocastKwargs,
-        DDPCommunicationHookType,
         DistributedDataParallelKwargs,
         DistributedType,
         GradScalerKwargs,
@@ -28,17 +28,27 @@ if TYPE_CHECKING:
     from zeroaccel.accelerate.zero_plugin import DeepSpeedPlugin, ZeroPlugin
     from zeroaccel.config.parallel import ParallelConfig, PipelineConfig
     from zeroaccel.data import DataLoaderConfiguration, skip_first_batches
+    from zeroaccel.errors import (
+        CheckpointError,
+        CollectiveError,
+        ConfigError,
+        EngineStateError,
+        OffloadError,
+        UsageError,
+        ZeroAccelError,
+    )
     from zeroaccel.initialization import initialize
-    from zeroaccel.ops.coupled import CoupledOptimizer, Reductions
     from zeroaccel.seeds import set_seed, synchronize_rng_states
     from zeroaccel.telemetry.trackers import GeneralTracker
+    from zeroaccel.zero import GatheredParameters, Init
     from zeroaccel.zero.engine import Engine
 
 __all__ = [
     "Accelerator",
     "AutocastKwargs",
-    "CoupledOptimizer",
-    "DDPCommunicationHookType",
+    "CheckpointError",
+    "CollectiveError",
+    "ConfigError",
     "DataLoaderConfiguration",
     "DeepSpeedPlugin",
     "DistributedDataParallelKwargs",
@@ -46,16 +56,21 @@ __all__ = [
     "DummyOptim",
     "DummyScheduler",
     "Engine",
+    "EngineStateError",
+    "GatheredParameters",
     "GeneralTracker",
     "GradScalerKwargs",
     "GradientAccumulationPlugin",
+    "Init",
     "InitProcessGroupKwargs",
+    "OffloadError",
     "ParallelConfig",
     "PartialState",
     "PipelineConfig",
     "ProfileKwargs",
     "ProjectConfiguration",
-    "Reductions",
+    "UsageError",
+    "ZeroAccelError",
     "ZeroPlugin",
     "__version__",
     "debug_launcher",
@@ -68,41 +83,33 @@ __all__ = [
 ]
 __version__ = "0.2.0"
 
-_HOMES = {
-    **dict.fromkeys(
-        (
-            "AutocastKwargs",
-            "DDPCommunicationHookType",
-            "DistributedDataParallelKwargs",
-            "DistributedType",
-            "GradScalerKwargs",
-            "InitProcessGroupKwargs",
-            "ProfileKwargs",
-        ),
-        "zeroaccel.accelerate.kwargs_handlers",
-    ),
-    "Accelerator": "zeroaccel.accelerate.accelerator",
+# Module -> the names that it provides; imported when they are used, so that the command line starts without torch.
+_PROVIDES = {
+    "accelerate.accelerator": "Accelerator",
+    "accelerate.accelerator_arguments": "GradientAccumulationPlugin",
+    "accelerate.accelerator_state": "PartialState",
+    "accelerate.dummies": "DummyOptim DummyScheduler",
+    "accelerate.kwargs_handlers": "AutocastKwargs DistributedDataParallelKwargs DistributedType GradScalerKwargs "
+    "InitProcessGroupKwargs ProfileKwargs",
+    "accelerate.launchers": "debug_launcher notebook_launcher",
+    "accelerate.project": "ProjectConfiguration",
+    "accelerate.script_calls": "find_executable_batch_size",
+    "accelerate.zero_plugin": "DeepSpeedPlugin ZeroPlugin",
+    "config.parallel": "ParallelConfig PipelineConfig",
+    "data": "DataLoaderConfiguration skip_first_batches",
+    "errors": "CheckpointError CollectiveError ConfigError EngineStateError OffloadError UsageError ZeroAccelError",
+    "initialization": "initialize",
+    "seeds": "set_seed synchronize_rng_states",
+    "telemetry.trackers": "GeneralTracker",
+    "zero": "GatheredParameters Init",
+    "zero.engine": "Engine",
+}
+_HOMES = {name: f"zeroaccel.{module}" for module, names in _PROVIDES.items() for name in names.split()}
+# Names that were here in version 0.1, with the modules to import them from.
+_MOVED = {
     "CoupledOptimizer": "zeroaccel.ops.coupled",
-    "DataLoaderConfiguration": "zeroaccel.data",
-    "DeepSpeedPlugin": "zeroaccel.accelerate.zero_plugin",
-    "DummyOptim": "zeroaccel.accelerate.dummies",
-    "DummyScheduler": "zeroaccel.accelerate.dummies",
-    "Engine": "zeroaccel.zero.engine",
-    "GeneralTracker": "zeroaccel.telemetry.trackers",
-    "GradientAccumulationPlugin": "zeroaccel.accelerate.accelerator_arguments",
-    "ParallelConfig": "zeroaccel.config.parallel",
-    "PartialState": "zeroaccel.accelerate.accelerator_state",
-    "PipelineConfig": "zeroaccel.config.parallel",
-    "ProjectConfiguration": "zeroaccel.accelerate.project",
+    "DDPCommunicationHookType": "zeroaccel.utils",
     "Reductions": "zeroaccel.ops.coupled",
-    "ZeroPlugin": "zeroaccel.accelerate.zero_plugin",
-    "debug_launcher": "zeroaccel.accelerate.launchers",
-    "initialize": "zeroaccel.initialization",
-    "notebook_launcher": "zeroaccel.accelerate.launchers",
-    "find_executable_batch_size": "zeroaccel.accelerate.script_calls",
-    "set_seed": "zeroaccel.seeds",
-    "synchronize_rng_states": "zeroaccel.seeds",
-    "skip_first_batches": "zeroaccel.data",
 }
 
 
@@ -111,7 +118,10 @@ for _name, _reason in ABSENT_MODULES.items():
 
 
 def __getattr__(name: str) -> Any:
-    # Lazy, so that the command line can import the package without importing torch.
+    if name in _MOVED:
+        message = f"import {name} from {_MOVED[name]}; `from zeroaccel import {name}` ends with the next version"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        return getattr(import_module(_MOVED[name]), name)
     if name not in _HOMES:
         if name in ABSENT:
             raise ImportError(absence(name, "zeroaccel", _HOMES))

@@ -12,8 +12,6 @@ ZeroAccelError                 exit code 1
      +- CollectiveTimeoutError           ... and one of them waited longer than the limit
 ```
 
-The first three are also AssertionErrors, as which DeepSpeed raises such mistakes: programs that catch those go on.
-
 Every message has an address: *where* (a config key path, a parameter name, file:line), what was expected,
 what was found, and what to do. This module imports nothing of the package.
 """
@@ -83,19 +81,19 @@ class ZeroAccelError(Exception):
         super().__init__(text.encode("utf-8", "backslashreplace").decode())  # half a surrogate pair cannot be printed
 
 
-class ConfigError(ZeroAccelError, ValueError, AssertionError):
+class ConfigError(ZeroAccelError, ValueError):
     """A setting is missing, unknown, contradictory or out of range."""
 
     exit_code: ClassVar[int] = 2
 
 
-class UsageError(ZeroAccelError, ValueError, AssertionError):
+class UsageError(ZeroAccelError, ValueError):
     """A call was made with something it cannot take."""
 
     exit_code: ClassVar[int] = 2
 
 
-class EngineStateError(ZeroAccelError, RuntimeError, AssertionError):
+class EngineStateError(ZeroAccelError, RuntimeError):
     """A call came at a moment when it has no meaning."""
 
 

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from zeroaccel.cli.pages.frame import COLOURS, escaped
-from zeroaccel.comm.mesh_layout import Groups, MeshLayout
+from zeroaccel.comm.mesh_layout import MeshLayout
 from zeroaccel.config import load_config, shard_plan
 from zeroaccel.config.comm_plan import comm_plan
+from zeroaccel.config.parallel import RankGroups
 from zeroaccel.config.shard_plan import tier_plan
 from zeroaccel.zero.layout import FlatLayout
 from zeroaccel.zero.wrap_policy import UnitSpec, group_parameters
@@ -153,7 +154,7 @@ def groups() -> str:
     plan = comm_plan(load_config({"zero_optimization": zero}), world_size=len(everyone))
     layout = MeshLayout.of(plan, data=(everyone,), nodes=(everyone[:4], everyone[4:]))
     assert layout.hops is not None, layout.exact_reason
-    rows: list[tuple[str, str, Groups]] = [
+    rows: list[tuple[str, str, RankGroups]] = [
         ("gather in forward", "int8 (qwZ), over all ranks", layout.shard_groups),
         ("gather in backward", "from a second copy (hpZ), within a machine", layout.secondary_groups),
         ("reduction, first hop", "int4 (qgZ), within a machine", layout.hops[0]),

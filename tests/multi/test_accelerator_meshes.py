@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.multi.mesh_training import NEEDS_SPLIT_LAYERS, small_llama
+from tests.multi.mesh_training import NEEDS_SPLIT_LAYERS, NEEDS_STAGES, small_llama
 from tests.multi.pool import Pool
-from zeroaccel import Accelerator, ZeroPlugin
+from zeroaccel import Accelerator, PipelineConfig, ZeroPlugin
 from zeroaccel.errors import ZeroAccelError
 from zeroaccel.parallel import ParallelConfig
 
@@ -121,3 +121,35 @@ def _mistaken() -> str:
 def test_a_mesh_that_does_not_fit_is_named(ranks: Ranks) -> None:
     for message in ranks(4).run(_mistaken):
         assert "expected sizes that divide the job's 4 ranks" in message
+
+
+def _staged(pp: int) -> tuple[list[float], str]:
+    torch.manual_seed(0)
+    stages = PipelineConfig(loss=torch.nn.functional.mse_loss)
+    accelerator = Accelerator(
+        cpu=True,
+        zero_plugin=ZeroPlugin(zero_stage=1),
+        gradient_accumulation_steps=2,
+        parallelism_config=ParallelConfig(pp_size=pp),
+        pipeline=stages,
+    )
+    model: Any = torch.nn.Sequential(*[torch.nn.Linear(4, 4) for _ in range(4)])
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    rows = torch.utils.data.TensorDataset(torch.randn(16, 4), torch.randn(16, 4))
+    loader: Any = torch.utils.data.DataLoader(rows, batch_size=2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    batches = iter(loader)
+    losses = [model.train_batch(batches).item() for _ in range(3)]
+    try:
+        accelerator.backward(torch.zeros(1, requires_grad=True))
+    except AttributeError as error:
+        message = str(error)
+    model.destroy()
+    return losses, message
+
+
+@NEEDS_STAGES
+def test_an_accelerator_prepares_the_stages_of_a_pipeline(ranks: Ranks) -> None:
+    (losses, _), (same, message) = ranks(2).run(_staged, 2)
+    assert losses == same == ranks(1).run(_staged, 1)[0][0]
+    assert message.startswith("engine.backward() on stage 1 of 2 of a pipeline: expected train_batch()")

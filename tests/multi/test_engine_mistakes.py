@@ -407,7 +407,7 @@ def _schedule_without_optimizer() -> tuple[bool, list[str]]:
     return (optimizer, scheduler) == (None, None), lines
 
 
-def test_the_schedule_of_a_file_is_left_aside_without_an_optimizer(ranks: Ranks) -> None:
+def test_a_scheduler_section_without_an_optimizer_is_ignored_with_a_warning(ranks: Ranks) -> None:
     for alone, lines in ranks(2).run(_schedule_without_optimizer):
         assert alone
-        assert sum("scheduler is left aside: there is no optimizer to schedule" in line for line in lines) == 1
+        assert sum("scheduler is ignored: this engine is for inference" in line for line in lines) == 1

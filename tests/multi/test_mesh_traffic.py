@@ -17,7 +17,7 @@ from zeroaccel.comm import topology
 from zeroaccel.comm.recording import BytesSent, RecordingCollectives
 from zeroaccel.config.comm_plan import StepTraffic
 from zeroaccel.config.parallel import ParallelConfig
-from zeroaccel.config.traffic import (
+from zeroaccel.parallel.traffic import (
     SplitLayerShape,
     pipeline_traffic,
     sequence_traffic,

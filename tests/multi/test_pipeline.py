@@ -370,7 +370,7 @@ def mistaken(what: str) -> str:
             model, config=settings, parallel=parallel, pipeline=PipelineConfig(**arguments)
         )
         _use_wrongly(engine, what)
-    except ZeroAccelError as error:
+    except (ZeroAccelError, AttributeError) as error:
         return f"{type(error).__name__}: {error}"
     raise AssertionError("it was taken")
 
@@ -410,7 +410,10 @@ def _use_wrongly(engine: Any, what: str) -> None:
         ("few", "gradient_accumulation_steps: expected at least 2 micro-batches per step"),
         ("early", 'zero_optimization.offload_optimizer.update_during: expected "step" with a pipeline'),
         ("schedule", 'PipelineConfig(schedule): expected "1f1b" or "gpipe" or "interleaved_1f1b" or "zero_bubble"'),
-        ("sharded", 'zero_optimization.stage: expected 0, 1 or 2 with schedule "zero_bubble", whose gradients'),
+        (
+            "sharded",
+            'zero_optimization.stage: expected 0, 1 or 2 with schedule "zero_bubble", which computes gradients',
+        ),
         ("per rank", 'PipelineConfig(stages_per_rank): expected 1 with schedule "1f1b", got 2'),
         ("rounds", "gradient_accumulation_steps: expected a multiple of its 2 rounds over 2 ranks"),
         ("blocks", "LlamaForCausalLM: expected at least as many blocks as the 6 stages, got '4 blocks'"),
@@ -418,7 +421,7 @@ def _use_wrongly(engine: Any, what: str) -> None:
         ("many", "PipelineConfig(split): expected one of"),
         ("deep", "ParallelConfig: expected sizes that divide the job's 2 ranks, got 'pp 5"),
         ("plan", "tp_plan): layers.*.mlp.middle: expected the end of a module's name"),
-        ("weights", "the ranks have different settings: expected pipeline weights="),
+        ("weights", "the ranks have different settings: expected axes.pp.weights="),
         ("forward", "engine(batch) on stage"),
         ("backward", "engine.backward() on stage"),
         ("step", "engine.step() on stage"),

@@ -30,7 +30,7 @@ _NOT_IMPORTED = ("cli", "templates", "__main__", "sitecustomize")
 _LEFT_OUT = (
     ()
     if "return_outputs" in inspect.signature(ScheduleGPipe.step).parameters
-    else ("zeroaccel.pipeline.pipeline_engine.PipelineEngine",)
+    else ("zeroaccel.parallel.pipeline_engine.PipelineEngine",)
 )
 
 

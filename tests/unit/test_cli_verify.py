@@ -21,10 +21,11 @@ number = len(runs.read_text()) if runs.exists() else 0
 runs.write_text("x" * (number + 1))
 if sys.argv[1] == "exit":
     sys.exit(int(sys.argv[2]))
-losses = {"same": 1.0, "sharded": 1.0 if order["baseline"] else 2.0, "random": float(number), "nan": float("nan")}
+losses = {"same": 1.0, "sharded": 1.0 if order["zero"] else 2.0, "random": float(number), "nan": float("nan")}
 if sys.argv[1] in losses:
     Path(order["folder"]).mkdir()
-    step = {"stage": 0 if order["baseline"] else 3, "losses": [losses[sys.argv[1]].hex()], "norm": None}
+    step = {"stage": order["zero"].get("stage", 3), "accumulation": 1, "norm": None}
+    step["losses"] = [losses[sys.argv[1]].hex()]
     Path(order["folder"], "0-0.jsonl").write_text((json.dumps(step) + "\\n") * order["steps"])
 """
 

@@ -11,13 +11,6 @@ import pytest
 from tests.multi.mesh_training import NEEDS_SPLIT_LAYERS, NEEDS_STAGES
 from zeroaccel.cli.main import main
 from zeroaccel.config.parallel import ParallelConfig
-from zeroaccel.config.traffic import (
-    SplitLayerShape,
-    pipeline_traffic,
-    sequence_traffic,
-    shard_traffic,
-    tensor_traffic,
-)
 from zeroaccel.errors import UsageError
 from zeroaccel.estimate import Capacity, Estimate, Subject, Workload, estimate, mesh_row, mesh_table, needless_crossing
 from zeroaccel.estimate.decoder import Decoder, Shape
@@ -25,6 +18,13 @@ from zeroaccel.estimate.mesh_parts import stage_firsts
 from zeroaccel.estimate.meshes import crossing_share, meshes_of
 from zeroaccel.estimate.simulate import simulate
 from zeroaccel.estimate.subject import predict_tokens
+from zeroaccel.parallel.traffic import (
+    SplitLayerShape,
+    pipeline_traffic,
+    sequence_traffic,
+    shard_traffic,
+    tensor_traffic,
+)
 
 SHAPE = Shape(8, 128, 256, 512, heads=8, head_dim=16, key_heads=4)
 ROOMY = Capacity(device=10**12)

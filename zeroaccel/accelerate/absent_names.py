@@ -21,7 +21,7 @@ _MEGATRON = "models are split by ZeRO; `zeroaccel estimate` tells which stage fi
 _NO_FP8 = 'there is no 8-bit training; use mixed_precision="bf16"'
 _PREPARED = "Accelerator.prepare returns the prepared object"
 _MESH = "pass parallelism_config=ParallelConfig(tp=N, sp=N, dp_replicate=N) to Accelerator; zeroaccel has the class"
-_STAGES = "zeroaccel.initialize(parallel=ParallelConfig(pp=N)) makes the stages of a pipeline, with eval_batch()"
+_STAGES = "Accelerator(parallelism_config=ParallelConfig(pp=N)) prepares the stages of a pipeline, with eval_batch()"
 _LAUNCH = "`zeroaccel launch` starts processes, zeroaccel.notebook_launcher from a notebook"
 _QUANTIZED = "transformers' quantization_config loads a quantised base, and PEFT's adapters train over it"
 _CONVERT = "`zeroaccel zero-to-fp32` and `zeroaccel checkpoint` make weights of a checkpoint"

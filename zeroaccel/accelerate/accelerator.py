@@ -53,7 +53,7 @@ from zeroaccel.accelerate.zero_plugin import ZeroPlugin, launched
 from zeroaccel.comm.agree import agreed
 from zeroaccel.config import Facts
 from zeroaccel.config.diagnostics import names_meant
-from zeroaccel.config.parallel import ParallelConfig, with_config_axes
+from zeroaccel.config.parallel import ParallelConfig, PipelineConfig, with_config_axes
 from zeroaccel.data import DataLoaderConfiguration, PreparedLoader, prepare_data_loader, skip_first_batches
 from zeroaccel.errors import UsageError
 from zeroaccel.operations import collectives_of_process
@@ -83,8 +83,8 @@ class Accelerator:
             launcher asks for ZeRO; else training is plain data parallelism, which is stage 0.
         fsdp_plugin: accelerate's; its strategy becomes the stage that shards the same.
         torch_tp_plugin, megatron_lm_plugin: refused, unless they split nothing.
-        parallelism_config: replicas, and processes that share sequences or layers: a `ParallelConfig` or accelerate's;
-            by default what the launcher says.
+        parallelism_config: the mesh of the processes, a `ParallelConfig` or accelerate's `ParallelismConfig`; by
+            default what the launcher says.
         rng_types: generators that are made rank 0's at the start of each epoch: "torch", "cuda", "numpy", "python". The
             order of samples is common to the ranks in any case.
         log_with: trackers: "tensorboard", "wandb", "all", instances of `GeneralTracker`, or a list of these.
@@ -98,6 +98,8 @@ class Accelerator:
         dynamo_plugin: the same, with more settings.
         deepspeed_plugins: several by name.
         zero_plugin: another name for `deepspeed_plugin`.
+        pipeline: how models are cut into stages where `parallelism_config` has `pp`. `prepare` then returns a
+            `PipelineEngine`, whose `train_batch(iter(loader))` is the whole step.
         scheduler_counts_processes: schedulers made in code step once per process at each update, and the steps of a
             `DummyScheduler` are divided by the processes: for scripts that count the batches of all processes.
 
@@ -152,6 +154,7 @@ class Accelerator:
         parallelism_config: Any = None,
         *,
         zero_plugin: ZeroPlugin | Mapping[str, ZeroPlugin] | None = None,
+        pipeline: PipelineConfig | None = None,
         scheduler_counts_processes: bool = False,
     ) -> None:
         settings, sources = launched()
@@ -217,6 +220,7 @@ class Accelerator:
             steps_per_update=mesh.data_parallel_size if scheduler_counts_processes else 1,
             compilation=compilation,
             mesh=mesh,
+            pipeline=pipeline,
         )
         self._preparation = Preparation(self.state, self.gradient_state, rules, self.collectives)
         self._loop = TrainingLoop(self.state, self.gradient_state)

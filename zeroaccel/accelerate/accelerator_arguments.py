@@ -7,27 +7,23 @@ Plugins of accelerate's own classes count as ours do; what has no meaning here i
 from __future__ import annotations
 
 import copy
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from zeroaccel.accelerate.kwargs_handlers import HandlerSettings, KwargsHandler, note, own, value_of
 from zeroaccel.accelerate.zero_plugin import ZeroPlugin, gather_facts
-from zeroaccel.activations import repeated_blocks
 from zeroaccel.config import Fact, Facts
 from zeroaccel.config.launch.launch_sources import LaunchedSettings
-from zeroaccel.config.parallel import AXES, ParallelConfig
+from zeroaccel.config.parallel import ParallelConfig
 from zeroaccel.data import DataLoaderConfiguration
 from zeroaccel.errors import ConfigError, UsageError
-from zeroaccel.logs import log_once
+from zeroaccel.setup.compilation import Compilation
 
 _SHARED_GENERATORS = ("torch", "cuda", "numpy", "python")
-_MODES_WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
 _COMPILE_OPTIONS = ("dynamo_mode", "dynamo_use_fullgraph", "dynamo_use_dynamic", "dynamo_use_regional_compilation")
 _PRECISIONS: dict[str, Literal["fp32", "fp16", "bf16"]] = {"no": "fp32", "fp16": "fp16", "bf16": "bf16"}
 
@@ -206,41 +202,14 @@ def parallel_of(parallelism_config: Any, settings: LaunchedSettings) -> Parallel
     """The mesh of the argument, ours or accelerate's, else of the launcher.
 
     Raises:
-        UsageError: it is neither, or has an axis that there is none of here.
+        UsageError: it is neither, or has an axis that is not available here.
     """
     where = "Accelerator(parallelism_config)"
     if parallelism_config is None:
-        mesh = settings.parallel or ParallelConfig()
-        return _without_stages(mesh, "Accelerator: pp_size of the launch")
+        return settings.parallel or ParallelConfig()
     if settings.parallel is not None:
-        note(where, "it counts more than the sizes of the launch")
-    if isinstance(parallelism_config, ParallelConfig):
-        return _without_stages(parallelism_config, where)
-    sizes = {axis: getattr(parallelism_config, f"{axis}_size", None) for axis in (*AXES, "cp")}
-    if all(size is None for size in sizes.values()):
-        got = type(parallelism_config).__name__
-        raise UsageError(where, expected="a ParallelConfig, or accelerate's ParallelismConfig", got=got)
-    for axis, about in _OTHER_AXES.items():
-        size = sizes.pop(axis, None)
-        if size not in (None, 1):
-            raise UsageError(f"{where}: {axis}_size", expected=f"1, as {about}", got=size)
-    return ParallelConfig.from_sizes(sizes)
-
-
-def _without_stages(mesh: ParallelConfig, where: str) -> ParallelConfig:
-    if mesh.pp > 1:
-        raise UsageError(
-            where,
-            expected="pp 1: the stages of a pipeline are not for a loop of forward, backward and step",
-            got=f"pp {mesh.pp}",
-            fix="call zeroaccel.initialize(parallel=) and engine.train_batch()",
-        )
-    return mesh
-
-
-_OTHER_AXES = {
-    "cp": "context parallelism is not available; sp_size cuts sequences",
-}
+        note(where, "takes precedence over the sizes of the launch")
+    return ParallelConfig.of(parallelism_config, where)
 
 
 def refuse_other_parallelism(**arguments: Any) -> None:
@@ -329,48 +298,6 @@ def rng_types_of(types: Sequence[Any] | None) -> tuple[str, ...]:
 
 
 # -- torch.compile
-
-
-@dataclass(frozen=True)
-class Compilation:
-    """Arguments of `torch.compile`.
-
-    Attributes:
-        regional: compile each repeated block by itself, where there are any, rather than the model.
-        options: of the backend; not together with a mode.
-    """
-
-    backend: str
-    mode: str | None = None
-    fullgraph: bool = False
-    dynamic: bool | None = None
-    regional: bool = False
-    options: Mapping[str, Any] | None = None
-
-    def apply(self, model: nn.Module, *, parameters_move: bool = False) -> None:
-        """Marks the model, or its blocks, to be compiled at the first forward.
-
-        To be called before the engine is made: its hooks stay out of graphs only where they find a module compiled.
-
-        Args:
-            parameters_move: they are gathered into other memory of a CUDA device in each pass.
-        """
-        if parameters_move and self.mode in _MODES_WITH_CUDA_GRAPHS:
-            log_once(
-                logging.WARNING,
-                f'dynamo_mode "{self.mode}" records CUDA graphs, which are bound to the addresses of parameters, and'
-                " sharded parameters are gathered to other addresses in each pass: graphs are recorded over and over;"
-                ' set dynamo_mode to "default", or shard no parameters (stage 2)',
-            )
-        blocks = [block for _, block in repeated_blocks(model)] if self.regional else []
-        for module in blocks or [model]:
-            module.compile(
-                backend=self.backend,
-                mode=self.mode,
-                fullgraph=self.fullgraph,
-                dynamic=self.dynamic,
-                options=None if self.options is None else dict(self.options),
-            )
 
 
 @dataclass

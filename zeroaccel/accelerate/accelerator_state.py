@@ -26,7 +26,7 @@ from zeroaccel.config import Config, Facts
 from zeroaccel.config.auto_values import shown
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.operations import collectives_of_process
-from zeroaccel.zero.engine import Engine
+from zeroaccel.zero.engine_base import EngineBase
 
 PRECISION_NAMES = {"fp32": "no", "fp16": "fp16", "bf16": "bf16"}
 """Precision of a config -> `mixed_precision` as accelerate spells it."""
@@ -327,7 +327,7 @@ class Prepared:
         schedulers: of its optimizer.
     """
 
-    engine: Engine
+    engine: EngineBase
     plugin: ZeroPlugin
     config: Config
     optimizer: PreparedOptimizer | None = None

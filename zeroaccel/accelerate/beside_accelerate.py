@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from zeroaccel.zero.engine import Engine
+from zeroaccel.zero.engine_base import EngineBase
 
 _CALL = "extract_model_from_parallel"
 _replaced: list[tuple[ModuleType, Any]] = []
@@ -50,6 +50,6 @@ def leave_accelerate() -> None:
 def _unwrapping(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def extract_model_from_parallel(model: Any, *args: Any, **kwargs: Any) -> Any:
-        return original(model.module if isinstance(model, Engine) else model, *args, **kwargs)
+        return original(model.module if isinstance(model, EngineBase) else model, *args, **kwargs)
 
     return extract_model_from_parallel

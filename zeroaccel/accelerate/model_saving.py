@@ -20,12 +20,12 @@ from zeroaccel.checkpoint.weights import parse_nbytes
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import CheckpointError, UsageError
-from zeroaccel.zero.engine import Engine
+from zeroaccel.zero.engine_base import EngineBase
 
 
 def unwrap_model(model: Any, *, keep_torch_compile: bool) -> Any:
     """The model as it was before `prepare`, and before `torch.compile(model)` without `keep_torch_compile`."""
-    inner = model.module if isinstance(model, Engine) else model
+    inner = model.module if isinstance(model, EngineBase) else model
     compiled = getattr(inner, "_orig_mod", None)
     return compiled if compiled is not None and not keep_torch_compile else inner
 
@@ -98,7 +98,7 @@ class ModelSaving:
                         _write_config(Path(folder), name, config, inner)
         return self.save_model(model, folder, max_shard_size, safe_serialization=safe_serialization)
 
-    def _engine_of(self, model: nn.Module) -> Engine | None:
+    def _engine_of(self, model: nn.Module) -> EngineBase | None:
         inner = unwrap_model(model, keep_torch_compile=False)
         for item in self._state.prepared:
             if model is item.engine or inner is unwrap_model(item.engine, keep_torch_compile=False):

@@ -21,24 +21,28 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from zeroaccel.accelerate import pretrained_saving
-from zeroaccel.accelerate.accelerator_arguments import Compilation
 from zeroaccel.accelerate.accelerator_state import AcceleratorState, Prepared
 from zeroaccel.accelerate.dummies import DummyOptim, DummyScheduler
 from zeroaccel.accelerate.prepared_optimizer import GradientState, PreparedOptimizer, PreparedScheduler
 from zeroaccel.accelerate.zero_plugin import ZeroPlugin, gather_facts
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.config import Fact, Facts, load_config, shard_plan
-from zeroaccel.config.parallel import ParallelConfig
+from zeroaccel.config import Fact, Facts
+from zeroaccel.config.parallel import ParallelConfig, PipelineConfig
 from zeroaccel.data import PreparedLoader
 from zeroaccel.errors import ConfigError, UsageError
-from zeroaccel.initialization import initialize
+from zeroaccel.initialization import start
 from zeroaccel.nested import batch_size_of
 from zeroaccel.optim.rank_facts import SAME_OPTIMIZER, difference, scheduler_facts
-from zeroaccel.zero.engine import Engine
-from zeroaccel.zero.from_config import facts_from_model
+from zeroaccel.setup.compilation import Compilation
+from zeroaccel.setup.job import JobSpec
+from zeroaccel.zero.engine_base import EngineBase
+from zeroaccel.zero.from_config import LoopRules
 
 _OPTIMIZER, _SCHEDULER = "optimizer", "scheduler"
+# `accelerator.backward` divides the loss by the accumulation steps; a bare `loss.backward()` is not divided, as in a
+# plain PyTorch loop. The training loop knows the boundary.
+_LOOP = LoopRules(casts_inputs=True, divides_direct=False, counts_micro_steps=False)
 
 
 @dataclass
@@ -84,6 +88,7 @@ class PrepareRules:
         steps_per_update: scheduler steps per optimizer step.
         compilation: None to compile nothing.
         mesh: of the processes, resolved; None is one axis of all of them.
+        pipeline: how models are cut into stages, where the mesh has `pp`.
     """
 
     facts: Facts = field(default_factory=Facts)
@@ -92,6 +97,7 @@ class PrepareRules:
     steps_per_update: int = 1
     compilation: Compilation | None = None
     mesh: ParallelConfig | None = None
+    pipeline: PipelineConfig | None = None
 
 
 class Preparation:
@@ -142,29 +148,26 @@ class Preparation:
                 tree.pop(_OPTIMIZER, None)
                 tree.pop(_SCHEDULER, None)
             facts = _facts(group, loaders, plugin, rules, tree, self._samplers)
-            config = load_config(tree, sources=sources, facts=facts)
         optimizer, params, scheduler = _arguments(group)
-        if rules.compilation is not None:
-            on_cuda = self._collectives.topology.device.type == "cuda"
-            rules.compilation.apply(group.model, parameters_move=on_cuda and shard_plan(config).params)
-        engine, *_ = initialize(
-            model=group.model,
-            optimizer=optimizer,
-            model_parameters=params,
-            lr_scheduler=scheduler,
-            config=config,
-            collectives=self._collectives,
-            parallel=rules.mesh,
-            cast_inputs=True,
-            optimizer_kind=optimizer_kind,
+        plan, engine = start(
+            JobSpec(
+                group.model,
+                optimizer,
+                params,
+                scheduler,
+                config=tree,
+                sources=sources,
+                facts=facts,
+                collectives=self._collectives,
+                parallel=rules.mesh,
+                pipeline=rules.pipeline,
+                optimizer_kind=optimizer_kind,
+                loop=_LOOP,
+                compilation=rules.compilation,
+            )
         )
         pretrained_saving.attach(engine)
-        # `accelerator.backward` divides the loss by the accumulation steps; a bare `loss.backward()` is not divided,
-        # as in a plain PyTorch loop.
-        engine.divides_direct = False
-        engine.decide_boundary(True)
-        del engine.config  # `model.config` is the model's own for transformers; the engine's is `zero_config`
-        item = Prepared(engine, plugin, config)
+        item = Prepared(engine, plugin, plan.config)
         if group.optimizer is not None:
             item.optimizer = PreparedOptimizer(engine, self._gradient_state)
             item.schedulers = [self._wrapped(value, item.optimizer) for _, value in group.schedulers]
@@ -225,7 +228,7 @@ def sort_objects(objects: Sequence[Any]) -> ObjectsByKind:
     """The objects by kind; those that are prepared already, and anything else, are in none of the lists."""
     kinds = ObjectsByKind()
     for index, value in enumerate(objects):
-        if isinstance(value, (Engine, PreparedOptimizer, PreparedScheduler)):
+        if isinstance(value, (EngineBase, PreparedOptimizer, PreparedScheduler)):
             continue
         if isinstance(value, DataLoader):
             kinds.loaders.append((index, value))
@@ -242,7 +245,7 @@ def _is_scheduler(value: Any) -> bool:
     return all(callable(getattr(value, name, None)) for name in ("step", "state_dict", "get_last_lr"))
 
 
-def match(objects: ObjectsByKind, engines: Iterable[Engine]) -> tuple[list[PrepareGroup], list[tuple[int, Any]]]:
+def match(objects: ObjectsByKind, engines: Iterable[EngineBase]) -> tuple[list[PrepareGroup], list[tuple[int, Any]]]:
     """The groups, and the schedulers of optimizers that were prepared before.
 
     Args:
@@ -278,7 +281,7 @@ def match(objects: ObjectsByKind, engines: Iterable[Engine]) -> tuple[list[Prepa
 
 
 def _group_of_optimizer(
-    index: int, optimizer: Optimizer | DummyOptim, groups: list[PrepareGroup], engines: Iterable[Engine]
+    index: int, optimizer: Optimizer | DummyOptim, groups: list[PrepareGroup], engines: Iterable[EngineBase]
 ) -> PrepareGroup:
     if isinstance(optimizer, DummyOptim):
         params = {id(param) for param in optimizer.parameters()}
@@ -311,7 +314,7 @@ def _unwrapped(optimizer: Any) -> Any:
 
 
 def _group_of_scheduler(
-    index: int, scheduler: Any, groups: list[PrepareGroup], engines: Iterable[Engine]
+    index: int, scheduler: Any, groups: list[PrepareGroup], engines: Iterable[EngineBase]
 ) -> PrepareGroup | None:
     """The group whose optimizer it schedules; None if that was prepared before."""
     inner = _unwrapped(getattr(scheduler, "optimizer", None))
@@ -472,12 +475,7 @@ def _facts(
         probe = tree.get("train_micro_batch_size_per_gpu") == "auto" and tree.get("train_batch_size") == "auto"
         size = batch_size_fact(loaders, smallest=plugin.is_train_batch_min, share=share, probe=probe)
         facts = replace(facts, micro_batch_size=size)
-    return replace(
-        facts,
-        hidden_size=facts_from_model(group.model).hidden_size,
-        world_size=samplers,
-        training=group.optimizer is not None,
-    )
+    return replace(facts, training=group.optimizer is not None)
 
 
 def batch_size_fact(loaders: Iterable[Any], *, smallest: bool = True, share: int = 1, probe: bool = True) -> Fact[int]:

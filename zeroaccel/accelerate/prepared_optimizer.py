@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.seeds import synchronize_rng_states
-from zeroaccel.zero.engine import Engine
+from zeroaccel.zero.engine_base import EngineBase
 
 
 class GradientState:
@@ -116,7 +116,7 @@ class PreparedOptimizer(Optimizer):
         gradient_state: of the accelerator.
     """
 
-    def __init__(self, engine: Engine, gradient_state: GradientState) -> None:
+    def __init__(self, engine: EngineBase, gradient_state: GradientState) -> None:
         # No super().__init__: it would make param groups of its own.
         self.engine = engine
         self.optimizer: Optimizer = engine.optimizer

@@ -18,13 +18,13 @@ from torch import nn
 from zeroaccel.checkpoint.weights_on_demand import state_dict_on_demand
 from zeroaccel.comm.agree import agree_or_raise
 from zeroaccel.errors import EngineStateError
-from zeroaccel.zero.engine import Engine
+from zeroaccel.zero.engine_base import EngineBase
 
-_ENGINES: weakref.WeakSet[Engine] = weakref.WeakSet()
+_ENGINES: weakref.WeakSet[EngineBase] = weakref.WeakSet()
 _ORIGINALS: dict[type, Callable[..., Any]] = {}
 
 
-def attach(engine: Engine) -> None:
+def attach(engine: EngineBase) -> None:
     """Makes `save_pretrained` of the engine's model, or of a part of it, gather its weights, until it is destroyed."""
     _ENGINES.add(engine)
     engine.at_destroy(functools.partial(_ENGINES.discard, engine))
@@ -91,7 +91,7 @@ def _gathering(original: Callable[..., Any]) -> Callable[..., Any]:
 def _engine_of(model: nn.Module) -> tuple[Any, str] | None:
     """The engine that shards the model, or a model that it is part of; and the prefix of its names there."""
     for engine in _ENGINES:
-        if engine.settings.plan.params or engine.collectives.tensor is not None:
+        if engine.settings.plan.params or engine.collectives.parts is not None:
             for name, module in engine.module.named_modules():
                 if module is model:
                     return engine, f"{name}." if name else ""

@@ -44,7 +44,7 @@ from zeroaccel.data import PreparedLoader
 from zeroaccel.errors import CheckpointError, UsageError
 from zeroaccel.logs import logger
 from zeroaccel.zero.access.safetensors_file import parse_header
-from zeroaccel.zero.engine import Engine
+from zeroaccel.zero.engine_base import EngineBase
 
 PathLike = str | os.PathLike[str]
 SaveHook = Callable[[list[Any], list[Any], str], None]
@@ -68,7 +68,7 @@ class RunParts:
         iteration: number of this state.
     """
 
-    engines: Sequence[Engine] = ()
+    engines: Sequence[EngineBase] = ()
     schedulers: Sequence[Any] = ()
     loaders: Sequence[PreparedLoader] = ()
     objects: Sequence[Any] = ()

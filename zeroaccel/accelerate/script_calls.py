@@ -28,7 +28,7 @@ from zeroaccel.config.launch.launch_file import FILE_NAME, user_config_folder
 from zeroaccel.errors import UsageError
 from zeroaccel.nested import map_leaves, map_tensors, to_device
 from zeroaccel.operations import collectives_of_process
-from zeroaccel.zero.engine import Engine
+from zeroaccel.zero.engine_base import EngineBase
 
 MODEL_NAME, SAFE_MODEL_NAME = "pytorch_model", "model"
 WEIGHTS_NAME, SAFE_WEIGHTS_NAME = "pytorch_model.bin", "model.safetensors"
@@ -148,7 +148,7 @@ def extract_model_from_parallel(
         keep_torch_compile: False also removes the wrapper of `torch.compile(model)`.
         recursive: also take off what wraps a part of the model.
     """
-    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel, Engine)
+    wrappers = (nn.parallel.DistributedDataParallel, nn.DataParallel, EngineBase)
     inner: Any = model
     while isinstance(inner, wrappers):
         inner = inner.module

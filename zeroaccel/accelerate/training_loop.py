@@ -19,7 +19,7 @@ from zeroaccel.accelerate.accelerator_state import AcceleratorState
 from zeroaccel.accelerate.prepared_optimizer import GradientState
 from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.logs import log_once
-from zeroaccel.zero.engine import Engine
+from zeroaccel.zero.engine_base import EngineBase
 from zeroaccel.zero.grad_norm import clip_factor
 
 
@@ -128,10 +128,10 @@ class TrainingLoop:
 
     # -- engines
 
-    def _trained(self) -> list[Engine]:
+    def _trained(self) -> list[EngineBase]:
         return [item.engine for item in self._state.prepared if item.optimizer is not None]
 
-    def _engine_of(self, model: nn.Module, call: str) -> Engine:
+    def _engine_of(self, model: nn.Module, call: str) -> EngineBase:
         for item in self._state.prepared:
             if model is item.engine or model is item.engine.module:
                 return item.engine
@@ -142,7 +142,7 @@ class TrainingLoop:
             fix="pass what prepare() returned",
         )
 
-    def _engines_with(self, parameters: Iterable[Tensor] | Tensor, call: str) -> list[Engine]:
+    def _engines_with(self, parameters: Iterable[Tensor] | Tensor, call: str) -> list[EngineBase]:
         """The engines whose trained parameters these are: all of each, as the norm over a part is never computed."""
         ids = {id(parameters)} if isinstance(parameters, Tensor) else {id(param) for param in parameters}
         engines = []
@@ -175,7 +175,7 @@ class TrainingLoop:
         return engines
 
 
-def _reached(loss: Tensor, engines: list[Engine]) -> list[Engine]:
+def _reached(loss: Tensor, engines: list[EngineBase]) -> list[EngineBase]:
     """The engines with parameters that the loss depends on, found by walking the autograd graph back from it."""
     engine_of_param = {
         id(param): index

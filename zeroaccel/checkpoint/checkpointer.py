@@ -30,9 +30,10 @@ from zeroaccel.checkpoint.save_plan import EngineState, WholeModel, persistent_b
 from zeroaccel.checkpoint.tensor_store import TensorStore
 from zeroaccel.checkpoint.weights import consolidated_state_dict, save_model_files, save_weights
 from zeroaccel.comm.agree import agreed
+from zeroaccel.config.parallel import ParallelConfig
 from zeroaccel.errors import CheckpointError, EngineStateError
 from zeroaccel.logs import logger
-from zeroaccel.zero.engine import Engine
+from zeroaccel.zero.engine_base import EngineBase
 from zeroaccel.zero.precision import DynamicLossScale
 
 PathLike = str | os.PathLike[str]
@@ -71,17 +72,23 @@ class Checkpointer:
     At most one save runs in the background: the next save, load or update waits for it, or for its copies.
 
     Args:
-        whole: where the engine has one stage of a pipeline, the model that its stages make up.
+        whole: the model before an axis of the mesh took parameters away; None where none did.
+        mesh: how the ranks divide the work.
 
     Attributes:
         loaded: what the last `load_checkpoint` read; None before.
     """
 
     def __init__(
-        self, engine: Engine, settings: CheckpointSettings | None = None, whole: WholeModel | None = None
+        self,
+        engine: EngineBase,
+        settings: CheckpointSettings | None = None,
+        whole: WholeModel | None = None,
+        mesh: ParallelConfig | None = None,
     ) -> None:
         self._engine = engine
         self._whole = whole
+        self._mesh = "" if mesh is None else mesh.described
         self._ranks = engine.collectives.job
         self._settings = settings = settings or CheckpointSettings()
         staging_nbytes = settings.staging_nbytes if settings.background else 4 * CHUNK_NBYTES
@@ -377,14 +384,6 @@ class Checkpointer:
             random_state={**random_state(self._device()), "mesh": self._mesh} if self._settings.random_state else None,
         )
 
-    @property
-    def _mesh(self) -> str:
-        """How the ranks share out the work, so that a rank's number says which part is its own."""
-        ranks = self._engine.collectives
-        layers = 1 if ranks.tensor is None else ranks.tensor.world_size
-        stages = ranks.job.world_size // ranks.peers.world_size if self._whole is not None else 1
-        return f"pp {stages} x (dp x sp) {ranks.world_size} x tp {layers}"
-
     # -- checks
 
     def require_intact(self, call: str) -> None:
@@ -404,7 +403,7 @@ class Checkpointer:
     def _is_divided(self) -> bool:
         """Other ranks have other parts of the model, on an axis of a mesh that the program has cut it over."""
         ranks = self._engine.collectives
-        is_ours = ranks.tensor is not None or self._whole is not None
+        is_ours = ranks.parts is not None or self._whole is not None
         return not is_ours and ranks.job.world_size != ranks.world_size
 
     def _require_one_model(self, call: str) -> None:

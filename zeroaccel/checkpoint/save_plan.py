@@ -19,11 +19,10 @@ from zeroaccel.checkpoint.plain_codec import encode
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.errors import CheckpointError
 from zeroaccel.zero.access.safetensors_file import dtype_name
-from zeroaccel.zero.layout import FlatRange, Slot
+from zeroaccel.zero.layout import FlatRange, Slot, whole_of
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
 from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
 from zeroaccel.zero.storage.shards import Elements
-from zeroaccel.zero.tensor_parallel import whole_of
 
 _SAMPLED_NUMEL = 64
 

@@ -76,7 +76,7 @@ class Collectives:
         peers: over the ranks that issue the same collectives: `job`, or those of one stage where the job is a pipeline.
         is_first_data_group: True on one data group of the job, or of each stage; values that all data groups hold are
             counted only there.
-        tensor: over the ranks that have the other parts of split parameters; None without tensor parallelism.
+        parts: over the ranks that have the other parts of split parameters; None where every parameter is whole.
         nodes: the global ranks on each machine.
         quantized_weights: whether `gather_weights` rounds.
         flight_recorder: of what has been issued; the engine sets its `phase` and `step`.
@@ -98,7 +98,7 @@ class Collectives:
     job: Collectives
     peers: Collectives
     is_first_data_group: bool
-    tensor: Collectives | None
+    parts: Collectives | None
     flight_recorder: FlightRecorder
     topology: Topology
     meter: Meter | None
@@ -121,7 +121,7 @@ class Collectives:
         self.nodes = topology.nodes
         self.job = self.peers = self
         self.is_first_data_group = True
-        self.tensor = None
+        self.parts = None
         self.meter = None
         self.flight_recorder = recorder or topology.flight_recorder
         self._tracker = CollectiveTracker(self.flight_recorder, topology.watchdog, records_sizes=records_sizes)
@@ -136,7 +136,7 @@ class Collectives:
     @property
     def everyone(self) -> Collectives:
         """Over the ranks that have this model, or parts of it: they fail together."""
-        return self if self.tensor is None else self.peers
+        return self if self.parts is None else self.peers
 
     def _transports(self, group: RankGroup, over: dist.ProcessGroup) -> Transports:
         """The transports over one process group of `group`, by the type of device; what they send is metered."""

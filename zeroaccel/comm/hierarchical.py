@@ -39,23 +39,25 @@ from torch import Tensor
 from zeroaccel.comm.collective_tracker import DONE, CollectiveTracker, Work
 from zeroaccel.comm.collectives import Collectives, check_split
 from zeroaccel.comm.hangs.flight_recorder import CollectiveRecord, FlightRecorder
-from zeroaccel.comm.mesh_layout import Groups, MeshLayout, consecutive
+from zeroaccel.comm.mesh_layout import MeshLayout, consecutive
 from zeroaccel.comm.quantized import INT4, INT8, QUANTIZABLE, RowOrder, quantize, quantize_rows, sum_rows
-from zeroaccel.comm.topology import RankGroup, Topology, connect, subgroup
+from zeroaccel.comm.topology import RankGroup, Topology, connect, peer_recorder, subgroup
 from zeroaccel.comm.transport import BufferPool, NativeTransport, P2PTransport, Transport, Transports
 from zeroaccel.config.comm_plan import CommPlan
+from zeroaccel.config.parallel import RankGroups
 from zeroaccel.logs import log_once, logger
 from zeroaccel.ops.reductions import scale_rounded_once
 
 
 def arrange(
-    collectives: Collectives, plan: CommPlan, data: Groups | None = None, stages: Groups | None = None
+    collectives: Collectives, plan: CommPlan, data: RankGroups | None = None, peers: RankGroups | None = None
 ) -> Collectives:
     """The collectives of a plan; `collectives` themselves where it asks for nothing. (all ranks)
 
     Args:
         data: the data groups of the job; by default one of all ranks.
-        stages: of a pipeline, each of one data group or several, with parameters and collectives of its own.
+        peers: the groups of ranks that issue the same collectives, each of one data group or several; by default all
+            ranks do.
     """
     topology = collectives.topology
     if plan.plain and data is None:
@@ -71,7 +73,7 @@ def arrange(
         layout,
         quantized_weights=plan.quantized_weights,
         watch_interval=plan.watch_interval,
-        stages=stages,
+        peers=peers,
     )
     hierarchical.nodes = nodes
     return collectives.over(hierarchical)
@@ -83,7 +85,7 @@ class HierarchicalCollectives(Collectives):
     Args:
         quantized_weights: gather weights to compute with as int8.
         watch_interval: steps between two comparisons with exact collectives; 0 is never.
-        stages: as for `arrange`.
+        peers: as for `arrange`.
 
     Attributes:
         layout: as given.
@@ -97,22 +99,18 @@ class HierarchicalCollectives(Collectives):
         *,
         quantized_weights: bool = False,
         watch_interval: int = 0,
-        stages: Groups | None = None,
+        peers: RankGroups | None = None,
     ) -> None:
         data_group = subgroup(topology, layout.data_groups)
         # The units of another stage are others, and so are its collectives: their histories are not compared.
-        own_ranks = topology.all_ranks if stages is None else subgroup(topology, stages)
-        recorder = (
-            None
-            if stages is None
-            else topology.recorder(f"stage of ranks {own_ranks.ranks}", own_ranks.ranks, alike=True)
-        )
+        own_ranks = topology.all_ranks if peers is None else subgroup(topology, peers)
+        recorder = peer_recorder(topology, peers)
         super().__init__(topology, data_group, recorder=recorder)
         self.layout = layout
         if len(layout.data_groups) > 1:
             self.job = self.peers = Collectives(topology)
             self.is_first_data_group = own_ranks.ranks[0] in data_group.ranks
-        if stages is not None:
+        if peers is not None:
             self.peers = self if own_ranks == data_group else Collectives(topology, own_ranks, recorder=recorder)
         self.quantized_weights = quantized_weights
         # Making process groups is collective: every rank makes all of them, in this order, needed here or not.

@@ -5,8 +5,7 @@
 
 A DeviceMesh of one axis names the data-parallel ranks of each rank: with `mesh["dp"]` of a mesh that has another axis,
 ZeRO works on this one and leaves the other to the library that splits the model on it (tensor parallelism). A mesh of
-two axes is (replicate, shard), as for torch's `fully_shard`. `AxisGroups` are those of a `ParallelConfig`, which names
-all axes.
+two axes is (replicate, shard), as for torch's `fully_shard`. A `ParallelConfig` knows its groups itself.
 
 ```text
 data group       ranks that see different samples: batches, agreement, norms        all ranks, or one axis of a mesh
@@ -25,17 +24,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.config import Config
 from zeroaccel.config.comm_plan import CommPlan
-from zeroaccel.config.parallel import ParallelConfig
-from zeroaccel.errors import ConfigError, UsageError
+from zeroaccel.config.parallel import RankGroups
+from zeroaccel.errors import UsageError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-
-Groups = tuple[tuple[int, ...], ...]
-"""Groups of global ranks, every rank of the job in exactly one."""
 
 
 @dataclass(frozen=True)
@@ -48,15 +42,15 @@ class MeshLayout:
         exact_reason: why reductions are exact although the plan asks for int4; "" if they are not.
     """
 
-    data_groups: Groups
-    shard_groups: Groups
-    replicate_groups: Groups
-    secondary_groups: Groups
-    hops: tuple[Groups, Groups] | None
+    data_groups: RankGroups
+    shard_groups: RankGroups
+    replicate_groups: RankGroups
+    secondary_groups: RankGroups
+    hops: tuple[RankGroups, RankGroups] | None
     exact_reason: str = ""
 
     @classmethod
-    def of(cls, plan: CommPlan, data: Groups, nodes: Sequence[Sequence[int]]) -> MeshLayout:
+    def of(cls, plan: CommPlan, data: RankGroups, nodes: Sequence[Sequence[int]]) -> MeshLayout:
         """Lays a plan over the ranks.
 
         Args:
@@ -82,45 +76,7 @@ class MeshLayout:
         return cls(data, shard_groups, replicate_groups, secondary_groups, _hops(data, nodes))
 
 
-@dataclass(frozen=True)
-class AxisGroups:
-    """The groups of a `ParallelConfig`: pp x dp_replicate x dp_shard x sp x tp over all ranks, the last axis innermost.
-
-    Attributes:
-        stages: the ranks of each stage of a pipeline.
-        data: the ranks of a stage with the same parts of its layers: they differ in dp_replicate, dp_shard and sp.
-        sequences: the ranks of a data group that share a sequence.
-        layers: the ranks that share layers.
-
-    Example:
-        >>> groups = AxisGroups.of(ParallelConfig(pp=2, dp_shard=2, tp=2))
-        >>> groups.stages, groups.layers
-        (((0, 1, 2, 3), (4, 5, 6, 7)), ((0, 1), (2, 3), (4, 5), (6, 7)))
-        >>> groups.data
-        ((0, 2), (1, 3), (4, 6), (5, 7))
-    """
-
-    stages: Groups
-    data: Groups
-    sequences: Groups
-    layers: Groups
-
-    @classmethod
-    def of(cls, mesh: ParallelConfig) -> AxisGroups:
-        """Those of a resolved mesh."""
-        # Neighbours share layers, since they exchange the most, and stages are farthest apart: they send the least.
-        ranks = (tuple(range(mesh.pp * mesh.data_parallel_size * mesh.sp * mesh.tp)),)
-        stages = consecutive(ranks, len(ranks[0]) // mesh.pp)
-        blocks = consecutive(ranks, mesh.sp * mesh.tp)
-        return cls(
-            stages=stages,
-            data=tuple(stage[place :: mesh.tp] for stage in stages for place in range(mesh.tp)),
-            sequences=tuple(block[place :: mesh.tp] for block in blocks for place in range(mesh.tp)),
-            layers=consecutive(ranks, mesh.tp),
-        )
-
-
-def consecutive(groups: Groups, size: int) -> Groups:
+def consecutive(groups: RankGroups, size: int) -> RankGroups:
     """Each group cut into groups of `size` consecutive ranks."""
     return tuple(ranks[start : start + size] for ranks in groups for start in range(0, len(ranks), size))
 
@@ -141,7 +97,7 @@ def _exact_reason(group: tuple[int, ...], nodes: Sequence[Sequence[int]]) -> str
     return ""
 
 
-def _hops(data: Groups, nodes: Sequence[Sequence[int]]) -> tuple[Groups, Groups]:
+def _hops(data: RankGroups, nodes: Sequence[Sequence[int]]) -> tuple[RankGroups, RankGroups]:
     """(node groups, peer groups): the i-th ranks of all nodes are peers."""
     node_groups: list[tuple[int, ...]] = []
     peer_groups: list[tuple[int, ...]] = []
@@ -158,7 +114,7 @@ def _hops(data: Groups, nodes: Sequence[Sequence[int]]) -> tuple[Groups, Groups]
 # --- a DeviceMesh of the user
 
 
-def data_groups(mesh: DeviceMesh, job: Collectives) -> Groups:
+def data_groups(mesh: DeviceMesh, job: Collectives) -> RankGroups:
     """The data groups of the job, by the mesh of each rank. (all ranks)
 
     Raises:
@@ -180,34 +136,6 @@ def data_groups(mesh: DeviceMesh, job: Collectives) -> Groups:
     return groups
 
 
-def shard_size_of(mesh: DeviceMesh, settings: Config) -> int | None:
-    """Ranks of a shard group, by a mesh of (replicate, shard); None where it has one axis.
-
-    Raises:
-        ConfigError: `mics_shard_size` says otherwise.
-    """
-    if mesh.ndim == 1:
-        return None
-    size = int(mesh.size(1))
-    check_shard_size(size, settings, "the size of the mesh's second axis", "pass a mesh of one axis")
-    return size
-
-
-def check_shard_size(size: int, settings: Config, source: str, alternative: str) -> None:
-    """Refuses a config with shard groups of another size.
-
-    Args:
-        source: where `size` is from.
-        alternative: what to do instead of removing the key.
-
-    Raises:
-        ConfigError: `mics_shard_size` says otherwise.
-    """
-    configured = settings.zero_optimization.mics_shard_size
-    if configured not in (-1, size):
-        raise ConfigError(
-            settings.where("zero_optimization.mics_shard_size"),
-            expected=f"{size}, {source}",
-            got=configured,
-            fix=f"remove the key, or {alternative}",
-        )
+def shard_size_of(mesh: DeviceMesh) -> int | None:
+    """Ranks of a shard group, by a mesh of (replicate, shard); None where it has one axis."""
+    return None if mesh.ndim == 1 else int(mesh.size(1))

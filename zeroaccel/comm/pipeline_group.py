@@ -14,13 +14,15 @@ from zeroaccel.comm.collective_tracker import CollectiveTracker
 from zeroaccel.comm.hangs.flight_recorder import CollectiveRecord
 from zeroaccel.comm.topology import Topology, connect, subgroup
 from zeroaccel.comm.transport import Meter, PendingTransfer
+from zeroaccel.config.parallel import RankGroups
 from zeroaccel.errors import CollectiveError
 
 
 class PipelineGroup:
-    """The ranks with the stages of one pipeline, which see the same samples. (all ranks make it, with the same sizes)
+    """The ranks with the stages of one pipeline, which see the same samples. (all ranks make it, with the same groups)
 
-    Pipeline p of P has the ranks p, p + P, p + 2 P and so on: stages are the outermost axis of the mesh.
+    Args:
+        pipelines: the ranks of each pipeline, in the order of their stages.
 
     Attributes:
         rank: this one's stage.
@@ -30,16 +32,14 @@ class PipelineGroup:
         meter: called for every message: (tag of the call, global rank of the receiver, bytes); None for no metering.
     """
 
-    def __init__(self, topology: Topology, size: int) -> None:
-        places = tuple(range(topology.world_size))
-        num_pipelines = len(places) // size
-        group = subgroup(topology, tuple(places[pipeline::num_pipelines] for pipeline in range(num_pipelines)))
-        self.rank, self.size = group.rank, size
+    def __init__(self, topology: Topology, pipelines: RankGroups) -> None:
+        group = subgroup(topology, pipelines)
+        self.rank, self.size = group.rank, group.size
         self.process_group = group.gather_group
         self._shared = group.reduce_group
         self._ranks = group.ranks
         connect(topology, {"stages": group.gather_group, "shared parameters": group.reduce_group})
-        recorder = topology.recorder("pipeline", needs=places)
+        recorder = topology.recorder("pipeline", needs=range(topology.world_size))
         self.flight_recorder = recorder
         self.meter: Meter | None = None
         self._tracker = CollectiveTracker(recorder, topology.watchdog)

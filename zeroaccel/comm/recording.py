@@ -104,7 +104,7 @@ class RecordingCollectives(Collectives):
         self.job = self if inner.job is inner else inner.job
         self.peers = self if inner.peers is inner else inner.peers
         self.is_first_data_group = inner.is_first_data_group
-        self.tensor = inner.tensor
+        self.parts = inner.parts
         self.flight_recorder = inner.flight_recorder
         self.nodes = self._fixed_nodes or inner.nodes
         inner.meter = partial(self._count, inner.flight_recorder, "")

@@ -48,6 +48,7 @@ from zeroaccel.comm.rank_device import (
 )
 from zeroaccel.comm.tracked_group import TrackedGroup
 from zeroaccel.comm.transport import TransportFactory, close_connections, transport_over
+from zeroaccel.config.parallel import RankGroups
 from zeroaccel.errors import CollectiveError, ConfigError, EngineStateError, UsageError
 
 __all__ = [
@@ -60,6 +61,7 @@ __all__ = [
     "init_process_group",
     "meet",
     "mesh_of",
+    "peer_recorder",
     "subgroup",
     "track",
 ]
@@ -439,6 +441,18 @@ def subgroup(topology: Topology, partition: Sequence[Sequence[int]]) -> RankGrou
         groups = [_rank_group(topology, ranks) for ranks in key]
         topology.subgroups[key] = next(group for group in groups if group is not None)
     return topology.subgroups[key]
+
+
+def peer_recorder(topology: Topology, peers: RankGroups | None) -> FlightRecorder | None:
+    """The recorder for calls that only the ranks of this rank's group issue; None where one group has all ranks.
+
+    Args:
+        peers: groups of ranks that issue the same collectives.
+    """
+    if peers is None or len(peers) == 1:
+        return None
+    own = next(ranks for ranks in peers if topology.rank in ranks)
+    return topology.recorder(f"stage of ranks {own}", own, alike=True)
 
 
 _BACKEND = "zeroaccel"  # under which torch makes the groups of `track`

@@ -23,7 +23,7 @@ from zeroaccel.nested import map_tensors, to_device
 from zeroaccel.seeds import set_seed
 from zeroaccel.telemetry.step_report import memory_now
 from zeroaccel.zero import GatheredParameters, safe_get_full_grad, safe_set_full_grad
-from zeroaccel.zero.engine import Engine
+from zeroaccel.zero.engine_base import EngineBase
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -176,7 +176,7 @@ def safe_update_full_grad_vectorized(
 
 
 @contextmanager
-def unwrap_model_for_generation(model: Engine) -> Iterator[Engine]:
+def unwrap_model_for_generation(model: EngineBase) -> Iterator[EngineBase]:
     """The engine with all parameters gathered, so that its model generates without a gather per module. (all ranks)"""
     with GatheredParameters(model.module.parameters()):
         yield model

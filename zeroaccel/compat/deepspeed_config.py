@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from pydantic import model_validator
 
+from zeroaccel.compat.assertions import asserting
 from zeroaccel.compat.deepspeed_init import from_library
 from zeroaccel.config import load_config, solve_batch
 from zeroaccel.config.normalize import NormalizedConfig
@@ -132,6 +133,7 @@ class DeepSpeedConfig:
         (8, 2, 0.0)
     """
 
+    @asserting
     def __init__(
         self, config: Mapping[str, Any] | str | os.PathLike[str], mpu: Any = None, mesh_device: Any = None
     ) -> None:

@@ -7,7 +7,6 @@ beyond those it has.
 from __future__ import annotations
 
 import gc
-import logging
 import os
 import weakref
 from collections import OrderedDict
@@ -26,6 +25,7 @@ from zeroaccel.checkpoint.find import has_checkpoints
 from zeroaccel.checkpoint.weights import placeholder_state_dict
 from zeroaccel.comm.agree import agreed
 from zeroaccel.compat import loss_scale_members, transformers_calls
+from zeroaccel.compat.assertions import asserting
 from zeroaccel.compat.deepspeed_comm import get_local_rank, require_process_group
 from zeroaccel.compat.deepspeed_init import from_library
 from zeroaccel.compat.deepspeed_monitor import MonitorMaster
@@ -40,30 +40,17 @@ from zeroaccel.config.document import read_document
 from zeroaccel.config.parallel import ParallelConfig, with_config_axes
 from zeroaccel.data import build_dataloader
 from zeroaccel.errors import ConfigError, EngineStateError, UsageError, listed
-from zeroaccel.initialization import initialize as assemble
-from zeroaccel.logs import log_always, log_once, logger
-from zeroaccel.pipeline.pipeline_engine import PipelineEngine
+from zeroaccel.initialization import start
+from zeroaccel.logs import log_always, logger
+from zeroaccel.parallel.pipeline_engine import PipelineEngine
+from zeroaccel.setup.job import JobSpec
 from zeroaccel.zero.engine import Engine
-from zeroaccel.zero.from_config import DTYPES
+from zeroaccel.zero.engine_base import EngineBase
+from zeroaccel.zero.from_config import DTYPES, LoopRules
 
 
-class _EngineKind(type(Engine)):  # type: ignore[misc]
-    """Makes every engine an instance of `DeepSpeedEngine`, by which libraries know what to unwrap."""
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, Engine)
-
-
-def _warn_of_absent() -> None:
-    log_once(
-        logging.WARNING,
-        "state_dict() of a model at stage 3: sharded parameters are tensors without elements, as of DeepSpeed; a file "
-        "of them has no weights; engine.save_16bit_model() writes them, zero.GatheredParameters gathers them",
-    )
-
-
-class DeepSpeedEngine(Engine, metaclass=_EngineKind):
-    """`Engine` with the members that scripts and libraries written for DeepSpeed use.
+class DeepSpeedMembers(EngineBase):
+    """The members that scripts and libraries written for DeepSpeed use of any engine.
 
     Attributes:
         training_dataloader: the loader of `training_data`; None without.
@@ -74,26 +61,19 @@ class DeepSpeedEngine(Engine, metaclass=_EngineKind):
     is_compiled = False
     _gathered_state: tuple[int, Callable[[], dict[str, Tensor] | None]] = (0, lambda: None)
     _loss_is_scaled = False
-    _on_absent = staticmethod(_warn_of_absent)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The resolved config, as a plain dict."""
+        return self.zero_config
 
     # -- the training step
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """As `Engine.forward`."""
+    def run_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As `EngineBase.run_forward`."""
         if self.training and (timer := vars(self).get("tput_timer")) is not None:
             timer.start()
-        return super().forward(*args, **kwargs)
-
-    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
-        """As `Engine.backward`, but with DeepSpeed's result.
-
-        Returns:
-            `loss` divided by the accumulation steps, with `scale_wrt_gas`; not by the loss scale. `loss` itself
-            where there is nothing to divide by.
-        """
-        super().backward(loss, retain_graph, scale_wrt_gas)
-        steps = self.settings.accumulation if scale_wrt_gas else 1
-        return loss / steps if steps > 1 else loss
+        return super().run_forward(*args, **kwargs)
 
     def scale(self, loss: Tensor) -> Tensor:
         """`loss` times the loss scale, for a plain `backward()` of the result instead of `engine.backward(loss)`.
@@ -134,19 +114,17 @@ class DeepSpeedEngine(Engine, metaclass=_EngineKind):
                     fix="set it to true, or freeze what the loss does not depend on",
                 )
 
-    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """As `Engine.step`; `engine.optimizer.overflow` then tells whether the update was skipped.
+    def run_step(self) -> None:
+        """As `EngineBase.run_step`; `engine.optimizer.overflow` then tells whether the update was skipped.
 
         Raises:
-            UsageError: `lr_kwargs` are given; a scheduler's `step` takes none here. Or a parameter had no gradient
-                while `zero_optimization.ignore_unused_parameters` is false; nothing was updated.
+            UsageError: a parameter had no gradient while `zero_optimization.ignore_unused_parameters` is false; nothing
+                was updated.
         """
-        if lr_kwargs:
-            raise UsageError("engine.step(lr_kwargs)", expected="none", got=dict(lr_kwargs))
         if self._refuses_unused and self._step.num_backwards and self.is_gradient_accumulation_boundary():
             self._check_all_used()
         skipped, steps = self.skipped_steps, self.global_steps
-        super().step()
+        super().run_step()
         if (timer := vars(self).get("tput_timer")) is not None:
             timer.stop(global_step=self.global_steps > steps)
         self.optimizer.overflow = self.skipped_steps > skipped
@@ -253,10 +231,10 @@ class DeepSpeedEngine(Engine, metaclass=_EngineKind):
     @property
     def mp_world_size(self) -> int:
         """Ranks that share the layers."""
-        return 1 if self.collectives.tensor is None else self.collectives.tensor.world_size
+        return 1 if self.collectives.parts is None else self.collectives.parts.world_size
 
     def get_model_parallel_rank(self) -> int:
-        return 0 if self.collectives.tensor is None else self.collectives.tensor.rank
+        return 0 if self.collectives.parts is None else self.collectives.parts.rank
 
     # -- the config
 
@@ -548,7 +526,39 @@ class DeepSpeedEngine(Engine, metaclass=_EngineKind):
         return state() if version == self.weights_version else None
 
 
-class DeepSpeedPipelineEngine(PipelineEngine, DeepSpeedEngine):
+class _EngineKind(type(EngineBase)):  # type: ignore[misc]
+    """Makes every engine an instance of `DeepSpeedEngine`, by which libraries know what to unwrap."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, EngineBase)
+
+
+class DeepSpeedEngine(DeepSpeedMembers, Engine, metaclass=_EngineKind):
+    """`Engine` with DeepSpeed's members and results."""
+
+    def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
+        """As `Engine.backward`, but with DeepSpeed's result.
+
+        Returns:
+            `loss` divided by the accumulation steps, with `scale_wrt_gas`; not by the loss scale. `loss` itself
+            where there is nothing to divide by.
+        """
+        super().backward(loss, retain_graph, scale_wrt_gas)
+        steps = self.settings.accumulation if scale_wrt_gas else 1
+        return loss / steps if steps > 1 else loss
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """As `Engine.step`; `engine.optimizer.overflow` then tells whether the update was skipped.
+
+        Raises:
+            UsageError: `lr_kwargs` are given; a scheduler's `step` takes none here.
+        """
+        if lr_kwargs:
+            raise UsageError("engine.step(lr_kwargs)", expected="none", got=dict(lr_kwargs))
+        super().step()
+
+
+class DeepSpeedPipelineEngine(PipelineEngine, DeepSpeedMembers):
     """`PipelineEngine` with DeepSpeed's members, for a `PipelineModule`."""
 
     def is_pipe_parallel(self) -> bool:
@@ -563,6 +573,13 @@ class DeepSpeedPipelineEngine(PipelineEngine, DeepSpeedEngine):
         """Does nothing: a new shape of batches is noticed."""
 
 
+for _engine in (DeepSpeedEngine, DeepSpeedPipelineEngine):
+    for _call in ("forward", "backward", "step", "train_batch", "eval_batch", "save_checkpoint", "load_checkpoint"):
+        if hasattr(_engine, _call):
+            setattr(_engine, _call, asserting(getattr(_engine, _call)))
+
+
+@asserting
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
@@ -577,7 +594,7 @@ def initialize(
     config: Any = None,
     mesh_param: Any = None,
     config_params: Any = None,
-) -> tuple[DeepSpeedEngine, Any, DataLoader[Any] | None, Any]:
+) -> tuple[DeepSpeedMembers, Any, DataLoader[Any] | None, Any]:
     """`zeroaccel.initialize` with DeepSpeed's arguments. (all ranks)
 
     Args:
@@ -591,7 +608,7 @@ def initialize(
         mesh_param: must be None.
 
     Returns:
-        (engine, optimizer, dataloader, lr_scheduler); what there is none of is None.
+        (engine, optimizer, dataloader, lr_scheduler); items that were not created are None.
     """
     if model is None:
         raise UsageError("deepspeed.initialize(model)", expected="a torch.nn.Module", got=None)
@@ -606,32 +623,35 @@ def initialize(
     from_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     source = _batch_of_samplers(_config_of(config, config_params, from_args))
     source = _with_arguments(source, model, optimizer, lr_scheduler)
-    engine, *others = assemble(
-        model,
-        optimizer,
-        model_parameters,
-        training_data,
-        lr_scheduler,
-        source,
-        collate_fn=collate_fn,
-        engine_type=DeepSpeedPipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine,
-        unknown_keys="lenient",
-        parallel=_parallel_of(mpu, model),
-        pipeline=model.pipeline_config() if isinstance(model, PipelineModule) else None,
+    plan, engine = start(
+        JobSpec(
+            model,
+            optimizer,
+            model_parameters,
+            lr_scheduler,
+            training_data,
+            collate_fn,
+            source,
+            engine_type=DeepSpeedPipelineEngine if isinstance(model, PipelineModule) else DeepSpeedEngine,
+            unknown_keys="lenient",
+            parallel=_parallel_of(mpu, model),
+            pipeline=model.pipeline_config() if isinstance(model, PipelineModule) else None,
+            loop=LoopRules(empty_when_sharded=True),
+        )
     )
-    assert type(engine) in (DeepSpeedEngine, DeepSpeedPipelineEngine), "the engine_type that was asked for"
+    assert isinstance(engine, DeepSpeedMembers), "the engine_type that was asked for"
     mark_configured(model, engine._checked_config)
     mark_parameters(model)
     if engine.settings.plan.params:
         attach(engine.registry)
     transformers_calls.attach(engine)
     loss_scale_members.attach(engine)
-    engine.training_dataloader = others[1]
+    engine.training_dataloader = plan.loader
     log_always(f"DeepSpeed info: version={VERSION}, git-hash=unknown, git-branch=unknown")
     if engine.optimizer is not None:
         engine.optimizer.overflow = False
         engine.optimizer.parameter_offload = ParameterOffload(model)
-    return engine, *others
+    return engine, engine.optimizer, plan.loader, engine.lr_scheduler
 
 
 def tp_model_init(
@@ -709,7 +729,7 @@ def _parallel_of(mpu: Any, model: nn.Module) -> ParallelConfig:
     return ParallelConfig(sp=sequence)
 
 
-def _answer(engine: DeepSpeedEngine, name: str) -> Any:
+def _answer(engine: DeepSpeedMembers, name: str) -> Any:
     """The value that the config has, with defaults, for one of `QUESTIONS`; None in an absent section."""
     value: Any = engine._checked_config
     for key in QUESTIONS[name].split("."):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zeroaccel.compat.assertions import asserting
 from zeroaccel.compat.parameters import attach, attach_whole
 from zeroaccel.config import load_config
 from zeroaccel.errors import UsageError
@@ -47,6 +48,7 @@ class DeepSpeedInit(OwnInit):
 
     _HOW_TO_CALL = _HOW_TO_CALL
 
+    @asserting
     def __init__(
         self,
         module: nn.Module | None = None,

@@ -12,17 +12,17 @@ from collections.abc import Callable
 from typing import Any
 
 from zeroaccel.errors import EngineStateError, UsageError
-from zeroaccel.zero.engine import Engine
+from zeroaccel.zero.engine_base import EngineBase
 
 
 class _Extended:
     """What the subclasses share: their engine; and they are copied and pickled as objects of the class they extend."""
 
     _extended: type
-    _engine_reference: weakref.ref[Engine]
+    _engine_reference: weakref.ref[EngineBase]
 
     @property
-    def _engine(self) -> Engine:
+    def _engine(self) -> EngineBase:
         engine = self._engine_reference()
         assert engine is not None, "members of an engine that is gone"
         return engine
@@ -132,14 +132,14 @@ _SCALE_NAMES = {
 }
 
 
-def attach(engine: Engine) -> None:
+def attach(engine: EngineBase) -> None:
     """Gives the members to the engine's loss scale and, where it has one, its optimizer, until it is destroyed."""
     for part, members in ((engine.loss_scale, DeepSpeedLossScale), (engine.optimizer, DeepSpeedOptimizer)):
         if part is not None:
             engine.at_destroy(_extend(part, members, engine))
 
 
-def _extend(part: Any, members: type, engine: Engine) -> Callable[[], None]:
+def _extend(part: Any, members: type, engine: EngineBase) -> Callable[[], None]:
     """Replaces the class of `part` by a subclass with these members; the result restores it."""
     own = type(part)
     names = {
@@ -161,7 +161,7 @@ def _extend(part: Any, members: type, engine: Engine) -> Callable[[], None]:
     return restore
 
 
-def _set_scale(engine: Engine, value: float, where: str) -> None:
+def _set_scale(engine: EngineBase, value: float, where: str) -> None:
     """Sets the scale of the next backward.
 
     Raises:

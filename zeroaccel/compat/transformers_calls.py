@@ -15,12 +15,12 @@ from collections.abc import Callable
 from typing import Any
 
 from zeroaccel.accelerate import pretrained_saving
-from zeroaccel.zero.engine import Engine
+from zeroaccel.zero.engine_base import EngineBase
 
 _ORIGINALS: dict[type, Callable[..., Any]] = {}
 
 
-def attach(engine: Engine) -> None:
+def attach(engine: EngineBase) -> None:
     """Makes the two calls use this engine until it is destroyed."""
     pretrained_saving.attach(engine)
     owner = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
@@ -43,7 +43,7 @@ def _from_the_model(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def train(trainer: Any, *args: Any, **kwargs: Any) -> Any:
         engine = trainer.model_wrapped
-        if isinstance(engine, Engine) and engine.optimizer is None:
+        if isinstance(engine, EngineBase) and engine.optimizer is None:
             engine.destroy()
             _restore_config(trainer)
             trainer.model_wrapped, trainer.deepspeed = trainer.model, None

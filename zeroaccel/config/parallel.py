@@ -16,12 +16,19 @@ _OWN_PLANS = (
 )
 
 AXES = ("pp", "dp_replicate", "dp_shard", "sp", "tp")
-"""Outermost first: ranks next to each other differ in the last axis."""
+"""Outermost first: neighbouring ranks differ in the last axis."""
+
+_DEFAULT_SIZES = {"pp": 1, "dp_replicate": 1, "dp_shard": -1, "sp": 1, "tp": 1}
+
+RankGroups = tuple[tuple[int, ...], ...]
+"""Groups of global ranks; every rank of the job is in exactly one."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class ParallelConfig:
     """The mesh of a job, pp x dp_replicate x dp_shard x sp x tp ranks; names and order as torchtitan's.
+
+    Sizes may be passed by accelerate's names, too: `ParallelConfig(tp_size=2)` is `ParallelConfig(tp=2)`.
 
     The two data axes see different samples. Ranks that differ in `sp` only have parts of the same sequences (Ulysses,
     Jacobs et al., 2023, arXiv:2309.14509). Ranks that differ in `tp` only have parts of the same layers (Megatron-LM,
@@ -42,7 +49,7 @@ class ParallelConfig:
             With tp of 1 nothing is split.
 
     Raises:
-        UsageError: a size is not a positive integer, or `tp_plan` is a text other than "auto".
+        UsageError: a size is not a positive integer, or passed by both names, or `tp_plan` is a text other than "auto".
 
     Example:
         >>> mesh = ParallelConfig(sp=2).resolve(world_size=8)
@@ -59,7 +66,30 @@ class ParallelConfig:
     tp: int = 1
     tp_plan: Mapping[str, str] | str | None = field(default=None, hash=False)
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        pp: int = 1,
+        dp_replicate: int = 1,
+        dp_shard: int = -1,
+        sp: int = 1,
+        tp: int = 1,
+        tp_plan: Mapping[str, str] | str | None = None,
+        **sizes: int,
+    ) -> None:
+        values = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "sp": sp, "tp": tp}
+        for name, size in sizes.items():
+            axis = name.removesuffix("_size")
+            if axis not in values or axis == name:
+                raise TypeError(f"ParallelConfig() has no argument {name!r}; axes are {', '.join(AXES)}")
+            if values[axis] not in (_DEFAULT_SIZES[axis], size):
+                raise UsageError(f"ParallelConfig({axis}, {name})", expected="one of the two", got=(values[axis], size))
+            values[axis] = size
+        for axis, size in values.items():
+            object.__setattr__(self, axis, size)
+        object.__setattr__(self, "tp_plan", tp_plan)
+        self._check()
+
+    def _check(self) -> None:
         for axis in AXES:
             size = getattr(self, axis)
             if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and (axis, size) != ("dp_shard", -1)):
@@ -67,6 +97,27 @@ class ParallelConfig:
                 raise UsageError(f"ParallelConfig({axis})", expected=f"a positive number of ranks{rest}", got=size)
         if isinstance(self.tp_plan, str) and self.tp_plan != "auto":
             raise UsageError("ParallelConfig(tp_plan)", expected='"auto", or patterns with styles', got=self.tp_plan)
+
+    @classmethod
+    def of(cls, source: Any, where: str) -> ParallelConfig:
+        """The mesh of an argument: a `ParallelConfig`, or an object with accelerate's sizes (`tp_size`).
+
+        Args:
+            where: the argument, for messages.
+
+        Raises:
+            UsageError: it is neither, or has an axis that is not available here.
+        """
+        if isinstance(source, ParallelConfig):
+            return source
+        sizes = {axis: getattr(source, f"{axis}_size", None) for axis in (*AXES, "cp")}
+        if all(size is None for size in sizes.values()):
+            got = type(source).__name__
+            raise UsageError(where, expected="a ParallelConfig, or accelerate's ParallelismConfig", got=got)
+        if sizes.pop("cp") not in (None, 1):
+            about = "1, as context parallelism is not available; sp_size cuts sequences"
+            raise UsageError(f"{where}: cp_size", expected=about, got=source.cp_size)
+        return cls.from_sizes(sizes)
 
     @classmethod
     def from_sizes(cls, sizes: Mapping[str, int | None]) -> ParallelConfig:
@@ -130,6 +181,35 @@ class ParallelConfig:
         for axis in reversed(AXES):
             rank, places[axis] = divmod(rank, getattr(self, axis))
         return {axis: places[axis] for axis in AXES}
+
+    def groups(self, *axes: str) -> RankGroups:
+        """The groups of ranks that differ in these axes only, each in ascending order. The mesh must be resolved.
+
+        Example:
+            >>> mesh = ParallelConfig(dp_shard=2, tp=2)
+            >>> mesh.groups("tp"), mesh.groups("dp_shard")
+            (((0, 1), (2, 3)), ((0, 2), (1, 3)))
+        """
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(math.prod(getattr(self, axis) for axis in AXES)):
+            places = self.coordinates(rank)
+            groups.setdefault(tuple(places[axis] for axis in AXES if axis not in axes), []).append(rank)
+        return tuple(map(tuple, groups.values()))
+
+    @property
+    def described(self) -> str:
+        """The parts of a model that differ between ranks, for records in checkpoints: "pp 1 x (dp x sp) 4 x tp 2"."""
+        return f"pp {self.pp} x (dp x sp) {self.data_parallel_size * self.sp} x tp {self.tp}"
+
+    @property
+    def data_groups(self) -> RankGroups:
+        """The groups of ranks that hold the same parameters before ZeRO shards them."""
+        return self.groups("dp_replicate", "dp_shard", "sp")
+
+    @property
+    def peer_groups(self) -> RankGroups:
+        """The groups of ranks that issue the same collectives: all ranks, or those of one pipeline stage."""
+        return self.groups(*(axis for axis in AXES if axis != "pp"))
 
     def data_parallel_rank(self, rank: int) -> int:
         """The place of a rank among those that see different samples; of a resolved mesh."""

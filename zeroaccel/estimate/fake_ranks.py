@@ -87,9 +87,9 @@ class FakeRanks(Collectives):
         self.quantized_weights = False
         self.job = self.peers = self
         self.is_first_data_group = True
-        self.tensor = None
+        self.parts = None
         self.nodes = [list(range(world_size))]
-        self.meter = self.tensor = None
+        self.meter = None
         self.flight_recorder = FlightRecorder()
         self._receives = receives_in_host_memory and world_size > 1
         self._free: list[Tensor] = []

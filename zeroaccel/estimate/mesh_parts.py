@@ -25,11 +25,11 @@ from zeroaccel.estimate.decoder import Decoder, Shape
 from zeroaccel.estimate.fake_ranks import FakeRanks, SentBytes
 from zeroaccel.estimate.subject import Step, Subject
 from zeroaccel.estimate.workload import Workload
+from zeroaccel.parallel.pipeline_cut import Stage, cut, divide
 from zeroaccel.parallel.sequence import SequenceGroup
+from zeroaccel.parallel.tensor import is_transposed, layer_styles, local_head_counts
 from zeroaccel.parallel.ulysses import UlyssesAttention, WholeSequences
-from zeroaccel.pipeline.model_cut import Stage, cut, divide
 from zeroaccel.zero.engine import Engine
-from zeroaccel.zero.tensor_parallel import is_transposed, layer_styles, local_head_counts
 
 
 def part_of(subject: Subject, workload: Workload, stage: int, sent: SentBytes) -> Subject:

@@ -34,8 +34,9 @@ from zeroaccel.estimate.shapes_only import META, ShapesOnly
 from zeroaccel.estimate.subject import Step, Subject
 from zeroaccel.estimate.workload import MemoryByKind, Workload
 from zeroaccel.optim.optimizer_kinds import classify
-from zeroaccel.zero.build import build_units, check_dtypes, plan_units
-from zeroaccel.zero.engine import Engine, EngineParts
+from zeroaccel.zero.build_units import build_units, check_dtypes, plan_units
+from zeroaccel.zero.engine import Engine
+from zeroaccel.zero.engine_base import EngineParts
 from zeroaccel.zero.from_config import (
     DTYPES,
     buffer_dtypes_of,

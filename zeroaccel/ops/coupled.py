@@ -15,6 +15,8 @@ from typing import Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+__all__ = ["CoupledOptimizer", "Reductions"]
+
 AllReduce = Callable[[Tensor, Literal["sum", "max"]], None]
 """Replaces a tensor in host memory by its sum or maximum over the ranks."""
 

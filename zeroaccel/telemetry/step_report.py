@@ -237,7 +237,8 @@ class StepReport:
     Attributes:
         offload: number of steps -> the line about offload, logged with the breakdown of times. None without offload.
         performance: measures each step for the monitors; None without any.
-        step_listener: called after each optimizer step, last of all, by a trace; or None.
+        loss_listener: called with the loss of each micro-batch; or None.
+        step_listener: called after each optimizer step, last of all; or None.
     """
 
     def __init__(
@@ -258,6 +259,7 @@ class StepReport:
         self._memory: dict[str, MemoryUse] | None = {} if memory_breakdown and reports else None
         self._monitors = monitors if monitors is not None and len(monitors) and reports else None
         self.offload: Callable[[int], str] | None = None
+        self.loss_listener: Callable[[Tensor], None] | None = None
         self.step_listener: Callable[[], None] | None = None
         self._traced: dict[str, timeline.Mark] = {}
         self.performance: PerformanceMeter | None = None
@@ -299,6 +301,8 @@ class StepReport:
         """The loss of one micro-batch; copied to the host only at the end of the step, and only for a monitor."""
         if self._monitors is not None:
             self._losses.append(loss.detach())
+        if self.loss_listener is not None:
+            self.loss_listener(loss)
 
     def step(self, engine: ReportedEngine) -> None:
         """An optimizer step is over."""

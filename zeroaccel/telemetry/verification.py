@@ -1,100 +1,76 @@
-"""Runs of `zeroaccel verify`: a few steps of a script, all numbers recorded, for the baseline without sharding.
+"""Runs of `zeroaccel verify`: the first steps of a script, with every number recorded bit for bit.
 
-The request is one environment variable, which only `verify` sets. `initialization` takes from here the config to use
-and the report for the engine; for any other script both are as they would be without this module.
+The command orders it by one environment variable. Without that variable this module does nothing.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from zeroaccel.comm.environment import command_order
-from zeroaccel.config import Config, shard_plan
 from zeroaccel.telemetry.step_report import ReportedEngine, StepReport
 
 VARIABLE = "ZEROACCEL_VERIFY"
-"""JSON: folder for the records, steps to take, whether this is the baseline."""
+"""JSON: folder for the records, steps to take, keys of `zero_optimization` to replace."""
 
 _engines = itertools.count()
-# Switched off in a baseline; all other keys of the section stay.
-_PLAIN: dict[str, Any] = {
-    "offload_optimizer": None,
-    "offload_param": None,
-    "zero_hpz_partition_size": 1,
-    "zero_quantized_gradients": False,
-    "zero_quantized_nontrainable_weights": False,
-    "zero_quantized_weights": False,
-}
 
 
 @dataclass(frozen=True)
 class Verification:
-    """One run of a verified script."""
+    """One run of a verified script.
+
+    Attributes:
+        zero: keys of the config's `zero_optimization` section -> what this run has in their place.
+    """
 
     folder: Path
     steps: int
-    baseline: bool
+    zero: Mapping[str, Any] = field(default_factory=dict)
 
-    def config(self, settings: Config, accumulation: int) -> Config:
-        """The config of this run: unchanged, or for a baseline the plainest that promises the same numbers.
+    @classmethod
+    def ordered(cls) -> Verification | None:
+        """The order in the environment, or None.
 
-        That is stage 0; but with several micro-steps per step sharded gradients are summed over ranks first, then over
-        micro-steps, so that the baseline is the first stage with this order.
+        Raises:
+            ConfigError: `zeroaccel verify` did not write it.
         """
-        if not self.baseline:
-            return settings
-        zero = settings.zero_optimization
-        stage = 2 if accumulation > 1 and shard_plan(settings).grads else 0
-        return settings.model_copy(update={"zero_optimization": zero.model_copy(update={**_PLAIN, "stage": stage})})
 
+        def read(order: Any) -> Verification:
+            return cls(Path(order["folder"]), int(order["steps"]), dict(order["zero"]))
 
-def verification() -> Verification | None:
-    """The request in the environment, or None.
+        return command_order(VARIABLE, "verify", read)
 
-    Raises:
-        ConfigError: it is not one that `zeroaccel verify` writes.
-    """
+    def record(self, engine: ReportedEngine, report: StepReport, rank: int, **facts: int) -> None:
+        """Writes losses and gradient norm of each step of an engine to a file, and exits after the last step.
 
-    def read(order: Any) -> Verification:
-        return Verification(Path(order["folder"]), int(order["steps"]), bool(order["baseline"]))
+        Args:
+            rank: writes to a file of its own.
+            facts: go into every record.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        file = open(self.folder / f"engine{next(_engines)}-rank{rank}.jsonl", "w")  # noqa: SIM115 - lives as long
+        losses: list[str] = []
+        left = self.steps
 
-    return command_order(VARIABLE, "verify", read)
+        def on_loss(loss: Tensor) -> None:
+            losses.append(float(loss.detach()).hex())
 
+        def on_step() -> None:
+            nonlocal left
+            norm = engine.get_global_grad_norm()
+            record = {**facts, "losses": losses, "norm": None if norm is None else float(norm).hex()}
+            print(json.dumps(record), file=file, flush=True)
+            losses.clear()
+            left -= 1
+            if not left:
+                raise SystemExit(0)
 
-class RecordingReport(StepReport):
-    """Writes the losses and the gradient norm of every step to a file, bit for bit, and exits after the last step.
-
-    Args:
-        order: the request.
-        rank: writes to a file of its own.
-        stage: of the run.
-    """
-
-    def __init__(self, order: Verification, *, rank: int, stage: int, **report: Any) -> None:
-        super().__init__(rank=rank, **report)
-        self._left = order.steps
-        self._recorded: list[str] = []
-        order.folder.mkdir(parents=True, exist_ok=True)
-        self._file = open(order.folder / f"engine{next(_engines)}-rank{rank}.jsonl", "w")  # noqa: SIM115 - lives as long
-        self._stage = stage
-
-    def loss(self, loss: Tensor) -> None:
-        super().loss(loss)
-        self._recorded.append(float(loss.detach()).hex())
-
-    def step(self, engine: ReportedEngine) -> None:
-        """Raises SystemExit after the last requested step."""
-        super().step(engine)
-        norm = engine.get_global_grad_norm()
-        record = {"stage": self._stage, "losses": self._recorded, "norm": None if norm is None else float(norm).hex()}
-        print(json.dumps(record), file=self._file, flush=True)
-        self._recorded = []
-        self._left -= 1
-        if not self._left:
-            raise SystemExit(0)
+        report.loss_listener, report.step_listener = on_loss, on_step

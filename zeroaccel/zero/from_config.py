@@ -24,7 +24,7 @@ from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.optim.lr_schedules import build_scheduler
 from zeroaccel.optim.optimizer_factory import build_optimizer
 from zeroaccel.optim.optimizer_kinds import OptimizerKind
-from zeroaccel.zero.build import Placement
+from zeroaccel.zero.build_units import Placement
 from zeroaccel.zero.grad_reducer import ReduceRules
 from zeroaccel.zero.layout import Split
 from zeroaccel.zero.precision import (
@@ -37,6 +37,26 @@ from zeroaccel.zero.precision import (
 )
 from zeroaccel.zero.prefetch import PrefetchLimits
 from zeroaccel.zero.wrap_policy import LeafRules, UnitSpec, group_parameters
+
+
+@dataclass(frozen=True)
+class LoopRules:
+    """How the caller's loop drives the engine; the defaults are those of `zeroaccel.initialize`.
+
+    Attributes:
+        casts_inputs: forward casts floating inputs to the precision; without it that happens under fp16 with
+            `auto_cast` only.
+        divides_direct: the engine divides a plain `loss.backward()` by the accumulation steps, as `engine.backward`.
+        counts_micro_steps: the engine counts micro-steps to find the boundary; otherwise the loop calls
+            `decide_boundary`, and every step is a boundary until it does.
+        empty_when_sharded: `state_dict()` returns tensors of shape (0,) for sharded parameters, with a warning;
+            otherwise it raises EngineStateError.
+    """
+
+    casts_inputs: bool = False
+    divides_direct: bool = True
+    counts_micro_steps: bool = True
+    empty_when_sharded: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,6 +78,7 @@ class EngineSettings:
         update_during: when masters on the host are updated.
         limits: bounds on unsharded and prefetched parameters.
         rules: how gradients are summed.
+        loop: how the caller's loop drives the engine.
     """
 
     plan: ShardPlan
@@ -74,6 +95,7 @@ class EngineSettings:
     update_during: UpdateTime = "step"
     limits: PrefetchLimits = field(default_factory=PrefetchLimits)
     rules: ReduceRules = field(default_factory=ReduceRules)
+    loop: LoopRules = field(default_factory=LoopRules)
 
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -156,16 +178,15 @@ def engine_settings_of(
     batch: BatchSizes,
     world_size: int,
     data_parallel_size: int,
-    *,
-    cast_inputs: bool = False,
+    loop: LoopRules | None = None,
 ) -> EngineSettings:
     """The engine's part of the config.
 
     Args:
         world_size: ranks whose gradients are averaged.
         data_parallel_size: those of them that see different samples.
-        cast_inputs: cast floating inputs of forward to the precision whatever it is.
     """
+    loop = loop or LoopRules()
     zero = settings.zero_optimization
     # The mean is a division by W, split in two: before the sum, so that fp16 sums do not overflow, and after it, so
     # that small gradients do not vanish (DeepSpeed's `prescale_gradients` and `gradient_predivide_factor`).
@@ -173,7 +194,7 @@ def engine_settings_of(
     mean = settings.gradient_allreduce_op == "mean"
     accumulation = settings.data_types.grad_accum_dtype
     # DeepSpeed casts inputs under fp16 with `auto_cast` only; the Accelerator casts them in every mixed precision.
-    casts = (settings.fp16.enabled and settings.fp16.auto_cast) or (cast_inputs and settings.precision != "fp32")
+    casts = (settings.fp16.enabled and settings.fp16.auto_cast) or (loop.casts_inputs and settings.precision != "fp32")
     return EngineSettings(
         plan=plan,
         micro_batch_size=batch.micro,
@@ -197,6 +218,7 @@ def engine_settings_of(
             bucket_numel=zero.reduce_bucket_size,
             overlap=overlaps_communication(settings),
         ),
+        loop=loop,
     )
 
 

@@ -13,6 +13,7 @@ which autograd adds the gradients of an input with several readers, and so the l
 from __future__ import annotations
 
 import copy
+import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -29,6 +30,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from zeroaccel.errors import EngineStateError, UsageError
+from zeroaccel.logs import log_once
 from zeroaccel.nested import leaves_of
 from zeroaccel.telemetry.timeline import Mark, Timeline
 from zeroaccel.zero.access.full_params import overwrite
@@ -37,6 +39,10 @@ from zeroaccel.zero.coordinator import ForwardUse, ParamCoordinator
 from zeroaccel.zero.param_unit import ParamUnit, ShardState
 
 _CALL = nn.Module._call_impl.__code__
+_EMPTY = (
+    "state_dict() of a model whose parameters are sharded: they are tensors without elements, and a file of them has "
+    "no weights; engine.save_16bit_model() writes weights, zero.GatheredParameters gathers them"
+)
 
 
 class BackwardListener(Protocol):
@@ -87,16 +93,18 @@ class Hooks:
         self._root, self._units, self._optimized, self._unoptimized = root, units, optimized, unoptimized
         self._attach()
 
-    def attach_outside_graphs(self, *, shares_layers: bool) -> None:
+    def attach_outside_graphs(self, refusal: str) -> None:
         """Before a forward: attaches the hooks anew to a model that was compiled since. Checked once.
 
+        Args:
+            refusal: why a compiled model cannot be used; "" where it can.
+
         Raises:
-            UsageError: it was, and other ranks share its layers.
+            UsageError: the model was compiled, and there is a reason not to.
         """
         if not self._compile_checked:
             if _is_compiled_within(self._root):
-                if shares_layers:
-                    check_not_compiled(self._root)
+                check_not_compiled(self._root, refusal)
                 self._detach_from_model()
                 self._attach()
             self._compile_checked = True
@@ -292,11 +300,11 @@ class StateDictHooks:
     that 16-bit parameters drop. All ranks load the same. `state_dict` is refused where it would be of NaNs.
 
     Args:
-        on_absent: sharded parameters are tensors of shape (0,) in state dicts, and this is called; None refuses.
+        empty_when_sharded: sharded parameters are tensors of shape (0,) in state dicts, with a warning; else refused.
     """
 
-    def __init__(self, root: nn.Module, registry: ParamRegistry, on_absent: Callable[[], None] | None = None) -> None:
-        self._on_absent = on_absent
+    def __init__(self, root: nn.Module, registry: ParamRegistry, *, empty_when_sharded: bool = False) -> None:
+        self._empty_when_sharded = empty_when_sharded
         self._handles: list[RemovableHandle] = []
         for module in root.modules():
             handles = {name: registry.handle(param) for name, param in module._parameters.items() if param is not None}
@@ -351,21 +359,21 @@ class StateDictHooks:
         self._attach_to_reading(module, owned)
 
     def _attach_to_reading(self, module: nn.Module, owned: Mapping[str, ParamHandle]) -> None:
-        on_absent = self._on_absent
+        empties = self._empty_when_sharded
 
         def refuse(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-            if on_absent is None:
+            if not empties:
                 _refuse_absent(owned)
             _refuse_partial(owned)
 
         self._handles.append(module.register_state_dict_pre_hook(_Attached(refuse)))
-        if on_absent is None:
+        if not empties:
             return
 
         def leave_out_nans(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
             for name, handle in owned.items():
                 if prefix + name in state and _is_absent(handle):
-                    on_absent()
+                    log_once(logging.WARNING, _EMPTY)
                     state[prefix + name] = state[prefix + name].new_empty(0)
 
         self._handles.append(module.register_state_dict_post_hook(_Attached(leave_out_nans)))
@@ -525,14 +533,14 @@ def _is_compiled(module: nn.Module) -> bool:
     return getattr(module, "_compiled_call_impl", None) is not None or hasattr(module, "_orig_mod")
 
 
-def check_not_compiled(root: nn.Module) -> None:
-    """Refuses a compiled model whose layers ranks share: a graph cannot contain the group that sums them."""
-    if _is_compiled_within(root):
+def check_not_compiled(root: nn.Module, refusal: str) -> None:
+    """Refuses a compiled model for a reason; "" refuses none."""
+    if refusal and _is_compiled_within(root):
         raise UsageError(
-            "tensor parallelism: torch.compile",
-            expected="a model that is not compiled, where ranks share layers",
+            "torch.compile",
+            expected=f"a model that is not compiled: {refusal}",
             got=f"a compiled {type(root).__name__}",
-            fix="leave torch.compile out, or tp at 1",
+            fix="leave torch.compile out",
         )
 
 

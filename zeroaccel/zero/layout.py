@@ -20,9 +20,13 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from zeroaccel.comm.collectives import Collectives
 
 ALIGN_NUMEL = 32
 """Every parameter and every shard starts at a multiple of this: 64 bytes in 16-bit types, one cache line."""
@@ -379,3 +383,18 @@ def _slots(
         slots.append(Slot(fqn, tuple(shape), cursor, numel, (splits or {}).get(fqn)))
         cursor += round_up(numel, ALIGN_NUMEL)
     return tuple(slots), cursor
+
+
+def whole_of(slot: Slot, part: Tensor, collectives: Collectives) -> Tensor:
+    """The full parameter from this rank's part of it; the part itself where it is not split. (all ranks with a part)
+
+    Args:
+        part: of the slot's shape.
+    """
+    if slot.split is None:
+        return part
+    parts = collectives.parts
+    assert parts is not None, f"{slot.fqn} is split, and no ranks are known to have the other parts"
+    rows = part.new_empty(parts.world_size * part.numel())
+    parts.all_gather(rows, part.contiguous().view(-1), f"join {slot.fqn}").wait()
+    return slot.split.join([row.view(slot.shape) for row in rows.view(parts.world_size, -1)])

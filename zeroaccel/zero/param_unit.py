@@ -23,11 +23,10 @@ from zeroaccel.comm.collectives import Collectives, Work
 from zeroaccel.errors import OffloadError, ShardStateError
 from zeroaccel.offload.tier import Tier
 from zeroaccel.telemetry.timeline import span
-from zeroaccel.zero.layout import FlatLayout, FlatRange
+from zeroaccel.zero.layout import FlatLayout, FlatRange, whole_of
 from zeroaccel.zero.storage.copy_stream import CopyStream
 from zeroaccel.zero.storage.masters import MasterPlace, MasterStorage, NoMasters
 from zeroaccel.zero.storage.shards import MemoryShard, SecondaryShard, ShardPlace, ShardStorage
-from zeroaccel.zero.tensor_parallel import whole_of
 from zeroaccel.zero.tensor_subclasses import as_ordinary, as_sharded, is_split, local, set_local
 
 

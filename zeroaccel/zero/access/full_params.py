@@ -23,9 +23,8 @@ from zeroaccel.comm.agree import agree_or_raise, agreed
 from zeroaccel.errors import UsageError
 from zeroaccel.zero.access.param_registry import ParamHandle, ParamRegistry, handle_of
 from zeroaccel.zero.coordinator import OnDemandUnshard, ParamCoordinator
-from zeroaccel.zero.layout import FlatTensor
+from zeroaccel.zero.layout import FlatTensor, whole_of
 from zeroaccel.zero.param_unit import ParamUnit
-from zeroaccel.zero.tensor_parallel import whole_of
 
 
 class GatheredParameters:

@@ -25,10 +25,9 @@ from zeroaccel.errors import EngineStateError, UsageError
 from zeroaccel.ops.device_values import read_values
 from zeroaccel.zero.access.param_registry import ParamHandle, Training, handle_of
 from zeroaccel.zero.grad_reducer import GradientBuffer
-from zeroaccel.zero.layout import FlatRange, FlatTensor
+from zeroaccel.zero.layout import FlatRange, FlatTensor, whole_of
 from zeroaccel.zero.param_check import fingerprint
 from zeroaccel.zero.storage.masters import MasterPiece
-from zeroaccel.zero.tensor_parallel import whole_of
 
 _GATHERED_NUMEL = 1 << 22  # of each rank at a time
 

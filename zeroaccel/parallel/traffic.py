@@ -17,9 +17,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from zeroaccel.config.comm_plan import StepTraffic
-from zeroaccel.config.parallel import AXES, ParallelConfig
+from zeroaccel.config.parallel import ParallelConfig
 
-__all__ = ["SplitLayerShape", "axis_groups", "pipeline_traffic", "sequence_traffic", "shard_traffic", "tensor_traffic"]
+__all__ = ["SplitLayerShape", "pipeline_traffic", "sequence_traffic", "shard_traffic", "tensor_traffic"]
 
 _RUNNING_NBYTES = 4  # of an element of the sum that goes from replica to replica
 _POSITION_NBYTES = 8
@@ -45,21 +45,6 @@ class SplitLayerShape:
     style: str
     in_features: int
     out_features: int
-
-
-def axis_groups(mesh: ParallelConfig, *axes: str) -> tuple[tuple[int, ...], ...]:
-    """The ranks that differ in these axes only, in ascending order, for a resolved mesh.
-
-    Example:
-        >>> mesh = ParallelConfig(dp_shard=2, tp=2)
-        >>> axis_groups(mesh, "tp"), axis_groups(mesh, "dp_shard")
-        (((0, 1), (2, 3)), ((0, 2), (1, 3)))
-    """
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for rank in range(_world_size(mesh)):
-        places = mesh.coordinates(rank)
-        groups.setdefault(tuple(places[axis] for axis in AXES if axis not in axes), []).append(rank)
-    return tuple(map(tuple, groups.values()))
 
 
 def tensor_traffic(
@@ -99,7 +84,7 @@ def tensor_traffic(
             to_each += received // size
         if layer.style in _SUMS_WEIGHTS:
             to_each += 2 * -(-layer.out_features // size)
-    return _to_peers(to_each * itemsize * accumulation, axis_groups(mesh, "tp"), ranks_per_node)
+    return _to_peers(to_each * itemsize * accumulation, mesh.groups("tp"), ranks_per_node)
 
 
 def sequence_traffic(
@@ -132,7 +117,7 @@ def sequence_traffic(
     exchanged = own * head_width * (2 * heads + 2 * key_heads) // size  # queries, keys, values; outputs
     to_each = 2 * layers * exchanged * itemsize  # forward, backward
     to_each += own * (_POSITION_NBYTES + padded) + averages_loss * _LOSS_NBYTES
-    return _to_peers(to_each * accumulation, axis_groups(mesh, "sp"), ranks_per_node)
+    return _to_peers(to_each * accumulation, mesh.groups("sp"), ranks_per_node)
 
 
 def pipeline_traffic(
@@ -154,7 +139,7 @@ def pipeline_traffic(
     """
     micro_batch = boundary_numel * itemsize * accumulation
     total = StepTraffic(0.0, 0.0)
-    for ranks in axis_groups(mesh, "pp"):
+    for ranks in mesh.groups("pp"):
         for earlier, later in itertools.pairwise(ranks):
             total += _between(earlier, later, 2 * micro_batch, ranks_per_node)
         if len(ranks) > 1:
@@ -183,10 +168,10 @@ def shard_traffic(
     parts = mesh.dp_shard * mesh.sp
     shard = sum(numel // parts for numel in unit_numels)
     each = shard * itemsize * (gathers + reductions)
-    within = _to_peers(each, axis_groups(mesh, "dp_shard", "sp"), ranks_per_node)
+    within = _to_peers(each, mesh.groups("dp_shard", "sp"), ranks_per_node)
     # Between replicas a running sum goes from one to the next, in fp32, and from the last one on the result.
     across = StepTraffic(0.0, 0.0)
-    for ranks in axis_groups(mesh, "dp_replicate"):
+    for ranks in mesh.groups("dp_replicate"):
         for place in range(len(ranks) - 1):
             across += _between(ranks[place], ranks[place + 1], shard * _RUNNING_NBYTES * reductions, ranks_per_node)
             before = ranks[place - 1]  # of the first replica, the last one

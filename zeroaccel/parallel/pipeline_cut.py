@@ -265,15 +265,13 @@ def _cannot(model: nn.Module, why: str) -> UsageError:
     )
 
 
-def own_params(stage: Stage | None, optimizer: Any, params: Any) -> tuple[Any, Any]:
+def own_params(stage: Stage, optimizer: Any, params: Any) -> tuple[Any, Any]:
     """An optimizer, or parameters for one, of the whole model, without those of other stages.
 
     Groups stay where they are, empty or not, so that all stages have the same ones. A callable stays as it is.
 
-    Parameters that are not of the whole model are left for the caller to refuse. Without a stage nothing changes.
+    Parameters that are not of the whole model are left for the caller to refuse.
     """
-    if stage is None:
-        return optimizer, params
     whole, own = stage.whole.param_ids, {id(param) for param in stage.model.parameters()}
 
     def kept_of(group: Any) -> list[Any]:

@@ -5,12 +5,9 @@ Runs once, at the start. Afterwards every parameter is a view into a unit's buff
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +18,6 @@ from zeroaccel.comm.quantized import QUANTIZABLE
 from zeroaccel.config.shard_plan import ShardPlan
 from zeroaccel.errors import ConfigError, UsageError, listed
 from zeroaccel.logs import logger
-from zeroaccel.optim.rank_facts import SAME_OPTIMIZER, difference
 from zeroaccel.zero.access.param_registry import ParamHandle, handle_of
 from zeroaccel.zero.layout import FlatLayout, OwnerLoads, Split
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
@@ -187,71 +183,6 @@ def float64_error(fqn: str) -> UsageError:
     )
 
 
-def check_same(
-    model: nn.Module,
-    placement: Placement,
-    settings: Sequence[str],
-    optimizer: Mapping[str, str],
-    collectives: Collectives,
-    part: int = 0,
-) -> None:
-    """All ranks must have the same settings, and parameters of the same names, shapes and roles in the same order.
-
-    Args:
-        settings: one line for each.
-        optimizer: facts of the optimizer and the scheduler, as in `rank_facts`.
-        part: which part of a model this rank has; only models of ranks with the same part are compared.
-
-    Raises:
-        UsageError: on every rank, naming the first difference.
-    """
-    # A digest first: the descriptions grow with the model, times the ranks. Settings are reported before models, since
-    # another setting usually is the reason for another model.
-    own = _Compared(list(settings), dict(optimizer), part, _description(model, placement))
-    common, models = (hashlib.sha256(repr(facts).encode()).hexdigest() for facts in (own[:2], own.models))
-    of_ranks = set(collectives.gather_objects((common, part, models), "compare models"))
-    if len({common for common, _, _ in of_ranks}) == 1 and len(of_ranks) == len({part for _, part, _ in of_ranks}):
-        return
-    compared: Sequence[_Compared] = collectives.gather_objects(own, "compare models in detail")
-    _compare_lines("settings", {rank: other.settings for rank, other in enumerate(compared)}, collectives)
-    if (differs := difference([rank.optimizer for rank in compared], collectives.named)) is not None:
-        raise UsageError(f"initialize: {differs}", expected="one value on all ranks", fix=SAME_OPTIMIZER)
-    for alike in sorted({rank.part for rank in compared}):
-        of_part = {rank: other.models for rank, other in enumerate(compared) if other.part == alike}
-        _compare_lines("models", of_part, collectives)
-
-
-class _Compared(NamedTuple):
-    """What one rank is about to build."""
-
-    settings: list[str]
-    optimizer: dict[str, str]
-    part: int
-    models: list[str]
-
-
-def _compare_lines(kind: str, of_ranks: Mapping[int, Sequence[str]], collectives: Collectives) -> None:
-    first = min(of_ranks)
-    for rank, lines in of_ranks.items():
-        for expected, got in zip_longest(of_ranks[first], lines, fillvalue="nothing"):
-            if expected != got:
-                raise UsageError(
-                    f"the ranks have different {kind}",
-                    expected=f"{expected} as on {collectives.named([first])}",
-                    got=f"{got} on {collectives.named([rank])}",
-                    fix="build the same model, with the same config and optimizer, on every rank",
-                )
-
-
-def _description(model: nn.Module, placement: Placement) -> list[str]:
-    lines = []
-    for name, param in model.named_parameters():
-        group = placement.groups.get(id(param))
-        role = "in no param group" if group is None else f"in param group {group}"
-        lines.append(f"{name} {tuple(param.shape)} {param.dtype} {role if param.requires_grad else 'frozen'}")
-    return lines
-
-
 def plan_units(specs: Sequence[UnitSpec], placement: Placement, world_size: int) -> list[list[BufferPlan]]:
     """The buffers of each unit; owners are balanced within a unit, and over the units where that leaves a choice."""
     loads = OwnerLoads(world_size)  # one for all units: what is uneven in one unit is evened out by the next
@@ -394,7 +325,7 @@ def initial_values(
     if previous is not None:
         previous.registry.release([previous.unit])
     if any(_initialized(param) is None for param in params):  # gathered values are the same on all ranks already
-        if collectives.tensor is None:
+        if collectives.parts is None:
             collectives.broadcast(source, 0, f"initial weights of {name}")
         elif layout.slots[0].split is None:
             collectives.everyone.broadcast(source, 0, f"initial weights of {name}")

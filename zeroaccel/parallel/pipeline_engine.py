@@ -45,12 +45,12 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from zeroaccel.comm.agree import agreed
 from zeroaccel.comm.pipeline_group import PipelineGroup
 from zeroaccel.config.parallel import PipelineConfig
-from zeroaccel.errors import EngineStateError, UsageError
+from zeroaccel.errors import EngineStateError, UsageError, compose
 from zeroaccel.nested import leaves_of, to_device
-from zeroaccel.parallel.sequence import SHIFTED_LABELS
-from zeroaccel.pipeline.model_cut import SharedParameter, Stage, StagePart, evaluating
+from zeroaccel.parallel.pipeline_cut import SharedParameter, Stage, StagePart, evaluating
+from zeroaccel.parallel.sequence import SHIFTED_LABELS, SequenceGroup
 from zeroaccel.zero.access.param_registry import handle_of
-from zeroaccel.zero.engine import Engine
+from zeroaccel.zero.engine_base import EngineBase
 
 _SCHEDULES = {
     "1f1b": Schedule1F1B,
@@ -74,12 +74,12 @@ class TensorShape:
         return torch.empty(self.shape, dtype=self.dtype, device="meta", requires_grad=requires_grad)
 
 
-class PipelineEngine(Engine):
+class PipelineEngine(EngineBase):
     """Trains one stage of a model; made by `zeroaccel.initialize` with `ParallelConfig(pp=...)`.
 
     A step is one call, on all ranks: `loss = engine.train_batch(data_iter)`. It takes as many micro-batches as
-    `gradient_accumulation_steps` says; the ranks of one pipeline pass the same ones. `forward`, `backward` and `step`
-    raise: a stage by itself computes no loss.
+    `gradient_accumulation_steps` says; the ranks of one pipeline pass the same ones. There is no `backward` and no
+    `step`, and `forward` raises: a stage by itself computes no loss.
 
     Attributes:
         stage: of the model.
@@ -102,6 +102,7 @@ class PipelineEngine(Engine):
 
     stage: Stage
     pipeline: PipelineGroup
+    sequence_group: SequenceGroup
 
     def attach(self, stage: Stage, pipeline: PipelineGroup, config: PipelineConfig, loader: Any = None) -> None:
         """Completes an engine that `initialize` has made. (all ranks)"""
@@ -123,16 +124,13 @@ class PipelineEngine(Engine):
     # -- calls of programs
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Raises EngineStateError: call `train_batch` or `eval_batch`."""
-        raise self._not_alone("engine(batch)")
+        """Raises EngineStateError: a stage by itself computes no loss; call `train_batch` or `eval_batch`."""
+        raise EngineStateError(self._not_alone("engine(batch)"))
 
-    def backward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Raises EngineStateError: call `train_batch`."""
-        raise self._not_alone("engine.backward()")
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """Raises EngineStateError: call `train_batch`."""
-        raise self._not_alone("engine.step()")
+    def __getattr__(self, name: str) -> Any:
+        if name in ("backward", "step"):
+            raise AttributeError(self._not_alone(f"engine.{name}()"), name=name, obj=self)
+        return super().__getattr__(name)
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
         """One step over `gradient_accumulation_steps` micro-batches. (all ranks)
@@ -155,7 +153,7 @@ class PipelineEngine(Engine):
         with torch.enable_grad():
             self._refresh_copies()
             self._run(boundaries, training=True)
-        super().step()
+        self.run_step()
         return self._mean_loss()
 
     def eval_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
@@ -259,7 +257,7 @@ class PipelineEngine(Engine):
             if shared.copy is not None:
                 shared.copy.micro_batch = micro_batch
         batch = self._batches[micro_batch] if self._batches else None
-        output = self.stage.run(part, super().forward, batch, received)
+        output = self.stage.run(part, self.run_forward, batch, received)
         if part.is_last and self.sequence_group.size > 1:
             return self.sequence_group.mean_loss(output, batch[SHIFTED_LABELS])  # type: ignore[index]
         return output
@@ -296,7 +294,7 @@ class PipelineEngine(Engine):
         if is_end:
             self.grad_reducer.expect(None)
         elif self._backwards.total() < micro_batches:  # as many steps as micro-batches, the last of which updates
-            super().step()
+            self.run_step()
 
     # -- the schedule
 
@@ -418,7 +416,7 @@ class PipelineEngine(Engine):
     @property
     def _layer_ranks(self) -> int:
         """Ranks that share layers."""
-        return 1 if self.collectives.tensor is None else self.collectives.tensor.world_size
+        return 1 if self.collectives.parts is None else self.collectives.parts.world_size
 
     @property
     def _where(self) -> str:
@@ -429,8 +427,8 @@ class PipelineEngine(Engine):
         recorder = self.collectives.topology.flight_recorder
         recorder.phase, recorder.step = phase, self.global_steps
 
-    def _not_alone(self, call: str) -> EngineStateError:
-        return EngineStateError(
+    def _not_alone(self, call: str) -> str:
+        return compose(
             f"{call} on {self._where} of a pipeline",
             expected="train_batch() or eval_batch(), which run all stages",
             fix="call engine.train_batch(data_iter): it takes the micro-batches of a step, and updates",

@@ -14,25 +14,37 @@ import hashlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zeroaccel.comm.collectives import Collectives
+from zeroaccel.comm.topology import RankGroup, Topology, connect, mesh_of, subgroup, track
 from zeroaccel.comm.tracked_group import TrackedGroup
-from zeroaccel.errors import UsageError, listed
+from zeroaccel.config import Config
+from zeroaccel.config.parallel import ParallelConfig
+from zeroaccel.errors import ConfigError, UsageError, listed
 from zeroaccel.nested import leaves_of
-from zeroaccel.zero.layout import Slot, Split
+from zeroaccel.optim.optimizer_kinds import OptimizerKind
+from zeroaccel.setup.axis import Axis
+from zeroaccel.setup.job import JobSpec
+from zeroaccel.setup.optimizer_plan import OptimizerPlan
+from zeroaccel.zero.build_units import refuse_split
+from zeroaccel.zero.engine_base import EngineBase
+from zeroaccel.zero.from_config import EngineSettings
+from zeroaccel.zero.hooks import check_not_compiled
+from zeroaccel.zero.layout import Split
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Placement
     from torch.distributed.tensor.parallel import ParallelStyle
+
 
 _HEAD_NORM = "replicated_with_grad_allreduce"
 _HEADS = ("num_attention_heads", "num_key_value_heads")
@@ -73,19 +85,81 @@ def _styles() -> dict[str, Callable[[], ParallelStyle]]:
     }
 
 
-def whole_of(slot: Slot, part: Tensor, collectives: Collectives) -> Tensor:
-    """A parameter from this rank's part of it; itself where it is not split. (all ranks of the `tp` axis, if it is)
+class TensorAxis(Axis):
+    """The `tp` axis: ranks with parts of the same layers."""
 
-    Args:
-        part: of the slot's shape.
-    """
-    if slot.split is None:
-        return part
-    tensor = collectives.tensor
-    assert tensor is not None, f"{slot.fqn} is split, and there is no tensor parallelism"
-    rows = part.new_empty(tensor.world_size * part.numel())
-    tensor.all_gather(rows, part.contiguous().view(-1), f"join {slot.fqn}").wait()
-    return slot.split.join([row.view(slot.shape) for row in rows.view(tensor.world_size, -1)])
+    name: ClassVar[str] = "tp"
+    refuses_compiled: ClassVar[str] = "a graph cannot contain the group that sums a layer's parts (tensor parallelism)"
+
+    def __init__(self, group: RankGroup, topology: Topology, tp_plan: Mapping[str, str] | str | None) -> None:
+        self._group, self._topology, self._plan = group, topology, tp_plan
+        self._layers = SplitLayers([], group.size)
+
+    @classmethod
+    def join(cls, mesh: ParallelConfig, topology: Topology, job: JobSpec) -> TensorAxis | None:
+        if mesh.tp == 1:
+            return None
+        groups = mesh.groups(cls.name)
+        group = subgroup(topology, groups)
+        connect(topology, {"layers": group.reduce_group})
+        track(topology, groups)
+        return cls(group, topology, mesh.tp_plan)
+
+    @property
+    def splits(self) -> Mapping[int, Split]:
+        return self._layers.splits
+
+    def divide(self, model: nn.Module, others: Sequence[Axis]) -> None:
+        """Finds the layers to split. Changes nothing of the model.
+
+        Raises:
+            UsageError: the plan does not fit the model, or the model is compiled.
+        """
+        check_not_compiled(model, self.refuses_compiled)
+        self._layers = SplitLayers.of(model, mesh_of(self._topology, self._group), self._group.rank, self._plan)
+
+    def keep(self, modules: Iterable[nn.Module]) -> None:
+        self._layers.keep(modules)
+
+    def splits_of(self, module: nn.Module) -> Mapping[str, Split]:
+        return self._layers.splits_of(module)
+
+    def check(
+        self, config: Config, settings: EngineSettings, optimizer: OptimizerPlan, names: Mapping[int, str]
+    ) -> None:
+        zero = config.zero_optimization
+        for key in ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"):
+            if getattr(zero, key):
+                raise ConfigError(
+                    config.where(f"zero_optimization.{key}"),
+                    expected="false with tensor parallelism",
+                    got=True,
+                    fix="remove the key, or leave tp at 1",
+                )
+        if OptimizerKind.COUPLED in optimizer.group_kinds:
+            raise UsageError(
+                f"optimizer {type(optimizer.optimizer).__name__}",
+                expected="one that updates elements or tensors by themselves, with tensor parallelism",
+                got="one whose rule sums over several parameters",
+                fix="use AdamW, SGD or the like, or leave tp at 1",
+            )
+        for param, index in optimizer.groups.items():
+            if param in self.splits and optimizer.group_kinds[index] is OptimizerKind.PER_TENSOR:
+                refuse_split(names[param])
+
+    def connect(self, collectives: Collectives) -> None:
+        collectives.parts = Collectives(self._topology, self._group, recorder=collectives.flight_recorder)
+        collectives.observe(self.name, collectives.parts)
+        if (tracked := self._topology.tracked.get(self._group.ranks)) is not None:
+            collectives.observe(self.name, tracked)
+
+    def attach(self, engine: EngineBase, loader: Any) -> None:
+        # Stages of a pipeline compare their batches themselves, as not all of them run the model at the same time.
+        ranks = engine.collectives
+        self._layers.attach(engine.module, ranks if ranks.peers is ranks.job else None)
+
+    def undo(self) -> None:
+        self._layers.detach()
 
 
 class SplitLayers:

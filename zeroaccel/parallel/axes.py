@@ -1,0 +1,14 @@
+"""The table of axes: which classes carry out the sizes of a `ParallelConfig`.
+
+A new axis is one class derived from `setup.axis.Axis` and one line here.
+"""
+
+from __future__ import annotations
+
+from zeroaccel.parallel.pipeline import PipelineAxis
+from zeroaccel.parallel.sequence_axis import SequenceAxis
+from zeroaccel.parallel.tensor import TensorAxis
+from zeroaccel.setup.axis import Axis
+
+AXES: list[type[Axis]] = [TensorAxis, PipelineAxis, SequenceAxis]
+"""In the order in which they divide a model: a tensor-parallel plan names the layers of the whole model."""

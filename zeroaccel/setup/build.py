@@ -1,0 +1,222 @@
+"""`build`: from a plan that all ranks agree on to an engine. Tensors move here, and nowhere earlier."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+
+from zeroaccel.checkpoint.checkpointer import Checkpointer, CheckpointSettings
+from zeroaccel.comm.agree import agreed
+from zeroaccel.comm.collectives import Collectives
+from zeroaccel.comm.hierarchical import arrange
+from zeroaccel.config import Config
+from zeroaccel.logs import log_always, logger
+from zeroaccel.offload.host_buffers import empty_on_host
+from zeroaccel.ops.coupled import CoupledOptimizer, Reductions
+from zeroaccel.ops.shard_step import ShardOptimizer
+from zeroaccel.optim.optimizer_kinds import OptimizerKind
+from zeroaccel.setup.plan import TrainPlan
+from zeroaccel.telemetry.step_report import EventSink, StepReport
+from zeroaccel.telemetry.trackers import build_monitors
+from zeroaccel.zero.build_units import build_units, plan_units, warn_unoptimized
+from zeroaccel.zero.engine import Engine
+from zeroaccel.zero.engine_base import EngineBase, EngineParts
+from zeroaccel.zero.from_config import autocast_of, buffer_dtypes_of, loss_scale_of
+from zeroaccel.zero.hooks import check_not_compiled
+from zeroaccel.zero.param_unit import ParamUnit
+from zeroaccel.zero.precision import Autocast, broadcast_buffers, cast_buffers
+from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
+from zeroaccel.zero.storage.placement import BufferPlan, OffloadRules, TierSet, check_update_time, share_updates
+
+_DEVICE_SUB_GROUP_NUMEL = 50_000_000
+
+
+def build(plan: TrainPlan) -> EngineBase:
+    """Makes the engine of a plan: groups, tiers, units, optimizer, hooks. (all ranks)
+
+    What raises on one rank raises on all, and leaves neither open files nor a changed forward behind.
+
+    Raises:
+        ConfigError, UsageError, OffloadError: a tier cannot be opened, or the optimizer does not take its shards.
+    """
+    ranks, model = plan.ranks, plan.job.model
+    collectives = arrange(ranks.collectives, plan.comm, ranks.data_groups, ranks.peer_groups)
+    for axis in ranks.axes:
+        axis.connect(collectives)
+    if OptimizerKind.COUPLED in plan.optimizer.group_kinds and plan.shards.optimizer:
+        _bind_reductions(plan.optimizer.optimizer, collectives)
+    job_ranks = collectives.everyone if ranks.peer_groups is None else collectives.job
+    with agreed(job_ranks, "initialize: compile"):
+        refuses_compiled = _compile(plan)
+    # Buffers first: their dtypes follow from those of the parameters.
+    cast_buffers(model, ranks.topology.device, buffer_dtypes_of(model, plan.config))
+    broadcast_buffers(model, collectives.everyone)
+    buffers = plan_units(plan.units, plan.placement, collectives.shard_world_size)
+    with ExitStack() as undo:
+        with agreed(job_ranks, "initialize: offload"):
+            monitors = build_monitors(plan.config, ranks.collectives.rank)
+            tiers = _plan_tiers(plan, buffers, collectives)
+        undo.callback(tiers.close)
+        _open_tiers(tiers, job_ranks)
+        with agreed(job_ranks, "initialize: axes"):
+            for axis in ranks.axes:
+                undo.callback(axis.undo)
+                axis.install(model)
+        units = build_units(plan.units, buffers, plan.placement, collectives, tiers)
+        with agreed(job_ranks, "initialize: optimizer"):
+            tiers.settle()
+            optimizer = _shard_optimizer(plan, units, tiers)
+        undo.pop_all()
+    parts = EngineParts(
+        optimizer=optimizer,
+        lr_scheduler=plan.optimizer.scheduler,
+        loss_scale=loss_scale_of(plan.config),
+        report=_report(plan, job_ranks.rank, monitors),
+        tiers=tiers,
+        unoptimized=plan.unoptimized,
+        refuses_compiled=refuses_compiled,
+    )
+    engine = _engine_type(plan)(model, units, collectives, plan.engine, parts, plan.config.resolved)
+    _complete(engine, plan)
+    return engine
+
+
+def _complete(engine: EngineBase, plan: TrainPlan) -> None:
+    """Adds to an engine what ends with it: checkpoints, axes, and what the config changes outside of the engine."""
+    ranks, model = plan.ranks, plan.job.model
+    whole = next((axis.whole for axis in ranks.axes if axis.whole is not None), None)
+    engine.checkpointer = Checkpointer(engine, _checkpoint_settings(plan.config), whole, ranks.mesh)
+    engine.at_destroy(partial(ranks.topology.names.forget, ranks.mesh))
+    if (dtype := autocast_of(plan.config)) is not None:
+        engine.at_destroy(Autocast(model, engine.collectives.topology.device, dtype).undo)
+    for axis in ranks.axes:
+        engine.at_destroy(axis.undo)
+        axis.attach(engine, plan.loader)
+    if plan.optimizer.optimizer is not None:
+        _let_modes_change_weights(plan.optimizer.optimizer, engine)
+    elif plan.job.config is None:
+        log_always("initialize: no config and no optimizer, so the engine is for inference and keeps the model whole")
+    if plan.recomputation is not None:
+        plan.recomputation.apply()
+        engine.at_destroy(plan.recomputation.undo)
+    if plan.config.disable_python_gc:
+        gc.disable()
+        engine.at_destroy(gc.enable)
+    if plan.config.dump_state:
+        logger.warning("%s", plan.engine)
+
+
+def _engine_type(plan: TrainPlan) -> type[EngineBase]:
+    """The class that the caller asks for, else the one that an axis needs, else `Engine`."""
+    if plan.job.engine_type is not None:
+        return plan.job.engine_type
+    return next((axis.engine_type for axis in plan.ranks.axes if axis.engine_type is not None), Engine)
+
+
+def _compile(plan: TrainPlan) -> str:
+    """Compiles the model where the job says so; returns why an axis refuses compiled models, or "".
+
+    Before hooks are on the model: they stay out of graphs only where they find a module compiled.
+    """
+    model, on_cuda = plan.job.model, plan.ranks.topology.device.type == "cuda"
+    if plan.job.compilation is not None:
+        plan.job.compilation.apply(model, parameters_move=on_cuda and plan.shards.params)
+    refusal = next((axis.refuses_compiled for axis in plan.ranks.axes if axis.refuses_compiled), "")
+    check_not_compiled(model, refusal)
+    return refusal
+
+
+def _bind_reductions(optimizer: object, collectives: Collectives) -> None:
+    """Makes the sums of a coupled optimizer all-reduces over the shards."""
+    assert isinstance(optimizer, CoupledOptimizer), "a coupled optimizer on shards without use_reductions()"
+    label = f"sums of {type(optimizer).__name__}"
+    optimizer.use_reductions(
+        Reductions(lambda tensor, op: collectives.all_reduce(tensor, op, label), counts=collectives.replica == 0)
+    )
+
+
+# -- tiers and optimizer
+
+
+def _plan_tiers(plan: TrainPlan, buffers: Sequence[Sequence[BufferPlan]], collectives: Collectives) -> TierSet:
+    optimizer, device = plan.optimizer.optimizer, plan.ranks.topology.device
+    rules = OffloadRules.of(plan.config, plan.tiers.param, plan.tiers.optimizer)
+    tiers = TierSet(rules, list(chain(*buffers)), optimizer, collectives.shard_rank, device)
+    if optimizer is not None and plan.tiers.optimizer != "device":
+        section = f"{rules.where}.offload_optimizer"
+        share_updates(optimizer, rules.optimizer_section.ratio, device, section)
+        check_update_time(optimizer, rules.optimizer_section.update_during, section)
+    if tiers.pins_states and tiers.swapper is None and isinstance(optimizer, ShardOptimizer):
+        optimizer.host_memory = partial(empty_on_host, pinned=True)
+    return tiers
+
+
+def _open_tiers(tiers: TierSet, collectives: Collectives) -> None:
+    """Opens the tiers of all ranks, or of none. (all ranks)"""
+    # Each rank reserves its file now, and the ranks of a node check together that the disk has room for all of them.
+    needs = collectives.gather_objects(tiers.needs(), "space for offload") if tiers.can_fail else []
+    with agreed(collectives, "initialize: open the tiers"):
+        tiers.open(list(chain(*needs)))
+
+
+def _shard_optimizer(plan: TrainPlan, units: Sequence[ParamUnit], tiers: TierSet) -> ShardedOptimizer | None:
+    trained = plan.optimizer
+    if trained.optimizer is None or trained.kinds is None:
+        return None
+    warn_unoptimized([plan.names[id(param)] for param in plan.unoptimized])
+    return ShardedOptimizer(
+        trained.optimizer,
+        trained.kinds,
+        trained.groups,
+        [buffer for unit in units for buffer in unit.buffers if buffer.trainable],
+        sub_group_numel=_sub_group_numel(plan.config, tiers.device),
+        copies=tiers.copies,
+    )
+
+
+def _sub_group_numel(config: Config, device: torch.device) -> int:
+    """Elements that are stepped at a time by optimizers that need their gradients in fp32."""
+    zero = config.zero_optimization
+    # The format's default, 10^9, is 4 GB of fp32 gradients, for which a GPU seldom has room; a config's value counts.
+    if device.type == "cuda" and "sub_group_size" not in zero.model_fields_set:
+        return min(zero.sub_group_size, _DEVICE_SUB_GROUP_NUMEL)
+    return zero.sub_group_size
+
+
+# -- the engine's surroundings
+
+
+def _report(plan: TrainPlan, rank: int, monitors: EventSink) -> StepReport:
+    return StepReport(
+        device=plan.ranks.topology.device,
+        rank=rank,
+        steps_per_print=plan.config.steps_per_print,
+        wall_clock_breakdown=plan.config.wall_clock_breakdown,
+        memory_breakdown=plan.config.memory_breakdown,
+        monitors=monitors,
+    )
+
+
+def _checkpoint_settings(config: Config) -> CheckpointSettings:
+    section = config.checkpoint
+    return CheckpointSettings(
+        background=section.async_save,
+        staging_nbytes=section.staging_nbytes,
+        keep_last=section.keep_last,
+        random_state=section.save_random_state,
+    )
+
+
+def _let_modes_change_weights(optimizer: Any, engine: EngineBase) -> None:
+    """Routes `optimizer.train()` and `.eval()`, by which schedule-free classes change weights, through the engine."""
+    for mode in ("train", "eval"):
+        own = getattr(type(optimizer), mode, None)
+        if callable(own):
+            setattr(optimizer, mode, partial(engine.change_masters, partial(own, optimizer)))
+            engine.at_destroy(partial(vars(optimizer).pop, mode, None))

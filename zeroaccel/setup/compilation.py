@@ -1,0 +1,57 @@
+"""`Compilation`: how `torch.compile` is applied to a model before its engine is made."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from zeroaccel.activations import repeated_blocks
+from zeroaccel.logs import log_once
+
+_MODES_WITH_CUDA_GRAPHS = ("reduce-overhead", "max-autotune")
+
+
+@dataclass(frozen=True)
+class Compilation:
+    """Arguments of `torch.compile`.
+
+    Attributes:
+        regional: compile each repeated block by itself, where there are any, rather than the model.
+        options: of the backend; not together with a mode.
+    """
+
+    backend: str
+    mode: str | None = None
+    fullgraph: bool = False
+    dynamic: bool | None = None
+    regional: bool = False
+    options: Mapping[str, Any] | None = None
+
+    def apply(self, model: nn.Module, *, parameters_move: bool = False) -> None:
+        """Marks the model, or its blocks, to be compiled at the first forward.
+
+        To be called before the engine is made: its hooks stay out of graphs only where they find a module compiled.
+
+        Args:
+            parameters_move: they are gathered into other memory of a CUDA device in each pass.
+        """
+        if parameters_move and self.mode in _MODES_WITH_CUDA_GRAPHS:
+            log_once(
+                logging.WARNING,
+                f'dynamo_mode "{self.mode}" records CUDA graphs, which are bound to the addresses of parameters, and'
+                " sharded parameters are gathered to other addresses in each pass: graphs are recorded over and over;"
+                ' set dynamo_mode to "default", or shard no parameters (stage 2)',
+            )
+        blocks = [block for _, block in repeated_blocks(model)] if self.regional else []
+        for module in blocks or [model]:
+            module.compile(
+                backend=self.backend,
+                mode=self.mode,
+                fullgraph=self.fullgraph,
+                dynamic=self.dynamic,
+                options=None if self.options is None else dict(self.options),
+            )

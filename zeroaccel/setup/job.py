@@ -1,0 +1,70 @@
+"""`JobSpec`: what the caller of `initialize` or `Accelerator.prepare` said, before anything is looked up or decided."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from zeroaccel.comm.collectives import Collectives
+from zeroaccel.config import Config, Facts
+from zeroaccel.config.normalize import UnknownKeys
+from zeroaccel.config.parallel import ParallelConfig, PipelineConfig
+from zeroaccel.optim.optimizer_kinds import OptimizerKind
+from zeroaccel.setup.compilation import Compilation
+from zeroaccel.zero.engine_base import EngineBase
+from zeroaccel.zero.from_config import LoopRules
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+ConfigSource = Mapping[str, Any] | str | os.PathLike[str] | Config
+OptimizerSource = Optimizer | Callable[[list[nn.Parameter]], Optimizer]
+
+
+@dataclass(frozen=True)
+class JobSpec:
+    """The arguments of one call, with the source of each value that a frontend collected.
+
+    Attributes:
+        model: the model; its parameters keep their objects, shapes and names.
+        optimizer: an optimizer, or a function that makes one; None takes the config's `optimizer` section.
+        params: parameters or param groups for the config's optimizer; None takes all trainable ones.
+        lr_scheduler: a scheduler, or a function of the optimizer; None takes the config's `scheduler` section.
+        training_data, collate_fn: a dataset to make a loader for.
+        config: DeepSpeed-format JSON as a dict, path or text; None is an empty config.
+        sources: dotted path in `config` -> where its value came from, for error messages.
+        facts: values that fill "auto", with their sources. The plan adds the hidden size and the number of samplers.
+        unknown_keys: see `load_config`.
+        collectives: the communication backend; None makes one over all ranks.
+        mesh: a torch DeviceMesh of the data-parallel axes, instead of `parallel`.
+        parallel: sizes of the mesh's axes, as a `ParallelConfig` or accelerate's `ParallelismConfig`.
+        pipeline: how pipeline stages are cut and scheduled.
+        engine_type: class of the engine; None takes the one that the mesh needs.
+        optimizer_kind: "elementwise", "per_tensor" or "coupled", instead of a trial of the optimizer.
+        loop: how the caller's loop drives the engine.
+        compilation: how `torch.compile` is applied to the model; None leaves it as it is.
+    """
+
+    model: nn.Module
+    optimizer: OptimizerSource | None = None
+    params: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None
+    lr_scheduler: Any = None
+    training_data: Any = None
+    collate_fn: Callable[..., Any] | None = None
+    config: ConfigSource | None = None
+    sources: Mapping[str, str] = field(default_factory=dict)
+    facts: Facts = field(default_factory=Facts)
+    unknown_keys: UnknownKeys = "standard"
+    collectives: Collectives | None = None
+    mesh: DeviceMesh | None = None
+    parallel: ParallelConfig | Any = None
+    pipeline: PipelineConfig | None = None
+    engine_type: type[EngineBase] | None = None
+    optimizer_kind: OptimizerKind | str | None = None
+    loop: LoopRules = field(default_factory=LoopRules)
+    compilation: Compilation | None = None

@@ -1,0 +1,216 @@
+"""`OptimizerPlan`: the optimizer and the scheduler of a training, and how the optimizer may be sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from zeroaccel.config import Config, ShardPlan, TierPlan
+from zeroaccel.errors import ConfigError, UsageError
+from zeroaccel.logs import logger
+from zeroaccel.ops.coupled import CoupledOptimizer
+from zeroaccel.optim.lr_schedules import build_scheduler
+from zeroaccel.optim.optimizer_factory import build_optimizer
+from zeroaccel.optim.optimizer_kinds import OptimizerKind, OptimizerKinds, check_steppable, classify
+from zeroaccel.optim.rank_facts import training_facts
+from zeroaccel.zero.build_units import group_index
+from zeroaccel.zero.from_config import addressed
+
+
+@dataclass(frozen=True)
+class OptimizerPlan:
+    """What updates the parameters.
+
+    Attributes:
+        optimizer: None for inference.
+        scheduler: None where the learning rate is constant.
+        kinds: how each param group may be sharded; None for inference.
+        declared_kind: by an argument or the config; None where a trial decides.
+        groups: id(parameter) -> index of its param group.
+        facts: settings of optimizer and scheduler, for the ranks to compare.
+    """
+
+    optimizer: Optimizer | None
+    scheduler: Any
+    kinds: OptimizerKinds | None
+    declared_kind: OptimizerKind | str | None
+    groups: Mapping[int, int]
+    facts: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        optimizer: Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None,
+        params: Iterable[Any] | None,
+        scheduler: Any,
+        kind: OptimizerKind | str | None,
+        config: Config,
+        names: Mapping[int, str],
+    ) -> OptimizerPlan:
+        """Builds what the config names, and takes what the caller passed.
+
+        Args:
+            kind: declared by an argument; takes precedence over the config's.
+            names: id(parameter) -> fqn.
+
+        Raises:
+            ConfigError, UsageError: config and arguments both name one, or it does not fit the model or the config.
+        """
+        built = _optimizer(model, optimizer, params, config)
+        groups = {} if built is None else group_index(built, names)
+        schedule = _scheduler(scheduler, config, built)
+        declared = config.optimizer.kind if kind is None and config.optimizer is not None else kind
+        kinds = None if built is None else _classified(built, declared)
+        return cls(built, schedule, kinds, declared, groups, training_facts(built, schedule))
+
+    @property
+    def group_kinds(self) -> tuple[OptimizerKind, ...]:
+        """The kind of each param group; none for inference."""
+        return () if self.kinds is None else tuple(self.kinds.groups)
+
+    def check(self, config: Config, shards: ShardPlan, tiers: TierPlan) -> None:
+        """Refuses a config that the optimizer cannot be sharded by."""
+        if self.optimizer is None or self.kinds is None:
+            return
+        if OptimizerKind.PER_TENSOR in self.group_kinds and shards.params:
+            _refuse_codes(config, type(self.optimizer).__name__, self.kinds.reason)
+        if OptimizerKind.COUPLED in self.group_kinds:
+            _check_coupled(self.optimizer, self.kinds.reason, config, shards, tiers)
+
+
+def _classified(optimizer: Optimizer, declared: OptimizerKind | str | None) -> OptimizerKinds:
+    check_steppable(optimizer)
+    return classify(optimizer, declared)
+
+
+def _refuse_codes(config: Config, optimizer: str, reason: str) -> None:
+    # Codes need shards of equal size; the owner layout of full tensors has shards of different sizes.
+    for key in ("zero_quantized_weights", "zero_quantized_gradients"):
+        if getattr(config.zero_optimization, key):
+            raise ConfigError(
+                config.where(f"zero_optimization.{key}"),
+                expected=f"false with optimizer {optimizer}, which is stepped on whole tensors: {reason}",
+                got=True,
+                fix="set it to false; codes are for equal shards, and owners' shards differ in size",
+            )
+
+
+def _check_coupled(optimizer: Optimizer, reason: str, config: Config, shards: ShardPlan, tiers: TierPlan) -> None:
+    name = type(optimizer).__name__
+    if shards.optimizer and not isinstance(optimizer, CoupledOptimizer):
+        raise ConfigError(
+            f"optimizer {name} at stage {config.zero_optimization.stage}: {reason}",
+            expected="an optimizer that can be stepped on a part of the parameters",
+            fix="use stage 0, where every rank has everything; or give the class a use_reductions() method "
+            "(zeroaccel.CoupledOptimizer), by which its sums go over all shards",
+        )
+    # A coupled rule reads all its states at once, so none may be swapped out or split into residuals.
+    needs_memory = {
+        "data_types.master_weights": config.data_types.master_weights == "residual",
+        "zero_optimization.offload_param.device": tiers.param == "nvme",
+        "zero_optimization.offload_optimizer.device": tiers.optimizer == "nvme",
+    }
+    for key, is_wrong in needs_memory.items():
+        if is_wrong:
+            raise ConfigError(
+                config.where(key),
+                expected=f"states in memory with optimizer {name}, which steps all parameters at once: {reason}",
+                got='"residual"' if key.startswith("data") else '"nvme"',
+                fix='use "fp32" and "cpu", or another optimizer',
+            )
+
+
+def _optimizer(
+    model: nn.Module,
+    source: Optimizer | Callable[[list[nn.Parameter]], Optimizer] | None,
+    params: Iterable[Any] | None,
+    config: Config,
+) -> Optimizer | None:
+    """The optimizer of the argument or of the config's section; None for inference."""
+    section = config.optimizer
+    named = section is not None and section.type is not None
+    if config.bf16.bf16_optimizer_states and (source is not None or not named):
+        raise ConfigError(
+            config.where("bf16.bf16_optimizer_states"),
+            expected="an optimizer section with Adam, AdamW, Lion or Adagrad, whose states it is about",
+            got="an optimizer passed to initialize()" if source is not None else "none",
+            fix="name the optimizer in the config, or remove the key",
+        )
+    if source is not None and named:
+        raise _named_twice(config, "optimizer")
+    if source is not None:
+        made = source if isinstance(source, Optimizer) else source([p for p in model.parameters() if p.requires_grad])
+        if not isinstance(made, Optimizer):
+            raise UsageError("initialize(optimizer)", expected="a torch.optim.Optimizer", got=type(made).__name__)
+        return made
+    if section is None or section.type is None:
+        return None
+    groups = list(params) if params is not None else [p for p in model.parameters() if p.requires_grad]
+    _check_param_groups(model, groups)
+    arguments = dict(section.params)
+    if config.bf16.bf16_optimizer_states:
+        arguments.setdefault("moments_dtype", "bf16")
+    with addressed(config):
+        return build_optimizer(section.type, arguments, groups, model)
+
+
+def _named_twice(config: Config, section: str) -> ConfigError:
+    return ConfigError(
+        config.where(section),
+        expected=f"one {section}",
+        got="one in the config and one passed to initialize()",
+        fix="remove the section or the argument",
+    )
+
+
+def _check_param_groups(model: nn.Module, groups: list[Any]) -> None:
+    """Refuses a parameter in two groups, by its name; torch's own error names none."""
+    names = {id(param): fqn for fqn, param in model.named_parameters()}
+    seen: dict[int, int] = {}
+    for index, group in enumerate(item for item in groups if isinstance(item, dict)):
+        members = group["params"]
+        if not isinstance(members, torch.Tensor):  # an iterator could be read only once
+            members = group["params"] = list(members)
+        for param in [members] if isinstance(members, torch.Tensor) else members:
+            if seen.setdefault(id(param), index) != index:
+                raise ConfigError(
+                    f"parameter {names.get(id(param), '(not of this model)')}",
+                    expected="to be in one param group",
+                    got=f"groups {seen[id(param)]} and {index}",
+                    fix="remove it from one of them",
+                )
+
+
+def _scheduler(source: Any, config: Config, optimizer: Optimizer | None) -> Any:
+    section = config.scheduler
+    if source is not None and section is not None:
+        raise _named_twice(config, "scheduler")
+    if optimizer is None:
+        if source is not None:
+            raise UsageError("initialize(lr_scheduler)", expected="an optimizer to schedule", got=None)
+        if section is not None:  # the file of a training that is evaluated
+            logger.warning(
+                "%s is ignored: this engine is for inference, and has no optimizer to schedule",
+                config.where("scheduler"),
+            )
+        return None
+    if section is not None:
+        with addressed(config):
+            return build_scheduler(section.type, dict(section.params), optimizer)
+    is_scheduler = hasattr(source, "step") and not isinstance(source, type)
+    scheduler = source if source is None or is_scheduler else source(optimizer)
+    if isinstance(scheduler, ReduceLROnPlateau):
+        raise UsageError(
+            "initialize(lr_scheduler)",
+            expected="a schedule that the engine can move on by itself",
+            got="ReduceLROnPlateau, which needs a metric at each step",
+            fix="leave it out, and step it in the training loop with a metric that is the same on every rank",
+        )
+    return scheduler

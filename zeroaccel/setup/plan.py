@@ -1,0 +1,313 @@
+"""`TrainPlan`: everything that is decided about a training before a tensor moves; compared between the ranks."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from zeroaccel.activations import Recomputation
+from zeroaccel.comm.collectives import Collectives
+from zeroaccel.comm.environment import check_own_variables
+from zeroaccel.config import (
+    BatchSizes,
+    CommPlan,
+    Config,
+    ShardPlan,
+    TierPlan,
+    comm_plan,
+    load_config,
+    shard_plan,
+    solve_batch,
+    tier_plan,
+)
+from zeroaccel.data import build_dataloader
+from zeroaccel.errors import ConfigError, UsageError
+from zeroaccel.logs import log_once, set_log_level
+from zeroaccel.optim.rank_facts import SAME_OPTIMIZER, difference
+from zeroaccel.setup.job import JobSpec
+from zeroaccel.setup.optimizer_plan import OptimizerPlan
+from zeroaccel.setup.orders import ordered_config
+from zeroaccel.setup.ranks import JobRanks
+from zeroaccel.zero.build_units import Placement, check_dtypes, check_parameters
+from zeroaccel.zero.device_check import check_model_device
+from zeroaccel.zero.from_config import (
+    DTYPES,
+    EngineSettings,
+    engine_settings_of,
+    facts_from_model,
+    placement_of,
+    unit_specs_of,
+)
+from zeroaccel.zero.layout import Split
+from zeroaccel.zero.wrap_policy import UnitSpec
+
+
+@dataclass(frozen=True)
+class ParameterFacts:
+    """What ranks compare of a parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    group: int | None
+
+
+@dataclass(frozen=True)
+class TrainPlan:
+    """A training that is ready to be built. `TrainPlan.of` decides it, `compare` checks it, `build` carries it out.
+
+    Attributes:
+        engine: settings of the engine: what is sharded, batch sizes, precision of inputs, limits.
+        comm: how shards are spread over the ranks, and what is quantised on the way.
+        tiers: where shards and optimizer states live between uses.
+        optimizer: optimizer, scheduler, and how they may be sharded.
+        axes: axis -> what its ranks have to have in common.
+        parameters: of this rank's part of the model.
+        job, ranks, config: what the plan was made from.
+        names: id(parameter) -> fqn.
+        units: parameters by unit.
+        placement: dtype, device and storage of each parameter.
+        unoptimized: trainable parameters in no param group.
+        recomputation: which blocks are recomputed in backward; None for none.
+        loader: of the training data; None without.
+    """
+
+    engine: EngineSettings
+    comm: CommPlan
+    tiers: TierPlan
+    optimizer: OptimizerPlan
+    axes: Mapping[str, Mapping[str, object]]
+    parameters: tuple[ParameterFacts, ...]
+    job: JobSpec = field(metadata={"local": True})
+    ranks: JobRanks = field(metadata={"local": True})
+    config: Config = field(metadata={"local": True})
+    names: Mapping[int, str] = field(metadata={"local": True})
+    units: Sequence[UnitSpec] = field(metadata={"local": True})
+    placement: Placement = field(metadata={"local": True})
+    unoptimized: Sequence[nn.Parameter] = field(metadata={"local": True})
+    recomputation: Recomputation | None = field(metadata={"local": True})
+    loader: DataLoader[Any] | None = field(metadata={"local": True})
+
+    @property
+    def shards(self) -> ShardPlan:
+        """What is sharded."""
+        return self.engine.plan
+
+    @classmethod
+    def of(cls, job: JobSpec, ranks: JobRanks) -> TrainPlan:
+        """Decides how a job trains. Builds optimizer, scheduler and loader; allocates nothing on the device.
+
+        The axes divide the model here, so parameters of other ranks' parts are gone afterwards. No collectives.
+
+        Raises:
+            ConfigError: the config is wrong, or contradicts the arguments.
+            UsageError: the model or the optimizer does not fit.
+        """
+        check_own_variables()
+        _check_model(job.model, ranks.topology.device)
+        config = _config(job, ranks)
+        optimizer, params = _divide(job, ranks)
+        shards, tiers = shard_plan(config), tier_plan(config)
+        check_dtypes(job.model, DTYPES[config.precision])
+        names = {id(param): fqn for fqn, param in job.model.named_parameters()}
+        trained = OptimizerPlan.of(job.model, optimizer, params, job.lr_scheduler, job.optimizer_kind, config, names)
+        trained.check(config, shards, tiers)
+        batch = _batch(config, ranks.samplers.value, training=trained.optimizer is not None)
+        splits = {key: split for axis in ranks.axes for key, split in axis.splits.items()}
+        plan = cls(
+            engine=engine_settings_of(config, shards, batch, ranks.world_size, ranks.samplers.value, job.loop),
+            comm=comm_plan(config, ranks.world_size, _shard_size(ranks, config)),
+            tiers=tiers,
+            optimizer=trained,
+            axes={axis.name: axis.facts() for axis in ranks.axes},
+            parameters=tuple(_parameters(job.model, trained.groups)),
+            job=job,
+            ranks=ranks,
+            config=config,
+            names=names,
+            units=unit_specs_of(job.model, config, shards),
+            placement=_placement(job.model, config, shards, tiers, trained, ranks.topology.device, splits),
+            unoptimized=[p for p in job.model.parameters() if p.requires_grad and id(p) not in trained.groups],
+            recomputation=_recomputation(job.model, config),
+            loader=_loader(job, config, batch, ranks),
+        )
+        for axis in ranks.axes:
+            axis.check(config, plan.engine, trained, names)
+        return plan
+
+    def compare(self) -> None:
+        """Compares the plans of all ranks, field by field. (all ranks)
+
+        A difference that went unnoticed would show as a hang in some later collective.
+
+        Raises:
+            UsageError: on every rank: they differ; names the first field that does.
+        """
+        ranks = self.ranks.collectives
+        # A digest first: the parameters of all ranks together may be many. Settings before parameters, since another
+        # setting usually is the reason for another model.
+        own = _Compared(dict(_leaves(self)), dict(self.optimizer.facts), self.ranks.part, self.parameters)
+        common, parameters = (_digest(facts) for facts in ((own.settings, own.optimizer), own.parameters))
+        of_ranks = set(ranks.gather_objects((common, own.part, parameters), "compare plans"))
+        if len({common for common, _, _ in of_ranks}) == 1 and len(of_ranks) == len({part for _, part, _ in of_ranks}):
+            return
+        compared: Sequence[_Compared] = ranks.gather_objects(own, "compare plans in detail")
+        _compare_fields("settings", {rank: list(one.settings.items()) for rank, one in enumerate(compared)}, ranks)
+        if (differs := difference([one.optimizer for one in compared], ranks.named)) is not None:
+            raise UsageError(f"initialize: {differs}", expected="one value on all ranks", fix=SAME_OPTIMIZER)
+        for part in sorted({one.part for one in compared}):
+            of_part = {rank: one.parameters for rank, one in enumerate(compared) if one.part == part}
+            _compare_fields("models", of_part, ranks)
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """What one rank is about to build."""
+
+    settings: Mapping[str, object]
+    optimizer: dict[str, str]
+    part: int
+    parameters: tuple[ParameterFacts, ...]
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, object]]:
+    """(dotted path, value) of each field of a plan that ranks compare, except facts of optimizer and parameters."""
+    if isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _leaves(item, f"{path}.{name}")
+    elif isinstance(value, OptimizerPlan):
+        yield f"{path}.kind", value.declared_kind
+    elif is_dataclass(value):
+        for one in fields(value):
+            if not one.metadata.get("local") and one.name != "parameters":
+                yield from _leaves(getattr(value, one.name), f"{path}.{one.name}" if path else one.name)
+    else:
+        yield path, value
+
+
+def _digest(facts: object) -> str:
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
+
+
+def _compare_fields(kind: str, of_ranks: Mapping[int, Sequence[object]], collectives: Collectives) -> None:
+    first = min(of_ranks)
+    for rank, facts in of_ranks.items():
+        for expected, got in zip_longest(of_ranks[first], facts):
+            if expected != got:
+                raise UsageError(
+                    f"the ranks have different {kind}",
+                    expected=f"{_words(expected)} as on {collectives.named([first])}",
+                    got=f"{_words(got)} on {collectives.named([rank])}",
+                    fix="build the same model, with the same config and optimizer, on every rank",
+                )
+
+
+def _words(fact: Any) -> str:
+    if fact is None:
+        return "nothing"
+    if isinstance(fact, tuple):
+        return f"{fact[0]}={fact[1]!r}"
+    role = "frozen" if not fact.requires_grad else f"in param group {fact.group}"
+    role = "in no param group" if fact.requires_grad and fact.group is None else role
+    return f"{fact.name} {fact.shape} {fact.dtype} {role}"
+
+
+def _parameters(model: nn.Module, groups: Mapping[int, int]) -> Iterator[ParameterFacts]:
+    for name, param in model.named_parameters():
+        yield ParameterFacts(name, tuple(param.shape), param.dtype, param.requires_grad, groups.get(id(param)))
+
+
+# -- the parts of a plan
+
+
+def _check_model(model: object, device: torch.device) -> None:
+    if not isinstance(model, nn.Module):
+        raise UsageError("initialize(model)", expected="a torch.nn.Module", got=type(model).__name__)
+    check_parameters(model)
+    check_model_device(model, device)
+
+
+def _config(job: JobSpec, ranks: JobRanks) -> Config:
+    facts = replace(
+        job.facts,
+        hidden_size=job.facts.hidden_size or facts_from_model(job.model).hidden_size,
+        world_size=ranks.samplers,
+        training=job.facts.training or job.optimizer is not None,
+    )
+    source = {} if job.config is None else job.config
+    config = load_config(source, sources=job.sources or None, facts=facts, unknown_keys=job.unknown_keys)
+    if config.log_level is not None:
+        set_log_level(config.log_level)
+        for note in config.notes:
+            log_once(logging.INFO, note)  # again: some were below the level when the config was loaded
+    return ordered_config(config)
+
+
+def _divide(job: JobSpec, ranks: JobRanks) -> tuple[Any, Any]:
+    """Has each axis reduce the model to this rank's part; returns the optimizer and the params that are left."""
+    optimizer, params = job.optimizer, job.params
+    for index, axis in enumerate(ranks.axes):
+        axis.divide(job.model, ranks.axes[:index])
+        optimizer, params = axis.own_params(optimizer, params)
+    return optimizer, params
+
+
+def _placement(
+    model: nn.Module,
+    config: Config,
+    shards: ShardPlan,
+    tiers: TierPlan,
+    optimizer: OptimizerPlan,
+    device: torch.device,
+    splits: Mapping[int, Split],
+) -> Placement:
+    return placement_of(model, config, shards, optimizer.groups, device, tiers, optimizer.group_kinds, splits)
+
+
+def _shard_size(ranks: JobRanks, config: Config) -> int | None:
+    """Ranks of a shard group, where an argument says so; the config must not say otherwise."""
+    if ranks.shard_size is None:
+        return None
+    size, configured = ranks.shard_size.size, config.zero_optimization.mics_shard_size
+    if configured not in (-1, size):
+        raise ConfigError(
+            config.where("zero_optimization.mics_shard_size"),
+            expected=f"{size}, {ranks.shard_size.source}",
+            got=configured,
+            fix=f"remove the key, or {ranks.shard_size.alternative}",
+        )
+    return size
+
+
+def _batch(config: Config, samplers: int, *, training: bool) -> BatchSizes:
+    is_configured = config.train_batch_size or config.train_micro_batch_size_per_gpu
+    if not training and not is_configured:
+        return BatchSizes(train=samplers, micro=1, accumulation=1)
+    return solve_batch(config, samplers)
+
+
+def _recomputation(model: nn.Module, config: Config) -> Recomputation | None:
+    section = config.activation_checkpointing
+    return None if section == type(section)() else Recomputation(model, section)
+
+
+def _loader(job: JobSpec, config: Config, batch: BatchSizes, ranks: JobRanks) -> DataLoader[Any] | None:
+    if job.training_data is None:
+        return None
+    return build_dataloader(
+        job.training_data,
+        batch.micro,
+        ranks.sampler,
+        ranks.samplers.value,
+        collate_fn=job.collate_fn,
+        drop_last=config.dataloader_drop_last,
+    )

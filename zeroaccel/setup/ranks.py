@@ -1,0 +1,167 @@
+"""`join_ranks`: which processes train together, on which cores, and on which axes of the mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from zeroaccel.comm.agree import agreed
+from zeroaccel.comm.collectives import Collectives
+from zeroaccel.comm.environment import core_set, fair_threads, omp_threads_chosen, usable_cores
+from zeroaccel.comm.mesh_layout import data_groups, shard_size_of
+from zeroaccel.comm.topology import Topology, init_process_group
+from zeroaccel.config import Config, Fact
+from zeroaccel.config.document import read_document
+from zeroaccel.config.parallel import AXES, ParallelConfig, RankGroups, with_config_axes
+from zeroaccel.errors import UsageError
+from zeroaccel.ops.dispatch import use_threads
+from zeroaccel.setup.axis import Axis
+from zeroaccel.setup.job import ConfigSource, JobSpec
+
+
+@dataclass(frozen=True)
+class ShardSize:
+    """Ranks of a shard group, and who says so."""
+
+    size: int
+    source: str
+    alternative: str
+
+
+@dataclass(frozen=True)
+class JobRanks:
+    """The processes of a job, and how they divide the work.
+
+    Attributes:
+        collectives: over all ranks.
+        mesh: resolved; with a DeviceMesh of the caller's, one axis of all ranks.
+        axes: the axes with several ranks beside those that ZeRO shards and replicates over.
+        world_size: ranks that average gradients.
+        samplers: how many ranks see different samples, with the source.
+        sampler: this rank's place among those.
+        data_groups: groups of ranks that average gradients; None where all ranks do.
+        peer_groups: groups of ranks that issue the same collectives; None where all ranks do.
+        shard_size: of a shard group, where an argument says so; None leaves it to the config.
+    """
+
+    topology: Topology
+    collectives: Collectives
+    mesh: ParallelConfig
+    axes: tuple[Axis, ...]
+    world_size: int
+    samplers: Fact[int]
+    sampler: int
+    data_groups: RankGroups | None = None
+    peer_groups: RankGroups | None = None
+    shard_size: ShardSize | None = None
+
+    @property
+    def part(self) -> int:
+        """Which part of the model this rank has: ranks with the same part have the same parameters."""
+        if self.peer_groups is None:
+            return 0
+        return next(index for index, ranks in enumerate(self.peer_groups) if self.topology.rank in ranks)
+
+
+def join_ranks(job: JobSpec, axes: Sequence[type[Axis]], launched: Callable[[], ParallelConfig | None]) -> JobRanks:
+    """Connects the ranks of a job. (all ranks)
+
+    Args:
+        axes: the table of axes.
+        launched: gives the mesh that the launcher asks for, for a caller that names none.
+
+    Raises:
+        UsageError: on every rank: the sizes of the mesh do not fit the job, or differ between ranks.
+    """
+    topology = init_process_group()
+    collectives = job.collectives or Collectives(topology)
+    _divide_cores(topology, collectives)
+    with agreed(collectives, "initialize: parallel"):
+        # The sizes of the axes decide how many ranks see different samples, which the config is resolved with.
+        asked = None if job.parallel is None else ParallelConfig.of(job.parallel, "initialize(parallel)")
+        if job.mesh is None and asked is None:
+            asked = launched()
+        asked = with_config_axes(_as_written(job.config), asked)
+        if job.mesh is not None and asked is not None:
+            raise UsageError("initialize", expected="a mesh or a ParallelConfig", got="both", fix="leave one out")
+        mesh = (asked or ParallelConfig()).resolve(collectives.world_size)
+    if job.mesh is not None:
+        return _of_device_mesh(job, axes, topology, collectives, mesh)
+    if asked is not None:
+        _check_same_mesh(mesh, collectives)
+        topology.names.use(mesh)
+    data, peers = mesh.data_groups, mesh.peer_groups
+    size = len(data[0])
+    replicas = mesh.dp_replicate
+    shards = ShardSize(size // replicas, "dp_shard x sp of ParallelConfig", "leave dp_replicate at 1")
+    return JobRanks(
+        topology,
+        collectives,
+        mesh,
+        _join_axes(axes, mesh, topology, job),
+        size,
+        Fact(mesh.data_parallel_size, "the process group" if asked is None else "initialize(parallel)"),
+        mesh.data_parallel_rank(topology.rank),
+        data if len(data) > 1 else None,
+        peers if len(peers) > 1 else None,
+        shards if replicas > 1 else None,
+    )
+
+
+def _of_device_mesh(
+    job: JobSpec, axes: Sequence[type[Axis]], topology: Topology, collectives: Collectives, mesh: ParallelConfig
+) -> JobRanks:
+    assert job.mesh is not None, "a job without a DeviceMesh"
+    groups = data_groups(job.mesh, collectives)
+    own = next(ranks for ranks in groups if topology.rank in ranks)
+    shards = shard_size_of(job.mesh)
+    return JobRanks(
+        topology,
+        collectives,
+        mesh,
+        _join_axes(axes, mesh, topology, job),
+        len(own),
+        Fact(len(own), "initialize(mesh)"),
+        own.index(topology.rank),
+        groups,
+        shard_size=None
+        if shards is None
+        else ShardSize(shards, "the size of the mesh's second axis", "pass a mesh of one axis"),
+    )
+
+
+def _join_axes(axes: Sequence[type[Axis]], mesh: ParallelConfig, topology: Topology, job: JobSpec) -> tuple[Axis, ...]:
+    return tuple(made for axis in axes if (made := axis.join(mesh, topology, job)) is not None)
+
+
+def _as_written(config: ConfigSource | None) -> Mapping[str, Any]:
+    if config is None:
+        return {}
+    return config.raw if isinstance(config, Config) else read_document(config).tree
+
+
+def _check_same_mesh(mesh: ParallelConfig, collectives: Collectives) -> None:
+    """Compares the meshes of the ranks: different ones would make different groups, and hang. (all ranks)"""
+    own: dict[str, Any] = {axis: getattr(mesh, axis) for axis in AXES}
+    own["tp_plan"] = dict(mesh.tp_plan) if isinstance(mesh.tp_plan, Mapping) else mesh.tp_plan
+    of_ranks: list[dict[str, Any]] = collectives.gather_objects(own, "initialize: mesh of the job")
+    for rank, other in enumerate(of_ranks):
+        for key, value in other.items():
+            if value != of_ranks[0][key]:
+                raise UsageError(
+                    f"initialize(parallel): {key} on rank {rank}",
+                    expected=f"{of_ranks[0][key]!r} as on rank 0",
+                    got=value,
+                    fix="pass the same ParallelConfig on every rank",
+                )
+
+
+def _divide_cores(topology: Topology, collectives: Collectives) -> None:
+    """Sets the kernels' threads to this rank's share of the cores, unless the environment does. (all ranks)"""
+    own = core_set()
+    cores_of = collectives.gather_objects(own, "cores")
+    if omp_threads_chosen() or collectives.world_size != topology.world_size:
+        return
+    node = next(node for node in topology.nodes if topology.rank in node)
+    use_threads(fair_threads(usable_cores(), own, [cores_of[rank] for rank in node]))
