@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from zeroaccel.accelerate.dummies import DummyOptim, DummyScheduler
     from zeroaccel.accelerate.kwargs_handlers import (
         AutocastKwargs,
+        DDPCommunicationHookType,
         DistributedDataParallelKwargs,
         DistributedType,
         GradScalerKwargs,
@@ -49,6 +50,7 @@ __all__ = [
     "CheckpointError",
     "CollectiveError",
     "ConfigError",
+    "DDPCommunicationHookType",
     "DataLoaderConfiguration",
     "DeepSpeedPlugin",
     "DistributedDataParallelKwargs",
@@ -89,8 +91,8 @@ _PROVIDES = {
     "accelerate.accelerator_arguments": "GradientAccumulationPlugin",
     "accelerate.accelerator_state": "PartialState",
     "accelerate.dummies": "DummyOptim DummyScheduler",
-    "accelerate.kwargs_handlers": "AutocastKwargs DistributedDataParallelKwargs DistributedType GradScalerKwargs "
-    "InitProcessGroupKwargs ProfileKwargs",
+    "accelerate.kwargs_handlers": "AutocastKwargs DDPCommunicationHookType DistributedDataParallelKwargs "
+    "DistributedType GradScalerKwargs InitProcessGroupKwargs ProfileKwargs",
     "accelerate.launchers": "debug_launcher notebook_launcher",
     "accelerate.project": "ProjectConfiguration",
     "accelerate.script_calls": "find_executable_batch_size",
@@ -108,7 +110,6 @@ _HOMES = {name: f"zeroaccel.{module}" for module, names in _PROVIDES.items() for
 # Names that were here in version 0.1, with the modules to import them from.
 _MOVED = {
     "CoupledOptimizer": "zeroaccel.ops.coupled",
-    "DDPCommunicationHookType": "zeroaccel.utils",
     "Reductions": "zeroaccel.ops.coupled",
 }
 

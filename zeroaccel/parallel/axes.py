@@ -6,8 +6,8 @@ A new axis is one class derived from `setup.axis.Axis` and one line here.
 from __future__ import annotations
 
 from zeroaccel.parallel.pipeline import PipelineAxis
-from zeroaccel.parallel.sequence_axis import SequenceAxis
 from zeroaccel.parallel.tensor import TensorAxis
+from zeroaccel.parallel.ulysses import SequenceAxis
 from zeroaccel.setup.axis import Axis
 
 AXES: list[type[Axis]] = [TensorAxis, PipelineAxis, SequenceAxis]
