@@ -26,6 +26,7 @@ from zeroaccel.setup.job import ConfigSource, JobSpec, OptimizerSource
 from zeroaccel.setup.orders import follow_orders
 from zeroaccel.setup.plan import TrainPlan
 from zeroaccel.setup.ranks import join_ranks
+from zeroaccel.zero.build_units import check_model
 from zeroaccel.zero.engine_base import EngineBase
 from zeroaccel.zero.from_config import LoopRules
 
@@ -123,6 +124,7 @@ def start(job: JobSpec) -> tuple[TrainPlan, EngineBase]:
     """
     ranks = join_ranks(job, AXES, _launched_mesh)
     with agreed(ranks.collectives, "initialize: config"):
+        check_model(job.model, ranks.topology.device)
         plan = TrainPlan.of(job, ranks)
     plan.compare()
     engine = build(plan)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +13,10 @@ from zeroaccel.comm.collective_tracker import DONE
 from zeroaccel.comm.collectives import Collectives, Work
 from zeroaccel.comm.hangs.flight_recorder import FlightRecorder
 from zeroaccel.comm.hangs.hang_report import rank_list
+from zeroaccel.comm.topology import Topology
+from zeroaccel.config import Fact
+from zeroaccel.config.parallel import ParallelConfig
+from zeroaccel.setup.ranks import JobRanks
 
 _POOLED_BLOCKS = 2  # that `comm.buffer_pool.BufferPool` retains
 TRAFFIC_AXES = ("dp", "sp", "tp", "pp")
@@ -79,7 +83,7 @@ class FakeRanks(Collectives):
     def __init__(
         self, world_size: int, sent: SentBytes, *, axis: str = "dp", receives_in_host_memory: bool = False
     ) -> None:
-        # No super().__init__: there is no topology.
+        # No super().__init__: there is no process group.
         self.rank = self.shard_rank = self.secondary_rank = 0
         self.world_size = self.shard_world_size = self.secondary_world_size = world_size
         self.ranks = self.shard_ranks = range(world_size)
@@ -94,6 +98,15 @@ class FakeRanks(Collectives):
         self._receives = receives_in_host_memory and world_size > 1
         self._free: list[Tensor] = []
         self._sent, self._axis = sent, axis
+
+    def as_job(self, device: torch.device) -> JobRanks:
+        """A job of these ranks, for `TrainPlan.of`."""
+        group = cast(Any, None)
+        self.topology = Topology(
+            0, self.world_size, 0, 1, device, "none", group, group, group, self.flight_recorder, None, ((0,),)
+        )
+        samplers = Fact(self.world_size, "the ranks")
+        return JobRanks(self.topology, self, ParallelConfig(), (), self.world_size, samplers, sampler=0)
 
     def named(self, ranks: Iterable[int]) -> str:
         return rank_list(ranks)

@@ -17,15 +17,13 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from zeroaccel.config import BatchSizes, Fact, load_config, shard_plan, tier_plan
 from zeroaccel.errors import UsageError
 from zeroaccel.estimate.extrapolate import MemoryTrace, Moment, extrapolate_depth
 from zeroaccel.estimate.fake_ranks import FakeRanks, SentBytes, sent_per_step
@@ -33,22 +31,11 @@ from zeroaccel.estimate.mesh_parts import StageStep, micro_steps, part_of, run_s
 from zeroaccel.estimate.shapes_only import META, ShapesOnly
 from zeroaccel.estimate.subject import Step, Subject
 from zeroaccel.estimate.workload import MemoryByKind, Workload
-from zeroaccel.optim.optimizer_kinds import classify
-from zeroaccel.zero.build_units import build_units, check_dtypes, plan_units
+from zeroaccel.setup.build import build
+from zeroaccel.setup.job import JobSpec
+from zeroaccel.setup.plan import TrainPlan
 from zeroaccel.zero.engine import Engine
-from zeroaccel.zero.engine_base import EngineParts
-from zeroaccel.zero.from_config import (
-    DTYPES,
-    buffer_dtypes_of,
-    engine_settings_of,
-    facts_from_model,
-    placement_of,
-    unit_specs_of,
-)
 from zeroaccel.zero.grad_norm import GradCheck, GradStats, KnownStats
-from zeroaccel.zero.precision import cast_buffers
-from zeroaccel.zero.sharded_optimizer import ShardedOptimizer
-from zeroaccel.zero.storage.placement import OffloadRules, TierSet
 from zeroaccel.zero.wrap_policy import group_parameters
 
 _DEVICE = torch.ops.prim.device.default
@@ -380,38 +367,15 @@ def _engine(
     }
     if workload.precision != "fp32":
         config[workload.precision] = {"enabled": True}
-    facts = replace(facts_from_model(model), world_size=Fact(workload.shard_ranks, "the ranks"), training=True)
-    settings = load_config(config, facts=facts)
-    check_dtypes(model, DTYPES[settings.precision])
-    plan = shard_plan(settings)
-    params = [param for param in model.parameters() if param.requires_grad]
-    optimizer = _StatesOnly(params, workload.states_per_element)
-    groups = {id(param): 0 for param in params}
-    specs = unit_specs_of(model, settings, plan)
     if workload.checkpointing:
         _recompute(model)
-    residences = tier_plan(settings)
-    placement = placement_of(model, settings, plan, groups, device, residences)
-    placement = replace(placement, offloads_params=offloads_params)  # no tier: the tracker counts tensors only
-    cast_buffers(model, device, buffer_dtypes_of(model, settings))
-    plans = plan_units(specs, placement, workload.shard_ranks)
-    rules = OffloadRules.of(settings, residences.param, residences.optimizer)
-    tiers = TierSet(rules, list(chain(*plans)), optimizer, 0, device)
-    tiers.open([])
-    units = build_units(specs, plans, placement, collectives, tiers)
-    shard = ShardedOptimizer(
-        optimizer,
-        classify(optimizer),
-        groups,
-        [buffer for unit in units for buffer in unit.buffers if buffer.trainable],
-    )
-    batch = BatchSizes(
-        train=workload.batch * workload.shard_ranks * accumulation,
-        micro=workload.batch,
-        accumulation=accumulation,
-    )
-    engine_settings = engine_settings_of(settings, plan, batch, workload.shard_ranks, workload.shard_ranks)
-    return _EngineWithoutValues(model, units, collectives, engine_settings, EngineParts(shard), settings.raw)
+    params = [param for param in model.parameters() if param.requires_grad]
+    optimizer = _StatesOnly(params, workload.states_per_element)
+    job = JobSpec(model, optimizer, config=config, collectives=collectives, engine_type=_EngineWithoutValues)
+    plan = TrainPlan.of(job, collectives.as_job(device))
+    # No tier: the tracker counts tensors only.
+    plan = replace(plan, placement=replace(plan.placement, offloads_params=offloads_params))
+    return cast(_EngineWithoutValues, build(plan))
 
 
 def _recompute(model: nn.Module) -> None:

@@ -36,8 +36,7 @@ from zeroaccel.setup.job import JobSpec
 from zeroaccel.setup.optimizer_plan import OptimizerPlan
 from zeroaccel.setup.orders import ordered_config
 from zeroaccel.setup.ranks import JobRanks
-from zeroaccel.zero.build_units import Placement, check_dtypes, check_parameters
-from zeroaccel.zero.device_check import check_model_device
+from zeroaccel.zero.build_units import Placement, check_dtypes
 from zeroaccel.zero.from_config import (
     DTYPES,
     EngineSettings,
@@ -113,7 +112,6 @@ class TrainPlan:
             UsageError: the model or the optimizer does not fit.
         """
         check_own_variables()
-        _check_model(job.model, ranks.topology.device)
         config = _config(job, ranks)
         optimizer, params = _divide(job, ranks)
         shards, tiers = shard_plan(config), tier_plan(config)
@@ -227,13 +225,6 @@ def _parameters(model: nn.Module, groups: Mapping[int, int]) -> Iterator[Paramet
 
 
 # -- the parts of a plan
-
-
-def _check_model(model: object, device: torch.device) -> None:
-    if not isinstance(model, nn.Module):
-        raise UsageError("initialize(model)", expected="a torch.nn.Module", got=type(model).__name__)
-    check_parameters(model)
-    check_model_device(model, device)
 
 
 def _config(job: JobSpec, ranks: JobRanks) -> Config:

@@ -19,6 +19,7 @@ from zeroaccel.config.shard_plan import ShardPlan
 from zeroaccel.errors import ConfigError, UsageError, listed
 from zeroaccel.logs import logger
 from zeroaccel.zero.access.param_registry import ParamHandle, handle_of
+from zeroaccel.zero.device_check import check_model_device
 from zeroaccel.zero.layout import FlatLayout, OwnerLoads, Split
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
 from zeroaccel.zero.precision import forget_cast
@@ -76,13 +77,18 @@ _OTHER_ENGINE = "call destroy() of that engine first"
 _FROM_META = "load it with zero.load_safetensors, or build the model without the meta device"
 
 
-def check_parameters(model: nn.Module) -> None:
-    """Refuses parameters without values, and complex ones where they are trained.
+def check_model(model: object, device: torch.device) -> None:
+    """Refuses what is no module, a model on another accelerator, and parameters that cannot be sharded.
+
+    Args:
+        device: where the engine computes.
 
     Raises:
-        UsageError: one is on the meta device, or complex, or in another engine, or a copy of a sharded one, or
-            has no shape yet, or was made in inference mode.
+        UsageError: the model is no module, or not on `device`; a parameter is on the meta device, or complex, or in
+            another engine, or a copy of a sharded one, or has no shape yet, or was made in inference mode.
     """
+    if not isinstance(model, nn.Module):
+        raise UsageError("initialize(model)", expected="a torch.nn.Module", got=type(model).__name__)
     # Each of these would fail later, inside a collective or with an error that names no parameter.
     for fqn, param in model.named_parameters():
         if isinstance(param, nn.UninitializedParameter):
@@ -124,6 +130,7 @@ def check_parameters(model: nn.Module) -> None:
                 got=str(param.dtype),
                 fix="keep it as torch.view_as_real(...), or freeze it",
             )
+    check_model_device(model, device)
 
 
 def group_index(optimizer: Optimizer, names: Mapping[int, str]) -> dict[int, int]:
