@@ -74,7 +74,7 @@ def initialize(
         cast_inputs: cast floating inputs of forward to the precision; without it that happens under fp16 with
             `auto_cast` only.
         optimizer_kind: "elementwise", "per_tensor" or "coupled", what the update of an element depends on, instead of
-            a trial of the optimizer. Takes precedence over `optimizer.kind` of the config.
+            what its class says. Takes precedence over `optimizer.kind` of the config.
         unknown_keys: how unknown keys of the config are treated, see `load_config`.
 
     Returns:

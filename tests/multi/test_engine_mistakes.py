@@ -261,7 +261,7 @@ def _scheduled_optimizer_with_attributes() -> float:
     return float((model.layers[0].weight.detach() - before).abs().max())
 
 
-def test_trying_an_optimizer_leaves_it_and_the_model_alone(ranks: Ranks) -> None:
+def test_finding_the_kind_of_an_optimizer_leaves_it_and_the_model_alone(ranks: Ranks) -> None:
     assert ranks(2).run(_scheduled_optimizer_with_attributes)[0] == 0.0
 
 
@@ -300,11 +300,11 @@ def _mixed_rules(stage: int) -> tuple[list[tuple[int, ...]], bool]:
     return shapes, all(torch.equal(one, other) for one, other in pairs)
 
 
-def test_every_group_of_an_optimizer_is_tried(ranks: Ranks) -> None:
+def test_an_optimizer_of_unknown_class_steps_whole_tensors_in_every_group(ranks: Ranks) -> None:
     one, other = ranks(2).run(_mixed_rules, 2)
     assert one[1]
     assert other[1]
-    assert sorted(one[0] + other[0]) == [(8, 8), (32,), (32,)], "cut evenly, and whole on one rank"
+    assert sorted(one[0] + other[0]) == [(8, 8), (8, 8)], "each whole on one rank"
 
 
 # -- different models

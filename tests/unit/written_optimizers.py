@@ -65,16 +65,6 @@ class EstimatesStepSize(Written):
             param -= group["lr"] * group["d"] * grad.sign()
 
 
-class NotesTheNorm(Written):
-    """Has gathered a sum over all parameters and does not use it yet."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        self.total = getattr(self, "total", 0.0) + sum(float(grad.square().sum()) for _, _, grad, _ in self.held())
-        for group, param, grad, _ in self.held():
-            param -= group["lr"] * grad
-
-
 class BeginsLate(Written):
     """Preconditions from its third step on."""
 
@@ -82,50 +72,9 @@ class BeginsLate(Written):
         return grad if state["step"] < 3 else grad / (grad.norm() + 1e-8)
 
 
-class PreparesLate(Written):
-    """Gathers factors that it does not use before step 100."""
-
-    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
-        rows = grad.reshape(grad.shape[0] if grad.dim() > 1 else 1, -1)
-        state["factor"] = state.get("factor", 0) + rows @ rows.T
-        return grad if state["step"] < 100 else torch.linalg.solve(state["factor"], rows).view_as(grad)
-
-
-class FactoredWhenLarge(Written):
-    def __init__(self, params: Any, least_numel: int, least_dim: int) -> None:
-        super().__init__(params, 0.1, least_numel=least_numel, least_dim=least_dim)
-
-    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
-        square = grad.square() + 1e-12
-        if grad.dim() > 1 and grad.numel() > group["least_numel"] and min(grad.shape) >= group["least_dim"]:
-            square = square.mean(-1, keepdim=True) * square.mean(0, keepdim=True) / square.mean()
-        return grad / square.sqrt()
-
-
-class DividesBySize(Written):
-    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
-        return grad / math.sqrt(param.numel())
-
-
-class DecaysMatrices(Written):
-    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
-        return grad + 0.1 * param if param.dim() > 1 else grad
-
-
 class Lars(Written):
     def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
         return grad * (param.norm() / (grad.norm() + 1e-9))
-
-
-class ProjectsWhenOrthogonal(Written):
-    """As AdamP, for gradients that are nearly orthogonal to their weights only."""
-
-    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
-        cosine = (grad * param).sum() / (grad.norm() * param.norm() + 1e-12)
-        limit = 0.1 / math.sqrt(param.numel())
-        if param.dim() == 1 or abs(cosine) > limit:
-            return grad
-        return grad - param * ((param * grad).sum() / param.square().sum())
 
 
 class Sign(Written):
@@ -208,14 +157,6 @@ class ScheduleFree(Written):
             z.sub_(grad, alpha=group["lr"])
 
 
-class EvaluatesMeans(ScheduleFree):
-    def eval(self) -> None:
-        super().eval()
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.data.sub_(param.data.mean())
-
-
 class Shampoo(Written):
     def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
         for dim in range(grad.dim()):
@@ -225,17 +166,6 @@ class Shampoo(Written):
             values, vectors = torch.linalg.eigh(factor)
             root = vectors @ torch.diag(values.clamp(min=1e-6) ** (-0.5 / grad.dim())) @ vectors.T
             grad = torch.tensordot(root, grad.movedim(dim, 0), 1).movedim(0, dim)
-        return grad
-
-
-class HoldsObjects(Written):
-    """Its states are in objects of its own, which it may use for anything later."""
-
-    class Holder:
-        pass
-
-    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
-        state.setdefault("holder", self.Holder())
         return grad
 
 
@@ -264,6 +194,14 @@ class NeedsTheFirst(Written):
         first = self.param_groups[0]["params"][0].grad.mean()
         for group, param, grad, _ in self.held():
             param -= group["lr"] * (grad - first)
+
+
+class NeedsTwo(Written):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        held = list(self.held())
+        for group, param, grad, _ in (held[0], held[1]):
+            param -= group["lr"] * grad
 
 
 class StepsItsOwnList(Written):
@@ -301,13 +239,6 @@ class MatricesOnly(Written):
             raise ValueError("matrices only")
         u, _, v = torch.linalg.svd(grad, full_matrices=False)
         return u @ v
-
-
-class CubeRoot(Written):
-    """As MADGRAD divides: on a CPU `torch.pow` rounds the end of a vector otherwise than the rest."""
-
-    def direction(self, group: dict[str, Any], param: Tensor, grad: Tensor, state: dict[str, Any]) -> Tensor:
-        return grad / (grad.square() + 1e-12).pow(1 / 3)
 
 
 class MakesStates(Written):

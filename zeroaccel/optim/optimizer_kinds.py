@@ -1,6 +1,7 @@
 """How an optimizer steps on shards: on flat ranges, on full tensors, or on everything at once; and in several calls.
 
-Known classes are listed here; a declared kind takes precedence; any other class is tried out by `optimizer_probe`.
+Known classes are listed here; a declared kind takes precedence; any other class steps on full tensors, which is right
+for an elementwise rule too, unless a step of a copy shows that parameters depend on each other.
 
 [Note: several calls per step] A step calls `optimizer.step()` once per buffer, so that one buffer's gradients at a time
 are in fp32 and one sub-group at a time is in memory. What a class counts per call (a `group["step"]`, an attribute) is
@@ -25,7 +26,7 @@ from torch.optim import Optimizer
 from zeroaccel.errors import ConfigError, UsageError
 from zeroaccel.ops.shard_step import ShardStep
 from zeroaccel.ops.tensorwise import Lamb, Muon
-from zeroaccel.optim.optimizer_probe import element_states, groups_out_of_reach, has_stepped, renew_state, try_out
+from zeroaccel.optim.optimizer_copy import coupling, groups_out_of_reach, has_stepped
 
 __all__ = [
     "OptimizerKind",
@@ -34,9 +35,6 @@ __all__ = [
     "batches",
     "check_steppable",
     "classify",
-    "element_states",
-    "has_stepped",
-    "renew_state",
     "restricted",
 ]
 
@@ -61,7 +59,7 @@ class OptimizerKinds:
     Attributes:
         groups: the kind of each param group; all COUPLED where one is.
         reason: why it is not elementwise, as a clause about "it"; "" where all groups are elementwise.
-        source: "known", "declared" or "probed".
+        source: "known", "declared" or "unknown".
     """
 
     groups: tuple[OptimizerKind, ...]
@@ -88,6 +86,23 @@ _PER_TENSOR = {  # not in every release of torch
     "Adafactor": "its second moments are factored over the rows and columns of a matrix",
     "Muon": _MATRICES,
 }
+# Classes of packages, by package and class; benchmarks/optimizer_table.py compares their bits with torch's.
+_ELEMENTWISE_BY_NAME = frozenset(
+    {
+        "lion_pytorch.Lion",
+        "schedulefree.AdamWScheduleFree",
+        "schedulefree.RAdamScheduleFree",
+        "schedulefree.SGDScheduleFree",
+        "torch_optimizer.AdaBound",
+        "torch_optimizer.AggMo",
+        "torch_optimizer.DiffGrad",
+        "torch_optimizer.QHAdam",
+        "torch_optimizer.Yogi",
+    }
+)
+_COUPLED_PACKAGES = ("dadaptation", "prodigyopt")
+_COUPLED = "it estimates one step size from all parameters"
+_UNKNOWN = 'its class is not known, which an elementwise rule can change by declaring optimizer.kind "elementwise"'
 
 
 def check_steppable(optimizer: Optimizer) -> None:
@@ -115,14 +130,13 @@ def check_steppable(optimizer: Optimizer) -> None:
 def classify(optimizer: Optimizer, declared: OptimizerKind | str | None = None) -> OptimizerKinds:
     """How `optimizer` may be sharded. Every rank gets the same answer, if every rank has the same optimizer.
 
-    zeroaccel's own optimizers and torch's are known, by their exact classes: a subclass may have another rule. Any
-    other has to prove that it is elementwise, see [Note: trial of an optimizer]; neither the optimizer nor a random
-    state is changed by that. One that draws random numbers, or fails in the trial, counts as a rule per tensor, which
-    is right for elementwise rules too.
+    zeroaccel's own optimizers, torch's and some of packages are known, by their exact classes: a subclass may have
+    another rule. An unknown class counts as a rule per tensor, which is right for elementwise rules too, or as a
+    coupled one where twelve steps of a copy show it; neither the optimizer nor a random state is changed by that.
 
     Args:
         optimizer: before its first step.
-        declared: the kind of all its groups, an `OptimizerKind` or its value, instead of a trial.
+        declared: the kind of all its groups, an `OptimizerKind` or its value, instead of what is known.
 
     Raises:
         ConfigError: `declared` is no kind, or is known to be wrong, or the optimizer takes sparse gradients only, or
@@ -156,7 +170,7 @@ def classify(optimizer: Optimizer, declared: OptimizerKind | str | None = None) 
         if kind is OptimizerKind.ELEMENTWISE and known is not None and known.reason:
             raise ConfigError(
                 f"kind of optimizer {name}",
-                expected=f'"per_tensor", since {known.reason}',
+                expected=f'"{max(known.groups, key=list(OptimizerKind).index).value}", since {known.reason}',
                 got=kind.value,
                 fix="remove optimizer.kind or the argument optimizer_kind",
             )
@@ -164,11 +178,9 @@ def classify(optimizer: Optimizer, declared: OptimizerKind | str | None = None) 
         return OptimizerKinds((kind,) * count, reason, "declared")
     if known is not None:
         return known
-    findings = try_out(optimizer)
-    if findings.coupled:
-        return OptimizerKinds((OptimizerKind.COUPLED,) * count, findings.coupled, "probed")
-    kinds = (OptimizerKind.PER_TENSOR if reason else OptimizerKind.ELEMENTWISE for reason in findings.groups)
-    return OptimizerKinds(tuple(kinds), next((reason for reason in findings.groups if reason), ""), "probed")
+    if reason := coupling(optimizer):
+        return OptimizerKinds((OptimizerKind.COUPLED,) * count, reason, "unknown")
+    return OptimizerKinds((OptimizerKind.PER_TENSOR,) * count, _UNKNOWN, "unknown")
 
 
 def _known(optimizer: Optimizer) -> OptimizerKinds | None:
@@ -184,6 +196,11 @@ def _known(optimizer: Optimizer) -> OptimizerKinds | None:
     for name, reason in _PER_TENSOR.items():
         if type(optimizer) is getattr(torch.optim, name, None):
             return OptimizerKinds((OptimizerKind.PER_TENSOR,) * count, reason, "known")
+    package = type(optimizer).__module__.partition(".")[0]
+    if f"{package}.{type(optimizer).__name__}" in _ELEMENTWISE_BY_NAME:
+        return OptimizerKinds((OptimizerKind.ELEMENTWISE,) * count, "", "known")
+    if package in _COUPLED_PACKAGES:
+        return OptimizerKinds((OptimizerKind.COUPLED,) * count, _COUPLED, "known")
     return None
 
 

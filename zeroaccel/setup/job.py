@@ -45,7 +45,7 @@ class JobSpec:
         parallel: sizes of the mesh's axes, as a `ParallelConfig` or accelerate's `ParallelismConfig`.
         pipeline: how pipeline stages are cut and scheduled.
         engine_type: class of the engine; None takes the one that the mesh needs.
-        optimizer_kind: "elementwise", "per_tensor" or "coupled", instead of a trial of the optimizer.
+        optimizer_kind: "elementwise", "per_tensor" or "coupled", instead of what its class says.
         loop: how the caller's loop drives the engine.
         compilation: how `torch.compile` is applied to the model; None leaves it as it is.
     """

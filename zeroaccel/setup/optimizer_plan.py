@@ -31,7 +31,7 @@ class OptimizerPlan:
         optimizer: None for inference.
         scheduler: None where the learning rate is constant.
         kinds: how each param group may be sharded; None for inference.
-        declared_kind: by an argument or the config; None where a trial decides.
+        declared_kind: by an argument or the config; None where the class decides.
         groups: id(parameter) -> index of its param group.
         facts: settings of optimizer and scheduler, for the ranks to compare.
     """

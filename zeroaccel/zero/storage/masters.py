@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from zeroaccel.offload.host_buffers import empty_on_host
 from zeroaccel.ops.shard_step import ShardOptimizer
 from zeroaccel.ops.updates import BLOCK_NUMEL
-from zeroaccel.optim.optimizer_kinds import renew_state
+from zeroaccel.optim.optimizer_copy import renew_state
 from zeroaccel.zero.layout import FlatLayout, FlatRange, FlatTensor
 from zeroaccel.zero.storage.shards import Elements, FillRange, ShardStorage, in_memory
 

@@ -31,7 +31,7 @@ from zeroaccel.ops.device_kernels import kernels_for
 from zeroaccel.ops.elementwise import Adam
 from zeroaccel.ops.hybrid_update import HybridUpdate
 from zeroaccel.ops.shard_step import ShardStep
-from zeroaccel.optim.optimizer_kinds import element_states
+from zeroaccel.optim.optimizer_copy import element_states
 from zeroaccel.zero.layout import FlatLayout
 from zeroaccel.zero.storage.copy_stream import CopyStream
 from zeroaccel.zero.storage.masters import (
