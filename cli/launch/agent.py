@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -57,15 +58,22 @@ class StopSignals:
     2. After `processes_exist`, the first signal raises SignalException, upon which the elastic agent passes the signal
        on and waits; a second one calls `kill`.
     3. After `processes_ended`, signals are ignored until the end: what is left to do takes seconds.
+
+    Args:
+        seconds: the processes have them to end, after the first signal.
+
+    Attributes:
+        stopping: a signal has come.
     """
 
     def __init__(
-        self, kill: Callable[[], object], log: Callable[[str], None], *, may_wait_in_native_code: bool
+        self, kill: Callable[[], object], log: Callable[[str], None], seconds: float, *, may_wait_in_native_code: bool
     ) -> None:
+        self._seconds = seconds
         self._kill = kill
         self._log = log
         self._may_wait = may_wait_in_native_code
-        self._stopping = False
+        self.stopping = False
         self._before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
 
     def __enter__(self) -> StopSignals:
@@ -91,11 +99,11 @@ class StopSignals:
 
     def _on_signal(self, number: int, _: FrameType | None) -> None:
         name = signal.Signals(number)
-        if self._stopping:
+        if self.stopping:
             self._kill()
             return
-        self._stopping = True
-        self._log(f"{name.name}: stopping the processes; once more kills them")
+        self.stopping = True
+        self._log(f"{name.name}: stopping the processes, which have {self._seconds:g} s; once more kills them")
         raise SignalException(f"the launcher received {name.name}", sigval=name)
 
 
@@ -151,7 +159,6 @@ def _digest(path: Path) -> str:
         raise ConfigError(f"--deepspeed_config_file {path}: {(error.strerror or 'unreadable').lower()}") from None
 
 
-_SHUTDOWN_SECONDS = 10  # for the processes to end after a signal to the launcher; then they are killed
 _TORCH_LOG = "torch.distributed.elastic"
 
 
@@ -279,7 +286,10 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
     folder = Path(tempfile.mkdtemp(prefix="zeroaccel_") if settings.log_dir is None else settings.log_dir)
     succeeded = False
     stop_signals = StopSignals(
-        lambda: end_orphans(launch_id, grace_seconds=0.0), log, may_wait_in_native_code=settings.num_machines > 1
+        lambda: end_orphans(launch_id, grace_seconds=0.0),
+        log,
+        settings.shutdown_timeout,
+        may_wait_in_native_code=settings.num_machines > 1,
     )
     files = RankFiles(
         folder,
@@ -297,7 +307,7 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
     if settings.max_restarts:
         _renew_stores()
     watch = ProcessWatch(timeout_seconds(settings.timeout), plan.port, settings.monitor_interval, log)
-    with stop_signals, _agent_log(settings), _processes_end_in_time(), watch:
+    with stop_signals, _agent_log(settings), processes_end_in_time(settings, stop_signals, log), watch:
         try:
             # Its store lives until the ranks have theirs: a slower machine may still be reading from it.
             preflight = meet_machines(plan, log, arrival_seconds)
@@ -324,20 +334,27 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
 
 
 @contextmanager
-def _processes_end_in_time() -> Iterator[None]:
-    """Has the elastic agent end processes sooner than after its 30 s, for which it has no setting once one has failed.
+def processes_end_in_time(
+    settings: LaunchSettings, stop_signals: StopSignals, log: Callable[[str], None]
+) -> Iterator[None]:
+    """Has the elastic agent wait from SIGTERM to SIGKILL as `settings` say, and shorter once a process has failed.
 
-    Those that are stopped (SIGSTOP) are woken first: the agent's SIGTERM would not reach them before its SIGKILL.
+    For the latter it has no setting, and for the former not in every release that is supported. Processes that are
+    stopped (SIGSTOP) are woken first: the agent's SIGTERM would not reach them before its SIGKILL.
     """
     close = PContext.close
 
-    def close_in_time(
-        context: PContext, death_sig: signal.Signals | None = None, timeout: int = AFTER_FAILURE_SECONDS
-    ) -> None:
+    def close_in_time(context: PContext, death_sig: signal.Signals | None = None, timeout: float = 30) -> None:
+        timeout = settings.shutdown_timeout
+        if not stop_signals.stopping:
+            timeout = min(timeout, AFTER_FAILURE_SECONDS)
+        start = time.monotonic()
         number = death_sig or signal.SIGTERM
         own = set(context.pids().values())  # some of which may have ended, and be other processes' by now
         wake_stopped([child for child in psutil.Process().children() if child.pid in own], number)
-        close(context, number, min(timeout, _SHUTDOWN_SECONDS))
+        close(context, number, timeout)  # type: ignore[arg-type]
+        if stop_signals.stopping and time.monotonic() - start > timeout:
+            log(f"not all processes ended within {timeout:g} s and were killed; --shutdown_timeout sets this limit")
 
     PContext.close = close_in_time  # type: ignore[method-assign,assignment]
     try:
@@ -363,8 +380,8 @@ def _launch_config(plan: LaunchPlan, files: RankFiles) -> LaunchConfig:
     elif settings.machine_rank is not None or settings.num_machines == 1:
         conf["is_host"] = settings.is_main_machine  # otherwise torch compares addresses
     parameters = {field.name for field in fields(LaunchConfig)}
-    # Not in every release that is supported. Without them the agent waits for 30 s, and handles all signals itself.
-    newer: dict[str, Any] = {"shutdown_timeout": _SHUTDOWN_SECONDS, "signals_to_handle": "SIGQUIT"}
+    # Not in every release that is supported. Without it the agent handles all signals itself.
+    newer: dict[str, Any] = {"signals_to_handle": "SIGQUIT"}
     return LaunchConfig(
         min_nodes=settings.min_machines or settings.num_machines,
         max_nodes=settings.num_machines,

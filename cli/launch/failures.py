@@ -16,7 +16,7 @@ ReportKind = Literal["exception", "on_purpose", "exit", "interrupt"]
 
 _NEVER_A_CONSEQUENCE = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 AFTER_FAILURE_SECONDS = 6
-"""How long the other processes have to end after one has failed, from SIGTERM to SIGKILL.
+"""How long the other processes have to end after one has failed, from SIGTERM to SIGKILL; less with --shutdown_timeout.
 
 A job whose ranks have parted ends within 15 s of the limit: by then, up to 8 s have gone by.
 """

@@ -248,7 +248,8 @@ def _launch_hosts(
         return 0
     num_local = len(jobs[0].ranks)
     _log(f"{len(jobs)} machines, {num_local} process{'es' if num_local > 1 else ''} each")
-    return run_node_jobs(jobs, ssh, python_path, _log, debug=explicit.settings().debug)
+    settings = explicit.settings()
+    return run_node_jobs(jobs, ssh, python_path, _log, shutdown_timeout=settings.shutdown_timeout, debug=settings.debug)
 
 
 def _run(plan: LaunchPlan) -> int:

@@ -29,7 +29,7 @@ from .launch_plan import LaunchPlan, Program, plan_launch
 
 MODULE = "zeroaccel.cli.launch.node"
 ARRIVAL_SECONDS = 20.0  # short, since "go" is only sent when all machines are ready
-_ORPHANED_SECONDS = 15.0  # for an orderly end once the connection is gone; then the ranks are killed
+_ORPHANED_SECONDS = 5.0  # beyond --shutdown_timeout, for an orderly end once the connection is gone
 
 Order = Mapping[str, Any]
 """token; folder: working directory; environment: variables to set; settings: as for `launch_settings`; program: as
@@ -49,7 +49,9 @@ def main() -> int:
         send({"ready": plan.headline, "warnings": plan.warnings})
         if control.readline().strip() != "go":
             return 1  # another machine was not ready
-        threading.Thread(target=_follow_commands, args=(control, send), daemon=True).start()
+        threading.Thread(
+            target=_follow_commands, args=(control, send, plan.settings.shutdown_timeout), daemon=True
+        ).start()
         end = run_plan(plan, _log, arrival_seconds=ARRIVAL_SECONDS)
     except ZeroAccelError as error:
         send({"error": str(error), "exit_code": error.exit_code})
@@ -79,7 +81,7 @@ def _prepare(order: Order) -> LaunchPlan:
     return plan_launch(settings, program, os.environ, order["child_env"], bf16_by=order["bf16_by"])
 
 
-def _follow_commands(control: IO[str], send: _RecordWriter) -> None:
+def _follow_commands(control: IO[str], send: _RecordWriter, shutdown_timeout: float) -> None:
     """Acknowledges and follows "stop"; at the end of stdin the launching machine is gone, and the job ends as well."""
     for line in control:
         word, _, number = line.partition(" ")
@@ -87,7 +89,7 @@ def _follow_commands(control: IO[str], send: _RecordWriter) -> None:
             send({"stopping": number.strip()})
             os.kill(os.getpid(), int(number))
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(_ORPHANED_SECONDS)
+    time.sleep(shutdown_timeout + _ORPHANED_SECONDS)
     os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -39,7 +39,7 @@ from .node import MODULE
 _OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=15")
 _READY_SECONDS = 120.0  # Python has to start there, from a file system that may be slow
 _SIBLING_GRACE_SECONDS = 3.0  # for machines that fail alike to report it, before the others are stopped
-_STOP_SECONDS = 30.0  # for an orderly end of all machines
+_STOP_SECONDS = 20.0  # beyond --shutdown_timeout, for an orderly end of all machines
 _ACKNOWLEDGE_SECONDS = 4.0  # for a machine to acknowledge "stop"; then it counts as cut off, and is not waited for
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -107,11 +107,13 @@ def run_node_jobs(
     python_path: str | None,
     log: Callable[[str], None],
     *,
+    shutdown_timeout: float,
     debug: bool = False,
 ) -> int:
     """Starts the job on all machines and waits for its end. Returns the launcher's exit code.
 
     Args:
+        shutdown_timeout: seconds that ranks have to end after a signal.
         ssh: the program that reaches a machine, with its own arguments.
         python_path: PYTHONPATH over there.
         debug: show tracebacks also of errors that were raised on purpose.
@@ -119,7 +121,7 @@ def run_node_jobs(
     Raises:
         ConfigError: there is no such program.
     """
-    return _MultiNodeJob(log, debug=debug).run(jobs, ssh, python_path)
+    return _MultiNodeJob(log, shutdown_timeout, debug=debug).run(jobs, ssh, python_path)
 
 
 class _MultiNodeJob:
@@ -131,8 +133,9 @@ class _MultiNodeJob:
     4. `_wait` returns when all ssh processes have ended, or at `_give_up_at`; `_conclude` explains the failure.
     """
 
-    def __init__(self, log: Callable[[str], None], *, debug: bool) -> None:
+    def __init__(self, log: Callable[[str], None], shutdown_timeout: float, *, debug: bool) -> None:
         self._log = log
+        self._shutdown_timeout = shutdown_timeout
         self._debug = debug
         self._token = f"\x1e{secrets.token_hex(8)} "
         self._events: queue.SimpleQueue[tuple[_SshSession | None, Any]] = queue.SimpleQueue()
@@ -259,7 +262,7 @@ class _MultiNodeJob:
         self._stop_all(number)
 
     def _stop_all(self, number: int) -> None:
-        self._give_up_at = time.monotonic() + _STOP_SECONDS
+        self._give_up_at = time.monotonic() + self._shutdown_timeout + _STOP_SECONDS
         self._stop_sent_at = time.monotonic()
         self._stop_at = self._stop_at or self._stop_sent_at
         for session in self._sessions:

@@ -146,10 +146,12 @@ def test_a_program_that_is_not_python_and_is_killed() -> None:
 
 
 @contextmanager
-def _running(script: Path, names: list[str]) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
+def _running(
+    script: Path, names: list[str], *flags: str
+) -> Iterator[tuple[subprocess.Popen[str], list[psutil.Process]]]:
     """A launched job that has written a process id into each of the named files, and these processes."""
     launcher = subprocess.Popen(
-        [*LAUNCH, str(script)], env=outside_any_job(), stderr=subprocess.PIPE, text=True, cwd=script.parent
+        [*LAUNCH, *flags, str(script)], env=outside_any_job(), stderr=subprocess.PIPE, text=True, cwd=script.parent
     )
     files = [script.parent / name for name in names]
     try:
@@ -199,8 +201,86 @@ def test_a_signal_to_the_launcher_leaves_nothing_running(tmp_path: Path, number:
         else:
             assert launcher.returncode == 128 + number
             assert said.splitlines()[1:] == [
-                f"zeroaccel: {number.name}: stopping the processes; once more kills them",
+                f"zeroaccel: {number.name}: stopping the processes, which have 30 s; once more kills them",
                 f"zeroaccel: stopped by {number.name}; all processes of this machine have ended",
             ]
         alive = [one for one in processes if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
         assert alive == []
+
+
+NEEDS_SECONDS = """
+import os, signal, sys, time
+def end(*_):
+    time.sleep(float(sys.argv[1]))
+    open('saved' + os.environ['RANK'], 'w').close()
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+open(os.environ['RANK'], 'w').write(f'{os.getpid()}\\n')
+while True:
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.parametrize(
+    ("flags", "seconds", "saved"),
+    [
+        pytest.param(["--shutdown_timeout", "1"], "6", [], id="a limit of 1 s kills"),
+        pytest.param(["--shutdown_timeout", "20"], "2", ["saved0", "saved1"], id="a limit of 20 s waits"),
+        pytest.param([], "12", ["saved0", "saved1"], id="the default waits", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_have_the_shutdown_timeout_after_sigterm(
+    tmp_path: Path, flags: list[str], seconds: str, saved: list[str]
+) -> None:
+    script = _script(tmp_path, NEEDS_SECONDS.replace("sys.argv[1]", seconds))
+    with _running(script, ["0", "1"], *flags) as (launcher, _):
+        launcher.send_signal(signal.SIGTERM)
+        _, said = launcher.communicate(timeout=time_limits.seconds(40))
+        assert launcher.returncode == 128 + signal.SIGTERM
+        assert sorted(path.name for path in tmp_path.glob("saved*")) == saved
+        killed = "zeroaccel: not all processes ended within 1 s and were killed; --shutdown_timeout sets this limit"
+        assert (killed in said.splitlines()) == (not saved)
+
+
+# A step ends a little after each whole second, and the signal comes between: both ranks see it in the same step.
+PREEMPTED = """
+import os, time
+from pathlib import Path
+
+import torch, transformers
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+class UntilTheSecond(TrainerCallback):
+    def on_step_begin(self, args, state, control, **_):
+        if state.global_step == 2:
+            Path(os.environ['RANK']).write_text(f'{os.getpid()}\\n')
+        time.sleep(1 - time.time() % 1)
+
+sizes = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
+torch.manual_seed(0)
+data = [{'input_ids': torch.arange(8), 'labels': torch.arange(8)}] * 4000
+settings = TrainingArguments(
+    'out', max_steps=1000, enable_jit_checkpoint=True, per_device_train_batch_size=2, report_to=[], save_strategy='no',
+    dataloader_pin_memory=False, disable_tqdm=True,
+)
+model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))
+Trainer(model=model, args=settings, train_dataset=data, callbacks=[UntilTheSecond()]).train()
+"""
+
+
+@pytest.mark.slow
+def test_a_trainer_that_saves_just_in_time_finishes_its_checkpoint(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers.TrainingArguments, "enable_jit_checkpoint"):
+        pytest.skip("this transformers has no enable_jit_checkpoint")
+    script = _script(tmp_path, PREEMPTED)
+    with _running(script, ["0", "1"], "--engine", "zeroaccel", "--zero_stage", "3") as (launcher, _):
+        time.sleep((0.5 - time.time()) % 1)
+        launcher.send_signal(signal.SIGTERM)
+        _, said = launcher.communicate(timeout=time_limits.seconds(40))
+        assert launcher.returncode == 128 + signal.SIGTERM
+        assert "were killed" not in said
+        (checkpoint,) = (tmp_path / "out").glob("checkpoint-*")
+        names = {path.name for path in checkpoint.iterdir()}
+        assert "checkpoint-is-incomplete.txt" not in names
+        assert {"trainer_state.json", "latest"} <= names

@@ -10,12 +10,17 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing import PContext, SignalException
 
 from tests import time_limits
 from zeroaccel.cli.launch import orphans
+from zeroaccel.cli.launch.agent import StopSignals, processes_end_in_time
+from zeroaccel.cli.launch.failures import AFTER_FAILURE_SECONDS
 from zeroaccel.cli.launch.orphans import ProcessWatch, break_connections
+from zeroaccel.config.launch.launch_settings import launch_settings
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
@@ -85,3 +90,35 @@ def test_an_end_that_is_noticed_does_nothing() -> None:
         with pytest.raises(TimeoutError):
             client.recv(1)
     assert said == []
+
+
+class _NoProcesses:
+    """Stands for what torch's agent closes."""
+
+    def pids(self) -> dict[int, int]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "after_signal", "after_failure"),
+    [
+        ({}, 30.0, AFTER_FAILURE_SECONDS),  # torchrun's 30 s
+        ({"shutdown_timeout": 120}, 120.0, AFTER_FAILURE_SECONDS),
+        ({"shutdown_timeout": 2.5}, 2.5, 2.5),
+    ],
+)
+def test_processes_have_the_shutdown_timeout_after_a_signal(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], after_signal: float, after_failure: float
+) -> None:
+    waits: list[tuple[int, float]] = []
+    monkeypatch.setattr(PContext, "close", lambda _, number, timeout: waits.append((number, timeout)))
+    ours, log = launch_settings(settings), lambda _: None
+    agents_own: Any = 30  # that torch's agent asks for, whatever happened
+    stop_signals = StopSignals(lambda: None, log, ours.shutdown_timeout, may_wait_in_native_code=False)
+    with stop_signals, processes_end_in_time(ours, stop_signals, log):
+        PContext.close(_NoProcesses(), None, agents_own)  # type: ignore[arg-type]
+        stop_signals.processes_exist()
+        with pytest.raises(SignalException):
+            signal.raise_signal(signal.SIGINT)
+        PContext.close(_NoProcesses(), signal.SIGINT, agents_own)  # type: ignore[arg-type]
+    assert waits == [(signal.SIGTERM, after_failure), (signal.SIGINT, after_signal)]

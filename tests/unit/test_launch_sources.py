@@ -44,6 +44,7 @@ TRIPLES: dict[str, tuple[str, str, str]] = {
     "rdzv_conf": ("timeout=1", "timeout=2", "timeout=3"),
     "max_restarts": ("1", "2", "3"),
     "monitor_interval": ("1.5", "2.5", "3.5"),
+    "shutdown_timeout": ("1.5", "2.5", "3.5"),
     "gpu_ids": ("0", "1", "2"),
     "num_cpu_threads_per_process": ("2", "3", "4"),
     "engine": ("zeroaccel", "deepspeed", "zeroaccel"),

@@ -159,6 +159,8 @@ class ProcessSettings(ConfigSection):
     """How often all processes are started again after a failure. [default: 0]"""
     monitor_interval: PositiveNumber = 0.1
     """Seconds between two looks at the processes. [default: 0.1]"""
+    shutdown_timeout: NonNegativeNumber = 30.0
+    """Seconds that the processes have to end after Ctrl-C or SIGTERM; then they are killed. [default: 30]"""
     use_cpu: Flag = False
     """Hide the accelerators: the processes compute on the CPU and talk through gloo."""
     gpu_ids: GpuIds = "all"

@@ -57,6 +57,7 @@ SETTINGS: Mapping[str, Setting] = {
         Setting("enable_cpu_affinity", _PROCESSES),
         Setting("max_restarts", _PROCESSES),
         Setting("monitor_interval", _PROCESSES, "SECONDS"),
+        Setting("shutdown_timeout", _PROCESSES, "SECONDS", variables=("TORCH_ELASTIC_SHUTDOWN_TIMEOUT",)),
         Setting("num_machines", _MACHINES),
         Setting("min_machines", _MACHINES),
         Setting("machine_rank", _MACHINES),
