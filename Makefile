@@ -35,10 +35,11 @@ test-all: lint  ## The same with the slow ones
 test-versions: $(INSTALLED)  ## Run them with the oldest and newest torch and Hugging Face libraries, an environment each
 	$(BIN)/python .ci/versions.py $(VERSIONS_ARGS)
 
-lint: $(INSTALLED)  ## Check style, format and types
+lint: $(INSTALLED)  ## Check style, format, types and the English of the pages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/python .ci/prose.py $$(cat .ci/prose_args)
 
 docs: $(INSTALLED)  ## Build the site into build/site; warnings are errors
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --config-file .mkdocs.yml

@@ -250,8 +250,8 @@ class Recomputation:
         if section.partition_activations and _group is None:
             log_once(
                 logging.WARNING,
-                "activation_checkpointing.partition_activations: inputs stay whole, as there is no tensor-parallel "
-                "group; zeroaccel.activations.configure(tensor_parallel_group=...) names one",
+                "activation_checkpointing.partition_activations: inputs stay whole: no tensor-parallel group is named; "
+                "call zeroaccel.activations.configure(tensor_parallel_group=...)",
             )
             section = section.model_copy(update={"partition_activations": False})
         self._activations = Activations(section, group=_group, calls=len(self._blocks))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,16 @@ from mkdocs.structure.pages import Page
 import zeroaccel
 from zeroaccel.cli.main import SUB_COMMANDS
 from zeroaccel.cli.main import main as main_command
+from zeroaccel.compat.deepspeed_engine import DeepSpeedEngine
+from zeroaccel.compat.engine_questions import ABSENT_MEMBERS, QUESTIONS
+from zeroaccel.compat.surface import ABSENT, SURFACE
 from zeroaccel.config.launch.launch_settings import LaunchSettings, file_path
 from zeroaccel.config.launch.launch_sources import OTHER_VARIABLES, variables_of
 from zeroaccel.config.launch.setting_table import SETTINGS
 from zeroaccel.config.schema import Config
 from zeroaccel.config.section import field_paths, nested_section, spellings
 from zeroaccel.config.support import KEYS, Kind, SupportStatus
+from zeroaccel.zero.engine_base import EngineBase
 
 ROOT = Path(__file__).resolve().parents[2]
 FROM_TREE = {
@@ -53,6 +57,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         "reference/launch_keys.md": "\n".join(_launch_keys()),
         "reference/environment.md": "\n".join(_variables()),
         "reference/errors.md": "\n".join(errors_page(ROOT)),
+        "reference/deepspeed.md": "\n".join(deepspeed_page()),
     }
     for place, text in pages.items():
         files.append(File.generated(config, place, content=text))
@@ -182,6 +187,36 @@ def _variables() -> Iterator[str]:
     yield from ("", "| variable | what it does |", "| --- | --- |")
     for name, about in OTHER_VARIABLES.items():
         yield f"| `{name}` | {about} |"
+
+
+def deepspeed_page() -> Iterator[str]:
+    """Every name that `import deepspeed` provides or refuses, from the tables of the facade."""
+    yield "# DeepSpeed's names"
+    yield ""
+    yield "The names that `import deepspeed` provides under zeroaccel ([behaviour](../deepspeed_names.md))."
+    yield from ("", "## Modules", "", "| module | names |", "| --- | --- |")
+    for module, provided in SURFACE.items():
+        if provided:
+            yield f"| `{module}` | {_names(provided)} |"
+    yield from ("", "## Engine", "")
+    own = sorted(name for name in vars(DeepSpeedEngine) if name[0] != "_" and name not in vars(EngineBase))
+    yield f"Besides the members of zeroaccel's `Engine`: {_names(own)}."
+    yield ""
+    yield f"Members that return a value of the config or its default: {_names(QUESTIONS)}."
+    yield from ("", "| missing member | instead |", "| --- | --- |")
+    yield from (f"| `engine.{name}` | {_cell(instead)} |" for name, instead in ABSENT_MEMBERS.items())
+    yield from (
+        "",
+        "## Missing names",
+        "",
+        "A module here covers each of its names that the list of modules lacks.",
+    )
+    yield from ("", "| name | instead |", "| --- | --- |")
+    yield from (f"| `{name}` | {_cell(instead)} |" for name, instead in ABSENT.items())
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _default(value: object) -> str:

@@ -14,6 +14,8 @@ from tests.multi.environment import ROOT
 from tests.multi.job import run_command
 from zeroaccel import errors
 from zeroaccel.cli.main import SUB_COMMANDS
+from zeroaccel.compat.engine_questions import ABSENT_MEMBERS, QUESTIONS
+from zeroaccel.compat.surface import ABSENT, SURFACE
 from zeroaccel.config.schema import Config
 from zeroaccel.config.section import field_paths
 
@@ -87,6 +89,9 @@ def test_the_reference_is_complete(site: Path) -> None:
 
     public = [name for name in zeroaccel.__all__ if not name.startswith("_")]
     assert [name for name in public if f"zeroaccel.{name}" not in api.anchors] == []
+    facade = (site / "reference" / "deepspeed.html").read_text()
+    names = [*SURFACE, *ABSENT, *QUESTIONS, *(f"engine.{name}" for name in ABSENT_MEMBERS)]
+    assert [name for name in names if f"<code>{name}</code>" not in facade and SURFACE.get(name) != {}] == []
 
 
 def test_errors_can_be_looked_up_by_their_words(site: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,13 +15,10 @@ from packaging.version import parse
 
 from tests import time_limits
 from zeroaccel import compat
-from zeroaccel.compat.deepspeed_engine import DeepSpeedEngine
 from zeroaccel.compat.deepspeed_init import from_library
-from zeroaccel.compat.engine_questions import ABSENT_MEMBERS, QUESTIONS
 from zeroaccel.compat.finder import inherited_environment
-from zeroaccel.compat.surface import ABSENT, SCRIPTS, SURFACE
+from zeroaccel.compat.surface import ABSENT, SURFACE
 from zeroaccel.errors import UsageError
-from zeroaccel.zero.engine import Engine
 
 
 @pytest.fixture
@@ -90,25 +86,6 @@ def test_absent_names_are_not_on_the_table() -> None:
     """A module that is there may have a row, for the names that it lacks."""
     names = {f"{module}.{name}" for module, names in SURFACE.items() for name in names}
     assert not names & set(ABSENT)
-
-
-def test_the_page_has_every_name_and_no_other() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "deepspeed_names.md").read_text()
-    rows = [line.split(" | ") for line in page.splitlines() if line.startswith("| `deepspeed")]
-    listed: dict[str, set[str]] = {}
-    for row in rows:
-        names = [re.findall(r"`([^`]+)`", cell) for cell in row]
-        if len(row) == 3:
-            listed |= {module: {*names[1], *names[2]} for module in names[0]}
-        else:
-            assert row[1].removesuffix(" |") == ABSENT[names[0][0]]
-    assert listed == {module: set(names) for module, names in SURFACE.items() if names}
-    absent = {name for row in rows if len(row) == 2 for name in re.findall(r"`([^`]+)`", row[0])}
-    assert absent == set(ABSENT)
-    for name in (*QUESTIONS, *SCRIPTS, *(f"engine.{name}` | {text}" for name, text in ABSENT_MEMBERS.items())):
-        assert f"`{name}" in page
-    own = {name for name in vars(DeepSpeedEngine) if not name.startswith("_")} - set(vars(Engine)) - {"gathered_state"}
-    assert not [name for name in own if f"`{name}`" not in page]
 
 
 def test_nothing_stays_after_uninstall(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -412,12 +412,12 @@ class Accelerator:
 
     @property
     def parallelism_config(self) -> Any:
-        """The mesh, as it was given or launched; None where all processes see different samples of one group."""
+        """The mesh from the argument or the launch; None where every process trains on different samples."""
         return self.state.parallelism_config
 
     @property
     def torch_device_mesh(self) -> None:
-        """None: models are split by ZeRO alone."""
+        """None: the engine makes its process groups without a torch `DeviceMesh`."""
         return None
 
     @property
@@ -427,7 +427,7 @@ class Accelerator:
 
     @property
     def is_composable_parallelism_enabled(self) -> bool:
-        """False: models are split by ZeRO alone."""
+        """False: accelerate means FSDP2 on a `DeviceMesh`; `parallelism_config` composes with ZeRO instead."""
         return False
 
     @property
@@ -447,8 +447,8 @@ class Accelerator:
 
     @property
     def pipeline_parallel_rank(self) -> int:
-        """0: every process has all layers."""
-        return 0
+        """Which stage of the layers this process has."""
+        return self._mesh.coordinates(self.process_index)["pp"]
 
     @property
     def context_parallel_rank(self) -> int:
@@ -709,7 +709,7 @@ class Accelerator:
         )
 
     def deepspeed_ulysses_dl_adapter(self, dl: Any, model: Any) -> Any:
-        """The loader as it is: sequences are not split over processes."""
+        """Returns the loader unchanged: prepared loaders already split sequences where the mesh has `sp`."""
         return dl
 
     def unscale_gradients(self, optimizer: Any = None) -> None:
@@ -747,7 +747,7 @@ class Accelerator:
     def maybe_context_parallel(
         self, buffers: Any = None, buffer_seq_dims: Any = None, no_restore_buffers: Any = None
     ) -> Iterator[None]:
-        """Changes nothing, as sequences are not split: `parallelism_config` is None."""
+        """Changes nothing: where the mesh has `sp`, prepared loaders split the sequences."""
         yield
 
     @contextlib.contextmanager

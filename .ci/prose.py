@@ -1,0 +1,179 @@
+"""Checks the English of the pages and of the public docstrings: `python .ci/prose.py [PAGE OR PACKAGE TO SKIP ...]`.
+
+It finds five habits that make documentation hard to read: sentences that hide who acts, free relatives as subjects,
+chains of "of", phrases from a list, and lines that are too long. It matches patterns; it does not parse grammar.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("zeroaccel", "zeroaccel.parallel", "zeroaccel.zero", "zeroaccel.estimate")
+"""The packages whose docstrings docs/site renders."""
+MAX_COLUMNS = 130
+MAX_PASSIVE_SHARE = 0.2
+"""Sentences of a page that may have a passive without an agent."""
+
+_PARTICIPLES = "broken|built|chosen|cut|done|drawn|found|given|held|kept|known|laid|left|lost|made|meant|put|read|said"
+_PARTICIPLES += "|seen|sent|set|shown|spread|taken|thrown|told|understood|written"
+# Participles that describe a state rather than an action: nobody has to be named.
+_STATES = "allowed|based|called|deprecated|enabled|disabled|fixed|installed|limited|named|needed|overlapped|related"
+_STATES += "|replicated|required|sharded|supported|tied|unsharded|unsupported|used"
+_PASSIVE = re.compile(
+    rf"\b(?:is|are|was|were|be|been|being)\s+(?:(?:not|never|always|only|then|also|still|\w+ly)\s+)*"
+    rf"(?!(?:{_STATES})\b)(?:\w{{3,}}ed|{_PARTICIPLES})\b(?![^,;:]*\bby\s+\w)",
+    re.IGNORECASE,
+)
+_FREE_RELATIVE = re.compile(
+    r"^(?:What|Whatever)\b(?!.*\?$)"
+    r"|\b(?:and|but|or|that|since|because|while|is|are|than|as|of|from|for|to|by|with|on|about|;|:)\s+what\b(?!\s+\w*\s*to\b)"
+)
+_CHAIN = re.compile(r"\bof(?:\s+[^\s,.;:()]+){1,3}\s+of(?:\s+[^\s,.;:()]+){1,3}\s+of\b", re.IGNORECASE)
+_PHRASES = {
+    "alike": "both, or in the same way",
+    "and the like": "name them, or say which kind",
+    "as ever": "leave it out",
+    "as it stands": "unchanged",
+    "as they stand": "unchanged",
+    "at hand": "available",
+    "but for": "except",
+    "came about": "say what caused it",
+    "comes about": "say what causes it",
+    "for ever": "say how long",
+    "in the manner of": "like",
+    "is told": "say who tells it",
+    "is to be": "should be, or will be",
+    "are to be": "should be, or will be",
+    "likewise": "in the same way",
+    "no less": "say it positively",
+    "none of": "does not",
+    "of one's own": "your own",
+    "once more": "again",
+    "otherwise than": "differently from",
+    "to and fro": "in both directions",
+}
+_PHRASE = re.compile(rf"\b(?:{'|'.join(map(re.escape, _PHRASES))})\b", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A place in a text that breaks a rule."""
+
+    place: str
+    rule: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.place}: {self.rule}: {self.text}"
+
+
+def main(skipped: Collection[str]) -> int:
+    """Prints what the pages and docstrings of the tree break; 1 if anything."""
+    findings = [finding for page in pages(skipped) for finding in page_findings(page.read_text(), _name(page))]
+    for place, text in docstrings(skipped):
+        findings += sentence_findings(text, place)
+    for finding in findings:
+        print(finding)
+    return 1 if findings else 0
+
+
+def pages(skipped: Collection[str] = ()) -> list[Path]:
+    """The pages that the rules apply to."""
+    every = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [page for page in every if _name(page) not in skipped]
+
+
+def _name(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+def docstrings(skipped: Collection[str] = ()) -> Iterator[tuple[str, str]]:
+    """(qualified name, docstring) of what the reference of the site shows."""
+    for package in PACKAGES:
+        if package in skipped:
+            continue
+        module = import_module(package)
+        for name in module.__all__:
+            yield from _of_object(f"{package}.{name}", getattr(module, name))
+
+
+def _of_object(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    if not (inspect.isclass(value) or inspect.isfunction(value)) or not value.__module__.startswith("zeroaccel"):
+        return
+    if value.__doc__:
+        yield name, inspect.cleandoc(value.__doc__)
+    if inspect.isclass(value):
+        for member, attribute in vars(value).items():
+            function = getattr(attribute, "fget", None) or getattr(attribute, "__func__", attribute)
+            if member[0] != "_" and inspect.isfunction(function) and function.__doc__:
+                yield f"{name}.{member}", inspect.cleandoc(function.__doc__)
+
+
+def page_findings(text: str, place: str) -> Iterator[Finding]:
+    """What a page breaks."""
+    in_code = False
+    for number, line in enumerate(text.splitlines(), 1):
+        in_code ^= line.lstrip().startswith("```")
+        if len(line) > MAX_COLUMNS and not in_code and not line.startswith("|"):
+            yield Finding(f"{place}:{number}", f"line above {MAX_COLUMNS} columns", line[:60])
+    yield from sentence_findings(text, place)
+    prose = list(sentences(text))
+    passive = [sentence for sentence in prose if _PASSIVE.search(sentence)]
+    if len(passive) > max(2, MAX_PASSIVE_SHARE * len(prose)):
+        share = f"{len(passive)} of {len(prose)} sentences"
+        yield Finding(place, f"passives without an agent, at most {MAX_PASSIVE_SHARE:.0%}", f"{share}: {passive}")
+
+
+def sentence_findings(text: str, place: str) -> Iterator[Finding]:
+    """What the sentences of a text break, one by one."""
+    for sentence in sentences(text):
+        if any(len(_PASSIVE.findall(clause)) > 1 for clause in sentence.split(";")):
+            yield Finding(place, "two passives without an agent in a sentence", sentence)
+        if _FREE_RELATIVE.search(sentence):
+            yield Finding(place, "a clause with `what` in place of a noun", sentence)
+        if _CHAIN.search(sentence):
+            yield Finding(place, "a chain of `of`", sentence)
+        for phrase in _PHRASE.findall(sentence):
+            yield Finding(place, f"{phrase!r}: write {_PHRASES[phrase.lower()]}", sentence)
+
+
+def sentences(text: str) -> Iterator[str]:
+    """The sentences, headings and cells of a page or a docstring, without code, markup and link targets."""
+    text = re.sub(r"^ *```.*?^ *```", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^(Example|Examples):\n(?:(?: +.*)?\n)*", "", text + "\n", flags=re.MULTILINE)
+    text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
+    text = re.sub(r"``[^`]+``|`[^`]*`", "CODE", text)
+    for block in _blocks(text.splitlines()):
+        for sentence in re.split(r"(?<=[.!?])[)\"*]*\s+(?=[A-Z\"(*])", block):
+            if len(sentence.split()) > 1:
+                yield sentence.strip("#*_ ")
+
+
+def _blocks(lines: Iterable[str]) -> Iterator[str]:
+    """Paragraphs, items of lists, cells of tables and entries of `Args:`, each in one line."""
+    block = ""
+    for line in [*lines, ""]:
+        text = line.strip()
+        starts = re.match(r"([-*>] |\d+\. |#+ |\||[\w*, ]+: )", text)
+        if not text or starts:
+            if block:
+                yield block
+            block = ""
+        if text.startswith("|"):
+            yield from (cell.strip() for cell in text.strip("|").split("|") if cell.strip(" -:"))
+        elif text.startswith("#"):
+            yield text
+        else:
+            block = f"{block} {re.sub(r'^([-*>]|[0-9]+[.]) ', '', text)}".strip()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
