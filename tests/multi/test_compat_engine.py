@@ -543,9 +543,6 @@ def _data_and_reports(folder: str) -> list[Any]:
     sampled = engine.deepspeed_io(data, batch_size=1, data_sampler=[3, 5])
     assert [batch[0, 0].item() for batch in sampled] == [3.0, 5.0]
     engine.monitor.write_events([("Own/value", 2.5, 8)])
-    engine.timers("load").start()
-    engine.timers("load").stop()
-    assert engine.timers("load").elapsed() > 0
     for index, batch in enumerate(deepspeed.utils.RepeatingLoader(loader)):
         engine.backward(engine(batch).square().mean())
         engine.step()
@@ -561,7 +558,7 @@ def _data_and_reports(folder: str) -> list[Any]:
     return sorted(path.name for path in Path(folder).rglob("*.csv"))
 
 
-def test_loaders_monitors_and_timers(ranks: Ranks, tmp_path: Path) -> None:
+def test_loaders_and_monitors(ranks: Ranks, tmp_path: Path) -> None:
     names = ranks(2).run(_facade, _data_and_reports, str(tmp_path))
     assert "Own_value.csv" in names[0]
 

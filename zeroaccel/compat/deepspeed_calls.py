@@ -6,6 +6,7 @@ import argparse
 import functools
 import gc
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
@@ -112,7 +113,7 @@ def instrument_w_nvtx(func: Callable[P, R]) -> Callable[P, R]:
     return in_range
 
 
-# -- memory
+# -- memory and throughput
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
@@ -139,6 +140,79 @@ def see_memory_usage(message: str, force: bool = False) -> None:
         f"CPU Virtual Memory:  used = {(machine.total - machine.available) / _GIB:.2f} GB, percent = {machine.percent}%"
     )
     accelerator.reset_peak_memory_stats()
+
+
+class StepThroughput:
+    """Samples per second of a script's own loop: `start()` before and `stop(global_step=True)` after each step.
+
+    Args:
+        config: of no effect, or a number that stands for `batch_size`, as in older releases.
+        batch_size: samples per step over all ranks.
+        start_step: the steps before this one are not counted.
+        steps_per_output: steps between two log lines; None for none.
+        monitor_memory: add the device's memory to the lines.
+        logging_fn: takes the lines; by default the logger.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        batch_size: int = 1,
+        start_step: int = 2,
+        steps_per_output: int | None = None,
+        monitor_memory: bool = False,
+        logging_fn: Callable[[str], Any] | None = None,
+    ) -> None:
+        self.batch_size = max(1, config if isinstance(config, int) else batch_size)
+        self.start_step, self.steps_per_output = start_step, steps_per_output
+        self.epoch_count = self.micro_step_count = self.global_step_count = 0
+        self.total_elapsed_time = 0.0
+        self._monitor_memory = monitor_memory
+        self._log = logging_fn or log_dist
+        self._begun: float | None = None
+
+    def update_epoch_count(self) -> None:
+        """Counts an epoch; micro-steps count anew."""
+        self.epoch_count += 1
+        self.micro_step_count = 0
+
+    def start(self) -> None:
+        """Begins a step."""
+        get_accelerator().synchronize()
+        self._begun = time.perf_counter()
+
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
+        """Ends a micro-step, with `global_step` a step; without a `start` before it does nothing."""
+        if self._begun is None:
+            return
+        get_accelerator().synchronize()
+        seconds, self._begun = time.perf_counter() - self._begun, None
+        self.micro_step_count += 1
+        self.global_step_count += global_step
+        if self.global_step_count >= self.start_step:
+            self.total_elapsed_time += seconds
+        every = self.steps_per_output
+        if global_step and report_speed and every and self.global_step_count % every == 0:
+            memory = _memory_line() if self._monitor_memory else ""
+            self._log(
+                f"epoch={self.epoch_count}/micro_step={self.micro_step_count}/global_step={self.global_step_count}, "
+                f"samples/sec={self.avg_samples_per_sec():.2f}{memory}"
+            )
+
+    def avg_samples_per_sec(self) -> float:
+        """Since `start_step`; -inf before it."""
+        steps = self.global_step_count - self.start_step + 1
+        if steps < 1 or not self.total_elapsed_time:
+            return float("-inf")
+        return self.batch_size * steps / self.total_elapsed_time
+
+
+def _memory_line() -> str:
+    device = get_accelerator()
+    return (
+        f" | mem_allocated: {device.memory_allocated() / _GIB:.4f} GB"
+        f" | max_mem_allocated: {device.max_memory_allocated() / _GIB:.4f} GB"
+    )
 
 
 # -- models and gradients

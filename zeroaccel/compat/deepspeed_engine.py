@@ -26,12 +26,12 @@ from zeroaccel.checkpoint.weights import placeholder_state_dict
 from zeroaccel.comm.agree import agreed
 from zeroaccel.compat import loss_scale_members, transformers_calls
 from zeroaccel.compat.assertions import asserting
+from zeroaccel.compat.deepspeed_calls import StepThroughput
 from zeroaccel.compat.deepspeed_comm import get_local_rank, require_process_group
 from zeroaccel.compat.deepspeed_init import from_library
 from zeroaccel.compat.deepspeed_monitor import MonitorMaster
 from zeroaccel.compat.deepspeed_pipe import PipelineModule
-from zeroaccel.compat.deepspeed_timers import StepThroughput, SynchronizedWallClockTimer
-from zeroaccel.compat.engine_questions import ABSENT_MEMBERS, PRIVATE_MEMBERS, QUESTIONS
+from zeroaccel.compat.engine_questions import ABSENT_MEMBERS, QUESTIONS
 from zeroaccel.compat.finder import VERSION
 from zeroaccel.compat.leaf_modules import mark_configured, mark_parameters, marked_names
 from zeroaccel.compat.parameters import ParameterOffload, attach
@@ -327,14 +327,7 @@ class DeepSpeedMembers(EngineBase):
                     f"engine.{name}: zeroaccel answers for deepspeed here and does not have this; "
                     f"{ABSENT_MEMBERS[name]}"
                 )
-        try:
-            return super().__getattr__(name)
-        except AttributeError as error:
-            if name in PRIVATE_MEMBERS:
-                raise AttributeError(
-                    f"engine.{name} is DeepSpeed's own and not here; {PRIVATE_MEMBERS[name]}"
-                ) from error
-            raise
+        return super().__getattr__(name)
 
     # -- data and reports
 
@@ -385,11 +378,6 @@ class DeepSpeedMembers(EngineBase):
     def monitor(self) -> MonitorMaster:
         """Writes (name, value, samples) events to the config's monitors, beside the engine's own."""
         return MonitorMaster(self._report.monitors)
-
-    @cached_property
-    def timers(self) -> SynchronizedWallClockTimer:
-        """Timers by name, for the script's own phases."""
-        return SynchronizedWallClockTimer()
 
     @cached_property
     def tput_timer(self) -> StepThroughput:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import psutil
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from zeroaccel.comm.environment import local_size
-from zeroaccel.compat import deepspeed_ops
 from zeroaccel.errors import UsageError
 from zeroaccel.telemetry.step_report import memory_now
 
@@ -31,6 +30,37 @@ class CpuStream:
     def __exit__(self, *_: object) -> None: ...
 
 
+def _nothing(_: Any = None) -> None: ...
+
+
+# Names that are torch.cuda's own where there is CUDA -> what they are on the CPU.
+_ON_CPU: Mapping[str, Any] = {
+    "Event": None,
+    "Stream": CpuStream,
+    "manual_seed": torch.manual_seed,
+    "manual_seed_all": torch.manual_seed,
+    "initial_seed": torch.initial_seed,
+    "stream": contextlib.nullcontext,
+}
+# The same, for functions that take the index of a device, which is left out for this one.
+_ON_CPU_BY_INDEX: Mapping[str, Callable[..., Any]] = {
+    "current_device": lambda: 0,
+    "current_stream": lambda _=None: CpuStream(),
+    "default_stream": lambda _=None: CpuStream(),
+    "empty_cache": _nothing,
+    "get_rng_state": lambda _=None: torch.get_rng_state(),
+    "reset_peak_memory_stats": _nothing,  # the system counts it, and it stays
+    "set_device": _nothing,
+    "synchronize": _nothing,
+}
+_OLDER = {
+    "max_memory_cached": "max_memory_reserved",
+    "memory_cached": "memory_reserved",
+    "reset_max_memory_allocated": "reset_peak_memory_stats",
+    "reset_max_memory_cached": "reset_peak_memory_stats",
+}
+
+
 class DeviceFacts:
     """Calls of the device that libraries and scripts make; sizes are in bytes.
 
@@ -44,6 +74,13 @@ class DeviceFacts:
         self._compile_backend = "inductor"
 
     def __getattr__(self, name: str) -> Any:
+        if name in _OLDER:
+            return getattr(self, _OLDER[name])
+        if name in _ON_CPU:
+            return getattr(torch.cuda, name) if self._cuda else _ON_CPU[name]
+        if name in _ON_CPU_BY_INDEX:
+            call = getattr(torch.cuda, name) if self._cuda else _ON_CPU_BY_INDEX[name]
+            return lambda device_index=None: call() if device_index is None else call(device_index)
         raise AttributeError(
             f"deepspeed.accelerator.get_accelerator().{name}: zeroaccel answers for deepspeed here and does not have"
             " this; ask torch.cuda, or torch.accelerator"
@@ -60,15 +97,8 @@ class DeviceFacts:
     def current_device_name(self) -> str:
         return self.device_name(self.current_device()) if self._cuda else "cpu"
 
-    def current_device(self) -> int:
-        return torch.cuda.current_device() if self._cuda else 0
-
     def device(self, device_index: int | None = None) -> torch.device:
         return torch.device(self.device_name(device_index))
-
-    def set_device(self, device_index: int) -> None:
-        if self._cuda:
-            torch.cuda.set_device(device_index)
 
     def device_count(self) -> int:
         """CUDA devices; on the CPU the ranks of this machine, each of which computes as one device would."""
@@ -125,23 +155,6 @@ class DeviceFacts:
         """The module `torch.random`."""
         return torch.random
 
-    def manual_seed(self, seed: int) -> None:
-        """Seeds the device's generator."""
-        torch.cuda.manual_seed(seed) if self._cuda else torch.manual_seed(seed)
-
-    def manual_seed_all(self, seed: int) -> None:
-        """Seeds the generators of all devices."""
-        torch.cuda.manual_seed_all(seed) if self._cuda else torch.manual_seed(seed)
-
-    def initial_seed(self) -> int:
-        return torch.cuda.initial_seed() if self._cuda else torch.initial_seed()
-
-    def get_rng_state(self, device_index: int | None = None) -> Tensor:
-        """(n,) uint8: the state of the device's generator."""
-        if not self._cuda:
-            return torch.get_rng_state()
-        return torch.cuda.get_rng_state() if device_index is None else torch.cuda.get_rng_state(device_index)
-
     def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
         if not self._cuda:
             torch.set_rng_state(new_state)
@@ -154,30 +167,6 @@ class DeviceFacts:
         return torch.cuda.default_generators[device_index] if self._cuda else torch.default_generator
 
     # -- streams, events and profiles
-
-    @property
-    def Stream(self) -> Any:
-        """The class of streams."""
-        return torch.cuda.Stream if self._cuda else CpuStream
-
-    @property
-    def Event(self) -> Any:
-        """The class of events; None on the CPU."""
-        return torch.cuda.Event if self._cuda else None
-
-    def stream(self, stream: Any) -> Any:
-        """A context in which operations go to this stream."""
-        return torch.cuda.stream(stream) if self._cuda else contextlib.nullcontext()
-
-    def current_stream(self, device_index: int | None = None) -> Any:
-        return torch.cuda.current_stream(device_index) if self._cuda else CpuStream()
-
-    def default_stream(self, device_index: int | None = None) -> Any:
-        return torch.cuda.default_stream(device_index) if self._cuda else CpuStream()
-
-    def synchronize(self, device_index: int | None = None) -> None:
-        if self._cuda:
-            torch.cuda.synchronize(device_index)
 
     def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> None:
         """Begins a range in NVTX profiles; does nothing on the CPU."""
@@ -194,38 +183,17 @@ class DeviceFacts:
 
     # -- memory
 
-    def empty_cache(self) -> None:
-        if self._cuda:
-            torch.cuda.empty_cache()
-
     def memory_allocated(self, device_index: int | None = None) -> int:
         return memory_now(self._at(device_index)).current
 
     def max_memory_allocated(self, device_index: int | None = None) -> int:
         return memory_now(self._at(device_index)).peak
 
-    def reset_max_memory_allocated(self, device_index: int | None = None) -> None:
-        self.reset_peak_memory_stats(device_index)
-
-    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """Counts the peak anew; on the CPU the system counts it, and it stays."""
-        if self._cuda:
-            torch.cuda.reset_peak_memory_stats(device_index)
-
     def memory_reserved(self, device_index: int | None = None) -> int:
         return torch.cuda.memory_reserved(device_index) if self._cuda else self.memory_allocated()
 
     def max_memory_reserved(self, device_index: int | None = None) -> int:
         return torch.cuda.max_memory_reserved(device_index) if self._cuda else self.max_memory_allocated()
-
-    def memory_cached(self, device_index: int | None = None) -> int:
-        return self.memory_reserved(device_index)
-
-    def max_memory_cached(self, device_index: int | None = None) -> int:
-        return self.max_memory_reserved(device_index)
-
-    def reset_max_memory_cached(self, device_index: int | None = None) -> None:
-        self.reset_peak_memory_stats(device_index)
 
     def memory_stats(self, device_index: int | None = None) -> dict[str, Any]:
         """torch's statistics; on the CPU the two numbers that there are."""
@@ -252,25 +220,12 @@ class DeviceFacts:
     def is_pinned(self, tensor: Tensor) -> bool:
         return self._cuda and tensor.is_pinned()
 
-    # -- compilers
-
     def get_compile_backend(self) -> str:
         return self._compile_backend
 
     def set_compile_backend(self, backend: str) -> None:
         """Notes the backend that `get_compile_backend` tells."""
         self._compile_backend = backend
-
-    def op_builder_dir(self) -> str:
-        return "deepspeed.ops.op_builder"
-
-    def create_op_builder(self, class_name: str) -> Any:
-        """An object of a class of `deepspeed.ops.op_builder`, by its name."""
-        return self.get_op_builder(class_name)()
-
-    def get_op_builder(self, class_name: str) -> Any:
-        """A class of `deepspeed.ops.op_builder`, by its name."""
-        return deepspeed_ops.builder_of(class_name)
 
     def _at(self, index: int | None) -> torch.device:
         return torch.device(self.device_name(self.current_device() if index is None else index))

@@ -19,17 +19,13 @@ _ZERO = "zeroaccel.zero"
 _SHARDING = "zeroaccel.compat.deepspeed_init"
 _LEAF_MODULES = "zeroaccel.compat.leaf_modules"
 _SCHEDULES = "zeroaccel.optim.lr_schedules"
-_SCHEDULE_FLAGS = "zeroaccel.compat.deepspeed_schedules"
 _OPTIMIZERS = "zeroaccel.compat.deepspeed_optimizers"
 _ACCELERATOR = "zeroaccel.compat.device_accelerator"
-_BUILDERS = "zeroaccel.compat.deepspeed_ops"
 _WEIGHTS = "zeroaccel.compat.deepspeed_weights"
 _CONFIGURATION = "zeroaccel.compat.deepspeed_config"
 _SECTIONS = "zeroaccel.config.schema_zero"
-_ESTIMATORS = "zeroaccel.compat.memory_estimators"
 _RECOMPUTATION = "zeroaccel.compat.activation_checkpointing"
 _PROFILER = "zeroaccel.compat.flops_profiler"
-_TIMERS = "zeroaccel.compat.deepspeed_timers"
 _GROUPS = "zeroaccel.compat.deepspeed_groups"
 _MEMBERS = "zeroaccel.compat.loss_scale_members"
 _SEQUENCE_STATE = "zeroaccel.compat.parallel_state_sp"
@@ -38,18 +34,17 @@ _SEQUENCE_CALLS = tuple(
 )
 
 
-def _same(module: str, *names: str) -> dict[str, str]:
+def _same(module: str, names: str) -> dict[str, str]:
     """Names that are called the same in `module`."""
-    return {name: f"{module}:{name}" for name in names}
+    return {name: f"{module}:{name}" for name in names.split()}
 
 
 _INIT = {
-    **_same(_ZERO, "GatheredParameters", "register_external_parameter"),
+    **_same(_ZERO, "GatheredParameters register_external_parameter"),
     "Init": f"{_SHARDING}:DeepSpeedInit",
     "ZeroParamStatus": "zeroaccel.compat.parameters:ZeroParamStatus",
     "unregister_external_parameter": "zeroaccel.compat.parameters:unregister_external_parameter",
 }
-_TILES = _same("zeroaccel.compat.tiled_linear", "TiledLinear", "TiledLinearReturnBias")
 _ACCESS = {
     f"safe_{verb}_{part}_{what}": f"{_ZERO}:safe_{verb}_{part}_{what}"
     for verb in ("get", "set")
@@ -58,62 +53,21 @@ _ACCESS = {
 } | _same(_CALLS, "safe_update_full_grad_vectorized")
 _LEAVES = _same(
     _LEAF_MODULES,
-    "get_z3_leaf_modules",
-    "set_z3_leaf_module",
-    "set_z3_leaf_modules",
-    "set_z3_leaf_modules_by_name",
-    "set_z3_leaf_modules_by_suffix",
-    "unset_z3_leaf_modules",
-    "z3_leaf_module",
-    "z3_leaf_parameter",
+    "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
+    "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter",
 )
 _COMM = (
     _same(
         "torch.distributed",
-        "P2POp",
-        "ProcessGroup",
-        "ReduceOp",
-        "destroy_process_group",
-        "get_backend",
-        "get_rank",
-        "get_world_size",
-        "is_available",
-        "new_group",
+        "P2POp ProcessGroup ReduceOp destroy_process_group get_backend get_rank get_world_size is_available new_group",
     )
     | _same(
         _COMMUNICATION,
-        "all_gather",
-        "all_gather_coalesced",
-        "all_gather_into_tensor",
-        "all_gather_object",
-        "all_reduce",
-        "all_reduce_coalesced",
-        "all_to_all",
-        "all_to_all_single",
-        "barrier",
-        "batch_isend_irecv",
-        "broadcast",
-        "broadcast_object_list",
-        "configure",
-        "gather",
-        "get_all_ranks_from_group",
-        "get_global_rank",
-        "get_local_rank",
-        "get_world_group",
-        "inference_all_reduce",
-        "init_distributed",
-        "initialize_mesh_device",
-        "irecv",
-        "is_initialized",
-        "isend",
-        "log_summary",
-        "monitored_barrier",
-        "recv",
-        "reduce",
-        "reduce_scatter",
-        "reduce_scatter_tensor",
-        "scatter",
-        "send",
+        "all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce all_reduce_coalesced "
+        "all_to_all all_to_all_single barrier batch_isend_irecv broadcast broadcast_object_list configure gather "
+        "get_all_ranks_from_group get_global_rank get_local_rank get_world_group inference_all_reduce "
+        "init_distributed initialize_mesh_device irecv is_initialized isend log_summary monitored_barrier recv "
+        "reduce reduce_scatter reduce_scatter_tensor scatter send",
     )
     | dict.fromkeys(
         (
@@ -125,102 +79,33 @@ _COMM = (
         f"{_COMMUNICATION}:has_coalesced",
     )
 )
-_LR_SCHEDULES = _same(
-    _SCHEDULES, "LRRangeTest", "OneCycle", "VALID_LR_SCHEDULES", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"
-) | _same(
-    _SCHEDULE_FLAGS,
-    "COS_MIN_RATIO",
-    "CYCLE_FIRST_STAIR_COUNT",
-    "CYCLE_FIRST_STEP_SIZE",
-    "CYCLE_MAX_LR",
-    "CYCLE_MAX_MOM",
-    "CYCLE_MIN_LR",
-    "CYCLE_MIN_MOM",
-    "CYCLE_MOMENTUM",
-    "CYCLE_SECOND_STAIR_COUNT",
-    "CYCLE_SECOND_STEP_SIZE",
-    "DECAY_LR_RATE",
-    "DECAY_MOM_RATE",
-    "DECAY_STEP_SIZE",
-    "EDGE_VALUE",
-    "LR_RANGE_TEST",
-    "LR_RANGE_TEST_MIN_LR",
-    "LR_RANGE_TEST_STAIRCASE",
-    "LR_RANGE_TEST_STEP_RATE",
-    "LR_RANGE_TEST_STEP_SIZE",
-    "LR_SCHEDULE",
-    "MID_VALUE",
-    "ONE_CYCLE",
-    "TOTAL_NUM_STEPS",
-    "WARMUP_COSINE_LR",
-    "WARMUP_DECAY_LR",
-    "WARMUP_LINEAR_RATE",
-    "WARMUP_LOG_RATE",
-    "WARMUP_LR",
-    "WARMUP_MAX_LR",
-    "WARMUP_MIN_LR",
-    "WARMUP_MIN_RATIO",
-    "WARMUP_NUM_STEPS",
-    "WARMUP_TYPE",
-    "add_tuning_arguments",
-    "get_config_from_args",
-    "get_lr_from_config",
-    "parse_arguments",
-)
+_LR_SCHEDULES = _same(_SCHEDULES, "LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR WarmupDecayLR WarmupLR")
 _CONVERSION = _same(
     _WEIGHTS,
-    "convert_zero_checkpoint_to_fp32_state_dict",
-    "get_fp32_state_dict_from_zero_checkpoint",
+    "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
     "load_state_dict_from_zero_checkpoint",
 )
 _LOGGING = {
-    **_same(_CALLS, "log_dist", "log_dist_once", "set_log_level_from_string"),
+    **_same(_CALLS, "log_dist log_dist_once set_log_level_from_string"),
     "logger": "zeroaccel.logs:logger",
 }
-_LAYERS = _same(_PIPE, "LayerSpec", "PipelineModule", "TiedLayerSpec")
+_LAYERS = _same(_PIPE, "LayerSpec PipelineModule TiedLayerSpec")
 _ENGINE_CLASS = {"DeepSpeedEngine": f"{_ENGINE}:DeepSpeedEngine"}
 _OPTIMIZER_CLASS = {"DeepSpeedOptimizer": f"{_MEMBERS}:DeepSpeedOptimizer"}
-_DEVICE = _same(_ACCELERATOR, "get_accelerator", "is_current_accelerator_supported", "set_accelerator")
-_BUILDER_CLASSES = _same(
-    _BUILDERS,
-    "AsyncIOBuilder",
-    "CPUAdagradBuilder",
-    "CPUAdamBuilder",
-    "CPULionBuilder",
-    "FusedAdamBuilder",
-    "FusedLambBuilder",
-    "FusedLionBuilder",
-    "InferenceBuilder",
-    "OpBuilder",
-    "QuantizerBuilder",
-    "SparseAttnBuilder",
-    "TransformerBuilder",
-) | {"UtilsBuilder": f"{_BUILDERS}:FlattenBuilder"}
+_DEVICE = _same(_ACCELERATOR, "get_accelerator is_current_accelerator_supported set_accelerator")
 _CHECKPOINTING = _same(
-    _RECOMPUTATION,
-    "checkpoint",
-    "configure",
-    "is_configured",
-    "partition_activations_in_checkpoint",
-    "reset",
-    "set_num_layers",
+    _RECOMPUTATION, "checkpoint configure is_configured partition_activations_in_checkpoint reset set_num_layers"
 )
 _CONFIG_CLASS = {
     **_same(_CONFIGURATION, "DeepSpeedConfig"),
     "DeepSpeedConfigError": "zeroaccel.errors:ConfigError",
 }
 _OFFLOAD = {
-    **_same(_CONFIGURATION, "DeepSpeedZeroOffloadOptimizerConfig", "OffloadDeviceEnum", "OffloadStateTypeEnum"),
+    **_same(_CONFIGURATION, "DeepSpeedZeroOffloadOptimizerConfig OffloadDeviceEnum OffloadStateTypeEnum"),
     "DeepSpeedZeroOffloadParamConfig": f"{_SECTIONS}:OffloadParam",
 }
 _PROFILES = {"FlopsProfiler": f"{_PROFILER}:OperationProfiler"} | _same(
-    _PROFILER,
-    "duration_to_string",
-    "flops_to_string",
-    "get_model_profile",
-    "macs_to_string",
-    "number_to_string",
-    "params_to_string",
+    _PROFILER, "duration_to_string flops_to_string get_model_profile macs_to_string number_to_string params_to_string"
 )
 
 SURFACE: Mapping[str, Mapping[str, str]] = {
@@ -244,13 +129,13 @@ SURFACE: Mapping[str, Mapping[str, str]] = {
     "deepspeed.accelerator": _DEVICE,
     "deepspeed.accelerator.real_accelerator": _DEVICE,
     "deepspeed.checkpoint": {},
-    "deepspeed.checkpoint.ds_to_universal": _same("zeroaccel.compat.universal_checkpoint", "main", "parse_arguments"),
+    "deepspeed.checkpoint.ds_to_universal": _same("zeroaccel.compat.universal_checkpoint", "main parse_arguments"),
     "deepspeed.checkpoint.utils": _same(_CALLS, "clone_tensors_for_torch_save"),
     "deepspeed.checkpointing": _CHECKPOINTING,
     "deepspeed.comm": _COMM,
     "deepspeed.comm.comm": _COMM,
     "deepspeed.compression": {},
-    "deepspeed.compression.helper": _same(_CALLS, "recursive_getattr", "recursive_setattr"),
+    "deepspeed.compression.helper": _same(_CALLS, "recursive_getattr recursive_setattr"),
     "deepspeed.env_report": {"main": "zeroaccel.cli.compat:report"},
     "deepspeed.launcher": {},
     "deepspeed.launcher.runner": {
@@ -259,23 +144,16 @@ SURFACE: Mapping[str, Mapping[str, str]] = {
     },
     "deepspeed.moe": {},
     "deepspeed.moe.utils": _same(
-        _GROUPS,
-        "has_moe_layers",
-        "is_moe_param",
-        "is_moe_param_group",
-        "split_params_into_different_moe_groups_for_optimizer",
+        _GROUPS, "has_moe_layers is_moe_param is_moe_param_group split_params_into_different_moe_groups_for_optimizer"
     ),
     "deepspeed.monitor": {},
     "deepspeed.monitor.monitor": _same("zeroaccel.compat.deepspeed_monitor", "MonitorMaster"),
-    "deepspeed.ops": {"__compatible_ops__": f"{_BUILDERS}:__compatible_ops__"},
+    "deepspeed.ops": {},
     "deepspeed.ops.adagrad": _same(_OPTIMIZERS, "DeepSpeedCPUAdagrad"),
-    "deepspeed.ops.adam": _same(_OPTIMIZERS, "DeepSpeedCPUAdam", "FusedAdam"),
+    "deepspeed.ops.adam": _same(_OPTIMIZERS, "DeepSpeedCPUAdam FusedAdam"),
     "deepspeed.ops.adam.cpu_adam": _same(_OPTIMIZERS, "DeepSpeedCPUAdam"),
     "deepspeed.ops.adam.fused_adam": _same(_OPTIMIZERS, "FusedAdam"),
-    "deepspeed.ops.aio": _same(_BUILDERS, "AsyncIOBuilder"),
-    "deepspeed.ops.lion": _same(_OPTIMIZERS, "DeepSpeedCPULion", "FusedLion"),
-    "deepspeed.ops.op_builder": _BUILDER_CLASSES,
-    "deepspeed.ops.op_builder.all_ops": _same(_BUILDERS, "ALL_OPS"),
+    "deepspeed.ops.lion": _same(_OPTIMIZERS, "DeepSpeedCPULion FusedLion"),
     "deepspeed.pipe": _LAYERS,
     "deepspeed.profiling": {},
     "deepspeed.profiling.flops_profiler": _PROFILES,
@@ -292,24 +170,18 @@ SURFACE: Mapping[str, Mapping[str, str]] = {
     "deepspeed.runtime.pipe.module": _LAYERS,
     "deepspeed.runtime.sequence_parallel": {},
     "deepspeed.runtime.sequence_parallel.parallel_state_sp": _same(
-        _SEQUENCE_STATE, "initialize_sequence_parallel", *_SEQUENCE_CALLS
+        _SEQUENCE_STATE, " ".join(("initialize_sequence_parallel", *_SEQUENCE_CALLS))
     ),
     "deepspeed.runtime.sequence_parallel.ulysses_sp": _same(
         "zeroaccel.compat.ulysses_sp",
-        "SequenceTiledCompute",
-        "TiledFusedLogitsLoss",
-        "TiledMLP",
-        "UlyssesSPAttentionHF",
-        "UlyssesSPDataLoaderAdapter",
+        "SequenceTiledCompute TiledFusedLogitsLoss TiledMLP UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter "
         "sequence_tiled_compute",
     ),
-    "deepspeed.runtime.utils": _same(
-        _CALLS, "clip_grad_norm_", "move_to_device", "see_memory_usage", "set_random_seed"
-    ),
-    "deepspeed.runtime.zero": {**_INIT, **_TILES, **_same(_CALLS, "unwrap_model_for_generation")},
+    "deepspeed.runtime.utils": _same(_CALLS, "clip_grad_norm_ move_to_device see_memory_usage set_random_seed"),
+    "deepspeed.runtime.zero": {**_INIT, **_same(_CALLS, "unwrap_model_for_generation")},
     "deepspeed.runtime.zero.config": {
         **_OFFLOAD,
-        **_same(_CONFIGURATION, "DeepSpeedZeroConfig", "ZeroStageEnum"),
+        **_same(_CONFIGURATION, "DeepSpeedZeroConfig ZeroStageEnum"),
     },
     "deepspeed.runtime.zero.offload_config": _OFFLOAD,
     "deepspeed.runtime.zero.partition_parameters": {
@@ -318,34 +190,19 @@ SURFACE: Mapping[str, Mapping[str, str]] = {
         "get_accelerator": f"{_ACCELERATOR}:get_accelerator",
         "zero_wrapper_for_fp_tensor_constructor": f"{_SHARDING}:zero_wrapper_for_fp_tensor_constructor",
     },
-    "deepspeed.runtime.zero.stage3": _same(_CALLS, "unwrap_model_for_generation")
-    | _same(
-        _ESTIMATORS,
-        "estimate_zero3_model_states_mem_needs",
-        "estimate_zero3_model_states_mem_needs_all_cold",
-        "estimate_zero3_model_states_mem_needs_all_live",
-    ),
-    "deepspeed.runtime.zero.stage_1_and_2": _same(
-        _ESTIMATORS,
-        "estimate_zero2_model_states_mem_needs",
-        "estimate_zero2_model_states_mem_needs_all_cold",
-        "estimate_zero2_model_states_mem_needs_all_live",
-    ),
-    "deepspeed.runtime.zero.tiling": _TILES,
+    "deepspeed.runtime.zero.stage3": _same(_CALLS, "unwrap_model_for_generation"),
+    "deepspeed.runtime.zero.stage_1_and_2": {},
     "deepspeed.utils": {
         **_ACCESS,
         **_LEAVES,
         **_LOGGING,
-        **_same(_CALLS, "OnDevice", "RepeatingLoader", "instrument_w_nvtx"),
+        **_same(_CALLS, "OnDevice RepeatingLoader instrument_w_nvtx"),
         "is_initialized": f"{_COMMUNICATION}:is_initialized",
     },
     "deepspeed.utils.groups": {
         **_same(
             _GROUPS,
-            "get_data_parallel_group",
-            "get_data_parallel_rank",
-            "get_data_parallel_world_size",
-            "get_model_parallel_rank",
+            "get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size get_model_parallel_rank "
             "get_model_parallel_world_size",
         ),
         "_get_data_parallel_group": f"{_GROUPS}:get_data_parallel_group",
@@ -357,13 +214,10 @@ SURFACE: Mapping[str, Mapping[str, str]] = {
     "deepspeed.utils.logging": _LOGGING,
     "deepspeed.utils.nvtx": _same(_CALLS, "instrument_w_nvtx"),
     "deepspeed.utils.tensor_fragment": _ACCESS,
-    "deepspeed.utils.timer": {
-        **_same(_TIMERS, "NoopTimer", "SynchronizedWallClockTimer", "trim_mean"),
-        "ThroughputTimer": f"{_TIMERS}:StepThroughput",
-    },
+    "deepspeed.utils.timer": {"ThroughputTimer": f"{_CALLS}:StepThroughput"},
     "deepspeed.utils.z3_leaf_module": _LEAVES,
     "deepspeed.utils.zero_to_fp32": {**_CONVERSION, "main": f"{_WEIGHTS}:main"},
-    "deepspeed.zero": {**_INIT, **_TILES},
+    "deepspeed.zero": _INIT,
 }
 
 SCRIPTS = frozenset(
@@ -377,6 +231,7 @@ SCRIPTS = frozenset(
 """Modules that `python -m` runs, by their `main`."""
 
 _ESTIMATE = "`zeroaccel estimate` tells what a model needs at each stage"
+_TILES = "a linear layer's weights are gathered whole; tp splits them over ranks"
 _INFERENCE = "to run a model that does not fit, prepare it without an optimizer at stage 3"
 _OPTIMIZERS_THERE = "any elementwise optimizer of torch.optim can be given to initialize, or named in the config"
 _NO_SEQUENCE = "zeroaccel.parallel.UlyssesAttention exchanges the heads of transformers' models"
@@ -409,7 +264,7 @@ ABSENT: Mapping[str, str] = {
     "deepspeed.moe": "expert layers of a model train as they are; name them in leaf_module.classes at stage 3",
     "deepspeed.monitor": _TRACKERS,
     "deepspeed.nebula": "checkpoint.async_save saves in the background",
-    "deepspeed.ops.aio.aio_handle": "offload_param and offload_optimizer use NVMe; torch.from_file maps a file",
+    "deepspeed.ops.aio": "offload_param and offload_optimizer use NVMe; torch.from_file maps a file",
     "deepspeed.ops.fp_quantizer": "zero_quantized_weights and zero_quantized_gradients quantise what is sent",
     "deepspeed.ops.lamb": "name Lamb as the type in the config, or pass an optimizer",
     "deepspeed.ops.muon": "name Muon as the type in the config",
@@ -427,18 +282,27 @@ ABSENT: Mapping[str, str] = {
     "deepspeed.runtime.eigenvalue": "torch.func.hvp gives what power iterations need",
     "deepspeed.runtime.fp16": _OPTIMIZERS_THERE,
     "deepspeed.runtime.hybrid_engine": "engine.gathered() makes the weights whole to generate with them",
+    "deepspeed.runtime.lr_schedules": "write the keys of scheduler.params into the config",
     "deepspeed.runtime.progressive_layer_drop": "drop layers in the model's forward",
     "deepspeed.runtime.sequence_parallel.ulysses_sp": "zeroaccel.parallel exchanges heads and cuts batches",
     "deepspeed.runtime.sparse_tensor": "a sparse gradient is reduced as a dense one",
     "deepspeed.runtime.tensor_parallel": "autotp_size in the config, or zeroaccel.ParallelConfig(tp=N)",
     "deepspeed.runtime.weight_quantizer": "torch.ao quantises a trained model",
+    "deepspeed.runtime.zero.TiledLinear": _TILES,
+    "deepspeed.runtime.zero.TiledLinearReturnBias": _TILES,
     "deepspeed.runtime.zero.mics": "mics_shard_size in the config of initialize counts as ever",
+    "deepspeed.runtime.zero.stage3": _ESTIMATE,
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": _STATES,
+    "deepspeed.runtime.zero.stage_1_and_2": _ESTIMATE,
     "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": _STATES,
+    "deepspeed.runtime.zero.tiling": _TILES,
     "deepspeed.sequence": _NO_SEQUENCE,
     "deepspeed.utils.groups": "expert parallel groups are not part of zeroaccel",
     "deepspeed.utils.numa": "updates on the host use this rank's part of the machine's cores",
+    "deepspeed.utils.timer": "time.perf_counter() times a phase; steps_per_print logs samples per second",
     "deepspeed.zero.MiCS_Init": "use deepspeed.zero.Init; mics_shard_size in the config of initialize counts as ever",
+    "deepspeed.zero.TiledLinear": _TILES,
+    "deepspeed.zero.TiledLinearReturnBias": _TILES,
 }
 """Names of DeepSpeed that are not provided -> what does the same. Of a module's row count for all names in it."""
 
