@@ -27,6 +27,7 @@ __all__ = [
     "every_environment_reader_in_the_table_is_one",
     "few_modules_are_loose",
     "files_stay_short",
+    "functions_stay_short",
     "hooks_are_registered_in_one_file",
     "imports_have_no_circle",
     "imports_point_down",
@@ -81,6 +82,7 @@ ENVIRONMENT_READERS = {
     "zeroaccel/logs.py": "RANK, known before there is a process group, and the log level",
 }
 
+MAX_FUNCTION_LINES, LONG_FUNCTION_LINES, MAX_LONG_FUNCTIONS = 100, 60, 8
 MAX_LINES = 900
 # Which files may be longer, and why.
 LONG_FILES = {
@@ -457,6 +459,24 @@ def variables_say_what_they_are(package: Mapping[str, Source]) -> Iterator[str]:
                 yield source.at(node, f"{name!r} says what was done to it, not what it is")
 
 
+def functions_stay_short(package: Mapping[str, Source]) -> Iterator[str]:
+    """None above `MAX_FUNCTION_LINES`, docstring included; few above `LONG_FUNCTION_LINES`."""
+    found: list[tuple[int, str]] = []
+    for source in package.values():
+        for node in ast.walk(source.tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                lines = (node.end_lineno or node.lineno) - node.lineno + 1
+                if lines > LONG_FUNCTION_LINES:
+                    found.append((lines, source.at(node, f"{node.name} has {lines} lines")))
+    found.sort()
+    for lines, place in found:
+        if lines > MAX_FUNCTION_LINES:
+            yield f"{place}, more than {MAX_FUNCTION_LINES}"
+    if len(found) > MAX_LONG_FUNCTIONS:
+        places = "; ".join(place for _, place in found)
+        yield f"{places}: at most {MAX_LONG_FUNCTIONS} functions may have more than {LONG_FUNCTION_LINES} lines"
+
+
 def files_stay_short(files: Mapping[str, Source]) -> Iterator[str]:
     for source in files.values():
         if (length := len(source.text.splitlines())) > MAX_LINES and str(source.path) not in LONG_FILES:
@@ -554,5 +574,6 @@ PACKAGE_RULES: tuple[Rule, ...] = (
     the_engine_imports_downwards,
     old_words_are_gone,
     variables_say_what_they_are,
+    functions_stay_short,
 )
 TREE_RULES: tuple[Rule, ...] = (files_stay_short, names_say_something, nothing_is_left_open)

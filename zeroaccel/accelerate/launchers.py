@@ -71,12 +71,7 @@ def notebook_launcher(
 
             zeroaccel.notebook_launcher(train)
     """
-    if mixed_precision not in _PRECISIONS:
-        raise ConfigError("notebook_launcher(mixed_precision)", expected=", ".join(_PRECISIONS), got=mixed_precision)
-    if not 0 <= node_rank < num_nodes:
-        raise ConfigError("notebook_launcher(node_rank)", expected=f"0 to {num_nodes - 1}", got=node_rank)
-    if num_nodes > 1 and use_port is None:
-        raise ConfigError("notebook_launcher(use_port)", expected="the same port on all nodes", got=None)
+    _check_arguments(mixed_precision, use_port, node_rank, num_nodes)
     devices = _visible_devices()
     if num_processes is None:
         num_processes = max(1, devices.count)
@@ -101,6 +96,15 @@ def notebook_launcher(
         "GROUP_RANK": str(node_rank),
     }
     _launch(function, args, num_processes, variables | place, num_nodes)
+
+
+def _check_arguments(mixed_precision: str, use_port: int | str | None, node_rank: int, num_nodes: int) -> None:
+    if mixed_precision not in _PRECISIONS:
+        raise ConfigError("notebook_launcher(mixed_precision)", expected=", ".join(_PRECISIONS), got=mixed_precision)
+    if not 0 <= node_rank < num_nodes:
+        raise ConfigError("notebook_launcher(node_rank)", expected=f"0 to {num_nodes - 1}", got=node_rank)
+    if num_nodes > 1 and use_port is None:
+        raise ConfigError("notebook_launcher(use_port)", expected="the same port on all nodes", got=None)
 
 
 def _launch(

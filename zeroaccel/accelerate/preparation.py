@@ -149,23 +149,22 @@ class Preparation:
                 tree.pop(_SCHEDULER, None)
             facts = _facts(group, loaders, plugin, rules, tree, self._samplers)
         optimizer, params, scheduler = _arguments(group)
-        plan, engine = start(
-            JobSpec(
-                group.model,
-                optimizer,
-                params,
-                scheduler,
-                config=tree,
-                sources=sources,
-                facts=facts,
-                collectives=self._collectives,
-                parallel=rules.mesh,
-                pipeline=rules.pipeline,
-                optimizer_kind=optimizer_kind,
-                loop=_LOOP,
-                compilation=rules.compilation,
-            )
+        job = JobSpec(
+            group.model,
+            optimizer,
+            params,
+            scheduler,
+            config=tree,
+            sources=sources,
+            facts=facts,
+            collectives=self._collectives,
+            parallel=rules.mesh,
+            pipeline=rules.pipeline,
+            optimizer_kind=optimizer_kind,
+            loop=_LOOP,
+            compilation=rules.compilation,
         )
+        plan, engine = start(job)
         pretrained_saving.attach(engine)
         item = Prepared(engine, plugin, plan.config)
         if group.optimizer is not None:

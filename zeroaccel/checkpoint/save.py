@@ -160,7 +160,6 @@ def prepare(
     plan = SavePlan(engine_state.rank)
     common: dict[str, Any] = {}
     random_state, tag, root = None, "", Path()
-    save_id = secrets.token_hex(4)
     with agreed(collectives, "save_checkpoint: what to save"):
         root = _folder_of(request.root)
         tag = check_new_tag(request.tag)
@@ -172,16 +171,7 @@ def prepare(
             common = _common(request, engine_state, progress, plan) | {"tag": tag, "client_state": client_state}
     if engine_state.pipelined is not None:
         _join_stages(common, engine_state, plan, collectives, exclude_frozen=request.exclude_frozen)
-    tags = collectives.gather_objects((tag, save_id, RankProcess.own()), "save_checkpoint: tag")
-    if len({name for name, *_ in tags}) > 1:
-        raise UsageError(
-            "save_checkpoint(tag)",
-            expected="the same tag on all ranks",
-            got=", ".join(f"{name!r} on rank {rank}" for rank, (name, *_) in enumerate(tags)),
-        )
-    # Rank 0's id names the files of this save on all ranks: new names in every save, so that a save under a tag that
-    # exists never overwrites a file of the complete checkpoint before its manifest is replaced.
-    save_id = tags[0][1]
+    save_id, processes = _agree_on_tag(tag, collectives)
     path = root / tag / rank_file_name(engine_state.rank, engine_state.world_size, save_id)
     with agreed(collectives, f"checkpoint {tag}: lay out"):
         writer = RankFileWriter(path, plan.entries, staging)
@@ -207,9 +197,23 @@ def prepare(
         random_state,
         common,
         request.rules,
-        tuple(process for *_, process in tags),
+        processes,
         lock,
     )
+
+
+def _agree_on_tag(tag: str, collectives: Collectives) -> tuple[str, tuple[RankProcess, ...]]:
+    """The id of this save, and the process of each rank. (all ranks)"""
+    tags = collectives.gather_objects((tag, secrets.token_hex(4), RankProcess.own()), "save_checkpoint: tag")
+    if len({name for name, *_ in tags}) > 1:
+        raise UsageError(
+            "save_checkpoint(tag)",
+            expected="the same tag on all ranks",
+            got=", ".join(f"{name!r} on rank {rank}" for rank, (name, *_) in enumerate(tags)),
+        )
+    # Rank 0's id names the files of this save on all ranks: new names in every save, so that a save under a tag that
+    # exists never overwrites a file of the complete checkpoint before its manifest is replaced.
+    return tags[0][1], tuple(process for *_, process in tags)
 
 
 def _folder_of(save_dir: object) -> Path:

@@ -334,8 +334,8 @@ def _build(
     if world_size == 1:
         device = named_device(own_device) if own_device is not None else sole_device() if accelerated else CPU
         _make_current(device)
-        groups = (default, default, default)
-        return Topology(0, 1, 0, 1, device, backend, *groups, flight_recorder, None, ((0,),), transports=transports)
+        parts = (default, default, default, flight_recorder, None, ((0,),))
+        return Topology(0, 1, 0, 1, device, backend, *parts, transports=transports)
     backstop = _backstop(limit)
     control = dist.new_group(backend="fake" if simulated else "gloo", timeout=backstop)
     processes = {rank: own_process()} if simulated else _exchange(own_process(), world_size, control)
@@ -353,14 +353,11 @@ def _build(
     # Ranks may issue a gather and a reduction in different orders (a prefetch that one rank starts early), which within
     # one NCCL communicator would be a deadlock; with a group each, only calls of one kind have to agree in order.
     gather, reduce = (dist.new_group(backend=_data_backend(backend), timeout=backstop) for _ in range(2))
-    made = [gather, reduce, control]
-    watchdog = None
-    names = RankNames()
+    made, names, watchdog = [gather, reduce, control], RankNames(), None
     if not simulated:
-        store = dist.distributed_c10d._get_default_store()
-        channel = SideChannel(store, rank, world_size, _generation, launcher_owns_store=launcher_owns_store())
         peers = PeerProcesses(rank, processes, signals=not launcher_wakes_stopped_ranks())
-        watchdog = Watchdog(flight_recorder, channel, peers, limit, _interrupter(made, device), names)
+        interrupter = _interrupter(made, device)
+        watchdog = Watchdog(flight_recorder, _side_channel(rank, world_size), peers, limit, interrupter, names)
         send_exit_notice_through(watchdog)
     topology = Topology(
         rank,
@@ -382,6 +379,11 @@ def _build(
     )
     connect(topology, {"gathers": gather, "reductions": reduce})
     return topology
+
+
+def _side_channel(rank: int, world_size: int) -> SideChannel:
+    store = dist.distributed_c10d._get_default_store()
+    return SideChannel(store, rank, world_size, _generation, launcher_owns_store=launcher_owns_store())
 
 
 def connect(topology: Topology, groups: Mapping[str, dist.ProcessGroup]) -> None:

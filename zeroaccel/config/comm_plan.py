@@ -78,12 +78,8 @@ def comm_plan(config: Config, world_size: int, shard_size: int | None = None) ->
     # MiCS (Zhang et al., 2022, arXiv:2205.00119): a model is sharded in a group, and groups are replicas.
     if shard_size is None:
         shard_size = world_size if zero.mics_shard_size == -1 else zero.mics_shard_size
-    if world_size % shard_size:
-        raise ConfigError(
-            config.where(f"{_ZERO}.mics_shard_size"),
-            expected=f"a divisor of the {world_size} ranks: {_divisors(world_size)}",
-            got=shard_size,
-        )
+    all_ranks = f"the {world_size} ranks"
+    _check_divisor(config, "mics_shard_size", shard_size, world_size, all_ranks)
     shards_params = shard_plan(config).params
 
     # hpZ (ZeRO++, arXiv:2306.10209, section 3.2): after forward's all-gather, a secondary partition within the node
@@ -97,20 +93,11 @@ def comm_plan(config: Config, world_size: int, shard_size: int | None = None) ->
             logging.WARNING, f"{key}: no second copy is kept: {secondary_size} ranks are more than the {shard_size}"
         )
         secondary_size = shard_size
-    if shard_size % secondary_size:
-        among = f"the {world_size} ranks" if shard_size == world_size else f"mics_shard_size {shard_size}"
-        raise ConfigError(
-            config.where(f"{_ZERO}.zero_hpz_partition_size"),
-            expected=f"a divisor of {among}: {_divisors(shard_size)}",
-            got=secondary_size,
-        )
+    among = all_ranks if shard_size == world_size else f"mics_shard_size {shard_size}"
+    _check_divisor(config, "zero_hpz_partition_size", secondary_size, shard_size, among)
     node_size = zero.zeropp.node_size
-    if node_size is not None and world_size % node_size:
-        raise ConfigError(
-            config.where(f"{_ZERO}.zeropp.node_size"),
-            expected=f"a divisor of the {world_size} ranks: {_divisors(world_size)}",
-            got=node_size,
-        )
+    if node_size is not None:
+        _check_divisor(config, "zeropp.node_size", node_size, world_size, all_ranks)
     return CommPlan(
         world_size=world_size,
         shard_size=shard_size,
@@ -122,6 +109,12 @@ def comm_plan(config: Config, world_size: int, shard_size: int | None = None) ->
         node_size=node_size,
         watch_interval=zero.zeropp.watch_interval,
     )
+
+
+def _check_divisor(config: Config, key: str, size: int, whole: int, among: str) -> None:
+    if whole % size:
+        where = config.where(f"{_ZERO}.{key}")
+        raise ConfigError(where, expected=f"a divisor of {among}: {_divisors(whole)}", got=size)
 
 
 def _divisors(number: int) -> str:

@@ -76,19 +76,6 @@ def manifest_of(
         parameters[fqn] = ParameterRecord(
             dtype, shapes[fqn], fqn in group_index, group_index.get(fqn), saved=key is not None
         )
-    optimizer = None
-    if checkpoint.groups:
-        optimizer = {
-            "type": _optimizer_type(checkpoint),
-            "param_groups": [
-                {**{k: plain.encode(v, f"param group: {k}") for k, v in group.options.items()}, "params": group.names}
-                for group in checkpoint.groups
-            ],
-            "scalars": {
-                fqn: {kind: plain.encode(value, f"state of {fqn}") for kind, value in scalars.items()}
-                for fqn, scalars in states.scalars.items()
-            },
-        }
     return Manifest(
         id=checkpoint.fingerprint,
         tag=checkpoint.tag,
@@ -101,7 +88,7 @@ def manifest_of(
         ties=dict(checkpoint.ties),
         buffers=tuple(contents.buffers),
         counters=_counters(checkpoint),
-        optimizer=optimizer,
+        optimizer=_optimizer(checkpoint, plain) if checkpoint.groups else None,
         loss_scale=_loss_scale(checkpoint.loss_scaler),
         lr_scheduler=None
         if checkpoint.lr_scheduler is None
@@ -110,6 +97,20 @@ def manifest_of(
         writer={"deepspeed": checkpoint.version},
         tensors=tensors,
     )
+
+
+def _optimizer(checkpoint: DeepSpeedCheckpoint, plain: _PlainEncoder) -> dict[str, Any]:
+    return {
+        "type": _optimizer_type(checkpoint),
+        "param_groups": [
+            {**{k: plain.encode(v, f"param group: {k}") for k, v in group.options.items()}, "params": group.names}
+            for group in checkpoint.groups
+        ],
+        "scalars": {
+            fqn: {kind: plain.encode(value, f"state of {fqn}") for kind, value in scalars.items()}
+            for fqn, scalars in checkpoint.states.scalars.items()
+        },
+    }
 
 
 class _PlainEncoder:
