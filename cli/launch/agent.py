@@ -291,18 +291,16 @@ def run_plan(plan: LaunchPlan, log: Callable[[str], None], arrival_seconds: floa
         settings.shutdown_timeout,
         may_wait_in_native_code=settings.num_machines > 1,
     )
+    streams = prefixed_streams(
+        settings, plan.num_local, stdout_is_terminal=sys.stdout.isatty(), stderr_is_terminal=sys.stderr.isatty()
+    )
     files = RankFiles(
         folder,
         settings,
         lambda local_rank: {**plan.additions(local_rank), LAUNCH_ID: launch_id},
         stop_signals.processes_exist,
         log,
-        prefixed_streams(
-            settings,
-            plan.num_local,
-            stdout_is_terminal=sys.stdout.isatty(),
-            stderr_is_terminal=sys.stderr.isatty(),
-        ),
+        streams,
     )
     if settings.max_restarts:
         _renew_stores()
