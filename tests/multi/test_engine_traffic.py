@@ -18,6 +18,7 @@ from tests.multi.pool import Pool
 from tests.multi.training import Toy, batches, config, recording
 from zeroaccel.comm.collectives import Work
 from zeroaccel.comm.recording import RecordingCollectives
+from zeroaccel.zero import GatheredParameters, Init
 from zeroaccel.zero.engine import Engine
 from zeroaccel.zero.layout import ALIGN_NUMEL
 
@@ -104,6 +105,75 @@ def test_traffic_of_a_step(
 def test_a_model_that_stays_unsharded_until_backward_is_gathered_once(ranks: Ranks) -> None:
     for elements, _, (numel, _) in ranks(2).run(_measure, config(3, "bf16"), Trained):
         assert elements == {"all_gather bfloat16": numel, "reduce_scatter bfloat16": numel}
+
+
+def _visit_each_parameter(precision: str) -> tuple[int, int, int]:
+    """Elements gathered by a loop that reads, and by one that writes; elements of the padded model."""
+    torch.manual_seed(7)
+    counted = recording()
+    model = Trained()
+    engine, *_ = zeroaccel.initialize(model, config=config(3, precision), collectives=counted)
+    rank, data = counted.rank, batches(counted.rank, 3)
+    _step(engine, data[:1])
+    expected = {name: value.clone() for name, value in engine.iter_named_full_params()}
+    gathered = []
+    for modifier in (None, 1):
+        counted.reset()
+        views = {}
+        for name, param in model.named_parameters():
+            with GatheredParameters([param], modifier_rank=modifier), torch.no_grad():
+                assert torch.equal(param, expected[name])
+                views[name] = param.data
+                if modifier == rank:
+                    param.mul_(2)
+            assert not param.numel() or bool(param.data.isnan().all())
+        gathered.append(sum(call.numel for call in counted.calls if call.op == "all_gather"))
+        if modifier is None:
+            for name, view in views.items():  # the program's own: nobody gathers what it writes there
+                assert torch.equal(view, expected[name])
+                view.zero_()
+    kept = sum(buffer.full.untyped_storage().nbytes() for unit in engine.units for buffer in unit.buffers)
+    assert kept <= sum(buffer.nbytes for unit in engine.units if unit.name == "root" for buffer in unit.buffers)
+    for name, value in engine.iter_named_full_params():
+        assert torch.equal(value, expected[name] * 2), name
+    _step(engine, data[1:2])  # the values are those of before the step no longer
+    last = list(model.named_parameters())[-1]
+    for _ in range(2):
+        with GatheredParameters([last[1]]):
+            newest = last[1].detach().clone()
+        _step(engine, data[2:])
+    with GatheredParameters([last[1]]):
+        assert not torch.equal(newest, last[1])
+    numel = _padded_numel(engine, counted.world_size)[0]
+    engine.destroy()
+    return gathered[0], gathered[1], numel
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_loop_that_gathers_one_parameter_at_a_time_gathers_each_unit_once(ranks: Ranks, precision: str) -> None:
+    for read, written, numel in ranks(2).run(_visit_each_parameter, precision):
+        assert read <= 1.02 * numel
+        assert written <= 1.02 * numel
+
+
+def _visit_before_the_engine() -> int:
+    counted = recording()
+    with Init(collectives=counted):
+        model = Trained()
+    counted.reset()
+    for name, param in model.named_parameters():
+        with GatheredParameters([param], modifier_rank=0), torch.no_grad():
+            param.fill_(len(name))
+    gathered = Counter(call.label for call in counted.calls if call.op == "all_gather")
+    engine, *_ = zeroaccel.initialize(model, config=config(3), collectives=counted)
+    for name, value in engine.iter_named_full_params():
+        assert bool((value == len(name)).all())
+    engine.destroy()
+    return max(gathered.values())
+
+
+def test_such_a_loop_over_a_model_of_zero_init_gathers_each_module_once(ranks: Ranks) -> None:
+    assert ranks(2).run(_visit_before_the_engine) == [1, 1]
 
 
 @pytest.mark.parametrize("stage", [1, 3])

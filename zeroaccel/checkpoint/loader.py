@@ -91,7 +91,7 @@ def refresh_copies(units: Sequence[ParamUnit]) -> None:
     """Rounds masters to the parameters' own dtype and gathers what is persistent. (all ranks)"""
     for unit in units:
         stale = False
-        unit.drop_secondary()
+        unit.drop_copies()
         for buffer in unit.buffers:
             buffer.masters.publish()
             stale |= buffer.trainable and not buffer.masters.is_replicated

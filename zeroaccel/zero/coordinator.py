@@ -21,6 +21,7 @@ import torch
 from zeroaccel.comm.collectives import Collectives
 from zeroaccel.zero.param_unit import ParamUnit, ShardState
 from zeroaccel.zero.prefetch import PrefetchTrace
+from zeroaccel.zero.wrap_policy import ROOT
 
 
 class ForwardUse:
@@ -71,6 +72,7 @@ class ParamCoordinator:
         self._external: dict[str, list[ParamUnit]] = {}  # unit -> other units whose parameters its modules read
         self._pinned: set[str] = set()
         self._second_order = 0  # number of the backward that will be differentiated; 0 for none
+        self._recent: list[ParamUnit] = []  # unpinned, and not freed yet
         self.in_backward = False
         self.on_demand: OnDemandUnshard | None = None
 
@@ -204,12 +206,14 @@ class ParamCoordinator:
         """Before the weights change: units that a forward without a backward left unsharded would be stale."""
         self._second_order = 0
         self._reshard_all()
+        self.drop_recent()
         self._trace.end()
 
     def reset(self) -> None:
         """After an exception anywhere: everything is resharded, and the trace dropped."""
         self._running.clear()
         self._second_order = 0
+        self.drop_recent()
         self.end_backward()
         self._trace.forget()
 
@@ -222,13 +226,35 @@ class ParamCoordinator:
             self._unshard(unit, exact=True)
             unit.wait()
 
-    def unpin(self, unit: ParamUnit) -> None:
-        """Reshards a pinned unit, unless a pass is using it."""
+    def unpin(self, unit: ParamUnit, *, keep_values: bool = False) -> None:
+        """Reshards a pinned unit, unless a pass is using it.
+
+        Args:
+            keep_values: if it is the next to be pinned, nothing is gathered.
+        """
         if unit.name in self._units:
             self._pinned.discard(unit.name)
             if not (self.is_running(unit) or self._pending[unit.name]):
-                unit.reshard(keep_views=True)
+                # Ranks that go different ways would disagree on who has them.
+                keep_values = keep_values and self.on_demand is None
+                unit.reshard(keep_views=True, keep_values=keep_values)
+                if keep_values:
+                    self._drop_recent_but(unit)
+                    if unit not in self._recent:
+                        self._recent.append(unit)
                 self._live.pop(unit.name, None)
+
+    def drop_recent(self) -> None:
+        """Frees the values that `unpin` has kept."""
+        for unit in self._recent:
+            unit.drop_values()
+        self._recent.clear()
+
+    def _drop_recent_but(self, unit: ParamUnit) -> None:
+        # A loop over named parameters meets those of the root before and behind all others.
+        for other in [other for other in self._recent if other is not unit and other.name != ROOT]:
+            other.drop_values()
+            self._recent.remove(other)
 
     def unshard_for_submodule(self, unit: ParamUnit) -> None:
         """A module inside `unit` is called without it: the unit stays unsharded until the pass or the step is over."""
@@ -279,6 +305,10 @@ class ParamCoordinator:
         unit.wait()
 
     def _unshard(self, unit: ParamUnit, *, exact: bool = False) -> None:
+        if exact:
+            self._drop_recent_but(unit)
+        else:  # a pass begins
+            self.drop_recent()
         unit.unshard(exact=exact)
         self._live[unit.name] = unit.numel
 

@@ -317,7 +317,7 @@ class EngineBase(nn.Module):
         late = boundary.settings_may_be_late()
         check = self._check_gradients(norm=self.settings.compute_norm or self.settings.clipping > 0)
         for unit in self.units:
-            unit.drop_secondary()
+            unit.drop_copies()
         # The scale that unscales is the one of this step's backwards; it moves only after the update.
         rule = FactorRule(self.loss_scale.value, self.settings.clipping, boundary.factor, self.settings.skip_overflow)
         try:
@@ -733,6 +733,7 @@ class EngineBase(nn.Module):
         in the steps that did not wait for that; see [Note: boundary] of `grad_norm.py`.
         """
         self._check_usable()
+        self._coordinator.drop_recent()
         if self._boundary is not None:
             self._boundary.verify_earlier_steps(wait=True)
         if self.weight_update is not None:
@@ -752,7 +753,7 @@ class EngineBase(nn.Module):
         self._note_phase("step")
         self._coordinator.end_step()
         for unit in self.units:
-            unit.drop_secondary()
+            unit.drop_copies()
         weights.change_masters(call)
 
     def gathered(self, budget: int | None = None) -> AbstractContextManager[None]:

@@ -179,6 +179,14 @@ class FlatBuffer:
         self._views = self._cut()
         self.full.untyped_storage().resize_(0)
 
+    def let_go_of_views(self) -> None:
+        """Leaves the present memory to the views that the program has of it: `full` goes on with a copy."""
+        count = getattr(torch._C, "_storage_Use_Count", None)
+        # Of `full`, its views, and the Python object that is asked; more are the views of the program.
+        if count is None or count(self.full.untyped_storage()._cdata) > 2 + len(self._views):
+            self.full = self.full.clone()
+            self._views = self._cut()
+
     def detach_parameters(self, collectives: Collectives) -> None:
         """Gives each parameter, unsharded now, storage of its own and all its elements. (all ranks, if it is split)"""
         for param, slot in zip(self.params, self.layout.slots, strict=True):
@@ -243,6 +251,7 @@ class ParamUnit:
         self._collectives = collectives
         self._works: list[Work] = []
         self._exact = True
+        self._has_values = False  # while sharded: the full buffers have the present values, though nothing shows them
         self._state = ShardState.UNSHARDED
         if sharded:
             self.reshard()
@@ -280,9 +289,15 @@ class ParamUnit:
         Raises:
             OffloadError: a rank cannot read its shard back; on every rank.
         """
+        if not exact:
+            self.drop_values()
         if exact and not self._exact:
             self.reshard()
         if self._state is not ShardState.SHARDED:
+            return
+        if self._has_values:
+            self._has_values = False
+            self._move(ShardState.GATHERING)  # done already
             return
         # A persistent unit is read by everything until the next step, so only exact values may ever be in it.
         self._exact = exact or self.persistent
@@ -337,11 +352,12 @@ class ParamUnit:
                 buffer.point(unsharded=True)
         self._move(ShardState.UNSHARDED)
 
-    def reshard(self, *, keep_views: bool = False) -> None:
+    def reshard(self, *, keep_views: bool = False, keep_values: bool = False) -> None:
         """Frees the full parameters; of a persistent unit it only says that they are stale.
 
         Args:
             keep_views: the program may hold views of the full parameters: let their storage live as long as they do.
+            keep_values: for the next `unshard`, which then gathers nothing, until `drop_values`. (on all ranks alike)
         """
         if self._state is ShardState.SHARDED:
             self._release()  # of a prefetch that no gather followed
@@ -354,20 +370,32 @@ class ParamUnit:
                     # Only of values to compute with: backward then reads the very values that forward read.
                     buffer.secondary.keep(buffer.full, self._collectives)
                 buffer.point(unsharded=False)
-                if keep_views:
+                if keep_values:
+                    buffer.let_go_of_views()
+                elif keep_views:
                     buffer.replace_storage()
                 else:
                     buffer.free()
+            self._has_values = keep_values
         self._exact = True
 
-    def drop_secondary(self) -> None:
+    def drop_values(self) -> None:
+        """Frees what `reshard(keep_values=True)` has kept; without it nothing."""
+        if self._has_values:
+            self._has_values = False
+            for buffer in self.buffers:
+                buffer.free()
+
+    def drop_copies(self) -> None:
         """The weights are new, or about to be: drops the copies of the old ones."""
+        self.drop_values()
         for buffer in self.buffers:
             buffer.secondary.drop()
 
     def join_gather(self) -> None:
         """Participates in an all-gather that other ranks need; restores this rank's state."""
         was_unsharded = self._state is ShardState.UNSHARDED
+        self.drop_values()
         self.reshard()  # also where it is unsharded: the other ranks need this rank's shard, and a gather needs all
         self.unshard()
         self.wait()

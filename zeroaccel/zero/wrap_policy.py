@@ -17,6 +17,9 @@ from zeroaccel.errors import ConfigError
 LARGE_LEAF_NUMEL = 1 << 16
 """A leaf module outside the blocks with at least this many elements is a unit of its own."""
 
+ROOT = "root"
+"""Name of the unit of what is outside all blocks."""
+
 _MIXTURE = re.compile(r"moe|mixture_?of_?experts", re.IGNORECASE)
 _EXPERTS = re.compile(r"experts$", re.IGNORECASE)
 _ROUTERS = frozenset({"gate", "router", "gating", "gate_proj_router"})
@@ -126,10 +129,10 @@ def _home(
     boundaries = {id(owner.boundary): owner for owner in owners}
     if len(boundaries) == 1:
         owner = owners[0]
-        return id(owner.boundary), owner.boundary_fqn or "root", [owner.boundary]
+        return id(owner.boundary), owner.boundary_fqn or ROOT, [owner.boundary]
     # Tied across units: it must be unsharded in each of its owners, so it forms a unit that hooks all of them.
     modules = list({id(owner.module): owner.module for owner in owners}.values())
-    name = "+".join(owner.fqn or "root" for owner in owners)
+    name = "+".join(owner.fqn or ROOT for owner in owners)
     return tuple(sorted(id(module) for module in modules)), f"tied({name})", modules
 
 

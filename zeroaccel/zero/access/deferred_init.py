@@ -123,6 +123,7 @@ class ModuleShards:
         self._how_to_call = how_to_call
         self._refusals: dict[int, list[RemovableHandle]] = {}
         self._unsharded: OrderedDict[int, ParamUnit] = OrderedDict()
+        self._recent: ParamUnit | None = None  # unpinned last, with its values
         self._count = 0
 
     @_without_modes
@@ -216,12 +217,21 @@ class ModuleShards:
     def _pin(self, unit: ParamUnit) -> None:
         if id(unit) in self._unsharded:
             self._reshard_one(unit)
+        if unit is not self._recent:
+            self._drop_recent()
         unit.unshard()
         unit.wait()
 
     @_without_modes
-    def _unpin(self, unit: ParamUnit) -> None:
-        unit.reshard(keep_views=True)
+    def _unpin(self, unit: ParamUnit, *, keep_values: bool = False) -> None:
+        unit.reshard(keep_views=True, keep_values=keep_values)
+        if keep_values:
+            self._recent = unit
+
+    def _drop_recent(self) -> None:
+        if self._recent is not None:
+            self._recent.drop_values()
+            self._recent = None
 
     def _by_dtype(
         self, module: nn.Module, named: Sequence[tuple[str, nn.Parameter]]
@@ -248,6 +258,8 @@ class ModuleShards:
         self._refusals[id(unit)] = refuse_calls(unit, _is_building, self._how_to_call)
 
     def _allow_calls(self, unit: ParamUnit) -> None:
+        if unit is self._recent:
+            self._drop_recent()
         for handle in self._refusals.pop(id(unit)):
             handle.remove()
 

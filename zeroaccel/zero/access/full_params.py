@@ -87,13 +87,18 @@ class GatheredParameters:
     ) -> None:
         handles, self._handles = self._handles, []
         for registry, own in _by_registry(handles):
+            # A loop over named parameters comes back to this unit at once.
+            keep_values = kind is None and (self._rank is None or not any(h.buffer.shard.rounds_writes for h in own))
             try:
                 self._settle(registry, own, error)
+            except BaseException:
+                keep_values = False
+                raise
             finally:
                 for handle in own:
                     registry.write_detector.leave(handle.buffer, handle.index, writes=self._rank is not None)
                     handle.buffer.accept_write(handle.index)
-                registry.release(_units(own))
+                registry.release(_units(own), keep_values=keep_values)
 
     def _settle(self, registry: ParamRegistry, handles: Sequence[ParamHandle], raised: BaseException | None) -> None:
         # Errors may differ between ranks: all agree before the broadcast, so that none waits there for one that raised.
@@ -181,7 +186,7 @@ def store(handle: ParamHandle, before: Tensor | None = None) -> None:
     with torch.no_grad():
         if not buffer.persistent:  # whose shard is the full buffer itself
             buffer.shard.write(own, buffer.full[own.at(0)])
-            handle.unit.drop_secondary()
+            handle.unit.drop_copies()
         _require_settled(handle)
         # A replicated optimizer has the masters of the full parameter on every rank, and so all of them follow.
         part = handle.slot.range & buffer.masters.range

@@ -43,6 +43,12 @@ class Updates(Protocol):
         """Raises EngineStateError while masters are ahead of the weights."""
 
 
+class Unpin(Protocol):
+    """What a registry reshards a unit with."""
+
+    def __call__(self, unit: ParamUnit, /, *, keep_values: bool = False) -> None: ...
+
+
 @dataclass(frozen=True)
 class Training:
     """What an engine has besides weights.
@@ -93,7 +99,7 @@ class ParamRegistry:
 
     Args:
         pin: unshards a unit and keeps it so, whatever forward and backward do.
-        unpin: undoes it.
+        unpin: undoes it; with `keep_values`, the next `pin` of the same unit gathers nothing.
         on_empty: called with a unit whose parameters have all been dropped.
         training: None where there is no engine yet; the parameters then keep the registry alive.
 
@@ -106,7 +112,7 @@ class ParamRegistry:
         collectives: Collectives,
         *,
         pin: Callable[[ParamUnit], None],
-        unpin: Callable[[ParamUnit], None],
+        unpin: Unpin,
         on_empty: Callable[[ParamUnit], None] | None = None,
         training: Training | None = None,
     ) -> None:
@@ -200,14 +206,18 @@ class ParamRegistry:
                 self._pin(unit)
             self._holders[id(unit)] = count + 1
 
-    def release(self, units: Sequence[ParamUnit]) -> None:
-        """Undoes one `acquire` of each."""
+    def release(self, units: Sequence[ParamUnit], *, keep_values: bool = False) -> None:
+        """Undoes one `acquire` of each.
+
+        Args:
+            keep_values: of the last unit, for an `acquire` of it that may follow. (on all ranks alike)
+        """
         for unit in units:
             count = self._holders.pop(id(unit)) - 1
             if count:
                 self._holders[id(unit)] = count
             else:
-                self._unpin(unit)
+                self._unpin(unit, keep_values=keep_values and unit is units[-1])
 
     def require_free(self, call: str) -> None:
         """Raises EngineStateError while a unit has holders, as `call` would change its weights."""

@@ -85,7 +85,7 @@ def _set_masters(handle: ParamHandle, flat: Tensor) -> None:
     with torch.no_grad():  # after the master: in fp32 that is part of these already
         buffer, own = handle.buffer, _own(handle)
         buffer.shard.write(own, values[own])
-        handle.unit.drop_secondary()
+        handle.unit.drop_copies()
         if buffer.full.untyped_storage().nbytes():
             buffer.full[handle.slot.range.at(0)].copy_(flat)
 

@@ -76,9 +76,11 @@ class ShardStorage(ABC):
     Attributes:
         range: the elements that can be read and written here: this rank's S, or all N of a persistent buffer.
         is_swapped: each gather brings the shard into memory on loan, which can fail on one rank alone.
+        rounds_writes: what is read back may differ from what was written.
     """
 
     is_swapped = False
+    rounds_writes = False
 
     def __init__(self, place: ShardPlace, *, persistent: bool = False) -> None:
         self.range = place.layout.range if persistent else place.shard
@@ -359,6 +361,8 @@ class Int8Shard(ShardStorage):
 
     The values that the code stands for are the weights: what was rounded away is gone.
     """
+
+    rounds_writes = True
 
     def __init__(self, place: ShardPlace) -> None:
         super().__init__(place)
