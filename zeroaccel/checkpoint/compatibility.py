@@ -38,9 +38,9 @@ def check_model(engine_state: EngineState, manifest: Manifest, where: str, *, st
     saved_names = {fqn: manifest.canonical(fqn) for fqn in model}
     used = {name for name in saved_names.values() if name is not None}
     elsewhere: set[str] = set()
-    if engine_state.pipelined is not None:  # what other stages load
-        used |= {name for fqn in engine_state.pipelined.order if (name := manifest.canonical(fqn)) is not None}
-        elsewhere = set(engine_state.pipelined.buffers)
+    if engine_state.whole_model is not None:  # what other stages load
+        used |= {name for fqn in engine_state.whole_model.order if (name := manifest.canonical(fqn)) is not None}
+        elsewhere = set(engine_state.whole_model.buffers)
     buffers = {name: tuple(buffer.shape) for name, buffer in persistent_buffers(engine_state.model)}
     shapes = [
         f"{fqn}: {tuple(manifest.parameters[name].shape)} in the checkpoint, {model[fqn]} in the model"

@@ -169,8 +169,8 @@ def prepare(
         client_state = _encode_client_state(request.client_state, plan if engine_state.rank == 0 else None)
         if engine_state.rank == 0:
             common = _common(request, engine_state, progress, plan) | {"tag": tag, "client_state": client_state}
-    if engine_state.pipelined is not None:
-        _join_stages(common, engine_state, plan, collectives, exclude_frozen=request.exclude_frozen)
+    if engine_state.whole_model is not None:
+        _join_parts(common, engine_state, plan, collectives, exclude_frozen=request.exclude_frozen)
     save_id, processes = _agree_on_tag(tag, collectives)
     path = root / tag / rank_file_name(engine_state.rank, engine_state.world_size, save_id)
     with agreed(collectives, f"checkpoint {tag}: lay out"):
@@ -251,7 +251,7 @@ def _common(request: SaveRequest, engine_state: EngineState, progress: Progress,
     }
 
 
-def _join_stages(
+def _join_parts(
     common: dict[str, Any],
     engine_state: EngineState,
     plan: SavePlan,
@@ -259,8 +259,11 @@ def _join_stages(
     *,
     exclude_frozen: bool,
 ) -> None:
-    """Completes rank 0's description by what other stages have; each buffer is saved by the first. (all ranks)"""
-    assert engine_state.pipelined is not None, "stages of no model"
+    """Adds the parameters and buffers of other parts to rank 0's description. (all ranks)
+
+    The first rank that has a buffer saves it.
+    """
+    assert engine_state.whole_model is not None, "parts of no model"
     buffers = dict(persistent_buffers(engine_state.model))
     own: tuple[dict[str, Any], list[str], dict[str, int]] | None = None
     if engine_state.lead == engine_state.rank:
@@ -269,7 +272,7 @@ def _join_stages(
     parameters: dict[str, Any] = {}
     savers: dict[str, int] = {}
     group_of: dict[str, int] = {}
-    for rank, part in enumerate(collectives.gather_objects(own, "save_checkpoint: stages")):
+    for rank, part in enumerate(collectives.gather_objects(own, "save_checkpoint: parts")):
         if part is not None:
             parameters |= part[0]
             savers = {**dict.fromkeys(part[1], rank), **savers}
@@ -278,9 +281,9 @@ def _join_stages(
         if saver == engine_state.rank != 0:  # rank 0 has added its own
             plan.add_full(f"buffer/{name}", buffers[name].clone())
     if common:
-        order = [name for name in engine_state.pipelined.order if name in parameters]
+        order = [name for name in engine_state.whole_model.order if name in parameters]
         common |= {"parameters": {name: parameters[name] for name in order}, "order": tuple(order)}
-        common["buffers"] = tuple(name for name in engine_state.pipelined.buffers if name in savers)
+        common["buffers"] = tuple(name for name in engine_state.whole_model.buffers if name in savers)
         if common["optimizer"] is not None:
             for index, group in enumerate(common["optimizer"]["param_groups"]):
                 group["params"] = [name for name in order if group_of.get(name) == index]

@@ -29,7 +29,7 @@ _SAMPLED_NUMEL = 64
 
 @dataclass(frozen=True)
 class WholeModel:
-    """What is known of a model of which each rank has one stage of a pipeline.
+    """Facts about a model, noted before an axis of the mesh divides it among the ranks.
 
     Attributes:
         order: names of its parameters.
@@ -49,7 +49,7 @@ class WholeModel:
 
     @classmethod
     def of(cls, model: nn.Module) -> WholeModel:
-        """Of a model that is whole yet."""
+        """Notes the facts of a model that is not divided yet."""
         digest = hashlib.blake2b(digest_size=16)
         for name, param in model.named_parameters():
             flat = param.detach().view(-1) if param.is_contiguous() else param.detach().reshape(-1)
@@ -73,7 +73,7 @@ class EngineState:
         rank, world_size: of the job: each rank has a file.
         replica: which set of shards this rank's belongs to; the first one's ranks save, and all load.
         collectives: by which split parameters are joined, and stages of a pipeline; None where nothing is.
-        pipelined: where the engine has one stage of a pipeline, the model that its stages make up.
+        whole_model: the model that the ranks' parts make up; None where every rank has all of it.
         lead: the first rank with this stage, which describes it.
     """
 
@@ -84,18 +84,18 @@ class EngineState:
     world_size: int
     replica: int = 0
     collectives: Collectives | None = None
-    pipelined: WholeModel | None = None
+    whole_model: WholeModel | None = None
     lead: int = 0
 
     @property
     def ties(self) -> Mapping[str, str]:
         """alias -> the first name of the same parameter, in the model of all stages."""
-        return ties_of(self.model) if self.pipelined is None else self.pipelined.ties
+        return ties_of(self.model) if self.whole_model is None else self.whole_model.ties
 
     @property
     def state_dict_names(self) -> Sequence[str]:
         """Of a full state dict, in its order."""
-        return state_dict_names(self.model) if self.pipelined is None else self.pipelined.state_dict_names
+        return state_dict_names(self.model) if self.whole_model is None else self.whole_model.state_dict_names
 
     def saves(self, buffer: FlatBuffer) -> bool:
         """Whether this rank's part of a buffer is saved by it: of what several ranks hold, one of them saves."""

@@ -160,7 +160,7 @@ def with_ties(tensors: dict[str, Tensor], engine_state: EngineState) -> dict[str
 def _streamed(engine_state: EngineState, *, exclude_frozen: bool) -> Iterator[tuple[str, Tensor]]:
     """(name, full value) of the whole model, by descending item size; valid on rank 0, until the next. (all ranks)"""
     own = _streamed_own(engine_state, exclude_frozen=exclude_frozen)
-    if engine_state.pipelined is None:
+    if engine_state.whole_model is None:
         yield from own
         return
     assert engine_state.collectives is not None, "a stage without a way to the others"
@@ -180,7 +180,7 @@ def _streamed(engine_state: EngineState, *, exclude_frozen: bool) -> Iterator[tu
 def _specs_by_rank(engine_state: EngineState, *, exclude_frozen: bool) -> list[tuple[int, TensorSpec]]:
     """Which rank has each tensor of the whole model, in the order of `_streamed`. (all ranks)"""
     own = list(tensor_specs(engine_state, exclude_frozen=exclude_frozen))
-    if engine_state.pipelined is None or engine_state.collectives is None:
+    if engine_state.whole_model is None or engine_state.collectives is None:
         return [(0, spec) for spec in own]
     leads = engine_state.lead == engine_state.rank
     per_rank: list[list[TensorSpec]] = engine_state.collectives.job.gather_objects(
