@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -141,13 +142,22 @@ def test_names_of_the_root_and_of_modules_that_are_not_there() -> None:
 
 def test_questions_for_packages_and_devices() -> None:
     assert utils.is_transformers_available() == theirs.is_transformers_available()
-    assert utils.is_wandb_available() == bool(theirs.is_wandb_available())
+    assert bool(utils.is_wandb_available()) == bool(theirs.is_wandb_available())
     assert not utils.is_npu_available()
     assert not utils.is_xpu_available(check_device=True)
     assert utils.is_torch_version(">=", "2.6")
     assert not utils.is_torch_version("<", "2.6")
     assert utils.compare_versions("numpy", ">=", "1.26")
     assert utils.str_to_bool("Yes") == 1
+
+
+def test_helpers_that_need_no_engine_are_accelerates_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert utils.convert_bytes is theirs.convert_bytes
+    assert utils.is_transformers_available is theirs.is_transformers_available
+    monkeypatch.setitem(sys.modules, "accelerate.utils", None)
+    monkeypatch.delitem(vars(utils), "convert_bytes")
+    with pytest.raises(ImportError, match=r"zeroaccel.utils.convert_bytes is accelerate's own: pip install accelerate"):
+        _ = utils.convert_bytes
 
 
 def test_find_executable_batch_size_as_accelerate() -> None:
@@ -194,7 +204,7 @@ def test_calls_on_data_and_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (moved["x"].device.type, moved["y"][0].device.type) == ("cpu", "meta")
     assert utils.convert_to_fp32({"h": torch.ones(1).half(), "i": torch.ones(1).long()})["h"].dtype is torch.float32
     assert utils.recursively_apply(lambda t, n: t + n, batch, 2)["y"][0].tolist() == [3.0] * 3
-    with pytest.raises(TypeError, match="of type str"):
+    with pytest.raises(TypeError, match="Unsupported types"):
         utils.recursively_apply(lambda t: t, {"a": "text"}, error_on_other_type=True)
     utils.save({"a": torch.ones(2)}, tmp_path / "a.safetensors", safe_serialization=True)
     utils.wait_for_everyone()

@@ -10,43 +10,22 @@ import gc
 import importlib
 import importlib.metadata
 import inspect
-import operator
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from importlib.util import find_spec
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from torch import Tensor, nn
-from torch.torch_version import TorchVersion
+from torch import nn
 
 from zeroaccel.accelerate.model_saving import unwrap_model, write_object
 from zeroaccel.config.launch.launch_file import FILE_NAME, user_config_folder
 from zeroaccel.errors import UsageError
-from zeroaccel.nested import map_leaves, map_tensors, to_device
 from zeroaccel.operations import collectives_of_process
 from zeroaccel.zero.engine_base import EngineBase
 
-MODEL_NAME, SAFE_MODEL_NAME = "pytorch_model", "model"
-WEIGHTS_NAME, SAFE_WEIGHTS_NAME = "pytorch_model.bin", "model.safetensors"
-WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_INDEX_NAME = f"{WEIGHTS_NAME}.index.json", f"{SAFE_WEIGHTS_NAME}.index.json"
-
 _OUT_OF_MEMORY = (" out of memory.", "CUDNN_STATUS_NOT_SUPPORTED", "DefaultCPUAllocator: can't allocate memory")
-_COMPARISONS: Mapping[str, Callable[[Any, Any], bool]] = {
-    "<": operator.lt,
-    "<=": operator.le,
-    "==": operator.eq,
-    "!=": operator.ne,
-    ">=": operator.ge,
-    ">": operator.gt,
-}
-_SWITCHES = {
-    **dict.fromkeys(("y", "yes", "t", "true", "on", "1"), 1),
-    **dict.fromkeys(("n", "no", "f", "false", "off", "0"), 0),
-}
 
 
 # -- memory
@@ -58,14 +37,6 @@ def clear_device_cache(garbage_collection: bool = False) -> None:
         gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def release_memory(*objects: Any) -> list[None]:
-    """Frees cached memory; returns None for each argument, to drop the caller's references too."""
-    released: list[None] = [None] * len(objects)
-    del objects
-    clear_device_cache(garbage_collection=True)
-    return released
 
 
 def should_reduce_batch_size(exception: Exception) -> bool:
@@ -158,57 +129,10 @@ def extract_model_from_parallel(
     return unwrap_model(inner, keep_torch_compile=keep_torch_compile)
 
 
-def is_compiled_module(module: nn.Module) -> bool:
-    """Whether `module` is what `torch.compile(model)` returned."""
-    return hasattr(module, "_orig_mod")
-
-
 def is_peft_model(model: nn.Module) -> bool:
     """Whether the model, inside an engine or not, is one of PEFT."""
     inner = extract_model_from_parallel(model, keep_torch_compile=False)
     return any(kind.__module__.split(".")[0] == "peft" and kind.__name__ == "PeftModel" for kind in type(inner).__mro__)
-
-
-def convert_to_fp32(tensor: Any) -> Any:
-    """Nested containers with their fp16 and bf16 tensors in fp32."""
-    halves = (torch.float16, torch.bfloat16)
-    return map_tensors(lambda each: each.float() if each.dtype in halves else each, tensor)
-
-
-def recursively_apply(
-    func: Callable[..., Any],
-    data: Any,
-    *args: Any,
-    test_type: Callable[[Any], bool] = lambda item: isinstance(item, Tensor),
-    error_on_other_type: bool = False,
-    **kwargs: Any,
-) -> Any:
-    """`func(leaf, *args, **kwargs)` for each leaf of nested containers that `test_type` takes; others stay.
-
-    Raises:
-        TypeError: there is another leaf, with `error_on_other_type`.
-    """
-
-    def applied(leaf: Any) -> Any:
-        if test_type(leaf):
-            return func(leaf, *args, **kwargs)
-        if error_on_other_type:
-            raise TypeError(f"{getattr(func, '__name__', func)}: a leaf is of type {type(leaf).__name__}")
-        return leaf
-
-    return map_leaves(applied, data)
-
-
-def send_to_device(
-    tensor: Any, device: torch.device | str, non_blocking: bool = False, skip_keys: str | Iterable[str] | None = None
-) -> Any:
-    """Nested containers with their tensors on `device`, but for what a mapping at the top has under `skip_keys`."""
-    skipped = {skip_keys} if isinstance(skip_keys, str) else set(skip_keys or ())
-    moved = to_device(tensor, device, non_blocking=non_blocking)
-    if skipped and isinstance(tensor, Mapping):
-        for key in skipped & set(tensor):
-            moved[key] = tensor[key]
-    return moved
 
 
 def save(
@@ -230,30 +154,6 @@ def save(
 def wait_for_everyone() -> None:
     """A barrier. (all ranks)"""
     collectives_of_process().barrier("wait_for_everyone")
-
-
-def merge_dicts(source: Mapping[str, Any], destination: dict[str, Any]) -> dict[str, Any]:
-    """Writes `source` into `destination`, mappings into mappings, and returns that."""
-    for key, value in source.items():
-        if isinstance(value, Mapping):
-            merge_dicts(value, destination.setdefault(key, {}))
-        else:
-            destination[key] = value
-    return destination
-
-
-def convert_bytes(size: float) -> str:
-    """Bytes for people, in powers of 1024.
-
-    Example:
-        >>> convert_bytes(1536)
-        '1.5 KB'
-    """
-    for unit in ("bytes", "KB", "MB", "GB", "TB"):
-        if size < 1024:
-            return f"{round(size, 2)} {unit}"
-        size /= 1024
-    return f"{round(size, 2)} PB"
 
 
 def get_active_deepspeed_plugin(state: Any) -> Any:
@@ -283,63 +183,6 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
 
 
 # -- the environment
-
-
-def str_to_bool(value: str) -> int:
-    """1 for yes, true, on and the like, 0 for no, false, off.
-
-    Raises:
-        UsageError: neither.
-    """
-    if value.lower() not in _SWITCHES:
-        raise UsageError("str_to_bool", expected=f"one of {', '.join(_SWITCHES)}", got=value)
-    return _SWITCHES[value.lower()]
-
-
-def parse_flag_from_env(key: str, default: bool = False) -> bool:
-    """A variable of the environment as a switch."""
-    return bool(str_to_bool(os.environ.get(key, str(default))))
-
-
-def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """A variable of the environment."""
-    return os.environ.get(key, default)
-
-
-def get_int_from_env(env_keys: Iterable[str], default: int) -> int:
-    """The first of these variables that is a number of at least 0."""
-    return next((value for value in (int(os.environ.get(key, -1)) for key in env_keys) if value >= 0), default)
-
-
-@contextmanager
-def patch_environment(**variables: Any) -> Iterator[None]:
-    """Variables, by their names in capitals, in the environment inside the block; what was there comes back."""
-    before = {name.upper(): os.environ.get(name.upper()) for name in variables}
-    os.environ.update({name.upper(): str(value) for name, value in variables.items()})
-    try:
-        yield
-    finally:
-        _restore(before)
-
-
-@contextmanager
-def clear_environment() -> Iterator[None]:
-    """An empty environment inside the block; what was there comes back."""
-    before = dict(os.environ)
-    os.environ.clear()
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        _restore(before)
-
-
-def _restore(variables: Mapping[str, str | None]) -> None:
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
 
 
 def write_basic_config(mixed_precision: str = "no", save_location: str | os.PathLike[str] | None = None) -> Path | bool:
@@ -373,92 +216,3 @@ def write_basic_config(mixed_precision: str = "no", save_location: str | os.Path
             fix="choose another place",
         ) from error
     return path
-
-
-# -- what there is
-
-
-def compare_versions(library_or_version: Any, operation: str, requirement_version: str) -> bool:
-    """Whether an installed library's version compares so, e.g. `compare_versions("numpy", ">=", "1.26")`.
-
-    Raises:
-        UsageError: another comparison.
-        PackageNotFoundError: the library is not installed.
-    """
-    if operation not in _COMPARISONS:
-        raise UsageError("compare_versions", expected=f"one of {' '.join(_COMPARISONS)}", got=operation)
-    version = library_or_version
-    if isinstance(version, str) and not isinstance(version, TorchVersion):
-        version = importlib.metadata.version(version)
-    return _COMPARISONS[operation](TorchVersion(str(version)), requirement_version)
-
-
-def is_torch_version(operation: str, version: str) -> bool:
-    """Whether torch's version compares so, e.g. `is_torch_version(">=", "2.6")`."""
-    return compare_versions(TorchVersion(str(torch.__version__)), operation, version)
-
-
-def is_cuda_available() -> bool:
-    """Whether this process can compute on CUDA devices."""
-    return torch.cuda.is_available()
-
-
-def is_bf16_available(ignore_tpu: bool = False) -> bool:
-    """Whether this process's device computes in bf16, as CPUs do."""
-    return not torch.cuda.is_available() or torch.cuda.is_bf16_supported()
-
-
-def is_fp16_available() -> bool:
-    """Whether this process's device computes in fp16, as CPUs do."""
-    return True
-
-
-def is_never_available(*args: Any, **kwargs: Any) -> bool:
-    """False: for devices and libraries that training here does not use."""
-    return False
-
-
-PACKAGES: Mapping[str, str] = {
-    "is_aim_available": "aim",
-    "is_bnb_available": "bitsandbytes",
-    "is_boto3_available": "boto3",
-    "is_clearml_available": "clearml",
-    "is_comet_ml_available": "comet_ml",
-    "is_datasets_available": "datasets",
-    "is_deepspeed_available": "deepspeed",
-    "is_dvclive_available": "dvclive",
-    "is_matplotlib_available": "matplotlib",
-    "is_mlflow_available": "mlflow",
-    "is_pandas_available": "pandas",
-    "is_peft_available": "peft",
-    "is_pytest_available": "pytest",
-    "is_rich_available": "rich",
-    "is_schedulefree_available": "schedulefree",
-    "is_swanlab_available": "swanlab",
-    "is_tensorboard_available": "tensorboard",
-    "is_timm_available": "timm",
-    "is_torchao_available": "torchao",
-    "is_torchdata_available": "torchdata",
-    "is_torchdata_stateful_dataloader_available": "torchdata",
-    "is_torchvision_available": "torchvision",
-    "is_trackio_available": "trackio",
-    "is_transformers_available": "transformers",
-    "is_triton_available": "triton",
-    "is_wandb_available": "wandb",
-}
-"""Question of accelerate -> the package it asks for."""
-
-_NEVER_USED = (
-    "fp8 habana_gaudi1 hpu lomo megatron_lm mlu mps msamp musa neuron npu pippy sagemaker sdaa torch_xla "
-    "transformer_engine transformer_engine_mxfp8 xccl xpu"
-)
-NEVER = frozenset(f"is_{name}_available" for name in _NEVER_USED.split())
-"""Questions for what training here does not use."""
-
-
-def is_installed(package: str) -> bool:
-    """Whether a package can be imported."""
-    try:
-        return find_spec(package) is not None
-    except ValueError:  # put into sys.modules by hand, without a spec
-        return True
