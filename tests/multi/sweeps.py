@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from zeroaccel.comm.collectives import Collectives
 
-__all__ = ["Case", "Sweep", "WrongSum", "table"]
+__all__ = ["Case", "Sweep", "table", "wrong_sums"]
 
 
 @dataclass
@@ -34,9 +36,9 @@ class Case:
 class Sweep:
     """The options --sweep-seed, --sweep-count and --sweep-report."""
 
-    seed: int
-    count: int
-    report: str
+    seed: int = 0
+    count: int = 0
+    report: str = ""
 
     def add(self, case: Case) -> Case:
         """Appends the case to the report, if there is one."""
@@ -57,9 +59,16 @@ def table(cases: list[Case]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-class WrongSum(Collectives):
-    """Collectives of a wrong engine: the last rank's shard of each sum of gradients is a thousandth too large."""
+@contextmanager
+def wrong_sums() -> Iterator[None]:
+    """A wrong engine: the last rank's shard of each sum of gradients is a thousandth too large."""
+    right = Collectives._sum_parts
 
-    def _sum_parts(self, parts: Tensor, out: Tensor, scale: float) -> None:
-        last = self.rank == self.world_size - 1
-        super()._sum_parts(parts, out, scale * 1.001 if last else scale)
+    def wrong(self: Collectives, parts: Tensor, out: Tensor, scale: float) -> None:
+        right(self, parts, out, scale * 1.001 if self.rank == self.world_size - 1 else scale)
+
+    Collectives._sum_parts = wrong
+    try:
+        yield
+    finally:
+        Collectives._sum_parts = right

@@ -103,6 +103,7 @@ class _Shrinking:
         self._ids: dict[int, int] = {}
 
     def config(self, fields: dict[str, Any]) -> dict[str, Any]:
+        fields = {str(name): value for name, value in fields.items()}
         layers = {v for k, v in fields.items() if isinstance(v, int) and re.search(r"layers?$|^depth$", k) and v > 2}
         return {name: self._field(name, value, layers) for name, value in fields.items()}
 
