@@ -242,7 +242,7 @@ def _resolves(name: str) -> bool:
 def known_flags() -> frozenset[str]:
     """Flags of the command line, and of programs and examples in the tree."""
     flags = {flag for name in SUB_COMMANDS for flag in _flags_of(_command(name))} | set(_flags_of(main_command))
-    for folder in ("cli", "zeroaccel", "benchmarks", "examples", ".ci"):
+    for folder in ("cli", "zeroaccel", "benchmarks", "examples", "tests/interop", ".ci"):
         for path in (ROOT / folder).rglob("*.py"):
             flags.update(re.findall(r"--[a-z][\w-]+", path.read_text()))
     return frozenset(flags) | {f"--{name}" for name in SETTINGS}
