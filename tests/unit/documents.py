@@ -35,6 +35,7 @@ _FOREIGN = {
     "save_only_model",
     "PEFT": "merge_and_unload",
     "accelerate": "cpu_ram_efficient_loading state_dict_type --fsdp_ --fp8_ --parallelism_config_ --tpu",
+    "SLURM and Kubernetes": "--signal terminationGracePeriodSeconds",
     "torch": "FSDPParamGroup RegisterPostBackwardFunction foreach_reduce full_tensor device_id spectral_norm "
     "set_modules_to_forward_prefetch summon_full_params",
     "DeepSpeed": "DeepSpeedZeRoOffload PartitionedParameterCoordinator scaled_global_norm swap_tensor/",
