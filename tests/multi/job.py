@@ -19,6 +19,7 @@ import psutil
 
 from tests import time_limits
 from tests.multi.environment import ROOT, free_port, outside_any_job, rank_environment
+from tests.support.processes import Process, start
 
 __all__ = ["JobResult", "JobTimeout", "run_command", "run_job"]
 
@@ -30,7 +31,7 @@ class JobResult:
     Attributes:
         returncodes: per process its exit code, negative for a signal.
         stdout, stderr: what the processes printed, one after another in the order of their ranks.
-        seconds: from the start of the first process to the end of the last.
+        seconds: from the start of the last process until all had ended.
     """
 
     returncodes: tuple[int, ...]
@@ -59,6 +60,7 @@ def run_job(
     timeout: float = 60.0,
     env: Mapping[str, str] | None = None,
     cwd: Path = ROOT,
+    fresh: bool = False,
 ) -> JobResult:
     """Runs a Python script as ranks 0 ... `nproc` - 1 of one job and waits for all of them.
 
@@ -66,6 +68,7 @@ def run_job(
         timeout: seconds of a quiet machine after which the job is killed.
         env: variables set on top of those of a rank.
         cwd: the folder it runs in.
+        fresh: whether each rank has to be a new interpreter, rather than a fork of one (`tests/support/processes.py`).
 
     Raises:
         JobTimeout: the job had not ended by itself.
@@ -73,23 +76,29 @@ def run_job(
     port = free_port()
     command = [sys.executable, os.fspath(script_path), *map(str, args)]
     environments = [rank_environment(rank, nproc, port) | dict(env or {}) for rank in range(nproc)]
-    return _run(command, environments, timeout, cwd)
+    return _run(command, environments, timeout, cwd, fresh)
 
 
 def run_command(
-    argv: Sequence[object], timeout: float = 60.0, env: Mapping[str, str] | None = None, cwd: Path = ROOT
+    argv: Sequence[object],
+    timeout: float = 60.0,
+    env: Mapping[str, str] | None = None,
+    cwd: Path = ROOT,
+    fresh: bool = False,
 ) -> JobResult:
     """Runs one command outside any job, as a person at a shell would; arguments as in `run_job`."""
-    return _run([str(word) for word in argv], [outside_any_job() | dict(env or {})], timeout, cwd)
+    return _run([str(word) for word in argv], [outside_any_job() | dict(env or {})], timeout, cwd, fresh)
 
 
-def _run(command: list[str], environments: list[dict[str, str]], timeout: float, cwd: Path) -> JobResult:
-    limit = time_limits.Limit(timeout)
+def _run(command: list[str], environments: list[dict[str, str]], timeout: float, cwd: Path, fresh: bool) -> JobResult:
     with tempfile.TemporaryDirectory(prefix="job-") as folder:
-        processes: list[subprocess.Popen[bytes]] = []
+        processes: list[Process] = []
         try:
             for rank, environment in enumerate(environments):
-                processes.append(_spawn(command, environment, cwd, Path(folder, str(rank))))
+                output = Path(folder, str(rank))
+                with open(output.with_suffix(".out"), "wb") as out, open(output.with_suffix(".err"), "wb") as err:
+                    processes.append(start(command, environment, cwd, out, err, fresh=fresh))
+            limit = time_limits.Limit(timeout)
             timed_out = not _all_ended(processes, limit)
         finally:
             for process in processes:
@@ -105,20 +114,7 @@ def _run(command: list[str], environments: list[dict[str, str]], timeout: float,
     return result
 
 
-def _spawn(command: list[str], environment: dict[str, str], cwd: Path, output: Path) -> subprocess.Popen[bytes]:
-    with open(output.with_suffix(".out"), "wb") as stdout, open(output.with_suffix(".err"), "wb") as stderr:
-        return subprocess.Popen(
-            command,
-            env=environment,
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            start_new_session=True,
-        )
-
-
-def _all_ended(processes: list[subprocess.Popen[bytes]], limit: time_limits.Limit) -> bool:
+def _all_ended(processes: list[Process], limit: time_limits.Limit) -> bool:
     for process in processes:
         while process.poll() is None:
             if (left := limit.left()) <= 0:
@@ -128,7 +124,7 @@ def _all_ended(processes: list[subprocess.Popen[bytes]], limit: time_limits.Limi
     return True
 
 
-def _kill_tree(process: subprocess.Popen[bytes]) -> None:
+def _kill_tree(process: Process) -> None:
     # By descent, not by process group: a launcher gives each of its workers a session of its own.
     if process.poll() is None:
         for descendant in psutil.Process(process.pid).children(recursive=True):

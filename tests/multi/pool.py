@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +23,7 @@ from typing import Any, TypeVar
 from tests import time_limits
 from tests.multi.environment import ROOT, free_port, rank_environment
 from tests.multi.worker import DUMP_SIGNAL, Answer, Setup
+from tests.support.processes import start
 
 __all__ = ["Pool", "RankFailure", "RankTimeout"]
 
@@ -60,13 +60,11 @@ class _Rank:
         self.connection, theirs = Pipe()
         with theirs:
             setup = replace(setup, socket=theirs.fileno())
-            self._process = subprocess.Popen(
+            self._process = start(
                 [sys.executable, "-c", "from tests.multi.worker import main; main()", pickle.dumps(setup).hex()],
-                env=rank_environment(rank, world_size, port),
-                cwd=ROOT,
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C reaches the test runner only
+                rank_environment(rank, world_size, port),
+                ROOT,
+                passed=[theirs.fileno()],
             )
 
     def receive(self) -> Answer:

@@ -64,3 +64,9 @@ def test_what_make_test_installs_is_pinned_with_torch_first(setup_cfg: configpar
     required += [line for extra in ("hf", "test", "dev", "release") for line in _words(extras[extra])]
     assert "zeroaccel[test]" in required
     assert {_project(line) for line in required} - {_project(pin) for pin in pins} == {"zeroaccel"}
+
+
+def test_metadata_is_in_one_file_and_the_settings_of_tools_in_the_other(setup_cfg: configparser.ConfigParser) -> None:
+    assert {section.partition(".")[0] for section in setup_cfg.sections()} == {"metadata", "options"}
+    tables = re.findall(r"^\[+([\w-]+)", (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
+    assert set(tables) == {"build-system", "tool"}

@@ -1,0 +1,389 @@
+"""A process that has imported torch and the package once and starts Python programs as forks of itself.
+
+    python -m tests.support.fork_server SOCKET
+
+`processes.start` is the other end. A request names what a command line would: words, environment, folder, files. The
+fork becomes what a new interpreter would be with these: signals, streams, `sys.path`, `__main__`, an orderly end of the
+interpreter. Its own `subprocess` forks too, so the ranks of a launcher start as cheaply. What a fork cannot show is in
+`needs_interpreter`, and a fork differs from an interpreter in this:
+
+- all forks have the same hash seed;
+- /proc shows the command line and the first environment of this process;
+- modules of the package and of torch are imported already.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import ctypes
+import faulthandler
+import gc
+import importlib
+import io
+import os
+import pickle
+import random
+import runpy
+import select
+import signal
+import site
+import socket
+import subprocess
+import sys
+import threading
+import traceback
+import warnings
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+__all__ = ["MOST_BYTES", "Request", "needs_interpreter"]
+
+MOST_BYTES = 150_000  # of a request
+
+_PRELOADED = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.elastic.multiprocessing",
+    "torch.distributed.launcher.api",
+    "torch.utils.data",
+    "zeroaccel.setup.build",
+    "zeroaccel.inference",
+    "zeroaccel.accelerate",
+    "zeroaccel.cli.main",
+)
+# Variables that are read when the interpreter starts or torch is imported; the prefixes of the others are harmless.
+_READ_AT_START = (
+    "PYTHON",
+    "TORCH",
+    "PYTORCH",
+    "LD_",
+    "OMP_",
+    "MKL_",
+    "KMP_",
+    "OPENBLAS_",
+    "MALLOC_",
+    "GLIBC_",
+    "NUMBA_",
+)
+_READ_LATER = ("TORCHELASTIC_", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+_IMITATED = ("PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "OMP_NUM_THREADS")
+
+
+@dataclass(frozen=True)
+class Request:
+    """One program.
+
+    Attributes:
+        words: its command line, the interpreter first.
+        files: the descriptors under which the program has the sent files; stdin, stdout and stderr are 0 to 2.
+        cores: on which it may run.
+        session: whether it leads a session of its own.
+    """
+
+    words: Sequence[str]
+    environment: Mapping[str, str]
+    folder: str
+    files: Sequence[int]
+    cores: Sequence[int]
+    session: bool
+
+
+def needs_interpreter(
+    words: Sequence[str], environment: Mapping[str, str], folder: str, server: Mapping[str, str]
+) -> bool:
+    """Whether only a new interpreter can run a command.
+
+    Args:
+        server: the environment that the server was started with.
+    """
+    program = _program(words) if sys.platform == "linux" and words[0] == sys.executable else None
+    if program is None or not (program[0] in ("-c", "-m") or os.path.isfile(os.path.join(folder, program[0]))):
+        return True
+    names = {name for name in {*environment, *server} if name.startswith(_READ_AT_START)}
+    return any(
+        environment.get(name) != server.get(name)
+        for name in names
+        if name not in _IMITATED and not name.startswith(_READ_LATER)
+    )
+
+
+def _program(words: Sequence[str]) -> list[str] | None:
+    """The words behind the interpreter's own options; None where an option cannot be imitated."""
+    rest = list(words[1:])
+    while rest and rest[0] == "-u":
+        del rest[0]
+    return rest if rest and (rest[0] in ("-c", "-m") or not rest[0].startswith("-")) else None
+
+
+def main() -> None:
+    """Serves until the other end of the socket is closed."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    origin = _preload()
+    _fork_in_subprocess(origin)
+    reader, writer = os.pipe2(os.O_NONBLOCK)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    reports: dict[int, int] = {}  # of each process, the pipe that tells of its end
+    control.send(b"ready")
+    while True:
+        waited: list[Any] = [control, reader]
+        for ready in select.select(waited, [], [])[0]:
+            if ready is reader:
+                os.read(reader, 4096)
+            elif not _serve(control, origin, reports):
+                return
+        while reports and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            _tell(reports.pop(ended[0]), os.waitstatus_to_exitcode(ended[1]))
+
+
+def _serve(control: socket.socket, origin: _Origin, reports: dict[int, int]) -> bool:
+    """Starts what one request asks for. Returns whether there was one."""
+    data, files, *_ = socket.recv_fds(control, MOST_BYTES, 16)
+    if not data:
+        return False
+    request: Request = pickle.loads(data)
+    report, *files = files
+    if not (process := os.fork()):
+        _become(request, dict(zip(request.files, files, strict=True)), origin)
+    reports[process] = report
+    _tell(report, process, last=False)
+    for file in files:
+        os.close(file)
+    return True
+
+
+def _tell(report: int, number: int, last: bool = True) -> None:
+    with contextlib.suppress(BrokenPipeError):
+        os.write(report, f"{number}\n".encode())
+    if last:
+        os.close(report)
+
+
+# ---- The start ----
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """What a new interpreter has, as it was before any program ran."""
+
+    environment: Mapping[str, str]
+    path: Sequence[str]  # without the script's folder and PYTHONPATH
+    exits: Sequence[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]]  # of `atexit`
+    finalizers: frozenset[Any]  # of `weakref`
+
+
+def _preload() -> _Origin:
+    """Imports what programs need, in one thread."""
+    environment = dict(os.environ)
+    own = {os.path.abspath(entry) for entry in environment.get("PYTHONPATH", "").split(os.pathsep)}
+    path = [entry for entry in sys.path[1:] if os.path.abspath(entry) not in own]
+    exits: list[tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]] = []
+    register = atexit.register
+
+    def record(function: Callable[..., object], *args: Any, **kwargs: Any) -> Callable[..., object]:
+        exits.append((function, args, kwargs))
+        return register(function, *args, **kwargs)
+
+    atexit.register = record  # type: ignore[assignment]
+    os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a thread would not be in the forks
+    for name in _PRELOADED:
+        importlib.import_module(name)
+    atexit.register = register
+    if (threads := len(os.listdir("/proc/self/task"))) != 1:
+        raise RuntimeError(f"importing {_PRELOADED} has started {threads - 1} threads, which forks would lack")
+    gc.collect()
+    gc.freeze()  # so that a collection in a fork copies no pages
+    registry: Mapping[Any, Any] = weakref.finalize._registry  # type: ignore[attr-defined]
+    return _Origin(environment, path, exits, frozenset(registry))
+
+
+# ---- In the fork ----
+
+_replaced: list[Any] = []  # streams of the process that forked: alive, so that nothing is flushed twice or closed
+
+
+def _set_files(files: dict[int, int]) -> None:
+    """Moves the open files to their descriptors and closes all others."""
+    # Above all the wanted ones first, so that none overwrites another.
+    high = max(*files, *files.values(), 63) + 1
+    for target, source in files.items():
+        os.dup2(source, high + target)
+    for target in files:
+        os.dup2(high + target, target)
+    wanted = sorted(files)
+    for low, top in zip([-1, *wanted], [*wanted, os.sysconf("SC_OPEN_MAX")], strict=True):
+        if low + 1 < top:  # an empty range before 0 would be all of them
+            os.closerange(low + 1, top)
+
+
+def _become(request: Request, files: dict[int, int], origin: _Origin) -> NoReturn:
+    """Turns this fork into the process that a command line would have started, and ends it.
+
+    Args:
+        files: the descriptors that the program knows, and those that they have here.
+    """
+    code = 1
+    try:
+        os.chdir(request.folder)
+        if request.session:
+            os.setsid()
+        os.sched_setaffinity(0, request.cores)
+        _set_files(files)
+        _forget(origin)
+        os.environ.clear()
+        os.environ.update(request.environment)
+        rest = _program(request.words)
+        assert rest is not None, "else the command would not have come here"
+        options = request.words[1 : len(request.words) - len(rest)]
+        _open_streams("-u" in options or bool(request.environment.get("PYTHONUNBUFFERED")))
+        _seed(request)
+        sys.orig_argv = list(request.words)
+        sys.dont_write_bytecode = bool(request.environment.get("PYTHONDONTWRITEBYTECODE"))
+        code = _run(rest, request.environment, origin)
+    except BaseException:
+        traceback.print_exc()
+    ctypes.pythonapi.Py_Exit(code)  # the end of an interpreter: threads, exit handlers, streams, modules
+    os._exit(code)
+
+
+def _forget(origin: _Origin) -> None:
+    """Undoes what the process that forked had of its own."""
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    faulthandler.disable()
+    atexit._clear()
+    for function, args, kwargs in origin.exits:
+        atexit.register(function, *args, **kwargs)
+    registry: Mapping[Any, Any] = weakref.finalize._registry  # type: ignore[attr-defined]
+    for finalizer in set(registry) - origin.finalizers:
+        finalizer.detach()
+    sys.excepthook = sys.__excepthook__
+    threading.excepthook = threading.__excepthook__
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
+        del sys.modules[name]
+
+
+def _open_streams(unbuffered: bool) -> None:
+    _replaced.extend((sys.stdin, sys.stdout, sys.stderr, sys.__stdin__, sys.__stdout__, sys.__stderr__))
+    streams: dict[str, Any] = {"stdin": open(0, closefd=False)}  # noqa: SIM115 - for the life of the process
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        raw: Any = io.FileIO(descriptor, "w", closefd=False)
+        raw.name = f"<{name}>"
+        is_error = name == "stderr"
+        streams[name] = io.TextIOWrapper(
+            raw if unbuffered else io.BufferedWriter(raw),
+            errors="backslashreplace" if is_error else None,
+            line_buffering=not unbuffered and (is_error or raw.isatty()),
+            write_through=unbuffered,
+        )
+    for name, stream in streams.items():
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _seed(request: Request) -> None:
+    """Random states of its own, and the threads that the environment asks for."""
+    import numpy
+    import torch
+
+    random.seed()
+    numpy.random.seed()
+    asked = request.environment.get("OMP_NUM_THREADS", "")
+    torch.set_num_threads(int(asked) if asked.isdecimal() else len(request.cores))
+
+
+def _run(rest: list[str], environment: Mapping[str, str], origin: _Origin) -> int:
+    """Runs the program as `__main__`. Returns its exit code."""
+    kind = rest.pop(0) if rest[0] in ("-c", "-m") else "script"
+    name = rest[0]
+    first = {"-c": "", "-m": os.getcwd()}.get(kind, os.path.dirname(os.path.realpath(name)))
+    asked = [os.path.abspath(entry) for entry in environment.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    sys.path[:] = [first, *dict.fromkeys(asked), *origin.path]
+    sys.path_importer_cache.clear()
+    if any(os.path.exists(os.path.join(entry, "sitecustomize.py")) for entry in asked):
+        sys.modules.pop("sitecustomize", None)
+        site.execsitecustomize()
+    sys.argv = ["-c" if kind == "-c" else name, *rest[1:]]
+    module = sys.modules["__main__"] = ModuleType("__main__")
+    vars(module)["__builtins__"] = builtins
+    try:
+        if kind == "-m":
+            runpy._run_module_as_main(name)  # type: ignore[attr-defined]
+        elif kind == "-c":
+            exec(compile(name, "<string>", "exec", dont_inherit=True), vars(module))
+        else:
+            path = os.path.abspath(name)
+            vars(module).update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
+            exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), vars(module))
+    except SystemExit as exit_:
+        return _exit_code(exit_)
+    except BaseException as error:
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next
+        try:
+            sys.excepthook(type(error), error.with_traceback(trace), trace)
+        except SystemExit as exit_:
+            return _exit_code(exit_)
+        if isinstance(error, KeyboardInterrupt):
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        return 1
+    return 0
+
+
+def _exit_code(exit_: SystemExit) -> int:
+    if exit_.code is None or isinstance(exit_.code, int):
+        return int(exit_.code or 0) & 0xFF
+    print(exit_.code, file=sys.stderr)
+    return 1
+
+
+def _fork_in_subprocess(origin: _Origin) -> None:
+    """Lets `subprocess` of the forks fork, where it would start an interpreter that a fork can stand in for."""
+    execute = subprocess._fork_exec  # type: ignore[attr-defined]
+
+    def fork_exec(*arguments: Any) -> int:
+        words, executables, closes_others, passed, folder, variables = arguments[:6]
+        stdin, _, _, stdout, _, stderr, _, error_pipe, restores_signals, new_session = arguments[6:16]
+        is_plain = closes_others and restores_signals and all(value in (None, -1) for value in arguments[16:22])
+        environment = dict(os.environ) if variables is None else dict(map(_variable, variables))
+        folder = os.getcwd() if folder is None else os.fsdecode(folder)
+        words = [os.fsdecode(word) for word in words]
+        is_plain = is_plain and os.fsdecode(executables[0]) == sys.executable
+        if not is_plain or needs_interpreter(words, environment, folder, origin.environment):
+            return int(execute(*arguments))
+        files = {file: file for file in passed if file != error_pipe}
+        files |= {target: target if file == -1 else file for target, file in enumerate((stdin, stdout, stderr))}
+        request = Request(words, environment, folder, list(files), sorted(os.sched_getaffinity(0)), new_session)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads
+            process = os.fork()
+        if not process:
+            _become(request, files, origin)
+        return process
+
+    subprocess._fork_exec = fork_exec  # type: ignore[attr-defined]
+
+
+def _variable(entry: bytes) -> tuple[str, str]:
+    name, _, value = os.fsdecode(entry).partition("=")
+    return name, value
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""Processes of the tests: forks of a `fork_server` where one can stand in for a new interpreter, else new ones.
+
+A test asks for a new interpreter by `fresh` where its subject is the interpreter's own start or end, or its memory.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Protocol
+
+from tests.multi.environment import ROOT, outside_any_job
+from tests.support.fork_server import Request, needs_interpreter
+
+__all__ = ["Process", "start"]
+
+
+class Process(Protocol):
+    """What the two kinds of processes have in common."""
+
+    @property
+    def pid(self) -> int: ...
+
+    @property
+    def returncode(self) -> int | None: ...
+
+    def poll(self) -> int | None: ...
+
+    def wait(self, timeout: float | None = None) -> int: ...
+
+    def kill(self) -> None: ...
+
+
+def start(
+    words: Sequence[str],
+    environment: Mapping[str, str],
+    folder: str | Path,
+    stdout: IO[bytes] | int | None = None,
+    stderr: IO[bytes] | int | None = None,
+    passed: Sequence[int] = (),
+    fresh: bool = False,
+) -> Process:
+    """Starts a command in a session of its own, with nothing on stdin.
+
+    Args:
+        stdout, stderr: None for this process's own.
+        passed: descriptors that the process inherits.
+        fresh: whether it has to be a new interpreter.
+    """
+    if fresh or needs_interpreter(words, environment, os.fspath(folder), _server_environment()):
+        return subprocess.Popen(
+            words,
+            env=environment,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            pass_fds=passed,
+            start_new_session=True,
+        )
+    global _server
+    if _server is None or not _server.is_alive():
+        _server = _Server()
+        atexit.register(_server.end)
+    with open(os.devnull, "rb") as nothing:
+        files = {0: nothing.fileno(), 1: _descriptor(stdout, 1), 2: _descriptor(stderr, 2)}
+        files |= {file: file for file in passed}
+        cores = sorted(os.sched_getaffinity(0))
+        request = Request(list(words), dict(environment), os.fspath(folder), list(files), cores, session=True)
+        return _server.start(request, list(files.values()))
+
+
+class _Fork:
+    """A process that the server forked, in the words of `subprocess.Popen`."""
+
+    def __init__(self, words: Sequence[str], report: int) -> None:
+        self._words = words
+        self._report = os.fdopen(report)
+        self.pid = int(self._report.readline())
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        return self._look(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        if (code := self._look(timeout)) is None:
+            raise subprocess.TimeoutExpired(list(self._words), timeout or 0)
+        return code
+
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+    def _look(self, timeout: float | None) -> int | None:
+        if self.returncode is None and select.select([self._report], [], [], timeout)[0]:
+            line = self._report.readline()
+            self._report.close()
+            if not line:
+                raise RuntimeError(f"the fork server has ended before {' '.join(self._words)}")
+            self.returncode = int(line)
+        return self.returncode
+
+
+class _Server:
+    """The server of this process; it ends with it."""
+
+    def __init__(self) -> None:
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tests.support.fork_server", str(theirs.fileno())],
+                env=_server_environment(),
+                cwd=ROOT,
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        if self._control.recv(16) != b"ready":
+            raise RuntimeError(f"the fork server has not started: exit code {self._process.wait()}")
+
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    def start(self, request: Request, files: Sequence[int]) -> _Fork:
+        report, theirs = os.pipe()
+        try:
+            socket.send_fds(self._control, [pickle.dumps(request)], [theirs, *files])
+        finally:
+            os.close(theirs)
+        return _Fork(request.words, report)
+
+    def end(self) -> None:
+        self._control.close()
+        self._process.wait()
+
+
+_server: _Server | None = None
+
+
+def _server_environment() -> dict[str, str]:
+    return outside_any_job()
+
+
+def _descriptor(file: IO[bytes] | int | None, default: int) -> int:
+    if file is None:
+        return default
+    return file if isinstance(file, int) else file.fileno()
