@@ -19,7 +19,7 @@ from zeroaccel.errors import ConfigError
 
 from .grouped_help import GroupedOptions
 from .mesh_report import mesh_remarks, show_meshes
-from .pages.estimate_page import estimate_page
+from .pages.estimate_page import estimate_page, positions
 from .pages.frame import check_page_path, write_page
 from .progress import ProgressLine, estimating
 
@@ -124,12 +124,6 @@ def estimate(
             mesh_rows = _mesh_rows(what, requested, capacity, line)
         else:
             rows = _plans(what, requested, capacity)
-        if html_path is not None:
-            line.doing = "estimating what the sliders show"
-            title = f"Memory of {_title(model, requested, rows)}"
-            page = _html(title, model, what, requested, capacity)
-    if html_path is not None:
-        write_page(Path(html_path), page)
     if what.note:
         click.echo(f"zeroaccel: {what.note}", err=True)
     if meshes:
@@ -142,6 +136,8 @@ def estimate(
         for words in mesh_remarks(what, requested, capacity, rows[0]):
             click.echo(words, err=not words.startswith("GB "))
     if html_path is not None:
+        page = _html(f"Memory of {_title(model, requested, rows)}", model, what, requested, capacity)
+        write_page(Path(html_path), page)
         click.echo(f"zeroaccel: page written to {html_path}", err=True)
     if plot is not None:
         draw(Path(plot), _title(model, requested, rows), rows, capacity)
@@ -149,9 +145,15 @@ def estimate(
 
 
 def _html(title: str, model: str, what: Subject, requested: Workload, capacity: Capacity) -> str:
-    from zeroaccel.estimate import plan_table
+    with estimating(model) as line:
+        from zeroaccel.estimate import ClosedForms, plan_table
 
-    return estimate_page(title, model, requested, capacity, lambda one: plan_table(what, one, capacity))
+        at = positions(requested)
+        forms, tables = ClosedForms(at), []
+        for number, one in enumerate(at, 1):
+            line.doing = f"estimating what the sliders show: {number} of {len(at)}"
+            tables.append(plan_table(what, one, capacity, simulate=forms))
+    return estimate_page(title, model, requested, capacity, tables, len(forms.simulated))
 
 
 def _question(

@@ -7,14 +7,16 @@ import json
 import threading
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from zeroaccel.cli.pages.estimate_page import positions
 from zeroaccel.errors import ConfigError, UsageError, ZeroAccelError
-from zeroaccel.estimate import Capacity, Estimate, Workload, estimate, plan_table, subject
+from zeroaccel.estimate import PLANS, Capacity, ClosedForms, Estimate, Workload, estimate, plan_table, subject
 from zeroaccel.estimate.decoder import Decoder, Shape, known_shape, shape_of
 from zeroaccel.estimate.extrapolate import MemoryTrace, Moment, extrapolate_depth
 from zeroaccel.estimate.shapes_only import RULES, ShapesOnly
@@ -434,3 +436,58 @@ def test_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         subject("someone/llama-3.1-8bx")
     assert one.numel == 196_928 or one.numel > 100_000
     assert subject("someone/tiny").name == "someone/tiny"  # from the cache, without the hub
+
+
+@pytest.mark.parametrize(
+    ("shape", "changes"),
+    [
+        (Shape(layers=9, width=16384, inner=24576, vocabulary=32_000), {}),
+        (
+            Shape(4, 1024, 2048, 1024, heads=8, key_heads=2, tied=True),
+            {"ranks": 1, "precision": "fp32", "optimizer": "sgd"},
+        ),
+        (Shape(layers=2, width=1024, inner=4096, vocabulary=8192), {"accumulation": 2, "tp": 2, "batch": 2}),
+    ],
+)
+def test_closed_forms_say_what_simulations_do(shape: Shape, changes: dict[str, Any]) -> None:
+    def build(layers: int = shape.layers) -> tuple[nn.Module, Step]:
+        return Decoder(replace(shape, layers=layers)), predict_tokens
+
+    model = Subject("m", "", build, shape.layers, build, shape.block_numel, shapes_only=True, shape=shape)
+    workload = Workload(**{"ranks": 4, "sequence": 32, **changes})
+    at = [one for one in positions(workload) if not one.checkpointing]
+    forms = ClosedForms(at)
+    for one in (at[1], at[6], at[11]):
+        found, expected = (
+            estimate(model, one, PLANS, simulate=how) if how else estimate(model, one, PLANS) for how in (forms, None)
+        )
+        for mine, theirs in zip(found, expected, strict=True):
+            for place in ("device", "host", "disk"):
+                for kind in ("params", "optimizer", "gradients", "activations"):
+                    here, there = (getattr(getattr(row, place), kind) for row in (mine, theirs))
+                    assert here == pytest.approx(there, abs=1e-4 * theirs.device.total), (one, theirs.name, place, kind)
+                    assert (here == 0) == (there == 0), (one, theirs.name, place, kind)
+            assert mine.sent == pytest.approx(theirs.sent, rel=1e-4)
+    assert forms.simulated == {one for one in (at[1], at[6], at[11]) if one.shard_ranks == 1}  # it shards nothing
+
+
+class _Scores(nn.Module):
+    """Keeps the scores of its attention, which grow with the square of a sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        out: Tensor = self.head(torch.softmax(x @ x.transpose(1, 2), -1) @ x)
+        return out
+
+
+def test_what_no_closed_form_fits_is_simulated() -> None:
+    workload = Workload(ranks=2, sequence=64)
+    at = [one for one in positions(workload) if not one.checkpointing]
+    forms, what = ClosedForms(at), subject(_Scores)
+    for one in (at[0], at[-1]):
+        assert plan_table(what, one, Capacity(), simulate=forms) == plan_table(what, one, Capacity())
+    assert forms.simulated == {at[0], at[-1]}

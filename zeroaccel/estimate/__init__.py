@@ -13,6 +13,7 @@ Example:
 
 from __future__ import annotations
 
+from zeroaccel.estimate.closed_forms import ClosedForms
 from zeroaccel.estimate.meshes import LinkBytes, MeshRow, link_bytes, mesh_row, mesh_table, needless_crossing
 from zeroaccel.estimate.plans import (
     HEADROOM,
@@ -31,6 +32,7 @@ __all__ = [
     "HEADROOM",
     "PLANS",
     "Capacity",
+    "ClosedForms",
     "Estimate",
     "LinkBytes",
     "MemoryByKind",

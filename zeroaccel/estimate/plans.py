@@ -65,6 +65,7 @@ def estimate(
     plans: Sequence[tuple[int, Offload, Offload]] = PLANS,
     *,
     on_cpu: bool = False,
+    simulate: Callable[..., Simulated] = simulate,
 ) -> list[Estimate]:
     """Memory per rank under each plan, without a process group and without the model's weights.
 
@@ -73,6 +74,7 @@ def estimate(
             returns a model or (model, step); see `subject`.
         plans: (stage, offload of the optimizer, offload of the parameters).
         on_cpu: the ranks compute in host memory and talk through gloo.
+        simulate: `ClosedForms`, for one of many workloads.
 
     Returns:
         One estimate per plan, in the same order.
@@ -82,11 +84,16 @@ def estimate(
         UsageError: the model's forward needs values.
     """
     what = model if isinstance(model, Subject) else subject(model)
-    return list(estimates(what, workload, plans, on_cpu=on_cpu))
+    return list(estimates(what, workload, plans, on_cpu=on_cpu, simulate=simulate))
 
 
 def estimates(
-    what: Subject, workload: Workload, plans: Sequence[tuple[int, Offload, Offload]], *, on_cpu: bool
+    what: Subject,
+    workload: Workload,
+    plans: Sequence[tuple[int, Offload, Offload]],
+    *,
+    on_cpu: bool,
+    simulate: Callable[..., Simulated] = simulate,
 ) -> Iterator[Estimate]:
     """As `estimate`, each plan when it is asked for."""
     whole_numel = numel_of(what) if workload.pp * workload.tp > 1 else None
@@ -117,12 +124,17 @@ def _most_sent(stages: Collection[Simulated]) -> dict[str, int]:
 
 
 def plan_table(
-    model: str | nn.Module | Callable[[], Any] | Subject, workload: Workload, capacity: Capacity
+    model: str | nn.Module | Callable[[], Any] | Subject,
+    workload: Workload,
+    capacity: Capacity,
+    *,
+    simulate: Callable[..., Simulated] = simulate,
 ) -> list[PlanRow]:
     """`estimate` of all plans against what a machine has: the recommended row first, then in the order of `PLANS`."""
+    plans = _plans_for(workload)
     rows = [
         PlanRow(one, *check_capacity(one, workload, capacity))
-        for one in estimate(model, workload, _plans_for(workload), on_cpu=capacity.on_cpu)
+        for one in estimate(model, workload, plans, on_cpu=capacity.on_cpu, simulate=simulate)
     ]
     best = next((index for index, row in enumerate(rows) if row.fits), None)
     if best is None:

@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -86,42 +86,76 @@ def simulate(
     Raises:
         UsageError: the model does something that needs values, or cannot be cut as the mesh wants it.
     """
+    kind = StepKind(stage, on_cpu, offloads_params, pipeline_stage)
+    traces, more = short_traces(subject, workload, kind)
+    trace = extrapolate_depth(traces, more) if more else traces[0]
+    if trace is None:
+        (trace,), _ = short_traces(replace(subject, build_short=None), workload, kind)
+    return simulated(trace, workload, pipeline_stage)
+
+
+class StepKind(NamedTuple):
+    """What a step is beside its workload; see `simulate`."""
+
+    stage: int
+    on_cpu: bool
+    offloads_params: bool
+    pipeline_stage: int
+
+
+def short_traces(
+    subject: Subject, workload: Workload, kind: StepKind, *, most: int = 3, every_operation: bool = False
+) -> tuple[list[MemoryTrace], int]:
+    """Runs a model with a few of its equal blocks, in three lengths.
+
+    Args:
+        most: run only so many of the lengths, the shortest ones.
+        every_operation: with a moment for each, rather than for those that change the memory, or of the model as it is,
+            those that reach a new peak.
+
+    Returns:
+        The traces, and how many blocks the last length lacks; the model's own trace and 0 where its blocks are too few,
+        or not known.
+    """
     sent = SentBytes()
-    subject = part_of(subject, workload, pipeline_stage, sent)
-    how = _How(on_cpu, offloads_params, subject.shapes_only, sent)
+    part = part_of(subject, workload, kind.pipeline_stage, sent)
+    how = _How(kind.on_cpu, kind.offloads_params, part.shapes_only, sent, "operations" if every_operation else "peaks")
     # Only stage 3, and shards apart from their parameters, look ahead over a window of elements.
-    window = -(-_WINDOW_NUMEL // max(subject.layer_numel, 1)) if stage == 3 or offloads_params else 0
-    shortest = _EDGES + window
-    if subject.build_short is not None and shortest + 2 < subject.layers:
-        lengths = range(shortest, shortest + 3)
-        traces = [
-            _trace(partial(subject.build_short, layers), subject.name, workload, stage, how._replace(every_moment=True))
-            for layers in lengths
-        ]
-        if (trace := extrapolate_depth(traces, subject.layers - lengths[-1])) is not None:
-            return _simulated(trace, workload, pipeline_stage)
-    return _simulated(_trace(subject.build, subject.name, workload, stage, how), workload, pipeline_stage)
+    looks_ahead = kind.stage == 3 or kind.offloads_params
+    shortest = _EDGES + (-(-_WINDOW_NUMEL // max(part.layer_numel, 1)) if looks_ahead else 0)
+    if part.build_short is None or shortest + 2 >= part.layers:
+        return [_trace(part.build, part.name, workload, kind.stage, how)], 0
+    lengths = range(shortest, shortest + 3)
+    how = how if every_operation else how._replace(record="changes")
+    traces = [
+        _trace(partial(part.build_short, layers), part.name, workload, kind.stage, how) for layers in lengths[:most]
+    ]
+    return traces, part.layers - lengths[-1]
 
 
 _EDGES = 4  # blocks at both ends that may be treated in another way than those between
 _WINDOW_NUMEL = 10**9  # elements that the engine prefetches, or reuses without resharding, by default
 
 
+_Record = Literal["peaks", "changes", "operations"]
+
+
 class _How(NamedTuple):
-    """Of a simulation: see `simulate`; `shapes_only` of `Subject`, `every_moment` of `_PeakRecorder`."""
+    """Of a simulation: see `simulate`; `shapes_only` of `Subject`, `record` of `_PeakRecorder`."""
 
     on_cpu: bool
     offloads_params: bool
     shapes_only: bool
     sent: SentBytes
-    every_moment: bool = False
+    record: _Record = "peaks"
 
 
-def _simulated(trace: MemoryTrace, workload: Workload, pipeline_stage: int) -> Simulated:
+def simulated(trace: MemoryTrace, workload: Workload, pipeline_stage: int) -> Simulated:
+    """What a trace says of the peak, and of a whole step."""
     moment = max(trace.moments, key=lambda moment: moment.total)  # the first of several
     states = moment.params + moment.optimizer + moment.gradients
     peak = MemoryByKind(moment.params, moment.optimizer, moment.gradients, max(0, moment.total - states))
-    when = _PHASES[moment.phase % len(_PHASES)]
+    when = PHASES[moment.phase % len(PHASES)]
     sent = sent_per_step(trace.sent, micro_steps(workload, pipeline_stage), workload.accumulation)
     return Simulated(trace.numel, peak, when, moment.reduced, trace.shards, trace.trained, sent)
 
@@ -129,7 +163,7 @@ def _simulated(trace: MemoryTrace, workload: Workload, pipeline_stage: int) -> S
 def _trace(
     build: Callable[[], tuple[nn.Module, Step]], name: str, workload: Workload, stage: int, how: _How
 ) -> MemoryTrace:
-    """Memory over the second of two steps: at every change of it, or without `every_moment` at every new peak."""
+    """Memory over the second of two steps."""
     if how.shapes_only:
         return _run_two_steps(build, workload, stage, how)
     # Takes a third of a second to import, which the plain case is spared.
@@ -157,8 +191,8 @@ def _left(address: int) -> None:
 def _run_two_steps(
     build: Callable[[], tuple[nn.Module, Step]], workload: Workload, stage: int, how: _How
 ) -> MemoryTrace:
-    recorder = _PeakRecorder(every_moment=how.every_moment)
-    with MemoryTracker(recorder.record, _SHAPES if how.shapes_only else None) as tracker:
+    recorder = _PeakRecorder(how.record)
+    with MemoryTracker(_SHAPES if how.shapes_only else None) as tracker:
         model, step = build()
         numel = sum(param.numel() for param in model.parameters())
         collectives = FakeRanks(workload.shard_ranks, how.sent, receives_in_host_memory=how.on_cpu)
@@ -170,7 +204,7 @@ def _run_two_steps(
         engine.note_fixed()
         recorder.begin(engine)
         how.sent.begin()
-        tracker.measure()
+        tracker.begin(recorder.record)
         _run_step(engine, step, workload, recorder, how.sent)
         moments = recorder.moments
         recorder.engine = None
@@ -181,21 +215,21 @@ def _run_two_steps(
     return MemoryTrace(numel, tuple(moments), shards, trained, how.sent.as_tuple())
 
 
-_PHASES = ("forward", "backward", "step")
+PHASES = ("forward", "backward", "step")
 
 
 class _PeakRecorder:
-    """Records memory by kind at every new peak of a step, or at every change.
+    """Records memory by kind at every new peak of a step, at every change, or after every operation.
 
-    Operations that change nothing are left out: some come once per unit at one place, and no two lengths of a model
-    could then be laid beside each other.
+    Operations that change nothing come once per unit at one place, some of them, and no two lengths of a model could be
+    laid beside each other with them; but two workloads can only with them, as what one adds may be what it frees.
 
     Attributes:
         phase: number of phases of the step that are complete.
     """
 
-    def __init__(self, *, every_moment: bool) -> None:
-        self._every_moment = every_moment
+    def __init__(self, record: _Record) -> None:
+        self._record = record
         self.engine: _EngineWithoutValues | None = None
         self.phase = 0
         self.moments: list[Moment] = []
@@ -207,8 +241,9 @@ class _PeakRecorder:
     def record(self, total: int, resizable: int) -> None:
         if self.engine is None:
             return
-        if total > self._highest or (
-            self._every_moment and (total != self.moments[-1].total or self.phase != self.moments[-1].phase)
+        is_new = total > self._highest or self._record == "operations"
+        if is_new or (
+            self._record == "changes" and (total, self.phase) != (self.moments[-1].total, self.moments[-1].phase)
         ):
             self._highest = max(self._highest, total)
             self.moments.append(Moment(self.phase, total, *self.engine.memory_by_kind(resizable)))
@@ -225,7 +260,7 @@ def _run_step(
     # `output` lives until the next micro-step's replaces it, as in a training loop.
     last = engine.gradient_accumulation_steps() - 1
     for number in range(last + 1):
-        recorder.phase = len(_PHASES) * number
+        recorder.phase = len(PHASES) * number
         sent.moment = "last" if number == last else "earlier"
         output = step(engine, workload.batch, workload.sequence // workload.sp)
         loss = output[0] if isinstance(output, tuple) else output
@@ -248,13 +283,12 @@ class MemoryTracker(TorchDispatchMode):
     within one operation is not seen.
 
     Args:
-        on_change: called after every operation, with the bytes that are alive then, and of these the resizable ones.
         shapes: computes the results; without it the operations do.
     """
 
-    def __init__(self, on_change: Callable[[int, int], None], shapes: ShapesOnly | None = None) -> None:
+    def __init__(self, shapes: ShapesOnly | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._on_change = on_change
+        self._on_change: Callable[[int, int], None] | None = None
         self._shapes = shapes
         self._nbytes: dict[int, int] = {}
         self._fixed = 0
@@ -272,7 +306,8 @@ class MemoryTracker(TorchDispatchMode):
         for leaf in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(leaf, Tensor):
                 self._add(leaf.untyped_storage())
-        self.measure()
+        if self._on_change is not None:
+            self._measure(self._on_change)
         return result
 
     @classmethod
@@ -287,10 +322,14 @@ class MemoryTracker(TorchDispatchMode):
             self._nbytes[storage._cdata] = 0  # not to be added again
             self._resizable.append(storage)
 
-    def measure(self) -> None:
-        """Calls `on_change` with the bytes that are alive now."""
+    def begin(self, on_change: Callable[[int, int], None]) -> None:
+        """Calls `on_change` now and after each operation, with the bytes that are alive, and of these the resizable."""
+        self._on_change = on_change
+        self._measure(on_change)
+
+    def _measure(self, on_change: Callable[[int, int], None]) -> None:
         resizable = sum([storage.nbytes() for storage in self._resizable])
-        self._on_change(self._fixed + resizable, resizable)
+        on_change(self._fixed + resizable, resizable)
 
     def _add(self, storage: torch.UntypedStorage) -> None:
         key = storage._cdata

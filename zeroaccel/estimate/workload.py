@@ -102,6 +102,11 @@ class Workload:
         return replace(self, pp=pp, sp=sp, tp=tp, accumulation=max(micro_steps, 1))
 
     @property
+    def tokens(self) -> int:
+        """Of a micro-step, per rank that sees samples of its own."""
+        return self.batch * self.sequence
+
+    @property
     def local_ranks(self) -> int:
         """Ranks that share one machine's memory and disk."""
         return self.ranks_per_machine or self.ranks
