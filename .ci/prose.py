@@ -122,7 +122,7 @@ def page_findings(text: str, place: str) -> Iterator[Finding]:
     in_code = False
     for number, line in enumerate(text.splitlines(), 1):
         in_code ^= line.lstrip().startswith("```")
-        if len(line) > MAX_COLUMNS and not in_code and not line.startswith("|"):
+        if len(line) > MAX_COLUMNS and not in_code and not line.startswith(("|", "![")):
             yield Finding(f"{place}:{number}", f"line above {MAX_COLUMNS} columns", line[:60])
     yield from sentence_findings(text, place)
     prose = list(sentences(text))

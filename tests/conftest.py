@@ -12,6 +12,7 @@ import pytest_timeout
 
 from tests import time_limits
 from tests.multi.pool import Pool
+from tests.multi.sweeps import Sweep
 
 # Beginnings of the ids of tests that take more than about ten seconds on two cores, beside a quicker one of the same
 # kind, which stays in `make test`. What is slow for a reason of its own is marked where it stands.
@@ -76,13 +77,31 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # what the libraries and the tests are made of: no collection needs to look at it again
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("sweeps", "tests that draw many cases from a seed")
+    group.addoption("--sweep-seed", type=int, default=0, help="the seed that the slow sweeps start from")
+    group.addoption(
+        "--sweep-count", type=int, default=0, help="how many cases each slow sweep draws; 0: its own number"
+    )
+    group.addoption("--sweep-report", default="", help="a file to which each case adds a line of JSON")
+
+
+@pytest.fixture
+def sweep(pytestconfig: pytest.Config) -> Sweep:
+    """Seed, count and report of the slow sweeps, from the command line."""
+    return Sweep(*(pytestconfig.getoption(name) for name in ("sweep_seed", "sweep_count", "sweep_report")))
+
+
 def pytest_configure() -> None:
     # Processes of xdist, and whatever a test starts, inherit it.
     os.environ.setdefault(time_limits.VARIABLE, f"{time_limits.measure():.1f}")
 
 
-def pytest_report_header() -> str:
-    return f"time limits: x {os.environ[time_limits.VARIABLE]} (of a quiet machine's)"
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    return [
+        f"time limits: x {os.environ[time_limits.VARIABLE]} (of a quiet machine's)",
+        f"sweeps: --sweep-seed {config.getoption('sweep_seed')}",
+    ]
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -32,7 +32,7 @@ SMALL: dict[str, Any] = {"vocab_size": VOCABULARY, "use_cache": False}
 
 
 def build(kind: str) -> nn.Module:
-    """A model of four blocks, the same on every rank; "gpt2" has one table for both ends, "llama-tied" too."""
+    """A model of four blocks, the same on every rank; "gpt2" and "llama-tied" have one table for both ends."""
     torch.manual_seed(3)
     if kind == "gpt2":
         dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -40,10 +40,10 @@ def build(kind: str) -> nn.Module:
         return transformers.GPT2LMHeadModel(transformers.GPT2Config(**SMALL, **sizes, **dropout))
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4}
+    family = "Llama" if kind.startswith("llama") else kind
+    model, small = (getattr(transformers, family + name) for name in ("ForCausalLM", "Config"))
     tied = kind == "llama-tied"
-    return transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(**SMALL, **sizes, **heads, tie_word_embeddings=tied, attn_implementation="sdpa")
-    )
+    return model(small(**SMALL, **sizes, **heads, tie_word_embeddings=tied, attn_implementation="sdpa"))
 
 
 def batches(place: int, count: int) -> Iterator[dict[str, Tensor]]:

@@ -1,14 +1,17 @@
 """A walk through combinations of settings that say where things are and when they move: none may change a bit.
 
 Each step draws a model, an optimizer, a precision and what moves what where, from a seed, and compares the run with the
-plainest one that has the same arithmetic. A failure shows the draw, and its seed gives it again.
+plainest one that has the same arithmetic: stage 0, but for codes of ZeRO++, and for accumulation, where stage 2 and 3
+sum over the ranks first. A failure shows the draw, and its seed gives it again.
+
+    python -m pytest -m slow tests/multi/test_random_walk.py --sweep-seed 1000 --sweep-count 500
 """
 
 from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +20,8 @@ import torch
 from torch import nn
 
 import zeroaccel
-from tests.multi.pool import Pool
+from tests.multi.pool import Pool, RankFailure
+from tests.multi.sweeps import Case, Sweep, table, wrong_sums
 from tests.multi.test_hook_traps import Adapted, MixtureOfExperts, Recomputed, Shared
 from tests.multi.training import ADAMW, SGD, Run, Toy, batches, config, differences
 from zeroaccel import zero
@@ -29,7 +33,19 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "adamw": ADAMW,
     "torch adamw": {**ADAMW, "params": {**ADAMW["params"], "torch_adam": True}},
     "int8 moments": {**ADAMW, "params": {**ADAMW["params"], "moments_dtype": "int8"}},
+    "adam": {"type": "Adam", "params": {"lr": 1e-2}},
+    "lion": {"type": "Lion", "params": {"lr": 1e-3, "weight_decay": 0.1}},
+    "adagrad": {"type": "Adagrad", "params": {"lr": 1e-2}},
 }
+
+
+def _partly_frozen() -> nn.Module:
+    model = Toy()
+    model.layers[1].requires_grad_(False)
+    model.embed.requires_grad_(False)  # and the head with it
+    return model
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "toy": Toy,
     "wide": lambda: Toy(2, 37),
@@ -37,6 +53,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "experts": MixtureOfExperts,
     "shared": Shared,
     "recomputed": lambda: Recomputed(reentrant=False),
+    "recomputed adapters": lambda: Adapted(recompute=False),
+    "partly frozen": _partly_frozen,
 }
 
 
@@ -144,27 +162,46 @@ def _train(settings: dict[str, Any], model_kind: str, init: str, mesh: bool, eva
     return run
 
 
-def _walk(ranks: Ranks, seeds: range, folder: Path) -> list[str]:
+def _train_wrongly(*arguments: Any) -> Run:
+    with wrong_sums():
+        return _train(*arguments)
+
+
+def _walk(ranks: Ranks, seeds: Iterable[int], folder: Path, sweep: Sweep, train: Callable[..., Run] = _train) -> str:
     """What differed, with the draws that show it."""
-    found = []
+    cases = []
     for seed in seeds:
         rng = random.Random(seed)
         world_size = rng.choice([2, 3, 4])
         drawn = draw(rng, world_size)
         kind, evals = drawn["model"], drawn["evals"]
-        plain = ranks(world_size).run(_train, drawn["plain"], kind, "none", False, evals, str(folder))
-        moved = ranks(world_size).run(_train, drawn["moved"], kind, drawn["init"], drawn["mesh"], evals, str(folder))
-        wrong = [differences(one, other) for one, other in zip(plain, moved, strict=True)]
-        if any(wrong):
-            found.append(f"seed {seed}, {world_size} ranks: {json.dumps(drawn)}: {wrong}")
-    return found
+        pool = ranks(world_size)
+        case = Case("settings", f"seed {seed}", f"{world_size} ranks", "equal", json.dumps(drawn))
+        try:
+            plain = pool.run(_train, drawn["plain"], kind, "none", False, evals, str(folder))
+            moved = pool.run(train, drawn["moved"], kind, drawn["init"], drawn["mesh"], evals, str(folder))
+        except RankFailure as failure:
+            case.outcome, case.detail = "failed", f"{case.detail}: {failure}"
+        else:
+            wrong = [differences(one, other) for one, other in zip(plain, moved, strict=True)]
+            if any(wrong):
+                case.outcome, case.detail = "different", f"{case.detail}: {wrong}"
+        cases.append(sweep.add(case))
+    print(f"\n--sweep-seed {sweep.seed}\n{table(cases)}")
+    return "\n".join(f"{case.name}, {case.group}: {case.detail}" for case in cases if not case.is_right)
 
 
 def test_a_short_walk(ranks: Ranks, tmp_path: Path) -> None:
-    assert _walk(ranks, range(5), tmp_path) == []
+    assert _walk(ranks, range(5), tmp_path, Sweep()) == ""
+
+
+def test_a_wrong_sum_is_found(ranks: Ranks, tmp_path: Path) -> None:
+    for seed in range(3):
+        assert f"seed {seed}" in _walk(ranks, [seed], tmp_path, Sweep(), _train_wrongly)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("start", range(5, 85, 20))
-def test_a_long_walk(ranks: Ranks, start: int, tmp_path: Path) -> None:
-    assert _walk(ranks, range(start, start + 20), tmp_path) == []
+@pytest.mark.timeout(7200)
+def test_a_long_walk(ranks: Ranks, tmp_path: Path, sweep: Sweep) -> None:
+    first = sweep.seed or 5
+    assert _walk(ranks, range(first, first + (sweep.count or 80)), tmp_path, sweep) == ""

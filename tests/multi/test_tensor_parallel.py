@@ -584,7 +584,10 @@ def _compiled(when: str) -> tuple[str, bool]:
         model.compile(backend="eager")
         engine(**_batch(0, 0))
     except UsageError as error:
-        return str(error), all(torch.equal(param, before[name]) for name, param in model.named_parameters())
+        is_whole = all(torch.equal(param, before[name]) for name, param in model.named_parameters())
+        if when == "after":
+            engine.destroy()
+        return str(error), is_whole
     raise AssertionError("it was taken")
 
 

@@ -35,6 +35,7 @@ _FOREIGN = {
     "save_only_model",
     "PEFT": "merge_and_unload",
     "accelerate": "cpu_ram_efficient_loading state_dict_type --fsdp_ --fp8_ --parallelism_config_ --tpu",
+    "SLURM and Kubernetes": "--signal terminationGracePeriodSeconds",
     "torch": "FSDPParamGroup RegisterPostBackwardFunction foreach_reduce full_tensor device_id spectral_norm "
     "set_modules_to_forward_prefetch summon_full_params",
     "DeepSpeed": "DeepSpeedZeRoOffload PartitionedParameterCoordinator scaled_global_norm swap_tensor/",
@@ -242,7 +243,7 @@ def _resolves(name: str) -> bool:
 def known_flags() -> frozenset[str]:
     """Flags of the command line, and of programs and examples in the tree."""
     flags = {flag for name in SUB_COMMANDS for flag in _flags_of(_command(name))} | set(_flags_of(main_command))
-    for folder in ("cli", "zeroaccel", "benchmarks", "examples", ".ci"):
+    for folder in ("cli", "zeroaccel", "benchmarks", "examples", "tests/interop", ".ci"):
         for path in (ROOT / folder).rglob("*.py"):
             flags.update(re.findall(r"--[a-z][\w-]+", path.read_text()))
     return frozenset(flags) | {f"--{name}" for name in SETTINGS}

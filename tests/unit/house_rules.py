@@ -13,6 +13,7 @@ import re
 import tokenize
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cached_property
 from pathlib import PurePosixPath
 
 __all__ = [
@@ -184,7 +185,15 @@ class Source:
     def __init__(self, path: str, text: str) -> None:
         self.path = PurePosixPath(path)
         self.text = text
-        self.tree = ast.parse(text, path)
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, str(self.path))
+
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        """Every node of the tree; a dozen rules go through all of them."""
+        return tuple(ast.walk(self.tree))
 
     @property
     def folder(self) -> str:
@@ -199,7 +208,7 @@ class Source:
         for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
             if token.type not in _NO_CODE:
                 bearing.update(range(token.start[0], token.end[0] + 1))
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if (
                 isinstance(node, ast.Expr)
                 and isinstance(node.value, ast.Constant)
@@ -213,7 +222,7 @@ class Source:
         for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
             if token.type in (tokenize.COMMENT, tokenize.NAME):
                 yield token.start[0], token.string.replace("_", " ")
-        for node in ast.walk(self.tree):
+        for node in self.nodes:
             if (
                 isinstance(node, ast.Expr)
                 and isinstance(node.value, ast.Constant)
@@ -247,7 +256,7 @@ def _imports(source: Source, modules: Iterable[str]) -> Iterator[tuple[ast.stmt,
     known = set(modules)
     here = module_name(source.path)
     package = here if source.path.name == "__init__.py" else here.rpartition(".")[0]
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -277,14 +286,14 @@ FACADES = ("accelerate", "compat", "cli")
 def core_knows_no_facade(package: Mapping[str, Source]) -> Iterator[str]:
     """The core has no base class for a facade, and facades set no attribute of an engine that is not their own."""
     for source in package.values():
-        classes = [node for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef)]
+        classes = [node for node in source.nodes if isinstance(node, ast.ClassDef)]
         if source.folder not in FACADES:
             for node in classes:
                 if "AssertionError" in map(_last_name, node.bases):
                     yield source.at(node, f"{node.name} is an AssertionError, which compat/assertions.py is for")
             continue
         own = {_last_name(item.target) for node in classes for item in node.body if isinstance(item, ast.AnnAssign)}
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if not isinstance(node, ast.Attribute) or isinstance(node.ctx, ast.Load) or node.attr in own:
                 continue
             if _last_name(node.value).lstrip("_") == "engine":
@@ -303,7 +312,7 @@ def hooks_are_registered_in_one_file(package: Mapping[str, Source]) -> Iterator[
     for source in _outside(package, "zeroaccel/zero/hooks.py"):
         if str(source.path) in HOOKS_ELSEWHERE:
             continue
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.Attribute) and re.fullmatch(r"register_\w*hook", node.attr):
                 yield source.at(node, f"{node.attr} belongs in zero/hooks.py")
 
@@ -325,13 +334,13 @@ def process_groups_are_made_in_one_file(package: Mapping[str, Source]) -> Iterat
 
 def the_environment_is_read_where_the_table_says(package: Mapping[str, Source]) -> Iterator[str]:
     for source in package.values():
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if _reads_environment(node) and str(source.path) not in ENVIRONMENT_READERS:
                 yield source.at(node, "reads the environment; take an argument, or give a reason in the table")
 
 
 def every_environment_reader_in_the_table_is_one(package: Mapping[str, Source]) -> Iterator[str]:
-    readers = {str(source.path) for source in package.values() if any(map(_reads_environment, ast.walk(source.tree)))}
+    readers = {str(source.path) for source in package.values() if any(map(_reads_environment, source.nodes))}
     for path in sorted(set(ENVIRONMENT_READERS) - readers):
         yield f"{path}: is in the table of readers of the environment and reads nothing from it"
 
@@ -358,7 +367,7 @@ def stages_are_compared_in_config_only(package: Mapping[str, Source]) -> Iterato
     for source in package.values():
         if source.folder not in ("zero", "comm", "ops", "offload", "checkpoint"):
             continue
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             operands: list[ast.expr] = []
             if isinstance(node, ast.Compare):
                 operands = [node.left, *node.comparators]
@@ -373,7 +382,7 @@ def storages_are_asked_for_their_kind_rarely(package: Mapping[str, Source]) -> I
     for source in package.values():
         if source.path.is_relative_to(STORAGE_FOLDER):
             continue
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.FunctionDef) and any(map(_asks_for_a_storage_kind, ast.walk(node))):
                 asking.append(source.at(node, node.name))
     if len(asking) > MAX_STORAGE_QUESTIONS:
@@ -450,7 +459,7 @@ def old_words_are_gone(package: Mapping[str, Source]) -> Iterator[str]:
 
 def variables_say_what_they_are(package: Mapping[str, Source]) -> Iterator[str]:
     for source in package.values():
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.arg):
                 name = node.arg
             elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -465,7 +474,7 @@ def functions_stay_short(package: Mapping[str, Source]) -> Iterator[str]:
     """None above `MAX_FUNCTION_LINES`, docstring included; few above `LONG_FUNCTION_LINES`."""
     found: list[tuple[int, str]] = []
     for source in package.values():
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 lines = (node.end_lineno or node.lineno) - node.lineno + 1
                 if lines > LONG_FUNCTION_LINES:
@@ -485,6 +494,9 @@ def files_stay_short(files: Mapping[str, Source]) -> Iterator[str]:
             yield source.at(1, f"{length} lines, more than {MAX_LINES}: more than one reason to change")
 
 
+_CLASS = re.compile(r"^\s*class (\w+)", re.MULTILINE)
+
+
 def names_say_something(files: Mapping[str, Source]) -> Iterator[str]:
     for source in files.values():
         path = source.path.with_suffix("")
@@ -493,9 +505,10 @@ def names_say_something(files: Mapping[str, Source]) -> Iterator[str]:
         for part in path.parts:
             if NAMELESS & set(part.lower().split("_")):
                 yield source.at(1, f"{part!r} says nothing about what is in it")
-        for node in ast.walk(source.tree):
-            if isinstance(node, ast.ClassDef) and NAMELESS & set(re.findall(r"[a-z]+", _spaced(node.name))):
-                yield source.at(node, f"class {node.name}: the name says nothing about what it is")
+        for found in _CLASS.finditer(source.text):
+            if NAMELESS & set(re.findall(r"[a-z]+", _spaced(found[1]))):
+                line = source.text.count("\n", 0, found.start(1)) + 1
+                yield source.at(line, f"class {found[1]}: the name says nothing about what it is")
 
 
 def nothing_is_left_open(files: Mapping[str, Source]) -> Iterator[str]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -80,6 +82,26 @@ def test_no_docstring_denies_an_axis_of_the_mesh() -> None:
     assert list(denials("The loader as it is: sequences are not\nsplit over processes."))
     assert list(denials("0: every process has all layers."))
     assert not list(denials("Layers are split among the ranks of the tensor-parallel group."))
+
+
+def test_quoted_code_is_as_in_the_tree() -> None:
+    quoted = _quoted_code()
+    pages = [document for document in documents() if "<!-- code: " in document.text]
+    assert pages
+    assert [page.path for page in pages if quoted.with_quotations(page.text) != page.text] == [], (
+        "run python docs/site/quoted_code.py"
+    )
+    assert quoted.quotation("zeroaccel/initialization.py", "start").startswith("@names_ranks\ndef start(")
+    assert "Raises:" not in quoted.quotation("zeroaccel/initialization.py", "start")
+
+
+def _quoted_code() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("quoted_code", ROOT / "docs" / "site" / "quoted_code.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _place(path: Path, node: ast.AST) -> str:

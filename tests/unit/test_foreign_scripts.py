@@ -1,4 +1,4 @@
-"""`benchmarks/foreign_scripts`: a row that lacks its script, its launch file or a package is named, not run."""
+"""`tests/interop/scripts`: a row that lacks its script, its launch file or a package is named, not run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-_FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "foreign_scripts"
+_FOLDER = Path(__file__).resolve().parents[1] / "interop" / "scripts"
 
 
 @pytest.fixture

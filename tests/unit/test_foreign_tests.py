@@ -1,4 +1,4 @@
-"""`benchmarks/foreign_tests`: what becomes of other projects' tests in its tables; their processes have the facade."""
+"""`tests/interop/suites`: what becomes of other projects' tests in its tables; their processes have the facade."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-_FOLDER = Path(__file__).resolve().parents[2] / "benchmarks" / "foreign_tests"
+_FOLDER = Path(__file__).resolve().parents[1] / "interop" / "suites"
 
 _FOREIGN = """
 import subprocess

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, Protocol
 
 import torch
@@ -288,6 +289,10 @@ class Collectives:
 
     def observe(self, axis: str, source: Metered) -> None:
         """Counts what another source sends along an axis of the mesh, too, where these count at all."""
+
+    def uncounted(self) -> AbstractContextManager[None]:
+        """Within it nothing is counted."""
+        return nullcontext()
 
     def over(self, hierarchical: Collectives) -> Collectives:
         """What replaces these where a plan needs `hierarchical` ones: those, in the same wrapper as these."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -117,6 +118,17 @@ class RecordingCollectives(Collectives):
 
     def observe(self, axis: str, source: Metered) -> None:
         source.meter = partial(self._count, source.flight_recorder, axis)
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        before = list(self.calls), Counter(self._sent), Counter(self._messages)
+        try:
+            yield
+        finally:
+            for own, counted in zip((self._sent, self._messages), before[1:], strict=True):
+                own.clear()
+                own.update(counted)
+            self.calls[:] = before[0]
 
     def count(self, op: str | None = None, label: str = "") -> int:
         """How many calls there were, of one operation, with labels that begin with `label`."""

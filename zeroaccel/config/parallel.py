@@ -47,6 +47,7 @@ class ParallelConfig:
             between dots, -> "colwise", "rowwise" and the like (docs/tensor_parallel.md). By default what a model of
             transformers says of itself; "auto" is the same, and for other models goes by the names of their layers.
             With tp of 1 nothing is split.
+        verify_cut: compare the model that `sp` and `tp` cut with the whole one at the start, on a short batch.
 
     Raises:
         UsageError: a size is not a positive integer, or passed by both names, or `tp_plan` is a text other than "auto".
@@ -65,6 +66,7 @@ class ParallelConfig:
     sp: int = 1
     tp: int = 1
     tp_plan: Mapping[str, str] | str | None = field(default=None, hash=False)
+    verify_cut: bool = field(default=True, compare=False, repr=False)
 
     def __init__(
         self,
@@ -74,6 +76,7 @@ class ParallelConfig:
         sp: int = 1,
         tp: int = 1,
         tp_plan: Mapping[str, str] | str | None = None,
+        verify_cut: bool = True,
         **sizes: int,
     ) -> None:
         values = {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "sp": sp, "tp": tp}
@@ -87,6 +90,7 @@ class ParallelConfig:
         for axis, size in values.items():
             object.__setattr__(self, axis, size)
         object.__setattr__(self, "tp_plan", tp_plan)
+        object.__setattr__(self, "verify_cut", verify_cut)
         self._check()
 
     def _check(self) -> None:
@@ -95,6 +99,8 @@ class ParallelConfig:
             if not isinstance(size, int) or isinstance(size, bool) or (size < 1 and (axis, size) != ("dp_shard", -1)):
                 rest = " or -1" if axis == "dp_shard" else ""
                 raise UsageError(f"ParallelConfig({axis})", expected=f"a positive number of ranks{rest}", got=size)
+        if not isinstance(self.verify_cut, bool):
+            raise UsageError("ParallelConfig(verify_cut)", expected="True or False", got=self.verify_cut)
         if isinstance(self.tp_plan, str) and self.tp_plan != "auto":
             raise UsageError("ParallelConfig(tp_plan)", expected='"auto", or patterns with styles', got=self.tp_plan)
 

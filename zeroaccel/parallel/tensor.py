@@ -14,7 +14,8 @@ import hashlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -32,6 +33,7 @@ from zeroaccel.errors import ConfigError, UsageError, listed
 from zeroaccel.nested import leaves_of
 from zeroaccel.optim.optimizer_kinds import OptimizerKind
 from zeroaccel.setup.axis import Axis
+from zeroaccel.setup.cut_check import Cut
 from zeroaccel.setup.job import JobSpec
 from zeroaccel.setup.optimizer_plan import OptimizerPlan
 from zeroaccel.zero.build_units import refuse_split
@@ -94,6 +96,10 @@ class TensorAxis(Axis):
     def __init__(self, group: RankGroup, topology: Topology, tp_plan: Mapping[str, str] | str | None) -> None:
         self._group, self._topology, self._plan = group, topology, tp_plan
         self._layers = SplitLayers([], group.size)
+
+    @property
+    def cut(self) -> Cut | None:
+        return TensorCut(self._layers, self._group)
 
     @classmethod
     def join(cls, mesh: ParallelConfig, topology: Topology, job: JobSpec) -> TensorAxis | None:
@@ -162,6 +168,24 @@ class TensorAxis(Axis):
         self._layers.detach()
 
 
+class TensorCut(Cut):
+    """Layers that ranks share, for the check at the start."""
+
+    whole = "whole layers"
+    by_tokens = False
+    cure = "correct tp_plan (docs/tensor_parallel.md), or train it with tp=1"
+
+    def __init__(self, layers: SplitLayers, group: RankGroup) -> None:
+        self._layers, self._split = layers, layers.modules
+        self.name, self.size, self.index = f"tensor parallelism (tp={layers.size})", layers.size, group.rank
+
+    def computing(self, *, whole: bool) -> AbstractContextManager[None]:
+        return self._layers.computing(whole=whole)
+
+    def is_split(self, module: nn.Module) -> bool:
+        return id(module) in self._split
+
+
 class SplitLayers:
     """The split layers of one model. Life: 1. made, which changes nothing, 2. `attach`, 3. `detach`.
 
@@ -175,6 +199,7 @@ class SplitLayers:
         self._layers = layers
         self._heads: list[tuple[nn.Module, dict[str, int]]] = []
         self._first_batch: RemovableHandle | None = None
+        self._in_trial = False
         self.size = size
         self.splits = {key: split for layer in layers for key, split in layer.splits().items()}
         self.names = [layer.name for layer in layers]
@@ -246,12 +271,37 @@ class SplitLayers:
         if self._first_batch is not None:
             self._first_batch.remove()
 
+    @property
+    def modules(self) -> set[int]:
+        """Ids of the split modules."""
+        return {id(layer.module) for layer in self._layers}
+
+    @contextmanager
+    def computing(self, *, whole: bool) -> Iterator[None]:
+        """Within it each layer takes and returns whole tensors, or parts as ever; not to be trained with."""
+        self._in_trial = True
+        for layer in self._layers:
+            layer.takes_whole = whole
+        own = [(module, {key: vars(module)[key] for key in heads}) for module, heads in self._heads]
+        for module, heads in self._heads if whole else ():
+            vars(module).update(heads)
+        try:
+            yield
+        finally:
+            self._in_trial = False
+            for layer in self._layers:
+                layer.takes_whole = False
+            for module, counts in own:
+                vars(module).update(counts)
+
     def _compare(self, collectives: Collectives, model: nn.Module, args: Any, kwargs: Any) -> None:
         """Compares the first inputs of the ranks that share layers. (all ranks)
 
         Raises:
             UsageError: on every rank: they differ, as of a loader that feeds each rank by itself.
         """
+        if self._in_trial:  # its batch is made here
+            return
         assert self._first_batch is not None, "the hook of a detached model"
         self._first_batch.remove()
         own = [(tuple(leaf.shape), _digest(leaf)) for _, leaf in leaves_of((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -275,6 +325,7 @@ class _SplitLayer:
         placements: of each of its parameters, by name.
         cuts: how those parameters are cut that are.
         prepare, finish: torch's hooks of its style.
+        takes_whole: it takes and returns whole tensors now, whatever its style.
     """
 
     name: str
@@ -284,6 +335,7 @@ class _SplitLayer:
     cuts: Mapping[str, Split]
     prepare: Callable[..., Any]
     finish: Callable[..., Any]
+    takes_whole: bool = False
     _handles: tuple[RemovableHandle, ...] = ()
 
     @classmethod
@@ -332,8 +384,10 @@ class _SplitLayer:
                 got="keyword arguments only",
                 fix="pass it by position, or leave the module out of tp_plan",
             )
+        if self.takes_whole and not self.cuts:
+            return args
         self._note("forward")
-        inputs = self.prepare(module, args)
+        inputs = self._spread(args[0]) if self.takes_whole else self.prepare(module, args)
         for key, placements in self.placements.items():
             # In the instance's own dict, which is read before its parameters: there stays what the engine knows.
             part = module._parameters[key]
@@ -346,10 +400,36 @@ class _SplitLayer:
             module.__dict__.pop(key, None)
         if output is None:  # the forward raised
             return None
+        if self.takes_whole:
+            return self._joined(output) if self.cuts else output
         finished = self.finish(module, args, output)
         if isinstance(finished, Tensor) and finished.requires_grad:
             finished.register_hook(lambda grad: self._note("backward"))  # before anything of this layer's backward
         return finished
+
+    def _spread(self, source: Tensor) -> Any:
+        """A whole input, as the layer's own weights take it."""
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        spread = DTensor.from_local(source, self.mesh, [Replicate()], run_check=False)
+        cut = self.cuts.get("weight")
+        takes_part = cut is not None and not isinstance(self.module, nn.Embedding) and cut.dim != self._output_dim
+        return spread.redistribute(placements=[Shard(source.ndim - 1)]) if takes_part else spread
+
+    def _joined(self, output: Any) -> Tensor:
+        """The whole output of all ranks' parts."""
+        from torch.distributed.tensor import Replicate
+
+        whole: Tensor = output.redistribute(placements=[Replicate()]).to_local()
+        cut = self.cuts["weight"]
+        if cut.blocks > 1:  # the parts have theirs of each block
+            whole = whole.unflatten(-1, (cut.parts, cut.blocks, -1)).transpose(-3, -2).flatten(-3)
+        return whole
+
+    @property
+    def _output_dim(self) -> int:
+        """Along which dim of the weight outputs lie."""
+        return 1 if is_transposed(self.module) else 0
 
     def _note(self, phase: str) -> None:
         """Says for messages and counts which layer the next calls of the group are for."""

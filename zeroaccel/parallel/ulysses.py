@@ -25,10 +25,11 @@ keys are. Positions that begin anew within a row are packed sequences, which do 
 
 from __future__ import annotations
 
+import re
 import sys
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -43,12 +44,19 @@ from zeroaccel.config.parallel import ParallelConfig
 from zeroaccel.errors import UsageError
 from zeroaccel.parallel.sequence import SequenceGroup
 from zeroaccel.setup.axis import Axis
+from zeroaccel.setup.cut_check import Cut
 from zeroaccel.setup.job import JobSpec
 from zeroaccel.zero.engine_base import EngineBase
 
 __all__ = ["SequenceAxis", "UlyssesAttention"]
 
 _EAGER = "eager"
+_CURE = "train it with sp=1, and more ranks of dp_shard"
+# Layers of transformers by the names of their classes: they carry a state or a window from token to token.
+_CARRIES = re.compile(
+    r"Mamba2?Mixer|MambaLayer|^(Bamba|FalconH1)Mixer|Rwkv\w*Attention|GatedDeltaNet|DeltaAttention|LightningAttention"
+    r"|ShortConv|RecurrentBlock"
+)
 
 
 @dataclass(frozen=True)
@@ -100,6 +108,7 @@ class UlyssesAttention:
         for earlier in {id(one): one for part in model.modules() if (one := _ATTACHED.get(part))}.values():
             earlier.undo()
         self._sequences: WholeSequences | None = None
+        self._forced: bool | None = None
         # Of each forward's own positions, those of whole sequences: recomputation in backward asks for them again.
         self._positions: Any = WeakIdKeyDictionary()
         for part in model.modules():
@@ -128,7 +137,18 @@ class UlyssesAttention:
 
     def is_on(self, module: nn.Module) -> bool:
         """Whether sequences are cut now."""
+        if self._forced is not None:
+            return self._forced
         return self.group.size > 1 and (self._in_eval or module.training)
+
+    @contextmanager
+    def computing(self, *, whole: bool) -> Iterator[None]:
+        """Within it the model is called with whole sequences, or with runs of them, in any mode."""
+        self._forced = not whole
+        try:
+            yield
+        finally:
+            self._forced = None
 
     # -- a forward
 
@@ -433,24 +453,61 @@ def _check_heads(config: Any, ranks: int, head_parts: int) -> None:
         )
 
 
+def _check_layers(model: nn.Module) -> None:
+    """Refuses layers that are known to start anew where a sequence is cut."""
+    for name, module in model.named_modules():
+        if _CARRIES.search(type(module).__name__):
+            raise UsageError(
+                f"sequence parallelism: {name} ({type(module).__name__})",
+                expected="layers that work on each token by itself, and attention",
+                got="one that carries a state from token to token, and would start anew on each rank",
+                fix=f"{_CURE}; ParallelConfig(verify_cut=False) trains it regardless",
+            )
+
+
+class SequenceCut(Cut):
+    """Sequences that are cut into runs, for the check at the start."""
+
+    whole = "whole sequences"
+    by_tokens = True
+    cure = _CURE
+
+    def __init__(self, attention: UlyssesAttention) -> None:
+        self._attention, group = attention, attention.group
+        self.name, self.size, self.index = f"sequence parallelism (sp={group.size})", group.size, group.rank
+
+    def computing(self, *, whole: bool) -> AbstractContextManager[None]:
+        return self._attention.computing(whole=whole)
+
+    def part_of(self, batch: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in self._attention.group.shard(batch).items() if name in batch}
+
+
 class SequenceAxis(Axis):
     """Ranks with runs of the same sequences; every engine has it, as `engine.sequence_group`.
 
     Args:
         layer_ranks: ranks that share the attention heads already (`tp`).
+        verifies: refuse layers that are known not to work on tokens by themselves.
     """
 
     name: ClassVar[str] = "sp"
 
-    def __init__(self, group: SequenceGroup, layer_ranks: int) -> None:
-        self.group, self._layer_ranks = group, layer_ranks
+    def __init__(self, group: SequenceGroup, layer_ranks: int, *, verifies: bool = True) -> None:
+        self.group, self._layer_ranks, self._verifies = group, layer_ranks, verifies
         self._attention: UlyssesAttention | None = None
+        self._cut: SequenceCut | None = None
+
+    @property
+    def cut(self) -> Cut | None:
+        return self._cut
 
     @classmethod
     def join(cls, mesh: ParallelConfig, topology: Topology, job: JobSpec) -> SequenceAxis:
         # Stages of a pipeline issue other collectives, whose histories are compared within a stage only.
         recorder = peer_recorder(topology, mesh.peer_groups)
-        return cls(SequenceGroup.of(topology, mesh.sp, stride=mesh.tp, recorder=recorder), mesh.tp)
+        group = SequenceGroup.of(topology, mesh.sp, stride=mesh.tp, recorder=recorder)
+        return cls(group, mesh.tp, verifies=mesh.verify_cut)
 
     @classmethod
     def check_launched(cls, mesh: ParallelConfig, sources: Mapping[str, str]) -> None:
@@ -477,8 +534,14 @@ class SequenceAxis(Axis):
         Raises:
             UsageError: the model has no attention of transformers, or its heads cannot be shared out.
         """
-        if self.group.size > 1 and UlyssesAttention.of(model) is None:
-            self._attention = UlyssesAttention(model, self.group, head_parts=self._layer_ranks)
+        if self.group.size == 1:
+            return
+        if self._verifies:
+            _check_layers(model)
+        attention = UlyssesAttention.of(model)
+        if attention is None:
+            attention = self._attention = UlyssesAttention(model, self.group, head_parts=self._layer_ranks)
+        self._cut = SequenceCut(attention)
 
     def attach(self, engine: EngineBase, loader: Any) -> None:
         vars(engine)["sequence_group"] = self.group

@@ -16,6 +16,7 @@ from zeroaccel.comm.collectives import Collectives
 from zeroaccel.comm.topology import Topology
 from zeroaccel.config import Config
 from zeroaccel.config.parallel import ParallelConfig
+from zeroaccel.setup.cut_check import Cut
 from zeroaccel.setup.job import JobSpec
 from zeroaccel.setup.optimizer_plan import OptimizerPlan
 from zeroaccel.zero.engine_base import EngineBase
@@ -70,6 +71,11 @@ class Axis:
     def splits(self) -> Mapping[int, Split]:
         """id(parameter) -> how the axis cuts it; other ranks have the other parts."""
         return {}
+
+    @property
+    def cut(self) -> Cut | None:
+        """What set-up compares with the whole model once the engine is made; None where there is nothing to compare."""
+        return None
 
     @property
     def whole(self) -> WholeModel | None:

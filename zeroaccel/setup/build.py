@@ -21,6 +21,7 @@ from zeroaccel.offload.host_buffers import empty_on_host
 from zeroaccel.ops.coupled import CoupledOptimizer, Reductions
 from zeroaccel.ops.shard_step import ShardOptimizer
 from zeroaccel.optim.optimizer_kinds import OptimizerKind
+from zeroaccel.setup.cut_check import verify_cuts
 from zeroaccel.setup.plan import TrainPlan
 from zeroaccel.telemetry.step_report import EventSink, StepReport
 from zeroaccel.telemetry.trackers import build_monitors
@@ -43,7 +44,8 @@ def build(plan: TrainPlan) -> EngineBase:
     What raises on one rank raises on all, and leaves neither open files nor a changed forward behind.
 
     Raises:
-        ConfigError, UsageError, OffloadError: a tier cannot be opened, or the optimizer does not take its shards.
+        ConfigError, UsageError, OffloadError: a tier cannot be opened, the optimizer does not take its shards, or the
+            model computes something else where an axis cuts it.
     """
     ranks, model = plan.ranks, plan.job.model
     collectives = arrange(ranks.collectives, plan.comm, ranks.data_groups, ranks.peer_groups)
@@ -84,6 +86,8 @@ def build(plan: TrainPlan) -> EngineBase:
     )
     engine = _engine_type(plan)(model, units, collectives, plan.engine, parts, plan.config.resolved)
     _complete(engine, plan)
+    cuts = [cut for axis in ranks.axes if (cut := axis.cut) is not None]
+    verify_cuts(engine, cuts, enabled=ranks.mesh.verify_cut)
     return engine
 
 

@@ -1,7 +1,7 @@
 """The DeepSpeed tests of accelerate and transformers, on CPUs, with zeroaccel in DeepSpeed's place.
 
-    python benchmarks/foreign_tests/accelerate_transformers.py accelerate --source DIR
-    python benchmarks/foreign_tests/accelerate_transformers.py transformers --source DIR --only zero3 --markdown FILE
+    python tests/interop/suites/accelerate_transformers.py accelerate --source DIR
+    python tests/interop/suites/accelerate_transformers.py transformers --source DIR --only zero3 --markdown FILE
 
 DIR is a checkout of the project (its `tests` folder is what counts) near the version that is installed; the libraries
 themselves are the installed ones. Models are tiny ones made here (`tiny_hub`), so no network is used. Needs
@@ -175,7 +175,7 @@ def main() -> int:
     outcomes = explained(found, suite.causes)
     if arguments.verbose:
         print(*(f"=== {o.file}::{o.test}\n{o.text}" for o in outcomes if o.status == FAILED), sep="\n")
-    command = f"python benchmarks/foreign_tests/accelerate_transformers.py {arguments.suite} --source DIR"
+    command = f"python tests/interop/suites/accelerate_transformers.py {arguments.suite} --source DIR"
     text = markdown(f"{arguments.suite}'s tests of DeepSpeed", command, outcomes, ("accelerate", "transformers"))
     if arguments.markdown is None:
         print(text)

@@ -20,7 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from xml.etree import ElementTree
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 HERE = Path(__file__).resolve().parent
 
 PASSED, FAILED, DIFFERS = "passed", "failed", "differs by decision"

@@ -1,6 +1,6 @@
 """Runs scripts of other projects, unedited, with zeroaccel and plainly as DDP, and compares their losses.
 
-    python benchmarks/foreign_scripts --sources DIR --work DIR [--only 'cifar*'] [--table FILE]
+    python tests/interop/scripts --sources DIR --work DIR [--only 'cifar*'] [--table FILE]
 
 Runs in the environment of `make .venv/.installed`, with what the scripts import beside it:
 

@@ -1,0 +1,446 @@
+"""The check at the start that a model computes the same whether an axis of the mesh cuts it or not.
+
+A sequence that is cut is right only where everything but attention works on tokens by themselves, and a split layer
+only where what lies behind it works on parts. Models of which that is not true train, to other numbers. So a short
+batch goes through the model twice, whole and cut, and each module's output is compared.
+
+Both forwards are the engine's own, so sharded and offloaded parameters are gathered unit by unit, as ever.
+
+[Note: tolerance] What is right differs by the order of sums: in fp32 by 1e-6 of the size of a module's output, and
+what is wrong by 1e-2 and more. In half precision rounding alone makes up to some 1e-2. What is farther apart there is
+computed again with weights and activations in fp32, one module's weights at a time, and that counts.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zeroaccel.comm.agree import agreed
+from zeroaccel.errors import UsageError, ZeroAccelError
+from zeroaccel.logs import log_always, log_once, logger
+from zeroaccel.nested import leaves_of
+from zeroaccel.setup.trial_forward import NoBatch, trial_batch, without_trace
+from zeroaccel.zero.engine_base import EngineBase
+
+_MOST_TOKENS, _TOKENS_PER_RANK = 64, 8
+_SEEDS = (0, 1, 2)
+_TOLERANCE = 1e-3
+_HALF_TOLERANCE = 3e-2
+# Where a half-precision model does not run in fp32: only what no rounding explains.
+_COARSE_TOLERANCE = 0.25
+_MOST_SECONDS = 3.0
+_HALF = (torch.float16, torch.bfloat16)
+_FEATURES = 64
+
+
+class Cut(ABC):
+    """What an axis cuts, for a trial.
+
+    Attributes:
+        name: of the axis, and how many ranks share: "sequence parallelism (sp=2)".
+        whole: what there would be without it: "whole sequences".
+        size, index: ranks that share, and which of them this one is.
+        by_tokens: the ranks have parts of the tokens and the whole of each module, and their gradients are added up;
+            else they have all tokens and parts of modules.
+        cure: what to do about a model that cannot be cut.
+    """
+
+    name: str
+    whole: str
+    size: int
+    index: int
+    by_tokens: bool
+    cure: str
+
+    @abstractmethod
+    def computing(self, *, whole: bool) -> AbstractContextManager[None]:
+        """Within it the model computes as without the axis, or as with it, in any mode."""
+
+    def part_of(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """This rank's part of a batch."""
+        return batch
+
+    def is_split(self, module: nn.Module) -> bool:
+        """Whether the cut changes what the module itself takes, returns, or does for its gradients."""
+        return False
+
+
+def verify_cuts(engine: EngineBase, cuts: Sequence[Cut], *, enabled: bool) -> None:
+    """Compares the model as each axis cuts it with the whole one. (all ranks)
+
+    Raises:
+        UsageError: on every rank: a module computes something else. The engine is destroyed.
+    """
+    names = " and ".join(cut.name for cut in cuts)
+    if not cuts:
+        return
+    if not enabled:
+        log_always(f"initialize: verify_cut=False, so nothing checks that {names} keeps the model's numbers")
+        return
+    began = time.monotonic()
+    try:
+        for cut in cuts:
+            with without_trace(engine.module, engine.collectives), ExitStack() as others:
+                for other in cuts:
+                    if other is not cut:
+                        others.enter_context(other.computing(whole=True))
+                _verify(engine, cut)
+    except BaseException:
+        engine.destroy()
+        raise
+    seconds = time.monotonic() - began
+    if seconds > _MOST_SECONDS:
+        log_always(f"initialize: the check of {names} took {seconds:.1f} s; ParallelConfig(verify_cut=False) omits it")
+    logger.info("initialize: checked in %.2f s that %s keeps the model's numbers", seconds, names)
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """A module whose output is another one when the model is cut.
+
+    Attributes:
+        order: of its call in the forward.
+        expected: of the module.
+        got: how far apart outputs are, relative to their size; or what happened, which another batch would not change.
+    """
+
+    order: int
+    module: str
+    expected: str
+    got: float | str
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether it is one of numbers, which another batch may not show."""
+        return isinstance(self.got, float)
+
+
+def _verify(engine: EngineBase, cut: Cut) -> None:
+    """Refuses a model that a cut changes, unless the trial cannot be made: then the log says so. (all ranks)"""
+    tokens = cut.size * max(1, min(_TOKENS_PER_RANK, _MOST_TOKENS // cut.size))
+    trial = _Comparison(engine, cut, tokens)
+    reason, difference = trial.run(_SEEDS[0], _TOLERANCE)
+    if reason:
+        log_once(
+            logging.WARNING,
+            f"initialize: nothing checks that {cut.name} keeps the numbers of {type(engine.module).__name__}: {reason}",
+        )
+        return
+    tolerance = _TOLERANCE
+    if trial.is_half and difference is not None and difference.is_measured:
+        trial.in_fp32 = True
+        reason, difference = trial.run(_SEEDS[0], tolerance)
+        if reason or (difference is not None and not difference.is_measured):  # the model casts by itself
+            trial.in_fp32, tolerance = False, _COARSE_TOLERANCE
+            reason, difference = trial.run(_SEEDS[0], tolerance)
+    # Seldom does a router choose another expert by the last bit; it does not with every seed.
+    for seed in _SEEDS[1:]:
+        if difference is not None and difference.is_measured:
+            reason, difference = trial.run(seed, tolerance)
+    if difference is not None:
+        raise UsageError(
+            f"{cut.name}: {difference.module}",
+            expected=difference.expected,
+            got=difference.got,
+            fix=f"{cut.cure}; ParallelConfig(verify_cut=False) trains it regardless",
+        )
+
+
+class _Comparison:
+    """Pairs of forwards of one model, whole and cut.
+
+    Attributes:
+        in_fp32: weights and activations are widened.
+        is_half: an output has been in half precision.
+    """
+
+    def __init__(self, engine: EngineBase, cut: Cut, tokens: int) -> None:
+        self.engine, self.cut, self.tokens = engine, cut, tokens
+        self.in_fp32 = self.is_half = False
+
+    def run(self, seed: int, tolerance: float) -> tuple[str, _Difference | None]:
+        """(why there is no trial or "", the first difference of any rank). (all ranks)"""
+        job, whole, reason = self.engine.collectives.job, _Record(self.tokens), ""
+        batch: dict[str, Any] = {}
+        try:
+            batch = trial_batch(self.engine.module, self.tokens, seed, self.engine.collectives.topology.device)
+            with self.cut.computing(whole=True):
+                self._forward(batch, whole)
+        except NoBatch as error:
+            reason = str(error)
+        except Exception as error:
+            reason = f"its forward on the trial's batch failed at {whole.running}: {type(error).__name__}: {error}"
+        self.is_half = whole.is_half
+        reasons: list[str] = job.gather_objects(reason, "initialize: whole model")
+        if reason := next(filter(None, reasons), ""):
+            self.engine.reset()
+            return reason, None
+        if self.is_half:
+            tolerance = max(tolerance, _HALF_TOLERANCE)
+        part = _Record(self.tokens, whole, self.cut, tolerance)
+        with agreed(job, "initialize: cut model"):
+            try:
+                with self.cut.computing(whole=False):
+                    self._forward(self.cut.part_of(batch), part)
+            except ZeroAccelError:  # refused by name already
+                raise
+            except Exception as error:
+                part.fails(error)
+        if any(job.gather_objects(part.failed, "initialize: failures")):
+            self.engine.reset()
+        differences = job.gather_objects(part.difference, "initialize: differences")
+        return "", min(filter(None, differences), key=lambda one: one.order, default=None)
+
+    def _forward(self, batch: Mapping[str, Any], record: _Record) -> None:
+        model = self.engine.module
+        with _wrapped(model, self.cut, record, in_fp32=self.in_fp32):
+            record.output(model(**batch))
+
+
+@dataclass
+class _OutputSample:
+    """A part of a module's output that stands for the whole of it.
+
+    Attributes:
+        shape: of the output.
+        values: of it every so many features.
+        size: its root mean square.
+    """
+
+    shape: torch.Size
+    values: Tensor
+    size: Tensor
+
+    @classmethod
+    def of(cls, output: Tensor, most_features: int) -> _OutputSample:
+        step = -(-output.shape[-1] // most_features) if output.ndim else 1
+        values = output.detach()[..., ::step].float().clone()
+        return cls(output.shape, values, values.square().mean().sqrt())
+
+
+@dataclass
+class _Record:
+    """What one forward went through; of a cut model, beside that of the whole one.
+
+    Attributes:
+        tokens: of the whole batch.
+        whole: the forward to compare with; None for that itself.
+        samples: of outputs, by module and number of the call.
+        inputs: elements of the first input, by the same.
+        running: the innermost module whose forward has begun.
+        difference: the first one from the whole.
+    """
+
+    tokens: int
+    whole: _Record | None = None
+    cut: Cut | None = None
+    tolerance: float = 0.0
+    samples: dict[tuple[str, int], _OutputSample] = field(default_factory=dict)
+    inputs: dict[tuple[str, int], int] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
+    stack: list[str] = field(default_factory=list)
+    is_half: bool = False
+    failed: bool = False
+    difference: _Difference | None = None
+
+    @property
+    def running(self) -> str:
+        return self.stack[-1] if self.stack else "the model"
+
+    def begin(self, name: str, module: nn.Module, source: Tensor | None) -> tuple[str, int]:
+        """A module's forward begins."""
+        call = name, self.calls.get(name, 0)
+        self.calls[name] = call[1] + 1
+        if source is not None and source.numel():
+            self.inputs[call] = source.numel()
+            self._check_weights(call, module, source)
+            if source.is_floating_point():  # what comes in differently was made so by the module around
+                self._add((f"input of {name}", call[1]), source, _FEATURES, named=self.running)
+        self.stack.append(name)
+        return call
+
+    def end(self, call: tuple[str, int], output: Any) -> None:
+        """It is over; not called where it has raised, so that `running` says where."""
+        self.stack.pop()
+        first = next((leaf for _, leaf in leaves_of(output) if isinstance(leaf, Tensor)), None)
+        if first is not None and first.is_floating_point() and first.numel():
+            self._add(call, first, _FEATURES)
+
+    def output(self, output: Any) -> None:
+        """What the model returns."""
+        for index, (_, leaf) in enumerate(leaves_of(output)):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim > 1 and leaf.numel():
+                self._add(("the model's output", index), leaf, leaf.shape[-1], is_result=True)
+
+    def fails(self, error: Exception) -> None:
+        """The forward of the cut model raised."""
+        self.failed = True
+        text = str(error).partition("\n")[0]
+        if self.difference is None or not self.difference.is_measured:
+            self._differs(self.running, "a forward that runs, as with {}", f"{type(error).__name__}: {text}")
+
+    def _add(
+        self, call: tuple[str, int], output: Tensor, features: int, *, named: str = "", is_result: bool = False
+    ) -> None:
+        self.is_half |= output.dtype in _HALF
+        sample = _OutputSample.of(output, features)
+        if self.whole is None:
+            self.samples[call] = sample
+        elif self.difference is None and (expected := self.whole.samples.get(call)) is not None:
+            self._compare(named or call[0], expected, sample, is_result=is_result)
+
+    def _compare(self, name: str, whole: _OutputSample, own: _OutputSample, *, is_result: bool) -> None:
+        assert self.cut is not None, "compares with the whole model only where it is cut"
+        expected = whole.values
+        if whole.shape != own.shape:
+            dim = self._cut_dim(whole.shape, own.shape)
+            if dim is None:
+                if is_result:
+                    self._differs(name, f"the shape {tuple(whole.shape)}, as with {{}}", str(tuple(own.shape)))
+                return
+            expected = expected.narrow(dim, self.cut.index * own.shape[dim], own.shape[dim])
+        elif self.cut.by_tokens and not is_result:
+            return  # nothing of tokens: the same on all ranks, or pooled, which the result shows
+        size = whole.size.item()
+        if not 1e-12 < size < float("inf"):  # nothing to compare with
+            return
+        figure = (own.values - expected).square().mean().sqrt().item() / size
+        if not figure <= self.tolerance:
+            about = f"numbers within {self.tolerance:g} of their size of those with {{}}, on a trial batch"
+            self._differs(name, about, float(f"{figure:.1e}"))
+
+    def _cut_dim(self, whole: torch.Size, own: torch.Size) -> int | None:
+        """Along which dim an output has this rank's tokens; None where it is no part of the whole one's."""
+        assert self.cut is not None, "asked where a model is cut"
+        if not self.cut.by_tokens or len(whole) != len(own):
+            return None
+        dims = [dim for dim in range(len(whole)) if whole[dim] != own[dim]]
+        if len(dims) != 1 or whole[dims[0]] != self.tokens or own[dims[0]] * self.cut.size != self.tokens:
+            return None
+        return dims[0]
+
+    def _check_weights(self, call: tuple[str, int], module: nn.Module, source: Tensor) -> None:
+        """Weights that every rank has but that see a part get a part of their gradient, which is never added up."""
+        if self.whole is None or self.cut is None or self.cut.by_tokens or self.difference is not None:
+            return
+        params = [key for key, param in module._parameters.items() if param is not None and param.requires_grad]
+        whole = self.whole.inputs.get(call)
+        if params and whole is not None and source.numel() != whole:
+            about = f"a style that adds up gradients of {params[0]}, which each rank has and computes a part with"
+            self._differs(call[0], about, f"none, and {source.numel()} of {whole} elements")
+
+    def _differs(self, module: str, expected: str, got: float | str) -> None:
+        assert self.cut is not None, "differs only where a model is cut"
+        self.difference = _Difference(len(self.calls), module, expected.format(self.cut.whole), got)
+
+
+@contextmanager
+def _wrapped(model: nn.Module, cut: Cut, record: _Record, *, in_fp32: bool) -> Iterator[None]:
+    """Records the forward of each module of a model, inside its hooks."""
+    scratch = _Scratch()
+    before = []
+    for name, module in model.named_modules():
+        forward: Callable[..., Any] = module.forward
+        if in_fp32:
+            forward = partial(_run_in_fp32, module, forward, scratch)
+        label = f"{name} ({type(module).__name__})" if name else type(module).__name__
+        forward = partial(_recorded, label, module, forward, record, cut.is_split(module))
+        before.append((module, vars(module).get("forward")))
+        vars(module)["forward"] = forward
+    try:
+        yield
+    finally:
+        for module, own in before:
+            vars(module).pop("forward", None)
+            if own is not None:
+                vars(module)["forward"] = own
+
+
+def _recorded(
+    name: str,
+    module: nn.Module,
+    forward: Callable[..., Any],
+    record: _Record,
+    is_split: bool,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if is_split:
+        record.stack.append(name)
+        output = forward(*args, **kwargs)
+        record.stack.pop()
+        return output
+    source = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+    call = record.begin(name, module, source)
+    output = forward(*args, **kwargs)
+    record.end(call, output)
+    return output
+
+
+class _Scratch:
+    """Memory for the widened weights of modules whose forwards are running, one inside the other."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self._buffers: list[Tensor] = []
+
+    def widened(self, value: Tensor, used: int) -> Tensor:
+        """A copy in fp32 behind the first `used` elements of this depth's buffer."""
+        buffer = self._buffers[self.depth - 1]
+        copy = buffer[used : used + value.numel()].view(value.shape)
+        return copy.copy_(value)
+
+    def enter(self, numel: int, device: torch.device) -> None:
+        self.depth += 1
+        if len(self._buffers) < self.depth:
+            self._buffers.append(torch.empty(0))
+        if self._buffers[self.depth - 1].numel() < numel:
+            self._buffers[self.depth - 1] = torch.empty(numel, device=device)
+
+
+def _run_in_fp32(module: nn.Module, forward: Callable[..., Any], scratch: _Scratch, *args: Any, **kwargs: Any) -> Any:
+    """A module's forward with its own weights and buffers in fp32."""
+    tables = {**module._parameters, **module._buffers}
+    # In the instance's own dict, which is read before its parameters; split layers have theirs there already.
+    own = {key: vars(module).get(key, value) for key, value in tables.items()}
+    half = {key: value for key, value in own.items() if value is not None and value.dtype in _HALF}
+    before = {key: vars(module)[key] for key in half if key in vars(module)}
+    plain = {key: value for key, value in half.items() if type(value) in (Tensor, nn.Parameter)}
+    device = next(iter(half.values())).device if half else torch.device("cpu")
+    scratch.enter(sum(value.numel() for value in plain.values()), device)
+    used = 0
+    for key, value in half.items():
+        if key in plain:
+            vars(module)[key] = scratch.widened(value.detach(), used)
+            used += value.numel()
+        else:
+            vars(module)[key] = value.float()
+    args, kwargs = _floats(args), _floats(kwargs)
+    try:
+        with torch.autocast(device.type, enabled=False):
+            return forward(*args, **kwargs)
+    finally:
+        scratch.depth -= 1
+        for key in half:
+            vars(module).pop(key, None)
+        vars(module).update(before)
+
+
+def _floats(values: Any) -> Any:
+    if isinstance(values, dict):
+        return {key: _float(value) for key, value in values.items()}
+    return tuple(_float(value) for value in values)
+
+
+def _float(value: Any) -> Any:
+    return value.float() if isinstance(value, Tensor) and value.dtype in _HALF else value
