@@ -96,10 +96,9 @@ def _look_between_steps() -> list[str]:
     for (name, param), (_, whole) in zip(engine.module.named_parameters(), Toy().named_parameters(), strict=True):
         if param.shape != whole.shape or param.dtype is not torch.bfloat16 or param.numel() != whole.numel():
             wrong.append(f"{name} changed its face")
-        if not (param + 1).isnan().all():
+        if param.numel() and "nan" not in repr(param):
             wrong.append(f"{name} can be read although it is not here")
     assert "nan" in repr(engine.module.embed.weight)
-    engine.module.norm.weight.clone().sum().item()
     with pytest.raises(EngineStateError, match="sharded"):
         engine.state_dict()
     engine.destroy()

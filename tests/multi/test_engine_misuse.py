@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import pickle
 import warnings
 from collections.abc import Callable
@@ -11,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 import zeroaccel
 from tests.multi.pool import Pool
-from tests.multi.training import WIDTH, Toy, batches, config
+from tests.multi.training import ADAMW, SGD, WIDTH, Toy, batches, config
 from zeroaccel import zero
 from zeroaccel.errors import EngineStateError, ZeroAccelError
 from zeroaccel.zero.engine import Engine
@@ -147,6 +149,29 @@ WRITES: dict[str, Callable[[nn.Parameter], Any]] = {
     "out": lambda p: torch.add(torch.ones(p.shape), 1, out=p),
 }
 FQN = "layers.1.up.weight"
+READS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "square": lambda p: p.square().sum(),
+    "norm": lambda p: torch.norm(p),
+    "cat": lambda p: nn.utils.parameters_to_vector([p]),
+    "lerp_": lambda p: torch.zeros(p.shape).lerp_(p, 0.1),
+    "_foreach_lerp_": lambda p: torch._foreach_lerp_([torch.zeros(p.shape)], [p], 0.1),
+    "copy_": lambda p: torch.zeros(p.shape).copy_(p.detach()),
+    "clone": lambda p: p.data.clone(),
+    "numpy": lambda p: p.data.half().numpy(),
+    "item": lambda p: p[0, 0].item(),
+    "isnan": lambda p: nn.Parameter(p).isnan(),
+    "sum": lambda p: [row.sum() for row in p],
+    "equal": lambda p: torch.equal(torch.ones(p.shape), p),
+    "pickling": pickle.dumps,
+    "deepcopy": lambda p: copy.deepcopy(p.data),
+}
+
+
+def _averaged_from_before() -> str:
+    model = Toy()
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    engine, *_ = zeroaccel.initialize(model, config=config(3))
+    return _said(lambda p: averaged.update_parameters(model), engine)
 
 
 def _said(write: Callable[[nn.Parameter], Any], engine: Engine) -> str:
@@ -158,8 +183,8 @@ def _said(write: Callable[[nn.Parameter], Any], engine: Engine) -> str:
     return ""
 
 
-def _writes_while_sharded() -> tuple[dict[str, str], list[str]]:
-    """What is said of each write; and what is not as it should be when a sharded parameter is read."""
+def _uses_while_sharded() -> tuple[dict[str, str], dict[str, str], list[str]]:
+    """What is said of each write and each read of values; and what is not as it should be of what needs none."""
     engine, *_ = zeroaccel.initialize(Toy(), config=config(3))
     _step(engine)
     param = engine.module.get_parameter(FQN)
@@ -167,18 +192,24 @@ def _writes_while_sharded() -> tuple[dict[str, str], list[str]]:
     reads = {
         "parameter": isinstance(param, nn.Parameter) and param.requires_grad and param.is_leaf,
         "facts": tuple(param.shape) == (2 * WIDTH + 1, WIDTH) and param.dtype is torch.float32,
-        "NaN": bool(param.isnan().all() and param.data.isnan().all() and param.sum().isnan()),
-        "others": all(p.isnan().all() for p in engine.module.layers.parameters()),
-        "copies": type(copy.deepcopy(param)) is nn.Parameter
-        and type(pickle.loads(pickle.dumps(param))) is nn.Parameter,
-        "data": type(copy.deepcopy(param.data)) is torch.Tensor,
+        "counts": param.numel() == param.data.view(-1).shape[0]
+        and param.stride() == (0, 0)
+        and param.is_floating_point(),
+        "identity": param in [param] and {param: 1}[param] == 1 and (param == None) is False,  # noqa: E711
+        "others like it": torch.zeros_like(param).shape == param.shape and param.new_ones(3).sum() == 3,
+        "shown": "nan" in repr(param),
         "the same data": setattr(param, "data", param.data) is None,
-        "a clone": bool((param.data.clone().fill_(1) == 1).all()),
-        "a parameter of it": bool(nn.Parameter(param).isnan().all()) and nn.Parameter(param).requires_grad,
+        "a parameter of it": nn.Parameter(param).requires_grad,
         "another by its type": type(type(param)(torch.ones(2))) is nn.Parameter,
         "requires_grad_": param.requires_grad_() is param,
-        "another tensor": bool(torch.zeros(param.shape).copy_(param.detach()).isnan().all()),
+        "as another": torch.ones(param.numel()).view_as(param).to(param).sum() == param.numel(),
     }
+    read = {name: _said(action, engine) for name, action in READS.items()}
+    copied = copy.deepcopy(param)
+    read["a copy"] = _said(lambda p: copied.lerp_(torch.ones(p.shape), 0.5), engine)
+    with torch.no_grad():
+        copied.copy_(torch.ones(param.shape))
+    reads["a filled copy"] = type(copied) is nn.Parameter and bool((copied == 1).all())
     _step(engine)
     with zero.GatheredParameters(param, modifier_rank=0), torch.no_grad():
         reads["whole"] = type(param) is nn.Parameter
@@ -188,15 +219,107 @@ def _writes_while_sharded() -> tuple[dict[str, str], list[str]]:
         reads["written"] = bool((param - 0.5).abs().max() < 0.02)
     engine.destroy()
     reads["afterwards"] = type(param) is nn.Parameter and param.data.fill_(2) is not None
-    return said, [name for name, right in reads.items() if not right]
+    return said, read, [name for name, right in reads.items() if not right]
 
 
-def test_writes_to_sharded_parameters_are_named(ranks: Ranks) -> None:
-    for said, wrong in ranks(2).run(_writes_while_sharded):
+def test_uses_of_sharded_parameters_are_named(ranks: Ranks) -> None:
+    for said, read, wrong in ranks(2).run(_uses_while_sharded):
+        assert read.pop("a copy").startswith(f"a copy of parameter {FQN}: expected values: it was sharded when it was")
+        begins = f"parameter {FQN}: expected no read of its values while it is sharded"
+        assert {name: text for name, text in read.items() if not text.startswith(begins)} == {}
+        assert [
+            name for name, text in read.items() if f"got {name!r}; read it in the model's forward" not in text
+        ] == []
         begins = f"parameter {FQN}: expected no write while it is sharded"
         assert [name for name in WRITES if not said[name].startswith(begins)] == []
         assert "got 'fill_'; write inside zero.GatheredParameters" in said["fill_"]
         assert wrong == []
+
+    assert all("got 'copy_'" in said for said in ranks(2).run(_averaged_from_before))
+
+
+class Penalised(Toy):
+    """A term of all weights, which are read without their modules; and a parameter among the outputs."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
+    def penalty(self) -> torch.Tensor:
+        return 1e-2 * torch.stack([param.square().sum() for param in self.parameters() if param.numel()]).sum()
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        loss = super().forward(tokens)
+        return loss + self.penalty() if self.where == "forward" else loss
+
+
+def _penalised(stage: int, where: str, optimizer: dict[str, Any]) -> list[float]:
+    torch.manual_seed(5)
+    model = Penalised(where)
+    engine, *_ = zeroaccel.initialize(model, config=config(stage, optimizer=optimizer))
+    losses = []
+    for batch in batches(engine.collectives.rank, 4):
+        loss = engine(batch)
+        if where == "block":  # and backward outside
+            with zero.GatheredParameters(model.parameters()):
+                loss = loss + model.penalty()
+        engine.backward(loss)
+        engine.step()
+        total = loss.detach().clone()
+        torch.distributed.all_reduce(total)
+        losses.append(total.item() / 2)
+    engine.destroy()
+    return [*losses, float(sum(param.detach().double().abs().sum() for param in model.parameters()))]
+
+
+def _penalised_runs() -> dict[str, list[list[float]]]:
+    places = [(stage, where) for stage in (0, 3) for where in ("forward", "block")]
+    return {kind["type"]: [_penalised(*place, kind) for place in places] for kind in (SGD, ADAMW)}
+
+
+def test_weights_in_the_loss_train_as_in_a_plain_loop(ranks: Ranks) -> None:
+    found, other = ranks(2).run(_penalised_runs)
+    assert found == other
+    for kind, make in (("SGD", torch.optim.SGD), ("AdamW", torch.optim.AdamW)):
+        torch.manual_seed(5)
+        model = Penalised("forward")
+        optimizer = make(model.parameters(), **{"SGD": SGD, "AdamW": ADAMW}[kind]["params"])
+        losses = []
+        for parts in zip(batches(0, 4), batches(1, 4), strict=True):
+            loss = (model(parts[0]) + model(parts[1])) / 2
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        losses.append(float(sum(param.detach().double().abs().sum() for param in model.parameters())))
+        for run in found[kind]:
+            assert run == pytest.approx(losses, rel=1e-5)
+        assert found[kind][0] == found[kind][2]  # in forward, at stages 0 and 3
+        assert found[kind][1] == found[kind][3]
+
+
+def _read_unseen() -> str:
+    """Torch's functions do not see it, so the step has to."""
+    log, handler = [], logging.Handler()
+    handler.emit = lambda record: log.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("zeroaccel").addHandler(handler)
+    try:
+        engine, *_ = zeroaccel.initialize(Toy(), config=config(3))
+        loss = _loss(engine)
+        weight = engine.module.layers[1].up.weight
+        with zero.GatheredParameters(weight), saved_tensors_hooks(lambda t: t, lambda t: t):
+            loss = loss + weight.square().sum()
+        engine.backward(loss)
+        engine.step()
+        engine.destroy()
+    finally:
+        logging.getLogger("zeroaccel").removeHandler(handler)
+    return "\n".join(log)
+
+
+def test_a_step_names_gradients_that_are_nan_throughout(ranks: Ranks) -> None:
+    for said in ranks(2).run(_read_unseen):
+        assert f"the gradients of {FQN} are NaN throughout, and those of others are not" in said
 
 
 def _halve(module: nn.Module, args: Any) -> None:

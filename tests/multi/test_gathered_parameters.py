@@ -240,7 +240,7 @@ def _part_alone(stage: int) -> tuple[list[float], list[float]]:
     x = torch.ones(2, WIDTH)
     norm = model.layers[1].norm.weight
     assert norm.shape == (WIDTH,)
-    assert stage < 3 or bool(norm.isnan().all())
+    assert stage < 3 or "nan" in repr(norm)
     with torch.no_grad():
         alone = model.layers[1].up(x)
     losses = [float(alone.sum())]

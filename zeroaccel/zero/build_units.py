@@ -288,7 +288,7 @@ def _build_unit(
             trainable=plan.trainable,
             persistent=plan.persistent,
             key=plan.key,
-            refuses_writes=True,
+            watches_uses=True,
         )
         buffer.adopt(source, *tiers.storages(plan, buffer.place()))
         buffers.append(buffer)
@@ -360,8 +360,9 @@ def _is_all_nan(param: nn.Parameter) -> bool:
     """Whether all values are NaN; reads more than the first only if that is."""
     if param.is_meta or not param.is_floating_point() or not param.numel():
         return False
-    data = param.detach()
-    return bool(data[(0,) * data.dim()].isnan()) and bool(data.isnan().all())
+    with torch._C.DisableTorchFunctionSubclass():  # a `ShardedParameter` would refuse to be read
+        data = param.detach()
+        return bool(data[(0,) * data.dim()].isnan()) and bool(data.isnan().all())
 
 
 def warn_unoptimized(fqns: Sequence[str]) -> None:

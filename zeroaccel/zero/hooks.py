@@ -17,6 +17,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import partial
 from types import FrameType
 from typing import Any, Protocol
 
@@ -214,6 +215,10 @@ class Hooks:
     def _watch(self, root: nn.Module, units: Sequence[ParamUnit]) -> None:
         # torch has no hook for reading a parameter; a module's parameter dictionary is what `module.weight` reads.
         unit_of = {id(param): unit for unit in units for buffer in unit.buffers for param in buffer.params}
+        # Those that are read by another way, such as `root.parameters()`, report it themselves.
+        for unit in units:
+            for buffer in unit.buffers:
+                buffer.on_read = partial(self._read, unit)
         compiled = _compiled_within(root)
         self._modules = {id(module) for module in root.modules()}
         for module in root.modules():
@@ -582,8 +587,10 @@ class _UnfilledCopy:
         """Raises EngineStateError while a parameter of the module is NaN throughout, as what is sharded reads."""
         if self._has_values:
             return
-        numbers = (p.detach() for p in module.parameters() if p.is_floating_point() and p.numel() and not p.is_meta)
-        if any(bool(values.isnan().all()) for values in numbers):
+        with torch._C.DisableTorchFunctionSubclass():  # a `ShardedParameter` would refuse to be read
+            numbers = (p.detach() for p in module.parameters() if p.is_floating_point() and p.numel() and not p.is_meta)
+            is_empty = any(bool(values.isnan().all()) for values in numbers)
+        if is_empty:
             raise EngineStateError(
                 f"forward of a copied {type(module).__name__}: {self._fqn} was sharded when it was copied, and is NaN",
                 expected="a copy of whole parameters",

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -58,8 +58,9 @@ class FlatBuffer:
         masters: the fp32 weights the optimizer updates, with its states; for frozen parameters a way to the shard.
         secondary: the copy that hpZ gathers from in backward.
         persistent: unsharded on every rank all the time.
-        refuses_writes: writes to sharded parameters are errors; see [Note: sharded parameters]. Not while models are
-            built, when constructors may come back to them.
+        watches_uses: reads of and writes to sharded parameters are errors; see [Note: sharded parameters]. Not while
+            models are built, when constructors may come back to them.
+        on_read: called when the values of a sharded parameter are read; unshards them during a pass.
         versions: torch's counters of in-place writes to the parameters, for those writes that have been accepted.
     """
 
@@ -74,7 +75,7 @@ class FlatBuffer:
         trainable: bool,
         persistent: bool,
         key: str = "",
-        refuses_writes: bool = False,
+        watches_uses: bool = False,
     ) -> None:
         self.layout = layout
         self.params = tuple(params)
@@ -85,7 +86,8 @@ class FlatBuffer:
         self.key = key
         self.full = torch.empty(layout.numel, dtype=dtype, device=device)
         self.secondary = SecondaryShard()
-        self.refuses_writes = refuses_writes
+        self.watches_uses = watches_uses
+        self.on_read: Callable[[], None] | None = None
         self.versions = [param._version for param in self.params]
         # One element, expanded to every shape: shape and dtype of a sharded parameter are right, at no memory.
         absent = torch.full((), _absent_value(dtype), dtype=dtype)
@@ -149,8 +151,12 @@ class FlatBuffer:
         for param, data, slot in zip(self.params, data_of, self.layout.slots, strict=True):
             as_ordinary(param)
             set_local(param, data)
-            if self.refuses_writes and not unsharded:
-                as_sharded(param, slot.fqn)
+            if self.watches_uses and not unsharded:
+                as_sharded(param, slot.fqn, self._read)
+
+    def _read(self) -> None:
+        if self.on_read is not None:
+            self.on_read()
 
     def all_gather(self, collectives: Collectives, label: str, *, exact: bool) -> Work:
         """Starts to gather `full`; the shard is swapped in. From the secondary copy where that may be rounded, too."""

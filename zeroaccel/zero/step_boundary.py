@@ -6,14 +6,17 @@ of the loss scale's life, of schedulers and of counters, which are the engine's.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from zeroaccel.comm.agree import disagreement_report
 from zeroaccel.comm.collectives import Collectives
-from zeroaccel.errors import CollectiveError
+from zeroaccel.errors import CollectiveError, listed
+from zeroaccel.logs import logger
 from zeroaccel.ops.device_kernels import kernels_for
 from zeroaccel.optim.rank_facts import HyperparameterCheck
 from zeroaccel.zero.grad_norm import (
@@ -161,7 +164,10 @@ class StepBoundary:
         self._last = check, rule.loss_scale
         if isinstance(check, DeviceStats) and not check.was_read and self._weights.takes_control:
             return self._update_unseen(check, rule, step)
-        factor = rule.factor(self.read(check, step))
+        stats = self.read(check, step)
+        factor = rule.factor(stats)
+        if factor is not None and not stats.finite:
+            self._name_nans(step)
         if factor is None:
             self._weights.finish()
             return False
@@ -188,6 +194,28 @@ class StepBoundary:
         if rule.skips_overflow:
             self.read(check, step)
         return applied
+
+    def _name_nans(self, step: int) -> None:
+        """Warns of parameters whose gradients are NaN throughout where those of others are not. (all ranks)"""
+        # What reads a sharded parameter without torch's functions, or through a DTensor, is not seen when it does.
+        slots = [(g, slot) for g in self._reducer.gradients for slot in g.buffer.layout.slots if slot.numel]
+        flags = torch.zeros(len(slots), 2)
+        for index, (gradients, slot) in enumerate(slots):
+            part = slot.range & gradients.buffer.own
+            if part and gradients.shard is not None and not gradients.buffer.persistent:
+                nans = gradients.shard[part.at(gradients.buffer.own.start)].isnan()
+                flags[index] = torch.tensor([float(nans.any()), float(not nans.all())])
+        self._collectives.all_reduce(flags, "max", "which gradients are NaN")
+        names = [slot.fqn for (_, slot), (some, others) in zip(slots, flags.tolist(), strict=True) if some > others]
+        if names and len(names) < len(slots):
+            logger.log(
+                logging.WARNING,
+                "engine.step() %d: the gradients of %s are NaN throughout, and those of others are not. A parameter "
+                "that is read while it is sharded reads as NaN: read it in the model's forward or inside "
+                "zero.GatheredParameters(param)",
+                step,
+                listed(names, most=5),
+            )
 
     def _digests(self) -> RankDigests:
         # Settings of an update during backward were compared before it began, and `apply` checks that they still hold.

@@ -5,20 +5,28 @@ mesh; ZeRO shards, gathers and updates the local tensor, among the ranks of the 
 own local tensor. DTensors are recognised by their attributes, so that `torch.distributed.tensor` is imported only by
 programs that use it.
 
-[Note: sharded parameters] Between uses a parameter shows one NaN in its shape (`param_unit.py`). torch refuses most
-writes to that without naming the parameter, and accepts others, such as `fill_`, which would be lost. So while it is
-sharded the object's class is `ShardedParameter`, which checks what is done with it. Reads go through; results that
-share the storage, such as `param.data`, are checked for writes too. The object stays the same, and is an ordinary
-`nn.Parameter` while it is unsharded, so that computing with it costs nothing.
+[Note: sharded parameters] Between uses a parameter shows one NaN in its shape (`param_unit.py`). torch would compute
+with it, and accept writes, such as `fill_`, which would be lost. So while it is sharded the object's class is
+`ShardedParameter`, which checks what is done with it. Shape, dtype and the like go through, and so do views and casts,
+such as `param.data`, which are checked as the parameter is. Within a pass of the model what reads values gathers them,
+as a module does that reads a parameter of another; outside it is an error, as is every write. The object stays the
+same, and is an ordinary `nn.Parameter` while it is unsharded, so that computing with it costs nothing. A deep copy has
+no values; it becomes an ordinary parameter when it is overwritten.
+
+Whether a function of torch reads values is tried on tensors of the meta device, which have none: names of functions
+would be a list of torch's versions.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from zeroaccel.errors import EngineStateError, UsageError
 
@@ -94,17 +102,46 @@ def check_split(named: Sequence[tuple[str, nn.Parameter]], dtype_of: Any) -> Non
                 )
 
 
-_FQN = "_sharded_fqn"
+_RECORD = "_sharded"
+_METADATA_NAMES = """
+    shape dtype device layout ndim is_meta is_cuda is_cpu is_sparse is_quantized requires_grad requires_grad_
+    is_leaf grad grad_fn _version names itemsize nbytes size dim numel nelement element_size is_floating_point
+    is_complex get_device __len__ __hash__ __reduce_ex__ is_contiguous stride storage_offset register_hook
+    _backward_hooks is_same_size retains_grad output_nr is_nested is_inference is_mkldnn is_xla is_vulkan
+    data_ptr storage untyped_storage register_post_accumulate_grad_hook
+"""
+METADATA = frozenset(_METADATA_NAMES.split())
+"""Functions and attributes of a tensor that do not read its values."""
+
+_SHAPES = frozenset({"view_as", "expand_as", "reshape_as", "type_as", "retain_grad"})
+_CASTS = frozenset({"to", "type", "cpu", "cuda", "float", "double", "half", "bfloat16", "contiguous"})
 _NO_WRITES = frozenset({"requires_grad_", "detach_", "rename_", "share_memory_", "retain_grad_"})
 _ARITHMETIC = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
 _OPERATORS = frozenset(f"__i{name}__" for name in _ARITHMETIC.split()) | {"__setitem__"}
+_OVERWRITES = frozenset({"copy_", "_foreach_copy_", "fill_", "zero_", "_foreach_zero_", "normal_", "uniform_", "data"})
 
 
-def as_sharded(param: nn.Parameter, fqn: str) -> None:
-    """Makes writes to an ordinary parameter errors; of others, such as DTensors, the class is left as it is."""
+@dataclass(eq=False)
+class _ShardedUse:
+    """What a sharded parameter, its views and its casts know of it.
+
+    Attributes:
+        gather: unshards it where a pass of the model is running, and returns without it elsewhere.
+        copy: the parameter, of a deep copy that has no values yet.
+        is_filled: the copy has been overwritten.
+    """
+
+    fqn: str
+    gather: Callable[[], None]
+    copy: weakref.ref[nn.Parameter] | None = None
+    is_filled: bool = False
+
+
+def as_sharded(param: nn.Parameter, fqn: str, gather: Callable[[], None]) -> None:
+    """Makes uses of an ordinary parameter's values errors; of others, such as DTensors, the class is left as it is."""
     # Exactly nn.Parameter: the memory layout of an object with another class, or with slots, may differ.
     if type(param) is nn.Parameter:
-        vars(param)[_FQN] = fqn
+        vars(param)[_RECORD] = _ShardedUse(fqn, gather)
         _change_class(param, ShardedParameter)
 
 
@@ -112,7 +149,7 @@ def as_ordinary(param: nn.Parameter) -> None:
     """Undoes `as_sharded`."""
     if type(param) is ShardedParameter:
         _change_class(param, nn.Parameter)
-        del vars(param)[_FQN]
+        del vars(param)[_RECORD]
 
 
 def _change_class(param: Any, to: type[nn.Parameter]) -> None:
@@ -120,10 +157,10 @@ def _change_class(param: Any, to: type[nn.Parameter]) -> None:
 
 
 class ShardedParameter(nn.Parameter):
-    """A parameter for as long as it is sharded. Made by `as_sharded` only.
+    """A parameter for as long as it is sharded. Made by `as_sharded` and by copying one only.
 
     Raises:
-        EngineStateError: it, or a view of it, is written.
+        EngineStateError: it, a view or a cast of it is written; or read, outside a pass of its model.
     """
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:
@@ -139,26 +176,23 @@ class ShardedParameter(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         with torch._C.DisableTorchFunctionSubclass():
             copied = memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
+        record = vars(self)[_RECORD]
+        vars(copied)[_RECORD] = _ShardedUse(record.fqn, _gather_nothing, weakref.ref(copied))
+        _change_class(copied, ShardedParameter)
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # The name must not travel: unpickled, it is an ordinary parameter.
-        with torch._C.DisableTorchFunctionSubclass():
-            fqn = vars(self).pop(_FQN)
-            try:
-                return nn.Parameter.__reduce_ex__(self, protocol)
-            finally:
-                vars(self)[_FQN] = fqn
+        raise _no_values(self, "pickling")
 
 
 class _ShardedValues(Tensor):
-    """A view of what a sharded parameter shows.
+    """A view or a cast of what a sharded parameter shows.
 
     Attributes:
-        fqn: of the parameter.
+        record: of the parameter.
     """
 
-    fqn: str = ""
+    record: _ShardedUse
 
     @classmethod
     def __torch_function__(
@@ -167,32 +201,105 @@ class _ShardedValues(Tensor):
         return _call(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        with torch._C.DisableTorchFunctionSubclass():
-            copied = memo[id(self)] = self.clone().as_subclass(Tensor)
-        return copied
+        raise _no_values(self, "deepcopy")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(Tensor).__reduce_ex__(protocol)
+        raise _no_values(self, "pickling")
+
+
+def _gather_nothing() -> None:
+    """Of a copy, which no engine knows."""
 
 
 def _call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     with torch._C.DisableTorchFunctionSubclass():  # else the calls below would come back here
         call = function_name(func)
-        target = next(_targets(func, call, args, kwargs), None)
-        if target is not None:
+        _check_targets(func, call, args, kwargs)
+        if _is_metadata(func, call):
+            return _checked(func(*args, **kwargs), call, args)
+        for tensor in _sharded(args, kwargs):
+            _record(tensor).gather()
+        sharded = _sharded(args, kwargs)  # without those that have been gathered
+        if sharded:
+            absent = next((tensor for tensor in sharded if not _record(tensor).is_filled), None)
+            if absent is not None and call not in _CASTS and _reads_values(func, call, args, kwargs):
+                raise _no_values(absent, call)
+            return _checked(func(*args, **kwargs), call, args)
+    return func(*args, **kwargs)
+
+
+def _is_metadata(func: Callable[..., Any], call: str) -> bool:
+    # Attributes are metadata, or views that a read or write of values is another call on.
+    is_attribute = func.__name__ in ("__get__", "__set__")
+    makes_another = call.startswith("new_") or call.endswith("_like")
+    return is_attribute or makes_another or call in METADATA or call in _SHAPES or call in _NO_WRITES
+
+
+def _sharded(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, (ShardedParameter, _ShardedValues))]
+
+
+def _reads_values(func: Callable[..., Any], call: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a function computes with its tensors' values, or copies them; views share a tensor's memory."""
+    if call.endswith("_") and not call.endswith("__"):
+        return True  # it writes to another tensor
+    views: set[int] = set()
+
+    def stand_in(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        empty = torch.empty((), dtype=leaf.dtype, device="meta").expand(leaf.shape)
+        if isinstance(leaf, (ShardedParameter, _ShardedValues)):
+            views.add(empty.untyped_storage()._cdata)
+        return empty
+
+    try:
+        with torch.no_grad():
+            stand_ins = tree_map(stand_in, (tuple(args), dict(kwargs)))
+            result = func(*stand_ins[0], **stand_ins[1])
+            tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+            return any(tensor.untyped_storage()._cdata not in views for tensor in tensors)
+    except Exception:  # what has no values cannot do it, so it needs them
+        return True
+
+
+def _no_values(tensor: ShardedParameter | _ShardedValues, call: str) -> EngineStateError:
+    record = _record(tensor)
+    if record.copy is not None:
+        return EngineStateError(
+            f"a copy of parameter {record.fqn}",
+            expected="values: it was sharded when it was copied, and the copy has none",
+            got=call,
+            fix="copy inside zero.GatheredParameters(model.parameters()) or engine.gathered(), or load a state dict "
+            "into the copy",
+        )
+    return EngineStateError(
+        f"parameter {record.fqn}",
+        expected="no read of its values while it is sharded: they are not here, and it would read as NaN",
+        got=call,
+        fix="read it in the model's forward or inside zero.GatheredParameters(param); "
+        "zero.safe_get_full_fp32_param(param) returns a copy",
+    )
+
+
+def _check_targets(func: Callable[..., Any], call: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuses writes to sharded parameters; of copies those that leave a part of the NaN."""
+    for target in _targets(func, call, args, kwargs):
+        record = _record(target)
+        if record.copy is None:
             raise EngineStateError(
-                f"parameter {_fqn(target)}",
+                f"parameter {record.fqn}",
                 expected="no write while it is sharded: its values are not here, and what is written would be lost",
                 got=call,
                 fix="write inside zero.GatheredParameters(param, modifier_rank=0)",
             )
-        result = func(*args, **kwargs)
-        if call == "detach" and isinstance(args[0], ShardedParameter):  # nn.Parameter(param) wants the same class
-            detached = result.as_subclass(ShardedParameter)
-            vars(detached)[_FQN] = _fqn(args[0])
-            return detached
-        return _checked(result, args)
+        if not record.is_filled:
+            if call not in _OVERWRITES:
+                raise _no_values(target, call)
+            record.is_filled = True
+            param = record.copy()
+            if param is not None:
+                as_ordinary(param)
 
 
 def _targets(
@@ -214,28 +321,40 @@ def _targets(
 
 def _is_other_storage(param: Tensor, data: Tensor) -> bool:
     """Whether new data are other values; another dtype or device is a conversion, which `param_check.py` reports."""
-    if (data.dtype, data.device) != (param.dtype, param.device):
+    if isinstance(data, _ShardedValues):
+        return False
+    if _record(param).copy is None and (data.dtype, data.device) != (param.dtype, param.device):
         return False
     return bool(data.untyped_storage()._cdata != param.untyped_storage()._cdata)
 
 
-def _checked(result: Any, args: Sequence[Any]) -> Any:
-    """A result, as `_ShardedValues` where it is a view of the first argument."""
+def _checked(result: Any, call: str, args: Sequence[Any]) -> Any:
+    """A result, as `_ShardedValues` where it is a view or a cast of the first argument."""
     if isinstance(result, (list, tuple)) and result and isinstance(result[0], Tensor):
-        return type(result)([_checked(item, args) for item in result]) if type(result) in (list, tuple) else result
+        return (
+            type(result)([_checked(item, call, args) for item in result]) if type(result) in (list, tuple) else result
+        )
     source = args[0] if args else None
-    if type(result) is not Tensor or not isinstance(source, (ShardedParameter, _ShardedValues)):
+    if not isinstance(source, (ShardedParameter, _ShardedValues)) or _record(source).is_filled:
         return result
-    if result.is_sparse or result.untyped_storage()._cdata != source.untyped_storage()._cdata:
+    if call == "__iter__":
+        return iter(_checked(source.unbind(0), call, args))
+    if type(result) is not Tensor or result.is_sparse:
         return result
-    # A view: a write to it would be lost as one to the parameter is, so it carries the parameter's name.
+    if call not in _CASTS and result.untyped_storage()._cdata != source.untyped_storage()._cdata:
+        return result
+    # A view: a write to it would be lost as one to the parameter is, so it carries the parameter's record.
+    if call == "detach" and isinstance(source, ShardedParameter):  # nn.Parameter(param) wants the same class
+        detached = result.as_subclass(ShardedParameter)
+        vars(detached)[_RECORD] = _record(source)
+        return detached
     values = result.as_subclass(_ShardedValues)
-    values.fqn = _fqn(source)
+    values.record = _record(source)
     return values
 
 
-def _fqn(tensor: ShardedParameter | _ShardedValues) -> str:
-    return tensor.fqn if isinstance(tensor, _ShardedValues) else vars(tensor)[_FQN]
+def _record(tensor: Any) -> Any:
+    return tensor.record if isinstance(tensor, _ShardedValues) else vars(tensor)[_RECORD]
 
 
 def function_name(func: Callable[..., Any]) -> str:

@@ -40,7 +40,7 @@ from zeroaccel.zero.layout import FlatLayout
 from zeroaccel.zero.param_unit import FlatBuffer, ParamUnit
 from zeroaccel.zero.precision import dtype_before, note_cast
 from zeroaccel.zero.storage.shards import MemoryShard
-from zeroaccel.zero.tensor_subclasses import function_name
+from zeroaccel.zero.tensor_subclasses import METADATA, function_name
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -460,21 +460,12 @@ class _UseMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function_name(func) not in _METADATA:
+        if function_name(func) not in METADATA:
             params = list(_parameters_in([*args, *kwargs.values()]))
             if params:
                 for active in _ACTIVE:
                     active.use(params)
         return func(*args, **kwargs)
-
-
-_METADATA_NAMES = """
-    shape dtype device layout ndim is_meta is_cuda is_cpu is_sparse is_quantized requires_grad requires_grad_
-    is_leaf grad grad_fn _version names itemsize nbytes size dim numel nelement element_size is_floating_point
-    is_complex get_device __len__ __hash__ __reduce_ex__ is_contiguous stride storage_offset register_hook
-    _backward_hooks is_same_size retains_grad output_nr is_nested is_inference is_mkldnn is_xla is_vulkan
-"""
-_METADATA = frozenset(_METADATA_NAMES.split())
 
 
 def _parameters_in(values: Iterable[Any]) -> Iterable[nn.Parameter]:

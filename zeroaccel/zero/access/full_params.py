@@ -13,11 +13,12 @@ written keep all their fp32 bits. Without a named rank the values are compared, 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from zeroaccel.comm.agree import agree_or_raise, agreed
 from zeroaccel.errors import UsageError
@@ -64,6 +65,7 @@ class GatheredParameters:
         self._rank = modifier_rank
         self._handles: list[ParamHandle] = []
         self._masters: dict[int, Tensor] = {}
+        self._saving = ExitStack()
 
     def __enter__(self) -> None:
         # In the order of the units, which is the same on all ranks: each is gathered by a collective.
@@ -81,10 +83,15 @@ class GatheredParameters:
                 if self._rank is not None and handle.buffer.masters.reads_weights:
                     _require_settled(handle)  # these masters can be read only while the weights are as they are
                     self._masters[id(handle)] = handle.buffer.masters.read(handle.reach(handle.buffer.rank))
+        if torch.is_grad_enabled() and not all(handle.unit.persistent for handle in self._handles):
+            # Of a leaf autograd saves the parameter itself, which is sharded when a later backward comes to it. What a
+            # hook returns is saved instead: an alias that goes on referring to the values.
+            self._saving.enter_context(saved_tensors_hooks(Tensor.detach, _as_it_is))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._saving.close()
         handles, self._handles = self._handles, []
         for registry, own in _by_registry(handles):
             # A loop over named parameters comes back to this unit at once.
@@ -218,6 +225,10 @@ def _require_settled(handle: ParamHandle) -> None:
     training = handle.registry.training
     if training is not None and training.updates is not None:
         training.updates.require_settled(f"new values of {handle.slot.fqn}")
+
+
+def _as_it_is(saved: Tensor) -> Tensor:
+    return saved
 
 
 def _by_registry(handles: Sequence[ParamHandle]) -> list[tuple[ParamRegistry, list[ParamHandle]]]:
