@@ -120,7 +120,6 @@ SMALL_MODULES = {
     "zeroaccel/telemetry/verification.py": "what `zeroaccel verify` records; set-up knows orders only",
     "zeroaccel/accelerate/beside_accelerate.py": "the one file that touches another library's modules, and undoes it",
     "zeroaccel/compat/transformers_calls.py": "patches another library's classes, and `uninstall` finds it by its name",
-    "zeroaccel/compat/deepspeed_monitor.py": "is `deepspeed.monitor`, a module of its own there",
     "zeroaccel/offload/device_lane.py": "streams and copies, of which the tables that import it and `ops` know nothing",
 }
 # Inside zeroaccel/zero/, from the bottom; a module imports from its own row and below.

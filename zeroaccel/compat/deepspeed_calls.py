@@ -7,7 +7,7 @@ import functools
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
@@ -18,11 +18,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from zeroaccel.compat.device_accelerator import get_accelerator
+from zeroaccel.config import Config, load_config
 from zeroaccel.errors import UsageError
 from zeroaccel.logs import log_once, logger, set_log_level
 from zeroaccel.nested import map_tensors, to_device
 from zeroaccel.seeds import set_seed
-from zeroaccel.telemetry.step_report import memory_now
+from zeroaccel.telemetry.step_report import EventSink, memory_now
+from zeroaccel.telemetry.trackers import build_monitors
 from zeroaccel.zero import GatheredParameters, safe_get_full_grad, safe_set_full_grad
 from zeroaccel.zero.engine_base import EngineBase
 
@@ -336,3 +338,31 @@ class RepeatingLoader:
     def __len__(self) -> int:
         """Batches of one iteration, where the loader tells."""
         return len(self.loader)
+
+
+# -- events
+
+
+class MonitorMaster:
+    """Writes to the TensorBoard, CSV and wandb monitors that a config enables; on rank 0.
+
+    Args:
+        monitor_config: `DeepSpeedConfig(...).monitor_config`, a config in the format of `deepspeed.initialize`, or the
+            monitors of an engine; None for none.
+
+    Attributes:
+        enabled: whether there is a monitor.
+    """
+
+    def __init__(self, monitor_config: Mapping[str, Any] | Config | EventSink | None) -> None:
+        if isinstance(monitor_config, (Mapping, Config)):
+            rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+            monitor_config = build_monitors(load_config(monitor_config, unknown_keys="lenient"), rank)
+        self._sink = monitor_config
+        self.enabled = self._sink is not None and len(self._sink) > 0
+
+    def write_events(self, event_list: Sequence[tuple[str, float, int]]) -> None:
+        """Writes (name, value, samples so far) events, and flushes."""
+        if self._sink is not None and self.enabled:
+            self._sink.write(event_list)
+            self._sink.flush()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from zeroaccel.comm.topology import device_mesh, init_process_group, meet
+from zeroaccel.compat.stubs import NO_LOG
 from zeroaccel.errors import UsageError
 from zeroaccel.logs import log_once
 
@@ -114,39 +115,18 @@ def get_local_rank() -> int:
 # -- calls
 
 # Calls of torch.distributed that have the arguments prof, log_name and debug in DeepSpeed, for its comms logger.
-PROFILED = frozenset(
-    {
-        "all_gather",
-        "all_gather_into_tensor",
-        "all_gather_object",
-        "all_reduce",
-        "all_to_all",
-        "all_to_all_single",
-        "barrier",
-        "batch_isend_irecv",
-        "broadcast",
-        "broadcast_object_list",
-        "gather",
-        "irecv",
-        "isend",
-        "monitored_barrier",
-        "recv",
-        "reduce",
-        "reduce_scatter",
-        "reduce_scatter_tensor",
-        "scatter",
-        "send",
-    }
+_PROFILED = (
+    "all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all all_to_all_single barrier "
+    "batch_isend_irecv broadcast broadcast_object_list gather irecv isend monitored_barrier recv reduce reduce_scatter "
+    "reduce_scatter_tensor scatter send"
 )
-_NO_LOG = "deepspeed.comm: no collective is logged here; torch.profiler measures them (prof, log_name, configure)"
-
 
 # Later versions of torch call these otherwise, and warn of the names that DeepSpeed has.
 _RENAMED = {"all_gather_into_tensor": "all_gather_single", "reduce_scatter_tensor": "reduce_scatter_single"}
 
 
 def __getattr__(name: str) -> Any:
-    if name in PROFILED:
+    if name in _PROFILED.split():
         later = getattr(torch.distributed, _RENAMED.get(name, name), None)
         return _without_profile(later or getattr(torch.distributed, name))
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -159,7 +139,7 @@ def _without_profile(call: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(call)
     def run(*args: Any, prof: bool = False, log_name: str = "", debug: str = "", **kwargs: Any) -> Any:
         if prof:
-            log_once(logging.WARNING, _NO_LOG)
+            log_once(logging.WARNING, NO_LOG)
         return call(*args, **kwargs)
 
     return run
@@ -213,25 +193,6 @@ def _awaited(works: list[Any], *, async_op: bool) -> list[Any] | None:
     return None
 
 
-def configure(
-    deepspeed_config: Any = None,
-    enabled: bool | None = None,
-    prof_all: bool | None = None,
-    prof_ops: Sequence[str] | None = None,
-    verbose: bool | None = None,
-    debug: bool | None = None,
-) -> None:
-    """Does nothing, with a warning where logging of collectives is asked for: nothing logs them here."""
-    if enabled or prof_all or prof_ops:
-        log_once(logging.WARNING, _NO_LOG)
-
-
-def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """Says that no collective was logged; with `return_dict` returns a summary without entries."""
-    log_once(logging.WARNING, _NO_LOG)
-    return {"summary": {}, "straggler_analysis": None} if return_dict else None
-
-
 # -- groups
 
 
@@ -255,6 +216,9 @@ def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[s
     return device_mesh(tuple(mesh_shape), tuple(mesh_dim_names))
 
 
-def has_coalesced() -> bool:
-    """True: this torch has the calls that DeepSpeed asks for."""
-    return True
+def get_data_parallel_rank() -> int:
+    return torch.distributed.get_rank()
+
+
+def get_data_parallel_world_size() -> int:
+    return torch.distributed.get_world_size()

@@ -26,10 +26,9 @@ from zeroaccel.checkpoint.weights import placeholder_state_dict
 from zeroaccel.comm.agree import agreed
 from zeroaccel.compat import loss_scale_members, transformers_calls
 from zeroaccel.compat.assertions import asserting
-from zeroaccel.compat.deepspeed_calls import StepThroughput
+from zeroaccel.compat.deepspeed_calls import MonitorMaster, StepThroughput
 from zeroaccel.compat.deepspeed_comm import get_local_rank, require_process_group
 from zeroaccel.compat.deepspeed_init import from_library
-from zeroaccel.compat.deepspeed_monitor import MonitorMaster
 from zeroaccel.compat.deepspeed_pipe import PipelineModule
 from zeroaccel.compat.engine_questions import ABSENT_MEMBERS, QUESTIONS
 from zeroaccel.compat.finder import VERSION

@@ -6,8 +6,6 @@ operations; those of single elements (activations, norms) are not counted, as De
 
 from __future__ import annotations
 
-import contextlib
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -90,12 +88,12 @@ class OperationProfiler:
 
     def get_total_flops(self, as_string: bool = False) -> int | str:
         """Operations, two of them per multiplication and addition."""
-        flops = round(self._flops("") * (1.0 + self.recompute_fwd_factor))
+        flops = round(self._flops() * (1.0 + self.recompute_fwd_factor))
         return number_to_string(flops) if as_string else flops
 
     def get_total_macs(self, as_string: bool = False) -> int | str:
         """Multiplications with an addition."""
-        macs = round(self._flops("") * (1.0 + self.recompute_fwd_factor)) // 2
+        macs = round(self._flops() * (1.0 + self.recompute_fwd_factor)) // 2
         return macs_to_string(macs) if as_string else macs
 
     def get_total_duration(self, as_string: bool = False) -> float | str:
@@ -120,65 +118,51 @@ class OperationProfiler:
 
         Args:
             profile_step: the step that was counted, for the report.
-            module_depth: of the modules that are aggregated; -1 for the innermost.
-            top_modules: how many of these are shown.
-            detailed: a line per module, besides the sums.
+            module_depth: down to which modules are listed; -1 for all.
+            top_modules: of no effect: all are listed.
+            detailed: a line per module that does any, besides the sums.
             output_file: takes the report instead of the standard output.
         """
-        if not self.started:
+        if self._counter is None:
             return
+        lines = [
+            f"flops profiler, step {profile_step}",
+            f"params: {self.get_total_params(as_string=True)}",
+            f"flops:  {self.get_total_flops(as_string=True)}",
+            f"MACs:   {self.get_total_macs(as_string=True)}",
+            f"time:   {self.get_total_duration(as_string=True)}",
+            *(self._modules(module_depth) if detailed else []),
+        ]
         if output_file:
             Path(output_file).parent.mkdir(parents=True, exist_ok=True)
-        with open(output_file, "w", encoding="utf-8") if output_file else contextlib.nullcontext(sys.stdout) as out:
-            print(f"flops profiler, step {profile_step}", file=out)
-            print(f"params: {self.get_total_params(as_string=True)}", file=out)
-            print(f"flops:  {self.get_total_flops(as_string=True)}", file=out)
-            print(f"MACs:   {self.get_total_macs(as_string=True)}", file=out)
-            print(f"time:   {self.get_total_duration(as_string=True)}", file=out)
-            self._print_top(module_depth, top_modules, out)
-            if detailed:
-                print("module, params, MACs:", file=out)
-                for name, module in self.model.named_modules():
-                    macs = macs_to_string(self._flops(name) // 2)
-                    label = name or type(self.model).__name__
-                    print(f"  {label}: {type(module).__name__}, {params_to_string(_numel(module))}, {macs}", file=out)
+            Path(output_file).write_text("\n".join(lines) + "\n", encoding="utf-8")
+        else:
+            print("\n".join(lines))
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
-        """Prints the classes of modules with the most operations at this depth."""
-        self._print_top(module_depth, top_modules, sys.stdout)
+        """Prints the operations of modules down to this depth, as torch's counter has them."""
+        print("\n".join(self._modules(module_depth)))
 
-    def _print_top(self, module_depth: int, top_modules: int, out: Any) -> None:
-        depths: dict[int, dict[str, int]] = {}
-        for name, module in self.model.named_modules():
-            depth = name.count(".") + 1 if name else 0
-            at_depth = depths.setdefault(depth, {})
-            kind = type(module).__name__
-            at_depth[kind] = at_depth.get(kind, 0) + self._flops(name)
-        chosen = max(depths) if module_depth < 0 else min(module_depth, max(depths))
-        ranking = sorted(depths[chosen].items(), key=lambda item: -item[1])[: max(top_modules, 1)]
-        shown = ", ".join(f"{kind} {macs_to_string(flops // 2)}" for kind, flops in ranking)
-        print(f"depth {chosen}: {shown}", file=out)
+    def _modules(self, depth: int) -> list[str]:
+        counts = {} if self._counter is None else self._counter.get_flop_counts()
+        return [
+            f"  {name}: {macs_to_string(sum(of_module.values()) // 2)}"
+            for name, of_module in counts.items()
+            if depth < 0 or name.count(".") <= depth
+        ]
 
-    def _flops(self, name: str) -> int:
-        """Of the module of this name and those in it, without the ignored ones."""
+    def _flops(self) -> int:
+        """Of the model without the ignored modules."""
         if self._counter is None:
             return 0
         counts: Mapping[str, Mapping[Any, int]] = self._counter.get_flop_counts()
-        root = type(self.model).__name__
-
-        def of(fqn: str) -> int:
-            return sum(counts.get(f"{root}.{fqn}" if fqn else ("Global" if not name else root), {}).values())
-
         ignored: list[str] = []
         for fqn, module in self.model.named_modules():
-            inside = not name or fqn == name or fqn.startswith(f"{name}.")
-            if (
-                inside
-                and isinstance(module, self._ignored)
-                and not any(fqn.startswith(f"{outer}.") for outer in ignored)
-            ):
+            if isinstance(module, self._ignored) and not any(fqn.startswith(f"{outer}.") for outer in ignored):
                 ignored.append(fqn)
-        return of(name) - sum(of(fqn) for fqn in ignored)
+        root = type(self.model).__name__
+        of_ignored = (counts.get(f"{root}.{fqn}" if fqn else root, {}) for fqn in ignored)
+        return sum(counts.get("Global", {}).values()) - sum(sum(each.values()) for each in of_ignored)
 
 
 def get_model_profile(
@@ -228,16 +212,12 @@ def get_model_profile(
         call(*inputs, **named)  # type: ignore[operator]
     finally:
         profiler.stop_profile()
-    counted = profiler.get_total_flops(), profiler.get_total_macs(), profiler.get_total_params()
-    texts = (
-        profiler.get_total_flops(as_string=True),
-        profiler.get_total_macs(as_string=True),
-        profiler.get_total_params(as_string=True),
-    )
+    totals = (profiler.get_total_flops, profiler.get_total_macs, profiler.get_total_params)
+    flops, macs, params = (total(as_string) for total in totals)
     if print_profile:
         profiler.print_model_profile(warm_up, module_depth, top_modules, detailed, output_file)
     profiler.end_profile()
-    return texts if as_string else counted
+    return flops, macs, params
 
 
 def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:

@@ -136,7 +136,3 @@ _WHOLE_MEMBERS: dict[str, Callable[[nn.Parameter], Any]] = {
 def _no_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """None: parameters that are read outside their module are detected without a list."""
     return iter(())
-
-
-def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Does nothing, as `register_external_parameter`: parameters that are read outside their module are detected."""

@@ -21,12 +21,12 @@ _LEAF_MODULES = "zeroaccel.compat.leaf_modules"
 _SCHEDULES = "zeroaccel.optim.lr_schedules"
 _OPTIMIZERS = "zeroaccel.compat.deepspeed_optimizers"
 _ACCELERATOR = "zeroaccel.compat.device_accelerator"
-_WEIGHTS = "zeroaccel.compat.deepspeed_weights"
+_CHECKPOINTS = "zeroaccel.compat.deepspeed_checkpoints"
 _CONFIGURATION = "zeroaccel.compat.deepspeed_config"
 _SECTIONS = "zeroaccel.config.schema_zero"
 _RECOMPUTATION = "zeroaccel.compat.activation_checkpointing"
 _PROFILER = "zeroaccel.compat.flops_profiler"
-_GROUPS = "zeroaccel.compat.deepspeed_groups"
+_STUBS = "zeroaccel.compat.stubs"
 _MEMBERS = "zeroaccel.compat.loss_scale_members"
 _SEQUENCE_STATE = "zeroaccel.compat.parallel_state_sp"
 _SEQUENCE_CALLS = tuple(
@@ -43,7 +43,7 @@ _INIT = {
     **_same(_ZERO, "GatheredParameters register_external_parameter"),
     "Init": f"{_SHARDING}:DeepSpeedInit",
     "ZeroParamStatus": "zeroaccel.compat.parameters:ZeroParamStatus",
-    "unregister_external_parameter": "zeroaccel.compat.parameters:unregister_external_parameter",
+    "unregister_external_parameter": f"{_STUBS}:unregister_external_parameter",
 }
 _ACCESS = {
     f"safe_{verb}_{part}_{what}": f"{_ZERO}:safe_{verb}_{part}_{what}"
@@ -64,11 +64,12 @@ _COMM = (
     | _same(
         _COMMUNICATION,
         "all_gather all_gather_coalesced all_gather_into_tensor all_gather_object all_reduce all_reduce_coalesced "
-        "all_to_all all_to_all_single barrier batch_isend_irecv broadcast broadcast_object_list configure gather "
+        "all_to_all all_to_all_single barrier batch_isend_irecv broadcast broadcast_object_list gather "
         "get_all_ranks_from_group get_global_rank get_local_rank get_world_group inference_all_reduce "
-        "init_distributed initialize_mesh_device irecv is_initialized isend log_summary monitored_barrier recv "
+        "init_distributed initialize_mesh_device irecv is_initialized isend monitored_barrier recv "
         "reduce reduce_scatter reduce_scatter_tensor scatter send",
     )
+    | _same(_STUBS, "configure log_summary")
     | dict.fromkeys(
         (
             "has_all_gather_into_tensor",
@@ -76,12 +77,12 @@ _COMM = (
             "has_coalescing_manager",
             "has_reduce_scatter_tensor",
         ),
-        f"{_COMMUNICATION}:has_coalesced",
+        f"{_STUBS}:has_coalesced",
     )
 )
 _LR_SCHEDULES = _same(_SCHEDULES, "LRRangeTest OneCycle VALID_LR_SCHEDULES WarmupCosineLR WarmupDecayLR WarmupLR")
 _CONVERSION = _same(
-    _WEIGHTS,
+    _CHECKPOINTS,
     "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
     "load_state_dict_from_zero_checkpoint",
 )
@@ -129,7 +130,10 @@ SURFACE: Mapping[str, Mapping[str, str]] = {
     "deepspeed.accelerator": _DEVICE,
     "deepspeed.accelerator.real_accelerator": _DEVICE,
     "deepspeed.checkpoint": {},
-    "deepspeed.checkpoint.ds_to_universal": _same("zeroaccel.compat.universal_checkpoint", "main parse_arguments"),
+    "deepspeed.checkpoint.ds_to_universal": {
+        "main": f"{_CHECKPOINTS}:to_universal",
+        "parse_arguments": f"{_CHECKPOINTS}:universal_arguments",
+    },
     "deepspeed.checkpoint.utils": _same(_CALLS, "clone_tensors_for_torch_save"),
     "deepspeed.checkpointing": _CHECKPOINTING,
     "deepspeed.comm": _COMM,
@@ -144,10 +148,10 @@ SURFACE: Mapping[str, Mapping[str, str]] = {
     },
     "deepspeed.moe": {},
     "deepspeed.moe.utils": _same(
-        _GROUPS, "has_moe_layers is_moe_param is_moe_param_group split_params_into_different_moe_groups_for_optimizer"
+        _STUBS, "has_moe_layers is_moe_param is_moe_param_group split_params_into_different_moe_groups_for_optimizer"
     ),
     "deepspeed.monitor": {},
-    "deepspeed.monitor.monitor": _same("zeroaccel.compat.deepspeed_monitor", "MonitorMaster"),
+    "deepspeed.monitor.monitor": _same(_CALLS, "MonitorMaster"),
     "deepspeed.ops": {},
     "deepspeed.ops.adagrad": _same(_OPTIMIZERS, "DeepSpeedCPUAdagrad"),
     "deepspeed.ops.adam": _same(_OPTIMIZERS, "DeepSpeedCPUAdam FusedAdam"),
@@ -200,14 +204,12 @@ SURFACE: Mapping[str, Mapping[str, str]] = {
         "is_initialized": f"{_COMMUNICATION}:is_initialized",
     },
     "deepspeed.utils.groups": {
-        **_same(
-            _GROUPS,
-            "get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size get_model_parallel_rank "
-            "get_model_parallel_world_size",
-        ),
-        "_get_data_parallel_group": f"{_GROUPS}:get_data_parallel_group",
-        "_get_data_parallel_rank": f"{_GROUPS}:get_data_parallel_rank",
-        "_get_data_parallel_world_size": f"{_GROUPS}:get_data_parallel_world_size",
+        **_same(_COMMUNICATION, "get_data_parallel_rank get_data_parallel_world_size"),
+        **_same(_STUBS, "get_model_parallel_rank get_model_parallel_world_size"),
+        "get_data_parallel_group": f"{_COMMUNICATION}:get_world_group",
+        "_get_data_parallel_group": f"{_COMMUNICATION}:get_world_group",
+        "_get_data_parallel_rank": f"{_COMMUNICATION}:get_data_parallel_rank",
+        "_get_data_parallel_world_size": f"{_COMMUNICATION}:get_data_parallel_world_size",
         **{f"_{name}": f"{_SEQUENCE_STATE}:{name}" for name in _SEQUENCE_CALLS},
     },
     "deepspeed.utils.init_on_device": _same(_CALLS, "OnDevice"),
@@ -216,7 +218,7 @@ SURFACE: Mapping[str, Mapping[str, str]] = {
     "deepspeed.utils.tensor_fragment": _ACCESS,
     "deepspeed.utils.timer": {"ThroughputTimer": f"{_CALLS}:StepThroughput"},
     "deepspeed.utils.z3_leaf_module": _LEAVES,
-    "deepspeed.utils.zero_to_fp32": {**_CONVERSION, "main": f"{_WEIGHTS}:main"},
+    "deepspeed.utils.zero_to_fp32": {**_CONVERSION, "main": f"{_CHECKPOINTS}:main"},
     "deepspeed.zero": _INIT,
 }
 

@@ -1,31 +1,50 @@
-"""`deepspeed.utils.groups` and `deepspeed.moe.utils`: the data-parallel group is that of all ranks.
+"""Names of DeepSpeed that have nothing to do here: each does nothing, or answers with the one thing that can be.
 
-So no parameter is an expert's of some ranks only, and param groups are not divided by that. The groups of sequences are
-those of `parallel_state_sp.py`.
+Nothing logs collectives, no layers are split over ranks but by a mesh, no parameter is an expert's of some ranks only,
+and the engine detects parameters that are read outside their modules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from zeroaccel.errors import UsageError
+from zeroaccel.logs import log_once
+
+NO_LOG = "deepspeed.comm: no collective is logged here; torch.profiler measures them (prof, log_name, configure)"
 
 
-def get_data_parallel_group() -> Any:
-    """The group of all ranks."""
-    return torch.distributed.group.WORLD
+def configure(
+    deepspeed_config: Any = None,
+    enabled: bool | None = None,
+    prof_all: bool | None = None,
+    prof_ops: Sequence[str] | None = None,
+    verbose: bool | None = None,
+    debug: bool | None = None,
+) -> None:
+    """Does nothing, with a warning where logging of collectives is asked for: nothing logs them here."""
+    if enabled or prof_all or prof_ops:
+        log_once(logging.WARNING, NO_LOG)
 
 
-def get_data_parallel_rank() -> int:
-    return torch.distributed.get_rank()
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
+    """Says that no collective was logged; with `return_dict` returns a summary without entries."""
+    log_once(logging.WARNING, NO_LOG)
+    return {"summary": {}, "straggler_analysis": None} if return_dict else None
 
 
-def get_data_parallel_world_size() -> int:
-    return torch.distributed.get_world_size()
+def has_coalesced() -> bool:
+    """True: this torch has the calls that DeepSpeed asks for."""
+    return True
+
+
+def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
+    """Does nothing, as `register_external_parameter`: parameters that are read outside their module are detected."""
 
 
 def get_model_parallel_rank() -> int:
