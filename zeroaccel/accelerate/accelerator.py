@@ -31,7 +31,7 @@ from zeroaccel.accelerate.accelerator_arguments import (
     refuse_other_parallelism,
     rng_types_of,
 )
-from zeroaccel.accelerate.accelerator_state import AcceleratorState, PartialState, Prepared
+from zeroaccel.accelerate.accelerator_state import AcceleratorState, ControlFlow, PartialState, Prepared
 from zeroaccel.accelerate.beside_accelerate import join_accelerate, leave_accelerate
 from zeroaccel.accelerate.kwargs_handlers import (
     DistributedType,
@@ -66,7 +66,7 @@ _MAX_SHARD_SIZE = "10GB"
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Accelerator:
+class Accelerator(ControlFlow):
     """Prepares models, optimizers, schedulers and loaders for ZeRO training, and serves the training loop.
 
     Plugins and handlers may be of accelerate's own classes: what they say counts, or a note tells what changes nothing.
@@ -252,26 +252,6 @@ class Accelerator:
         return self.state.partial.local_process_index
 
     @property
-    def is_main_process(self) -> bool:
-        """Whether this is rank 0 of the job."""
-        return self.state.partial.is_main_process
-
-    @property
-    def is_local_main_process(self) -> bool:
-        """Whether this is the first rank of its node."""
-        return self.state.partial.is_local_main_process
-
-    @property
-    def is_last_process(self) -> bool:
-        """Whether this is the last rank of the job."""
-        return self.state.partial.is_last_process
-
-    @property
-    def use_distributed(self) -> bool:
-        """Whether there is more than one process."""
-        return self.state.partial.use_distributed
-
-    @property
     def multi_device(self) -> bool:
         """Whether there is more than one process."""
         return self.use_distributed
@@ -281,60 +261,12 @@ class Accelerator:
         """DEEPSPEED with a plugin; else NO, MULTI_CPU or MULTI_GPU."""
         return self.state.distributed_type
 
-    def on_main_process(self, function: F) -> F:
-        """Decorator: the function runs on rank 0 and returns None elsewhere."""
-        return self.state.partial.on_main_process(function)
+    # -- what scripts ask for that there is none of
 
-    def on_local_main_process(self, function: F) -> F:
-        """Decorator: the function runs on the first rank of each node."""
-        return self.state.partial.on_local_main_process(function)
-
-    def on_last_process(self, function: F) -> F:
-        """Decorator: the function runs on the last rank."""
-        return self.state.partial.on_last_process(function)
-
-    def on_process(self, function: F | None = None, process_index: int | None = None) -> F | Callable[[F], F]:
-        """Decorator: the function runs on one rank; `@on_process(process_index=1)`."""
-        return self.state.partial.on_process(function, process_index)
-
-    def on_local_process(
-        self, function: F | None = None, local_process_index: int | None = None
-    ) -> F | Callable[[F], F]:
-        """Decorator: the function runs on one rank of each node."""
-        return self.state.partial.on_local_process(function, local_process_index)
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """`print`, on the first rank of each node."""
-        self.state.partial.print(*args, **kwargs)
-
-    def wait_for_everyone(self) -> None:
-        """A barrier. (all ranks)"""
-        self.state.partial.wait_for_everyone()
-
-    @contextlib.contextmanager
-    def main_process_first(self) -> Iterator[None]:
-        """Rank 0 runs the block before the other ranks, as to download a dataset once. (all ranks)"""
-        with self.state.partial.main_process_first():
-            yield
-
-    @contextlib.contextmanager
-    def local_main_process_first(self) -> Iterator[None]:
-        """The first rank of each node runs the block before the others. (all ranks)"""
-        with self.state.partial.local_main_process_first():
-            yield
-
-    @contextlib.contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """This rank's part of a list, tuple, tensor, dataset, or mapping; see `PartialState.split_between_processes`.
-
-        Example:
-            >>> from zeroaccel import Accelerator
-            >>> accelerator = Accelerator(cpu=True)
-            >>> with accelerator.split_between_processes(["a prompt", "another"]) as prompts:
-            ...     answers = [prompt.upper() for prompt in prompts]
-        """
-        with self.state.partial.split_between_processes(inputs, apply_padding) as part:
-            yield part
+    fp8_backend = None
+    torch_device_mesh = None
+    is_fsdp2 = False
+    is_composable_parallelism_enabled = False
 
     # -- settings
 
@@ -406,29 +338,9 @@ class Accelerator:
         return self.mixed_precision != "no"
 
     @property
-    def fp8_backend(self) -> None:
-        """None: there is no 8-bit training."""
-        return None
-
-    @property
     def parallelism_config(self) -> Any:
         """The mesh from the argument or the launch; None where every process trains on different samples."""
         return self.state.parallelism_config
-
-    @property
-    def torch_device_mesh(self) -> None:
-        """None: the engine makes its process groups without a torch `DeviceMesh`."""
-        return None
-
-    @property
-    def is_fsdp2(self) -> bool:
-        """False: ZeRO shards."""
-        return False
-
-    @property
-    def is_composable_parallelism_enabled(self) -> bool:
-        """False: accelerate means FSDP2 on a `DeviceMesh`; `parallelism_config` composes with ZeRO instead."""
-        return False
 
     @property
     def data_parallel_rank(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,90 +35,23 @@ PRECISION_NAMES = {"fp32": "no", "fp16": "fp16", "bf16": "bf16"}
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class PartialState:
-    """This process's place in the job, which it joins when this is made, and control flow by rank. (all ranks)
-
-    Args:
-        cpu: compute on the CPU, with gloo, also where there are accelerators.
-        backend, init_method, timeout: as of `InitProcessGroupKwargs`, where the process has not joined its job yet; a
-            timeout changes the limit of a job that it has joined, too.
-
-    Attributes:
-        device: on which this rank computes.
-        backend: of the process group for tensors of that device, as torch names it.
-        debug: the launcher's debug flag; arguments of collectives are always compared between the ranks.
-
-    Example:
-        >>> from zeroaccel import PartialState
-        >>> state = PartialState(cpu=True)
-        >>> with state.split_between_processes(["a", "b", "c"]) as texts:
-        ...     state.print(texts)
-        ['a', 'b', 'c']
-    """
-
-    def __init__(
-        self,
-        cpu: bool = False,
-        *,
-        backend: str | None = None,
-        init_method: str | None = None,
-        timeout: timedelta | None = None,
-        debug: bool = False,
-    ) -> None:
-        if init_method not in (None, "env://") and not torch.distributed.is_initialized():
-            meet("gloo" if cpu else None, str(init_method), -1, -1, timeout)
-        self._topology = init_process_group("gloo" if cpu else None, timeout)
-        self.device: torch.device = torch.device("cpu") if cpu else self._topology.device
-        self.backend: str = _backend(self._topology.backend, self.device)
-        self.debug = debug
-        if backend not in (None, "nccl", self.backend, self._topology.backend):
-            note(f"backend={backend!r}", f"tensors of {self.device.type} devices travel on {self.backend}")
+class ControlFlow(ABC):
+    """Control flow by rank, of a process that knows its place in the job."""
 
     @property
+    @abstractmethod
     def num_processes(self) -> int:
         """World size of the job."""
-        return self._topology.world_size
 
     @property
+    @abstractmethod
     def process_index(self) -> int:
         """This process's rank."""
-        return self._topology.rank
 
     @property
+    @abstractmethod
     def local_process_index(self) -> int:
         """This process's rank on its node."""
-        return self._topology.local_rank
-
-    @property
-    def local_num_processes(self) -> int:
-        """Processes on this node."""
-        return self._topology.local_world_size
-
-    @property
-    def distributed_type(self) -> DistributedType:
-        """Without a plugin: NO for one process, else by device."""
-        if self.num_processes == 1:
-            return DistributedType.NO
-        return DistributedType.MULTI_GPU if self.device.type == "cuda" else DistributedType.MULTI_CPU
-
-    @property
-    def initialized(self) -> bool:
-        """True: a state that exists has joined the job."""
-        return True
-
-    @property
-    def default_device(self) -> torch.device:
-        """The kind of device that jobs compute on by default: "cuda" where there is one, else "cpu"."""
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-    def set_device(self) -> None:
-        """Makes `device` the current one of this process."""
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-
-    def destroy_process_group(self) -> None:
-        """Leaves the job; the process group is closed if zeroaccel made it. (all ranks)"""
-        destroy()
 
     # -- ranks
 
@@ -243,6 +177,92 @@ class PartialState:
         # `datasets.Dataset.select` gives a dataset, where a list comprehension would give rows as dicts.
         select = getattr(inputs, "select", None)
         return select(positions) if callable(select) else [inputs[position] for position in positions]
+
+
+class PartialState(ControlFlow):
+    """This process's place in the job, which it joins when this is made, and control flow by rank. (all ranks)
+
+    Args:
+        cpu: compute on the CPU, with gloo, also where there are accelerators.
+        backend, init_method, timeout: as of `InitProcessGroupKwargs`, where the process has not joined its job yet; a
+            timeout changes the limit of a job that it has joined, too.
+
+    Attributes:
+        device: on which this rank computes.
+        backend: of the process group for tensors of that device, as torch names it.
+        debug: the launcher's debug flag; arguments of collectives are always compared between the ranks.
+
+    Example:
+        >>> from zeroaccel import PartialState
+        >>> state = PartialState(cpu=True)
+        >>> with state.split_between_processes(["a", "b", "c"]) as texts:
+        ...     state.print(texts)
+        ['a', 'b', 'c']
+    """
+
+    def __init__(
+        self,
+        cpu: bool = False,
+        *,
+        backend: str | None = None,
+        init_method: str | None = None,
+        timeout: timedelta | None = None,
+        debug: bool = False,
+    ) -> None:
+        if init_method not in (None, "env://") and not torch.distributed.is_initialized():
+            meet("gloo" if cpu else None, str(init_method), -1, -1, timeout)
+        self._topology = init_process_group("gloo" if cpu else None, timeout)
+        self.device: torch.device = torch.device("cpu") if cpu else self._topology.device
+        self.backend: str = _backend(self._topology.backend, self.device)
+        self.debug = debug
+        if backend not in (None, "nccl", self.backend, self._topology.backend):
+            note(f"backend={backend!r}", f"tensors of {self.device.type} devices travel on {self.backend}")
+
+    @property
+    def num_processes(self) -> int:
+        """World size of the job."""
+        return self._topology.world_size
+
+    @property
+    def process_index(self) -> int:
+        """This process's rank."""
+        return self._topology.rank
+
+    @property
+    def local_process_index(self) -> int:
+        """This process's rank on its node."""
+        return self._topology.local_rank
+
+    @property
+    def local_num_processes(self) -> int:
+        """Processes on this node."""
+        return self._topology.local_world_size
+
+    @property
+    def distributed_type(self) -> DistributedType:
+        """Without a plugin: NO for one process, else by device."""
+        if self.num_processes == 1:
+            return DistributedType.NO
+        return DistributedType.MULTI_GPU if self.device.type == "cuda" else DistributedType.MULTI_CPU
+
+    @property
+    def initialized(self) -> bool:
+        """True: a state that exists has joined the job."""
+        return True
+
+    @property
+    def default_device(self) -> torch.device:
+        """The kind of device that jobs compute on by default: "cuda" where there is one, else "cpu"."""
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def set_device(self) -> None:
+        """Makes `device` the current one of this process."""
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+
+    def destroy_process_group(self) -> None:
+        """Leaves the job; the process group is closed if zeroaccel made it. (all ranks)"""
+        destroy()
 
     def __repr__(self) -> str:
         return (
